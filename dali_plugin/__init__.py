@@ -1,0 +1,1 @@
+"""NVIDIA DALI for caches of nested tensors."""

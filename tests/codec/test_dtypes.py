@@ -1,0 +1,175 @@
+"""The dtype table: every dtype bit for bit, in the stored form that FORMAT.md names, and every refusal with its remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import wds_tensorcache as tc
+from tests.same import tensor_bytes
+from tests.strategies import NUMPY_DTYPES, TORCH_DTYPES
+from wds_tensorcache.codec.header import parse_header
+
+STORED_AS = {
+    "complex32": ("F16", [2, 3, 2]),
+    "complex128": ("F64", [2, 3, 2]),
+    "float8_e8m0fnu": ("U8", [2, 3]),
+    "float4_e2m1fn_x2": ("U8", [2, 3]),
+    "bfloat16": ("BF16", [2, 3]),
+    "float8_e4m3fn": ("F8_E4M3", [2, 3]),
+    "float8_e5m2fnuz": ("F8_E5M2FNUZ", [2, 3]),
+    "complex64": ("C64", [2, 3]),
+    "uint16": ("U16", [2, 3]),
+    "bool": ("BOOL", [2, 3]),
+}
+
+
+def make_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    raw = torch.arange(count * 16, dtype=torch.int64).mul(37).remainder(251).to(torch.uint8)
+    raw = raw & 1 if dtype is torch.bool else raw
+    return raw.view(dtype)[:count].reshape(shape) if count else raw.view(dtype).reshape(shape)
+
+
+def round_trip(value: Any) -> Any:
+    return tc.decode_sample(*tc.encode_sample({"x": value}), verify=True)["x"]
+
+
+# torch says so each time it first makes a complex32 tensor
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.parametrize("shape", [(2, 3), (), (0, 3), (1,)], ids=str)
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_torch_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = make_tensor(dtype, *shape)
+    lazy = round_trip(tensor)
+    assert (lazy.dtype, lazy.shape, lazy.nbytes) == (dtype, tensor.shape, tensor.nbytes)
+    for loaded in (lazy.load(), lazy.load(out=torch.empty_like(tensor)), lazy.load(copy=False)):
+        assert (loaded.dtype, loaded.shape) == (dtype, tensor.shape)
+        assert tensor_bytes(loaded) == tensor_bytes(tensor)
+
+
+@pytest.mark.parametrize("name", sorted(STORED_AS))
+def test_stored_dtype(name: str) -> None:
+    dtype = getattr(torch, name, None)
+    if dtype is None:
+        pytest.skip(f"torch {torch.__version__} has no {name}")
+    skeleton, tensors = tc.encode_sample({"x": make_tensor(dtype, 2, 3)})
+    entry = parse_header(tensors)[0].tensors["x"]
+    assert (entry.dtype, list(entry.shape)) == STORED_AS[name]
+    expected = f"tensor:x?dtype={name}" if STORED_AS[name][1] != [2, 3] or STORED_AS[name][0] == "U8" else "tensor:x"
+    assert expected.encode() + b"\x85R" in skeleton
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_stock_safetensors_loads_it(dtype: torch.dtype) -> None:
+    if "fnuz" in str(dtype) and safetensors.__version__ < "0.8":
+        pytest.skip(f"safetensors {safetensors.__version__} has no FNUZ dtypes: pip install 'safetensors>=0.8'")
+    tensor = make_tensor(dtype, 2, 3)
+    stored = safetensors.torch.load(tc.encode_sample({"x": tensor})[1])["x"]
+    assert tensor_bytes(stored) == tensor_bytes(tensor)
+
+
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES, ids=str)
+def test_numpy_dtype(dtype: np.dtype[Any]) -> None:
+    array = np.arange(6).astype("S1").astype(dtype).reshape(2, 3) if dtype.kind in "SU" else np.arange(6).astype(dtype)
+    lazy = round_trip(array)
+    assert isinstance(lazy, tc.LazyArray)
+    assert lazy.dtype == array.dtype.newbyteorder("<")
+    np.testing.assert_array_equal(lazy.load(), array)
+    np.testing.assert_array_equal(lazy.load(copy=False), array)
+    np.testing.assert_array_equal(np.asarray(lazy), array)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1),
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.arange(3).expand(5, 3),
+        torch.arange(10)[2::3],
+        torch.randn(4, dtype=torch.complex64).conj(),
+        torch.randn(4, dtype=torch.complex64).conj().imag,
+        torch.randn(3, requires_grad=True) * 2,
+        torch.nn.Parameter(torch.randn(3)),
+    ],
+    ids=["permuted", "channels_last", "expanded", "strided", "conj", "neg", "grad", "parameter"],
+)
+def test_values_of_unusual_tensors(tensor: torch.Tensor) -> None:
+    loaded = round_trip(tensor).load()
+    assert type(loaded) is torch.Tensor
+    assert not loaded.requires_grad
+    assert loaded.is_contiguous()
+    assert torch.equal(loaded, tensor.detach())
+
+
+def test_a_view_of_a_big_storage_stores_only_itself() -> None:
+    assert len(tc.encode_sample(torch.zeros(1_000_000)[:2])[1]) < 500
+
+
+def test_memory_maps_are_stored_by_value(tmp_path: Any) -> None:
+    np.save(tmp_path / "a.npy", np.arange(5))
+    mapped = np.load(tmp_path / "a.npy", mmap_mode="r")
+    assert type(round_trip(mapped).load()) is np.ndarray
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+REFUSED = [
+    (lambda: torch.eye(2).to_sparse(), "sparse_coo.*to_dense"),
+    (lambda: torch.empty(2, device="meta"), "meta tensor"),
+    (lambda: torch.zeros(2).as_subclass(Subclass), "subclass.*as_subclass"),
+    (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), "nested|subclass"),
+    (lambda: torch.empty(4, dtype=torch.uint8).view(torch.bits8), r"bits8.*view\(torch.uint8\)"),
+    (lambda: np.ma.masked_array([1, 2], [0, 1]), "masked.*mask"),
+    (lambda: np.array([object()]), "objects.*tolist"),
+    (lambda: np.array([(1, 2.0)], [("a", "i4"), ("b", "f4")]), "structured.*fields"),
+    (lambda: np.matrix([[1]]), "subclass, matrix.*asarray"),
+    (lambda: np.zeros(2, np.longdouble), "astype"),
+    (lambda: np.zeros(2, "M8"), "astype"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")  # sparse and nested layouts announce themselves as prototypes
+@pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_refused_when_writing(make: Any, message: str) -> None:
+    with pytest.raises(tc.EncodeError, match=f"value at 'a.0.b': .*({message})"):
+        tc.encode_sample({"a": [{"b": make()}]})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_quantized_tensors_are_refused() -> None:
+    try:
+        tensor = torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.quint8)
+    except (AttributeError, RuntimeError):
+        pytest.skip(f"torch {torch.__version__} has no quantized tensors any more")
+    with pytest.raises(tc.EncodeError, match="quantized.*int_repr"):
+        tc.encode_sample(tensor)
+
+
+def test_tensors_inside_torch_func_are_refused() -> None:
+    with pytest.raises(tc.EncodeError, match="cannot be read"):
+        torch.func.vmap(lambda x: tc.encode_sample(x) and x)(torch.zeros(2))
+
+
+@pytest.mark.parametrize("value", [torch.tensor([True]), np.array([True])], ids=["torch", "numpy"])
+def test_a_bool_that_is_neither_is_an_error(value: Any) -> None:
+    skeleton, tensors = tc.encode_sample(value)
+    lazy = tc.decode_sample(skeleton, tensors[:-1] + b"\x02")
+    with pytest.raises(tc.FormatError, match="0 and 1"):
+        lazy.load()
+    with pytest.raises(tc.FormatError, match="0 and 1"):
+        tc.decode_sample(skeleton, tensors[:-1] + b"\x02", lazy=False)
+
+
+def test_text_beyond_unicode_is_an_error() -> None:
+    skeleton, tensors = tc.encode_sample(np.array(["a"]))
+    with pytest.raises(tc.FormatError, match="Unicode"):
+        tc.decode_sample(skeleton, tensors[:-1] + b"\x01").load()

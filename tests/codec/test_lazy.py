@@ -1,0 +1,305 @@
+"""Lazy tensors: nothing is read before it is used, results are private, and they stand in wherever a tensor may."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import multiprocessing
+import operator
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, default_collate
+
+import wds_tensorcache as tc
+from wds_tensorcache.codec.reference import Reference, Source
+
+T = torch.arange(24, dtype=torch.float32).reshape(4, 2, 3)
+
+
+class Recording:
+    """A source that keeps which bytes were asked for."""
+
+    def __init__(self, member: bytes) -> None:
+        self.member = member
+        self.reads: list[tuple[int, int]] = []
+
+    def read_into(self, buffer: memoryview, begin: int) -> None:
+        self.reads.append((begin, begin + len(buffer)))
+        buffer[:] = self.member[begin : begin + len(buffer)]
+
+    def view(self, begin: int, end: int) -> memoryview:
+        self.reads.append((begin, end))
+        return memoryview(self.member)[begin:end]
+
+    def cut(self, begin: int, end: int) -> tuple[Source, int]:
+        return self, begin
+
+
+def lazy_of(tensor: torch.Tensor) -> Any:
+    return tc.decode_sample(*tc.encode_sample(tensor))
+
+
+def lazy_array_of(array: Any) -> Any:
+    return tc.decode_sample(*tc.encode_sample(array))
+
+
+def recorded() -> tuple[tc.LazyTensor, Recording]:
+    source = Recording(b"head" + T.numpy().tobytes())
+    return tc.LazyTensor(Reference("x", "tensor", T.dtype, T.shape, 4, 4 + T.nbytes, None), source), source
+
+
+def test_questions_that_need_no_bytes() -> None:
+    lazy, source = recorded()
+    assert (lazy.name, lazy.shape, lazy.dtype, lazy.ndim, lazy.dim()) == ("x", T.shape, T.dtype, 3, 3)
+    assert (lazy.nbytes, lazy.numel(), len(lazy), lazy.size(), lazy.size(1)) == (96, 24, 4, T.shape, 2)
+    assert (lazy.device, lazy.requires_grad, lazy.is_cuda) == (torch.device("cpu"), False, False)
+    assert repr(lazy) == str(lazy) == "LazyTensor('x', shape=[4, 2, 3], dtype=torch.float32)"
+    assert isinstance(hash(lazy), int)
+    assert copy.copy(lazy) is copy.deepcopy(lazy) is lazy
+    assert source.reads == []
+
+
+@pytest.mark.parametrize(
+    ("index", "rows"),
+    [
+        (slice(2, 4), (2, 4)),
+        (slice(-1, None), (3, 4)),
+        (slice(3, 1), (3, 3)),
+        (1, (1, 2)),
+        (-1, (3, 4)),
+        ((1, 0), (1, 2)),
+        ((slice(1, 2), ..., 1), (1, 2)),
+        (slice(None, None, 2), (0, 4)),
+        ((..., 1), (0, 4)),
+        (None, (0, 4)),
+        ([3, 1], (0, 4)),
+        (torch.tensor([True, False, True, False]), (0, 4)),
+        (torch.tensor(2), (0, 4)),
+    ],
+    ids=str,
+)
+def test_a_part_of_the_first_dimension_reads_only_its_bytes(index: Any, rows: tuple[int, int]) -> None:
+    lazy, source = recorded()
+    assert torch.equal(lazy[index], T[index])
+    expected = [] if rows[0] == rows[1] else [(4 + rows[0] * 24, 4 + rows[1] * 24)]
+    assert source.reads == expected
+
+
+def test_indices_out_of_range() -> None:
+    lazy, _ = recorded()
+    with pytest.raises(IndexError):
+        lazy[4]
+    with pytest.raises(IndexError):
+        lazy_of(torch.tensor(1))[0]
+
+
+def test_results_are_fresh_and_private() -> None:
+    skeleton, tensors = tc.encode_sample(T)
+    before = bytes(tensors)
+    lazy = tc.decode_sample(skeleton, tensors)
+    first, second = lazy.load(), lazy.load()
+    assert first.data_ptr() != second.data_ptr()
+    assert first.data_ptr() % 64 == 0
+    first.zero_()
+    lazy[1:].zero_()
+    assert torch.equal(second, T)
+    assert torch.equal(lazy.load(), T)
+    assert tensors == before
+    a, b = tc.decode_sample(*tc.encode_sample([T, T + 1]), lazy=False)
+    a.zero_()
+    assert torch.equal(b, T + 1)
+    assert a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
+
+
+def test_load_into_and_views() -> None:
+    lazy = lazy_of(T)
+    batch = torch.zeros(2, *T.shape)
+    assert lazy.load(out=batch[1]).data_ptr() == batch[1].data_ptr()
+    assert torch.equal(batch, torch.stack([torch.zeros_like(T), T]))
+    strided = torch.zeros(3, 2, 4).permute(2, 1, 0)
+    assert torch.equal(lazy.load(out=strided), T)
+    with pytest.raises(ValueError, match=r"out is torch.float64\[4, 2, 3\]"):
+        lazy.load(out=T.double())
+    with pytest.raises(ValueError, match=r"out is torch.float32\[24\]"):
+        lazy.load(out=T.flatten())
+    view = lazy.load(copy=False)
+    del lazy
+    gc.collect()
+    assert torch.equal(view, T)
+    assert torch.equal(lazy_of(T).load("cpu"), T)
+
+
+FUNCTIONS: list[Any] = [
+    lambda x: torch.stack([x, x]),
+    lambda x: torch.cat((x, T)),
+    lambda x: x + 1,
+    lambda x: 1 - x,
+    lambda x: T * x,
+    lambda x: x @ x.mT,
+    lambda x: -x,
+    lambda x: x > 3,
+    lambda x: x == T,
+    lambda x: F.linear(x, torch.ones(5, 3)),
+    lambda x: F.linear(torch.ones(1, 3), x[0]),
+    lambda x: x.to(torch.float64),
+    lambda x: x.mean(dim=0),
+    lambda x: x.T if x.ndim == 2 else x.mT,
+    lambda x: x.float().half(),
+    lambda x: torch.where(x > 2, x, torch.zeros(())),
+    lambda x: torch.as_tensor(x),
+    lambda x: torch.from_numpy(np.asarray(x)),
+    lambda x: torch.from_dlpack(x),
+    lambda x: torch.nn.Linear(3, 2)(x).detach() * 0,
+    lambda x: torch.add(T, x, out=torch.empty_like(T)),
+    lambda x: T.clone().add_(x),
+    lambda x: torch.tensor([float(v) for v in x[0, 0]]),
+    lambda x: torch.tensor(x.tolist()),
+    lambda x: next(iter(x)),
+    lambda x: torch.utils.data.default_collate([x, x]),
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=range(len(FUNCTIONS)))
+def test_functions_take_it_as_a_tensor(function: Any) -> None:
+    assert torch.equal(function(lazy_of(T)), function(T))
+
+
+def test_scalars() -> None:
+    lazy = lazy_of(torch.tensor(3))
+    assert (int(lazy), float(lazy), bool(lazy), [1, 2, 3, 4][lazy], f"{lazy:3d}", lazy.item()) == (
+        3,
+        3.0,
+        True,
+        4,
+        "  3",
+        3,
+    )
+    assert 3 in lazy_of(torch.tensor([1, 3]))
+    with pytest.raises(TypeError, match="0-d"):
+        len(lazy)
+
+
+def test_numpy_takes_it() -> None:
+    lazy = lazy_of(T)
+    np.testing.assert_array_equal(np.asarray(lazy, dtype=np.float64), T.numpy())
+    np.testing.assert_array_equal(np.stack([lazy, lazy]), np.stack([T, T]))
+    with pytest.raises(TypeError, match=r"numpy has no torch.bfloat16; use .load\(\).float\(\).numpy\(\)"):
+        np.asarray(lazy_of(T.bfloat16()))
+
+
+WRITES: list[Any] = [
+    lambda x: x.add_(1),
+    lambda x: x.copy_(T),
+    lambda x: torch.relu_(x),
+    lambda x: F.relu(x, inplace=True),
+    lambda x: torch.add(T, 1, out=x),
+    lambda x: torch.nn.init.zeros_(x),
+    lambda x: torch._foreach_add_([x], 1),
+    lambda x: operator.iadd(x, 1),
+    lambda x: operator.setitem(x, 0, 1),
+    lambda x: x.requires_grad_(),
+    lambda x: torch.Tensor.add_(x, 1),
+]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=range(len(WRITES)))
+def test_writes_that_would_be_lost_are_refused(write: Any) -> None:
+    with pytest.raises(TypeError, match=r"lost|LazyTensor"):
+        write(lazy_of(T))
+
+
+def test_it_is_immutable() -> None:
+    for lazy in (lazy_of(T), lazy_array_of(T.numpy())):
+        with pytest.raises(AttributeError, match="immutable"):
+            lazy.grad = 1
+        with pytest.raises(AttributeError, match="immutable"):
+            lazy._source = None
+        with pytest.raises(AttributeError, match="immutable"):
+            del lazy._source
+        with pytest.raises(TypeError, match="takes no state"):
+            lazy.__setstate__({})
+        with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+            lazy.nonsense  # noqa: B018
+
+
+def test_arrays() -> None:
+    array = np.arange(12, dtype=np.int16).reshape(3, 4)
+    lazy = lazy_array_of(array)
+    assert isinstance(lazy, tc.LazyArray)
+    assert (lazy.shape, lazy.dtype, lazy.ndim, len(lazy), lazy.nbytes) == ((3, 4), array.dtype, 2, 3, 24)
+    np.testing.assert_array_equal(lazy + 1, array + 1)
+    np.testing.assert_array_equal(array * lazy, array * array)
+    np.testing.assert_array_equal(np.concatenate([lazy, array]), np.concatenate([array, array]))
+    np.testing.assert_array_equal(lazy[1:, 2], array[1:, 2])
+    np.testing.assert_array_equal(lazy[lazy > 3], array[array > 3])
+    np.testing.assert_array_equal(lazy.sum(axis=0), array.sum(axis=0))
+    np.testing.assert_array_equal(np.exp(lazy), np.exp(array))
+    np.testing.assert_array_equal(lazy.load(out=np.empty_like(array)), array)
+    assert torch.equal(default_collate([lazy, lazy]), torch.as_tensor(np.stack([array, array])))
+    assert lazy.load().flags.writeable
+    lazy.load()[...] = 0
+    np.testing.assert_array_equal(lazy, array)
+    with pytest.raises(TypeError, match="sort would write"):
+        lazy.sort()
+    with pytest.raises(ValueError, match=r"out is int8"):
+        lazy.load(out=np.empty((3, 4), np.int8))
+
+
+def test_it_pickles_with_its_own_bytes_only() -> None:
+    big, small = tc.decode_sample(*tc.encode_sample([torch.zeros(100_000), T]))
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        pickled = pickle.dumps(small, protocol)
+        assert len(pickled) < 1000
+        again = pickle.loads(pickled)
+        assert isinstance(again, tc.LazyTensor)
+        assert repr(again) == repr(small)
+        assert torch.equal(again, T)
+    assert len(pickle.dumps(big)) > 400_000
+    assert np.array_equal(pickle.loads(pickle.dumps(lazy_array_of(np.arange(3)))), np.arange(3))
+
+
+def test_compiled_functions_take_what_it_loads() -> None:
+    compiled = torch.compile(lambda x: x * 2 + 1, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(lazy_of(T).load()), T * 2 + 1)
+
+
+class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __getitem__(self, index: int) -> Any:
+        return tc.decode_sample(*tc.encode_sample({"x": T + index, "y": np.arange(3), "n": index}))
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("context", [None, "fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # fork, from Python 3.12 on
+def test_default_collate_in_workers(context: str | None) -> None:
+    if context is not None and context not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"this system has no {context}")
+    loader = DataLoader(Samples(), batch_size=2, num_workers=2 if context else 0, multiprocessing_context=context)
+    first, second = loader
+    assert torch.equal(first["x"], torch.stack([T, T + 1]))
+    assert torch.equal(second["x"], torch.stack([T + 2, T + 3]))
+    assert torch.equal(first["y"], torch.arange(3).expand(2, 3))
+
+
+def test_collating_different_shapes_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"cannot stack LazyTensor\('@0', shape=\[3\]"):
+        default_collate([lazy_of(T), lazy_of(torch.zeros(3))])
+
+
+def test_realize() -> None:
+    sample = tc.decode_sample(*tc.encode_sample({"a": [T, T], "b": (1, "x"), "n": np.arange(2)}))
+    real = tc.realize(sample)
+    assert real["a"][0] is real["a"][1]
+    assert type(real["a"][0]) is torch.Tensor
+    assert type(real["n"]) is np.ndarray
+    assert real["b"] is sample["b"], "what holds nothing lazy is kept"
+    assert isinstance(sample["a"][0], tc.LazyTensor)
+    assert torch.equal(tc.realize(lazy_of(T), device="cpu"), T)
+    assert tc.realize(7) == 7

@@ -1,0 +1,291 @@
+"""Names, aliases, cycles, listed types, classes in allow=, and every refusal with its path and remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from datetime import datetime
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import wds_tensorcache as tc
+
+T = torch.arange(3)
+
+
+def names(sample: Any, **options: Any) -> list[str]:
+    return list(safetensors.torch.load(tc.encode_sample(sample, **options)[1]))
+
+
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        ({"latent": {"samples": T}}, ["latent.samples"]),
+        ({"cond": [[0, {"pooled_output": T}]]}, ["cond.0.1.pooled_output"]),
+        (T, ["@0"]),
+        ([T], ["0"]),
+        ({"0": T, 0: T.clone()}, ["0", "0~2"]),
+        ({"0": T, 0: T.clone(), "0~2": T.clone()}, ["0", "0~2", "0~2~2"]),
+        ({"a.b": T, "c%d": T.clone(), "e?f:g": T.clone()}, ["a%2Eb", "c%25d", "e%3Ff%3Ag"]),
+        ({"\n": T, "\x7f": T.clone(), "\ud800": T.clone()}, ["%0A", "%7F", "%ED%A0%80"]),
+        ({"": T}, ["%"]),
+        ({"__metadata__": T}, ["%5F_metadata__"]),
+        ({"a": {"__metadata__": T}}, ["a.__metadata__"]),
+        ({1.5: T, None: T.clone(), True: T.clone(), -3: T.clone()}, ["@0", "@1", "@2", "-3"]),
+        ({"ü": T}, ["ü"]),
+        ({"x": OrderedDict(y=deque([T]))}, ["x.y.0"]),
+    ],
+    ids=str,
+)
+def test_names(sample: Any, expected: list[str]) -> None:
+    assert sorted(names(sample)) == sorted(expected)
+
+
+def test_tensors_without_a_path_are_counted() -> None:
+    assert names({"s": {T}}) == ["s.@0"]
+    lazy = tc.decode_sample(*tc.encode_sample({"s": {T}, (1, T): 2}))
+    (element,) = lazy["s"]
+    assert torch.equal(element.load(), T)
+    assert element is list(lazy)[1][1]
+
+
+def test_aliases_come_back_as_one_object() -> None:
+    shared: list[Any] = [T, T]
+    sample = tc.decode_sample(*tc.encode_sample({"a": T, "b": shared, "c": {"d": shared}}))
+    assert sample["a"] is sample["b"][0] is sample["b"][1]
+    assert sample["b"] is sample["c"]["d"]
+    eager = tc.decode_sample(*tc.encode_sample({"a": T, "b": T}), lazy=False)
+    assert eager["a"] is eager["b"]
+
+
+def test_views_of_one_storage_come_back_apart() -> None:
+    base = torch.arange(4)
+    eager = tc.decode_sample(*tc.encode_sample([base[:2], base[1:]]), lazy=False)
+    eager[0][1] = 9
+    assert eager[1].tolist() == [1, 2, 3]
+
+
+def make_loop(kind: type) -> Any:
+    if kind is tuple:
+        inner: list[Any] = []
+        loop: Any = (inner, 1, 2, 3)
+        inner.append(loop)
+        return loop
+    if kind in (dict, OrderedDict):
+        loop = kind()
+        loop["me"] = loop
+    elif kind is defaultdict:
+        loop = defaultdict(list)
+        loop["me"] = loop
+    else:
+        loop = kind()
+        loop.append(loop)
+    return loop
+
+
+@pytest.mark.parametrize("kind", [list, dict, tuple, OrderedDict, defaultdict, deque])
+def test_containers_that_hold_themselves(kind: type) -> None:
+    skeleton, tensors = tc.encode_sample({"loop": make_loop(kind), "t": T})
+    for sample in (tc.decode_sample(skeleton, tensors), tc.realize(tc.decode_sample(skeleton, tensors))):
+        loop = sample["loop"]
+        assert type(loop) is kind
+        again = loop[0][0] if kind is tuple else loop["me"] if isinstance(loop, dict) else loop[0]
+        assert again is loop
+    stock = pickle.loads(skeleton)["loop"]
+    assert type(stock) is kind
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict], ids=str)
+def test_depth(kind: type) -> None:
+    def nested(depth: int) -> Any:
+        value: Any = kind()
+        for _ in range(depth - 1):
+            value = {"k": value} if kind is dict else kind([value])
+        return value
+
+    assert tc.decode_sample(*tc.encode_sample(nested(200))) == nested(200)
+    with pytest.raises(tc.EncodeError, match="more than 200 deep"):
+        tc.encode_sample(nested(201))
+    with pytest.raises(tc.FormatError, match="more than 200 deep"):
+        tc.decode_sample(pickle.dumps(nested(201), 4), tc.encode_sample(0)[1])
+
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Plain:
+    latent: Any
+    count: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    latent: Any
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    latent: Any
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Level(enum.IntEnum):
+    LOW = 3
+
+
+class Names(dict):  # type: ignore[type-arg]
+    pass
+
+
+class Stateful:
+    def __init__(self, latent: Any) -> None:
+        self.latent = latent
+
+    def __getstate__(self) -> Any:
+        return [self.latent]
+
+    def __setstate__(self, state: Any) -> None:
+        (self.latent,) = state
+
+
+class WithArguments:
+    def __new__(cls, *, latent: Any) -> WithArguments:
+        self = super().__new__(cls)
+        self.latent = latent
+        return self
+
+    def __getnewargs_ex__(self) -> Any:
+        return (), {"latent": self.latent}
+
+
+ALLOWED = [Plain, Frozen, Slotted, Stateful, WithArguments, Point, Colour, Level, Names]
+
+
+@pytest.mark.parametrize(
+    "value", [Plain(T, 2), Frozen(T), Slotted(T), Stateful(T), WithArguments(latent=T)], ids=lambda v: type(v).__name__
+)
+def test_objects_of_allowed_classes(value: Any) -> None:
+    sample = {"a": value, "b": value}
+    with pytest.raises(tc.EncodeError, match=rf"value at 'a': .*allow=\[{type(value).__name__}\]"):
+        tc.encode_sample(sample)
+    skeleton, tensors = tc.encode_sample(sample, allow=ALLOWED)
+    assert list(safetensors.torch.load(tensors)) == ["a.@0"]
+    with pytest.raises(tc.UnsafeSkeletonError, match=type(value).__name__):
+        tc.decode_sample(skeleton, tensors)
+    decoded = tc.decode_sample(skeleton, tensors, allow=ALLOWED)
+    assert type(decoded["a"]) is type(value)
+    assert decoded["a"] is decoded["b"]
+    assert torch.equal(decoded["a"].latent.load(), T)
+    if dataclasses.is_dataclass(value):
+        real = tc.realize(decoded)
+        assert torch.equal(real["a"].latent, T)
+        assert real["a"] is real["b"]
+        assert isinstance(decoded["a"].latent, tc.LazyTensor), "the input is not changed"
+
+
+def test_namedtuples_enums_and_subclasses() -> None:
+    sample = {"p": Point(T, 1), "c": Colour.RED, "l": Level.LOW, "n": Names(a=T)}
+    decoded = tc.decode_sample(*tc.encode_sample(sample, allow=ALLOWED), allow=ALLOWED)
+    assert decoded["c"] is Colour.RED
+    assert decoded["l"] is Level.LOW
+    assert type(decoded["p"]) is Point
+    assert type(decoded["n"]) is Names
+    real = tc.realize(decoded)
+    assert type(real["p"]) is Point
+    assert torch.equal(real["p"].x, T)
+
+
+def test_allow_takes_classes() -> None:
+    with pytest.raises(TypeError, match="allow= takes classes, got 'builtins'"):
+        tc.encode_sample(1, allow=["builtins"])  # type: ignore[list-item]
+
+
+class Odd:
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+def a_function() -> None: ...
+
+
+REFUSED = [
+    (lambda: a_function, "code.*name"),
+    (lambda: lambda: 0, "code"),
+    (lambda: int, "code"),
+    (lambda: sys, "code"),
+    (lambda: (i for i in range(3)), r"list\(x\)"),
+    (lambda: {}.keys(), r"list\(x\)"),
+    (lambda: open(__file__), "open file"),
+    (lambda: Path("a"), "PurePosixPath"),
+    (lambda: memoryview(b"a"), r"bytes\(x\)"),
+    (lambda: Point(1, 2), r"allow=\[Point\]"),
+    (lambda: Level.LOW, r"allow=\[Level\]"),
+    (lambda: Names(), r"store dict\(x\)"),
+    (lambda: object(), r"allow=\[object\]"),
+    (lambda: defaultdict(lambda: 0), "factory"),
+    (lambda: datetime(2024, 1, 1, tzinfo=ZoneInfo("UTC")), "timezone.utc"),
+    (lambda: Fraction(1 << 70000), "bits"),
+    (lambda: slice("a"), "slice"),
+    (lambda: np.dtype("f4,i4"), "dtype"),
+    (lambda: np.datetime64("NaT"), "unit"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_refused_when_writing(make: Any, message: str) -> None:
+    with pytest.raises(tc.EncodeError, match=f"value at 'a.0.b': .*({message})"):
+        tc.encode_sample({"a": [{"b": make()}]})
+
+
+def test_an_allowed_class_that_reduces_to_a_function_is_refused() -> None:
+    with pytest.raises(tc.EncodeError, match="Odd is pickled by .*print.*store its fields"):
+        tc.encode_sample(Odd(), allow=[Odd])
+
+
+def test_keys_that_hash_slowly_are_refused() -> None:
+    key: tuple[Any, ...] = ()
+    for _ in range(12):
+        key = (key, key)
+    with pytest.raises(tc.EncodeError, match="shares its parts too often"):
+        tc.encode_sample({key: 1})
+
+
+SCRIPT = """
+import sys; sys.path[:0] = {path!r}
+import hashlib, torch, numpy as np, wds_tensorcache as tc
+words = "alpha beta gamma delta epsilon zeta eta theta".split()
+sample = dict(words=set(words), pairs=frozenset((w, i) for i, w in enumerate(words)), t=torch.arange(5),
+              n=[{{w: np.float32(i)}} for i, w in enumerate(words)], same=["".join(["al", "pha"]), "alpha"])
+print(hashlib.sha256(b"".join(tc.encode_sample(sample))).hexdigest())
+"""
+
+
+def test_equal_samples_give_equal_bytes_whatever_the_hash_seed() -> None:
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT.format(path=sys.path)],
+            env={"PYTHONHASHSEED": seed, "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "77")
+    }
+    assert len(digests) == 1

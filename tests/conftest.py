@@ -1,0 +1,68 @@
+"""Fixtures: samples from a seed that a failure prints, and shards in `tmp_path`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import webdataset as wds
+from hypothesis import HealthCheck, settings
+
+import wds_tensorcache as tc
+
+settings.register_profile("ci", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("ci")
+
+
+class Seeded(random.Random):
+    """A generator whose repr, and so every failing test's output, shows its seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.seed_value = seed
+
+    def __repr__(self) -> str:
+        return f"Seeded({self.seed_value})"
+
+
+@pytest.fixture
+def rng() -> Seeded:
+    return Seeded(20240607)
+
+
+def diffusion_sample(index: int) -> dict[str, Any]:
+    """A small sample in the shape that diffusion trainers use."""
+    generator = torch.Generator().manual_seed(index)
+    latent = torch.randn(1, 4, 8, 8, generator=generator).half()
+    text = torch.randn(1, 5, 16, generator=generator).bfloat16()
+    pooled = torch.randn(1, 16, generator=generator)
+    return {
+        "latent": {"samples": latent},
+        "cond": [[text, {"pooled_output": pooled, "prompt": f"photo {index}", "size": (64, 48)}]],
+    }
+
+
+@pytest.fixture
+def write_shard(tmp_path: Path) -> Callable[..., str]:
+    """Write samples with webdataset's own TarWriter; returns the path."""
+
+    def write(samples: list[dict[str, Any]], name: str = "shard.tar", **encoder: Any) -> str:
+        path = str(tmp_path / name)
+        with wds.TarWriter(path, encoder=tc.encoder(**encoder), mtime=0) as sink:
+            for sample in samples:
+                sink.write(sample)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def shard(write_shard: Callable[..., str]) -> str:
+    """Ten samples with a json member each."""
+    return write_shard(
+        [{"__key__": f"{i:03d}", "tensorcache": diffusion_sample(i), "json": {"label": i}} for i in range(10)]
+    )

@@ -1,0 +1,273 @@
+"""Stock TarWriter and ShardWriter, stock pipelines, our two stages."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset as wds
+from PIL import Image
+from torch.utils.data import DataLoader
+
+import wds_tensorcache as tc
+from tests.conftest import diffusion_sample
+from tests.same import assert_same
+
+
+def read(path: str, *stages: Any, **options: Any) -> list[dict[str, Any]]:
+    source = wds.SimpleShardList(path)
+    return list(wds.DataPipeline(source, wds.tarfile_to_samples(), *stages, tc.decode(**options)))
+
+
+def write_members(path: Path, members: list[tuple[str, bytes]]) -> str:
+    with tarfile.open(path, "w") as tar:
+        for name, raw in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(raw)
+            tar.addfile(member, io.BytesIO(raw))
+    return str(path)
+
+
+def test_members_of_a_sample(shard: str) -> None:
+    with tarfile.open(shard) as tar:
+        assert tar.getnames()[:3] == ["000.json", "000.safetensors", "000.skel.pyd"]
+
+
+def test_round_trip(shard: str) -> None:
+    for options in ({}, {"verify": True}, {"lazy": False}):
+        samples = read(shard, **options)
+        assert [sample["__key__"] for sample in samples] == [f"{i:03d}" for i in range(10)]
+        for i, sample in enumerate(samples):
+            assert sample.keys() == {"__key__", "__url__", "tensorcache", "json"} | (sample.keys() & {"__local_path__"})
+            assert sample["__url__"] == shard
+            assert sample["json"] == {"label": i}
+            assert_same(diffusion_sample(i), sample["tensorcache"])
+    assert isinstance(samples[0]["tensorcache"]["latent"]["samples"], torch.Tensor)
+
+
+def test_compose_map_and_webdataset(shard: str) -> None:
+    for dataset in (
+        wds.WebDataset(shard, shardshuffle=False).compose(tc.decode()),
+        wds.WebDataset(shard, shardshuffle=False).map(tc.decode()),
+    ):
+        samples = list(dataset)
+        assert len(samples) == 10
+        assert_same(diffusion_sample(3), samples[3]["tensorcache"])
+
+
+def test_shard_writer_rolls_over_and_repeats_itself(tmp_path: Path) -> None:
+    written = []
+    for run in "ab":
+        pattern = str(tmp_path / f"{run}-%02d.tar")
+        with wds.ShardWriter(pattern, maxcount=4, encoder=tc.encoder(), mtime=0, verbose=0) as sink:
+            for i in range(10):
+                sink.write({"__key__": f"{i:03d}", "tensorcache": diffusion_sample(i)})
+        paths = sorted(tmp_path.glob(f"{run}-*.tar"))
+        written.append([path.read_bytes() for path in paths])
+        keys = [sample["__key__"] for path in paths for sample in read(str(path))]
+        assert keys == [f"{i:03d}" for i in range(10)]
+    assert written[0] == written[1]
+
+
+def test_several_caches_in_a_sample(write_shard: Any) -> None:
+    path = write_shard([{"__key__": "a/b", "tensorcache": 1, "text-2.tensorcache": {"x": torch.ones(2)}, "cls": 7}])
+    (sample,) = read(path)
+    assert sample["tensorcache"] == 1
+    assert torch.equal(sample["text-2.tensorcache"]["x"], torch.ones(2))
+    assert sample["cls"] == 7
+
+
+def test_other_members_are_decoded_as_webdataset_does(write_shard: Any) -> None:
+    image = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    sample = {"png": image, "json": {"a": [1]}, "txt": "né", "cls": 3, "npy": np.arange(3), "pyd": {"a": (1, {2})}}
+    sample |= {"pth": torch.ones(2), "bin": b"raw", "meta.json.gz": b'{"z": 1}'}
+    path = write_shard([{"__key__": "a", "tensorcache": 0, **sample}])
+    stock = list(wds.WebDataset(path, shardshuffle=False).decode("pil"))[0]
+    (ours,) = read(path)
+    (pictured,) = list(wds.DataPipeline(wds.SimpleShardList(path), wds.tarfile_to_samples(), tc.decode("pil")))
+    for field in ("json", "txt", "cls", "pyd", "bin", "meta.json.gz"):
+        assert ours[field] == stock[field], field
+    assert np.array_equal(ours["npy"], stock["npy"])
+    assert torch.equal(ours["pth"], stock["pth"])
+    assert isinstance(pictured["png"], Image.Image)
+    assert np.array_equal(pictured["png"], stock["png"])
+    assert isinstance(ours["png"], bytes)
+
+    def upper(extension: str, raw: bytes) -> Any:
+        return raw.decode().upper() if extension == ".txt" else None
+
+    (handled,) = list(wds.DataPipeline(wds.SimpleShardList(path), wds.tarfile_to_samples(), tc.decode(upper)))
+    assert handled["txt"] == "NÉ"
+    (only,) = read(path, only=["json"])
+    assert (only["json"], only["txt"]) == ({"a": [1]}, "né".encode())
+
+
+class Executed(Exception):
+    pass
+
+
+def execute() -> None:
+    raise Executed
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return execute, ()
+
+
+@pytest.mark.parametrize("extension", ["pyd", "pkl", "pickle", "x.pyd"])
+def test_foreign_pickles_are_not_executed(write_shard: Any, extension: str) -> None:
+    path = write_shard([{"__key__": "a", "tensorcache": 0, extension: pickle.dumps(Evil(), 4)}])
+    with pytest.raises(tc.UnsafeSkeletonError, match=f"shard.tar: sample 'a', member '{extension}': .*execute"):
+        read(path)
+
+
+def test_other_samples_pass_through(write_shard: Any) -> None:
+    import safetensors.torch
+
+    foreign = safetensors.torch.save({"w": torch.ones(1)}, {"made": "elsewhere"})
+    path = write_shard(
+        [{"__key__": "a", "safetensors": foreign, "txt": "x"}, {"__key__": "b", "lora.safetensors": foreign}]
+    )
+    first, second = read(path)
+    assert (first["safetensors"], first["txt"]) == (foreign, "x")
+    assert second["lora.safetensors"] == foreign
+
+
+def broken(tmp_path: Path, how: str) -> str:
+    (a, b), (c, d) = (tc.encode_sample({"x": torch.full((2,), float(i))}) for i in range(2))
+    cases = {
+        "no tensors": [("k.skel.pyd", a)],
+        "no skeleton": [("k.safetensors", b)],
+        "no named skeleton": [("k.text.safetensors", b)],
+        "other half": [("k.skel.pyd", a), ("k.safetensors", d)],
+        "damaged": [("k.skel.pyd", a[:-3] + b"\x00.."), ("k.safetensors", b)],
+        "cut": [("k.skel.pyd", a), ("k.safetensors", b[:-1])],
+    }
+    members = [*cases[how], ("l.safetensors", d), ("l.skel.pyd", c)]
+    return write_members(tmp_path / "bad.tar", members)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("no tensors", "bad.tar: sample 'k': member 'safetensors' is missing beside 'skel.pyd'"),
+        ("no skeleton", "bad.tar: sample 'k': member 'skel.pyd' is missing beside 'safetensors'"),
+        ("no named skeleton", "bad.tar: sample 'k': member 'text.skel.pyd' is missing beside 'text.safetensors'"),
+        ("other half", "bad.tar: sample 'k', members 'skel.pyd' and 'safetensors': .*do not belong together"),
+        ("damaged", "bad.tar: sample 'k', members 'skel.pyd' and 'safetensors'"),
+        ("cut", "bad.tar: sample 'k', members 'skel.pyd' and 'safetensors': the tensors end at byte"),
+    ],
+)
+def test_broken_samples_name_shard_key_and_member(tmp_path: Path, how: str, message: str) -> None:
+    path = broken(tmp_path, how)
+    with pytest.raises(tc.FormatError, match=message):
+        read(path)
+    seen: list[Exception] = []
+
+    def keep_on(exc: Exception) -> bool:
+        seen.append(exc)
+        return True
+
+    (good,) = read(path, handler=keep_on)
+    assert good["__key__"] == "l"
+    assert torch.equal(good["tensorcache"]["x"], torch.ones(2) * 0 + 1)
+    assert [type(exc) for exc in seen if isinstance(exc, tc.FormatError)] == [type(seen[0])]
+    assert read(path, handler=lambda exc: False) == []
+
+
+def test_wds_decode_before_is_told_apart(shard: str) -> None:
+    with pytest.raises(tc.FormatError, match=r"decoded already; use tc.decode\(\) instead of wds.decode\(\)"):
+        read(shard, wds.decode())
+
+
+def same(sample: Any) -> Any:
+    return sample
+
+
+def double(sample: dict[str, Any]) -> torch.Tensor:
+    return sample["tensorcache"]["latent"]["samples"] * 2
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # fork, from Python 3.12 on
+def test_workers(shard: str, context: str) -> None:
+    pipeline = wds.DataPipeline(
+        wds.SimpleShardList([shard, shard]), wds.split_by_worker, wds.tarfile_to_samples(), tc.decode()
+    )
+    # without it, DataLoader's default_convert turns tuples into lists
+    loader = DataLoader(pipeline, batch_size=None, collate_fn=same, num_workers=2, multiprocessing_context=context)
+    samples = list(loader)
+    assert sorted(sample["__key__"] for sample in samples) == sorted(2 * [f"{i:03d}" for i in range(10)])
+    for sample in samples:
+        assert isinstance(sample["tensorcache"]["latent"]["samples"], tc.LazyTensor)
+        assert_same(diffusion_sample(int(sample["__key__"])), sample["tensorcache"])
+    batches = DataLoader(
+        pipeline.compose(wds.map(double)), batch_size=5, num_workers=1, multiprocessing_context=context
+    )
+    assert [batch.shape for batch in batches] == [(5, 1, 4, 8, 8)] * 4
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("a.b", "dot in its last part"),
+        ("a b", "white space"),
+        ("a\tb", "white space"),
+        ("a\x00", "controls"),
+        ("__a__", "begins with '__'"),
+        ("", "non-empty"),
+        (7, "expected a non-empty str"),
+        ("/a", "plain relative path"),
+        ("../a", "plain relative path"),
+        ("a//b", "plain relative path"),
+        ("k" * 92, "has 101 bytes"),
+        ("é" * 46, "has 101 bytes"),
+    ],
+)
+def test_bad_keys(write_shard: Any, key: Any, message: str) -> None:
+    with pytest.raises(tc.KeyRuleError, match=message):
+        write_shard([{"__key__": key, "tensorcache": 0}])
+
+
+def test_missing_key(write_shard: Any) -> None:
+    with pytest.raises(tc.KeyRuleError, match="__key__ is None"):
+        write_shard([{"tensorcache": 0}])
+
+
+@pytest.mark.parametrize("name", ["Text", "a.b", "skel", "pyd", "safetensors", "ü", ""])
+def test_bad_cache_names(write_shard: Any, name: str) -> None:
+    with pytest.raises(tc.KeyRuleError, match="cache name"):
+        write_shard([{"__key__": "a", f"{name}.tensorcache": 0}])
+
+
+def test_good_keys(write_shard: Any) -> None:
+    keys = ["k" * 88, "a.b/c", "é", "dir/000", "a_b-c+(1)"]
+    path = write_shard([{"__key__": key, "tensorcache": key} for key in keys])
+    assert [(sample["__key__"], sample["tensorcache"]) for sample in read(path)] == [(key, key) for key in keys]
+
+
+def test_errors_when_writing_name_sample_and_field(write_shard: Any) -> None:
+    with pytest.raises(tc.EncodeError, match="sample 'a', field 'x.tensorcache': value at 'f': .*code"):
+        write_shard([{"__key__": "a", "x.tensorcache": {"f": print}}])
+    with pytest.raises(tc.FormatError, match=r"has members \['safetensors'\] besides the cache"):
+        write_shard([{"__key__": "a", "tensorcache": 0, "safetensors": b""}])
+
+
+def test_base_encoder(write_shard: Any) -> None:
+    path = write_shard([{"__key__": "a", "tensorcache": 0, "x.blob": 5}], base={"blob": lambda value: bytes([value])})
+    assert read(path)[0]["x.blob"] == b"\x05"
+    with pytest.raises(ValueError, match="no handler found"):
+        write_shard([{"__key__": "a", "tensorcache": 0, "blob": 5}])
+
+
+def test_json_stays_json(shard: str) -> None:
+    (first, *_) = list(wds.DataPipeline(wds.SimpleShardList(shard), wds.tarfile_to_samples()))
+    assert json.loads(first["json"]) == {"label": 0}

@@ -1,0 +1,78 @@
+"""What a skeleton may call: builders of listed types, and objects of the classes in allow= (FORMAT.md 2.4, 2.7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
+
+__all__ = ["ALLOW_ONLY", "Builder"]
+
+
+class Builder:
+    """A callable that a skeleton may REDUCE: `build` gets the argument tuple and checks every argument itself."""
+
+    __slots__ = ("build", "cls", "factory")
+
+    def __init__(
+        self, build: Callable[[tuple[Any, ...]], Any], *, cls: type | None = None, factory: type | None = None
+    ) -> None:
+        self.build = build
+        self.cls = cls  # opted in by `allow=`: may be NEWOBJ'd
+        self.factory = factory  # may be a defaultdict's factory, and nothing else
+
+
+def _new_object(stack: list[Any], allow: Mapping[tuple[str, str], type]) -> int:
+    args = stack.pop()
+    return _instantiate(stack, args, {})
+
+
+def _new_object_ex(stack: list[Any], allow: Mapping[tuple[str, str], type]) -> int:
+    kwargs, args = stack.pop(), stack.pop()
+    return _instantiate(stack, args, kwargs)
+
+
+def _instantiate(stack: list[Any], args: Any, kwargs: Any) -> int:
+    builder = stack[-1]
+    if builder.__class__ is not Builder or builder.cls is None:
+        raise UnsafeSkeletonError("NEWOBJ of something that is not a class in allow=")
+    if args.__class__ is not tuple or kwargs.__class__ is not dict:
+        raise FormatError("NEWOBJ needs a tuple of arguments")
+    stack[-1] = builder.cls.__new__(builder.cls, *args, **kwargs)
+    return 1
+
+
+def _set_state(stack: list[Any], allow: Mapping[tuple[str, str], type]) -> int:
+    state = stack.pop()
+    target = stack[-1]
+    # never a class, nor an Enum's member: they are the process's own, and a state would patch them for everybody
+    if type(target) not in allow.values() or isinstance(target, Enum):
+        raise UnsafeSkeletonError(f"BUILD on a {type(target).__name__}, which is not an instance of a class in allow=")
+    setstate = getattr(type(target), "__setstate__", None)
+    if setstate is not None:
+        setstate(target, state)
+        return 0
+    slots = None
+    if state.__class__ is tuple and len(state) == 2:
+        state, slots = state
+    for attributes in (state, slots):
+        if attributes is None:
+            continue
+        if attributes.__class__ is not dict or any(key.__class__ is not str for key in attributes):
+            raise FormatError(f"the state of a {type(target).__name__} is not a dict of attributes")
+    if state:
+        target.__dict__.update(state)
+    for name, value in (slots or {}).items():
+        if name.startswith("__"):
+            raise UnsafeSkeletonError(f"the state of a {type(target).__name__} sets {name}")
+        object.__setattr__(target, name, value)
+    return 0
+
+
+ALLOW_ONLY: dict[int, Callable[[list[Any], Mapping[tuple[str, str], type]], int]] = {
+    0x81: _new_object,  # NEWOBJ
+    0x92: _new_object_ex,  # NEWOBJ_EX
+    0x62: _set_state,  # BUILD
+}

@@ -1,0 +1,212 @@
+"""The `.safetensors` member: parse and build its header (FORMAT.md 3).
+
+Parsing validates once into frozen records; everything behind it only slices. A header that differs from an earlier one in
+nothing but its digest is not parsed again: samples of one cache share a handful of layouts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from wds_tensorcache.codec.dtypes import STORED
+from wds_tensorcache.errors import FormatError
+
+__all__ = [
+    "FORMAT_VERSION",
+    "Layout",
+    "StoredTensor",
+    "build_header",
+    "is_bound",
+    "parse_header",
+    "sign_header",
+    "tensors_digest",
+]
+
+FORMAT_VERSION = 1
+DIGITS_BEGIN = 8 + len(b'{"__metadata__":{"tensorcache":"1 ')
+DIGITS_END = DIGITS_BEGIN + 16
+MAX_HEADER_NBYTES = 100_000_000  # the bound of the safetensors specification
+MAX_NDIM = 64  # numpy's
+_PREFIX = b'{"__metadata__":{"tensorcache":"1 '
+_METADATA = re.compile(r"([1-9]\d{0,8}) [0-9a-f]{16}", re.ASCII)
+
+# Layouts by every header byte behind the digits. Entries come from files, so both their number and size are bounded.
+_LAYOUTS: dict[bytes, Layout] = {}
+_MAX_LAYOUTS = 1024
+_MAX_CACHED_NBYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One entry of a header: `shape` in elements of `dtype` (a safetensors name), bytes `[begin, end)` of the *member*."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What every member with the same header has in common.
+
+    Attributes:
+        tensors: Name to entry, in the order of their bytes, which they cover without a hole.
+        nbytes: Of the whole member, header included.
+        references: What a reader derives from an entry once and keeps; filled by `lazy.resolve`.
+    """
+
+    tensors: dict[str, StoredTensor]
+    nbytes: int
+    references: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+
+def is_bound(member: Any) -> bool:
+    """Return whether `member` was written by this format: whether it declares a digest in the fixed place."""
+    return isinstance(member, (bytes, memoryview)) and member[8 : len(_PREFIX) + 6] == _PREFIX[:-2]
+
+
+def tensors_digest(header: bytes, buffers: Iterable[Any] = ()) -> int:
+    """Return the XXH3-64 of every byte of a member behind the digits; `header` may be the whole member."""
+    digest = xxhash.xxh3_64(memoryview(header)[DIGITS_END:])
+    for buffer in buffers:
+        digest.update(buffer)
+    return int(digest.intdigest())
+
+
+def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], align: int) -> bytes:
+    """Return the header of a member, its length field included, with zeros for the digest (`sign_header` fills them).
+
+    Args:
+        tensors: (name, stored dtype, shape in stored elements, bytes) in the order of their bytes.
+        align: The data begin at a multiple of this many bytes of the member.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"tensorcache": f"{FORMAT_VERSION} {0:016x}"}}
+    begin = 0
+    for name, dtype, shape, nbytes in tensors:
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, begin + nbytes)}
+        begin += nbytes
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % align)
+    if len(text) > MAX_HEADER_NBYTES:
+        raise ValueError(f"{len(tensors)} tensors need a header of {len(text)} bytes; the limit is {MAX_HEADER_NBYTES}")
+    return len(text).to_bytes(8, "little") + text
+
+
+def sign_header(header: bytes, digest: int) -> bytes:
+    """Return `header` with `digest` in its place."""
+    return b"%b%016x%b" % (header[:DIGITS_BEGIN], digest, header[DIGITS_END:])
+
+
+def parse_header(member: bytes | memoryview, member_nbytes: int | None = None) -> tuple[Layout, int | None]:
+    """Return the validated layout of a `.safetensors` member, and the digest it declares (None if it declares none).
+
+    Args:
+        member: The member, or at least its header.
+        member_nbytes: Length of the whole member where `member` is only its beginning.
+
+    Raises:
+        FormatError: Any rule of FORMAT.md 3.1 is broken.
+    """
+    nbytes = len(member) if member_nbytes is None else member_nbytes
+    end = 8 + int.from_bytes(member[:8], "little")
+    if end > nbytes or nbytes < 8:
+        raise FormatError(f"the member has {nbytes} bytes, but its header needs {max(end, 8)}")
+    if end > len(member) or end - 8 > MAX_HEADER_NBYTES:
+        raise FormatError(f"a header of {end - 8} bytes; {len(member)} are here, and the limit is {MAX_HEADER_NBYTES}")
+    if member[8:DIGITS_BEGIN] != _PREFIX or end < DIGITS_END:
+        return _parse_layout(bytes(member[8:end]), end, nbytes), None
+    rest = bytes(member[DIGITS_END:end])
+    layout = _LAYOUTS.get(rest)
+    if layout is None:
+        layout = _parse_layout(bytes(member[8:end]), end, nbytes)
+        if len(rest) <= _MAX_CACHED_NBYTES:
+            if len(_LAYOUTS) >= _MAX_LAYOUTS:
+                _LAYOUTS.clear()
+            _LAYOUTS[rest] = layout
+    elif layout.nbytes != nbytes:
+        raise FormatError(f"the tensors end at byte {layout.nbytes}, but the member has {nbytes}")
+    digits = bytes(member[DIGITS_BEGIN:DIGITS_END])
+    if digits.strip(b"0123456789abcdef"):
+        raise FormatError(f"the digest {digits!r} is not 16 hexadecimal digits")
+    return layout, int(digits, 16)
+
+
+def _parse_layout(text: bytes, data_begin: int, nbytes: int) -> Layout:
+    if not text.startswith(b"{"):
+        raise FormatError(f"the header begins with {text[:1]!r}, not with '{{'")
+    try:
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as exc:  # UnicodeDecodeError, JSONDecodeError and FormatError are ValueErrors
+        raise FormatError(f"the header is not JSON: {exc}") from exc
+    _check_metadata(entries.pop("__metadata__", {}))
+    tensors = [_parse_entry(name, entry, data_begin) for name, entry in entries.items()]
+    tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
+    position = data_begin
+    for tensor in tensors:
+        if tensor.begin != position:
+            what = "overlaps the one before it" if tensor.begin < position else "leaves a hole before it"
+            raise FormatError(f"tensor {tensor.name!r} {what}: it begins at byte {tensor.begin}, expected {position}")
+        position = tensor.end
+    if position != nbytes:
+        raise FormatError(f"the tensors end at byte {position}, but the member has {nbytes}")
+    return Layout({tensor.name: tensor for tensor in tensors}, nbytes)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise FormatError(f"{name!r} occurs twice")
+        result[name] = value
+    return result
+
+
+def _check_metadata(metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FormatError("__metadata__ does not map strings to strings")
+    ours = metadata.get("tensorcache")
+    if ours is None:
+        return
+    match = _METADATA.fullmatch(ours)
+    if match is None:
+        raise FormatError(f"__metadata__ has 'tensorcache': {ours!r}, expected a version and 16 hexadecimal digits")
+    check_version(int(match[1]))
+
+
+def check_version(version: int) -> None:
+    """Raise FormatError for a format version that this release does not read."""
+    if version != FORMAT_VERSION:
+        raise FormatError(
+            f"written in format version {version}; this release reads version {FORMAT_VERSION}: upgrade wds-tensorcache"
+        )
+
+
+def _parse_entry(name: str, entry: Any, data_begin: int) -> StoredTensor:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise FormatError(f"tensor {name!r}: expected dtype, shape and data_offsets, got {entry!r:.100}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if type(dtype) is not str or dtype not in STORED:
+        raise FormatError(f"tensor {name!r}: unknown dtype {dtype!r:.100}")
+    if not _are_sizes(shape) or len(shape) > MAX_NDIM or math.prod(filter(None, shape)) * 16 >= 1 << 63:
+        raise FormatError(f"tensor {name!r}: impossible shape {shape!r:.100}")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise FormatError(f"tensor {name!r}: impossible data_offsets {offsets!r:.100}")
+    begin, end = offsets
+    needed = math.prod(shape) * STORED[dtype][0]
+    if end - begin != needed:
+        held = f"offsets [{begin}, {end}) hold {end - begin} bytes"
+        raise FormatError(f"tensor {name!r}: {held}, but {dtype}{shape} needs {needed}")
+    return StoredTensor(name, dtype, tuple(shape), data_begin + begin, data_begin + end)
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

@@ -1,0 +1,323 @@
+"""Lazy tensors: where a tensor's bytes lie, and everything a tensor can be asked before anybody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from wds_tensorcache.codec.reference import Reference, Source
+from wds_tensorcache.codec.views import array_from_bytes, empty_bytes, tensor_from_bytes, view_flat
+
+__all__ = ["LazyArray", "LazyTensor"]
+
+
+class _Lazy:
+    """What both kinds share: an immutable pair of a reference and a source."""
+
+    __slots__ = ("__weakref__", "_reference", "_source")
+    _reference: Reference
+    _source: Source
+
+    def __new__(cls, reference: Reference, source: Source) -> Any:
+        self = _new(cls)
+        _set_reference(self, reference)
+        _set_source(self, source)
+        return self
+
+    name = property(lambda self: self._reference.name, doc="The tensor's name in its `.safetensors` member.")
+    dtype = property(lambda self: self._reference.dtype, doc="The dtype that loading gives.")
+    shape = property(lambda self: self._reference.shape, doc="The shape that loading gives.")
+    ndim = property(lambda self: len(self._reference.shape), doc="Number of dimensions.")
+    nbytes = property(lambda self: self._reference.end - self._reference.begin, doc="Bytes of the elements.")
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return int(self.shape[0])
+
+    def view_bytes(self) -> memoryview:
+        """Return the elements' bytes as the source holds them; for writing them elsewhere. Memory: a view of the source."""
+        return self._source.view(self._reference.begin, self._reference.end)
+
+    def _flat(self, rows: tuple[int, int] | None = None, copy: bool = True) -> torch.Tensor:
+        """Return all bytes, or those of `rows` on the first dimension, as 1-D uint8."""
+        begin, end = self._reference.begin, self._reference.end
+        if rows is not None:
+            stride = (end - begin) // self.shape[0]
+            begin, end = begin + rows[0] * stride, begin + rows[1] * stride
+        if not copy:
+            return view_flat(self._source.view(begin, end))
+        flat = empty_bytes(end - begin)
+        if end > begin:
+            self._source.read_into(_buffer(flat), begin)
+        return flat
+
+    def _rows(self, index: Any) -> tuple[tuple[int, int], Any] | None:
+        """Return which rows `index` needs, and the index into those; None if it is not simply a part of the first dim."""
+        first, rest = (index[0], index[1:]) if type(index) is tuple and index else (index, ())
+        if not self.shape or not self.shape[0]:
+            return None
+        if type(first) is int and -self.shape[0] <= first < self.shape[0]:
+            row = first % self.shape[0]
+            return (row, row + 1), (0, *rest)
+        if type(first) is slice and first.step in (None, 1):
+            try:
+                begin, end, _ = first.indices(self.shape[0])
+            except TypeError:
+                return None
+            return (begin, max(begin, end)), (slice(None), *rest)
+        return None
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a {type(self).__name__} is immutable; set attributes on what .load() returns")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a {type(self).__name__} is immutable")
+
+    def __setstate__(self, state: object) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} takes no state")
+
+    def __setitem__(self, index: object, value: object) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} is read-only, what is assigned would be lost; assign to what .load() returns"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        reference = self._reference
+        source, begin = self._source.cut(reference.begin, reference.end)
+        moved = replace(reference, begin=begin, end=begin + reference.end - reference.begin)
+        return type(self), (moved, source)
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.load())
+
+    def load(self) -> Any:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
+
+
+_new: Any = object.__new__
+_set_reference: Any = vars(_Lazy)["_reference"].__set__
+_set_source: Any = vars(_Lazy)["_source"].__set__
+
+
+def _buffer(flat: torch.Tensor) -> memoryview:
+    array: Any = flat.numpy()
+    return memoryview(array)
+
+
+def _loaded(value: Any) -> Any:
+    """Return `value` with every lazy tensor in plain lists, tuples and dicts loaded."""
+    cls = type(value)
+    if issubclass(cls, _Lazy):
+        return value.load()
+    if cls is list or cls is tuple:
+        return cls(map(_loaded, value))
+    if cls is dict:
+        return {key: _loaded(part) for key, part in value.items()}
+    return value
+
+
+def _holds_lazy(value: Any) -> bool:
+    return isinstance(value, _Lazy) or (type(value) in (list, tuple) and any(map(_holds_lazy, value)))
+
+
+def _refuse_in_place(cls: type, name: str) -> NoReturn:
+    raise TypeError(
+        f"{name} would write into a {cls.__name__}, where the result is lost; call .load() and write into that"
+    )
+
+
+class LazyTensor(_Lazy):
+    """A torch.Tensor that has not been read yet.
+
+    Torch functions, operators, methods and indexing read it each time they are used, into fresh memory that is the
+    caller's own; a part of the first dimension reads only its own bytes. What is used more than once: `.load()` it once.
+
+    Memory: holds its source (the member's bytes, or what identifies the file), not its elements.
+    Threads/fork/pickle: immutable, safe everywhere; pickles with just its own bytes if its source is memory.
+    """
+
+    __slots__ = ()
+
+    device = property(lambda self: torch.device("cpu"), doc="Where `.load()` puts it by default.")
+    requires_grad = property(lambda self: False, doc="Caches hold values: False.")
+    is_cuda = property(lambda self: False, doc="False: `.load(device)` puts it elsewhere.")
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return int(self.shape.numel())
+
+    def dim(self) -> int:
+        """Return the number of dimensions."""
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or one dimension of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def load(
+        self, device: torch.device | str | None = None, out: torch.Tensor | None = None, *, copy: bool = True
+    ) -> torch.Tensor:
+        """Return the tensor.
+
+        Args:
+            device: Where to put it; the CPU by default.
+            out: Receives the elements and is returned; its shape and dtype must be the same.
+            copy: False gives a view of the source, CPU only: never write into it, other reads of the source see it.
+
+        Raises:
+            ValueError: `out` has another shape or dtype.
+            FormatError: A bool tensor holds other bytes than 0 and 1.
+
+        Memory: fresh and the caller's own, 64-byte aligned; with `copy=False` it aliases the source and keeps it alive.
+        """
+        if out is not None:
+            if out.shape != self.shape or out.dtype != self.dtype:
+                raise ValueError(f"out is {out.dtype}{list(out.shape)}, but {self!r} is not")
+            return self._load_into(out)
+        tensor = tensor_from_bytes(self._flat(copy=copy), self.dtype, self.shape)
+        return tensor if device is None else tensor.to(device)
+
+    def _load_into(self, out: torch.Tensor) -> torch.Tensor:
+        if (
+            out.device.type != "cpu"
+            or not out.is_contiguous()
+            or out.is_conj()
+            or out.is_neg()
+            or self.dtype is torch.bool
+        ):
+            with torch.no_grad():
+                return out.copy_(self.load())
+        if self.nbytes:
+            flat = out.detach().reshape(-1).view(torch.uint8)
+            self._source.read_into(_buffer(flat), self._reference.begin)
+        return out
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        found = self._rows(index)
+        if found is None:
+            return self.load()[_loaded(index)]
+        rows, rest = found
+        shape = (rows[1] - rows[0], *self.shape[1:])
+        part = tensor_from_bytes(self._flat(rows), self.dtype, shape)
+        return part[_loaded(rest)] if rest != (slice(None),) else part
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        writes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or kwargs.get("inplace")
+        if _holds_lazy(kwargs.get("out")) or (writes and name not in _NOT_IN_PLACE and args and _holds_lazy(args[0])):
+            _refuse_in_place(cls, name)
+        return func(*_loaded(list(args)), **_loaded(kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        # everything a tensor can do, except what would change it
+        if name.startswith("__") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name.endswith("_"):
+            return lambda *args, **kwargs: _refuse_in_place(type(self), name)
+        value = getattr(self.load(), name)
+        if not callable(value):
+            return value
+        return lambda *args, **kwargs: value(*_loaded(list(args)), **_loaded(kwargs))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if torch.bfloat16 == self.dtype or (self.dtype.itemsize == 1 and self.dtype.is_floating_point):
+            raise TypeError(
+                f"numpy has no {self.dtype}; use .load().float().numpy(), or .load().view(torch.uint8).numpy()"
+            )
+        array = self.load().numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.load().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return torch.empty(0).__dlpack_device__()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.load(), spec) if spec else repr(self)
+
+
+_NOT_IN_PLACE = frozenset({"__invert__", "__index__", "__int__", "__iter__"})
+
+
+class LazyArray(_Lazy):
+    """A numpy array that has not been read yet: what `LazyTensor` is for tensors; `np.asarray` and ufuncs take it."""
+
+    __slots__ = ()
+
+    def load(self, out: np.ndarray[Any, Any] | None = None, *, copy: bool = True) -> np.ndarray[Any, Any]:
+        """Return the array, little-endian and C-contiguous; arguments, errors and memory as in `LazyTensor.load`."""
+        if out is not None:
+            if out.shape != self.shape or out.dtype != self.dtype:
+                raise ValueError(f"out is {out.dtype}{list(out.shape)}, but {self!r} is not")
+            out[...] = self.load()
+            return out
+        return array_from_bytes(self._flat(copy=copy), self.dtype, self.shape)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._rows(index)
+        if found is None:
+            return self.load()[_loaded(index)]
+        rows, rest = found
+        part = array_from_bytes(self._flat(rows), self.dtype, (rows[1] - rows[0], *self.shape[1:]))
+        return part[_loaded(rest)]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(np.ndarray, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in _ARRAY_IN_PLACE:
+            return lambda *args, **kwargs: _refuse_in_place(type(self), name)
+        return getattr(self.load(), name)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        array = self.load()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+
+_ARRAY_IN_PLACE = frozenset(
+    {"byteswap", "fill", "itemset", "partition", "put", "resize", "setfield", "setflags", "sort"}
+)
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()  # noqa: SIM905
+_OTHERS = "eq ne lt le gt ge neg pos abs invert bool int float complex index contains".split()  # noqa: SIM905
+_OPERATORS = [f"__{name}__" for name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS)]
+
+
+def _operator(name: str) -> Any:
+    def method(self: Any, *args: Any) -> Any:
+        function = getattr(self.load(), name, None)
+        return NotImplemented if function is None else function(*_loaded(list(args)))
+
+    method.__name__ = name
+    return method
+
+
+def _in_place_operator(name: str) -> Any:
+    def method(self: Any, other: Any) -> NoReturn:
+        _refuse_in_place(type(self), name)
+
+    method.__name__ = name
+    return method
+
+
+for _cls in (LazyTensor, LazyArray):
+    for _name in _OPERATORS:
+        setattr(_cls, _name, _operator(_name))
+    for _name in _BINARY:
+        setattr(_cls, f"__i{_name}__", _in_place_operator(f"__i{_name}__"))
+    _cls.__hash__ = object.__hash__  # type: ignore[method-assign]  # by identity, as tensors do

@@ -1,0 +1,280 @@
+"""The listed types of FORMAT.md 2.5: each is written as one REDUCE of a stock global on plain arguments.
+
+One row per type holds both directions, so that what is written is what is read. A row's arguments are canonical, the same
+on every Python version, and `build` accepts nothing that could run code, open a file or allocate more than it was given.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+import numpy as np
+import torch
+
+from wds_tensorcache.codec.builder import Builder
+
+__all__ = ["BUILDERS", "FACTORIES", "LISTED", "Listed", "numpy_dtype_arguments", "torch_dtype_name"]
+
+MAX_FRACTION_BITS = 65536  # the greatest common divisor of longer numbers takes seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """How one type is written: the global `module.name`, and the arguments it is called with."""
+
+    module: str
+    name: str
+    arguments: Callable[[Any], tuple[Any, ...]]
+
+
+def _plain(*classes: type) -> Callable[[tuple[Any, ...]], None]:
+    def check(args: tuple[Any, ...]) -> None:
+        for arg in args:
+            if arg.__class__ not in classes:
+                raise TypeError(f"{arg!r:.80} is not one of {', '.join(cls.__name__ for cls in classes)}")
+
+    return check
+
+
+def _checked(cls: type, *classes: type, counts: tuple[int, ...]) -> Callable[[tuple[Any, ...]], Any]:
+    """Return a `build` that calls `cls` with arguments of exactly these classes, and as many as `counts` has."""
+    check = _plain(*classes)
+
+    def build(args: tuple[Any, ...]) -> Any:
+        if len(args) not in counts:
+            raise TypeError(f"{cls.__name__} with {len(args)} arguments")
+        check(args)
+        return cls(*args)
+
+    return build
+
+
+def _build_fraction(args: tuple[Any, ...]) -> Fraction:
+    numerator, denominator = args
+    _plain(int)(args)
+    if max(numerator.bit_length(), denominator.bit_length()) > MAX_FRACTION_BITS:
+        raise ValueError(f"a Fraction of more than {MAX_FRACTION_BITS} bits")
+    return Fraction(numerator, denominator)
+
+
+def _fraction_arguments(value: Fraction) -> tuple[int, int]:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_FRACTION_BITS:
+        raise ValueError(f"a Fraction of more than {MAX_FRACTION_BITS} bits; store its numerator and denominator")
+    return value.numerator, value.denominator
+
+
+# datetime's own pickles hold its fields as bytes and the C constructor trusts them: they are read field by field instead
+def _build_date(args: tuple[Any, ...]) -> date:
+    (raw,) = args
+    if raw.__class__ is not bytes or len(raw) != 4:
+        raise TypeError("a date is 4 bytes")
+    return date(raw[0] << 8 | raw[1], raw[2], raw[3])
+
+
+def _build_time(args: tuple[Any, ...]) -> time:
+    raw, tz = _clock(args, 6)
+    return time(raw[0] & 0x7F, raw[1], raw[2], int.from_bytes(raw[3:6], "big"), tz, fold=raw[0] >> 7)
+
+
+def _build_datetime(args: tuple[Any, ...]) -> datetime:
+    raw, tz = _clock(args, 10)
+    microsecond = int.from_bytes(raw[7:10], "big")
+    return datetime(
+        raw[0] << 8 | raw[1], raw[2] & 0x7F, raw[3], raw[4], raw[5], raw[6], microsecond, tz, fold=raw[2] >> 7
+    )
+
+
+def _clock(args: tuple[Any, ...], nbytes: int) -> tuple[bytes, timezone | None]:
+    raw, tz = args if len(args) == 2 else (*args, None)
+    if raw.__class__ is not bytes or len(raw) != nbytes or not (tz is None or tz.__class__ is timezone):
+        raise TypeError(f"expected {nbytes} bytes and a datetime.timezone")
+    return raw, tz
+
+
+def _tz_arguments(value: Any) -> tuple[Any, ...]:
+    if value.tzinfo is not None and value.tzinfo.__class__ is not timezone:
+        raise ValueError(
+            f"{type(value.tzinfo).__name__} reads the host's time zones; use value.astimezone(timezone.utc)"
+        )
+    return tuple(value.__reduce_ex__(4)[1])
+
+
+def _build_timezone(args: tuple[Any, ...]) -> timezone:
+    offset, *name = args
+    if offset.__class__ is not timedelta or len(name) > 1:
+        raise TypeError("a timezone is a timedelta and a name")
+    _plain(str)(tuple(name))
+    return timezone(offset, *name)
+
+
+def _build_deque(args: tuple[Any, ...]) -> Any:
+    if args and (args[0] != () or len(args) != 2 or args[1].__class__ not in (int, type(None))):
+        raise TypeError("a deque is built empty, with its maximal length")
+    return deque(*args)
+
+
+FACTORIES: dict[type, str] = {cls: cls.__name__ for cls in (list, dict, set, int, float, str, tuple, bool)}
+
+
+def _build_defaultdict(args: tuple[Any, ...]) -> Any:
+    (factory,) = args or (None,)
+    if factory is None:
+        return defaultdict(None)
+    if factory.__class__ is not Builder or factory.factory is None:
+        raise TypeError(f"a defaultdict's factory is None or one of {', '.join(FACTORIES.values())}")
+    return defaultdict(factory.factory)
+
+
+def _refuse_factory(args: tuple[Any, ...]) -> Any:
+    raise TypeError("only a defaultdict's factory may be named here")
+
+
+def _build_size(args: tuple[Any, ...]) -> torch.Size:
+    (sizes,) = args
+    if sizes.__class__ is not tuple:
+        raise TypeError("a torch.Size is a tuple of ints")
+    _plain(int)(sizes)
+    return torch.Size(sizes)
+
+
+_DEVICE = re.compile(r"[a-z]{2,20}", re.ASCII)
+
+
+def _build_device(args: tuple[Any, ...]) -> torch.device:
+    kind, *index = args
+    _plain(int)(tuple(index))
+    if kind.__class__ is not str or not _DEVICE.fullmatch(kind) or (index and not 0 <= index[0] < 128):
+        raise ValueError(f"{args!r:.80} is no device")
+    return torch.device(*args)
+
+
+_NUMPY_DTYPE = re.compile(
+    r"[<>|=]?(?:[?bB]|b1|[iu][1248]|f[248]|c8|c16|[SU]\d{1,9}|[mM]8(?:\[\d{0,9}[a-zA-Z]{1,2}\])?)", re.ASCII
+)
+
+
+def _build_dtype(args: tuple[Any, ...]) -> Any:
+    (text,) = args
+    if text.__class__ is not str or not _NUMPY_DTYPE.fullmatch(text):
+        raise ValueError(f"{text!r:.80} is not a plain numpy dtype")
+    return np.dtype(text)
+
+
+def numpy_dtype_arguments(value: Any) -> tuple[str]:
+    """Return the argument that `numpy.dtype` is called with.
+
+    Raises:
+        ValueError: A record, an object dtype, or one that carries metadata.
+    """
+    if not _NUMPY_DTYPE.fullmatch(value.str) or value.metadata is not None:
+        raise ValueError(f"numpy dtype {value} is a record or an object dtype")
+    return (value.str,)
+
+
+def _build_scalar(cls: type, classes: tuple[type, ...]) -> Callable[[tuple[Any, ...]], Any]:
+    check = _plain(*classes)
+
+    def build(args: tuple[Any, ...]) -> Any:
+        check(args)
+        (value,) = args
+        with np.errstate(over="raise", invalid="ignore"):
+            scalar = cls(value)
+        if classes == (int,) and int(scalar) != value:  # numpy before 2 wraps around
+            raise OverflowError(f"{value} in a {cls.__name__}")
+        return scalar
+
+    return build
+
+
+_UNIT = re.compile(r"\d{0,9}(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)", re.ASCII)
+
+
+def _build_time_scalar(cls: type) -> Callable[[tuple[Any, ...]], Any]:
+    def build(args: tuple[Any, ...]) -> Any:
+        value, unit = args
+        if value.__class__ is not int or unit.__class__ is not str or not _UNIT.fullmatch(unit):
+            raise TypeError(f"{args!r:.80} is not a count and a unit")
+        return cls(value, unit)
+
+    return build
+
+
+def _time_scalar_arguments(value: Any) -> tuple[int, str]:
+    unit, count = np.datetime_data(value.dtype)
+    if unit == "generic":
+        raise ValueError(f"{value!r} has no unit")
+    return int(value.view("i8")), unit if count == 1 else f"{count}{unit}"
+
+
+def torch_dtype_name(value: torch.dtype) -> str:
+    """Return the attribute of `torch` that `value` is."""
+    return str(value).removeprefix("torch.")
+
+
+# type, how it is named, its arguments, how it is built from them
+_Row = tuple[Any, str, str, Callable[[Any], tuple[Any, ...]], Callable[[tuple[Any, ...]], Any]]
+
+
+def _rows() -> Iterator[_Row]:
+    yield complex, "builtins", "complex", lambda v: (v.real, v.imag), _checked(complex, float, counts=(2,))
+    yield slice, "builtins", "slice", _slice_arguments, _checked(slice, int, type(None), counts=(3,))
+    yield range, "builtins", "range", lambda v: (v.start, v.stop, v.step), _checked(range, int, counts=(3,))
+    yield Decimal, "decimal", "Decimal", lambda v: (str(v),), _checked(Decimal, str, counts=(1,))
+    yield Fraction, "fractions", "Fraction", _fraction_arguments, _build_fraction
+    yield date, "datetime", "date", lambda v: v.__reduce__()[1], _build_date
+    yield time, "datetime", "time", _tz_arguments, _build_time
+    yield datetime, "datetime", "datetime", _tz_arguments, _build_datetime
+    three_ints = _checked(timedelta, int, counts=(3,))
+    yield timedelta, "datetime", "timedelta", lambda v: (v.days, v.seconds, v.microseconds), three_ints
+    yield timezone, "datetime", "timezone", lambda v: v.__getinitargs__(), _build_timezone
+    yield uuid.UUID, "uuid", "UUID", lambda v: (str(v),), _checked(uuid.UUID, str, counts=(1,))
+    for path in (PurePosixPath, PureWindowsPath):
+        parts = _checked(path, str, counts=tuple(range(256)))
+        yield path, "pathlib", path.__name__, lambda v: (str(v),), parts
+    yield OrderedDict, "collections", "OrderedDict", lambda v: (), _checked(OrderedDict, counts=(0,))
+    yield deque, "collections", "deque", lambda v: () if v.maxlen is None else ((), v.maxlen), _build_deque
+    yield torch.Size, "torch", "Size", lambda v: (tuple(v),), _build_size
+    yield torch.device, "torch", "device", lambda v: v.__reduce__()[1], _build_device
+    for kinds, cls in (("?", bool), ("bhilqBHILQ", int), ("efd", float), ("FD", complex)):
+        for scalar in dict.fromkeys(np.dtype(kind).type for kind in kinds):
+            name = "bool_" if scalar is np.bool_ else np.dtype(scalar).name  # numpy 1 has no numpy.bool
+            yield scalar, "numpy", name, lambda v: (v.item(),), _build_scalar(scalar, (cls,))
+    for scalar, text in ((np.str_, str), (np.bytes_, bytes)):
+        yield scalar, "numpy", scalar.__name__, lambda v: (v.item(),), _build_scalar(scalar, (text,))
+    for scalar in (np.datetime64, np.timedelta64):
+        yield scalar, "numpy", scalar.__name__, _time_scalar_arguments, _build_time_scalar(scalar)
+
+
+def _slice_arguments(value: slice) -> tuple[Any, ...]:
+    parts = (value.start, value.stop, value.step)
+    _plain(int, type(None))(parts)
+    return parts
+
+
+LISTED: dict[type, Listed] = {}
+BUILDERS: dict[tuple[str, str], object] = {
+    ("builtins", "bytearray"): Builder(_checked(bytearray, bytes, counts=(1,))),  # protocol 4 has no opcode for it
+    ("collections", "defaultdict"): Builder(_build_defaultdict),
+    ("numpy", "dtype"): Builder(_build_dtype),
+    ("builtins", "Ellipsis"): ...,
+}
+for _cls, _module, _name, _arguments, _build in _rows():
+    LISTED[_cls] = Listed(_module, _name, _arguments)
+    BUILDERS.setdefault((_module, _name), Builder(_build))  # numpy.longlong is written, and comes back, as numpy.int64
+for _cls, _name in FACTORIES.items():
+    BUILDERS.setdefault(("builtins", _name), Builder(_refuse_factory, factory=_cls))
+for _name, _value in vars(torch).items():
+    if isinstance(_value, torch.dtype):
+        BUILDERS["torch", _name] = _value
+# where Python 3.13 and 3.14 say that these classes live
+for _name in ("PurePosixPath", "PureWindowsPath"):
+    BUILDERS["pathlib._local", _name] = BUILDERS["pathlib", _name]

@@ -1,0 +1,157 @@
+"""One sample to its two members and back: where skeleton, header and tensors meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from wds_tensorcache.codec.header import build_header, parse_header, sign_header, tensors_digest
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
+from wds_tensorcache.codec.listed import BUILDERS
+from wds_tensorcache.codec.preamble import build_preamble, parse_preamble
+from wds_tensorcache.codec.reference import MemorySource, Reference, Source, resolve
+from wds_tensorcache.codec.skeleton import SkeletonWriter, allow_table
+from wds_tensorcache.codec.unpickle import unpickle
+from wds_tensorcache.errors import FormatError
+
+__all__ = ["EncodedSample", "decode_members", "decode_plain_pickle", "decode_sample", "encode_sample", "encode_views"]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSample:
+    """Both members, the tensors' bytes not copied yet: `buffers` follow `header` in the `.safetensors` member."""
+
+    skeleton: bytes
+    header: bytes
+    buffers: tuple[Any, ...]
+
+
+def encode_views(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -> EncodedSample:
+    """Encode as `encode_sample` does. Memory: `buffers` alias the tensors of `sample` that are contiguous on the CPU."""
+    writer = SkeletonWriter(allow_table(allow))
+    writer.save(sample)
+    # wide elements first: then each tensor is aligned to its own element without padding, which safetensors forbids
+    tensors = sorted(writer.tensors.items(), key=lambda item: -item[1].true.itemsize)
+    header = build_header([(name, t.true.stored, t.stored_shape, len(t.flat)) for name, t in tensors], align)
+    buffers = tuple(tensor.flat for _, tensor in tensors if len(tensor.flat))
+    digest = tensors_digest(header, buffers)
+    nbytes = len(header) + sum(map(len, buffers))
+    body = writer.body()
+    return EncodedSample(build_preamble(nbytes, digest, body) + body, sign_header(header, digest), buffers)
+
+
+def encode_sample(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -> tuple[bytes, bytes]:
+    """Encode a nested Python structure as the two members of a shard.
+
+    Args:
+        sample: Containers, plain values, the listed types of FORMAT.md, and tensors or arrays anywhere in them; CUDA,
+            `requires_grad`, non-contiguous, conjugated and expanded tensors are stored by value. Lazy tensors are copied
+            without being decoded.
+        allow: Classes to write besides the listed types; a reader must allow them too.
+        align: The tensors' bytes begin at a multiple of this many bytes of the member.
+
+    Returns:
+        (skeleton, tensors): the bytes of `KEY.skel.pyd` and of `KEY.safetensors`. Equal samples give equal bytes.
+
+    Raises:
+        EncodeError: Something cannot be represented; the message names its path and the remedy.
+
+    Memory: fresh bytes, each tensor copied once.
+    """
+    encoded = encode_views(sample, allow=allow, align=align)
+    return encoded.skeleton, b"".join((encoded.header, *encoded.buffers))
+
+
+def decode_sample(
+    skeleton: bytes | memoryview,
+    tensors: bytes | memoryview,
+    *,
+    lazy: bool = True,
+    verify: bool = False,
+    allow: Iterable[type] = (),
+) -> Any:
+    """Rebuild what `encode_sample` was given.
+
+    Args:
+        skeleton: The `KEY.skel.pyd` member; one that stock pickle wrote (protocol 4 or 5) is read too.
+        tensors: The `KEY.safetensors` member; one that stock safetensors wrote is read too.
+        lazy: True leaves `LazyTensor` and `LazyArray` in the tensors' places; False loads them.
+        verify: Recompute both digests.
+        allow: Classes that the skeleton may build; only for files that you trust.
+
+    Raises:
+        UnsafeSkeletonError: The skeleton asks for anything outside the format; nothing was executed.
+        FormatError: Damaged bytes, members that do not belong together, or with `verify`, digests that do not match or
+            are not there.
+
+    Memory: lazy tensors keep `tensors` alive; loaded ones are fresh, private and aligned, one allocation each.
+    """
+    return decode_members(skeleton, tensors, lazy, verify, allow_table(allow))
+
+
+def decode_members(
+    skeleton: bytes | memoryview,
+    tensors: bytes | memoryview,
+    lazy: bool,
+    verify: bool,
+    allow: Mapping[tuple[str, str], type],
+) -> Any:
+    """Decode as `decode_sample` does, for a caller that decodes many: `allow` is `allow_table`'s result."""
+    layout, digest = parse_header(tensors)
+    begin, preamble = parse_preamble(skeleton)
+    if preamble is not None and digest is not None:
+        if preamble.tensors_digest != digest or preamble.tensors_nbytes != layout.nbytes:
+            raise FormatError(
+                "the two members do not belong together: the skeleton was written with a safetensors member of "
+                f"{preamble.tensors_nbytes} bytes and digest {preamble.tensors_digest:016x}, "
+                f"this one has {layout.nbytes} and {digest:016x}"
+            )
+    if verify:
+        if preamble is None or digest is None:
+            raise FormatError("cannot be verified: a member written by other means has no digest")
+        if tensors_digest(tensors) != digest:  # type: ignore[arg-type]
+            raise FormatError("the safetensors member is damaged: its digest does not match its bytes")
+        if xxhash.xxh3_64_intdigest(memoryview(skeleton)[begin:]) != preamble.body_digest:
+            raise FormatError("the skeleton is damaged: its digest does not match its bytes")
+    source = MemorySource(tensors)
+    met: dict[str, tuple[Reference, Any]] = {}
+
+    def reference(text: str) -> Any:
+        found = resolve(layout, text)
+        known = met.get(found.name)
+        if known is None:
+            value = open_tensor(found, source) if lazy else open_tensor(found, source).load()
+            met[found.name] = (found, value)
+            return value
+        if known[0] is not found and known[0] != found:
+            raise FormatError(f"tensor {found.name!r} is referred to in two ways")
+        return known[1]
+
+    sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
+    if len(met) != len(layout.tensors):
+        extra = [name for name in layout.tensors if name not in met]
+        raise FormatError(f"the safetensors member has tensors that the skeleton does not name: {extra!r:.200}")
+    return sample
+
+
+def open_tensor(reference: Reference, source: Source) -> Any:
+    """Return the lazy tensor or array at `reference`."""
+    return LazyTensor(reference, source) if reference.kind == "tensor" else LazyArray(reference, source)
+
+
+def decode_plain_pickle(pickled: bytes, allow: Mapping[tuple[str, str], type]) -> Any:
+    """Return what a pickle of plain values and listed types holds.
+
+    Raises:
+        UnsafeSkeletonError: It needs anything else; nothing was executed.
+        FormatError: It is damaged, or a skeleton that lacks its tensors.
+    """
+
+    def reference(text: str) -> Any:
+        raise FormatError(f"a skeleton, which refers to {text!r:.100}, under a name that is no cache's")
+
+    begin, _ = parse_preamble(pickled)
+    return unpickle(pickled, begin, reference, BUILDERS, allow)

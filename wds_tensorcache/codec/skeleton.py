@@ -1,0 +1,349 @@
+"""Objects to skeleton bytes: one walk that names the tensors and writes the pickle (FORMAT.md 2).
+
+Python's own pickler is not used: its bytes depend on which equal strings are one object, on the hash seed and on the
+Python version. This one writes the same bytes for the same sample everywhere, and only opcodes that `unpickle` reads.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from wds_tensorcache.codec import opcodes as op
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
+from wds_tensorcache.codec.listed import FACTORIES, LISTED, numpy_dtype_arguments, torch_dtype_name
+from wds_tensorcache.codec.names import component, join, unique
+from wds_tensorcache.codec.nesting import MAX_DEPTH, key_cost
+from wds_tensorcache.codec.refusals import remedy
+from wds_tensorcache.codec.storable import StorableTensor, describe_tensor
+from wds_tensorcache.errors import EncodeError, FormatError
+
+__all__ = ["SkeletonWriter", "allow_table"]
+
+MAX_KEY_NODES = 1000  # what every reader accepts at least
+
+
+class Counter:
+    """Numbers the tensors of something that has no paths inside; always true."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def next(self) -> int:
+        """Return 0, 1, 2, …"""
+        self._count += 1
+        return self._count - 1
+
+
+def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
+    """Return the classes of an `allow=` argument by module and qualified name.
+
+    Raises:
+        TypeError: Something in it is not a class.
+    """
+    table = {}
+    for cls in allow:
+        if not isinstance(cls, type):
+            raise TypeError(f"allow= takes classes, got {cls!r}")
+        table[cls.__module__, cls.__qualname__] = cls
+    return table
+
+
+class SkeletonWriter:
+    """One walk over one sample; `body()` and `tensors` are its results."""
+
+    def __init__(self, allow: Mapping[tuple[str, str], type]) -> None:
+        self.tensors: dict[str, StorableTensor] = {}  # by name, in the order of the walk
+        self._allow = allow
+        self._classes = {cls: key for key, cls in allow.items()}
+        # bytes to write; an int stands for a GET of what was written before that index, where a MEMOIZE then appears
+        self._parts: list[bytes | int] = []
+        self._slots: dict[int, tuple[int, object]] = {}  # by id; holds the object, so that its id is not reused
+        self._texts: dict[type, dict[Any, int]] = {str: {}, bytes: {}}  # by value
+        self._globals: dict[tuple[str, str], int] = {}
+        self._key_nodes = 0
+
+    def body(self) -> bytes:
+        """Return the pickle behind the preamble."""
+        parts: list[bytes] = []
+        memo: dict[int, int] = {}
+        for index, part in enumerate(self._parts):
+            if part is op.MEMOIZE:
+                memo[index] = len(memo)
+            parts.append(op.write_get(memo[part]) if isinstance(part, int) else part)
+        parts.append(op.STOP)
+        return b"".join(parts)
+
+    def save(self, value: Any, path: str = "", opaque: Counter | None = None, depth: int = 1) -> None:
+        """Write `value`, which lies at `path`; `opaque` counts the tensors of an object that has no paths inside."""
+        cls = type(value)
+        atom = op.ATOM_WRITERS.get(cls)
+        if atom is not None:
+            self._save_atom(value, cls, atom)
+            return
+        known = self._slots.get(id(value))
+        if known is not None:
+            self._get(known[0])
+            return
+        if depth > MAX_DEPTH and (cls in _CONTAINERS or cls in self._classes or cls is torch.Size):
+            raise EncodeError(f"{at(path)}: containers nest more than {MAX_DEPTH} deep; flatten them")
+        container = _CONTAINERS.get(cls)
+        if container is not None:
+            container(self, value, path, opaque, depth)
+        elif cls in LISTED:
+            self._save_listed(value, path, opaque, depth)
+        elif cls in self._classes:
+            self._save_object(value, path, depth)
+        elif isinstance(value, (torch.Tensor, np.ndarray, LazyTensor, LazyArray)):
+            self._save_tensor(value, path, opaque)
+        elif cls is torch.dtype:
+            self._global("torch", torch_dtype_name(value))
+        elif value is ...:
+            self._global("builtins", "Ellipsis")
+        elif isinstance(value, np.dtype):
+            self._save_call("numpy", "dtype", _checked_arguments(numpy_dtype_arguments, value, path), path)
+        else:
+            raise EncodeError(f"{at(path)}: {remedy(value)}")
+
+    def _get(self, slot: int) -> None:
+        self._parts[slot] = op.MEMOIZE
+        self._parts.append(slot)
+
+    def _slot(self) -> int:
+        self._parts.append(b"")
+        return len(self._parts) - 1
+
+    def _remember(self, value: object) -> None:
+        self._slots[id(value)] = (self._slot(), value)
+
+    def _save_atom(self, value: Any, cls: type, atom: Callable[[Any], bytes]) -> None:
+        known = self._texts.get(cls)
+        if known is None or len(value) < 2:  # a GET and its op.MEMOIZE are no shorter than what they save
+            self._parts.append(atom(value))
+        elif value in known:
+            self._get(known[value])
+        else:
+            self._parts.append(atom(value))
+            known[value] = self._slot()
+
+    def _save_list(self, value: list[Any], path: str, opaque: Counter | None, depth: int) -> None:
+        self._parts.append(op.EMPTY_LIST)
+        self._remember(value)
+        self._save_items(value, path, opaque, depth)
+
+    def _save_items(self, values: Iterable[Any], path: str, opaque: Counter | None, depth: int) -> None:
+        values = list(values)
+        if values:
+            self._parts.append(op.MARK)
+            for index, item in enumerate(values):
+                self.save(item, path if opaque else join(path, str(index)), opaque, depth + 1)
+            self._parts.append(op.APPENDS)
+
+    def _save_dict(self, value: dict[Any, Any], path: str, opaque: Counter | None, depth: int) -> None:
+        self._parts.append(op.EMPTY_DICT)
+        self._remember(value)
+        self._save_pairs(value.items(), path, opaque, depth)
+
+    def _save_pairs(self, pairs: Iterable[tuple[Any, Any]], path: str, opaque: Counter | None, depth: int) -> None:
+        pairs = list(pairs)
+        if not pairs:
+            return
+        self._parts.append(op.MARK)
+        for index, (key, item) in enumerate(pairs):
+            inside = path if opaque else join(path, component(key, index))
+            self._save_key(key, inside, Counter(), depth)
+            self.save(item, inside, opaque, depth + 1)
+        self._parts.append(op.SETITEMS)
+
+    def _save_key(self, key: Any, path: str, opaque: Counter, depth: int) -> None:
+        if type(key) not in op.ATOM_WRITERS:
+            try:
+                self._key_nodes += key_cost(key, MAX_KEY_NODES)
+            except FormatError as exc:
+                raise EncodeError(f"{at(path)}: {exc}; use a shorter key") from exc
+            if self._key_nodes > MAX_KEY_NODES:
+                raise EncodeError(f"{at(path)}: more than {MAX_KEY_NODES} parts in keys and set elements; use a list")
+        self.save(key, path, opaque, depth + 1)
+
+    def _save_tuple(self, value: tuple[Any, ...], path: str, opaque: Counter | None, depth: int) -> None:
+        if len(value) not in op.TUPLES:
+            self._parts.append(op.MARK)
+        for index, item in enumerate(value):
+            self.save(item, path if opaque else join(path, str(index)), opaque, depth + 1)
+        known = self._slots.get(id(value))
+        if known is not None:  # one of the items holds this tuple, and has written it
+            self._parts.append(op.POP * len(value) if len(value) in op.TUPLES else op.POP_MARK)
+            self._get(known[0])
+            return
+        self._parts.append(op.TUPLES.get(len(value), op.TUPLE))
+        if value:
+            self._remember(value)
+
+    def _save_set(self, value: set[Any], path: str, opaque: Counter | None, depth: int) -> None:
+        self._parts.append(op.EMPTY_SET)
+        self._remember(value)
+        if value:
+            self._save_elements(value, path, depth)
+            self._parts.append(op.ADDITEMS)
+
+    def _save_frozenset(self, value: frozenset[Any], path: str, opaque: Counter | None, depth: int) -> None:
+        self._save_elements(value, path, depth)
+        if id(value) in self._slots:
+            raise EncodeError(f"{at(path)}: a frozenset that holds itself; use a list")
+        self._parts.append(op.FROZENSET)
+        self._remember(value)
+
+    def _save_elements(self, values: Iterable[Any], path: str, depth: int) -> None:
+        self._parts.append(op.MARK)
+        inside = Counter()  # elements have no names: tensors in them are counted
+        for item in sorted(values, key=self._canonical):
+            self._save_key(item, path, inside, depth)
+
+    def _canonical(self, value: Any) -> bytes:
+        """Return bytes that depend on nothing but the value, to sort the elements of a set by."""
+        atom = op.ATOM_WRITERS.get(type(value))
+        if atom is not None:
+            return atom(value)
+        alone = SkeletonWriter(self._allow)
+        alone.save(value)
+        return alone.body() + b"".join(tensor.flat.tobytes() for tensor in alone.tensors.values())
+
+    def _save_deque(self, value: deque[Any], path: str, opaque: Counter | None, depth: int) -> None:
+        self._save_listed(value, path, opaque, depth)
+        self._save_items(value, path, opaque, depth)
+
+    def _save_ordered_dict(self, value: OrderedDict[Any, Any], path: str, opaque: Counter | None, depth: int) -> None:
+        self._save_listed(value, path, opaque, depth)
+        self._save_pairs(value.items(), path, opaque, depth)
+
+    def _save_defaultdict(self, value: defaultdict[Any, Any], path: str, opaque: Counter | None, depth: int) -> None:
+        factory = value.default_factory
+        if factory is not None and factory not in FACTORIES:
+            names = ", ".join(FACTORIES.values())
+            raise EncodeError(f"{at(path)}: a defaultdict's factory must be None or one of {names}; store dict(x)")
+        self._global("collections", "defaultdict")
+        if factory is None:
+            self._parts.append(op.EMPTY_TUPLE)
+        else:
+            self._global("builtins", FACTORIES[factory])
+            self._parts.append(op.TUPLE1)
+        self._parts.append(op.REDUCE)
+        self._remember(value)
+        self._save_pairs(value.items(), path, opaque, depth)
+
+    def _save_bytearray(self, value: bytearray, path: str, opaque: Counter | None, depth: int) -> None:
+        self._parts.append(op.write_bytearray(value))
+        self._remember(value)
+
+    def _save_listed(self, value: Any, path: str, opaque: Counter | None, depth: int) -> None:
+        listed = LISTED[type(value)]
+        self._save_call(listed.module, listed.name, _checked_arguments(listed.arguments, value, path), path, depth)
+        self._remember(value)
+
+    def _save_call(self, module: str, name: str, arguments: tuple[Any, ...], path: str, depth: int = 1) -> None:
+        """Write `module.name(*arguments)`; the arguments are plain, so no tensor and no path is in them."""
+        self._global(module, name)
+        if len(arguments) not in op.TUPLES:
+            self._parts.append(op.MARK)
+        for argument in arguments:
+            self.save(argument, path, Counter(), depth)
+        self._parts.append(op.TUPLES.get(len(arguments), op.TUPLE))
+        self._parts.append(op.REDUCE)
+
+    def _global(self, module: str, name: str) -> None:
+        slot = self._globals.get((module, name))
+        if slot is not None:
+            self._get(slot)
+            return
+        for text in (module, name):
+            self._save_atom(text, str, op.ATOM_WRITERS[str])
+        self._parts.append(op.STACK_GLOBAL)
+        self._globals[module, name] = self._slot()
+
+    def _save_tensor(self, value: Any, path: str, opaque: Counter | None) -> None:
+        try:
+            stored = describe_tensor(value)
+        except ValueError as exc:
+            raise EncodeError(f"{at(path)}: {exc}") from exc
+        if opaque is not None or not path:
+            path = join(path, f"@{(opaque or Counter()).next()}")
+        name = unique(path, self.tensors)
+        self.tensors[name] = stored
+        attribute = stored.true.attribute
+        text = f"{stored.kind}:{name}" if attribute is None else f"{stored.kind}:{name}?dtype={attribute}"
+        self._save_call("builtins", "format", (text,), path)
+        self._remember(value)
+
+    def _save_object(self, value: Any, path: str, depth: int) -> None:
+        """Write an instance of a class in allow= as its `__reduce_ex__` describes it."""
+        cls = type(value)
+        inside = Counter()
+        if isinstance(value, Enum):  # what Enum reduces to depends on the Python version
+            self._global(*self._classes[cls])
+            self.save(value.value, path, inside, depth + 1)
+            self._parts.append(op.TUPLE1 + op.REDUCE)
+            self._remember(value)
+            return
+        reduced: Any = value.__reduce_ex__(4)
+        parts: list[Any] = [*reduced, *[None] * 6] if type(reduced) is tuple else [None] * 6
+        function, arguments, state, items, pairs, setter = parts[:6]
+        keywords = None
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+            function, *arguments = arguments
+            opcode = op.NEWOBJ
+        elif function is copyreg.__newobj_ex__:  # type: ignore[attr-defined]
+            function, arguments, keywords = arguments
+            opcode = op.NEWOBJ_EX
+        else:
+            opcode = op.REDUCE
+        if function is not cls or setter is not None:
+            raise EncodeError(
+                f"{at(path)}: {cls.__qualname__} is pickled by {function!r}, which allow= cannot cover; store its fields"
+            )
+        self._global(*self._classes[cls])
+        self._parts.append(op.MARK)
+        for argument in arguments:
+            self.save(argument, path, inside, depth + 1)
+        self._parts.append(op.TUPLE)
+        if keywords is not None:
+            self.save(keywords, path, inside, depth + 1)
+        self._parts.append(opcode)
+        self._remember(value)
+        if items is not None:
+            self._save_items(items, path, inside, depth)
+        if pairs is not None:
+            self._save_pairs(pairs, path, inside, depth)
+        if state is not None:
+            self.save(state, path, inside, depth + 1)
+            self._parts.append(op.BUILD)
+
+
+def at(path: str) -> str:
+    """Return how an error names the place it is about."""
+    return f"value at {path!r}" if path else "the sample"
+
+
+def _checked_arguments(arguments: Callable[[Any], tuple[Any, ...]], value: Any, path: str) -> tuple[Any, ...]:
+    try:
+        return arguments(value)
+    except (TypeError, ValueError) as exc:
+        raise EncodeError(f"{at(path)}: {type(value).__name__} cannot be stored: {exc}") from exc
+
+
+_CONTAINERS: dict[type, Callable[[SkeletonWriter, Any, str, Counter | None, int], None]] = {
+    list: SkeletonWriter._save_list,
+    dict: SkeletonWriter._save_dict,
+    tuple: SkeletonWriter._save_tuple,
+    set: SkeletonWriter._save_set,
+    frozenset: SkeletonWriter._save_frozenset,
+    deque: SkeletonWriter._save_deque,
+    OrderedDict: SkeletonWriter._save_ordered_dict,
+    defaultdict: SkeletonWriter._save_defaultdict,
+    bytearray: SkeletonWriter._save_bytearray,
+}

@@ -1,0 +1,1 @@
+"""One third party per file."""

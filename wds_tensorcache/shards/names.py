@@ -1,0 +1,61 @@
+"""The rules that keep names of members readable by every reader, each with the reader that needs it (FORMAT.md 1)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from wds_tensorcache.errors import KeyRuleError
+
+__all__ = ["SKELETON", "TENSORS", "cache_name", "check_key", "check_suffixes"]
+
+SKELETON = "skel.pyd"
+TENSORS = "safetensors"
+MAX_MEMBER_NBYTES = 100
+_CACHE_NAME = re.compile(r"[a-z0-9_-]+", re.ASCII)
+_RESERVED = frozenset({"skel", "pyd", "safetensors"})
+_BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def check_key(key: object) -> None:
+    """Raise KeyRuleError unless `key` is read back as itself by every reader of tar shards."""
+    if not isinstance(key, str) or not key:
+        raise KeyRuleError(f"__key__ is {key!r:.100}, expected a non-empty str")
+    blank = _BLANK.search(key)
+    if blank is not None:
+        raise KeyRuleError(f"key {key!r:.100} has {blank[0]!r} in it: white space and controls break DALI's index")
+    parts = key.split("/")
+    if "." in parts[-1]:
+        raise KeyRuleError(f"key {key!r:.100} has a dot in its last part: every reader ends the key there")
+    if not all(parts) or "." in parts or ".." in parts:
+        raise KeyRuleError(f"key {key!r:.100} is not a plain relative path: extracting it would leave its folder")
+    if parts[0].startswith("__"):
+        raise KeyRuleError(f"key {key!r:.100} begins with '__': stock readers skip such members")
+
+
+def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
+    """Raise KeyRuleError if a member `KEY.SUFFIX` has a name that some reader gets wrong."""
+    for suffix in suffixes:
+        nbytes = len(f"{key}.{suffix}".encode())
+        if nbytes > MAX_MEMBER_NBYTES:
+            raise KeyRuleError(
+                f"member name {key!r:.100}.{suffix} has {nbytes} bytes: "
+                f"DALI without an index reads at most {MAX_MEMBER_NBYTES}"
+            )
+
+
+def cache_name(name: str) -> str:
+    """Return `name` if a sample's cache may be called so.
+
+    Raises:
+        KeyRuleError: It has other characters than `a-z0-9_-` (webdataset lowercases suffixes, DALI does not), or it is
+            one of the words that the members' own suffixes consist of.
+    """
+    if not _CACHE_NAME.fullmatch(name) or name in _RESERVED:
+        raise KeyRuleError(f"cache name {name!r:.100} must match [a-z0-9_-]+ and not be one of {sorted(_RESERVED)}")
+    return name
+
+
+def is_cache_name(name: str) -> bool:
+    """Return whether `name` may be a cache's."""
+    return name not in _RESERVED and _CACHE_NAME.fullmatch(name) is not None
