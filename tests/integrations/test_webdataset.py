@@ -89,7 +89,7 @@ def test_other_members_are_decoded_as_webdataset_does(write_shard: Any) -> None:
     sample = {"png": image, "json": {"a": [1]}, "txt": "né", "cls": 3, "npy": np.arange(3), "pyd": {"a": (1, {2})}}
     sample |= {"pth": torch.ones(2), "bin": b"raw", "meta.json.gz": b'{"z": 1}'}
     path = write_shard([{"__key__": "a", "tensorcache": 0, **sample}])
-    stock = list(wds.WebDataset(path, shardshuffle=False).decode("pil"))[0]
+    stock = next(iter(wds.WebDataset(path, shardshuffle=False).decode("pil")))
     (ours,) = read(path)
     (pictured,) = list(wds.DataPipeline(wds.SimpleShardList(path), wds.tarfile_to_samples(), tc.decode("pil")))
     for field in ("json", "txt", "cls", "pyd", "bin", "meta.json.gz"):
@@ -125,7 +125,7 @@ class Evil:
 @pytest.mark.parametrize("extension", ["pyd", "pkl", "pickle", "x.pyd"])
 def test_foreign_pickles_are_not_executed(write_shard: Any, extension: str) -> None:
     path = write_shard([{"__key__": "a", "tensorcache": 0, extension: pickle.dumps(Evil(), 4)}])
-    with pytest.raises(tc.UnsafeSkeletonError, match=f"shard.tar: sample 'a', member '{extension}': .*execute"):
+    with pytest.raises(tc.UnsafeSkeletonError, match=f"shard.tar: sample 'a': member '{extension}': .*execute"):
         read(path)
 
 

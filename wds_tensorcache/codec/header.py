@@ -87,8 +87,10 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], align
 
     Args:
         tensors: (name, stored dtype, shape in stored elements, bytes) in the order of their bytes.
-        align: The data begin at a multiple of this many bytes of the member.
+        align: The data begin at a multiple of this many bytes of the member; itself a multiple of 8.
     """
+    if align <= 0 or align % 8:
+        raise ValueError(f"align={align}, expected a positive multiple of 8")
     entries: dict[str, Any] = {"__metadata__": {"tensorcache": f"{FORMAT_VERSION} {0:016x}"}}
     begin = 0
     for name, dtype, shape, nbytes in tensors:

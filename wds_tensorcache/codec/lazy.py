@@ -293,8 +293,8 @@ class LazyArray(_Lazy):
 _ARRAY_IN_PLACE = frozenset(
     {"byteswap", "fill", "itemset", "partition", "put", "resize", "setfield", "setflags", "sort"}
 )
-_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()  # noqa: SIM905
-_OTHERS = "eq ne lt le gt ge neg pos abs invert bool int float complex index contains".split()  # noqa: SIM905
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
+_OTHERS = "eq ne lt le gt ge neg pos abs invert bool int float complex index contains".split()
 _OPERATORS = [f"__{name}__" for name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS)]
 
 

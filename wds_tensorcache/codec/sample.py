@@ -51,7 +51,7 @@ def encode_sample(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -
             `requires_grad`, non-contiguous, conjugated and expanded tensors are stored by value. Lazy tensors are copied
             without being decoded.
         allow: Classes to write besides the listed types; a reader must allow them too.
-        align: The tensors' bytes begin at a multiple of this many bytes of the member.
+        align: The tensors' bytes begin at a multiple of this many bytes of the member; itself a multiple of 8.
 
     Returns:
         (skeleton, tensors): the bytes of `KEY.skel.pyd` and of `KEY.safetensors`. Equal samples give equal bytes.

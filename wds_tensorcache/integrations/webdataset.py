@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from webdataset.autodecode import Decoder, DecodingError, imagehandler
+from webdataset.autodecode import Decoder, imagehandler
 from webdataset.handlers import reraise_exception
 from webdataset.writer import make_encoder
 
@@ -172,10 +172,10 @@ class Decode:
     def _decode_others(self, sample: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
         try:
             return self._decoder(others)
-        except DecodingError as exc:
-            cause = exc.__cause__ or exc.__context__
+        except Exception as exc:  # newer webdataset releases wrap what a handler raises
+            cause = exc if isinstance(exc, TensorCacheError) else exc.__cause__
             if isinstance(cause, TensorCacheError):
-                raise cause.at(f"{_where(sample)}, member {exc.k!r}") from cause
+                raise cause.at(_where(sample)) from cause
             raise
 
     def _decode_pickle(self, extension: str, raw: bytes) -> Any:
@@ -183,7 +183,12 @@ class Decode:
         kind = extension.rpartition(".")[2]
         if kind == "pth":
             return torch.load(io.BytesIO(raw), weights_only=True)
-        return decode_plain_pickle(raw, self._allow) if kind in ("pyd", "pickle", "pkl") else None
+        if kind not in ("pyd", "pickle", "pkl"):
+            return None
+        try:
+            return decode_plain_pickle(raw, self._allow)
+        except TensorCacheError as exc:
+            raise exc.at(f"member {extension[1:]!r}") from exc
 
 
 def _prefix(field: str, suffix: str) -> str | None:

@@ -1,0 +1,159 @@
+"""Headers of `.safetensors` members that attack their reader: one test per row of FORMAT.md's table of attacks."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from wds_tensorcache.codec import header
+from wds_tensorcache.codec.header import parse_header
+
+X = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
+
+
+def member(entries: Any, content: bytes = b"ab", length: int | None = None) -> bytes:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + content
+
+
+def refused(raw: bytes, match: str) -> None:
+    tracemalloc.start()
+    started = time.perf_counter()
+    with pytest.raises(tc.FormatError, match=match):
+        parse_header(raw)
+    assert time.perf_counter() - started < 5
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 * len(raw) + 500_000
+
+
+def test_a_good_one() -> None:
+    layout, digest = parse_header(member({"x": X, "y": {"dtype": "F16", "shape": [0, 3], "data_offsets": [2, 2]}}))
+    assert digest is None
+    assert [(t.name, t.dtype, t.shape, t.end - t.begin) for t in layout.tensors.values()] == [
+        ("x", "U8", (2,), 2),
+        ("y", "F16", (0, 3), 0),
+    ]
+
+
+@pytest.mark.parametrize("length", [0, 1, 7])
+def test_shorter_than_a_length(length: int) -> None:
+    refused(bytes(length), "has . bytes, but its header needs 8")
+
+
+@pytest.mark.parametrize("length", [1000, 1 << 31, 1 << 63, (1 << 64) - 1])
+def test_a_header_longer_than_its_member(length: int) -> None:
+    refused(member({"x": X}, length=length), f"its header needs {length + 8}")
+
+
+def test_a_header_of_100_mb_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(header, "MAX_HEADER_NBYTES", 1000)
+    refused(member(b"{" + b" " * 2000 + b"}", b""), "the limit is 1000")
+
+
+ENTRIES: list[tuple[str, Any, str]] = [
+    ("an array", [1], "begins with b'\\['"),
+    ("white space first", b' {"x": {}}', "begins with b' '"),
+    ("cut", b'{"x": {"dtype', "not JSON"),
+    ("not UTF-8", b'{"\xff": 1}', "not JSON"),
+    ("surrogates", b'{"\xed\xa0\x80": 1}', "not JSON"),
+    ("deep", b'{"x":' + b"[" * 100_000, "not JSON"),
+    ("two objects", b"{}{}", "not JSON"),
+    ("huge number", b'{"x": {"dtype": "U8", "shape": [' + b"9" * 5000 + b'], "data_offsets": [0, 2]}}', "not JSON"),
+    ("duplicate tensor", b'{"x": 1, "x": 2}', "'x' occurs twice"),
+    ("duplicate field", b'{"x": {"dtype": "U8", "dtype": "I8"}}', "'dtype' occurs twice"),
+    ("metadata of numbers", {"__metadata__": {"a": 1}, "x": X}, "does not map strings to strings"),
+    ("metadata that is none", {"__metadata__": [], "x": X}, "does not map strings to strings"),
+    ("metadata of ours, damaged", {"__metadata__": {"tensorcache": "1 xyz"}, "x": X}, "16 hexadecimal digits"),
+    ("a newer version", {"__metadata__": {"tensorcache": "2 " + "0" * 16}, "x": X}, "format version 2; this release"),
+    ("an unknown field", {"x": {**X, "strides": [1]}}, "expected dtype, shape and data_offsets"),
+    ("a missing field", {"x": {"dtype": "U8", "shape": [2]}}, "expected dtype, shape and data_offsets"),
+    ("no object", {"x": 5}, "expected dtype, shape and data_offsets, got 5"),
+    ("an unknown dtype", {"x": {**X, "dtype": "F12"}}, "unknown dtype 'F12'"),
+    ("a dtype that is a list", {"x": {**X, "dtype": ["U8"]}}, "unknown dtype"),
+    ("a negative dimension", {"x": {**X, "shape": [-2]}}, "impossible shape"),
+    ("a dimension that is true", {"x": {**X, "shape": [True, 2]}}, "impossible shape"),
+    ("a dimension of 2.0", {"x": {**X, "shape": [2.0]}}, "impossible shape"),
+    ("a shape that is none", {"x": {**X, "shape": "2"}}, "impossible shape"),
+    ("a shape that overflows", {"x": {**X, "shape": [1 << 40, 1 << 40]}}, "impossible shape"),
+    ("an empty shape that overflows", {"x": {"dtype": "U8", "shape": [0, 1 << 62], "data_offsets": [0, 0]}}, "impossible shape"),
+    ("65 dimensions", {"x": {**X, "shape": [1] * 64 + [2]}}, "impossible shape"),
+    ("negative offsets", {"x": {**X, "data_offsets": [-2, 0]}}, "impossible data_offsets"),
+    ("offsets that turn back", {"x": {**X, "data_offsets": [2, 0]}}, "impossible data_offsets"),
+    ("three offsets", {"x": {**X, "data_offsets": [0, 1, 2]}}, "impossible data_offsets"),
+    ("offsets of another size", {"x": {**X, "data_offsets": [0, 1]}}, r"hold 1 bytes, but U8\[2\] needs 2"),
+    ("beyond the member", {"x": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}, "the tensors end at byte"),
+    ("less than the member", {"x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, "the tensors end at byte"),
+    ("a hole", {"x": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}}, "leaves a hole before it"),
+    ("an overlap", {"x": X, "y": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}}, "overlaps the one before it"),
+    ("no tensors, but bytes", {}, "the tensors end at byte"),
+]
+
+
+@pytest.mark.parametrize(("entries", "match"), [row[1:] for row in ENTRIES], ids=[row[0] for row in ENTRIES])
+def test_headers(entries: Any, match: str) -> None:
+    refused(member(entries), match)
+
+
+def test_many_tensors_cost_no_more_than_their_bytes() -> None:
+    names = {f"t{i}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(20_000)}
+    layout, _ = parse_header(member(names, b""))
+    assert len(layout.tensors) == 20_000
+    text = json.dumps(names).encode()[:-1] + b', "t0": 1}'
+    refused(member(text, b""), "'t0' occurs twice")
+
+
+def test_a_known_layout_is_checked_again() -> None:
+    skeleton, tensors = tc.encode_sample({"x": torch.ones(4)})
+    parse_header(tensors)
+    for damaged, match in [
+        (tensors + b"\0", "the tensors end at byte"),
+        (tensors[:-1], "the tensors end at byte"),
+        (tensors[:42] + b"+" + tensors[43:], "is not 16 hexadecimal digits"),
+        (tensors[:42] + b"0x0x" + tensors[46:], "is not 16 hexadecimal digits"),
+    ]:
+        with pytest.raises(tc.FormatError, match=match):
+            tc.decode_sample(skeleton, damaged)
+
+
+def test_the_cache_of_layouts_is_bounded() -> None:
+    for i in range(header._MAX_LAYOUTS + 10):
+        tc.decode_sample(*tc.encode_sample({f"n{i}": torch.ones(1)}))
+    assert len(header._LAYOUTS) <= header._MAX_LAYOUTS
+    skeleton, tensors = tc.encode_sample({"a" * 70_000: torch.ones(1)})
+    tc.decode_sample(skeleton, tensors)
+    assert max(map(len, header._LAYOUTS)) <= header._MAX_CACHED_NBYTES
+
+
+def test_halves_of_two_samples() -> None:
+    first, second = (tc.encode_sample({"x": torch.full((2,), float(i))}) for i in range(2))
+    for skeleton, tensors in ((first[0], second[1]), (second[0], first[1])):
+        with pytest.raises(tc.FormatError, match="do not belong together"):
+            tc.decode_sample(skeleton, tensors)
+
+
+def test_verify_finds_what_binding_does_not_look_at() -> None:
+    skeleton, tensors = tc.encode_sample({"x": torch.ones(2), "n": 1})
+    flipped = tensors[:-1] + bytes([tensors[-1] ^ 1])
+    assert tc.decode_sample(skeleton, flipped)["x"].load()[0] == 1
+    with pytest.raises(tc.FormatError, match="safetensors member is damaged"):
+        tc.decode_sample(skeleton, flipped, verify=True)
+    other = skeleton.replace(b"K\x01", b"K\x02")
+    assert tc.decode_sample(other, tensors)["n"] == 2
+    with pytest.raises(tc.FormatError, match="skeleton is damaged"):
+        tc.decode_sample(other, tensors, verify=True)
+
+
+@pytest.mark.parametrize("align", [0, -64, 12, 7])
+def test_alignment(align: int) -> None:
+    with pytest.raises(ValueError, match=f"align={align}"):
+        tc.encode_sample(0, align=align)
+    _, tensors = tc.encode_sample({"x": torch.ones(2)}, align=4096)
+    assert len(tensors) == 4096 + 8

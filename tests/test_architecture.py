@@ -1,0 +1,45 @@
+"""The tree is the architecture: one direction, small files, a light import, names that are what they say."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import wds_tensorcache as tc
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted(
+    path for top in ("wds_tensorcache", "dali_plugin", "examples", "benchmarks") for path in (ROOT / top).rglob("*.py")
+)
+
+
+def test_public_names() -> None:
+    assert tc.__all__ == sorted(tc.__all__)
+    modules = {name for name, value in vars(tc).items() if type(value) is type(sys)}
+    assert {name for name in vars(tc) if not name.startswith("_")} - modules == set(tc.__all__)
+    for name in tc.__all__:
+        assert getattr(tc, name).__doc__, name
+
+
+def test_import_is_light() -> None:
+    script = "import sys, wds_tensorcache; print(*sys.modules)"
+    modules = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+    loaded = {name.split(".")[0] for name in modules.split()}
+    assert not loaded & {"nvidia", "ray", "fsspec", "boto3", "matplotlib", "PIL", "dali_plugin"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_small_and_say_what_they_are(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 350
+    assert ast.get_docstring(ast.parse(text))
+
+
+def test_import_contracts() -> None:
+    subprocess.run([Path(sys.executable).with_name("lint-imports")], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
