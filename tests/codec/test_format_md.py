@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 import webdataset as wds
-from tests.same import assert_same
 
 import wds_tensorcache as tc
+from tests.same import assert_same
 from wds_tensorcache.codec.builder import ALLOW_ONLY
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.listed import LISTED

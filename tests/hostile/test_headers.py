@@ -83,7 +83,11 @@ ENTRIES: list[tuple[str, Any, str]] = [
     ("a dimension of 2.0", {"x": {**X, "shape": [2.0]}}, "impossible shape"),
     ("a shape that is none", {"x": {**X, "shape": "2"}}, "impossible shape"),
     ("a shape that overflows", {"x": {**X, "shape": [1 << 40, 1 << 40]}}, "impossible shape"),
-    ("an empty shape that overflows", {"x": {"dtype": "U8", "shape": [0, 1 << 62], "data_offsets": [0, 0]}}, "impossible shape"),
+    (
+        "an empty shape that overflows",
+        {"x": {"dtype": "U8", "shape": [0, 1 << 62], "data_offsets": [0, 0]}},
+        "impossible shape",
+    ),
     ("65 dimensions", {"x": {**X, "shape": [1] * 64 + [2]}}, "impossible shape"),
     ("negative offsets", {"x": {**X, "data_offsets": [-2, 0]}}, "impossible data_offsets"),
     ("offsets that turn back", {"x": {**X, "data_offsets": [2, 0]}}, "impossible data_offsets"),

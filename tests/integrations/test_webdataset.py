@@ -229,7 +229,7 @@ def test_workers(shard: str, context: str) -> None:
         ("../a", "plain relative path"),
         ("a//b", "plain relative path"),
         ("k" * 92, "has 101 bytes"),
-        ("é" * 46, "has 101 bytes"),
+        ("é", "not ASCII.*DALI"),
     ],
 )
 def test_bad_keys(write_shard: Any, key: Any, message: str) -> None:
@@ -249,7 +249,7 @@ def test_bad_cache_names(write_shard: Any, name: str) -> None:
 
 
 def test_good_keys(write_shard: Any) -> None:
-    keys = ["k" * 88, "a.b/c", "é", "dir/000", "a_b-c+(1)"]
+    keys = ["k" * 88, "a.b/c", "dir/000", "a_b-c+(1)"]
     path = write_shard([{"__key__": key, "tensorcache": key} for key in keys])
     assert [(sample["__key__"], sample["tensorcache"]) for sample in read(path)] == [(key, key) for key in keys]
 

@@ -10,9 +10,17 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.reference import Reference, Source
-from wds_tensorcache.codec.views import array_from_bytes, empty_bytes, tensor_from_bytes, view_flat
+from wds_tensorcache.codec.views import (
+    check_array,
+    check_tensor,
+    new_array,
+    new_tensor,
+    view_array,
+    view_bytes,
+    view_tensor,
+)
 
-__all__ = ["LazyArray", "LazyTensor"]
+__all__ = ["LazyArray", "LazyTensor", "read_array", "read_tensor"]
 
 
 class _Lazy:
@@ -43,18 +51,11 @@ class _Lazy:
         """Return the elements' bytes as the source holds them; for writing them elsewhere. Memory: a view of the source."""
         return self._source.view(self._reference.begin, self._reference.end)
 
-    def _flat(self, rows: tuple[int, int] | None = None, copy: bool = True) -> torch.Tensor:
-        """Return all bytes, or those of `rows` on the first dimension, as 1-D uint8."""
+    def _extent(self, rows: tuple[int, int]) -> tuple[int, int]:
+        """Return the bytes of the member that hold `rows` of the first dimension."""
         begin, end = self._reference.begin, self._reference.end
-        if rows is not None:
-            stride = (end - begin) // self.shape[0]
-            begin, end = begin + rows[0] * stride, begin + rows[1] * stride
-        if not copy:
-            return view_flat(self._source.view(begin, end))
-        flat = empty_bytes(end - begin)
-        if end > begin:
-            self._source.read_into(_buffer(flat), begin)
-        return flat
+        stride = (end - begin) // self.shape[0]
+        return begin + rows[0] * stride, begin + rows[1] * stride
 
     def _rows(self, index: Any) -> tuple[tuple[int, int], Any] | None:
         """Return which rows `index` needs, and the index into those; None if it is not simply a part of the first dim."""
@@ -113,9 +114,22 @@ _set_reference: Any = vars(_Lazy)["_reference"].__set__
 _set_source: Any = vars(_Lazy)["_source"].__set__
 
 
-def _buffer(flat: torch.Tensor) -> memoryview:
-    array: Any = flat.numpy()
-    return memoryview(array)
+def read_tensor(source: Source, begin: int, end: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the bytes `[begin, end)` of `source` as a tensor in memory of its own."""
+    tensor, buffer = new_tensor(dtype, shape, end - begin)
+    if end > begin:
+        source.read_into(buffer, begin)
+    return check_tensor(tensor) if dtype is torch.bool else tensor
+
+
+def read_array(
+    source: Source, begin: int, end: int, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> np.ndarray[Any, Any]:
+    """Return the bytes `[begin, end)` of `source` as an array in memory of its own."""
+    raw, buffer = new_array(end - begin)
+    if end > begin:
+        source.read_into(buffer, begin)
+    return check_array(view_array(raw, dtype, shape))
 
 
 def _loaded(value: Any) -> Any:
@@ -188,7 +202,11 @@ class LazyTensor(_Lazy):
             if out.shape != self.shape or out.dtype != self.dtype:
                 raise ValueError(f"out is {out.dtype}{list(out.shape)}, but {self!r} is not")
             return self._load_into(out)
-        tensor = tensor_from_bytes(self._flat(copy=copy), self.dtype, self.shape)
+        reference = self._reference
+        if copy:
+            tensor = read_tensor(self._source, reference.begin, reference.end, reference.dtype, reference.shape)
+        else:
+            tensor = check_tensor(view_tensor(view_bytes(self.view_bytes()), reference.dtype, reference.shape))
         return tensor if device is None else tensor.to(device)
 
     def _load_into(self, out: torch.Tensor) -> torch.Tensor:
@@ -202,8 +220,8 @@ class LazyTensor(_Lazy):
             with torch.no_grad():
                 return out.copy_(self.load())
         if self.nbytes:
-            flat = out.detach().reshape(-1).view(torch.uint8)
-            self._source.read_into(_buffer(flat), self._reference.begin)
+            raw: Any = out.detach().reshape(-1).view(torch.uint8).numpy()
+            self._source.read_into(memoryview(raw), self._reference.begin)
         return out
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -211,8 +229,7 @@ class LazyTensor(_Lazy):
         if found is None:
             return self.load()[_loaded(index)]
         rows, rest = found
-        shape = (rows[1] - rows[0], *self.shape[1:])
-        part = tensor_from_bytes(self._flat(rows), self.dtype, shape)
+        part = read_tensor(self._source, *self._extent(rows), self.dtype, (rows[1] - rows[0], *self.shape[1:]))
         return part[_loaded(rest)] if rest != (slice(None),) else part
 
     @classmethod
@@ -268,14 +285,17 @@ class LazyArray(_Lazy):
                 raise ValueError(f"out is {out.dtype}{list(out.shape)}, but {self!r} is not")
             out[...] = self.load()
             return out
-        return array_from_bytes(self._flat(copy=copy), self.dtype, self.shape)
+        reference = self._reference
+        if copy:
+            return read_array(self._source, reference.begin, reference.end, reference.dtype, reference.shape)
+        return check_array(view_array(view_bytes(self.view_bytes()), reference.dtype, reference.shape))
 
     def __getitem__(self, index: Any) -> Any:
         found = self._rows(index)
         if found is None:
             return self.load()[_loaded(index)]
         rows, rest = found
-        part = array_from_bytes(self._flat(rows), self.dtype, (rows[1] - rows[0], *self.shape[1:]))
+        part = read_array(self._source, *self._extent(rows), self.dtype, (rows[1] - rows[0], *self.shape[1:]))
         return part[_loaded(rest)]
 
     def __getattr__(self, name: str) -> Any:

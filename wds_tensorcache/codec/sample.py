@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 from wds_tensorcache.codec.header import build_header, parse_header, sign_header, tensors_digest
-from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor, read_array, read_tensor
 from wds_tensorcache.codec.listed import BUILDERS
 from wds_tensorcache.codec.preamble import build_preamble, parse_preamble
 from wds_tensorcache.codec.reference import MemorySource, Reference, Source, resolve
@@ -123,7 +123,7 @@ def decode_members(
         found = resolve(layout, text)
         known = met.get(found.name)
         if known is None:
-            value = open_tensor(found, source) if lazy else open_tensor(found, source).load()
+            value = open_tensor(found, source, lazy)
             met[found.name] = (found, value)
             return value
         if known[0] is not found and known[0] != found:
@@ -137,9 +137,15 @@ def decode_members(
     return sample
 
 
-def open_tensor(reference: Reference, source: Source) -> Any:
-    """Return the lazy tensor or array at `reference`."""
-    return LazyTensor(reference, source) if reference.kind == "tensor" else LazyArray(reference, source)
+def open_tensor(reference: Reference, source: Source, lazy: bool) -> Any:
+    """Return the tensor or array at `reference`, lazy or loaded."""
+    if reference.kind == "tensor":
+        if lazy:
+            return LazyTensor(reference, source)
+        return read_tensor(source, reference.begin, reference.end, reference.dtype, reference.shape)
+    if lazy:
+        return LazyArray(reference, source)
+    return read_array(source, reference.begin, reference.end, reference.dtype, reference.shape)
 
 
 def decode_plain_pickle(pickled: bytes, allow: Mapping[tuple[str, str], type]) -> Any:

@@ -280,7 +280,7 @@ def _find(
 def _refuse(op: int, pos: int) -> NoReturn:
     names = {ord(known.code): known.name for known in pickletools.opcodes}
     raise UnsafeSkeletonError(
-        f"opcode {names.get(op, hex(op))} at byte {pos} is outside the format; classes need allow=[…], and pickle protocol 4"
+        f"opcode {names.get(op, hex(op))} at byte {pos} is outside the format; FORMAT.md 2.5 lists the types, other classes need allow=[…]"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import Any
 
@@ -10,45 +11,66 @@ import torch
 
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["array_from_bytes", "empty_bytes", "tensor_from_bytes", "view_flat"]
+__all__ = ["check_array", "check_tensor", "new_array", "new_tensor", "view_array", "view_bytes", "view_tensor"]
 
 _MAX_CODE_POINT = 0x10FFFF
+Array = np.ndarray[Any, Any]
 
 
-def empty_bytes(nbytes: int) -> torch.Tensor:
-    """Return uninitialised memory as a 1-D uint8 tensor, aligned for every dtype."""
-    return torch.empty(nbytes, dtype=torch.uint8)
+def new_tensor(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> tuple[torch.Tensor, memoryview]:
+    """Return a tensor that is not initialised, and its `nbytes` bytes to be filled in.
+
+    Memory: the tensor's own, aligned to 64 bytes; the view does not keep it alive.
+    """
+    if dtype is torch.complex32:  # torch warns when it makes one, and need not: nothing is computed here
+        tensor = torch.empty(nbytes, dtype=torch.uint8).view(dtype).view(shape)
+    else:
+        tensor = torch.empty(shape, dtype=dtype)
+    return tensor, memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def tensor_from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return `flat`, 1-D uint8, as a tensor of `dtype` and `shape`.
+def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`.
 
     Raises:
         FormatError: A bool that is neither 0 nor 1: torch's kernels assume that there is none.
-
-    Memory: aliases `flat`.
     """
-    if dtype is torch.bool and flat.numel() and int(flat.max()) > 1:
+    if tensor.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
         raise FormatError("a bool tensor holds bytes other than 0 and 1")
-    return flat.view(dtype).view(shape)
+    return tensor
 
 
-def array_from_bytes(flat: torch.Tensor, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return `flat`, 1-D uint8, as an array of `dtype` and `shape`.
+def view_tensor(raw: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return `raw`, 1-D uint8, as a tensor. Memory: aliases `raw` and keeps it alive."""
+    if not len(raw):
+        return new_tensor(dtype, shape, 0)[0]  # torch finds no stride in an empty array
+    return torch.from_numpy(raw).view(dtype).view(shape)
 
-    Raises:
-        FormatError: A bool that is neither 0 nor 1, or text beyond Unicode.
 
-    Memory: aliases `flat` and keeps it alive.
-    """
-    raw = flat.numpy()
-    if dtype.kind == "b" and raw.size and int(raw.max()) > 1:
-        raise FormatError("a bool array holds bytes other than 0 and 1")
-    if dtype.kind == "U" and raw.size and int(raw.view("<u4").max()) > _MAX_CODE_POINT:
-        raise FormatError("a text array holds code points beyond Unicode")
+def new_array(nbytes: int) -> tuple[Array, memoryview]:
+    """Return a 1-D uint8 array that is not initialised, and its bytes to be filled in."""
+    raw: Any = np.empty(nbytes, np.uint8)
+    return raw, memoryview(raw)
+
+
+def view_array(raw: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Return `raw`, 1-D uint8, as an array of `dtype`. Memory: aliases `raw` and keeps it alive."""
     if not math.prod(shape):
         return np.empty(shape, dtype)  # a view cannot change the item size of nothing
     return raw.view(dtype).reshape(shape)
+
+
+def check_array(array: Array) -> Array:
+    """Return `array`.
+
+    Raises:
+        FormatError: A bool that is neither 0 nor 1, or text beyond Unicode, on which numpy fails later.
+    """
+    if array.dtype.kind == "b" and array.size and int(array.view(np.uint8).max()) > 1:
+        raise FormatError("a bool array holds bytes other than 0 and 1")
+    if array.dtype.kind == "U" and array.size and int(array.reshape(-1).view("<u4").max()) > _MAX_CODE_POINT:
+        raise FormatError("a text array holds code points beyond Unicode")
+    return array
 
 
 class _Exposed:
@@ -60,8 +82,6 @@ class _Exposed:
         self.__array_interface__ = {"data": (address, False), "shape": (len(view),), "typestr": "|u1", "version": 3}
 
 
-def view_flat(view: memoryview) -> torch.Tensor:
-    """Return read-only bytes as a 1-D uint8 tensor. Memory: aliases them; writing into it is undefined."""
-    if not len(view):
-        return empty_bytes(0)
-    return torch.from_numpy(np.asarray(_Exposed(view)))
+def view_bytes(view: memoryview) -> Array:
+    """Return read-only bytes as a 1-D uint8 array. Memory: aliases them; never write into it."""
+    return np.asarray(_Exposed(view)) if len(view) else np.empty(0, np.uint8)

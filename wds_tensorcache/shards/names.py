@@ -24,6 +24,8 @@ def check_key(key: object) -> None:
     blank = _BLANK.search(key)
     if blank is not None:
         raise KeyRuleError(f"key {key!r:.100} has {blank[0]!r} in it: white space and controls break DALI's index")
+    if not key.isascii():
+        raise KeyRuleError(f"key {key!r:.100} is not ASCII: DALI without an index takes such keys for one another")
     parts = key.split("/")
     if "." in parts[-1]:
         raise KeyRuleError(f"key {key!r:.100} has a dot in its last part: every reader ends the key there")

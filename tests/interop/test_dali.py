@@ -1,0 +1,88 @@
+"""DALI's own webdataset reader, on the CPU, with and without its index: the members' bytes, so our sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.conftest import diffusion_sample
+from tests.same import assert_same
+
+INSTALL = "needs NVIDIA DALI: pip install nvidia-dali-cuda130 (runs without a GPU)"
+dali = pytest.importorskip("nvidia.dali", reason=INSTALL)
+wds2idx = pytest.importorskip("wds2idx", reason=INSTALL)
+
+index_or_not = pytest.mark.parametrize("indexed", [True, False], ids=["wds2idx", "no index"])
+
+
+def read_with_dali(path: str, fields: list[str], indexed: bool) -> list[list[bytes]]:
+    """Return one epoch: per sample, the bytes of each field."""
+    index_paths = []
+    if indexed:
+        index_paths = [str(Path(path).with_suffix(".idx"))]
+        with wds2idx.IndexCreator(path, index_paths[0], verbose=False) as index:
+            index.create_index()
+
+    @dali.pipeline_def(batch_size=1, num_threads=1, device_id=None)
+    def pipeline() -> Any:
+        reader = dali.fn.readers.webdataset
+        outputs = reader(
+            paths=[path], index_paths=index_paths, ext=fields, missing_component_behavior="error", name="reader"
+        )
+        return tuple(outputs) if len(fields) > 1 else outputs
+
+    pipe = pipeline()
+    pipe.build()
+    epoch = [pipe.run() for _ in range(pipe.epoch_size("reader"))]
+    assert all(output.at(0).dtype == np.uint8 and output.at(0).ndim == 1 for batch in epoch for output in batch)
+    return [[output.at(0).tobytes() for output in batch] for batch in epoch]
+
+
+@index_or_not
+def test_members_come_back(write_shard: Callable[..., str], indexed: bool) -> None:
+    fields = [{"jpg": bytes(range(256)) * i, "meta.raw": b"\x00%d\xff" % i} for i in range(1, 6)]
+    path = write_shard(
+        [{"__key__": f"d/{i:03d}", "tensorcache": diffusion_sample(i), **fields[i]} for i in range(5)], base=False
+    )
+    samples = read_with_dali(path, ["skel.pyd", "safetensors", "jpg", "meta.raw"], indexed)
+    assert len(samples) == 5
+    for i, (skeleton, tensors, jpg, raw) in enumerate(samples):
+        assert (skeleton, tensors) == tc.encode_sample(diffusion_sample(i))
+        assert (jpg, raw) == tuple(fields[i].values())
+        assert_same(diffusion_sample(i), tc.decode_sample(skeleton, tensors, verify=True))
+
+
+@index_or_not
+def test_named_caches(write_shard: Callable[..., str], indexed: bool) -> None:
+    caches = {"image": [torch.arange(5)], "text-2": {"x": torch.rand(3), "y": "é"}}
+    path = write_shard([{"__key__": "a", **{f"{name}.tensorcache": value for name, value in caches.items()}}])
+    fields = [f"{name}.{suffix}" for name in caches for suffix in ("skel.pyd", "safetensors")]
+    ((*image, text_skeleton, text_tensors),) = read_with_dali(path, fields, indexed)
+    assert_same(caches["image"], tc.decode_sample(*image))
+    assert_same(caches["text-2"], tc.decode_sample(text_skeleton, text_tensors))
+
+
+@index_or_not
+def test_longest_member_names(write_shard: Callable[..., str], indexed: bool) -> None:
+    keys = [name * (100 - len(".safetensors")) for name in "ab"]  # what FORMAT.md allows, to the byte
+    path = write_shard([{"__key__": key, "tensorcache": {"key": key, "x": torch.arange(3)}} for key in keys])
+    samples = read_with_dali(path, ["skel.pyd", "safetensors"], indexed)
+    assert [tc.decode_sample(*sample)["key"] for sample in samples] == keys
+
+
+@index_or_not
+@pytest.mark.parametrize(
+    "keys",
+    [["A", "a"], ["x*", "x?"], ['"a"', "'a'"], ["a\\n", "a\\t"], ["-rf", "--help"], ["{0}", "%s"], ["d.e/f", "d/e"]],
+    ids=str,
+)
+def test_keys_that_are_allowed(write_shard: Callable[..., str], keys: list[str], indexed: bool) -> None:
+    path = write_shard([{"__key__": key, "tensorcache": {"key": key, "x": torch.arange(3)}} for key in keys])
+    samples = read_with_dali(path, ["skel.pyd", "safetensors"], indexed)
+    assert [tc.decode_sample(*sample)["key"] for sample in samples] == keys
