@@ -54,19 +54,21 @@ class StoredTensor:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Layout:
     """What every member with the same header has in common.
 
     Attributes:
         tensors: Name to entry, in the order of their bytes, which they cover without a hole.
         nbytes: Of the whole member, header included.
-        references: What a reader derives from an entry once and keeps; filled by `lazy.resolve`.
+        references: What the text of a reference stands for, once it was resolved; filled by `resolve`.
+        named: The texts that a skeleton named every tensor by; replaced by `check_named`.
     """
 
     tensors: dict[str, StoredTensor]
     nbytes: int
     references: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    named: frozenset[str] | None = field(default=None, compare=False, repr=False)
 
 
 def is_bound(member: Any) -> bool:
@@ -74,7 +76,7 @@ def is_bound(member: Any) -> bool:
     return isinstance(member, (bytes, memoryview)) and member[8 : len(_PREFIX) + 6] == _PREFIX[:-2]
 
 
-def tensors_digest(header: bytes, buffers: Iterable[Any] = ()) -> int:
+def tensors_digest(header: bytes | memoryview, buffers: Iterable[Any] = ()) -> int:
     """Return the XXH3-64 of every byte of a member behind the digits; `header` may be the whole member."""
     digest = xxhash.xxh3_64(memoryview(header)[DIGITS_END:])
     for buffer in buffers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from struct import Struct
 
 import xxhash
@@ -10,7 +9,7 @@ import xxhash
 from wds_tensorcache.codec.header import FORMAT_VERSION, check_version
 from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
 
-__all__ = ["PREAMBLE_NBYTES", "Preamble", "build_preamble", "parse_preamble"]
+__all__ = ["PREAMBLE_NBYTES", "build_preamble", "parse_preamble"]
 
 MAGIC = b"tensorcache"
 _FIELDS = Struct("<HQQQ")
@@ -21,36 +20,32 @@ PREAMBLE_NBYTES = len(_PREAMBLE_BEGIN) + _FIELDS.size + 1
 _POP = b"0"[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Preamble:
-    """What a skeleton says of its other half, and of itself."""
-
-    tensors_nbytes: int
-    tensors_digest: int
-    body_digest: int
-
-
 def build_preamble(tensors_nbytes: int, tensors_digest: int, body: bytes) -> bytes:
     """Return the `PREAMBLE_NBYTES` bytes that go in front of `body`."""
     fields = _FIELDS.pack(FORMAT_VERSION, tensors_nbytes, tensors_digest, xxhash.xxh3_64_intdigest(body))
     return b"%b%b0" % (_PREAMBLE_BEGIN, fields)
 
 
-def parse_preamble(skeleton: bytes | memoryview) -> tuple[int, Preamble | None]:
-    """Return where the pickle goes on, and the preamble; None for a skeleton that stock pickle wrote.
+# where the pickle goes on, bytes of the safetensors member, its digest, digest of the body; None: written by stock pickle
+Preamble = tuple[int, int | None, int | None, int | None]
+
+
+def parse_preamble(skeleton: bytes | memoryview) -> Preamble:
+    """Return what a skeleton says of its other half and of itself.
 
     Raises:
         FormatError: A newer version, a damaged preamble, or a pickle protocol below 4.
     """
     if skeleton[: len(_PREAMBLE_BEGIN)] == _PREAMBLE_BEGIN and len(skeleton) > PREAMBLE_NBYTES:
         version, nbytes, tensors, body = _FIELDS.unpack_from(skeleton, len(_PREAMBLE_BEGIN))
-        check_version(version)
+        if version != FORMAT_VERSION:
+            check_version(version)
         if skeleton[PREAMBLE_NBYTES - 1] != _POP:
             raise FormatError("the preamble does not end in POP")
-        return PREAMBLE_NBYTES, Preamble(nbytes, tensors, body)
+        return PREAMBLE_NBYTES, nbytes, tensors, body
     if skeleton[4 : 4 + len(MAGIC)] == MAGIC:
         check_version(int.from_bytes(skeleton[4 + len(MAGIC) : 6 + len(MAGIC)], "little"))
         raise FormatError("the preamble is damaged")
     if skeleton[:1] != b"\x80" or skeleton[1:2] not in (b"\x04", b"\x05"):
         raise UnsafeSkeletonError("the skeleton is not a pickle of protocol 4 or 5")
-    return 2, None
+    return 2, None, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from wds_tensorcache.codec.dtypes import numpy_dtype, torch_dtype
 from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["MemorySource", "Reference", "Source", "resolve"]
+__all__ = ["MemorySource", "Reference", "Source", "check_named", "resolve"]
 
 
 class Source(Protocol):
@@ -106,3 +107,21 @@ def resolve(layout: Layout, text: str) -> Reference:
     if len(layout.references) < 16 + 4 * len(layout.tensors):  # texts come from files; layouts live long
         layout.references[text] = reference
     return reference
+
+
+def check_named(layout: Layout, texts: Iterable[str]) -> None:
+    """Remember that `texts` refer to every tensor of `layout`, each in one way.
+
+    Raises:
+        FormatError: They do not.
+    """
+    names: set[str] = set()
+    for text in texts:
+        name = resolve(layout, text).name
+        if name in names:
+            raise FormatError(f"tensor {name!r:.100} is referred to in two ways")
+        names.add(name)
+    extra = [name for name in layout.tensors if name not in names]
+    if extra:
+        raise FormatError(f"the safetensors member has tensors that the skeleton does not name: {extra!r:.200}")
+    layout.named = frozenset(texts)

@@ -12,7 +12,7 @@ from wds_tensorcache.codec.header import build_header, parse_header, sign_header
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor, read_array, read_tensor
 from wds_tensorcache.codec.listed import BUILDERS
 from wds_tensorcache.codec.preamble import build_preamble, parse_preamble
-from wds_tensorcache.codec.reference import MemorySource, Reference, Source, resolve
+from wds_tensorcache.codec.reference import MemorySource, Reference, Source, check_named, resolve
 from wds_tensorcache.codec.skeleton import SkeletonWriter, allow_table
 from wds_tensorcache.codec.unpickle import unpickle
 from wds_tensorcache.errors import FormatError
@@ -101,39 +101,32 @@ def decode_members(
 ) -> Any:
     """Decode as `decode_sample` does, for a caller that decodes many: `allow` is `allow_table`'s result."""
     layout, digest = parse_header(tensors)
-    begin, preamble = parse_preamble(skeleton)
-    if preamble is not None and digest is not None:
-        if preamble.tensors_digest != digest or preamble.tensors_nbytes != layout.nbytes:
-            raise FormatError(
-                "the two members do not belong together: the skeleton was written with a safetensors member of "
-                f"{preamble.tensors_nbytes} bytes and digest {preamble.tensors_digest:016x}, "
-                f"this one has {layout.nbytes} and {digest:016x}"
-            )
+    begin, expected_nbytes, expected_digest, body_digest = parse_preamble(skeleton)
+    if (expected_digest != digest or expected_nbytes != layout.nbytes) and None not in (expected_digest, digest):
+        raise FormatError(
+            "the two members do not belong together: the skeleton was written with a safetensors member of "
+            f"{expected_nbytes} bytes and digest {expected_digest:016x}, this one has {layout.nbytes} and {digest:016x}"
+        )
     if verify:
-        if preamble is None or digest is None:
+        if digest is None or body_digest is None:
             raise FormatError("cannot be verified: a member written by other means has no digest")
-        if tensors_digest(tensors) != digest:  # type: ignore[arg-type]
+        if tensors_digest(tensors) != digest:
             raise FormatError("the safetensors member is damaged: its digest does not match its bytes")
-        if xxhash.xxh3_64_intdigest(memoryview(skeleton)[begin:]) != preamble.body_digest:
+        if xxhash.xxh3_64_intdigest(memoryview(skeleton)[begin:]) != body_digest:
             raise FormatError("the skeleton is damaged: its digest does not match its bytes")
     source = MemorySource(tensors)
-    met: dict[str, tuple[Reference, Any]] = {}
+    met: dict[str, Any] = {}
+    known = layout.references
 
     def reference(text: str) -> Any:
-        found = resolve(layout, text)
-        known = met.get(found.name)
-        if known is None:
-            value = open_tensor(found, source, lazy)
-            met[found.name] = (found, value)
-            return value
-        if known[0] is not found and known[0] != found:
-            raise FormatError(f"tensor {found.name!r} is referred to in two ways")
-        return known[1]
+        value = met.get(text)
+        if value is None:
+            value = met[text] = open_tensor(known.get(text) or resolve(layout, text), source, lazy)
+        return value
 
     sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
-    if len(met) != len(layout.tensors):
-        extra = [name for name in layout.tensors if name not in met]
-        raise FormatError(f"the safetensors member has tensors that the skeleton does not name: {extra!r:.200}")
+    if layout.named != met.keys():
+        check_named(layout, met)
     return sample
 
 
@@ -159,5 +152,5 @@ def decode_plain_pickle(pickled: bytes, allow: Mapping[tuple[str, str], type]) -
     def reference(text: str) -> Any:
         raise FormatError(f"a skeleton, which refers to {text!r:.100}, under a name that is no cache's")
 
-    begin, _ = parse_preamble(pickled)
+    begin, *_ = parse_preamble(pickled)
     return unpickle(pickled, begin, reference, BUILDERS, allow)

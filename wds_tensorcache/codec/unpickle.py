@@ -84,7 +84,8 @@ def _run(
         pos += 1
         if op == 0x8C:  # SHORT_BINUNICODE
             end = pos + 1 + body[pos]
-            push(str(body[pos + 1 : end], "utf-8", "surrogatepass"))
+            raw = body[pos + 1 : end]
+            push(raw.decode() if raw.isascii() else _text(raw))
             pos = end
         elif op == 0x4B:  # BININT1
             push(body[pos])
@@ -92,6 +93,15 @@ def _run(
         elif op == 0x68:  # BINGET
             value = memo[body[pos]]
             pos += 1
+            if (
+                value is REFERENCE
+                and body[pos] == 0x8C
+                and body[(end := pos + 2 + body[pos + 1]) : end + 2] == b"\x85R"
+            ):
+                # a reference as it is written: its text, TUPLE1, REDUCE; four steps in one
+                push(reference(_text(body[pos + 2 : end])))
+                pos = end + 2
+                continue
             if value.__class__ is Builder:
                 callables += 1
             push(value)
@@ -142,7 +152,7 @@ def _run(
                 raise FormatError(f"SETITEMS at byte {pos - 1} on a {type(target).__name__}")
             pairs = iter(items)
             for key in pairs:
-                if key.__class__ not in ATOMS:
+                if key.__class__ is not str and key.__class__ not in ATOMS:
                     key_budget -= key_cost(key, key_budget)
                 target[key] = next(pairs)
         elif op == 0x65 or op == 0x61:  # APPENDS, APPEND
@@ -280,7 +290,7 @@ def _find(
 def _refuse(op: int, pos: int) -> NoReturn:
     names = {ord(known.code): known.name for known in pickletools.opcodes}
     raise UnsafeSkeletonError(
-        f"opcode {names.get(op, hex(op))} at byte {pos} is outside the format; FORMAT.md 2.5 lists the types, other classes need allow=[…]"
+        f"opcode {names.get(op, hex(op))} at byte {pos} is outside the format; see FORMAT.md 2.5, and for classes allow=[…]"
     )
 
 
