@@ -14,7 +14,7 @@ import torch
 import webdataset as wds
 
 import wds_tensorcache as tc
-from benchmarks.timing import interleaved
+from benchmarks.timing import Rounds, interleaved
 from benchmarks.workloads import checksum, diffusion_sample, touch
 
 __all__ = ["run"]
@@ -61,8 +61,8 @@ def _decode_naively(sample: dict[str, Any]) -> dict[str, Any]:
     return {"value": fill(pickle.loads(sample["skel.pyd"]))}
 
 
-def run(folder: Path, count: int, rounds: int) -> dict[str, Any]:
-    """Return microseconds per sample of each variant, medians of interleaved rounds; every round checks its samples."""
+def run(folder: Path, count: int, rounds: int) -> Rounds:
+    """Return microseconds per sample of each variant and round; what each reads is compared with what was written."""
     ours = _write(folder / "ours.tar", "tensorcache", count, lambda sample: sample, encoder=tc.encoder())
     pyd = _write(folder / "pyd.tar", "pyd", count, lambda sample: sample)
     pth = _write(folder / "pth.tar", "pth", count, lambda sample: sample)

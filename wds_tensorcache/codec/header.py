@@ -62,13 +62,15 @@ class Layout:
         tensors: Name to entry, in the order of their bytes, which they cover without a hole.
         nbytes: Of the whole member, header included.
         references: What the text of a reference stands for, once it was resolved; filled by `resolve`.
-        named: The texts that a skeleton named every tensor by; replaced by `check_named`.
+        template: What an earlier skeleton was like, if that is worth knowing.
+        num_interpreted: Samples that no template matched.
     """
 
     tensors: dict[str, StoredTensor]
     nbytes: int
     references: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    named: frozenset[str] | None = field(default=None, compare=False, repr=False)
+    template: Any = field(default=None, compare=False, repr=False)
+    num_interpreted: int = field(default=0, compare=False, repr=False)
 
 
 def is_bound(member: Any) -> bool:

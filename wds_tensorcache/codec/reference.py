@@ -110,11 +110,7 @@ def resolve(layout: Layout, text: str) -> Reference:
 
 
 def check_named(layout: Layout, texts: Iterable[str]) -> None:
-    """Remember that `texts` refer to every tensor of `layout`, each in one way.
-
-    Raises:
-        FormatError: They do not.
-    """
+    """Raise FormatError unless `texts` refer to every tensor of `layout`, each in one way."""
     names: set[str] = set()
     for text in texts:
         name = resolve(layout, text).name
@@ -124,4 +120,3 @@ def check_named(layout: Layout, texts: Iterable[str]) -> None:
     extra = [name for name in layout.tensors if name not in names]
     if extra:
         raise FormatError(f"the safetensors member has tensors that the skeleton does not name: {extra!r:.200}")
-    layout.named = frozenset(texts)

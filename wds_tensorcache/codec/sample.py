@@ -14,6 +14,7 @@ from wds_tensorcache.codec.listed import BUILDERS
 from wds_tensorcache.codec.preamble import build_preamble, parse_preamble
 from wds_tensorcache.codec.reference import MemorySource, Reference, Source, check_named, resolve
 from wds_tensorcache.codec.skeleton import SkeletonWriter, allow_table
+from wds_tensorcache.codec.template import MAX_LEARNT, MISS, learn
 from wds_tensorcache.codec.unpickle import unpickle
 from wds_tensorcache.errors import FormatError
 
@@ -100,6 +101,7 @@ def decode_members(
     allow: Mapping[tuple[str, str], type],
 ) -> Any:
     """Decode as `decode_sample` does, for a caller that decodes many: `allow` is `allow_table`'s result."""
+    skeleton = bytes(skeleton)
     layout, digest = parse_header(tensors)
     begin, expected_nbytes, expected_digest, body_digest = parse_preamble(skeleton)
     if (expected_digest != digest or expected_nbytes != layout.nbytes) and None not in (expected_digest, digest):
@@ -115,18 +117,26 @@ def decode_members(
         if xxhash.xxh3_64_intdigest(memoryview(skeleton)[begin:]) != body_digest:
             raise FormatError("the skeleton is damaged: its digest does not match its bytes")
     source = MemorySource(tensors)
+    template = layout.template
+    if template is not None:
+        made = template.match(skeleton, begin)
+        if made is not MISS:
+            for found in template.references:
+                made.append(open_tensor(found, source, lazy))
+            return template.build(made)
     met: dict[str, Any] = {}
-    known = layout.references
 
     def reference(text: str) -> Any:
         value = met.get(text)
         if value is None:
-            value = met[text] = open_tensor(known.get(text) or resolve(layout, text), source, lazy)
+            value = met[text] = open_tensor(resolve(layout, text), source, lazy)
         return value
 
     sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
-    if layout.named != met.keys():
-        check_named(layout, met)
+    check_named(layout, met)
+    layout.num_interpreted += 1
+    if 1 < layout.num_interpreted <= MAX_LEARNT:  # not for a layout that one ragged sample has, nor again and again
+        layout.template = learn(skeleton, begin, lambda text: resolve(layout, text))
     return sample
 
 

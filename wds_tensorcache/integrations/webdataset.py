@@ -132,16 +132,20 @@ class Decode:
                 if self._handler(exc):
                     continue
                 break
+            del sample
             yield decoded
+            del decoded  # else one sample more would be in memory while the next is read, and its cache lines cold
 
     def _decode(self, sample: dict[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = {}
         others: dict[str, Any] = {}
         for field, value in sample.items():
-            if field.startswith("__"):
+            if field[:2] == "__":
                 result[field] = value
                 continue
-            prefix = _prefix(field, SKELETON)
+            if field == TENSORS and SKELETON in sample:
+                continue
+            prefix = "" if field == SKELETON else _prefix(field, SKELETON)
             if prefix is not None:
                 result[prefix + FIELD] = self._decode_cache(sample, prefix)
                 continue
