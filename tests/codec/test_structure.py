@@ -248,7 +248,7 @@ REFUSED = [
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore:.*datetime64:DeprecationWarning")  # numpy's, of units left out
+@pytest.mark.filterwarnings("ignore:.*unit:DeprecationWarning")  # numpy's, of datetimes without one
 @pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_refused_when_writing(make: Any, message: str) -> None:
     with pytest.raises(tc.EncodeError, match=f"value at 'a.0.b': .*({message})"):

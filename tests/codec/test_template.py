@@ -17,6 +17,7 @@ from tests.strategies import keys, plain, tensors
 from wds_tensorcache.codec import header
 from wds_tensorcache.codec.header import parse_header
 
+T = torch.ones(2)
 nested = st.recursive(
     plain | tensors(),
     lambda inner: st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple) | st.dictionaries(keys, inner),
@@ -69,6 +70,13 @@ def test_samples_of_one_structure_share_a_template() -> None:
         sample["cond"][0][1]["prompt"] = value
         for _ in range(2):
             assert_same(sample, tc.decode_sample(*tc.encode_sample(sample)))
+
+
+@pytest.mark.parametrize("sample", [{"\ud800": 1}, 5, T, [T], {}, "text"], ids=repr)
+def test_samples_that_hardly_have_a_structure(sample: Any) -> None:
+    members = tc.encode_sample(sample)
+    for _ in range(4):
+        assert_same(sample, tc.decode_sample(*members))
 
 
 def test_results_share_nothing() -> None:

@@ -130,7 +130,7 @@ def learn(body: bytes, begin: int, resolve: Callable[[str], Reference]) -> Templ
     """Return the template of a body that the interpreter has read; None if it holds more than a template can."""
     try:
         parts, root = _take_apart(body, begin)
-    except (_Unlike, IndexError):
+    except (_Unlike, IndexError, UnicodeDecodeError):
         return None
     values = [part for part in parts if isinstance(part, _Value) and not part.fixed]
     tensors = [part for part in parts if isinstance(part, _Tensor)]
