@@ -1,0 +1,18 @@
+"""Made the members in this folder, once, with the release that froze format version 1: `python -m tests.golden.v1.make`.
+
+They never change. A change of the format gets a folder of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import wds_tensorcache as tc
+from tests.interop.other_python import tensor_samples
+
+if __name__ == "__main__":
+    folder = Path(__file__).parent
+    for name, sample in tensor_samples().items():
+        skeleton, tensors = tc.encode_sample(sample)
+        (folder / f"{name}.skel.pyd").write_bytes(skeleton)
+        (folder / f"{name}.safetensors").write_bytes(tensors)
