@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from hypothesis import strategies as st
 
@@ -20,6 +21,8 @@ TORCH_DTYPES = sorted(
 )
 # torch cannot print its 4-bit floats, which Hypothesis does: tests/codec/test_dtypes.py has them
 _PRINTABLE = [dtype for dtype in TORCH_DTYPES if "float4" not in str(dtype)]
+if "F8_E4M3FNUZ" not in safetensors.torch._TYPES:  # safetensors 0.7 cannot read them back
+    _PRINTABLE = [dtype for dtype in _PRINTABLE if "fnuz" not in str(dtype)]
 NUMPY_DTYPES = [
     *(np.dtype(kind) for kind in ["?", "b", "h", "i", "q", "B", "H", "I", "Q", "e", "f", "d", "F", "D", "S3", "U4"]),
     *(np.dtype(kind) for kind in (">i2", ">f8", ">U2", "M8[ns]", "m8[25s]", ">M8[D]")),

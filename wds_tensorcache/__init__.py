@@ -1,6 +1,7 @@
 """Caches of nested tensors in ordinary WebDataset tar shards: lazy, safe, and readable by every stock tool."""
 
-from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
+from wds_tensorcache.codec.lazy import LazyTensor
+from wds_tensorcache.codec.lazy_array import LazyArray
 from wds_tensorcache.codec.realize import realize
 from wds_tensorcache.codec.sample import decode_sample, encode_sample
 from wds_tensorcache.errors import EncodeError, FormatError, KeyRuleError, TensorCacheError, UnsafeSkeletonError

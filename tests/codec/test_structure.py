@@ -290,3 +290,55 @@ def test_equal_samples_give_equal_bytes_whatever_the_hash_seed() -> None:
         for seed in ("1", "2", "77")
     }
     assert len(digests) == 1
+
+
+def test_nested_sets_are_written_in_time() -> None:
+    value: Any = frozenset()
+    for _ in range(40):
+        value = frozenset([value])
+    assert tc.decode_sample(*tc.encode_sample(value)) == value
+
+
+class Node:
+    def __init__(self) -> None:
+        self.peers = {self}
+
+
+def test_a_set_whose_element_holds_it_is_refused() -> None:
+    with pytest.raises(tc.EncodeError, match="a set that one of its elements holds"):
+        tc.encode_sample(Node(), allow=[Node])
+
+
+def test_many_keys_and_long_ones() -> None:
+    sample = {(i, 0): i for i in range(2000)} | {10**5000: T, -(1 << 64): T.clone()}
+    decoded = tc.decode_sample(*tc.encode_sample(sample))
+    assert list(decoded) == list(sample)
+    assert decoded[10**5000].name == "@2000"
+
+
+def test_what_could_not_be_read_back_is_not_written() -> None:
+    two = torch.tensor([2, 0], dtype=torch.uint8)
+    for value in (two.view(torch.bool), two.numpy().view(bool)):
+        with pytest.raises(tc.EncodeError, match="value at 'x': a bool array holds bytes other than 0 and 1"):
+            tc.encode_sample({"x": value})
+    with pytest.raises(tc.EncodeError, match="text beyond|code points beyond Unicode"):
+        tc.encode_sample(np.array([0x110000], "u4").view("U1"))
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(tc.EncodeError, match="storage was freed"):
+        tc.encode_sample(freed)
+
+
+def test_recursion_limits_are_an_error_of_ours() -> None:
+    sample: Any = 0
+    for _ in range(199):
+        sample = [sample]
+
+    def deeper(frames: int) -> None:
+        if frames:
+            deeper(frames - 1)
+        else:
+            tc.encode_sample(sample)
+
+    with pytest.raises(tc.EncodeError, match="recursion limit"):
+        deeper(sys.getrecursionlimit() - 200)

@@ -31,7 +31,7 @@ def refused(raw: bytes, match: str) -> None:
     assert time.perf_counter() - started < 5
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 20 * len(raw) + 500_000
+    assert peak < 20 * len(raw) + 2_000_000
 
 
 def test_a_good_one() -> None:
@@ -73,6 +73,11 @@ ENTRIES: list[tuple[str, Any, str]] = [
     ("metadata that is none", {"__metadata__": [], "x": X}, "does not map strings to strings"),
     ("metadata of ours, damaged", {"__metadata__": {"tensorcache": "1 xyz"}, "x": X}, "16 hexadecimal digits"),
     ("a newer version", {"__metadata__": {"tensorcache": "2 " + "0" * 16}, "x": X}, "format version 2; this release"),
+    (
+        "metadata of ours, elsewhere",
+        {"x": X, "__metadata__": {"tensorcache": "1 " + "0" * 16}},
+        "not in its fixed place",
+    ),
     ("an unknown field", {"x": {**X, "strides": [1]}}, "expected dtype, shape and data_offsets"),
     ("a missing field", {"x": {"dtype": "U8", "shape": [2]}}, "expected dtype, shape and data_offsets"),
     ("no object", {"x": 5}, "expected dtype, shape and data_offsets, got 5"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import pickle
 import struct
 import time
@@ -9,6 +11,7 @@ import tracemalloc
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -437,3 +440,79 @@ def test_any_opcodes(body: bytes, allow: bool) -> None:
     except tc.TensorCacheError:
         return
     assert "Builder" not in repr(value)
+
+
+DEQUE = text("collections") + text("deque") + b"\x93\x940"
+
+
+def test_deques_that_hold_deques() -> None:
+    """Freeing them overflows C's stack, also when they are dropped before anything is returned."""
+    n = 200_000
+    refused(DEQUE + b"h\x00)R" * n + b"a" * (n - 1), "more than 1000 deques")
+    refused(DEQUE + b"h\x00)R" * n + b"a" * (n - 1) + b"0N", "more than 1000 deques")
+    links = b"".join(b"h\x00)R\x94j" + struct.pack("<I", i + 1) + b"a" for i in range(n))
+    refused(DEQUE + b"(h\x00)R\x94" + links + b"t", "more than 1000 deques")
+    with pytest.raises(tc.EncodeError, match="1001 deques, and at most 1000"):
+        tc.encode_sample([collections.deque() for _ in range(1001)])
+
+
+def test_errors_do_not_print_lists_that_share_their_parts() -> None:
+    shared = b"]\x94" + b"".join(b"0]\x94(h" + bytes([i]) + b"h" + bytes([i]) + b"e" for i in range(60))
+    refused(shared + b")R", "calls a list, which is not a listed callable")
+    for module, name in [
+        ("builtins", "format"),
+        ("builtins", "range"),
+        ("torch", "device"),
+        ("numpy", "dtype"),
+        ("numpy", "datetime64"),
+    ]:
+        refused(call(module, name, shared + b"\x85"))
+        refused(call(module, name, shared + b"N\x86"))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "argument"),
+    [
+        ("builtins", "bytearray", b"B" + struct.pack("<I", 200_000) + bytes(200_000)),
+        ("numpy", "str_", b"X" + struct.pack("<I", 50_000) + b"x" * 50_000),
+        ("decimal", "Decimal", b"X" + struct.pack("<I", 50_000) + b"1" * 50_000),
+        ("pathlib", "PurePosixPath", b"X" + struct.pack("<I", 50_000) + b"a/" * 25_000),
+    ],
+)
+def test_one_text_copied_by_many_calls(module: str, name: str, argument: bytes) -> None:
+    body = argument + b"\x940" + text(module) + text(name) + b"\x93\x940(" + b"h\x01h\x00\x85R" * 28_000 + b"t"
+    tracemalloc.start()
+    refused(body, "too much to copy")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 * len(body)
+
+
+def test_units_of_zero() -> None:
+    """numpy divides by them, and the process dies."""
+    for unit in ("0s", "00ns", "s0"):
+        refused(call("numpy", "datetime64", b"K\x01" + text(unit) + b"\x86"))
+        refused(call("numpy", "dtype", text(f"M8[{unit}]") + b"\x85"))
+    days = tc.encode_sample({"x": np.array(["2020-01-01"], "M8[D]")})
+    refused(
+        call("builtins", "format", text("ndarray:x?dtype=datetime64[0s]") + b"\x85"),
+        "not a view of I64",
+        tensors=days[1],
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    value: object
+
+
+def test_callables_do_not_hide_in_slots() -> None:
+    cls = text(Slotted.__module__) + text("Slotted") + b"\x93"
+    leak = text("decimal") + text("Decimal") + b"\x93"
+    for body in (
+        cls + leak + b"\x85R",
+        cls + leak + b"\x85\x81",
+        cls + b"]" + leak + b"a\x85R",
+        cls + b")\x81" + leak + b"\x85b",
+    ):
+        refused(body, "callable as a value", tc.UnsafeSkeletonError, allow=[Slotted])

@@ -242,7 +242,7 @@ def test_missing_key(write_shard: Any) -> None:
         write_shard([{"tensorcache": 0}])
 
 
-@pytest.mark.parametrize("name", ["Text", "a.b", "skel", "pyd", "safetensors", "ü", ""])
+@pytest.mark.parametrize("name", ["Text", "_a", "a.b", "skel", "pyd", "safetensors", "ü", ""])
 def test_bad_cache_names(write_shard: Any, name: str) -> None:
     with pytest.raises(tc.KeyRuleError, match="cache name"):
         write_shard([{"__key__": "a", f"{name}.tensorcache": 0}])
@@ -257,8 +257,12 @@ def test_good_keys(write_shard: Any) -> None:
 def test_errors_when_writing_name_sample_and_field(write_shard: Any) -> None:
     with pytest.raises(tc.EncodeError, match="sample 'a', field 'x.tensorcache': value at 'f': .*code"):
         write_shard([{"__key__": "a", "x.tensorcache": {"f": print}}])
-    with pytest.raises(tc.FormatError, match=r"has members \['safetensors'\] besides the cache"):
-        write_shard([{"__key__": "a", "tensorcache": 0, "safetensors": b""}])
+    for field in ("safetensors", "SAFETENSORS", "skel.pyd", "SKEL.PYD", "x.skel.pyd", "a.TensorCache"):
+        with pytest.raises(tc.KeyRuleError, match=rf"has members \['{field}'\], whose names only caches have"):
+            write_shard([{"__key__": "a", "tensorcache": 0, field: b""}])
+    for field in ("a/b", "", "a b", "é"):
+        with pytest.raises(tc.KeyRuleError, match="is no extension"):
+            write_shard([{"__key__": "a", "tensorcache": 0, field: b""}])
 
 
 def test_base_encoder(write_shard: Any) -> None:

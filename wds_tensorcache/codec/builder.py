@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
+from wds_tensorcache.codec.nesting import walk
 from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
 
-__all__ = ["ALLOW_ONLY", "Builder"]
+__all__ = ["ALLOW_ONLY", "MAX_DEQUES", "Builder", "allow_table", "refuse_callables"]
+
+MAX_DEQUES = 1000
 
 
 class Builder:
     """A callable that a skeleton may REDUCE: `build` gets the argument tuple and checks every argument itself."""
 
-    __slots__ = ("build", "cls", "factory")
+    __slots__ = ("build", "cls", "factory", "is_deque")
 
     def __init__(
-        self, build: Callable[[tuple[Any, ...]], Any], *, cls: type | None = None, factory: type | None = None
+        self,
+        build: Callable[[tuple[Any, ...]], Any],
+        *,
+        cls: type | None = None,
+        factory: type | None = None,
+        is_deque: bool = False,
     ) -> None:
         self.build = build
         self.cls = cls  # opted in by `allow=`: may be NEWOBJ'd
         self.factory = factory  # may be a defaultdict's factory, and nothing else
+        self.is_deque = is_deque  # counted: freeing deques that hold deques overflows C's stack
+
+
+def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
+    """Return the classes of an `allow=` argument by module and qualified name.
+
+    Raises:
+        TypeError: Something in it is not a class.
+    """
+    table = {}
+    for cls in allow:
+        if not isinstance(cls, type):
+            raise TypeError(f"allow= takes classes, got {cls!r}")
+        table[cls.__module__, cls.__qualname__] = cls
+    return table
 
 
 def _new_object(stack: list[Any], allow: Mapping[tuple[str, str], type]) -> int:
@@ -40,6 +63,7 @@ def _instantiate(stack: list[Any], args: Any, kwargs: Any) -> int:
         raise UnsafeSkeletonError("NEWOBJ of something that is not a class in allow=")
     if args.__class__ is not tuple or kwargs.__class__ is not dict:
         raise FormatError("NEWOBJ needs a tuple of arguments")
+    refuse_callables((args, kwargs))
     stack[-1] = builder.cls.__new__(builder.cls, *args, **kwargs)
     return 1
 
@@ -47,6 +71,7 @@ def _instantiate(stack: list[Any], args: Any, kwargs: Any) -> int:
 def _set_state(stack: list[Any], allow: Mapping[tuple[str, str], type]) -> int:
     state = stack.pop()
     target = stack[-1]
+    refuse_callables(state)
     # never a class, nor an Enum's member: they are the process's own, and a state would patch them for everybody
     if type(target) not in allow.values() or isinstance(target, Enum):
         raise UnsafeSkeletonError(f"BUILD on a {type(target).__name__}, which is not an instance of a class in allow=")
@@ -76,3 +101,9 @@ ALLOW_ONLY: dict[int, Callable[[list[Any], Mapping[tuple[str, str], type]], int]
     0x92: _new_object_ex,  # NEWOBJ_EX
     0x62: _set_state,  # BUILD
 }
+
+
+def refuse_callables(arguments: Any) -> None:
+    """Raise UnsafeSkeletonError if a class in allow= would be handed a callable of this file."""
+    if any(value.__class__ is Builder for value, _ in walk(arguments)):
+        raise UnsafeSkeletonError("the skeleton uses a callable as a value")

@@ -73,7 +73,7 @@ _TORCH_TRUE = {
 _NUMPY_NATIVE = {np.dtype(row[2]): TrueDtype(stored) for stored, row in STORED.items() if row[2] is not None}
 
 # the generic unit has no name that numpy.dtype() takes back, and no meaning either: it is not in the table
-_TIME = re.compile(r"(?:datetime|timedelta)64\[\d{0,9}(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\]", re.ASCII)
+_TIME = re.compile(r"(?:datetime|timedelta)64\[(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\]", re.ASCII)
 _TEXT = re.compile(r"([SU])([1-9]\d{0,8})", re.ASCII)
 
 

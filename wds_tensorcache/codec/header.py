@@ -153,7 +153,7 @@ def _parse_layout(text: bytes, data_begin: int, nbytes: int) -> Layout:
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as exc:  # UnicodeDecodeError, JSONDecodeError and FormatError are ValueErrors
         raise FormatError(f"the header is not JSON: {exc}") from exc
-    _check_metadata(entries.pop("__metadata__", {}))
+    _check_metadata(entries.pop("__metadata__", {}), text.startswith(b'{"__metadata__":{"tensorcache":"'))
     tensors = [_parse_entry(name, entry, data_begin) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
     position = data_begin
@@ -176,7 +176,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _check_metadata(metadata: Any) -> None:
+def _check_metadata(metadata: Any, in_place: bool) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FormatError("__metadata__ does not map strings to strings")
     ours = metadata.get("tensorcache")
@@ -186,6 +186,8 @@ def _check_metadata(metadata: Any) -> None:
     if match is None:
         raise FormatError(f"__metadata__ has 'tensorcache': {ours!r}, expected a version and 16 hexadecimal digits")
     check_version(int(match[1]))
+    if not in_place:
+        raise FormatError("__metadata__ has 'tensorcache', but not in its fixed place: the digest is lost")
 
 
 def check_version(version: int) -> None:

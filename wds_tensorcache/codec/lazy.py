@@ -6,24 +6,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from wds_tensorcache.codec.reference import Reference, Source
 from wds_tensorcache.codec.views import (
-    check_array,
     check_tensor,
-    new_array,
     new_tensor,
-    view_array,
     view_bytes,
     view_tensor,
 )
 
-__all__ = ["LazyArray", "LazyTensor", "read_array", "read_tensor"]
+__all__ = ["Lazy", "LazyTensor", "install_operators", "loaded", "read_tensor", "refuse_in_place"]
 
 
-class _Lazy:
+class Lazy:
     """What both kinds share: an immutable pair of a reference and a source."""
 
     __slots__ = ("__weakref__", "_reference", "_source")
@@ -41,11 +37,6 @@ class _Lazy:
     shape = property(lambda self: self._reference.shape, doc="The shape that loading gives.")
     ndim = property(lambda self: len(self._reference.shape), doc="Number of dimensions.")
     nbytes = property(lambda self: self._reference.end - self._reference.begin, doc="Bytes of the elements.")
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a 0-d tensor")
-        return int(self.shape[0])
 
     def view_bytes(self) -> memoryview:
         """Return the elements' bytes as the source holds them; for writing them elsewhere. Memory: a view of the source."""
@@ -110,8 +101,8 @@ class _Lazy:
 
 
 _new: Any = object.__new__
-_set_reference: Any = vars(_Lazy)["_reference"].__set__
-_set_source: Any = vars(_Lazy)["_source"].__set__
+_set_reference: Any = vars(Lazy)["_reference"].__set__
+_set_source: Any = vars(Lazy)["_source"].__set__
 
 
 def read_tensor(source: Source, begin: int, end: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -122,39 +113,29 @@ def read_tensor(source: Source, begin: int, end: int, dtype: torch.dtype, shape:
     return check_tensor(tensor) if dtype is torch.bool else tensor
 
 
-def read_array(
-    source: Source, begin: int, end: int, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> np.ndarray[Any, Any]:
-    """Return the bytes `[begin, end)` of `source` as an array in memory of its own."""
-    raw, buffer = new_array(end - begin)
-    if end > begin:
-        source.read_into(buffer, begin)
-    return check_array(view_array(raw, dtype, shape))
-
-
-def _loaded(value: Any) -> Any:
+def loaded(value: Any) -> Any:
     """Return `value` with every lazy tensor in plain lists, tuples and dicts loaded."""
     cls = type(value)
-    if issubclass(cls, _Lazy):
+    if issubclass(cls, Lazy):
         return value.load()
     if cls is list or cls is tuple:
-        return cls(map(_loaded, value))
+        return cls(map(loaded, value))
     if cls is dict:
-        return {key: _loaded(part) for key, part in value.items()}
+        return {key: loaded(part) for key, part in value.items()}
     return value
 
 
 def _holds_lazy(value: Any) -> bool:
-    return isinstance(value, _Lazy) or (type(value) in (list, tuple) and any(map(_holds_lazy, value)))
+    return isinstance(value, Lazy) or (type(value) in (list, tuple) and any(map(_holds_lazy, value)))
 
 
-def _refuse_in_place(cls: type, name: str) -> NoReturn:
+def refuse_in_place(cls: type, name: str) -> NoReturn:
     raise TypeError(
         f"{name} would write into a {cls.__name__}, where the result is lost; call .load() and write into that"
     )
 
 
-class LazyTensor(_Lazy):
+class LazyTensor(Lazy):
     """A torch.Tensor that has not been read yet.
 
     Torch functions, operators, methods and indexing read it each time they are used, into fresh memory that is the
@@ -169,6 +150,33 @@ class LazyTensor(_Lazy):
     device = property(lambda self: torch.device("cpu"), doc="Where `.load()` puts it by default.")
     requires_grad = property(lambda self: False, doc="Caches hold values: False.")
     is_cuda = property(lambda self: False, doc="False: `.load(device)` puts it elsewhere.")
+
+    layout = property(lambda self: torch.strided, doc="Always torch.strided.")
+    itemsize = property(lambda self: self._like().element_size(), doc="Bytes of one element.")
+
+    def _like(self) -> torch.Tensor:
+        """Return a tensor with this dtype and no bytes, which answers what depends on the dtype alone."""
+        return torch.empty(0, dtype=torch.uint8, device="cpu").view(self.dtype)
+
+    def element_size(self) -> int:
+        """Return the bytes of one element."""
+        return self._like().element_size()
+
+    def is_floating_point(self) -> bool:
+        """Return whether the dtype is a floating-point one."""
+        return self._like().is_floating_point()
+
+    def is_complex(self) -> bool:
+        """Return whether the dtype is a complex one."""
+        return self._like().is_complex()
+
+    def is_contiguous(self) -> bool:
+        """Return True: what is loaded always is."""
+        return True
+
+    def __len__(self) -> NoReturn:
+        # torch takes an index that has a length below 32 for a tuple of indices: tensor[lazy] would be silently wrong
+        raise TypeError("a LazyTensor has no len(); use .shape[0]")
 
     def numel(self) -> int:
         """Return the number of elements."""
@@ -199,6 +207,8 @@ class LazyTensor(_Lazy):
         Memory: fresh and the caller's own, 64-byte aligned; with `copy=False` it aliases the source and keeps it alive.
         """
         if out is not None:
+            if isinstance(out, Lazy):
+                refuse_in_place(type(out), "load(out=…)")
             if out.shape != self.shape or out.dtype != self.dtype:
                 raise ValueError(f"out is {out.dtype}{list(out.shape)}, but {self!r} is not")
             return self._load_into(out)
@@ -227,36 +237,44 @@ class LazyTensor(_Lazy):
     def __getitem__(self, index: Any) -> torch.Tensor:
         found = self._rows(index)
         if found is None:
-            return self.load()[_loaded(index)]
+            return self.load()[loaded(index)]
         rows, rest = found
         part = read_tensor(self._source, *self._extent(rows), self.dtype, (rows[1] - rows[0], *self.shape[1:]))
-        return part[_loaded(rest)] if rest != (slice(None),) else part
+        return part[loaded(rest)] if rest != (slice(None),) else part
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         writes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or kwargs.get("inplace")
-        if _holds_lazy(kwargs.get("out")) or (writes and name not in _NOT_IN_PLACE and args and _holds_lazy(args[0])):
-            _refuse_in_place(cls, name)
-        return func(*_loaded(list(args)), **_loaded(kwargs))
+        target = args[0] if args else kwargs.get("input", kwargs.get("self", kwargs.get("tensor")))
+        statistics = [kwargs.get(key) for key in ("running_mean", "running_var")] + list(args[1:3])
+        if (
+            _holds_lazy(kwargs.get("out"))
+            or (writes and name not in _NOT_IN_PLACE and _holds_lazy(target))
+            or (name in ("batch_norm", "instance_norm") and _holds_lazy(statistics) and kwargs.get("training", True))
+        ):
+            refuse_in_place(cls, name)
+        return func(*loaded(list(args)), **loaded(kwargs))
 
     def __getattr__(self, name: str) -> Any:
         # everything a tensor can do, except what would change it
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name.endswith("_"):
-            return lambda *args, **kwargs: _refuse_in_place(type(self), name)
+            return lambda *args, **kwargs: refuse_in_place(type(self), name)
         value = getattr(self.load(), name)
         if not callable(value):
             return value
-        return lambda *args, **kwargs: value(*_loaded(list(args)), **_loaded(kwargs))
+        return lambda *args, **kwargs: value(*loaded(list(args)), **loaded(kwargs))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if torch.bfloat16 == self.dtype or (self.dtype.itemsize == 1 and self.dtype.is_floating_point):
             raise TypeError(
                 f"numpy has no {self.dtype}; use .load().float().numpy(), or .load().view(torch.uint8).numpy()"
             )
+        if copy is False:
+            raise ValueError("reading a lazy tensor always copies; .load(copy=False) gives a view")
         array = self.load().numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
@@ -264,7 +282,7 @@ class LazyTensor(_Lazy):
         return self.load().__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> Any:
-        return torch.empty(0).__dlpack_device__()
+        return 1, 0  # kDLCPU
 
     def __format__(self, spec: str) -> str:
         return format(self.load(), spec) if spec else repr(self)
@@ -273,46 +291,6 @@ class LazyTensor(_Lazy):
 _NOT_IN_PLACE = frozenset({"__invert__", "__index__", "__int__", "__iter__"})
 
 
-class LazyArray(_Lazy):
-    """A numpy array that has not been read yet: what `LazyTensor` is for tensors; `np.asarray` and ufuncs take it."""
-
-    __slots__ = ()
-
-    def load(self, out: np.ndarray[Any, Any] | None = None, *, copy: bool = True) -> np.ndarray[Any, Any]:
-        """Return the array, little-endian and C-contiguous; arguments, errors and memory as in `LazyTensor.load`."""
-        if out is not None:
-            if out.shape != self.shape or out.dtype != self.dtype:
-                raise ValueError(f"out is {out.dtype}{list(out.shape)}, but {self!r} is not")
-            out[...] = self.load()
-            return out
-        reference = self._reference
-        if copy:
-            return read_array(self._source, reference.begin, reference.end, reference.dtype, reference.shape)
-        return check_array(view_array(view_bytes(self.view_bytes()), reference.dtype, reference.shape))
-
-    def __getitem__(self, index: Any) -> Any:
-        found = self._rows(index)
-        if found is None:
-            return self.load()[_loaded(index)]
-        rows, rest = found
-        part = read_array(self._source, *self._extent(rows), self.dtype, (rows[1] - rows[0], *self.shape[1:]))
-        return part[_loaded(rest)]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not hasattr(np.ndarray, name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if name in _ARRAY_IN_PLACE:
-            return lambda *args, **kwargs: _refuse_in_place(type(self), name)
-        return getattr(self.load(), name)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        array = self.load()
-        return array if dtype is None else array.astype(dtype, copy=False)
-
-
-_ARRAY_IN_PLACE = frozenset(
-    {"byteswap", "fill", "itemset", "partition", "put", "resize", "setfield", "setflags", "sort"}
-)
 _BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
 _OTHERS = "eq ne lt le gt ge neg pos abs invert bool int float complex index contains".split()
 _OPERATORS = [f"__{name}__" for name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS)]
@@ -321,7 +299,7 @@ _OPERATORS = [f"__{name}__" for name in (*_BINARY, *(f"r{name}" for name in _BIN
 def _operator(name: str) -> Any:
     def method(self: Any, *args: Any) -> Any:
         function = getattr(self.load(), name, None)
-        return NotImplemented if function is None else function(*_loaded(list(args)))
+        return NotImplemented if function is None else function(*loaded(list(args)))
 
     method.__name__ = name
     return method
@@ -329,15 +307,19 @@ def _operator(name: str) -> Any:
 
 def _in_place_operator(name: str) -> Any:
     def method(self: Any, other: Any) -> NoReturn:
-        _refuse_in_place(type(self), name)
+        refuse_in_place(type(self), name)
 
     method.__name__ = name
     return method
 
 
-for _cls in (LazyTensor, LazyArray):
-    for _name in _OPERATORS:
-        setattr(_cls, _name, _operator(_name))
-    for _name in _BINARY:
-        setattr(_cls, f"__i{_name}__", _in_place_operator(f"__i{_name}__"))
-    _cls.__hash__ = object.__hash__  # type: ignore[method-assign]  # by identity, as tensors do
+def install_operators(cls: Any) -> None:
+    """Give `cls` every operator of what it loads; the augmented ones refuse."""
+    for name in _OPERATORS:
+        setattr(cls, name, _operator(name))
+    for name in _BINARY:
+        setattr(cls, f"__i{name}__", _in_place_operator(f"__i{name}__"))
+    cls.__hash__ = object.__hash__  # by identity, as tensors do
+
+
+install_operators(LazyTensor)

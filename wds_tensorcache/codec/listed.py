@@ -12,7 +12,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
-from decimal import Decimal
+from decimal import Context, Decimal
 from fractions import Fraction
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
@@ -21,10 +21,12 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.builder import Builder
+from wds_tensorcache.codec.nesting import shown
 
 __all__ = ["BUILDERS", "FACTORIES", "LISTED", "Listed", "numpy_dtype_arguments", "torch_dtype_name"]
 
-MAX_FRACTION_BITS = 65536  # the greatest common divisor of longer numbers takes seconds
+_DECIMALS = Context(capitals=1)  # str(Decimal) depends on the thread's context
+MAX_FRACTION_BITS = 4096  # the greatest common divisor of longer numbers takes seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ def _plain(*classes: type) -> Callable[[tuple[Any, ...]], None]:
     def check(args: tuple[Any, ...]) -> None:
         for arg in args:
             if arg.__class__ not in classes:
-                raise TypeError(f"{arg!r:.80} is not one of {', '.join(cls.__name__ for cls in classes)}")
+                raise TypeError(f"{shown(arg)} is not one of {', '.join(cls.__name__ for cls in classes)}")
 
     return check
 
@@ -153,19 +155,20 @@ def _build_device(args: tuple[Any, ...]) -> torch.device:
     kind, *index = args
     _plain(int)(tuple(index))
     if kind.__class__ is not str or not _DEVICE.fullmatch(kind) or (index and not 0 <= index[0] < 128):
-        raise ValueError(f"{args!r:.80} is no device")
+        raise ValueError("no device is called so")
     return torch.device(*args)
 
 
 _NUMPY_DTYPE = re.compile(
-    r"[<>|=]?(?:[?bB]|b1|[iu][1248]|f[248]|c8|c16|[SU]\d{1,9}|[mM]8(?:\[\d{0,9}[a-zA-Z]{1,2}\])?)", re.ASCII
+    r"[<>|=]?(?:[?bB]|b1|[iu][1248]|f[248]|c8|c16|[SU]\d{1,9}|[mM]8\[(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])",
+    re.ASCII,
 )
 
 
 def _build_dtype(args: tuple[Any, ...]) -> Any:
     (text,) = args
     if text.__class__ is not str or not _NUMPY_DTYPE.fullmatch(text):
-        raise ValueError(f"{text!r:.80} is not a plain numpy dtype")
+        raise ValueError(f"{shown(text)} is not a plain numpy dtype")
     return np.dtype(text)
 
 
@@ -195,14 +198,14 @@ def _build_scalar(cls: type, classes: tuple[type, ...]) -> Callable[[tuple[Any, 
     return build
 
 
-_UNIT = re.compile(r"\d{0,9}(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)", re.ASCII)
+_UNIT = re.compile(r"(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)", re.ASCII)
 
 
 def _build_time_scalar(cls: type) -> Callable[[tuple[Any, ...]], Any]:
     def build(args: tuple[Any, ...]) -> Any:
         value, unit = args
         if value.__class__ is not int or unit.__class__ is not str or not _UNIT.fullmatch(unit):
-            raise TypeError(f"{args!r:.80} is not a count and a unit")
+            raise TypeError("expected a count and a unit")
         return cls(value, unit)
 
     return build
@@ -228,7 +231,7 @@ def _rows() -> Iterator[_Row]:
     yield complex, "builtins", "complex", lambda v: (v.real, v.imag), _checked(complex, float, counts=(2,))
     yield slice, "builtins", "slice", _slice_arguments, _checked(slice, int, type(None), counts=(3,))
     yield range, "builtins", "range", lambda v: (v.start, v.stop, v.step), _checked(range, int, counts=(3,))
-    yield Decimal, "decimal", "Decimal", lambda v: (str(v),), _checked(Decimal, str, counts=(1,))
+    yield Decimal, "decimal", "Decimal", lambda v: (_DECIMALS.to_sci_string(v),), _checked(Decimal, str, counts=(1,))
     yield Fraction, "fractions", "Fraction", _fraction_arguments, _build_fraction
     yield date, "datetime", "date", lambda v: v.__reduce__()[1], _build_date
     yield time, "datetime", "time", _tz_arguments, _build_time
@@ -269,7 +272,9 @@ BUILDERS: dict[tuple[str, str], object] = {
 }
 for _cls, _module, _name, _arguments, _build in _rows():
     LISTED[_cls] = Listed(_module, _name, _arguments)
-    BUILDERS.setdefault((_module, _name), Builder(_build))  # numpy.longlong is written, and comes back, as numpy.int64
+    BUILDERS.setdefault(
+        (_module, _name), Builder(_build, is_deque=_cls is deque)
+    )  # numpy.longlong is written, and comes back, as numpy.int64
 for _cls, _name in FACTORIES.items():
     BUILDERS.setdefault(("builtins", _name), Builder(_refuse_factory, factory=_cls))
 for _name, _value in vars(torch).items():

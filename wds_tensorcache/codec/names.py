@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-__all__ = ["component", "join", "unique"]
+__all__ = ["Counter", "component", "join", "unique"]
 
 _ESCAPED = re.compile("[%.?:\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -19,7 +19,7 @@ def component(key: object, position: int) -> str:
     """Return how the item of a dict with this key, `position`-th in order, is called in its tensors' names."""
     if type(key) is str:
         return _escape(key)
-    return str(key) if type(key) is int else f"@{position}"
+    return str(key) if type(key) is int and abs(key) < 1 << 64 else f"@{position}"
 
 
 def join(path: str, part: str) -> str:
@@ -35,3 +35,15 @@ def unique(path: str, taken: Container[str]) -> str:
         name = f"{base}~{number}"
         number += 1
     return name
+
+
+class Counter:
+    """Numbers the tensors of something that has no paths inside; always true."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def next(self) -> int:
+        """Return 0, 1, 2, …"""
+        self._count += 1
+        return self._count - 1

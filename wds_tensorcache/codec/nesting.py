@@ -8,7 +8,7 @@ from typing import Any
 
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["ATOMS", "MAX_DEPTH", "check_depth", "key_cost", "walk"]
+__all__ = ["ATOMS", "MAX_DEPTH", "check_depth", "key_cost", "shown", "walk"]
 
 MAX_DEPTH = 200
 ATOMS = frozenset({str, int, bool, float, bytes, type(None), complex})
@@ -21,6 +21,11 @@ def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, _CONTAINERS):
         return value
     return getattr(value, "__dict__", {}).values()
+
+
+def shown(value: Any) -> str:
+    """Return how an error shows a value of a file: containers by type alone, as their repr may take for ever."""
+    return f"{value!r:.80}" if value.__class__ in ATOMS else f"a {type(value).__name__}"
 
 
 def walk(value: Any) -> Iterator[tuple[Any, int]]:

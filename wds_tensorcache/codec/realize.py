@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
+from wds_tensorcache.codec.lazy import LazyTensor
+from wds_tensorcache.codec.lazy_array import LazyArray
 
 __all__ = ["realize"]
 

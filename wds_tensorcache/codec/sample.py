@@ -8,15 +8,17 @@ from typing import Any
 
 import xxhash
 
+from wds_tensorcache.codec.builder import allow_table
 from wds_tensorcache.codec.header import build_header, parse_header, sign_header, tensors_digest
-from wds_tensorcache.codec.lazy import LazyArray, LazyTensor, read_array, read_tensor
+from wds_tensorcache.codec.lazy import LazyTensor, read_tensor
+from wds_tensorcache.codec.lazy_array import LazyArray, read_array
 from wds_tensorcache.codec.listed import BUILDERS
 from wds_tensorcache.codec.preamble import build_preamble, parse_preamble
 from wds_tensorcache.codec.reference import MemorySource, Reference, Source, check_named, resolve
-from wds_tensorcache.codec.skeleton import SkeletonWriter, allow_table
+from wds_tensorcache.codec.skeleton import SkeletonWriter
 from wds_tensorcache.codec.template import MAX_LEARNT, MISS, learn
 from wds_tensorcache.codec.unpickle import unpickle
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.errors import EncodeError, FormatError
 
 __all__ = ["EncodedSample", "decode_members", "decode_plain_pickle", "decode_sample", "encode_sample", "encode_views"]
 
@@ -33,7 +35,10 @@ class EncodedSample:
 def encode_views(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -> EncodedSample:
     """Encode as `encode_sample` does. Memory: `buffers` alias the tensors of `sample` that are contiguous on the CPU."""
     writer = SkeletonWriter(allow_table(allow))
-    writer.save(sample)
+    try:
+        writer.save(sample)
+    except RecursionError as exc:
+        raise EncodeError("the sample nests too deep for what is left of this interpreter's recursion limit") from exc
     # wide elements first: then each tensor is aligned to its own element without padding, which safetensors forbids
     tensors = sorted(writer.tensors.items(), key=lambda item: -item[1].true.itemsize)
     header = build_header([(name, t.true.stored, t.stored_shape, len(t.flat)) for name, t in tensors], align)

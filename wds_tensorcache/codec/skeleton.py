@@ -16,43 +16,19 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec import opcodes as op
-from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
+from wds_tensorcache.codec.builder import MAX_DEQUES
+from wds_tensorcache.codec.lazy import LazyTensor
+from wds_tensorcache.codec.lazy_array import LazyArray
 from wds_tensorcache.codec.listed import FACTORIES, LISTED, numpy_dtype_arguments, torch_dtype_name
-from wds_tensorcache.codec.names import component, join, unique
+from wds_tensorcache.codec.names import Counter, component, join, unique
 from wds_tensorcache.codec.nesting import MAX_DEPTH, key_cost
 from wds_tensorcache.codec.refusals import remedy
 from wds_tensorcache.codec.storable import StorableTensor, describe_tensor
 from wds_tensorcache.errors import EncodeError, FormatError
 
-__all__ = ["SkeletonWriter", "allow_table"]
+__all__ = ["SkeletonWriter"]
 
-MAX_KEY_NODES = 1000  # what every reader accepts at least
-
-
-class Counter:
-    """Numbers the tensors of something that has no paths inside; always true."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def next(self) -> int:
-        """Return 0, 1, 2, …"""
-        self._count += 1
-        return self._count - 1
-
-
-def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
-    """Return the classes of an `allow=` argument by module and qualified name.
-
-    Raises:
-        TypeError: Something in it is not a class.
-    """
-    table = {}
-    for cls in allow:
-        if not isinstance(cls, type):
-            raise TypeError(f"allow= takes classes, got {cls!r}")
-        table[cls.__module__, cls.__qualname__] = cls
-    return table
+MAX_KEY_NODES = 1000  # of one key; of all, see `body`
 
 
 class SkeletonWriter:
@@ -67,7 +43,9 @@ class SkeletonWriter:
         self._slots: dict[int, tuple[int, object]] = {}  # by id; holds the object, so that its id is not reused
         self._texts: dict[type, dict[Any, int]] = {str: {}, bytes: {}}  # by value
         self._globals: dict[tuple[str, str], int] = {}
+        self._canonicals: dict[int, tuple[object, bytes | None]] = {}  # by id, as above
         self._key_nodes = 0
+        self._num_deques = 0
 
     def body(self) -> bytes:
         """Return the pickle behind the preamble."""
@@ -78,7 +56,12 @@ class SkeletonWriter:
                 memo[index] = len(memo)
             parts.append(op.write_get(memo[part]) if isinstance(part, int) else part)
         parts.append(op.STOP)
-        return b"".join(parts)
+        body = b"".join(parts)
+        if self._key_nodes > 1000 + 10 * len(body):
+            raise EncodeError(f"{self._key_nodes} parts in keys and set elements, most of them shared; use a list")
+        if self._num_deques > MAX_DEQUES:
+            raise EncodeError(f"{self._num_deques} deques, and at most {MAX_DEQUES} are read back; store list(x)")
+        return body
 
     def save(self, value: Any, path: str = "", opaque: Counter | None = None, depth: int = 1) -> None:
         """Write `value`, which lies at `path`; `opaque` counts the tensors of an object that has no paths inside."""
@@ -167,8 +150,6 @@ class SkeletonWriter:
                 self._key_nodes += key_cost(key, MAX_KEY_NODES)
             except FormatError as exc:
                 raise EncodeError(f"{at(path)}: {exc}; use a shorter key") from exc
-            if self._key_nodes > MAX_KEY_NODES:
-                raise EncodeError(f"{at(path)}: more than {MAX_KEY_NODES} parts in keys and set elements; use a list")
         self.save(key, path, opaque, depth + 1)
 
     def _save_tuple(self, value: tuple[Any, ...], path: str, opaque: Counter | None, depth: int) -> None:
@@ -202,19 +183,28 @@ class SkeletonWriter:
     def _save_elements(self, values: Iterable[Any], path: str, depth: int) -> None:
         self._parts.append(op.MARK)
         inside = Counter()  # elements have no names: tensors in them are counted
-        for item in sorted(values, key=self._canonical):
+        for item in sorted(values, key=lambda item: self._canonical(item, path, depth + 1)):
             self._save_key(item, path, inside, depth)
 
-    def _canonical(self, value: Any) -> bytes:
+    def _canonical(self, value: Any, path: str, depth: int) -> bytes:
         """Return bytes that depend on nothing but the value, to sort the elements of a set by."""
         atom = op.ATOM_WRITERS.get(type(value))
         if atom is not None:
             return atom(value)
-        alone = SkeletonWriter(self._allow)
-        alone.save(value)
-        return alone.body() + b"".join(tensor.flat.tobytes() for tensor in alone.tensors.values())
+        known = self._canonicals.get(id(value))
+        if known is None:
+            self._canonicals[id(value)] = (value, None)  # begun
+            alone = SkeletonWriter(self._allow)
+            alone._canonicals = self._canonicals
+            alone.save(value, path, Counter(), depth)
+            known = value, alone.body() + b"".join(bytes(tensor.flat) for tensor in alone.tensors.values())
+            self._canonicals[id(value)] = known
+        if known[1] is None:
+            raise EncodeError(f"{at(path)}: a set that one of its elements holds; use a list")
+        return known[1]
 
     def _save_deque(self, value: deque[Any], path: str, opaque: Counter | None, depth: int) -> None:
+        self._num_deques += 1
         self._save_listed(value, path, opaque, depth)
         self._save_items(value, path, opaque, depth)
 

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import TrueDtype, numpy_true_dtype, torch_true_dtype
-from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
+from wds_tensorcache.codec.lazy import LazyTensor
+from wds_tensorcache.codec.lazy_array import LazyArray
+from wds_tensorcache.codec.views import check_array
 
 __all__ = ["StorableTensor", "describe_tensor"]
 
@@ -50,11 +52,17 @@ def describe_tensor(value: Any) -> StorableTensor:
     if reason is not None:
         raise ValueError(reason)
     if not is_tensor:
-        return StorableTensor("ndarray", _true_dtype(value.dtype), value.shape, view_array_bytes(value))
+        flat = view_array_bytes(value)
+        check_array(flat.view(value.dtype.newbyteorder("<")) if value.dtype.kind in "bU" and len(flat) else flat)
+        return StorableTensor("ndarray", _true_dtype(value.dtype), value.shape, flat)
     try:
+        if value.untyped_storage().nbytes() == 0 < value.numel():
+            raise RuntimeError("its storage was freed")
         flat = view_tensor_bytes(value)
     except (RuntimeError, NotImplementedError) as exc:  # inside torch.func, or on a device that cannot be read
         raise ValueError(f"the tensor's bytes cannot be read: {exc}") from exc
+    if value.dtype is torch.bool:
+        check_array(flat.view(np.bool_))
     return StorableTensor("tensor", _true_dtype(value.dtype), tuple(value.shape), flat)
 
 

@@ -15,8 +15,8 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any, NoReturn
 
-from wds_tensorcache.codec.builder import ALLOW_ONLY, Builder
-from wds_tensorcache.codec.nesting import ATOMS, MAX_DEPTH, check_depth, key_cost, walk
+from wds_tensorcache.codec.builder import ALLOW_ONLY, MAX_DEQUES, Builder, refuse_callables
+from wds_tensorcache.codec.nesting import ATOMS, MAX_DEPTH, check_depth, key_cost, shown, walk
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
 __all__ = ["unpickle"]
@@ -27,6 +27,7 @@ _UINT32 = Struct("<I").unpack_from
 _UINT64 = Struct("<Q").unpack_from
 # every opcode that can put one container into another; absent or rare ones cannot have nested 200 deep
 _NESTING = b")]}t\x85\x86\x87\x8f\x91R\x81\x92"
+_COPIED = frozenset({str, bytes, tuple})
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
@@ -76,6 +77,8 @@ def _run(
     memo: list[Any] = []
     callables = 0  # Builders pushed and not yet called
     key_budget = 1000 + 10 * size
+    argument_budget = 1_000_000 + 10 * size  # one text may be fetched from the memo for many calls, which copy it
+    num_deques = 0
     push = stack.append
 
     # one Python loop step per opcode, the commonest opcodes first
@@ -118,14 +121,18 @@ def _run(
             builder = stack[-1]
             if builder.__class__ is not Builder or args.__class__ is not tuple:
                 raise UnsafeSkeletonError(
-                    f"REDUCE at byte {pos - 1} calls {builder!r:.80}, which is not a listed callable"
+                    f"REDUCE at byte {pos - 1} calls {shown(builder)}, which is not a listed callable"
                 )
             callables -= 1
             if builder is REFERENCE:
                 if len(args) != 1 or args[0].__class__ is not str:
-                    raise FormatError(f"a reference takes one string, got {args!r:.80}")
+                    raise FormatError(f"a reference takes one string, got {', '.join(map(shown, args))}")
                 stack[-1] = reference(args[0])
             else:
+                argument_budget -= sum(len(arg) for arg in args if arg.__class__ in _COPIED)
+                num_deques += builder.is_deque
+                if argument_budget < 0 or num_deques > MAX_DEQUES:
+                    raise FormatError(f"calls with too much to copy, or more than {MAX_DEQUES} deques")
                 stack[-1] = builder.build(args)
         elif op == 0x47:  # BINFLOAT
             push(_FLOAT(body, pos)[0])
@@ -279,7 +286,7 @@ def _find(
         return REFERENCE
     cls = allow.get(key)
     if cls is not None:
-        return Builder(lambda args: cls(*args), cls=cls)
+        return Builder(lambda args: _call(cls, args), cls=cls)
     if key in builders:
         return builders[key]
     raise UnsafeSkeletonError(
@@ -287,10 +294,15 @@ def _find(
     )
 
 
+def _call(cls: type, args: tuple[Any, ...]) -> Any:
+    refuse_callables(args)
+    return cls(*args)
+
+
 def _refuse(op: int, pos: int) -> NoReturn:
     names = {ord(known.code): known.name for known in pickletools.opcodes}
     raise UnsafeSkeletonError(
-        f"opcode {names.get(op, hex(op))} at byte {pos} is outside the format; see FORMAT.md 2.5, and for classes allow=[…]"
+        f"opcode {names.get(op, hex(op))} at byte {pos} is outside the format; see FORMAT.md 2.4, and for classes allow=[…]"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from typing import Any
 
@@ -20,13 +19,11 @@ Array = np.ndarray[Any, Any]
 def new_tensor(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> tuple[torch.Tensor, memoryview]:
     """Return a tensor that is not initialised, and its `nbytes` bytes to be filled in.
 
-    Memory: the tensor's own, aligned to 64 bytes; the view does not keep it alive.
+    Memory: the tensor's own, in host memory whatever torch's default device is, aligned to 64 bytes.
     """
-    if dtype is torch.complex32:  # torch warns when it makes one, and need not: nothing is computed here
-        tensor = torch.empty(nbytes, dtype=torch.uint8).view(dtype).view(shape)
-    else:
-        tensor = torch.empty(shape, dtype=dtype)
-    return tensor, memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+    flat = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    raw: Any = flat.numpy()
+    return flat.view(dtype).view(shape), memoryview(raw)
 
 
 def check_tensor(tensor: torch.Tensor) -> torch.Tensor:

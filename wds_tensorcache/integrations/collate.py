@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
+from wds_tensorcache.codec.lazy import LazyTensor
+from wds_tensorcache.codec.lazy_array import LazyArray
 
 __all__ = ["register"]
 
@@ -19,7 +20,7 @@ def _collate_tensors(batch: list[Any], *, collate_fn_map: Any = None) -> torch.T
     for item in batch:
         if item.shape != first.shape or item.dtype != first.dtype:
             raise RuntimeError(f"cannot stack {item!r} onto {first!r}: shapes and dtypes must be equal")
-    rows = torch.empty(0, dtype=first.dtype)
+    rows = torch.empty(0, dtype=first.dtype, device="cpu")
     shape = (len(batch), *first.shape)
     if get_worker_info() is None:
         rows = rows.new_empty(shape)

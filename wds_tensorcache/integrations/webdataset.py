@@ -11,10 +11,10 @@ from webdataset.autodecode import Decoder, imagehandler
 from webdataset.handlers import reraise_exception
 from webdataset.writer import make_encoder
 
+from wds_tensorcache.codec.builder import allow_table
 from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import decode_members, decode_plain_pickle, encode_sample
-from wds_tensorcache.codec.skeleton import allow_table
-from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.errors import FormatError, KeyRuleError, TensorCacheError
 from wds_tensorcache.shards.names import SKELETON, TENSORS, cache_name, check_key, check_suffixes, is_cache_name
 
 __all__ = ["FIELD", "Decode", "decode", "encoder"]
@@ -61,12 +61,12 @@ class _Encode:
                 ours[prefix + SKELETON], ours[prefix + TENSORS] = encode_sample(value, allow=self._allow)
             except TensorCacheError as exc:
                 raise exc.at(f"sample {key!r}, field {field!r}") from exc
-        twice = ours.keys() & rest.keys()
-        if twice:
-            raise FormatError(f"sample {key!r} has members {sorted(twice)} besides the cache that is written as them")
-        result = {**self._base(rest), **ours}
-        check_suffixes(str(key), [field for field in result if not field.startswith("_")])
-        return result
+        check_suffixes(str(key), [field for field in rest if not field.startswith("_")])
+        clash = [field for field in rest if field.lower().endswith((SKELETON, FIELD)) or field.lower() in ours]
+        if clash:
+            raise KeyRuleError(f"sample {key!r} has members {clash}, whose names only caches have")
+        check_suffixes(str(key), ours)
+        return {**self._base(rest), **ours}
 
 
 def decode(
@@ -149,12 +149,15 @@ class Decode:
             if prefix is not None:
                 result[prefix + FIELD] = self._decode_cache(sample, prefix)
                 continue
+            if field == FIELD or field.endswith("." + FIELD):
+                raise FormatError(
+                    f"{_where(sample)}: a member is called {field!r}, which is what caches are decoded to"
+                )
             prefix = _prefix(field, TENSORS)
             if prefix is None or prefix + SKELETON not in sample:
                 if field.endswith(TENSORS) and is_bound(value):
-                    raise FormatError(
-                        f"{_where(sample)}: member {(prefix or '') + SKELETON!r} is missing beside {field!r}"
-                    )
+                    missing = "a valid cache name" if prefix is None else f"member {prefix + SKELETON!r}"
+                    raise FormatError(f"{_where(sample)}: {missing} is missing beside {field!r}")
                 others[field] = value
         if others:
             result.update(self._decode_others(sample, others))

@@ -12,7 +12,7 @@ __all__ = ["SKELETON", "TENSORS", "cache_name", "check_key", "check_suffixes"]
 SKELETON = "skel.pyd"
 TENSORS = "safetensors"
 MAX_MEMBER_NBYTES = 100
-_CACHE_NAME = re.compile(r"[a-z0-9_-]+", re.ASCII)
+_CACHE_NAME = re.compile(r"[a-z0-9-][a-z0-9_-]*", re.ASCII)
 _RESERVED = frozenset({"skel", "pyd", "safetensors"})
 _BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -38,6 +38,10 @@ def check_key(key: object) -> None:
 def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
     """Raise KeyRuleError if a member `KEY.SUFFIX` has a name that some reader gets wrong."""
     for suffix in suffixes:
+        if not suffix or not suffix.isascii() or "/" in suffix or _BLANK.search(suffix):
+            raise KeyRuleError(
+                f"sample {key!r:.100}: {suffix!r:.100} is no extension: it is empty, or has '/' or blanks"
+            )
         nbytes = len(f"{key}.{suffix}".encode())
         if nbytes > MAX_MEMBER_NBYTES:
             raise KeyRuleError(
@@ -50,11 +54,14 @@ def cache_name(name: str) -> str:
     """Return `name` if a sample's cache may be called so.
 
     Raises:
-        KeyRuleError: It has other characters than `a-z0-9_-` (webdataset lowercases suffixes, DALI does not), or it is
+        KeyRuleError: It has other characters than `a-z0-9_-` (webdataset lowercases suffixes, DALI does not), it begins with
+            `_` (stock writers skip such fields), or it is
             one of the words that the members' own suffixes consist of.
     """
     if not _CACHE_NAME.fullmatch(name) or name in _RESERVED:
-        raise KeyRuleError(f"cache name {name!r:.100} must match [a-z0-9_-]+ and not be one of {sorted(_RESERVED)}")
+        raise KeyRuleError(
+            f"cache name {name!r:.100} must match [a-z0-9-][a-z0-9_-]* and not be one of {sorted(_RESERVED)}"
+        )
     return name
 
 
