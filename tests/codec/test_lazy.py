@@ -28,6 +28,10 @@ class Recording:
         self.member = member
         self.reads: list[tuple[int, int]] = []
 
+    def read(self, begin: int, end: int) -> bytearray:
+        self.reads += [(begin, end)] if end > begin else []
+        return bytearray(self.member[begin:end])
+
     def read_into(self, buffer: memoryview, begin: int) -> None:
         self.reads.append((begin, begin + len(buffer)))
         buffer[:] = self.member[begin : begin + len(buffer)]
@@ -104,7 +108,7 @@ def test_results_are_fresh_and_private() -> None:
     lazy = tc.decode_sample(skeleton, tensors)
     first, second = lazy.load(), lazy.load()
     assert first.data_ptr() != second.data_ptr()
-    assert first.data_ptr() % 64 == 0
+    assert first.data_ptr() % 16 == 0
     first.zero_()
     lazy[1:].zero_()
     assert torch.equal(second, T)
@@ -337,7 +341,7 @@ def test_the_default_device_is_not_where_bytes_are_read() -> None:
         assert sample["e"].load().device.type == "cpu"
     assert [tensor.device.type for tensor in loaded] == ["cpu"] * 4
     assert torch.equal(loaded[0], T)
-    with torch._subclasses.FakeTensorMode(), pytest.raises((RuntimeError, TypeError, AttributeError)):
+    with torch._subclasses.FakeTensorMode(), pytest.raises(AssertionError, match="FakeTensor"):
         sample["x"].load()
 
 

@@ -11,7 +11,6 @@ import torch
 from wds_tensorcache.codec.reference import Reference, Source
 from wds_tensorcache.codec.views import (
     check_tensor,
-    new_tensor,
     view_bytes,
     view_tensor,
 )
@@ -107,9 +106,7 @@ _set_source: Any = vars(Lazy)["_source"].__set__
 
 def read_tensor(source: Source, begin: int, end: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the bytes `[begin, end)` of `source` as a tensor in memory of its own."""
-    tensor, buffer = new_tensor(dtype, shape, end - begin)
-    if end > begin:
-        source.read_into(buffer, begin)
+    tensor = view_tensor(source.read(begin, end), dtype, shape)
     return check_tensor(tensor) if dtype is torch.bool else tensor
 
 
@@ -204,7 +201,7 @@ class LazyTensor(Lazy):
             ValueError: `out` has another shape or dtype.
             FormatError: A bool tensor holds other bytes than 0 and 1.
 
-        Memory: fresh and the caller's own, 64-byte aligned; with `copy=False` it aliases the source and keeps it alive.
+        Memory: fresh and the caller's own, aligned to 16 bytes; with `copy=False` it aliases the source and keeps it alive.
         """
         if out is not None:
             if isinstance(out, Lazy):

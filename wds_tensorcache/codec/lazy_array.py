@@ -8,7 +8,7 @@ import numpy as np
 
 from wds_tensorcache.codec.lazy import Lazy, install_operators, loaded, refuse_in_place
 from wds_tensorcache.codec.reference import Source
-from wds_tensorcache.codec.views import check_array, new_array, view_array, view_bytes
+from wds_tensorcache.codec.views import check_array, view_array, view_bytes
 
 __all__ = ["LazyArray", "read_array"]
 
@@ -17,10 +17,7 @@ def read_array(
     source: Source, begin: int, end: int, dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> np.ndarray[Any, Any]:
     """Return the bytes `[begin, end)` of `source` as an array in memory of its own."""
-    raw, buffer = new_array(end - begin)
-    if end > begin:
-        source.read_into(buffer, begin)
-    return check_array(view_array(raw, dtype, shape))
+    return check_array(view_array(source.read(begin, end), dtype, shape))
 
 
 class LazyArray(Lazy):

@@ -19,6 +19,9 @@ __all__ = ["MemorySource", "Reference", "Source", "check_named", "resolve"]
 class Source(Protocol):
     """Where bytes of a `.safetensors` member lie; offsets count from the member's first byte."""
 
+    def read(self, begin: int, end: int) -> bytearray:
+        """Return the bytes `[begin, end)` in memory of their own, or raise."""
+
     def read_into(self, buffer: memoryview, begin: int) -> None:
         """Fill `buffer` (1-D, bytes) from `begin`, or raise."""
 
@@ -36,6 +39,9 @@ class MemorySource:
 
     def __init__(self, member: bytes | memoryview) -> None:
         self.member = memoryview(member)
+
+    def read(self, begin: int, end: int) -> bytearray:
+        return bytearray(self.member[begin:end])
 
     def read_into(self, buffer: memoryview, begin: int) -> None:
         buffer[:] = self.member[begin : begin + len(buffer)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -10,20 +9,10 @@ import torch
 
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["check_array", "check_tensor", "new_array", "new_tensor", "view_array", "view_bytes", "view_tensor"]
+__all__ = ["check_array", "check_tensor", "view_array", "view_bytes", "view_tensor"]
 
 _MAX_CODE_POINT = 0x10FFFF
 Array = np.ndarray[Any, Any]
-
-
-def new_tensor(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> tuple[torch.Tensor, memoryview]:
-    """Return a tensor that is not initialised, and its `nbytes` bytes to be filled in.
-
-    Memory: the tensor's own, in host memory whatever torch's default device is, aligned to 64 bytes.
-    """
-    flat = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    raw: Any = flat.numpy()
-    return flat.view(dtype).view(shape), memoryview(raw)
 
 
 def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,24 +26,21 @@ def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def view_tensor(raw: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return `raw`, 1-D uint8, as a tensor. Memory: aliases `raw` and keeps it alive."""
-    if not len(raw):
-        return new_tensor(dtype, shape, 0)[0]  # torch finds no stride in an empty array
-    return torch.from_numpy(raw).view(dtype).view(shape)
+def view_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a writable buffer of bytes as a tensor in host memory, whatever torch's default device is.
+
+    Memory: aliases `buffer` and keeps it alive.
+    """
+    if not len(buffer):
+        return torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype).view(shape)
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
 
-def new_array(nbytes: int) -> tuple[Array, memoryview]:
-    """Return a 1-D uint8 array that is not initialised, and its bytes to be filled in."""
-    raw: Any = np.empty(nbytes, np.uint8)
-    return raw, memoryview(raw)
-
-
-def view_array(raw: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Return `raw`, 1-D uint8, as an array of `dtype`. Memory: aliases `raw` and keeps it alive."""
-    if not math.prod(shape):
-        return np.empty(shape, dtype)  # a view cannot change the item size of nothing
-    return raw.view(dtype).reshape(shape)
+def view_array(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Return a writable buffer of bytes as an array. Memory: aliases `buffer` and keeps it alive."""
+    if not len(buffer):
+        return np.empty(shape, dtype)
+    return np.frombuffer(buffer, dtype).reshape(shape)
 
 
 def check_array(array: Array) -> Array:
