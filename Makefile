@@ -50,4 +50,4 @@ $(VENV)/oldest: constraints/oldest.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ --requirement constraints/oldest.txt
 
 clean:
-	rm -rf $(VENV) demo_out
+	rm -rf $(VENV) demo_out build *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
