@@ -53,7 +53,7 @@ def describe_tensor(value: Any) -> StorableTensor:
         raise ValueError(reason)
     if not is_tensor:
         flat = view_array_bytes(value)
-        check_array(flat.view(value.dtype.newbyteorder("<")) if value.dtype.kind in "bU" and len(flat) else flat)
+        check_array(flat.view(value.dtype.newbyteorder("<")) if value.dtype.kind in ("b", "U") and len(flat) else flat)
         return StorableTensor("ndarray", _true_dtype(value.dtype), value.shape, flat)
     try:
         if value.untyped_storage().nbytes() == 0 < value.numel():
