@@ -7,6 +7,7 @@ import pickle
 import pickletools
 from typing import Any
 
+import pytest
 import safetensors.torch
 import torch
 import webdataset as wds
@@ -24,6 +25,18 @@ def test_members_hold_the_sample(sample: Any) -> None:
     assert_same(sample, tc.decode_sample(skeleton, tensors))
     assert_same(sample, tc.decode_sample(skeleton, tensors, lazy=False, verify=True))
     assert_same(sample, tc.realize(tc.decode_sample(skeleton, tensors)))
+
+
+def test_members_may_be_any_bytes() -> None:
+    skeleton, tensors = tc.encode_sample({"x": torch.arange(3)})
+    strided = memoryview(bytes(b for byte in tensors for b in (byte, 0)))[::2]
+    for member in (bytearray(tensors), memoryview(tensors).cast("b"), strided):
+        lazy = tc.decode_sample(memoryview(skeleton), member, verify=True)["x"]
+        assert lazy.load().tolist() == lazy.load(copy=False).tolist() == [0, 1, 2]
+        assert tc.encode_sample({"x": lazy}) == (skeleton, tensors)
+    for wrong in ("text", None, [1]):
+        with pytest.raises(TypeError, match="a member is bytes, bytearray or memoryview, got"):
+            tc.decode_sample(skeleton, wrong)  # type: ignore[arg-type]
 
 
 @given(samples())

@@ -21,6 +21,8 @@ def realize(obj: Any, device: torch.device | str | None = None) -> Any:
     Containers are rebuilt with their own types; one object referred to twice, and containers that hold themselves, stay
     so. Loaded tensors that are there already are kept, or moved if `device` is given; numpy arrays stay in memory.
 
+    Objects of other classes are kept as they are, with what is lazy in them.
+
     Args:
         obj: A decoded sample, a lazy tensor, or any nesting of containers, namedtuples and dataclasses with some inside.
         device: Where the tensors go; the CPU by default.

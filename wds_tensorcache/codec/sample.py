@@ -60,10 +60,12 @@ def encode_sample(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -
         align: The tensors' bytes begin at a multiple of this many bytes of the member; itself a multiple of 8.
 
     Returns:
-        (skeleton, tensors): the bytes of `KEY.skel.pyd` and of `KEY.safetensors`. Equal samples give equal bytes.
+        (skeleton, tensors): the bytes of `KEY.skel.pyd` and of `KEY.safetensors`. Equal samples, with the same of their
+        objects being one, give equal bytes in every process and on every Python version.
 
     Raises:
         EncodeError: Something cannot be represented; the message names its path and the remedy.
+        ValueError: `align` is not a positive multiple of 8, or the header is longer than safetensors allows.
 
     Memory: fresh bytes, each tensor copied once.
     """
@@ -92,10 +94,20 @@ def decode_sample(
         UnsafeSkeletonError: The skeleton asks for anything outside the format; nothing was executed.
         FormatError: Damaged bytes, members that do not belong together, or with `verify`, digests that do not match or
             are not there.
+        TypeError: A member is not bytes.
 
-    Memory: lazy tensors keep `tensors` alive; loaded ones are fresh, private and aligned, one allocation each.
+    Memory: lazy tensors keep `tensors` alive; loaded ones are fresh and private, one allocation each.
     """
-    return decode_members(skeleton, tensors, lazy, verify, allow_table(allow))
+    return decode_members(_member(skeleton), _member(tensors), lazy, verify, allow_table(allow))
+
+
+def _member(raw: Any) -> bytes | memoryview:
+    if isinstance(raw, bytes):
+        return raw
+    if not isinstance(raw, (bytearray, memoryview)):
+        raise TypeError(f"a member is bytes, bytearray or memoryview, got {type(raw).__name__}")
+    view = memoryview(raw)
+    return view.cast("B") if view.c_contiguous else view.tobytes()
 
 
 def decode_members(
