@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["ATOMS", "MAX_DEPTH", "check_depth", "key_cost", "shown", "walk"]
+__all__ = ["ATOMS", "MAX_DEPTH", "Collisions", "check_depth", "key_cost", "shown", "walk"]
 
 MAX_DEPTH = 200
+MAX_COLLISIONS = 1000
+_HASH_MODULUS = sys.hash_info.modulus
 ATOMS = frozenset({str, int, bool, float, bytes, type(None), complex})
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
@@ -64,3 +67,18 @@ def key_cost(key: Any, budget: int) -> int:
         if isinstance(value, (tuple, frozenset)):
             todo.extend((child, depth + 1) for child in value)
     return cost
+
+
+class Collisions:
+    """Counts long ints that share a hash: a dict of n such keys takes n * n comparisons to build."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def check(self, key: int) -> None:
+        """Raise FormatError if more than `MAX_COLLISIONS` different keys so far have the hash of this one."""
+        if -_HASH_MODULUS < key < _HASH_MODULUS:
+            return
+        count = self._counts[hash(key)] = self._counts.get(hash(key), 0) + 1
+        if count > MAX_COLLISIONS:
+            raise FormatError(f"more than {MAX_COLLISIONS} int keys that have one hash")

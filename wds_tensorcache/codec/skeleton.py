@@ -21,7 +21,7 @@ from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
 from wds_tensorcache.codec.listed import FACTORIES, LISTED, numpy_dtype_arguments, torch_dtype_name
 from wds_tensorcache.codec.names import Counter, component, join, unique
-from wds_tensorcache.codec.nesting import MAX_DEPTH, key_cost
+from wds_tensorcache.codec.nesting import MAX_DEPTH, Collisions, key_cost
 from wds_tensorcache.codec.refusals import remedy
 from wds_tensorcache.codec.storable import StorableTensor, describe_tensor
 from wds_tensorcache.errors import EncodeError, FormatError
@@ -45,6 +45,7 @@ class SkeletonWriter:
         self._globals: dict[tuple[str, str], int] = {}
         self._canonicals: dict[int, tuple[object, bytes | None]] = {}  # by id, as above
         self._key_nodes = 0
+        self._collisions = Collisions()
         self._num_deques = 0
 
     def body(self) -> bytes:
@@ -145,11 +146,13 @@ class SkeletonWriter:
         self._parts.append(op.SETITEMS)
 
     def _save_key(self, key: Any, path: str, opaque: Counter, depth: int) -> None:
-        if type(key) not in op.ATOM_WRITERS:
-            try:
+        try:
+            if type(key) is int:
+                self._collisions.check(key)
+            elif type(key) not in op.ATOM_WRITERS:
                 self._key_nodes += key_cost(key, MAX_KEY_NODES)
-            except FormatError as exc:
-                raise EncodeError(f"{at(path)}: {exc}; use a shorter key") from exc
+        except FormatError as exc:
+            raise EncodeError(f"{at(path)}: {exc}; use another key") from exc
         self.save(key, path, opaque, depth + 1)
 
     def _save_tuple(self, value: tuple[Any, ...], path: str, opaque: Counter | None, depth: int) -> None:

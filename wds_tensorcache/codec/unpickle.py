@@ -16,7 +16,7 @@ from struct import error as StructError
 from typing import Any, NoReturn
 
 from wds_tensorcache.codec.builder import ALLOW_ONLY, MAX_DEQUES, Builder, refuse_callables
-from wds_tensorcache.codec.nesting import ATOMS, MAX_DEPTH, check_depth, key_cost, shown, walk
+from wds_tensorcache.codec.nesting import ATOMS, MAX_DEPTH, Collisions, check_depth, key_cost, shown, walk
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
 __all__ = ["unpickle"]
@@ -77,6 +77,7 @@ def _run(
     memo: list[Any] = []
     callables = 0  # Builders pushed and not yet called
     key_budget = 1000 + 10 * size
+    collisions = Collisions()
     argument_budget = 1_000_000 + 10 * size  # one text may be fetched from the memo for many calls, which copy it
     num_deques = 0
     push = stack.append
@@ -159,7 +160,9 @@ def _run(
                 raise FormatError(f"SETITEMS at byte {pos - 1} on a {type(target).__name__}")
             pairs = iter(items)
             for key in pairs:
-                if key.__class__ is not str and key.__class__ not in ATOMS:
+                if key.__class__ is int:
+                    collisions.check(key)
+                elif key.__class__ is not str and key.__class__ not in ATOMS:
                     key_budget -= key_cost(key, key_budget)
                 target[key] = next(pairs)
         elif op == 0x65 or op == 0x61:  # APPENDS, APPEND
@@ -214,7 +217,9 @@ def _run(
             items, stack = stack, outer.pop()
             push = stack.append
             for item in items:
-                if item.__class__ not in ATOMS:
+                if item.__class__ is int:
+                    collisions.check(item)
+                elif item.__class__ not in ATOMS:
                     key_budget -= key_cost(item, key_budget)
             if op == 0x91:
                 push(frozenset(items))
