@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-__all__ = ["STORED", "TrueDtype", "is_stored", "numpy_dtype", "numpy_true_dtype", "torch_dtype", "torch_true_dtype"]
+__all__ = ["STORED", "TrueDtype", "numpy_dtype", "numpy_true_dtype", "torch_dtype", "torch_true_dtype"]
 
 # safetensors name -> (bytes per element, torch name, numpy name); a torch release may lack the newest of them
 STORED: dict[str, tuple[int, str, str | None]] = {
@@ -101,11 +101,6 @@ def _numpy_view(attribute: str) -> TrueDtype | None:
     if text:
         return TrueDtype("U8" if text[1] == "S" else "U32", (int(text[2]),), attribute)
     return None
-
-
-def is_stored(name: str) -> bool:
-    """Return whether `name` is a dtype that a `.safetensors` member of a sample may use."""
-    return name in STORED
 
 
 def torch_dtype(stored: str, attribute: str | None) -> tuple[torch.dtype, tuple[int, ...]]:
