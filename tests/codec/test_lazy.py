@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import multiprocessing
 import operator
 import pickle
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 import wds_tensorcache as tc
 from wds_tensorcache.codec.reference import Reference, Source
@@ -289,31 +288,6 @@ def test_it_pickles_with_its_own_bytes_only() -> None:
 def test_compiled_functions_take_what_it_loads() -> None:
     compiled = torch.compile(lambda x: x * 2 + 1, backend="eager", fullgraph=True)
     assert torch.equal(compiled(lazy_of(T).load()), T * 2 + 1)
-
-
-class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    def __getitem__(self, index: int) -> Any:
-        return tc.decode_sample(*tc.encode_sample({"x": T + index, "y": np.arange(3), "n": index}))
-
-    def __len__(self) -> int:
-        return 4
-
-
-@pytest.mark.parametrize("context", [None, "fork", "spawn"])
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # fork, from Python 3.12 on
-def test_default_collate_in_workers(context: str | None) -> None:
-    if context is not None and context not in multiprocessing.get_all_start_methods():
-        pytest.skip(f"this system has no {context}")
-    loader = DataLoader(Samples(), batch_size=2, num_workers=2 if context else 0, multiprocessing_context=context)
-    first, second = loader
-    assert torch.equal(first["x"], torch.stack([T, T + 1]))
-    assert torch.equal(second["x"], torch.stack([T + 2, T + 3]))
-    assert torch.equal(first["y"], torch.arange(3).expand(2, 3))
-
-
-def test_collating_different_shapes_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"cannot stack LazyTensor\('@0', shape=\[3\]"):
-        default_collate([lazy_of(T), lazy_of(torch.zeros(3))])
 
 
 def test_realize() -> None:

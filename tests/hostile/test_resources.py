@@ -1,0 +1,175 @@
+"""Skeletons that are after time, memory or the stack: rows of FORMAT.md's table of attacks."""
+
+from __future__ import annotations
+
+import collections
+import struct
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import wds_tensorcache as tc
+from tests.hostile.pickles import call, decode, refused, text
+
+BAD_ARGUMENTS = {
+    "a Fraction of a text": ("fractions", "Fraction", text("1e2000000") + b"\x85"),
+    "a Fraction that takes minutes": (
+        "fractions",
+        "Fraction",
+        b"\x8b" + struct.pack("<I", 9000) + b"\x7f" * 9000 + b"K\x03\x86",
+    ),
+    "a deque of a range": (
+        "collections",
+        "deque",
+        call("builtins", "range", b"K\x00J\xff\xff\xff\x7fK\x01\x87") + b"\x85",
+    ),
+    "a bytearray of a size": ("builtins", "bytearray", b"J\xff\xff\xff\x7f\x85"),
+    "bytes of a size": ("builtins", "bytes", b"J\xff\xff\xff\x7f\x85"),
+    "a Size of a range": ("torch", "Size", call("builtins", "range", b"K\x00J\xff\xff\xff\x7fK\x01\x87") + b"\x85"),
+    "a record dtype": ("numpy", "dtype", text("V500000000") + b"\x85"),
+    "a dtype of fields": ("numpy", "dtype", text("f4,O") + b"\x85"),
+    "an OrderedDict of something": ("collections", "OrderedDict", b"]\x85"),
+    "a factory that is a value": ("collections", "defaultdict", b"N\x85\x85"),
+    "a factory with arguments": ("builtins", "list", b"(K\x01t\x85"),
+    "a date out of range": ("datetime", "date", b"C\x04\xff\xff\xff\xff\x85"),
+    "an hour out of range": ("datetime", "datetime", b"C\x0a\x07\xe8\x01\x01\xff\x00\x00\x00\x00\x00\x85"),
+    "a zone that is none": ("datetime", "time", b"C\x06" + bytes(6) + b"N\x85\x86"),
+    "a device that is none": ("torch", "device", text("x" * 30) + b"\x85"),
+    "a scalar that overflows": ("numpy", "int8", b"M\xff\xff\x85"),
+    "a float that overflows": ("numpy", "float32", b"G\x7f\xe0" + bytes(6) + b"\x85"),
+    "a scalar of a list": ("numpy", "float64", b"]\x85"),
+    "a complex of texts": ("builtins", "complex", text("1") + text("2") + b"\x86"),
+    "a Decimal of a list": ("decimal", "Decimal", b"]\x85"),
+    "a slice of lists": ("builtins", "slice", b"]]]\x87"),
+    "a UUID of anything": ("uuid", "UUID", text("zz") + b"\x85"),
+    "a path of parts that are none": ("pathlib", "PurePosixPath", b"N\x85"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_arguments_of_listed_types(name: str) -> None:
+    tracemalloc.start()
+    refused(call(*BAD_ARGUMENTS[name]))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2_000_000
+
+
+ANNOUNCED = {
+    "BINUNICODE": b"X\xff\xff\xff\x7f",
+    "BINUNICODE8": b"\x8d" + b"\xff" * 8,
+    "BINBYTES8": b"\x8e" + b"\xff" * 7 + b"\x00",
+    "BYTEARRAY8": b"\x96\x00\x00\x00\x00\x01\x00\x00\x00",
+    "LONG4": b"\x8b\xff\xff\xff\x7f",
+    "LONG1": b"\x8a\xff",
+    "SHORT_BINBYTES": b"C\xff",
+    "SHORT_BINUNICODE": b"\x8c\xff",
+    "FRAME": b"\x95" + b"\xff" * 8 + b"N",
+    "LONG_BINGET": b"j\xff\xff\xff\x7f",
+}
+
+
+@pytest.mark.parametrize("name", ANNOUNCED)
+def test_sizes_that_are_only_announced(name: str) -> None:
+    tracemalloc.start()
+    refused(ANNOUNCED[name])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+def test_nesting() -> None:
+    for depth in (201, 100_000):
+        refused(b"N" + b"\x85" * depth, "200 deep")
+        refused(b"]" * depth + b"a" * (depth - 1), "200 deep")
+        links = b"".join(b"0]\x94j" + struct.pack("<I", i) + b"a" for i in range(depth))  # each holds the one before
+        refused(b"]\x94" + links, "200 deep")
+    assert decode(b"N" + b"\x85" * 200) is not None
+
+
+def test_keys_that_overflow_or_exhaust_hash() -> None:
+    refused(b"}" + b"N" + b"\x85" * 1_000_000 + b"Ns", "too deep")
+    shared = b"N\x85" + b"".join(b"\x94h" + bytes([i]) + b"\x86" for i in range(100))  # hash() would visit 2**100 parts
+    refused(b"}" + shared + b"Ns", "too often")
+    refused(b"\x8f(" + shared + b"\x90", "too often")
+    refused(b"(" + shared + b"\x91", "too often")
+
+
+def test_lists_that_share_their_parts_are_walked_once() -> None:
+    body = b"]\x94" + b"".join(b"0]\x94(h" + bytes([i]) + b"h" + bytes([i]) + b"e" for i in range(60))
+    started = time.perf_counter()
+    tc.realize(decode(body))
+    tc.encode_sample(decode(body))
+    assert time.perf_counter() - started < 5
+
+
+DEQUE = text("collections") + text("deque") + b"\x93\x940"
+
+
+def test_deques_that_hold_deques() -> None:
+    """Freeing them overflows C's stack, also when they are dropped before anything is returned."""
+    n = 200_000
+    refused(DEQUE + b"h\x00)R" * n + b"a" * (n - 1), "more than 1000 deques")
+    refused(DEQUE + b"h\x00)R" * n + b"a" * (n - 1) + b"0N", "more than 1000 deques")
+    links = b"".join(b"h\x00)R\x94j" + struct.pack("<I", i + 1) + b"a" for i in range(n))
+    refused(DEQUE + b"(h\x00)R\x94" + links + b"t", "more than 1000 deques")
+    with pytest.raises(tc.EncodeError, match="1001 deques, and at most 1000"):
+        tc.encode_sample([collections.deque() for _ in range(1001)])
+
+
+def test_errors_do_not_print_lists_that_share_their_parts() -> None:
+    shared = b"]\x94" + b"".join(b"0]\x94(h" + bytes([i]) + b"h" + bytes([i]) + b"e" for i in range(60))
+    refused(shared + b")R", "calls a list, which is not a listed callable")
+    for module, name in [
+        ("builtins", "format"),
+        ("builtins", "range"),
+        ("torch", "device"),
+        ("numpy", "dtype"),
+        ("numpy", "datetime64"),
+    ]:
+        refused(call(module, name, shared + b"\x85"))
+        refused(call(module, name, shared + b"N\x86"))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "argument"),
+    [
+        ("builtins", "bytearray", b"B" + struct.pack("<I", 200_000) + bytes(200_000)),
+        ("numpy", "str_", b"X" + struct.pack("<I", 50_000) + b"x" * 50_000),
+        ("decimal", "Decimal", b"X" + struct.pack("<I", 50_000) + b"1" * 50_000),
+        ("pathlib", "PurePosixPath", b"X" + struct.pack("<I", 50_000) + b"a/" * 25_000),
+    ],
+)
+def test_one_text_copied_by_many_calls(module: str, name: str, argument: bytes) -> None:
+    body = argument + b"\x940" + text(module) + text(name) + b"\x93\x940(" + b"h\x01h\x00\x85R" * 28_000 + b"t"
+    tracemalloc.start()
+    refused(body, "too much to copy")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 * len(body)
+
+
+def test_units_of_zero() -> None:
+    """numpy divides by them, and the process dies."""
+    for unit in ("0s", "00ns", "s0"):
+        refused(call("numpy", "datetime64", b"K\x01" + text(unit) + b"\x86"))
+        refused(call("numpy", "dtype", text(f"M8[{unit}]") + b"\x85"))
+    days = tc.encode_sample({"x": np.array(["2020-01-01"], "M8[D]")})
+    refused(
+        call("builtins", "format", text("ndarray:x?dtype=datetime64[0s]") + b"\x85"),
+        "not a view of I64",
+        tensors=days[1],
+    )
+
+
+def test_int_keys_that_share_a_hash() -> None:
+    keys = [i * (2**61 - 1) for i in range(1, 20_001)]
+    longs = b"".join(b"\x8a\x0a" + key.to_bytes(10, "little") + b"N" for key in keys)
+    refused(b"}(" + longs + b"u", "more than 1000 int keys that have one hash")
+    refused(b"\x8f(" + longs + b"\x90", "one hash")
+    with pytest.raises(tc.EncodeError, match="more than 1000 int keys that have one hash; use another key"):
+        tc.encode_sample(dict.fromkeys(keys[:1001]))
+    ordinary = {hash(str(i)) * 7 for i in range(5000)}
+    assert tc.decode_sample(*tc.encode_sample(ordinary)) == ordinary
