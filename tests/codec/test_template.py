@@ -122,3 +122,10 @@ def test_learning_stops() -> None:
         members = tc.encode_sample({"t": torch.ones(1), "tags": ["x"] * (index % 20)})
         assert len(tc.decode_sample(*members)["tags"]) == index % 20
     assert parse_header(members[1])[0].num_interpreted > 8
+
+
+def test_many_tensors_are_not_taken_apart() -> None:
+    members = tc.encode_sample([torch.zeros(1) for _ in range(3000)])
+    for _ in range(3):
+        assert len(tc.decode_sample(*members)) == 3000
+    assert parse_header(members[1])[0].template is None

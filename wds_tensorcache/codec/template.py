@@ -164,6 +164,8 @@ def _take_apart(body: bytes, pos: int) -> tuple[list[Any], Any]:
     marks: list[list[Any]] = []
     memo: list[Any] = []
     while True:
+        if len(parts) > 4 * MAX_PARTS:  # keys and names count too, until they are known to be
+            raise _Unlike
         op = body[pos]
         if op in _FIXED or op in _SIZED:
             width = _SIZED.get(op)
