@@ -27,9 +27,14 @@ nested = st.recursive(
 
 @pytest.fixture(autouse=True)
 def no_layouts_from_other_tests() -> Iterator[None]:
-    header._LAYOUTS.clear()
+    forget()
     yield
+    forget()
+
+
+def forget() -> None:
     header._LAYOUTS.clear()
+    header._FORMS.clear()
 
 
 def warm_up(skeleton: bytes, tensors: bytes) -> None:
@@ -57,14 +62,14 @@ def test_samples_of_one_structure_share_a_template() -> None:
     for index in range(3):
         tc.decode_sample(*tc.encode_sample(diffusion_sample(index)))
     skeleton, tensors = tc.encode_sample(diffusion_sample(3))
-    template = parse_header(tensors)[0].template
+    template = parse_header(tensors)[0].form.template
     assert template.match(skeleton, 42) == ["photo 3", 64, 48]
     values = [None, True, 7, 300, 70_000, -1, 1 << 70, -(1 << 300), 1.5, "é" * 300, b"x", b"y" * 300]
     for value in values:
         sample = diffusion_sample(4)
         sample["cond"][0][1]["prompt"] = value
         assert_same(sample, tc.decode_sample(*tc.encode_sample(sample)))
-        assert parse_header(tensors)[0].template is template
+        assert parse_header(tensors)[0].form.template is template
     for value in ("\ud800", [], {}, (), [1], {"a": 1}, {1, 2}, 1j, "photo", ("latent", "latent"), torch.float32):
         sample = diffusion_sample(4)
         sample["cond"][0][1]["prompt"] = value
@@ -104,9 +109,9 @@ def test_damaged_skeletons(sample: Any) -> None:
     damaged = [skeleton[:i] + bytes([skeleton[i] ^ flip]) + skeleton[i + 1 :] for i, flip in flips]
     damaged += [skeleton[:i] for i in range(42, len(skeleton))] + [skeleton + b".", skeleton[:-1] + b"0."]
     for body in damaged:
-        header._LAYOUTS.clear()
+        forget()
         expected = outcome(body, tensors)
-        header._LAYOUTS.clear()
+        forget()
         warm_up(skeleton, tensors)
         assert repr(outcome(body, tensors)) == repr(expected)
 
@@ -114,18 +119,28 @@ def test_damaged_skeletons(sample: Any) -> None:
 def test_layouts_of_single_samples_learn_nothing() -> None:
     members = tc.encode_sample({"t": torch.ones(5)})
     tc.decode_sample(*members)
-    assert parse_header(members[1])[0].template is None
+    assert parse_header(members[1])[0].form.template is None
+
+
+def test_ragged_samples_share_a_template() -> None:
+    for length in range(1, 6):
+        sample = {"text": torch.ones(length, 2).bfloat16(), "length": length}
+        members = tc.encode_sample(sample)
+        assert_same(sample, tc.decode_sample(*members))
+    layout = parse_header(members[1])[0]
+    assert layout.form.num_interpreted == 2
+    assert layout.resolved[0] is layout.form.template
 
 
 def test_learning_stops() -> None:
     for index in range(40):
         members = tc.encode_sample({"t": torch.ones(1), "tags": ["x"] * (index % 20)})
         assert len(tc.decode_sample(*members)["tags"]) == index % 20
-    assert parse_header(members[1])[0].num_interpreted > 8
+    assert parse_header(members[1])[0].form.num_interpreted > 8
 
 
 def test_many_tensors_are_not_taken_apart() -> None:
     members = tc.encode_sample([torch.zeros(1) for _ in range(3000)])
     for _ in range(3):
         assert len(tc.decode_sample(*members)) == 3000
-    assert parse_header(members[1])[0].template is None
+    assert parse_header(members[1])[0].form.template is None

@@ -19,11 +19,16 @@ from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.errors import FormatError
 
 __all__ = [
+    "DIGITS_BEGIN",
+    "DIGITS_END",
     "FORMAT_VERSION",
+    "Form",
     "Layout",
     "StoredTensor",
     "build_header",
+    "form_of",
     "is_bound",
+    "make_layout",
     "parse_header",
     "sign_header",
     "tensors_digest",
@@ -54,23 +59,66 @@ class StoredTensor:
     end: int
 
 
+@dataclass(slots=True, eq=False)
+class Form:
+    """What layouts that differ in their shapes alone have in common: ragged samples are of one form.
+
+    Attributes:
+        entries: (name, stored dtype, number of dimensions) of each tensor, in the order of their bytes.
+        template: What an earlier skeleton was like, if that is worth knowing.
+        num_interpreted: Samples that no template matched.
+    """
+
+    entries: tuple[tuple[str, str, int], ...]
+    template: Any = None
+    num_interpreted: int = 0
+
+
 @dataclass(slots=True)
 class Layout:
     """What every member with the same header has in common.
 
     Attributes:
         tensors: Name to entry, in the order of their bytes, which they cover without a hole.
+        data_begin: Where they begin in the member, behind the header.
         nbytes: Of the whole member, header included.
+        form: The same for all layouts that differ in their shapes alone.
         references: What the text of a reference stands for, once it was resolved; filled by `resolve`.
-        template: What an earlier skeleton was like, if that is worth knowing.
-        num_interpreted: Samples that no template matched.
+        resolved: The references of a template, and that template.
     """
 
     tensors: dict[str, StoredTensor]
+    data_begin: int
     nbytes: int
+    form: Form = field(compare=False, repr=False)
     references: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    template: Any = field(default=None, compare=False, repr=False)
-    num_interpreted: int = field(default=0, compare=False, repr=False)
+    resolved: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False)
+
+
+# By entries. Bounded as _LAYOUTS is; a form that falls out only loses its template.
+_FORMS: dict[tuple[tuple[str, str, int], ...], Form] = {}
+
+
+def form_of(entries: tuple[tuple[str, str, int], ...]) -> Form:
+    """Return the one form with these entries."""
+    form = _FORMS.get(entries)
+    if form is None:
+        if len(_FORMS) >= _MAX_LAYOUTS:
+            _FORMS.clear()
+        form = _FORMS.setdefault(entries, Form(entries))
+    return form
+
+
+def make_layout(form: Form, dims: Sequence[int], data_begin: int) -> Layout:
+    """Return the layout of `form` whose tensors' shapes, one behind the other, are `dims`; these are taken as valid."""
+    tensors = {}
+    begin, first = data_begin, 0
+    for name, dtype, ndim in form.entries:
+        shape = tuple(dims[first : first + ndim])
+        end = begin + math.prod(shape) * STORED[dtype][0]
+        tensors[name] = StoredTensor(name, dtype, shape, begin, end)
+        begin, first = end, first + ndim
+    return Layout(tensors, data_begin, begin, form)
 
 
 def is_bound(member: Any) -> bool:
@@ -164,7 +212,8 @@ def _parse_layout(text: bytes, data_begin: int, nbytes: int) -> Layout:
         position = tensor.end
     if position != nbytes:
         raise FormatError(f"the tensors end at byte {position}, but the member has {nbytes}")
-    return Layout({tensor.name: tensor for tensor in tensors}, nbytes)
+    form = form_of(tuple((tensor.name, tensor.dtype, len(tensor.shape)) for tensor in tensors))
+    return Layout({tensor.name: tensor for tensor in tensors}, data_begin, nbytes, form)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,18 +9,27 @@ from typing import Any
 import xxhash
 
 from wds_tensorcache.codec.builder import allow_table
-from wds_tensorcache.codec.header import build_header, parse_header, sign_header, tensors_digest
+from wds_tensorcache.codec.header import Layout, build_header, parse_header, sign_header, tensors_digest
 from wds_tensorcache.codec.lazy import LazyTensor, read_tensor
 from wds_tensorcache.codec.lazy_array import LazyArray, read_array
 from wds_tensorcache.codec.listed import BUILDERS
 from wds_tensorcache.codec.preamble import build_preamble, parse_preamble
 from wds_tensorcache.codec.reference import MemorySource, Reference, Source, check_named, resolve
 from wds_tensorcache.codec.skeleton import SkeletonWriter
-from wds_tensorcache.codec.template import MAX_LEARNT, MISS, learn
+from wds_tensorcache.codec.template import MAX_LEARNT, MISS, Template, learn
 from wds_tensorcache.codec.unpickle import unpickle
 from wds_tensorcache.errors import EncodeError, FormatError
 
-__all__ = ["EncodedSample", "decode_members", "decode_plain_pickle", "decode_sample", "encode_sample", "encode_views"]
+__all__ = [
+    "EncodedSample",
+    "check_binding",
+    "decode_body",
+    "decode_members",
+    "decode_plain_pickle",
+    "decode_sample",
+    "encode_sample",
+    "encode_views",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +129,7 @@ def decode_members(
     """Decode as `decode_sample` does, for a caller that decodes many: `allow` is `allow_table`'s result."""
     skeleton = bytes(skeleton)
     layout, digest = parse_header(tensors)
-    begin, expected_nbytes, expected_digest, body_digest = parse_preamble(skeleton)
-    if (expected_digest != digest or expected_nbytes != layout.nbytes) and None not in (expected_digest, digest):
-        raise FormatError(
-            "the two members do not belong together: the skeleton was written with a safetensors member of "
-            f"{expected_nbytes} bytes and digest {expected_digest:016x}, this one has {layout.nbytes} and {digest:016x}"
-        )
+    begin, body_digest = check_binding(skeleton, layout.nbytes, digest)
     if verify:
         if digest is None or body_digest is None:
             raise FormatError("cannot be verified: a member written by other means has no digest")
@@ -133,12 +137,39 @@ def decode_members(
             raise FormatError("the safetensors member is damaged: its digest does not match its bytes")
         if xxhash.xxh3_64_intdigest(memoryview(skeleton)[begin:]) != body_digest:
             raise FormatError("the skeleton is damaged: its digest does not match its bytes")
-    source = MemorySource(tensors)
-    template = layout.template
+    return decode_body(skeleton, begin, layout, MemorySource(tensors), lazy, allow)
+
+
+def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int, int | None]:
+    """Return where a skeleton's body begins, and the digest that it declares of that.
+
+    Args:
+        skeleton: The member, or at least its preamble.
+        nbytes: Length of the `.safetensors` member that is beside it.
+        digest: What that declares; None if it declares none.
+
+    Raises:
+        FormatError: The two members do not belong together.
+    """
+    begin, expected_nbytes, expected_digest, body_digest = parse_preamble(skeleton)
+    if (expected_digest != digest or expected_nbytes != nbytes) and None not in (expected_digest, digest):
+        raise FormatError(
+            "the two members do not belong together: the skeleton was written with a safetensors member of "
+            f"{expected_nbytes} bytes and digest {expected_digest:016x}, this one has {nbytes} and {digest:016x}"
+        )
+    return begin, body_digest
+
+
+def decode_body(
+    skeleton: bytes, begin: int, layout: Layout, source: Source, lazy: bool, allow: Mapping[tuple[str, str], type]
+) -> Any:
+    """Return the object of a skeleton whose body begins at `begin`, its tensors at `source` as `layout` says."""
+    form = layout.form
+    template = form.template
     if template is not None:
         made = template.match(skeleton, begin)
         if made is not MISS:
-            for found in template.references:
+            for found in resolve_template(layout, template):
                 made.append(open_tensor(found, source, lazy))
             return template.build(made)
     met: dict[str, Any] = {}
@@ -151,10 +182,19 @@ def decode_members(
 
     sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
     check_named(layout, met)
-    layout.num_interpreted += 1
-    if 1 < layout.num_interpreted <= MAX_LEARNT:  # not for a layout that one ragged sample has, nor again and again
-        layout.template = learn(skeleton, begin, lambda text: resolve(layout, text))
+    form.num_interpreted += 1
+    if 1 < form.num_interpreted <= MAX_LEARNT:  # not for a form that one sample has, nor again and again
+        form.template = learn(skeleton, begin)
     return sample
+
+
+def resolve_template(layout: Layout, template: Template) -> tuple[Reference, ...]:
+    """Return what the references of a template, learnt from another sample of the form, are in this layout."""
+    known, references = layout.resolved
+    if known is not template:
+        references = tuple(resolve(layout, text) for text in template.references)
+        layout.resolved = template, references
+    return references  # type: ignore[no-any-return]
 
 
 def open_tensor(reference: Reference, source: Source, lazy: bool) -> Any:

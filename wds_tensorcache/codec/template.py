@@ -15,8 +15,6 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any
 
-from wds_tensorcache.codec.reference import Reference
-
 __all__ = ["MAX_LEARNT", "MISS", "Template", "learn"]
 
 MISS: Any = object()
@@ -35,13 +33,13 @@ class Template:
 
     Attributes:
         segments: The bytes before each value, and those behind the last.
-        references: What the references stand for, in order.
+        references: Their texts, in order.
         containers: (type, keys of a dict, which of what was made so far it takes), inner ones first. Values come first
             in that count, then the tensors, then the containers.
     """
 
     segments: tuple[bytes, ...]
-    references: tuple[Reference, ...]
+    references: tuple[str, ...]
     containers: tuple[tuple[type, Any, Any], ...]
 
     def match(self, body: bytes, pos: int) -> Any:
@@ -126,7 +124,7 @@ class _Unlike(Exception):
     """The body holds more than a template can."""
 
 
-def learn(body: bytes, begin: int, resolve: Callable[[str], Reference]) -> Template | None:
+def learn(body: bytes, begin: int) -> Template | None:
     """Return the template of a body that the interpreter has read; None if it holds more than a template can."""
     try:
         parts, root = _take_apart(body, begin)
@@ -145,7 +143,7 @@ def learn(body: bytes, begin: int, resolve: Callable[[str], Reference]) -> Templ
     steps = tuple(
         (part.kind, tuple(part.keys), _taker([order[id(item)] for item in part.items])) for part in containers
     )
-    return Template(segments, tuple(resolve(tensor.text) for tensor in tensors), steps)
+    return Template(segments, tuple(tensor.text for tensor in tensors), steps)
 
 
 def _taker(indices: list[int]) -> Callable[[list[Any]], Iterable[Any]]:
