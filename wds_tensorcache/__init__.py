@@ -4,22 +4,40 @@ from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
 from wds_tensorcache.codec.realize import realize
 from wds_tensorcache.codec.sample import decode_sample, encode_sample
-from wds_tensorcache.errors import EncodeError, FormatError, KeyRuleError, TensorCacheError, UnsafeSkeletonError
+from wds_tensorcache.errors import (
+    BatchError,
+    EncodeError,
+    FormatError,
+    KeyRuleError,
+    TensorCacheError,
+    UnsafeSkeletonError,
+)
 from wds_tensorcache.integrations import collate
 from wds_tensorcache.integrations.webdataset import decode, encoder
+from wds_tensorcache.loading.dataset import TensorCache
+from wds_tensorcache.loading.join import JoinedCache
+from wds_tensorcache.loading.opening import open
+from wds_tensorcache.shards.catalog import index
+from wds_tensorcache.shards.writer import ShardWriter
 
 __all__ = [
+    "BatchError",
     "EncodeError",
     "FormatError",
+    "JoinedCache",
     "KeyRuleError",
     "LazyArray",
     "LazyTensor",
+    "ShardWriter",
+    "TensorCache",
     "TensorCacheError",
     "UnsafeSkeletonError",
     "decode",
     "decode_sample",
     "encode_sample",
     "encoder",
+    "index",
+    "open",
     "realize",
 ]
 

@@ -4,6 +4,7 @@ TensorCacheError
 ├── FormatError             (ValueError)            bytes that are not a sample, or halves of two samples
 │   └── UnsafeSkeletonError (pickle.UnpicklingError) a skeleton asks for something that is never executed
 ├── EncodeError             (TypeError)             a Python value that the format cannot hold
+├── BatchError              (ValueError)            samples that do not fit into one batch
 └── KeyRuleError            (ValueError)            a sample key or cache name that some reader of tar shards gets wrong
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import pickle
 from typing import TypeVar
 
-__all__ = ["EncodeError", "FormatError", "KeyRuleError", "TensorCacheError", "UnsafeSkeletonError"]
+__all__ = ["BatchError", "EncodeError", "FormatError", "KeyRuleError", "TensorCacheError", "UnsafeSkeletonError"]
 
 _Error = TypeVar("_Error", bound="TensorCacheError")
 
@@ -35,6 +36,10 @@ class UnsafeSkeletonError(FormatError, pickle.UnpicklingError):
 
 class EncodeError(TensorCacheError, TypeError):
     """A value cannot be written; the message gives its path in the sample and the remedy."""
+
+
+class BatchError(TensorCacheError, ValueError):
+    """Samples of one batch differ where they must not; the message names the tensor and two keys."""
 
 
 class KeyRuleError(TensorCacheError, ValueError):

@@ -22,6 +22,7 @@ __all__ = [
     "DIGITS_BEGIN",
     "DIGITS_END",
     "FORMAT_VERSION",
+    "MAX_HEADER_NBYTES",
     "Form",
     "Layout",
     "StoredTensor",
@@ -95,6 +96,8 @@ class Layout:
     resolved: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False)
 
 
+# Layouts that an index describes. Two of the same may be two objects once the table was full.
+_MADE: dict[tuple[Form, tuple[int, ...], int], Layout] = {}
 # By entries. Bounded as _LAYOUTS is; a form that falls out only loses its template.
 _FORMS: dict[tuple[tuple[str, str, int], ...], Form] = {}
 
@@ -111,6 +114,10 @@ def form_of(entries: tuple[tuple[str, str, int], ...]) -> Form:
 
 def make_layout(form: Form, dims: Sequence[int], data_begin: int) -> Layout:
     """Return the layout of `form` whose tensors' shapes, one behind the other, are `dims`; these are taken as valid."""
+    place = (form, tuple(dims), data_begin)
+    layout = _MADE.get(place)
+    if layout is not None:
+        return layout
     tensors = {}
     begin, first = data_begin, 0
     for name, dtype, ndim in form.entries:
@@ -118,7 +125,9 @@ def make_layout(form: Form, dims: Sequence[int], data_begin: int) -> Layout:
         end = begin + math.prod(shape) * STORED[dtype][0]
         tensors[name] = StoredTensor(name, dtype, shape, begin, end)
         begin, first = end, first + ndim
-    return Layout(tensors, data_begin, begin, form)
+    if len(_MADE) >= _MAX_LAYOUTS:
+        _MADE.clear()
+    return _MADE.setdefault(place, Layout(tensors, data_begin, begin, form))
 
 
 def is_bound(member: Any) -> bool:

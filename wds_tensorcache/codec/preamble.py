@@ -9,7 +9,7 @@ import xxhash
 from wds_tensorcache.codec.header import FORMAT_VERSION, check_version
 from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
 
-__all__ = ["PREAMBLE_NBYTES", "build_preamble", "parse_preamble"]
+__all__ = ["PREAMBLE_NBYTES", "build_preamble", "is_preamble", "parse_preamble"]
 
 MAGIC = b"tensorcache"
 _FIELDS = Struct("<HQQQ")
@@ -24,6 +24,23 @@ def build_preamble(tensors_nbytes: int, tensors_digest: int, body: bytes) -> byt
     """Return the `PREAMBLE_NBYTES` bytes that go in front of `body`."""
     fields = _FIELDS.pack(FORMAT_VERSION, tensors_nbytes, tensors_digest, xxhash.xxh3_64_intdigest(body))
     return b"%b%b0" % (_PREAMBLE_BEGIN, fields)
+
+
+_FIXED = _PREAMBLE_BEGIN + FORMAT_VERSION.to_bytes(2, "little")
+
+
+def is_preamble(skeleton: bytes, bound: bytes) -> bool:
+    """Return whether `skeleton` begins with a preamble that is bound to `bound`, 8 bytes of length and 8 of digest.
+
+    True without anything left to check; False is for `parse_preamble` to explain.
+    """
+    end = len(_FIXED) + 16
+    return (
+        skeleton.startswith(_FIXED)
+        and skeleton[len(_FIXED) : end] == bound
+        and len(skeleton) > PREAMBLE_NBYTES
+        and skeleton[PREAMBLE_NBYTES - 1] == _POP
+    )
 
 
 # where the pickle goes on, bytes of the safetensors member, its digest, digest of the body; None: written by stock pickle

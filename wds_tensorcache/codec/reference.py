@@ -19,7 +19,7 @@ __all__ = ["MemorySource", "Reference", "Source", "check_named", "resolve"]
 class Source(Protocol):
     """Where bytes of a `.safetensors` member lie; offsets count from the member's first byte."""
 
-    def read(self, begin: int, end: int) -> bytearray:
+    def read(self, begin: int, end: int) -> bytearray | memoryview:
         """Return the bytes `[begin, end)` in memory of their own, or raise."""
 
     def read_into(self, buffer: memoryview, begin: int) -> None:
@@ -40,7 +40,7 @@ class MemorySource:
     def __init__(self, member: bytes | memoryview) -> None:
         self.member = memoryview(member)
 
-    def read(self, begin: int, end: int) -> bytearray:
+    def read(self, begin: int, end: int) -> bytearray | memoryview:
         return bytearray(self.member[begin:end])
 
     def read_into(self, buffer: memoryview, begin: int) -> None:

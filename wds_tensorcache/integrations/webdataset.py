@@ -15,11 +15,10 @@ from wds_tensorcache.codec.builder import allow_table
 from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import decode_members, decode_plain_pickle, encode_sample
 from wds_tensorcache.errors import FormatError, KeyRuleError, TensorCacheError
-from wds_tensorcache.shards.names import SKELETON, TENSORS, cache_name, check_key, check_suffixes, is_cache_name
+from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes, is_cache_name
 
 __all__ = ["FIELD", "Decode", "decode", "encoder"]
 
-FIELD = "tensorcache"
 Handler = Callable[[Exception], bool]
 
 

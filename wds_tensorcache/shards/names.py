@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 from wds_tensorcache.errors import KeyRuleError
 
-__all__ = ["SKELETON", "TENSORS", "cache_name", "check_key", "check_suffixes"]
+__all__ = ["FIELD", "SKELETON", "TENSORS", "cache_name", "check_key", "check_suffixes", "is_cache_name"]
 
+FIELD = "tensorcache"  # what a cache is called in a sample
 SKELETON = "skel.pyd"
 TENSORS = "safetensors"
 MAX_MEMBER_NBYTES = 100

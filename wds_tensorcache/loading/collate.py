@@ -1,0 +1,108 @@
+"""A batch has the structure of a sample: what stands in the places of its tensors, and of everything else."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+from wds_tensorcache.codec.lazy import Lazy
+
+__all__ = ["Path", "fill", "project"]
+
+_DICTS = (dict, OrderedDict, defaultdict)
+_SEQUENCES = (list, tuple, deque)
+Path = tuple[Any, ...]
+
+
+def fill(sample: Any, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any]) -> Any:
+    """Return the structure of `sample` with other things in it.
+
+    Dicts keep their keys; lists, tuples and deques are kept where a tensor is in them. Everything else, a tuple of ints
+    say, is one leaf: what `leaf` returns for the path to it. What is one object in the sample is one in the result.
+    """
+    return _Fill(tensor, leaf).visit(sample, ())
+
+
+class _Fill:
+    # an object, not nested functions: those refer to themselves, and would hold a batch until the garbage collector runs
+    def __init__(self, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any]) -> None:
+        self._tensor = tensor
+        self._leaf = leaf
+        self._holding: dict[int, bool] = {}
+        self._made: dict[int, Any] = {}
+
+    def _holds(self, value: Any) -> bool:
+        """Return whether a tensor is in `value`."""
+        if isinstance(value, Lazy):
+            return True
+        cls = type(value)
+        if cls not in _DICTS and cls not in _SEQUENCES:
+            return False
+        known = self._holding.get(id(value))
+        if known is None:
+            self._holding[id(value)] = False  # while its own items are looked at
+            known = self._holding[id(value)] = any(map(self._holds, value.values() if cls in _DICTS else value))
+        return known
+
+    def visit(self, value: Any, path: Path) -> Any:
+        made = self._made
+        if id(value) in made:
+            return made[id(value)]
+        cls = type(value)
+        if isinstance(value, Lazy):
+            result = made[id(value)] = self._tensor(value)
+            return result
+        if cls in _DICTS:
+            result = made[id(value)] = _empty_like(value)
+            for key, item in value.items():
+                result[key] = self.visit(item, (*path, key))
+            return result
+        if cls not in _SEQUENCES or not self._holds(value):
+            return self._leaf(path)
+        if cls is tuple:
+            items = tuple(self.visit(item, (*path, at)) for at, item in enumerate(value))
+            return made.setdefault(id(value), items)
+        result = made[id(value)] = _empty_like(value)
+        for at, item in enumerate(value):
+            result.append(self.visit(item, (*path, at)))
+        return result
+
+
+def _empty_like(value: Any) -> Any:
+    cls = type(value)
+    if cls is defaultdict:
+        return defaultdict(value.default_factory)
+    return deque(maxlen=value.maxlen) if cls is deque else cls()
+
+
+_DROPPED: Any = object()
+
+
+def project(sample: Any, wanted: Callable[[str], bool]) -> Any:
+    """Return `sample` with only those of its tensors whose names are wanted: others leave dicts, and are None in sequences."""
+    return _or_none(_project(sample, wanted, {}))
+
+
+def _project(value: Any, wanted: Callable[[str], bool], made: dict[int, Any]) -> Any:
+    if isinstance(value, Lazy):
+        return value if wanted(value.name) else _DROPPED
+    cls = type(value)
+    if id(value) in made or (cls not in _DICTS and cls not in _SEQUENCES):
+        return made.get(id(value), value)
+    if cls is tuple:
+        items = tuple(_or_none(_project(item, wanted, made)) for item in value)
+        return made.setdefault(id(value), items)
+    result = made[id(value)] = _empty_like(value)
+    if cls in _DICTS:
+        for key, item in value.items():
+            kept = _project(item, wanted, made)
+            if kept is not _DROPPED:
+                result[key] = kept
+    else:
+        result.extend(_or_none(_project(item, wanted, made)) for item in value)
+    return result
+
+
+def _or_none(value: Any) -> Any:
+    return None if value is _DROPPED else value

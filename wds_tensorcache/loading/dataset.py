@@ -1,0 +1,292 @@
+"""A cache as a sequence of samples."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from wds_tensorcache.loading.batch import Request, Structure, read_batch, structure_of
+from wds_tensorcache.loading.collate import project
+from wds_tensorcache.loading.schema import Entry, TensorSchema, entries, schema_of
+from wds_tensorcache.loading.store import Store
+
+__all__ = ["KeysView", "TensorCache"]
+
+Array = np.ndarray[Any, Any]
+_MAX_STRUCTURES = 16
+
+
+class TensorCache(Sequence[Any]):
+    """The samples of one or many shards, by number and by key; each is read when it is asked for. Made by `tc.open`.
+
+    `cache[i]` reads the skeleton alone and returns the nested sample that was written, with lazy tensors in it.
+    `cache[a:b]`, `select` and `filter` return views, which share files and memory with the cache.
+
+    Memory: 22 bytes per sample and its key; 12 more once something was looked up by key.
+    Threads/fork/pickle: safe everywhere; a copy in another process opens the shards again. `close`, or the end of a `with`
+        block, closes files and threads of the cache and all its views; lazy tensors that were not loaded are lost then.
+    """
+
+    def __init__(self, store: Store, order: Array | None = None, patterns: tuple[str, ...] | None = None) -> None:
+        self._store = store
+        self._order = order
+        self._patterns = patterns
+        self._structures: dict[int, tuple[Any, Structure]] = {}
+        self._wanted = _matcher(patterns) if patterns is not None else None
+
+    def __reduce__(self) -> Any:
+        return TensorCache, (self._store, self._order, self._patterns)
+
+    def __len__(self) -> int:
+        return len(self._store) if self._order is None else len(self._order)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a sample by number or key; a view for a slice.
+
+        Raises:
+            IndexError: The number is not in `[-len, len)`.
+            KeyError: No sample, or more than one, has the key.
+            FormatError: The shard is damaged, or not what its index says.
+        """
+        if isinstance(index, slice):
+            return self._take(np.arange(len(self))[index])
+        if isinstance(index, str):
+            return self._sample(self._at(self._find(index)))
+        count = len(self)
+        number = index.__index__()
+        if not -count <= number < count:
+            raise IndexError(f"index {number} out of range [0, {count})")
+        return self._sample(self._at(number + count if number < 0 else number))
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(len(self)):
+            yield self._sample(self._at(number))
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples at `indices` as a list; torch's DataLoader fetches batches with it."""
+        return [self._sample(position) for position in self._resolve(indices).tolist()]
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether there is a sample with this key."""
+        return isinstance(key, str) and bool(self._found(key))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def keys(self) -> KeysView:
+        """Return the keys in order, as a sequence that decodes each when it is asked for."""
+        return KeysView(self)
+
+    @property
+    def schema(self) -> dict[str, TensorSchema]:
+        """What tensors the samples have, by name: dtype, shape or its range, bytes, in how many samples."""
+        wanted = self._wanted or (lambda name: True)
+        return {k: v for k, v in schema_of(self._store, self._positions()).items() if wanted(k)}
+
+    @property
+    def io(self) -> Any:
+        """How files are read, and why: `.method` is "auto", "mmap" or "pread", `.reason` a sentence."""
+        return self._store.io
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards behind this cache."""
+        return len(self._store.shards)
+
+    def select(self, patterns: Iterable[str]) -> TensorCache:
+        """Return a view whose samples have only the tensors with names like one of `patterns` (`"cond.*"`, as in a shell).
+
+        Other tensors are gone from dicts and None in lists and tuples; they are not read. Small values stay.
+
+        Raises:
+            KeyError: A pattern that no tensor's name matches.
+        """
+        patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        names = list(self.schema)
+        for pattern in patterns:
+            if names and not fnmatch.filter(names, pattern):
+                raise KeyError(f"no tensor is called {pattern!r}; there are {', '.join(map(repr, names))}")
+        if self._patterns is not None:
+            patterns = tuple(name for name in names if _matcher(patterns)(name))
+        return TensorCache(self._store, self._order, patterns)
+
+    def filter(self, predicate: Callable[[Entry], Any]) -> TensorCache:
+        """Return a view of the samples for which `predicate` is true; it is given what the index knows, nothing is read.
+
+        Args:
+            predicate: Called with an entry: `.key`, `.nbytes` (bytes of its tensors) and `.shapes` (shape by tensor name).
+        """
+        return self._take(np.array([n for n, entry in enumerate(self._entries()) if predicate(entry)], np.int64))
+
+    def read_batch(
+        self,
+        indices: Iterable[int | str],
+        device: torch.device | str | None = None,
+        *,
+        pin: bool = False,
+        collate: Any = "stack",
+        pad_value: float = 0,
+    ) -> Any:
+        """Read samples as one batch, without decoding them one by one.
+
+        Args:
+            indices: Numbers or keys, in any order, also repeated.
+            device: Where the tensors go; the CPU by default. A GPU gets them in one transfer from pinned memory.
+            pin: Put them into pinned memory.
+            collate: `"stack"` gives tensors `[B, …]`; `"list"` lists of B tensors; `"pad"` tensors `[B, *largest shape]`.
+                A function is called with the list of the B samples, their tensors loaded, and its result returned.
+            pad_value: What `"pad"` fills with.
+
+        Returns:
+            The structure of the first sample, batched tensors in the places of its tensors; arrays are stacked as numpy arrays.
+            Dicts keep their keys, lists and tuples are kept where a tensor is in them; everything else becomes a list-like
+            of B values, decoded when it is first looked at. With `"pad"`, a pair of this and a dict: int64 `[B, ndim]` for
+            each tensor name, the shapes before padding.
+
+        Raises:
+            IndexError, KeyError: A sample that is not there.
+            BatchError: Shapes that differ under `"stack"`, dtypes or numbers of dimensions that differ; with two keys.
+            FormatError: A shard is damaged, or not what its index says.
+
+        Memory: one recycled arena for the batch, which is reused when the last tensor over it is gone; the cache keeps at
+            most 1 GiB of idle arenas. Keep a clone of one small tensor rather than the tensor, which keeps the arena.
+        """
+        positions = self._resolve(indices)
+        if not len(positions):
+            raise ValueError("no indices: a batch has at least one sample")
+        store = self._store
+        numbers = positions.tolist()
+        request = Request(
+            store.places(positions),
+            self._structure(numbers[0]),
+            lambda i: self._sample(numbers[i]),
+            lambda i: store.key(numbers[i]),
+            store.pool,
+            store.io.method,
+            store.threads,
+            store.executor(),
+        )
+        return read_batch(request, device, pin, collate, pad_value)
+
+    def close(self) -> None:
+        """Close the files and threads of this cache and its views."""
+        self._store.close()
+
+    def __enter__(self) -> TensorCache:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"TensorCache({len(self)} samples in {self.num_shards} shards)"
+
+    def _positions(self) -> Array:
+        return np.arange(len(self._store)) if self._order is None else self._order
+
+    def _take(self, numbers: Array) -> TensorCache:
+        return TensorCache(self._store, numbers if self._order is None else self._order[numbers], self._patterns)
+
+    def _entries(self) -> Iterator[Entry]:
+        return entries(self._store, self._positions())
+
+    def _at(self, number: int) -> int:
+        return number if self._order is None else self._order.item(number)
+
+    def _sample(self, position: int) -> Any:
+        shard, row = self._store.locate(position)
+        sample = shard.sample(row)
+        return sample if self._wanted is None else project(sample, self._wanted)
+
+    def _structure(self, position: int) -> Structure:
+        """Return the structure of a sample; samples that differ in their values alone share it."""
+        shard, row = self._store.locate(position)
+        template = shard.template(row)
+        known = self._structures.get(id(template))
+        if known is not None and known[0] is template:
+            return known[1]
+        structure = structure_of(self._sample(position), template)
+        if template is not None:
+            if len(self._structures) >= _MAX_STRUCTURES:
+                self._structures.clear()
+            self._structures[id(template)] = template, structure
+        return structure
+
+    def _found(self, key: str) -> list[int]:
+        """Return the numbers of the samples with this key."""
+        found = self._store.find(key)
+        if self._order is None:
+            return found
+        return [number for position in found for number in np.flatnonzero(self._order == position).tolist()]
+
+    def _find(self, key: str) -> int:
+        found = self._found(key)
+        if not found:
+            raise KeyError(f"no sample {key!r} among {len(self)}")
+        if len({self._at(number) for number in found}) > 1:
+            paths = ", ".join(self._store.locate(self._at(number))[0].path for number in found)
+            raise KeyError(f"sample {key!r} is in several shards, {paths}; use its number")
+        return found[0]
+
+    def _resolve(self, indices: Iterable[int | str]) -> Array:
+        """Return the positions of samples given by number or key."""
+        if not isinstance(indices, np.ndarray):
+            if isinstance(indices, torch.Tensor):
+                indices = indices.tolist()
+            indices = list(indices)
+            indices = [self._find(index) if isinstance(index, str) else index for index in indices]
+        numbers = np.asarray(indices)
+        if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
+            raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
+        numbers = numbers.astype(np.int64)
+        count = len(self)
+        wrong = (numbers < -count) | (numbers >= count)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise IndexError(f"indices[{at}] = {numbers[at]} out of range [0, {count})")
+        numbers = np.where(numbers < 0, numbers + count, numbers)
+        return numbers if self._order is None else self._order[numbers]
+
+
+@dataclass(frozen=True, slots=True)
+class KeysView(Sequence[str]):
+    """The keys of a cache in its order."""
+
+    cache: TensorCache
+
+    def __len__(self) -> int:
+        return len(self.cache)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return KeysView(self.cache[index])
+        number = range(len(self))[index]
+        return self.cache._store.key(self.cache._at(number))
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.cache
+
+    def __iter__(self) -> Iterator[str]:
+        if self.cache._order is None:
+            for shard in self.cache._store.shards:
+                rows = shard.columns.rows
+                keys = shard.index.keys
+                yield from keys if rows is None else (keys[row] for row in rows.tolist())
+        else:
+            yield from (self.cache._store.key(position) for position in self.cache._order.tolist())
+
+    def __repr__(self) -> str:
+        return f"KeysView({len(self)} keys)"
+
+
+def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
+    match = re.compile("|".join(f"(?:{fnmatch.translate(pattern)})" for pattern in patterns) or r"(?!)").match
+    return lambda name: match(name) is not None

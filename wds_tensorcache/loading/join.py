@@ -1,0 +1,145 @@
+"""Several caches of the same keys as one: new text states never rewrite old latents."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.errors import BatchError
+
+__all__ = ["JoinedCache"]
+
+
+class JoinedCache(Sequence[Any]):
+    """Caches joined by key; made by `tc.open([…], join="key")`.
+
+    Numbers and order are the first cache's. Methods are `TensorCache`'s.
+
+    Raises (when made):
+        KeyError: A cache lacks a key of the first one, or the other way round.
+    """
+
+    def __init__(self, caches: Sequence[Any], names: tuple[str, ...] | None = None) -> None:
+        if not caches:
+            raise ValueError("nothing to join")
+        self._names = names
+        keys = list(caches[0].keys())
+        self._caches = [caches[0]]
+        for number, cache in enumerate(caches[1:], start=1):
+            others = list(cache.keys())
+            if others != keys:
+                place = {key: at for at, key in enumerate(others)}
+                missing = [key for key in keys if key not in place] or sorted(set(others) - set(keys))
+                if missing or len(place) != len(others):
+                    what = f"sample {missing[0]!r} is not in both" if missing else "a key occurs twice"
+                    raise KeyError(f"cache 0 with {len(keys)} samples and cache {number} with {len(others)}: {what}")
+                cache = cache._take(np.array([place[key] for key in keys], np.int64))
+            self._caches.append(cache)
+
+    def __reduce__(self) -> Any:
+        return _joined, (self._caches, self._names)
+
+    def __len__(self) -> int:
+        return len(self._caches[0])
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._each(lambda cache: cache[index])
+        number = self._caches[0]._find(index) if isinstance(index, str) else index
+        return self._merge([cache[number] for cache in self._caches])
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(len(self)):
+            yield self[number]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples at `indices` as a list."""
+        return [self._merge(parts) for parts in zip(*(c.__getitems__(indices) for c in self._caches), strict=True)]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._caches[0]
+
+    def keys(self) -> Sequence[str]:
+        """Return the keys in order."""
+        return self._caches[0].keys()  # type: ignore[no-any-return]
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema of each cache, under its name where they have names."""
+        if self._names is not None:
+            return {name: cache.schema for name, cache in zip(self._names, self._caches, strict=True)}
+        return {name: tensor for cache in self._caches for name, tensor in cache.schema.items()}
+
+    def select(self, patterns: Iterable[str]) -> JoinedCache:
+        """Return a view with only the tensors that match: as `TensorCache.select`, on every cache."""
+        patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        names = [name for cache in self._caches for name in cache.schema]
+        for pattern in patterns:
+            if not fnmatch.filter(names, pattern):
+                raise KeyError(f"no tensor is called {pattern!r}; there are {', '.join(map(repr, names))}")
+        return self._each(lambda cache: cache.select([p for p in patterns if fnmatch.filter(list(cache.schema), p)]))
+
+    def filter(self, predicate: Callable[[Any], Any]) -> JoinedCache:
+        """Return a view of the samples for which `predicate` is true of the first cache's entry."""
+        first = self._caches[0]
+        kept = np.array([n for n, entry in enumerate(first._entries()) if predicate(entry)], np.int64)
+        return self._take(kept)
+
+    def read_batch(self, indices: Iterable[Any], device: Any = None, **options: Any) -> Any:
+        """Read one batch of each cache, joined as samples are; `"pad"` joins the shapes too. As `TensorCache.read_batch`."""
+        if callable(options.get("collate")):
+            raise ValueError("a joined cache has no one list of samples; collate='list'")
+        numbers = [self._caches[0]._find(i) if isinstance(i, str) else i for i in indices]
+        batches = [cache.read_batch(numbers, device, **options) for cache in self._caches]
+        if options.get("collate") != "pad":
+            return self._merge(batches)
+        return self._merge([batch for batch, _ in batches]), self._merge([shapes for _, shapes in batches])
+
+    def close(self) -> None:
+        """Close all caches."""
+        for cache in self._caches:
+            cache.close()
+
+    def __enter__(self) -> JoinedCache:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"JoinedCache({len(self)} samples of {len(self._caches)} caches)"
+
+    def _merge(self, parts: Sequence[Any]) -> Any:
+        if self._names is not None:
+            return dict(zip(self._names, parts, strict=True))
+        merged: dict[Any, Any] = {}
+        for number, part in enumerate(parts):
+            if type(part) is not dict:
+                raise BatchError(f"cache {number} has a {type(part).__name__}, not a dict; join a dict of caches")
+            twice = merged.keys() & part.keys()
+            if twice:
+                raise BatchError(f"more than one cache has {sorted(map(str, twice))}; join a dict of caches")
+            merged.update(part)
+        return merged
+
+    def _find(self, key: str) -> int:
+        return self._caches[0]._find(key)  # type: ignore[no-any-return]
+
+    def _entries(self) -> Iterator[Any]:
+        return self._caches[0]._entries()  # type: ignore[no-any-return]
+
+    def _take(self, numbers: Any) -> JoinedCache:
+        return self._each(lambda cache: cache._take(numbers))
+
+    def _each(self, view: Callable[[Any], Any]) -> JoinedCache:
+        return _joined([view(cache) for cache in self._caches], self._names)
+
+
+def _joined(caches: Sequence[Any], names: tuple[str, ...] | None) -> JoinedCache:
+    """Return caches joined that are known to have the same keys in the same order."""
+    result: JoinedCache = object.__new__(JoinedCache)
+    result._caches, result._names = list(caches), names
+    return result

@@ -1,0 +1,150 @@
+"""A batch's small values: a list for each, made from the skeletons when somebody looks at it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from wds_tensorcache.codec.template import MISS, Template
+from wds_tensorcache.errors import BatchError
+from wds_tensorcache.loading.collate import Path
+from wds_tensorcache.loading.plan import Places
+
+__all__ = ["Decoded", "Leaves"]
+
+
+class Decoded:
+    """The skeletons of a batch, read once; of samples that match the first one's template only the values are taken out.
+
+    Threads: any number may ask at once.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        template: Template | None,
+        mapped: bool,
+        sample: Callable[[int], Any],
+        key: Callable[[int], str],
+    ) -> None:
+        self._places = places
+        self._template = template
+        self._mapped = mapped
+        self._sample = sample
+        self.key = key
+        self._lock = threading.Lock()
+        self._values: list[list[Any] | None] | None = None
+        self._samples: list[Any] | None = None
+        self._slots: dict[Path, int | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def column(self, path: Path) -> list[Any]:
+        """Return what each sample has at `path`.
+
+        Raises:
+            BatchError: A sample has nothing there: its structure is another than the first one's.
+        """
+        with self._lock:
+            if self._values is None:
+                self._values = self._match()
+            slot = self._slot(path)
+            if slot is not None and None not in self._values:
+                return [values[slot] for values in self._values if values is not None]
+            if self._samples is None:
+                self._samples = [self._build(i, values) for i, values in enumerate(self._values)]
+        return [self._walk(i, sample, path) for i, sample in enumerate(self._samples)]
+
+    def _match(self) -> list[list[Any] | None]:
+        found: list[list[Any] | None] = [None] * len(self)
+        template = self._template
+        if template is not None:
+            # two steps in Python per sample: its bytes, its values
+            for i, skeleton, begin in self._places.skeletons(self._mapped):
+                values = template.match(skeleton, begin)
+                if values is not MISS:
+                    found[i] = values
+        return found
+
+    def _slot(self, path: Path) -> int | None:
+        """Return which of a template's values stands alone at `path`."""
+        template = self._template
+        if template is None:
+            return None
+        if path not in self._slots:
+            marks = [_Mark(number) for number in range(len(template.segments) - 1)]
+            value = template.build([*marks, *(None for _ in template.references)])
+            for step in path:
+                value = value[step]
+            self._slots[path] = value.number if isinstance(value, _Mark) else None
+        return self._slots[path]
+
+    def _build(self, i: int, values: list[Any] | None) -> Any:
+        if values is None or self._template is None:
+            return self._sample(i)
+        return self._template.build([*values, *(None for _ in self._template.references)])
+
+    def _walk(self, i: int, value: Any, path: Path) -> Any:
+        try:
+            for step in path:
+                value = value[step]
+        except (KeyError, IndexError, TypeError) as exc:
+            where = ".".join(map(str, path))
+            raise BatchError(
+                f"sample {self.key(i)!r} has nothing at {where!r}, but {self.key(0)!r} has: "
+                "their structures differ; use collate='list' for tensors alone, or a function"
+            ) from exc
+        return value
+
+
+class _Mark:
+    """Stands for a template's value, to find where that goes."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Leaves(Sequence[Any]):
+    """One value for each sample of a batch: a list, but that the skeletons are decoded when it is first looked at.
+
+    Pickles, prints and compares as the list that it stands for.
+
+    Raises (when looked at):
+        BatchError: A sample does not have this value.
+        FormatError: A skeleton is damaged.
+    """
+
+    __slots__ = ("_decoded", "_list", "_path")
+
+    def __init__(self, decoded: Decoded, path: Path) -> None:
+        self._decoded = decoded
+        self._path = path
+        self._list: list[Any] | None = None
+
+    def tolist(self) -> list[Any]:
+        """Return the values as a list, the same one each time."""
+        if self._list is None:
+            self._list = self._decoded.column(self._path)
+        return self._list
+
+    def __len__(self) -> int:
+        return len(self._decoded)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tolist()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return self.tolist() == (other.tolist() if isinstance(other, Leaves) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self.tolist())
+
+    def __reduce__(self) -> Any:
+        return list, (self.tolist(),)

@@ -1,0 +1,177 @@
+"""Find the shards that `tc.open` is asked for, and decide how they are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from braceexpand import braceexpand
+
+from wds_tensorcache.codec.builder import allow_table
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.loading.dataset import TensorCache
+from wds_tensorcache.loading.join import JoinedCache
+from wds_tensorcache.loading.store import Store
+from wds_tensorcache.shards.arena import Pool
+from wds_tensorcache.shards.catalog import MANIFEST
+from wds_tensorcache.shards.manifest import read_manifest
+from wds_tensorcache.shards.names import cache_name
+from wds_tensorcache.shards.reader import Shard
+from wds_tensorcache.shards.storage import Files, file_system, memory_nbytes
+
+__all__ = ["Io", "open"]
+
+
+@dataclass(frozen=True, slots=True)
+class Io:
+    """How files are read: `method` is "auto", "mmap" or "pread"; `reason` says what that means here, and why."""
+
+    method: str
+    reason: str
+
+
+def open(
+    source: Any,
+    *,
+    name: str | None = None,
+    join: str | None = None,
+    io: str = "auto",
+    threads: int | None = None,
+    allow: Iterable[type] = (),
+    pool_nbytes: int = 1 << 30,
+    max_open_files: int | None = None,
+) -> Any:
+    """Open shards for random access.
+
+    Args:
+        source: A folder (its `manifest.json`, or else its `*.tar` in the order of their names), a manifest, a shard, a
+            pattern with braces (`"train-{000000..000099}.tar"`), or a list of those. Uncompressed local tars of any writer.
+        name: Which cache, where samples have several (`NAME.tensorcache`). By default the only one.
+        join: `"key"` joins several caches of the same keys, sample by sample: `source` is a list of what `open` takes, or of
+            caches, whose samples are dicts, and gives one dict of all their items; or a dict of those, and gives each
+            cache's sample under its name. The order is the first one's.
+        io: `"pread"` reads by positioned reads alone, `"mmap"` copies small tensors out of maps; `"auto"` decides batch by
+            batch by size and by what is in memory. What was decided, and why, is in `cache.io`.
+        threads: How many read a batch; by default up to four, as many as there are cores.
+        allow: Classes that skeletons may build; only for shards that you trust.
+        pool_nbytes: Idle memory that is kept for the next batches.
+        max_open_files: A quarter of what the system allows by default, at most 256.
+
+    Returns:
+        A `TensorCache`; with `join`, a `JoinedCache`, which has the same methods.
+
+    Raises:
+        FileNotFoundError: There is no such file, or no shard.
+        FormatError: A shard or manifest is damaged, or not of the other's state.
+        KeyError: The shards have no cache of that name, or several and none was named; joined caches lack keys.
+    """
+    if join is not None:
+        if join != "key":
+            raise ValueError(f"join={join!r}, expected 'key'")
+        options: dict[str, Any] = {"name": name, "io": io, "threads": threads, "allow": allow}
+        options |= {"pool_nbytes": pool_nbytes, "max_open_files": max_open_files}
+        named = isinstance(source, Mapping)
+        parts = [
+            part if isinstance(part, (TensorCache, JoinedCache)) else open(part, **options)
+            for part in (source.values() if named else source)
+        ]
+        return JoinedCache(parts, tuple(source) if named else None)
+    if io not in ("auto", "mmap", "pread"):
+        raise ValueError(f"io={io!r}, expected 'auto', 'mmap' or 'pread'")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads={threads}, expected at least 1")
+    found = _find(source)
+    files, pool = Files(max_open_files), Pool(pool_nbytes)
+    table = allow_table(allow)
+    try:
+        name = _choose_name(name, Shard(found[0][0], "", files, pool, table))
+        shards = []
+        for path, counts in found:
+            count = counts.get(name, 0) if counts is not None else None
+            shards.append(Shard(path, name, files, pool, table, count))
+        return TensorCache(Store(shards, files, pool, _choose_io(io, found), threads or min(4, os.cpu_count() or 1)))
+    except BaseException:
+        files.close()
+        raise
+
+
+Found = tuple[str, "Mapping[str, int] | None"]  # a shard, and how many samples each of its caches has
+
+
+def _find(source: Any) -> list[Found]:
+    if isinstance(source, (str, os.PathLike)):
+        return _find_one(os.fspath(source))
+    if not isinstance(source, Sequence):
+        raise TypeError(f"expected a path, a pattern or a list of them, got {type(source).__name__}")
+    found = [shard for part in source for shard in _find(part)]
+    if not found:
+        raise FileNotFoundError("no shards: the list is empty")
+    return found
+
+
+def _find_one(source: str) -> list[Found]:
+    if "://" in source:
+        raise ValueError(f"{source}: not a local path; stream it with wds.DataPipeline and tc.decode")
+    if os.path.isdir(source):
+        manifest = os.path.join(source, MANIFEST)
+        if os.path.exists(manifest):
+            return _from_manifest(manifest)
+        shards = sorted(file for file in os.listdir(source) if file.endswith(".tar") and not file.startswith("."))
+        if not shards:
+            raise FileNotFoundError(f"{source} has neither {MANIFEST} nor *.tar")
+        return [(os.path.join(source, file), None) for file in shards]
+    if source.endswith(".json"):
+        return _from_manifest(source)
+    paths = [source] if os.path.exists(source) else list(braceexpand(source))
+    for path in paths:
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"{path} does not exist")
+    return [(path, None) for path in paths]
+
+
+def _from_manifest(path: str) -> list[Found]:
+    """Return what a manifest lists: it alone says what is finished."""
+    entries, extra = read_manifest(path)
+    caches = extra.get("caches", {})
+    found: list[Found] = []
+    for entry in entries:
+        shard = os.path.join(os.path.dirname(path), entry.url)
+        if os.path.getsize(shard) != entry.nbytes:
+            raise FormatError(
+                f"{shard} has {os.path.getsize(shard)} bytes, but {path} says {entry.nbytes}: it is of another state"
+            )
+        found.append((shard, caches.get(entry.url)))
+    if not found:
+        raise FileNotFoundError(f"{path} lists no shards")
+    return found
+
+
+def _choose_name(name: str | None, first: Shard) -> str:
+    names = list(first.index.caches)
+    if name is not None:
+        if (name and cache_name(name) not in names) or name not in names:
+            raise KeyError(f"{first.path}: no cache {name!r}; there are {names}")
+        return name
+    if len(names) != 1:
+        what = f"caches {names}: choose one with name=…" if names else "no cache in it"
+        raise KeyError(f"{first.path} has {what}")
+    return str(names[0])
+
+
+def _choose_io(io: str, found: Sequence[Found]) -> Io:
+    if io != "auto":
+        return Io(io, "asked for")
+    if not hasattr(os, "preadv"):
+        return Io("mmap", "this system has no preadv")
+    kind, is_network = file_system(found[0][0])
+    if is_network:
+        return Io("pread", f"{kind} is a network file system, through whose maps one waits page by page")
+    nbytes, memory = sum(os.path.getsize(path) for path, _ in found), memory_nbytes()
+    if memory is not None and nbytes > memory:
+        return Io("pread", f"{nbytes:,} bytes of shards do not stay in {memory:,} bytes of memory")
+    where = kind or "a local file system"
+    return Io(
+        "auto", f"on {where}: maps for small tensors that are in memory, preadv for all else, cold files read ahead"
+    )

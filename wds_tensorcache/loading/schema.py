@@ -1,0 +1,140 @@
+"""What the index knows of samples: their tensors' dtypes and shapes, without reading them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.codec.header import Form
+from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.loading.collate import fill
+from wds_tensorcache.loading.store import Store
+from wds_tensorcache.shards.reader import Shard
+
+__all__ = ["Entry", "TensorSchema", "entries", "schema_of"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSchema:
+    """One tensor over all samples.
+
+    Attributes:
+        name: Its path in the samples.
+        kind: `"tensor"`, or `"ndarray"` for numpy arrays.
+        dtype: The true one, of torch or numpy.
+        shape: Each dimension's size, or (smallest, largest) where samples differ.
+        nbytes: Of all samples together.
+        num_samples: How many have it.
+    """
+
+    name: str
+    kind: str
+    dtype: Any
+    shape: tuple[int | tuple[int, int], ...]
+    nbytes: int
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One sample as the index knows it: `shapes` by tensor name, `nbytes` of all its tensors."""
+
+    key: str
+    nbytes: int
+    shapes: dict[str, tuple[int, ...]]
+
+
+class _Forms:
+    """True dtypes of tensors whose layouts are of one form: the index has the stored ones; one skeleton has the rest."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Form, dict[str, Lazy]]] = {}
+
+    def tensors(self, shard: Shard, row: int) -> dict[str, Lazy]:
+        form = shard.layout(row).form
+        if id(form) not in self._known:
+            found: dict[str, Lazy] = {}
+            _walk(shard.sample(row), found)
+            self._known[id(form)] = form, found
+        return self._known[id(form)][1]
+
+
+def _walk(sample: Any, found: dict[str, Lazy]) -> None:
+    fill(sample, lambda lazy: found.setdefault(lazy.name, lazy), lambda path: None)
+
+
+def schema_of(store: Store, positions: Array) -> dict[str, TensorSchema]:
+    """Return the schema of the samples at `positions`; a few array operations per shard and form."""
+    forms = _Forms()
+    result: dict[str, TensorSchema] = {}
+    for shard, rows in _by_shard(store, positions):
+        table = shard.index.layouts
+        counts = np.bincount(shard.columns.layout[rows], minlength=len(table))
+        for number, form in enumerate(table.forms):
+            used = np.flatnonzero((table.form == number) & (counts > 0))
+            if not len(used):
+                continue
+            sample = rows[np.argmax(np.isin(shard.columns.layout[rows], used))].item()
+            lazies = forms.tensors(shard, sample)
+            begin = table.dims_begin[used]
+            for name, _, ndim in form.entries:
+                dims = table.dims[begin[:, None] + np.arange(ndim)].astype(np.int64)
+                begin = begin + ndim
+                lazy = lazies.get(name)
+                if lazy is None:
+                    continue  # inside of something that has no path
+                inner = ndim - len(lazy.shape)
+                itemsize = int(lazy.dtype.itemsize)
+                shapes = dims[:, : ndim - inner]
+                nbytes = int((shapes.prod(1) * counts[used]).sum()) * itemsize
+                low, high = shapes.min(0).tolist(), shapes.max(0).tolist()
+                result[name] = _merged(
+                    result.get(name),
+                    TensorSchema(
+                        name,
+                        lazy._reference.kind,
+                        lazy.dtype,
+                        tuple(a if a == b else (a, b) for a, b in zip(low, high, strict=True)),
+                        nbytes,
+                        int(counts[used].sum()),
+                    ),
+                )
+    return result
+
+
+def _merged(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
+    if old is None:
+        return new
+    shape: list[int | tuple[int, int]] = list(new.shape)
+    if len(old.shape) == len(new.shape):
+        for at, (a, b) in enumerate(zip(old.shape, new.shape, strict=True)):
+            ends = [*(a if isinstance(a, tuple) else (a,)), *(b if isinstance(b, tuple) else (b,))]
+            shape[at] = min(ends) if min(ends) == max(ends) else (min(ends), max(ends))
+    return TensorSchema(
+        new.name, old.kind, old.dtype, tuple(shape), old.nbytes + new.nbytes, old.num_samples + new.num_samples
+    )
+
+
+def entries(store: Store, positions: Array) -> Iterator[Entry]:
+    """Yield an entry for each sample at `positions`."""
+    forms = _Forms()
+    for position in positions.tolist():
+        shard, row = store.locate(position)
+        layout = shard.layout(row)
+        lazies = forms.tensors(shard, row)
+        shapes = {
+            name: tensor.shape[: len(lazies[name].shape)] if name in lazies else tensor.shape
+            for name, tensor in layout.tensors.items()
+        }
+        yield Entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
+
+
+def _by_shard(store: Store, positions: Array) -> Iterator[tuple[Shard, Array]]:
+    number = np.searchsorted(store.starts, positions, "right") - 1
+    for at in np.unique(number).tolist():
+        yield store.shards[at], positions[number == at] - store.starts[at]

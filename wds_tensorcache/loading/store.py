@@ -1,0 +1,138 @@
+"""What a cache and its views share: the shards, where each begins, open files, memory, threads and the table of keys."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.loading.plan import Places
+from wds_tensorcache.shards.arena import Pool
+from wds_tensorcache.shards.reader import Shard
+from wds_tensorcache.shards.storage import Files
+
+__all__ = ["Store"]
+
+Array = np.ndarray[Any, Any]
+_FACTOR = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
+_MASK = (1 << 64) - 1
+
+
+class Store:
+    """Samples of several shards by one number, `position`.
+
+    Threads/fork/pickle: safe everywhere. A forked child makes threads of its own, a copy in another process opens its own
+        files.
+    """
+
+    def __init__(self, shards: Sequence[Shard], files: Files, pool: Pool, io: Any, threads: int) -> None:
+        self.shards = list(shards)
+        self.files = files
+        self.pool = pool
+        self.io = io
+        self.threads = threads
+        self.starts = np.concatenate(
+            [np.zeros(1, np.int64), np.cumsum([len(shard) for shard in shards], dtype=np.int64)]
+        )
+        self._starts = self.starts.tolist()
+        self._table: tuple[Array, Array] | None = None
+        self._executor: tuple[int, ThreadPoolExecutor] | None = None
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __reduce__(self) -> Any:
+        return Store, (self.shards, self.files, self.pool, self.io, self.threads)
+
+    def locate(self, position: int) -> tuple[Shard, int]:
+        """Return the shard of a sample, and which of its samples it is."""
+        if len(self.shards) == 1:
+            return self.shards[0], position
+        number = int(np.searchsorted(self.starts, position, "right")) - 1
+        return self.shards[number], position - self._starts[number]
+
+    def key(self, position: int) -> str:
+        """Return the key of a sample."""
+        shard, row = self.locate(position)
+        return shard.key(row)
+
+    def places(self, positions: Array) -> Places:
+        """Return where the samples at `positions` lie."""
+        if len(self.shards) == 1:
+            shard = self.shards[0]
+            return Places(
+                self.shards,
+                np.zeros(len(positions), np.int64),
+                positions,
+                shard.columns.tensors_begin[positions].astype(np.int64),
+            )
+        number = np.searchsorted(self.starts, positions, "right") - 1
+        row = positions - self.starts[number]
+        begin = np.empty(len(positions), np.int64)
+        for shard_number in np.unique(number).tolist():
+            which = number == shard_number
+            begin[which] = self.shards[shard_number].columns.tensors_begin[row[which]]
+        return Places(self.shards, number, row, begin)
+
+    def find(self, key: str) -> list[int]:
+        """Return the positions of the samples with this key, ascending: one at most, unless shards share a key."""
+        if self._table is None:
+            self._table = self._build_table()
+        hashes, order = self._table
+        wanted = np.uint64(_hash(key.encode("utf-8", "surrogateescape")))
+        first, last = np.searchsorted(hashes, wanted, "left"), np.searchsorted(hashes, wanted, "right")
+        return sorted(position for position in order[first:last].tolist() if self.key(position) == key)
+
+    def _build_table(self) -> tuple[Array, Array]:
+        """Return the hashes of all keys in ascending order, and the positions of their samples: 12 bytes per sample."""
+        hashes = np.empty(len(self), np.uint64)
+        for number, shard in enumerate(self.shards):
+            rows = shard.columns.rows
+            of_shard = _hashes(shard.index.keys)
+            hashes[self._starts[number] : self._starts[number + 1]] = of_shard if rows is None else of_shard[rows]
+        order = np.argsort(hashes, kind="stable")
+        return hashes[order], order.astype(np.min_scalar_type(len(self)))
+
+    def executor(self) -> Executor | None:
+        """Return what runs all threads but the caller's; None for one thread."""
+        if self.threads <= 1:
+            return None
+        known = self._executor
+        if known is None or known[0] != os.getpid():  # the threads of a forked child's parent are not there
+            made = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="tensorcache")
+            known = self._executor = os.getpid(), made
+        return known[1]
+
+    def close(self) -> None:
+        """Close files and threads, give idle memory back."""
+        executor, self._executor = self._executor, None
+        if executor is not None and executor[0] == os.getpid():
+            executor[1].shutdown()
+        self.files.close()
+        self.pool.close()
+
+
+def _hash(key: bytes) -> int:
+    """Return the sum of each byte plus one times a power of an odd number, modulo 2^64."""
+    result, factor = 0, 1
+    for byte in key:
+        result += (byte + 1) * factor
+        factor = factor * _FACTOR & _MASK
+    return result & _MASK
+
+
+def _hashes(keys: Any) -> Array:
+    """Return `_hash` of every key of a shard, from prefix sums over their common text."""
+    factors = np.full(len(keys.text) + 1, _FACTOR, np.uint64)
+    factors[:1] = 1
+    factors = np.multiply.accumulate(factors)
+    sums = np.zeros(len(keys.text) + 1, np.uint64)
+    np.cumsum((keys.text.astype(np.uint64) + np.uint64(1)) * factors[:-1], out=sums[1:])
+    begins, ends = keys.begins(), keys.ends.astype(np.int64)
+    inverse = np.full(len(keys.text) + 1, pow(_FACTOR, -1, 1 << 64), np.uint64)
+    inverse[:1] = 1
+    inverse = np.multiply.accumulate(inverse)
+    return (sums[ends] - sums[begins]) * inverse[begins]  # type: ignore[no-any-return]

@@ -1,0 +1,141 @@
+"""What lies beside the shards of a folder: the manifest, indexes in files of their own, and DALI's `.idx`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.shards.footer import build_footer
+from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.indexing import scan_shard
+from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_atomically, write_idx, write_manifest
+from wds_tensorcache.shards.names import SKELETON, TENSORS
+from wds_tensorcache.shards.reader import load_index, sidecar_path
+from wds_tensorcache.shards.storage import ShardFile
+
+__all__ = ["MANIFEST", "Catalog", "dali_index_path", "index", "write_dali_index"]
+
+MANIFEST = "manifest.json"
+_EXTRA = 1  # version of our part of the manifest
+
+
+class Catalog:
+    """The manifest of one folder, changed one shard at a time; several processes may do so at once."""
+
+    def __init__(self, folder: str, fsync: bool = True) -> None:
+        self._folder = folder
+        self._path = os.path.join(folder, MANIFEST)
+        self._fsync = fsync
+
+    def add(self, entry: ShardEntry, counts: dict[str, int]) -> None:
+        """Add or replace a shard; `counts`: samples of each of its caches."""
+        with self._changed() as (entries, caches):
+            entries[entry.url] = entry
+            caches[entry.url] = counts
+
+    def remove(self, urls: Sequence[str]) -> None:
+        """Remove shards."""
+        with self._changed() as (entries, caches):
+            for url in urls:
+                entries.pop(url, None)
+                caches.pop(url, None)
+
+    @contextlib.contextmanager
+    def _changed(self) -> Iterator[tuple[dict[str, ShardEntry], dict[str, dict[str, int]]]]:
+        with _locked(self._folder):
+            entries: list[ShardEntry] = []
+            extra: dict[str, Any] = {}
+            if os.path.exists(self._path):
+                entries, extra = read_manifest(self._path)
+            by_url = {entry.url: entry for entry in entries}
+            caches = dict(extra.get("caches", {}))
+            yield by_url, caches
+            write_manifest(
+                self._path,
+                [by_url[url] for url in sorted(by_url)],
+                {**extra, "version": _EXTRA, "caches": {url: caches[url] for url in sorted(caches)}},
+                fsync=self._fsync,
+            )
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Keep other writers off the manifest of a folder."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: one writer per folder
+        yield
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = True) -> ShardIndex:
+    """Index a shard that another writer made, so that opening it needs no scan.
+
+    Args:
+        path: One uncompressed tar.
+        footer: Append the index to the shard, behind its end-of-archive marker, where tar readers do not look; the shard's
+            samples keep their bytes. False writes it beside the shard, as `PATH.index`.
+        idx: Write `NAME.idx` for DALI, too.
+
+    Returns:
+        The index: the same as `ShardWriter` makes for the same members.
+
+    Raises:
+        FormatError: It is no tar, or a damaged one; the message gives the byte offset.
+    """
+    path = os.fspath(path)
+    file = ShardFile(path)
+    found = scan_shard(file.read, file.nbytes)
+    if footer:
+        with open(path, "r+b") as shard:
+            # a crash in between leaves bytes behind the archive that no reader looks at
+            shard.truncate(found.end + 1024)
+            shard.seek(0, os.SEEK_END)
+            shard.write(build_footer(found))
+            shard.flush()
+            os.fsync(shard.fileno())
+    else:
+        write_atomically(sidecar_path(path), [build_footer(found, file.nbytes)])
+    if idx:
+        write_dali_index(path, found)
+    return load_index(ShardFile(path))
+
+
+def dali_index_path(path: str) -> str:
+    """Return where DALI's tools put the index of the shard at `path`."""
+    return os.path.splitext(path)[0] + ".idx"
+
+
+def write_dali_index(path: str, found: ShardIndex, fsync: bool = True) -> None:
+    """Write `NAME.idx` beside `NAME.tar`: each sample's members in the order of the shard."""
+    suffixes: list[str] = []
+    parts: list[tuple[Any, Any, Any]] = []
+    everything = np.arange(len(found.keys))
+    for name, cache in found.caches.items():
+        rows = everything if cache.rows is None else cache.rows
+        prefix = f"{name}." if name else ""
+        suffixes += [prefix + SKELETON, prefix + TENSORS]
+        parts.append((rows, cache.skeleton_begin, cache.skeleton_nbytes))
+        parts.append((rows, cache.tensors_begin, found.layouts.nbytes[cache.layout]))
+    for suffix, member in found.members.items():
+        suffixes.append(suffix)
+        parts.append((everything if member.rows is None else member.rows, member.begin, member.nbytes))
+    samples: list[list[tuple[str, int, int, str]]] = [[] for _ in everything]
+    if parts:
+        kinds = np.concatenate([np.full(len(part[0]), number) for number, part in enumerate(parts)])
+        rows, begins, sizes = (np.concatenate([part[i].astype(np.int64) for part in parts]) for i in range(3))
+        keys = list(found.keys)
+        for at in np.argsort(begins).tolist():
+            row, suffix = rows.item(at), suffixes[kinds.item(at)]
+            samples[row].append((suffix, begins.item(at), sizes.item(at), f"{keys[row]}.{suffix}"))
+    write_idx(dali_index_path(path), samples, fsync=fsync)

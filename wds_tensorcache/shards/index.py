@@ -1,0 +1,207 @@
+"""What is where in a shard, as arrays: no Python object per sample.
+
+A standard sample takes 22 bytes and its key: where its key ends (4), where its members begin and how long the skeleton
+is (10), the number of its layout (1 or 2), and the digest of its tensors (8). Layouts are stored once, and of those that
+are of one form (the names, dtypes and numbers of dimensions) only the shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.codec.dtypes import STORED
+from wds_tensorcache.codec.header import Form, Layout, make_layout
+from wds_tensorcache.errors import FormatError
+
+__all__ = ["CacheColumns", "Keys", "LayoutTable", "MemberColumns", "ShardIndex", "narrow"]
+
+Array = np.ndarray[Any, Any]
+_LIMIT = 1 << 62  # offsets, shapes and sizes stay below, so that sums of two do not overflow
+
+
+def narrow(values: Sequence[int] | Array) -> Array:
+    """Return non-negative integers as the narrowest unsigned dtype that holds them all."""
+    array = np.asarray(values, np.uint64)
+    return array.astype(np.min_scalar_type(int(array.max())) if len(array) else np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of a shard in its order: `text` holds them one behind the other, `ends` where each ends."""
+
+    text: Array
+    ends: Array
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def raw(self, row: int) -> bytes:
+        """Return one key as UTF-8."""
+        begin = self.ends.item(row - 1) if row else 0
+        return self.text[begin : self.ends.item(row)].tobytes()
+
+    def __getitem__(self, row: int) -> str:
+        return self.raw(row).decode("utf-8", "surrogateescape")
+
+    def __iter__(self) -> Iterator[str]:
+        text, begin = self.text.tobytes(), 0
+        for end in self.ends.tolist():
+            yield text[begin:end].decode("utf-8", "surrogateescape")
+            begin = end
+
+    def begins(self) -> Array:
+        """Return where each key begins in `text`."""
+        return np.concatenate([np.zeros(1, np.int64), self.ends[:-1].astype(np.int64)])[: len(self)]
+
+
+@dataclass(frozen=True, slots=True)
+class MemberColumns:
+    """Members with one suffix. `rows`: the samples that have it, ascending, None for all; then byte offsets and sizes."""
+
+    rows: Array | None
+    begin: Array
+    nbytes: Array
+
+    def find(self, row: int) -> tuple[int, int] | None:
+        """Return where the member of sample `row` begins in the shard, and its bytes; None if it has none."""
+        at = row if self.rows is None else int(np.searchsorted(self.rows, row))
+        if self.rows is not None and (at == len(self.rows) or self.rows[at] != row):
+            return None
+        return self.begin.item(at), self.nbytes.item(at)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutTable:
+    """The layouts of a shard: each one's form, where its tensors begin in the member, and the dimensions of their shapes."""
+
+    forms: tuple[Form, ...]
+    form: Array
+    data_begin: Array
+    dims: Array
+    dims_begin: Array = field(init=False)
+    nbytes: Array = field(init=False)  # of the whole member
+
+    def __post_init__(self) -> None:
+        counts = np.array([sum(ndim for *_, ndim in form.entries) for form in self.forms], np.int64)
+        if len(self.form) and int(self.form.max()) >= len(self.forms):
+            raise FormatError("the index has a layout of a form that it does not have")
+        ends = np.cumsum(counts[self.form], dtype=np.int64)
+        if len(self.data_begin) != len(self.form) or (int(ends[-1]) if len(ends) else 0) != len(self.dims):
+            raise FormatError("the index has layouts with other numbers of dimensions than their forms")
+        object.__setattr__(self, "dims_begin", ends - counts[self.form])
+        object.__setattr__(self, "nbytes", self._nbytes())
+
+    def _nbytes(self) -> Array:
+        total = self.data_begin.astype(np.float64)  # exact below 2^53, and far above that it only has to be seen
+        result = self.data_begin.astype(np.int64)
+        for number, form in enumerate(self.forms):
+            which = np.flatnonzero(self.form == number)
+            begin = self.dims_begin[which]
+            for _, dtype, ndim in form.entries:
+                shapes = self.dims[begin[:, None] + np.arange(ndim)].astype(np.int64)
+                total[which] += np.where(shapes == 0, 1.0, shapes).prod(1) * STORED[dtype][0]
+                result[which] += shapes.prod(1) * STORED[dtype][0]
+                begin = begin + ndim
+        if len(total) and float(total.max()) >= _LIMIT:
+            raise FormatError("the index has a layout of an impossible size")
+        return result
+
+    def __len__(self) -> int:
+        return len(self.form)
+
+    def __getitem__(self, number: int) -> Layout:
+        form = self.forms[self.form.item(number)]
+        begin = self.dims_begin.item(number)
+        ndim = sum(entry[2] for entry in form.entries)
+        return make_layout(form, tuple(self.dims[begin : begin + ndim].tolist()), self.data_begin.item(number))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheColumns:
+    """One cache of the samples in `rows` (None: of all).
+
+    `skeleton_begin` and `tensors_begin` are byte offsets in the shard, `layout` numbers of the layout table, `digest` what
+    both members declare of the tensors, 0 where one declares nothing.
+    """
+
+    rows: Array | None
+    skeleton_begin: Array
+    skeleton_nbytes: Array
+    tensors_begin: Array
+    layout: Array
+    digest: Array
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardIndex:
+    """Everything that is known of a shard without reading its samples.
+
+    Attributes:
+        keys: In the order of the shard.
+        caches: By name, `""` for the one without.
+        members: All other members by suffix.
+        layouts: What the caches' `layout` numbers mean.
+        end: Byte offset of the end-of-archive marker.
+    """
+
+    keys: Keys
+    caches: Mapping[str, CacheColumns]
+    members: Mapping[str, MemberColumns]
+    layouts: LayoutTable
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the arrays take."""
+        arrays = [self.keys.text, self.keys.ends, *vars_of(self.layouts)]
+        for columns in (*self.caches.values(), *self.members.values()):
+            arrays.extend(vars_of(columns))
+        return sum(array.nbytes for array in arrays)
+
+    def check(self) -> None:
+        """Raise FormatError if anything points out of the shard, or to nothing: indexes are read from files."""
+        num_samples = len(self.keys)
+        ends = self.keys.ends
+        if num_samples and (np.any(ends[1:] < ends[:-1]) or int(ends[-1]) != len(self.keys.text)):
+            raise FormatError("the index has keys that overlap")
+        for columns in self.caches.values():
+            self._check_rows(columns.rows, columns.layout, num_samples)
+            if len(columns) and int(columns.layout.max()) >= len(self.layouts):
+                raise FormatError("the index has a sample with a layout that it does not have")
+            self._check_extent(columns.skeleton_begin, columns.skeleton_nbytes)
+            self._check_extent(columns.tensors_begin, self.layouts.nbytes[columns.layout])
+            if len(columns.digest) != len(columns):
+                raise FormatError("the index has columns of unequal lengths")
+        for member in self.members.values():
+            self._check_rows(member.rows, member.begin, num_samples)
+            self._check_extent(member.begin, member.nbytes)
+
+    def _check_rows(self, rows: Array | None, column: Array, num_samples: int) -> None:
+        if rows is None:
+            good = len(column) == num_samples
+        else:
+            good = len(rows) == len(column) and not np.any(rows[1:] <= rows[:-1])
+            good = good and (not len(rows) or int(rows[-1]) < num_samples)
+        if not good:
+            raise FormatError("the index has columns of unequal lengths")
+
+    def _check_extent(self, begin: Array, nbytes: Array) -> None:
+        if len(begin) != len(nbytes):
+            raise FormatError("the index has columns of unequal lengths")
+        if len(begin) and (int(begin.min()) < 512 or int(begin.max()) > self.end or int(nbytes.max()) > self.end):
+            raise FormatError("the index has a member outside of the archive")
+        if np.any(begin.astype(np.int64) + nbytes.astype(np.int64) > self.end):
+            raise FormatError("the index has a member that reaches beyond the archive")
+
+
+def vars_of(columns: Any) -> list[Array]:
+    """Return the arrays of a record."""
+    values = [getattr(columns, name) for name in columns.__slots__]
+    return [value for value in values if isinstance(value, np.ndarray)]

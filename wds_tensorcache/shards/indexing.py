@@ -1,0 +1,198 @@
+"""Build a shard's index: sample by sample, as a writer knows them or as one pass over a tar finds them."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Form, Layout, is_bound, parse_header
+from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
+from wds_tensorcache.codec.sample import check_binding
+from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.shards.index import CacheColumns, Keys, LayoutTable, MemberColumns, ShardIndex, narrow
+from wds_tensorcache.shards.names import SKELETON, TENSORS, is_cache_name
+from wds_tensorcache.shards.tar import Scanner
+
+__all__ = ["CacheEntry", "IndexBuilder", "scan_shard"]
+
+_KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)  # as webdataset splits names
+
+
+@dataclass(slots=True)
+class CacheEntry:
+    """One cache of one sample: byte offsets of its members in the shard, and what the index keeps of them."""
+
+    name: str
+    skeleton_begin: int
+    skeleton_nbytes: int
+    tensors_begin: int
+    layout: Layout
+    digest: int | None
+
+
+def _columns(count: int) -> tuple[array[int], ...]:
+    return tuple(array("Q") for _ in range(count))
+
+
+@dataclass(slots=True)
+class IndexBuilder:
+    """Takes samples in the order of the shard; `finish` gives the index. The same samples always give the same one."""
+
+    _text: bytearray = field(default_factory=bytearray)
+    _ends: array[int] = field(default_factory=lambda: array("Q"))
+    _caches: dict[str, tuple[array[int], ...]] = field(default_factory=dict)
+    _members: dict[str, tuple[array[int], ...]] = field(default_factory=dict)
+    _numbers: dict[int, int] = field(default_factory=dict)  # by id(layout), which _layouts keeps alive
+    _layouts: list[Layout] = field(default_factory=list)
+    _places: dict[tuple[int, int, tuple[int, ...]], int] = field(default_factory=dict)
+    _forms: dict[int, int] = field(default_factory=dict)
+    _table: tuple[list[Form], array[int], array[int], array[int]] = field(
+        default_factory=lambda: ([], array("Q"), array("Q"), array("Q"))
+    )
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def add(self, key: str, caches: list[CacheEntry], members: list[tuple[str, int, int]]) -> None:
+        """Add a sample: its caches, and (suffix, byte offset, bytes) of its other members."""
+        row = len(self._ends)
+        self._text += key.encode("utf-8", "surrogateescape")
+        self._ends.append(len(self._text))
+        for cache in caches:
+            columns = self._caches.get(cache.name)
+            if columns is None:
+                columns = self._caches[cache.name] = _columns(6)
+            number = self._numbers.get(id(cache.layout))
+            if number is None:
+                number = self._number(cache.layout)
+            values = (row, cache.skeleton_begin, cache.skeleton_nbytes, cache.tensors_begin, number, cache.digest or 0)
+            for column, value in zip(columns, values, strict=True):
+                column.append(value)
+        for suffix, begin, nbytes in members:
+            if suffix not in self._members:
+                self._members[suffix] = _columns(3)
+            for column, value in zip(self._members[suffix], (row, begin, nbytes), strict=True):
+                column.append(value)
+
+    def _number(self, layout: Layout) -> int:
+        """Return the number of a layout that this builder has not met as this object."""
+        forms, form, data_begin, dims = self._table
+        form_number = self._forms.get(id(layout.form))
+        if form_number is None:
+            known = [number for number, other in enumerate(forms) if other.entries == layout.form.entries]
+            if not known:
+                forms.append(layout.form)
+            form_number = self._forms[id(layout.form)] = known[0] if known else len(forms) - 1
+        shape = tuple(dim for tensor in layout.tensors.values() for dim in tensor.shape)
+        place = (form_number, layout.data_begin, shape)
+        if place not in self._places:
+            self._places[place] = len(form)
+            form.append(form_number)
+            data_begin.append(layout.data_begin)
+            dims.extend(shape)
+        if len(self._layouts) < 1024:
+            self._layouts.append(layout)
+            self._numbers[id(layout)] = self._places[place]
+        return self._places[place]
+
+    def finish(self, end: int) -> ShardIndex:
+        """Return the index; `end` is the byte offset of the end-of-archive marker."""
+        forms, form, data_begin, dims = self._table
+        count = len(self)
+
+        def rows(column: array[int]) -> Any:
+            return None if len(column) == count else narrow(column)
+
+        return ShardIndex(
+            Keys(np.frombuffer(bytes(self._text), np.uint8), narrow(self._ends)),
+            {
+                name: CacheColumns(rows(first), narrow(a), narrow(b), narrow(c), narrow(d), np.array(digest, np.uint64))
+                for name, (first, a, b, c, d, digest) in self._caches.items()
+            },
+            {
+                suffix: MemberColumns(rows(first), narrow(begin), narrow(nbytes))
+                for suffix, (first, begin, nbytes) in self._members.items()
+            },
+            LayoutTable(tuple(forms), narrow(form), narrow(data_begin), narrow(dims)),
+            end,
+        )
+
+
+def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
+    """Return the index of a tar, from one pass over its headers, preambles and safetensors headers.
+
+    Args:
+        read: Returns the bytes `[begin, end)` of the file.
+        nbytes: Of the file.
+
+    Raises:
+        FormatError: It is no tar, is cut short, has a key twice or apart, or halves that do not belong together.
+    """
+    scanner = Scanner(read, nbytes)
+    builder = IndexBuilder()
+    seen: set[str] = set()
+    key: str | None = None
+    members: dict[str, tuple[int, int]] = {}
+    for name, begin, size in scanner:
+        match = _KEY_AND_SUFFIX.fullmatch(name)
+        if match is None:
+            continue
+        suffix = match[2].lower()
+        if match[1] != key:
+            if key is not None:
+                _add(builder, scanner, key, members)
+            key, members = match[1], {}
+            if key in seen:
+                raise FormatError(f"key {key!r:.100} occurs twice, again at byte {begin - 512}")
+            seen.add(key)
+        if suffix in members:
+            raise FormatError(f"member {name!r:.100} occurs twice, again at byte {begin - 512}")
+        members[suffix] = begin, size
+    if key is not None:
+        _add(builder, scanner, key, members)
+    return builder.finish(scanner.end)
+
+
+def _add(builder: IndexBuilder, scanner: Scanner, key: str, members: dict[str, tuple[int, int]]) -> None:
+    caches: list[CacheEntry] = []
+    others: list[tuple[str, int, int]] = []
+    try:
+        for suffix, (begin, nbytes) in members.items():
+            prefix, kind = _split(suffix)
+            pair = members.get(prefix + SKELETON), members.get(prefix + TENSORS)
+            if kind is None or (kind == TENSORS and pair[0] is None and not _declares(scanner, begin, nbytes)):
+                others.append((suffix, begin, nbytes))
+            elif pair[0] is None or pair[1] is None:
+                missing = prefix + (TENSORS if kind == SKELETON else SKELETON)
+                raise FormatError(f"member {missing!r} is missing beside {suffix!r}")
+            elif kind == SKELETON:
+                caches.append(_entry(scanner, prefix[:-1], pair[0], pair[1]))
+    except TensorCacheError as exc:
+        raise exc.at(f"sample {key!r:.100}") from exc
+    builder.add(key, caches, others)
+
+
+def _split(suffix: str) -> tuple[str, str | None]:
+    for kind in (SKELETON, TENSORS):
+        if suffix == kind:
+            return "", kind
+        if suffix.endswith("." + kind) and is_cache_name(suffix[: -len(kind) - 1]):
+            return suffix[: -len(kind)], kind
+    return "", None
+
+
+def _declares(scanner: Scanner, begin: int, nbytes: int) -> bool:
+    return is_bound(scanner.peek(begin, begin + min(64, nbytes)))
+
+
+def _entry(scanner: Scanner, name: str, skeleton: tuple[int, int], tensors: tuple[int, int]) -> CacheEntry:
+    begin, nbytes = tensors
+    length = int.from_bytes(scanner.peek(begin, begin + min(8, nbytes)), "little")
+    layout, digest = parse_header(scanner.peek(begin, begin + min(8 + length, nbytes, MAX_HEADER_NBYTES)), nbytes)
+    check_binding(scanner.peek(skeleton[0], skeleton[0] + min(PREAMBLE_NBYTES + 1, skeleton[1])), nbytes, digest)
+    return CacheEntry(name, *skeleton, begin, layout, digest)

@@ -1,0 +1,179 @@
+"""The files beside shards: `NAME.idx` as DALI reads it, `manifest.json` as wids reads it, each replaced as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wds_tensorcache.errors import FormatError, KeyRuleError
+
+__all__ = ["ShardEntry", "read_manifest", "write_atomically", "write_idx", "write_manifest"]
+
+_KIND = "wids-shard-index-v1"
+_WIDS_VERSION = 1
+_OURS = "tensorcache"
+_NO_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # what no file name holds, even with surrogateescape
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """What a manifest says of one shard."""
+
+    url: str  # relative ones are relative to the manifest's folder
+    num_samples: int
+    nbytes: int  # of the whole file
+
+
+def write_idx(path: str, samples: Iterable[Sequence[tuple[str, int, int, str]]], *, fsync: bool = True) -> None:
+    """Write DALI's index of one shard, version 1.2: the bytes that DALI's own `wds2idx` writes.
+
+    Args:
+        path: Of the index; DALI finds it by nothing but its `index_paths`.
+        samples: For each, in the order of the shard, its members: (extension, offset of the content in the tar in bytes,
+            length in bytes, member name).
+        fsync: Wait for the disk.
+
+    Raises:
+        KeyRuleError: A name or an extension is empty or has white space, which separates fields in this format; or a sample
+            has no members.
+    """
+    lines: list[bytes] = []
+    for sample in samples:
+        line = " ".join([f"{suffix} {begin} {nbytes} {name}" for suffix, begin, nbytes, name in sample])
+        encoded = line.encode("utf-8", "surrogateescape")
+        if not sample or len(encoded.split()) != 4 * len(sample):
+            raise KeyRuleError(
+                f"sample {len(lines)} with the members {[name for *_, name in sample]!r:.200}: DALI's index cannot hold it; "
+                f"expected at least one member, and neither white space nor empty extensions"
+            )
+        lines.append(encoded)
+    write_atomically(path, [b"v1.2 %d\n" % len(lines), *[line + b"\n" for line in lines]], fsync)
+
+
+def write_manifest(path: str, shards: Sequence[ShardEntry], extra: dict[str, Any], *, fsync: bool = True) -> None:
+    """Write a manifest, one line per shard.
+
+    Args:
+        path: Of the manifest.
+        shards: In the order in which readers number samples.
+        extra: Goes under the key `tensorcache`, which wids ignores; what JSON can hold.
+        fsync: Wait for the disk.
+
+    Raises:
+        TypeError, ValueError: `extra` is not what JSON can hold. Nothing is written.
+    """
+    entries = [json.dumps({"url": s.url, "nsamples": s.num_samples, "filesize": s.nbytes}) for s in shards]
+    text = (
+        f'{{\n"__kind__": "{_KIND}",\n"wids_version": {_WIDS_VERSION},\n"shardlist": [\n'
+        + ",\n".join(entries)
+        + f'\n],\n"{_OURS}": {json.dumps(extra, allow_nan=False)}\n}}\n'
+    )
+    write_atomically(path, [text.encode("ascii")], fsync)
+
+
+def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
+    """Return the shards of a manifest, in its order, and what is under its key `tensorcache`, if anything.
+
+    Manifests by wids's own tool are read, too, except those that resolve urls by `base` or refer to other `datasets`.
+
+    Raises:
+        FormatError: The file is no such manifest; the message names it and says what is wrong.
+        OSError: It cannot be read.
+    """
+    with open(path, "rb") as file:
+        content = file.read()
+    try:
+        return _parse_manifest(content)
+    except FormatError as exc:
+        raise exc.at(path) from exc
+
+
+def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
+    try:
+        document = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as exc:
+        raise FormatError(f"no manifest, since it is not JSON: {exc}") from exc
+    if not isinstance(document, dict):
+        raise FormatError(f"no manifest: expected a JSON object, got {_show(document)}")
+    kind, version = document.get("__kind__", _KIND), document.get("wids_version")
+    if kind != _KIND:
+        raise FormatError(f"__kind__ is {_show(kind)}, expected {_KIND!r}")
+    if type(version) is not int or version != _WIDS_VERSION:
+        raise FormatError(f"wids_version is {_show(version)}, expected {_WIDS_VERSION}")
+    for key in ("base", "datasets"):
+        if document.get(key):
+            raise FormatError(
+                f"{key} is {_show(document[key])}, expected urls of shards only, relative to the manifest"
+            )
+    shardlist, extra = document.get("shardlist"), document.get(_OURS, {})
+    if not isinstance(shardlist, list):
+        raise FormatError(f"shardlist is {_show(shardlist)}, expected a list")
+    if not isinstance(extra, dict):
+        raise FormatError(f"{_OURS} is {_show(extra)}, expected an object")
+    entries: dict[str, ShardEntry] = {}
+    for position, shard in enumerate(shardlist):
+        entry = _parse_shard(shard, f"shardlist[{position}]")
+        if entries.setdefault(entry.url, entry) is not entry:
+            raise FormatError(f"shardlist[{position}]: url {entry.url!r:.100} is there twice")
+    return list(entries.values()), extra
+
+
+def _parse_shard(shard: object, where: str) -> ShardEntry:
+    if not isinstance(shard, dict):
+        raise FormatError(f"{where} is {_show(shard)}, expected an object")
+    url = shard.get("url")
+    if not isinstance(url, str) or not url or _NO_PATH.search(url):
+        raise FormatError(f"{where}: url is {_show(url)}, expected a path or a url")
+    return ShardEntry(url, _parse_count(shard, "nsamples", where), _parse_count(shard, "filesize", where))
+
+
+def _parse_count(shard: dict[str, Any], key: str, where: str) -> int:
+    value = shard.get(key)
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise FormatError(f"{where}: {key} is {_show(value)}, expected a number that is not negative")
+    return value
+
+
+def _show(value: object) -> str:
+    """Return a scalar's repr, a container's type: the repr of a deep one exceeds the interpreter's recursion."""
+    return f"a {type(value).__name__}" if isinstance(value, (list, dict)) else f"{value!r:.100}"
+
+
+def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> None:
+    """Write a file so that, whatever happens, readers see all of the new one or all of the old one.
+
+    Args:
+        path: Of the file; its folder must be there.
+        parts: The content.
+        fsync: Wait for the disk. Without it, readers are safe from this process's death, not from the machine's.
+
+    Raises:
+        OSError: The disk is full, the folder is not there, … The old file is as it was and nothing else is left.
+    """
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
+    # Hazard: a rename may reach the disk before the bytes it names, and a crash then leaves an empty file under the name.
+    # So the bytes go first, then the name, then the folder that holds it.
+    try:
+        with open(temporary, "xb") as file:
+            file.writelines(parts)
+            if fsync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        raise
+    if fsync and os.name == "posix":  # elsewhere folders cannot be opened
+        descriptor = os.open(folder or ".", os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

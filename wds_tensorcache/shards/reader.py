@@ -1,0 +1,346 @@
+"""One shard by sample number: its index, the samples' skeletons, and sources for their tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, Layout
+from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, is_preamble
+from wds_tensorcache.codec.sample import check_binding, decode_body
+from wds_tensorcache.codec.template import MISS, Template
+from wds_tensorcache.codec.views import view_bytes
+from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.shards.arena import Pool
+from wds_tensorcache.shards.footer import parse_footer, read_footer
+from wds_tensorcache.shards.index import CacheColumns, ShardIndex
+from wds_tensorcache.shards.indexing import scan_shard
+from wds_tensorcache.shards.names import SKELETON, TENSORS
+from wds_tensorcache.shards.storage import Files, Identity, ShardFile
+from wds_tensorcache.shards.tar import BLOCK
+
+__all__ = ["FileSource", "Shard", "ShardSource", "gather", "load_index", "sidecar_path"]
+
+Array = np.ndarray[Any, Any]
+LEASED_NBYTES = 1 << 16  # from here on, recycled memory is faster than new memory
+_NAME_NBYTES = 100  # of the tar header's field
+_HEX = np.array([list(b"%02x" % byte) for byte in range(256)], np.uint8)
+
+
+def sidecar_path(path: str) -> str:
+    """Return where the index of the shard at `path` lies if it is not behind the shard."""
+    return path + ".index"
+
+
+def load_index(file: ShardFile) -> ShardIndex:
+    """Return the index of a shard: from its footer, the file beside it, or one scan; the three are the same.
+
+    Raises:
+        FormatError: It is no shard, or a damaged one.
+    """
+    try:
+        index = read_footer(file.read, file.nbytes)
+        if index is None:
+            try:
+                with open(sidecar_path(file.path), "rb") as sidecar:
+                    index = parse_footer(sidecar.read(), file.nbytes)
+            except FileNotFoundError:
+                index = None
+        return scan_shard(file.read, file.nbytes) if index is None else index
+    except TensorCacheError as exc:
+        raise exc.at(file.path) from exc
+
+
+class Shard:
+    """One cache of one shard. `row` counts the samples that have it.
+
+    Threads/fork/pickle: safe everywhere; pickles as its path, and loads its index again.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        files: Files,
+        pool: Pool,
+        allow: Mapping[tuple[str, str], type],
+        count: int | None = None,
+    ) -> None:
+        self.path = path
+        self.name = name
+        self.files = files
+        self.pool = pool
+        self._allow = allow
+        self._count = count
+        self._loaded: tuple[ShardIndex, CacheColumns, Array] | None = None
+        prefix = f"{name}." if name else ""
+        self._suffixes = (f".{prefix}{SKELETON}".encode(), f".{prefix}{TENSORS}".encode())
+        self._layouts: dict[int, Layout] = {}
+
+    def __reduce__(self) -> Any:
+        return Shard, (self.path, self.name, self.files, self.pool, self._allow, len(self))
+
+    def __len__(self) -> int:
+        if self._count is None:
+            self._count = len(self.columns)
+        return self._count
+
+    def _load(self) -> tuple[ShardIndex, CacheColumns, Array]:
+        if self._loaded is None:
+            index = load_index(self.file)
+            columns = index.caches.get(self.name, _NONE)
+            if self._count is not None and self._count != len(columns):
+                raise FormatError(
+                    f"{self.path}: {len(columns)} samples, but the manifest says {self._count}: it is of another state"
+                )
+            self._loaded = index, columns, np.zeros(len(columns), np.bool_)
+        return self._loaded
+
+    index = property(lambda self: self._load()[0], doc="The ShardIndex, loaded on first use.")
+    columns = property(lambda self: self._load()[1], doc="The CacheColumns of this cache.")
+
+    @property
+    def file(self) -> ShardFile:
+        """The file, opened if it is not."""
+        return self.files.get(self.path)
+
+    def sample_row(self, row: int) -> int:
+        """Return the number of the sample in the shard, where some samples lack this cache."""
+        rows = self.columns.rows
+        return row if rows is None else rows.item(row)
+
+    def key(self, row: int) -> str:
+        """Return the key of a sample."""
+        return self.index.keys[self.sample_row(row)]  # type: ignore[no-any-return]
+
+    def layout(self, row: int) -> Layout:
+        """Return the layout of a sample."""
+        number = self.columns.layout.item(row)
+        layout = self._layouts.get(number)
+        if layout is None:
+            if len(self._layouts) >= 4096:
+                self._layouts.clear()
+            layout = self._layouts[number] = self.index.layouts[number]
+        return layout
+
+    def sample(self, row: int) -> Any:
+        """Return a sample, its tensors lazy; from one read of its skeleton.
+
+        Raises:
+            FormatError: The shard is not what its index says, or damaged.
+            UnsafeSkeletonError: The skeleton asks for anything outside the format.
+        """
+        layout = self.layout(row)
+        skeleton, begin = self._skeleton(row, layout)
+        try:
+            source = ShardSource(self, row, self.columns.tensors_begin.item(row))
+            return decode_body(skeleton, begin, layout, source, True, self._allow)
+        except TensorCacheError as exc:
+            raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
+
+    def template(self, row: int) -> Template | None:
+        """Return the template that a sample's skeleton matches, if there is one: samples of one template differ in values."""
+        layout = self.layout(row)
+        template: Template | None = layout.form.template
+        if template is None:
+            return None
+        skeleton, begin = self._skeleton(row, layout)
+        return None if template.match(skeleton, begin) is MISS else template
+
+    def _skeleton(self, row: int, layout: Layout) -> tuple[bytes, int]:
+        """Return the skeleton member, and where its body begins; its tar header is checked, which costs no read of its own."""
+        columns = self.columns
+        begin = columns.skeleton_begin.item(row)
+        data = self.files.get(self.path).read(begin - BLOCK, begin + columns.skeleton_nbytes.item(row))
+        self._check_name(data, row, 0)
+        skeleton = data[BLOCK:]
+        try:
+            return skeleton, check_binding(skeleton, layout.nbytes, columns.digest.item(row) or None)[0]
+        except TensorCacheError as exc:
+            raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
+
+    def _check_name(self, data: bytes, row: int, which: int) -> None:
+        name = self.index.keys.raw(self.sample_row(row)) + self._suffixes[which]
+        if len(name) >= _NAME_NBYTES:
+            return  # the field holds a part of it, or something else; the digests are compared
+        if not data.startswith(name) or data[len(name)]:
+            found = data[:_NAME_NBYTES].partition(b"\0")[0].decode(errors="replace")
+            raise FormatError(
+                f"{self.path}: the index has member {name.decode(errors='replace')!r} where {found!r:.120} is; "
+                "it is of another state of the shard: make a new one with tc.index"
+            )
+
+    def check_tensors(self, row: int) -> None:
+        """Raise FormatError unless the tensors of a sample are where the index says; looks once per sample."""
+        columns, checked = self._load()[1:]
+        if checked[row]:
+            return
+        begin = columns.tensors_begin.item(row)
+        data = self.file.read(begin - BLOCK, begin + DIGITS_END)
+        self._check_name(data, row, 1)
+        digest = columns.digest.item(row)
+        if digest and data[BLOCK + DIGITS_BEGIN :] != b"%016x" % digest:
+            raise FormatError(
+                f"{self.path}: sample {self.key(row)!r}: its tensors are not those that were indexed: "
+                "make a new index with tc.index"
+            )
+        checked[row] = True
+
+    def skeletons(self, rows: Array, mapped: bool) -> tuple[list[bytes], list[int]]:
+        """Return the skeleton members of many samples, and where their bodies begin; `mapped` copies them out of the map.
+
+        Raises:
+            FormatError: The shard is not what its index says.
+        """
+        columns, file = self.columns, self.file
+        begins = columns.skeleton_begin[rows].astype(np.int64)
+        ends = begins + columns.skeleton_nbytes[rows]
+        nbytes = self.index.layouts.nbytes[columns.layout[rows]].astype("<u8")
+        bound = np.stack([nbytes, columns.digest[rows].astype("<u8")], 1).tobytes()
+        key_begins, key_ends = self._key_extents(rows)
+        text, suffix = self.index.keys.text.data, self._suffixes[0]
+        bytes_of = file.map() if mapped else None
+        skeletons, bodies = [], []
+        extents = zip(begins.tolist(), ends.tolist(), key_begins.tolist(), key_ends.tolist(), strict=True)
+        # one slice or read per sample; what is not just as the writer makes it is looked at closely
+        for i, (begin, end, key_begin, key_end) in enumerate(extents):
+            data = file.read(begin - BLOCK, end) if bytes_of is None else bytes_of[begin - BLOCK : end]
+            skeleton, body = data[BLOCK:], PREAMBLE_NBYTES
+            name = text[key_begin:key_end].tobytes() + suffix
+            if not (data.startswith(name) and is_preamble(skeleton, bound[16 * i : 16 * i + 16])):
+                row = rows.item(i)
+                skeleton, body = self._skeleton(row, self.layout(row))
+            skeletons.append(skeleton)
+            bodies.append(body)
+        return skeletons, bodies
+
+    def _key_extents(self, rows: Array) -> tuple[Array, Array]:
+        columns = self.columns
+        samples = rows if columns.rows is None else columns.rows[rows].astype(np.int64)
+        ends = self.index.keys.ends
+        return np.where(samples > 0, ends[samples - 1], 0).astype(np.int64), ends[samples].astype(np.int64)
+
+    def check_mapped(self, rows: Array) -> None:
+        """Do what `check_tensors` does for many samples, through the map."""
+        index, columns, checked = self._load()
+        rows = rows[~checked[rows]]
+        if not len(rows):
+            return
+        mapped = self.file.array()
+        begins = columns.tensors_begin[rows].astype(np.int64)
+        digests = columns.digest[rows]
+        digits = _HEX[digests.astype(">u8").view(np.uint8)]
+        good = _equal(gather(mapped, begins + DIGITS_BEGIN, 16), digits.reshape(-1, 16)) | (digests == 0)
+        key_begins, key_ends = self._key_extents(rows)
+        lengths = key_ends - key_begins
+        suffix = np.frombuffer(self._suffixes[1], np.uint8)
+        for length in np.unique(lengths).tolist():
+            which = slice(None) if bool((lengths == length).all()) else np.flatnonzero(lengths == length)
+            width = -(-(length + len(suffix) + 1) // 8) * 8  # the field is filled up with zeros
+            if width > _NAME_NBYTES:
+                continue
+            expected = np.zeros((len(key_begins[which]), width), np.uint8)
+            expected[:, :length] = gather(view_bytes(index.keys.text.data), key_begins[which], length)
+            expected[:, length : length + len(suffix)] = suffix
+            good[which] &= _equal(gather(mapped, begins[which] - BLOCK, width), expected)
+        checked[rows[good]] = True
+        for row in rows[~good].tolist():
+            self.check_tensors(row)  # raises
+
+    def close(self) -> None:
+        """Forget the index."""
+        self._loaded = None
+
+
+_EMPTY = np.empty(0, np.uint64)
+_NONE = CacheColumns(None, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
+
+
+def gather(array: Array, begins: Array, width: int, out: Array | None = None) -> Array:
+    """Return `width` bytes from each of `begins` as `[n, width]`; one torch call, which takes the rows as they lie.
+
+    Memory: fresh, or `out`. torch's copy of rows takes 0.19 us where numpy's fancy indexing takes 0.26.
+    """
+    windows = np.lib.stride_tricks.as_strided(array, (len(array) - width + 1, width), (1, 1))
+    result = np.empty((len(begins), width), np.uint8) if out is None else out
+    torch.index_select(torch.from_numpy(windows), 0, torch.from_numpy(begins), out=torch.from_numpy(result))
+    return result
+
+
+def _equal(left: Array, right: Array) -> Array:
+    """Return which rows are equal; their width is a multiple of 8."""
+    return (left.view(np.uint64) == np.ascontiguousarray(right).view(np.uint64)).all(1)  # type: ignore[no-any-return]
+
+
+class ShardSource:
+    """The tensors of one sample of a shard; pickles as the file's path and identity."""
+
+    __slots__ = ("_begin", "_row", "_shard")
+
+    def __init__(self, shard: Shard, row: int, begin: int) -> None:
+        self._shard = shard
+        self._row = row
+        self._begin = begin
+
+    def _file(self) -> ShardFile:
+        self._shard.check_tensors(self._row)
+        return self._shard.file
+
+    def read(self, begin: int, end: int) -> bytearray | memoryview:
+        return _read(self._file(), self._begin + begin, end - begin, self._shard.pool)
+
+    def read_into(self, buffer: memoryview, begin: int) -> None:
+        self._file().read_into([buffer], self._begin + begin)
+
+    def view(self, begin: int, end: int) -> memoryview:
+        return memoryview(self._file().map())[self._begin + begin : self._begin + end]
+
+    def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
+        return FileSource(os.path.abspath(self._shard.path), self._shard.file.identity), self._begin + begin
+
+
+def _read(file: ShardFile, begin: int, nbytes: int, pool: Pool) -> bytearray | memoryview:
+    # a view of the lease, not the lease: numpy would hold the arena and let the lease die
+    buffer = pool.lease(nbytes).data if nbytes >= LEASED_NBYTES else bytearray(nbytes)
+    file.read_into([memoryview(buffer)], begin)
+    return buffer
+
+
+class FileSource:
+    """A part of a file that another process has told of: it is opened when something is read, and must be the same file."""
+
+    __slots__ = ("_identity", "_path")
+
+    def __init__(self, path: str, identity: Identity) -> None:
+        self._path = path
+        self._identity = identity
+
+    def _file(self) -> ShardFile:
+        file = _FILES.get(self._path)
+        if file.identity != self._identity:
+            raise FormatError(f"{self._path}: the shard was changed since this lazy tensor was made")
+        return file
+
+    def read(self, begin: int, end: int) -> bytearray | memoryview:
+        return _read(self._file(), begin, end - begin, _POOL)
+
+    def read_into(self, buffer: memoryview, begin: int) -> None:
+        self._file().read_into([buffer], begin)
+
+    def view(self, begin: int, end: int) -> memoryview:
+        return memoryview(self._file().map())[begin:end]
+
+    def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
+        return self, begin
+
+    def __reduce__(self) -> Any:
+        return FileSource, (self._path, self._identity)
+
+
+# for lazy tensors from other processes, which have no cache that could be closed
+_FILES = Files(64)
+_POOL = Pool(1 << 28)

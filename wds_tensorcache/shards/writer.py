@@ -1,0 +1,306 @@
+"""Write shards: tar members straight from the tensors' own memory, an index behind them, and nothing half done in sight."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from wds_tensorcache.codec.header import parse_header
+from wds_tensorcache.codec.sample import encode_views
+from wds_tensorcache.errors import EncodeError, KeyRuleError, TensorCacheError
+from wds_tensorcache.shards.catalog import Catalog, dali_index_path, write_dali_index
+from wds_tensorcache.shards.footer import build_footer
+from wds_tensorcache.shards.indexing import CacheEntry, IndexBuilder
+from wds_tensorcache.shards.manifest import ShardEntry
+from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes
+from wds_tensorcache.shards.reader import sidecar_path
+from wds_tensorcache.shards.tar import END_OF_ARCHIVE, build_header, padding
+
+__all__ = ["ShardWriter"]
+
+_COPIED_NBYTES = 1 << 16  # a smaller sample is copied, and written together with others
+_PENDING_NBYTES = 1 << 20
+_MAX_BUFFERS = 1024  # IOV_MAX
+_NUMBER = re.compile(r"%0?\d*d")
+_NOTHING: Any = object()
+
+
+class ShardWriter:
+    """Writes samples into shards `train-000000.tar`, `train-000001.tar`, …, each with its index behind it.
+
+    A shard appears under its name when it is complete and on disk, then its `.idx` for DALI, then its entry in
+    `manifest.json`: whoever reads the manifest never sees half of anything. Leaving the `with` block by an exception drops
+    the shard that was being written; the finished ones stay.
+
+    Args:
+        pattern: Path with one `%d`-style number, or without one for a single shard. Folders are made.
+        max_samples: A shard takes no more samples.
+        max_nbytes: A shard that has reached this many bytes is finished.
+        footer: Put the index behind the shard's end-of-archive marker. Tar readers stop before it; under `set -o pipefail`,
+            `cat shard | tar x` sees a broken pipe where the footer is longer than 64 KiB.
+        idx: Write `NAME.idx` for DALI beside each shard.
+        manifest: Write `manifest.json` beside the shards; entries of other writers' shards in the folder are kept.
+        overwrite: Delete shards of this pattern that are there. Otherwise they are an error.
+        fsync: Wait for the disk before a shard gets its name.
+        allow: Classes to write besides the listed types of FORMAT.md.
+        align: The tensors' bytes begin at a multiple of this many bytes of the member; itself a multiple of 8.
+        encoder: Makes bytes of a sample's other members, a dict by extension, as webdataset's encoders do
+            (`webdataset.writer.make_encoder(True)`). By default bytes, text, `json` and `cls` are taken.
+
+    Raises:
+        FileExistsError: A shard of that name is there.
+        ValueError: The pattern has more than one number.
+
+    Threads/fork/pickle: one thread; several writers, of other patterns, may share a folder.
+    """
+
+    def __init__(
+        self,
+        pattern: str | os.PathLike[str],
+        *,
+        max_samples: int = 10_000,
+        max_nbytes: int = 1 << 30,
+        footer: bool = True,
+        idx: bool = True,
+        manifest: bool = True,
+        overwrite: bool = False,
+        fsync: bool = True,
+        allow: Iterable[type] = (),
+        align: int = 64,
+        encoder: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> None:
+        self._pattern = os.fspath(pattern)
+        folder, name = os.path.split(self._pattern)
+        self._numbered = len(_NUMBER.findall(name)) == 1
+        if "%" in _NUMBER.sub("", name, count=1) or "%" in folder:
+            raise ValueError(f"pattern {self._pattern!r}: expected at most one number, such as %06d, in its last part")
+        if max_samples < 1 or max_nbytes < 1:
+            raise ValueError(f"max_samples={max_samples}, max_nbytes={max_nbytes}, expected at least 1")
+        self._max_samples, self._max_nbytes = max_samples, max_nbytes
+        self._footer, self._idx, self._fsync = footer, idx, fsync
+        self._allow, self._align, self._encoder = tuple(allow), align, encoder or _encode_plain
+        os.makedirs(folder or ".", exist_ok=True)
+        self._catalog = Catalog(folder or ".", fsync) if manifest else None
+        existing = self._existing()
+        if existing and not overwrite:
+            raise FileExistsError(f"{existing[0]} exists; pass overwrite=True, or write to another folder")
+        if self._catalog is not None and existing:
+            self._catalog.remove([os.path.basename(path) for path in existing])  # before the shards themselves go
+        for path in existing:
+            for stale in (path, dali_index_path(path), sidecar_path(path)):
+                if os.path.exists(stale):
+                    os.remove(stale)
+        self._number = 0
+        self._shard: _OpenShard | None = None
+
+    def _path(self, number: int) -> str:
+        return self._pattern % number if self._numbered else self._pattern
+
+    def _existing(self) -> list[str]:
+        """Return the shards of this pattern that are there."""
+        if not self._numbered:
+            return [self._pattern] if os.path.exists(self._pattern) else []
+        first, last = _NUMBER.split(self._pattern, maxsplit=1)
+        found = glob.glob(glob.escape(first) + "*" + glob.escape(last))
+        digits = re.compile(re.escape(first) + r"(\d+)" + re.escape(last))
+        matches = ((path, digits.fullmatch(path)) for path in sorted(found))
+        return [path for path, match in matches if match and self._path(int(match[1])) == path]
+
+    def write(self, key: str, sample: Any = _NOTHING, /, **members: Any) -> None:
+        """Write one sample.
+
+        Args:
+            key: Names it, once in a shard.
+            sample: The nested structure; leave it out for a sample without, or with named caches only.
+            members: By extension: `json=…`, `jpg=…`; and `**{"NAME.tensorcache": …}` for several caches in one sample.
+
+        Raises:
+            EncodeError: A value cannot be represented; the message gives key and path. Nothing of the sample is written.
+            KeyRuleError: A key, cache name or extension that some reader gets wrong, or a key that is there already.
+
+        Memory: the tensors may be changed as soon as this returns.
+        """
+        check_key(key)
+        caches = {"": sample} if sample is not _NOTHING else {}
+        others = {}
+        for field, value in members.items():
+            if field == FIELD or field.endswith("." + FIELD):
+                caches[cache_name(field[: -len(FIELD) - 1]) if field != FIELD else ""] = value
+            else:
+                others[field] = value
+        if not caches and not others:
+            raise KeyRuleError(f"sample {key!r} has no members")
+        check_suffixes(key, [*others, *(_member(name, SKELETON) for name in caches)])
+        check_suffixes(key, [_member(name, TENSORS) for name in caches])
+        lowered = [field.lower() for field in others] + [_member(name, TENSORS) for name in caches]
+        if len(set(lowered)) < len(lowered) or any(field.endswith(SKELETON) for field in lowered):
+            raise KeyRuleError(
+                f"sample {key!r} has members {sorted(lowered)}: names that only caches have, or one twice"
+            )
+        encoded = []
+        for name, value in caches.items():
+            try:
+                encoded.append((name, encode_views(value, allow=self._allow, align=self._align)))
+            except TensorCacheError as exc:
+                raise exc.at(f"sample {key!r}" + (f", cache {name!r}" if name else "")) from exc
+        plain = self._encoder(others) if others else {}
+        if self._shard is not None and self._shard.is_full(self._max_samples, self._max_nbytes) and self._numbered:
+            self._finish()
+        if self._shard is None:
+            path = self._path(self._number)
+            if os.path.exists(path):
+                raise FileExistsError(f"{path} exists; it was not there when this writer began")
+            self._shard = _OpenShard(path)
+            self._number += 1
+        self._shard.write(key, encoded, plain)
+
+    def _finish(self) -> None:
+        shard, self._shard = self._shard, None
+        if shard is None:
+            return
+        index = shard.finish(self._footer, self._fsync)
+        if self._idx:
+            write_dali_index(shard.path, index, self._fsync)
+        if self._catalog is not None:
+            counts = {name: len(columns) for name, columns in index.caches.items()}
+            entry = ShardEntry(os.path.basename(shard.path), len(index.keys), os.path.getsize(shard.path))
+            self._catalog.add(entry, counts)
+
+    def close(self) -> None:
+        """Finish the shard that is being written."""
+        self._finish()
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        if kind is None:
+            self._finish()
+        elif self._shard is not None:
+            self._shard.drop()
+            self._shard = None
+
+
+def _member(name: str, suffix: str) -> str:
+    return f"{name}.{suffix}" if name else suffix
+
+
+def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
+    result = {}
+    for extension, value in members.items():
+        kind = extension.rpartition(".")[2].lower()
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            result[extension] = bytes(value)
+        elif isinstance(value, str) and kind != "json":
+            result[extension] = value.encode()
+        elif kind == "json":
+            result[extension] = json.dumps(value).encode()
+        elif kind == "cls" and isinstance(value, int):
+            result[extension] = str(value).encode()
+        else:
+            raise EncodeError(
+                f"member {extension!r} is a {type(value).__name__}; pass bytes, or encoder=webdataset.writer.make_encoder(True)"
+            )
+    return result
+
+
+class _OpenShard:
+    """The shard that is being written, under a temporary name."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        folder, name = os.path.split(path)
+        self._temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+        self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115 closed by finish and drop
+        self._builder = IndexBuilder()
+        self._keys: set[str] = set()
+        self._position = 0
+        self._pending: list[bytes] = []
+        self._pending_nbytes = 0
+
+    def is_full(self, max_samples: int, max_nbytes: int) -> bool:
+        return len(self._keys) >= max_samples or self._position >= max_nbytes
+
+    def write(self, key: str, caches: list[tuple[str, Any]], others: dict[str, bytes]) -> None:
+        if key in self._keys:
+            raise KeyRuleError(f"key {key!r} is in {self.path} already")
+        parts: list[Any] = []
+        position = self._position
+        entries: list[CacheEntry] = []
+        members: list[tuple[str, int, int]] = []
+
+        def member(suffix: str, nbytes: int, *content: Any) -> int:
+            nonlocal position
+            header = build_header(f"{key}.{suffix}", nbytes)
+            begin = position + len(header)
+            parts.extend((header, *content, bytes(padding(nbytes))))
+            position = begin + nbytes + padding(nbytes)
+            return begin
+
+        for name, encoded in caches:
+            skeleton_begin = member(_member(name, SKELETON), len(encoded.skeleton), encoded.skeleton)
+            nbytes = len(encoded.header) + sum(map(len, encoded.buffers))
+            begin = member(_member(name, TENSORS), nbytes, encoded.header, *encoded.buffers)
+            layout, digest = parse_header(encoded.header, nbytes)
+            entries.append(CacheEntry(name, skeleton_begin, len(encoded.skeleton), begin, layout, digest))
+        for extension, raw in others.items():
+            members.append((extension.lower(), member(extension, len(raw), raw), len(raw)))
+        self._write(parts, position - self._position)
+        self._position = position
+        self._keys.add(key)
+        self._builder.add(key, entries, members)
+
+    def _write(self, parts: list[Any], nbytes: int) -> None:
+        if nbytes < _COPIED_NBYTES:
+            self._pending.append(b"".join(parts))
+            self._pending_nbytes += nbytes
+            if self._pending_nbytes >= _PENDING_NBYTES:
+                self._flush()
+            return
+        self._flush()
+        self._write_vector([memoryview(part).cast("B") for part in parts if len(part)])
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._write_vector([memoryview(b"".join(self._pending))])
+            self._pending, self._pending_nbytes = [], 0
+
+    def _write_vector(self, parts: list[memoryview]) -> None:
+        if not hasattr(os, "writev"):
+            for part in parts:
+                while len(part):
+                    part = part[self._file.write(part) :]
+            return
+        # one call per 1,024 buffers; a disk that is almost full, and 2 GiB, make it take less than all
+        first = 0
+        while first < len(parts):
+            count = os.writev(self._file.fileno(), parts[first : first + _MAX_BUFFERS])
+            while first < len(parts) and count >= len(parts[first]):
+                count -= len(parts[first])
+                first += 1
+            if count:
+                parts[first] = parts[first][count:]
+
+    def finish(self, footer: bool, fsync: bool) -> Any:
+        try:
+            index = self._builder.finish(self._position)
+            self._flush()
+            tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")
+            self._write_vector([memoryview(tail)])
+            if fsync:
+                os.fsync(self._file.fileno())  # else a crash may leave the name with other bytes behind it
+            self._file.close()
+            os.replace(self._temporary, self.path)
+        except BaseException:
+            self.drop()
+            raise
+        return index
+
+    def drop(self) -> None:
+        self._file.close()
+        if os.path.exists(self._temporary):
+            os.remove(self._temporary)
