@@ -6,14 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from wds_tensorcache.codec.reference import Reference, Source
-from wds_tensorcache.codec.views import (
-    check_tensor,
-    view_bytes,
-    view_tensor,
-)
+from wds_tensorcache.codec.views import check_tensor, view_tensor
 
 __all__ = ["Lazy", "LazyTensor", "install_operators", "loaded", "read_tensor", "refuse_in_place"]
 
@@ -37,8 +34,8 @@ class Lazy:
     ndim = property(lambda self: len(self._reference.shape), doc="Number of dimensions.")
     nbytes = property(lambda self: self._reference.end - self._reference.begin, doc="Bytes of the elements.")
 
-    def view_bytes(self) -> memoryview:
-        """Return the elements' bytes as the source holds them; for writing them elsewhere. Memory: a view of the source."""
+    def view_bytes(self) -> np.ndarray[Any, Any]:
+        """Return the elements' bytes as uint8, for writing them elsewhere. Memory: a view of the source; never write into it."""
         return self._source.view(self._reference.begin, self._reference.end)
 
     def _extent(self, rows: tuple[int, int]) -> tuple[int, int]:
@@ -213,7 +210,7 @@ class LazyTensor(Lazy):
         if copy:
             tensor = read_tensor(self._source, reference.begin, reference.end, reference.dtype, reference.shape)
         else:
-            tensor = check_tensor(view_tensor(view_bytes(self.view_bytes()), reference.dtype, reference.shape))
+            tensor = check_tensor(view_tensor(self.view_bytes(), reference.dtype, reference.shape))
         return tensor if device is None else tensor.to(device)
 
     def _load_into(self, out: torch.Tensor) -> torch.Tensor:

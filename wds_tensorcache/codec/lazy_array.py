@@ -8,7 +8,7 @@ import numpy as np
 
 from wds_tensorcache.codec.lazy import Lazy, install_operators, loaded, refuse_in_place
 from wds_tensorcache.codec.reference import Source
-from wds_tensorcache.codec.views import check_array, view_array, view_bytes
+from wds_tensorcache.codec.views import check_array, view_array
 
 __all__ = ["LazyArray", "read_array"]
 
@@ -42,7 +42,7 @@ class LazyArray(Lazy):
         reference = self._reference
         if copy:
             return read_array(self._source, reference.begin, reference.end, reference.dtype, reference.shape)
-        return check_array(view_array(view_bytes(self.view_bytes()), reference.dtype, reference.shape))
+        return check_array(view_array(self.view_bytes(), reference.dtype, reference.shape))
 
     def __getitem__(self, index: Any) -> Any:
         found = self._rows(index)

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import numpy_dtype, torch_dtype
 from wds_tensorcache.codec.header import Layout
+from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError
 
 __all__ = ["MemorySource", "Reference", "Source", "check_named", "resolve"]
@@ -25,8 +27,8 @@ class Source(Protocol):
     def read_into(self, buffer: memoryview, begin: int) -> None:
         """Fill `buffer` (1-D, bytes) from `begin`, or raise."""
 
-    def view(self, begin: int, end: int) -> memoryview:
-        """Return the bytes `[begin, end)` without copying them, as long as the source lives."""
+    def view(self, begin: int, end: int) -> np.ndarray[Any, Any]:
+        """Return the bytes `[begin, end)` as uint8 without copying them; they may not be written to, whatever numpy says."""
 
     def cut(self, begin: int, end: int) -> tuple[Source, int]:
         """Return what another process needs to read `[begin, end)`, and where that then begins."""
@@ -46,8 +48,8 @@ class MemorySource:
     def read_into(self, buffer: memoryview, begin: int) -> None:
         buffer[:] = self.member[begin : begin + len(buffer)]
 
-    def view(self, begin: int, end: int) -> memoryview:
-        return self.member[begin:end]
+    def view(self, begin: int, end: int) -> np.ndarray[Any, Any]:
+        return view_bytes(self.member[begin:end])
 
     def cut(self, begin: int, end: int) -> tuple[Source, int]:
         return MemorySource(self.member[begin:end]), 0

@@ -296,8 +296,8 @@ class ShardSource:
     def read_into(self, buffer: memoryview, begin: int) -> None:
         self._file().read_into([buffer], self._begin + begin)
 
-    def view(self, begin: int, end: int) -> memoryview:
-        return memoryview(self._file().map())[self._begin + begin : self._begin + end]
+    def view(self, begin: int, end: int) -> Array:
+        return self._file().array()[self._begin + begin : self._begin + end]
 
     def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
         return FileSource(os.path.abspath(self._shard.path), self._shard.file.identity), self._begin + begin
@@ -331,8 +331,8 @@ class FileSource:
     def read_into(self, buffer: memoryview, begin: int) -> None:
         self._file().read_into([buffer], begin)
 
-    def view(self, begin: int, end: int) -> memoryview:
-        return memoryview(self._file().map())[begin:end]
+    def view(self, begin: int, end: int) -> Array:
+        return self._file().array()[begin:end]
 
     def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
         return self, begin

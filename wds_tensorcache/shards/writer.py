@@ -14,17 +14,16 @@ from wds_tensorcache.codec.sample import encode_views
 from wds_tensorcache.errors import EncodeError, KeyRuleError, TensorCacheError
 from wds_tensorcache.shards.catalog import Catalog, dali_index_path, write_dali_index
 from wds_tensorcache.shards.footer import build_footer
+from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import CacheEntry, IndexBuilder
 from wds_tensorcache.shards.manifest import ShardEntry
 from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes
+from wds_tensorcache.shards.output import Output
 from wds_tensorcache.shards.reader import sidecar_path
 from wds_tensorcache.shards.tar import END_OF_ARCHIVE, build_header, padding
 
 __all__ = ["ShardWriter"]
 
-_COPIED_NBYTES = 1 << 16  # a smaller sample is copied, and written together with others
-_PENDING_NBYTES = 1 << 20
-_MAX_BUFFERS = 1024  # IOV_MAX
 _NUMBER = re.compile(r"%0?\d*d")
 _NOTHING: Any = object()
 
@@ -213,14 +212,10 @@ class _OpenShard:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        folder, name = os.path.split(path)
-        self._temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
-        self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115 closed by finish and drop
+        self._output = Output(path)
         self._builder = IndexBuilder()
         self._keys: set[str] = set()
         self._position = 0
-        self._pending: list[bytes] = []
-        self._pending_nbytes = 0
 
     def is_full(self, max_samples: int, max_nbytes: int) -> bool:
         return len(self._keys) >= max_samples or self._position >= max_nbytes
@@ -249,58 +244,21 @@ class _OpenShard:
             entries.append(CacheEntry(name, skeleton_begin, len(encoded.skeleton), begin, layout, digest))
         for extension, raw in others.items():
             members.append((extension.lower(), member(extension, len(raw), raw), len(raw)))
-        self._write(parts, position - self._position)
+        self._output.append(parts, position - self._position)
         self._position = position
         self._keys.add(key)
         self._builder.add(key, entries, members)
 
-    def _write(self, parts: list[Any], nbytes: int) -> None:
-        if nbytes < _COPIED_NBYTES:
-            self._pending.append(b"".join(parts))
-            self._pending_nbytes += nbytes
-            if self._pending_nbytes >= _PENDING_NBYTES:
-                self._flush()
-            return
-        self._flush()
-        self._write_vector([memoryview(part).cast("B") for part in parts if len(part)])
-
-    def _flush(self) -> None:
-        if self._pending:
-            self._write_vector([memoryview(b"".join(self._pending))])
-            self._pending, self._pending_nbytes = [], 0
-
-    def _write_vector(self, parts: list[memoryview]) -> None:
-        if not hasattr(os, "writev"):
-            for part in parts:
-                while len(part):
-                    part = part[self._file.write(part) :]
-            return
-        # one call per 1,024 buffers; a disk that is almost full, and 2 GiB, make it take less than all
-        first = 0
-        while first < len(parts):
-            count = os.writev(self._file.fileno(), parts[first : first + _MAX_BUFFERS])
-            while first < len(parts) and count >= len(parts[first]):
-                count -= len(parts[first])
-                first += 1
-            if count:
-                parts[first] = parts[first][count:]
-
-    def finish(self, footer: bool, fsync: bool) -> Any:
+    def finish(self, footer: bool, fsync: bool) -> ShardIndex:
         try:
             index = self._builder.finish(self._position)
-            self._flush()
             tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")
-            self._write_vector([memoryview(tail)])
-            if fsync:
-                os.fsync(self._file.fileno())  # else a crash may leave the name with other bytes behind it
-            self._file.close()
-            os.replace(self._temporary, self.path)
+            self._output.append([tail], len(tail))
+            self._output.finish(fsync)
         except BaseException:
             self.drop()
             raise
         return index
 
     def drop(self) -> None:
-        self._file.close()
-        if os.path.exists(self._temporary):
-            os.remove(self._temporary)
+        self._output.drop()

@@ -1,0 +1,108 @@
+"""A file that is written under a temporary name, by a thread of its own, and gets its name when it is complete."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from wds_tensorcache.shards.arena import Pool
+
+__all__ = ["Output"]
+
+_STAGE_NBYTES = 1 << 22
+_LARGE_NBYTES = 1 << 21  # from here on, a copy costs more than it hides
+_MAX_STAGES = 2  # being written, while a third is filled
+_MAX_BUFFERS = 1024  # IOV_MAX
+
+
+class Output:
+    """Appends bytes to a file.
+
+    Small pieces are copied into recycled memory, which a thread writes while the next samples are encoded: on a memory file
+    system the copy takes 40 us for 450 KB, the system call 130. Large ones are written where they lie.
+
+    Threads/fork: one caller; nothing of it may be used in a forked child.
+    """
+
+    def __init__(self, path: str) -> None:
+        folder, name = os.path.split(path)
+        self.path = path
+        self._temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+        self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115 closed by finish and drop
+        self._pool = Pool(_STAGE_NBYTES * (_MAX_STAGES + 1))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorcache-output")
+        self._writing: deque[Future[None]] = deque()
+        self._stage: Any = None
+        self._filled = 0
+
+    def append(self, parts: Sequence[Any], nbytes: int) -> None:
+        """Append `parts`, bytes-like, `nbytes` in all; they may be changed as soon as this returns.
+
+        Raises:
+            OSError: This or an earlier piece could not be written.
+        """
+        if nbytes >= _LARGE_NBYTES:
+            self.flush()
+            self._write([memoryview(part).cast("B") for part in parts if len(part)])
+            return
+        if self._filled + nbytes > _STAGE_NBYTES:
+            self._hand_over()
+        if self._stage is None:
+            self._stage = self._pool.lease(_STAGE_NBYTES).data
+        stage, position = self._stage, self._filled
+        for part in parts:
+            stage[position : position + len(part)] = part
+            position += len(part)
+        self._filled = position
+
+    def _hand_over(self) -> None:
+        while len(self._writing) >= _MAX_STAGES:
+            self._writing.popleft().result()
+        if self._filled:
+            self._writing.append(self._thread.submit(self._write, [self._stage[: self._filled]]))
+        self._stage, self._filled = None, 0
+
+    def flush(self) -> None:
+        """Return when everything appended was handed to the system."""
+        self._hand_over()
+        while self._writing:
+            self._writing.popleft().result()
+
+    def _write(self, parts: list[memoryview]) -> None:
+        if not hasattr(os, "writev"):
+            for part in parts:
+                while len(part):
+                    part = part[self._file.write(part) :]
+            return
+        # one call per 1,024 buffers; a disk that is almost full, and 2 GiB, make it take less than all
+        first = 0
+        while first < len(parts):
+            count = os.writev(self._file.fileno(), parts[first : first + _MAX_BUFFERS])
+            while first < len(parts) and count >= len(parts[first]):
+                count -= len(parts[first])
+                first += 1
+            if count:
+                parts[first] = parts[first][count:]
+
+    def finish(self, fsync: bool) -> None:
+        """Give the file its name; with `fsync` after it is on disk, else a crash may leave the name with other bytes."""
+        self.flush()
+        if fsync:
+            os.fsync(self._file.fileno())
+        self._close()
+        os.replace(self._temporary, self.path)
+
+    def drop(self) -> None:
+        """Delete what was written."""
+        self._close()
+        if os.path.exists(self._temporary):
+            os.remove(self._temporary)
+
+    def _close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._file.close()
+        self._stage = None
+        self._pool.close()
