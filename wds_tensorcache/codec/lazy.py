@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -75,10 +74,10 @@ class Lazy:
         )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        reference = self._reference
-        source, begin = self._source.cut(reference.begin, reference.end)
-        moved = replace(reference, begin=begin, end=begin + reference.end - reference.begin)
-        return type(self), (moved, source)
+        r = self._reference
+        source, begin = self._source.cut(r.begin, r.end)
+        moved = begin + r.end - r.begin
+        return _rebuild, (type(self), source, r.name, r.kind, r.dtype, tuple(r.shape), begin, moved, r.attribute)
 
     def __copy__(self) -> Any:
         return self
@@ -94,6 +93,11 @@ class Lazy:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
+
+
+def _rebuild(cls: Any, source: Source, name: str, kind: str, dtype: Any, shape: Any, *rest: Any) -> Any:
+    """Return a lazy tensor that was pickled: without its Reference, whose own pickling would take twice as long."""
+    return cls(Reference(name, kind, dtype, torch.Size(shape) if kind == "tensor" else shape, *rest), source)
 
 
 _new: Any = object.__new__

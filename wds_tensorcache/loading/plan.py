@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.shards.reader import Shard, gather
+from wds_tensorcache.shards.tar import BLOCK
 
 __all__ = ["Places", "Plan"]
 
@@ -152,7 +153,6 @@ class Plan:
         # one system call per sample and run
         for at, i in enumerate(order):
             shard = places.shards[numbers[i]]
-            shard.check_tensors(rows[i])
             file = shard.file
             for first, _, parts in layouts[which[i]]:
                 buffers = [
@@ -162,10 +162,13 @@ class Plan:
                     continue
                 # cold: keep the disk busy with the samples to come while this one is waited for
                 for j in order[max(at, advised or 0) : at + IN_FLIGHT]:
+                    ahead = places.shards[numbers[j]].file
+                    ahead.will_need(begins[j] - BLOCK, begins[j] + BLOCK)  # what check_tensors reads
                     for begin, end, _ in layouts[which[j]]:
-                        places.shards[numbers[j]].file.will_need(begins[j] + begin, begins[j] + end)
+                        ahead.will_need(begins[j] + begin, begins[j] + end)
                 advised = at + IN_FLIGHT
                 file.read_into(buffers, begins[i] + first)
+            shard.check_tensors(rows[i])
 
 
 class _Memory:
