@@ -12,10 +12,11 @@ import torch
 
 from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.codec.realize import realize
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.template import Template
-from wds_tensorcache.codec.views import check_array, check_tensor
-from wds_tensorcache.errors import BatchError
+from wds_tensorcache.codec.views import check_array
+from wds_tensorcache.errors import BatchError, FormatError
 from wds_tensorcache.loading.collate import fill
 from wds_tensorcache.loading.leaves import Decoded, Leaves
 from wds_tensorcache.loading.plan import Places, Plan
@@ -25,6 +26,7 @@ __all__ = ["Request", "Structure", "read_batch", "structure_of"]
 
 Array = np.ndarray[Any, Any]
 _ALIGN = 64
+_BUILTIN = frozenset({dict, list, tuple, str, bytes, int, float, bool, complex, type(None)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class Request:
         structure: Of the first sample.
         sample: Returns sample `i` of the batch, lazy.
         key: Returns its key.
+        wanted: Whether a tensor is selected; None if all are.
         pool, io, threads, executor: Whose memory, and how files are read.
     """
 
@@ -59,6 +62,7 @@ class Request:
     structure: Structure
     sample: Callable[[int], Any]
     key: Callable[[int], str]
+    wanted: Callable[[str], bool] | None
     pool: Pool
     io: str
     threads: int
@@ -71,10 +75,12 @@ def read_batch(
     """Return a batch; see `TensorCache.read_batch`."""
     if not callable(collate) and collate not in ("stack", "list", "pad"):
         raise ValueError(f"collate={collate!r}, expected 'stack', 'list', 'pad' or a function of a list of samples")
-    tensors = _Tensors(request)
     if callable(collate):
-        tensors.read(pin, device)
-        return collate([tensors.fill_sample(request.sample(i), i) for i in range(len(request.places))])
+        loaded = _Tensors(request, _common(request))
+        loaded.read(pin, device)
+        return collate([loaded.fill_sample(request.sample(i), i) for i in range(len(request.places))])
+    tensors = _Tensors(request, list(request.structure.tensors))
+    tensors.resolve()
     if collate == "stack":
         tensors.check_equal()
         tensors.read(pin, device)
@@ -84,49 +90,75 @@ def read_batch(
         made = tensors.listed()
     else:
         made = tensors.padded(pin, device, pad_value)
-    decoded = Decoded(request.places, request.structure.template, tensors.mapped, request.sample, request.key)
+    decoded = Decoded(
+        request.places, request.structure.template, tensors.mapped, request.sample, request.key, request.wanted
+    )
     batch = fill(request.structure.sample, lambda lazy: made[lazy.name], lambda path: Leaves(decoded, path))
     return (batch, tensors.shapes_by_name()) if collate == "pad" else batch
 
 
-class _Tensors:
-    """The tensors that the first sample of a batch has, of all its samples."""
+def _common(request: Request) -> list[str]:
+    """Return which of the first sample's tensors all samples have."""
+    layouts = _layouts(request.places)[0]
+    return [name for name in request.structure.tensors if all(name in layout.tensors for layout in layouts)]
 
-    def __init__(self, request: Request) -> None:
+
+class _Tensors:
+    """Tensors by name, of all samples of a batch."""
+
+    def __init__(self, request: Request, names: list[str]) -> None:
         self._request = request
-        places = request.places
-        self._layouts, self._which = _layouts(places)
-        self._references: dict[str, list[Reference]] = {
-            name: [self._resolve(lazy, number) for number in range(len(self._layouts))]
-            for name, lazy in request.structure.tensors.items()
-        }
+        self._layouts, self._which = _layouts(request.places)
+        self._names = {name: tensor for tensor, name in enumerate(names)}
+        self._references: list[list[Reference]] = []  # [tensors][layouts], what `resolve` finds
         self.mapped = False  # whether the samples were gathered from maps
-        self._flat = torch.empty(0, dtype=torch.uint8)
-        self._dest = np.zeros((0, len(places)), np.int64)
+        self._host = self._flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._dest = np.zeros((0, len(self._which)), np.int64)
+
+    def _first(self, layout: int) -> int:
+        """Return which is the first sample with this layout."""
+        return int(np.argmax(self._which == layout))
 
     def _key(self, layout: int) -> str:
-        """Return the key of the first sample with this layout."""
-        return self._request.key(int(np.argmax(self._which == layout)))
+        return self._request.key(self._first(layout))
 
-    def _resolve(self, lazy: Lazy, number: int) -> Reference:
-        mine = lazy._reference
-        layout = self._layouts[number]
-        if mine.name not in layout.tensors:
-            raise BatchError(
-                f"sample {self._key(number)!r} has no tensor {mine.name!r}, but {self._request.key(0)!r} has"
-            )
-        text = f"{mine.kind}:{mine.name}" + (f"?dtype={mine.attribute}" if mine.attribute else "")
-        found = resolve(layout, text)
-        if found.dtype != mine.dtype:
-            raise BatchError(
-                f"tensor {mine.name!r} is {mine.dtype} in sample {self._request.key(0)!r}, "
-                f"but {found.dtype} in {self._key(number)!r}"
-            )
-        return found
+    def resolve(self) -> None:
+        """Find what the tensors are in each layout.
+
+        Raises:
+            BatchError: A sample does not have one, or has one of another kind or dtype.
+        """
+        texts: dict[
+            Any, dict[str, str]
+        ] = {}  # by form: how its skeletons refer to a tensor; the index has stored dtypes
+        for name in self._names:
+            references: list[Reference] = []
+            for number, layout in enumerate(self._layouts):
+                if name not in layout.tensors:
+                    raise BatchError(self._lacks(name, number))
+                form = layout.form.entries
+                if form not in texts:
+                    structure = self._request.structure
+                    if number:
+                        structure = structure_of(self._request.sample(self._first(number)), None)
+                    texts[form] = {n: _text(lazy._reference) for n, lazy in structure.tensors.items()}
+                if name not in texts[form]:
+                    raise BatchError(self._lacks(name, number))
+                references.append(resolve(layout, texts[form][name]))
+                mine, found = references[0], references[-1]
+                if (found.kind, found.dtype) != (mine.kind, mine.dtype):
+                    raise BatchError(
+                        f"tensor {name!r} is {mine.kind} of {mine.dtype} in sample {self._key(0)!r}, "
+                        f"but {found.kind} of {found.dtype} in {self._key(number)!r}"
+                    )
+            self._references.append(references)
+
+    def _lacks(self, name: str, number: int) -> str:
+        return f"sample {self._key(number)!r} has no tensor {name!r}, but {self._key(0)!r} has"
 
     def check_equal(self) -> None:
         """Raise BatchError unless each tensor has one shape in all samples."""
-        for name, references in self._references.items():
+        for name, references in zip(self._names, self._references, strict=True):
             for number, reference in enumerate(references):
                 if reference.shape != references[0].shape:
                     raise BatchError(
@@ -136,49 +168,53 @@ class _Tensors:
 
     def shapes_by_name(self) -> dict[str, torch.Tensor]:
         """Return each tensor's shape in each sample, int64 `[B, ndim]`."""
+        which = self._which.tolist()
         return {
-            name: torch.tensor([list(references[number].shape) for number in self._which.tolist()])
-            for name, references in self._references.items()
+            name: torch.tensor([list(references[n].shape) for n in which], dtype=torch.int64, device="cpu")
+            for name, references in zip(self._names, self._references, strict=True)
         }
-
-    def _size(self, references: list[Reference]) -> Array:
-        return np.array([reference.end - reference.begin for reference in references], np.int64)
 
     def read(self, pin: bool, device: Any) -> None:
         """Read every tensor; its rows follow each other."""
         count = len(self._which)
-        shape = (len(self._references), len(self._layouts))
+        shape = (len(self._names), len(self._layouts))
         begin, nbytes = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self._dest = np.zeros((shape[0], count), np.int64)
+        bools = {}
         total = 0
-        for tensor, references in enumerate(self._references.values()):
-            begin[tensor] = [reference.begin for reference in references]
-            nbytes[tensor] = self._size(references)
+        for name, tensor in self._names.items():
+            stored = [layout.tensors[name] for layout in self._layouts]
+            begin[tensor] = [one.begin for one in stored]
+            nbytes[tensor] = [one.end - one.begin for one in stored]
             step = nbytes[tensor][self._which]
             self._dest[tensor] = total + np.cumsum(step) - step
+            if any(one.dtype == "BOOL" for one in stored):
+                bools[name] = slice(total, total + int(step.sum()))
             total += int(step.sum())
             total += -total % _ALIGN
-        request = self._request
-        if pin or (device is not None and torch.device(device).type == "cuda"):
-            self._flat = torch.empty(total, dtype=torch.uint8, pin_memory=True)  # torch's own pool knows of transfers
-            memory = self._flat.numpy()
-        else:
-            memory = request.pool.lease(total)
-            self._flat = torch.frombuffer(memory, dtype=torch.uint8) if total else self._flat
+        memory = self._take(total, pin, device)
         if total:
+            request = self._request
             self.mapped = Plan(begin, nbytes, self._which, self._dest).read(
                 request.places, memory, request.io, request.threads, request.executor
             )
-        for tensor, references in enumerate(self._references.values()):
-            if references[0].dtype is torch.bool:
-                check_tensor(self._flat[self._slice(tensor, count)].view(torch.bool))
-        self._host = self._flat
-        self._flat = _moved(self._flat, device)
+        for name, extent in bools.items():
+            try:
+                check_array(memory[extent].view(np.bool_))
+            except FormatError as exc:
+                raise exc.at(f"tensor {name!r} of a batch with sample {self._key(0)!r}") from exc
+        self._flat = _moved(self._host, device)
 
-    def _slice(self, tensor: int, count: int) -> slice:
-        references = list(self._references.values())[tensor]
-        last = references[self._which[-1]]
-        return slice(int(self._dest[tensor, 0]), int(self._dest[tensor, count - 1]) + last.end - last.begin)
+    def _take(self, total: int, pin: bool, device: Any) -> Array:
+        """Take memory for a batch, pinned if it is, or goes to a GPU; return it as an array."""
+        if pin or (device is not None and torch.device(device).type == "cuda"):
+            # torch's own pool knows of transfers
+            self._host = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=True)
+            return self._host.numpy()  # type: ignore[no-any-return]
+        memory = self._request.pool.lease(total)
+        if total:
+            self._host = torch.frombuffer(memory, dtype=torch.uint8)
+        return memory
 
     def _view(self, reference: Reference, begin: int, shape: tuple[int, ...]) -> Any:
         """Return what lies at `begin` of the memory; arrays stay in host memory."""
@@ -193,65 +229,90 @@ class _Tensors:
         return check_array(self._host[begin : begin + nbytes].numpy().view(reference.dtype).reshape(shape))
 
     def stacked(self) -> dict[str, Any]:
+        """Return each tensor as `[B, …]`."""
         count = len(self._which)
         return {
             name: self._view(references[0], self._dest.item(tensor, 0), (count, *references[0].shape))
-            for tensor, (name, references) in enumerate(self._references.items())
+            for (name, tensor), references in zip(self._names.items(), self._references, strict=True)
         }
 
     def listed(self) -> dict[str, Any]:
-        count = len(self._which)
-        return {name: [self._row(tensor, i) for i in range(count)] for tensor, name in enumerate(self._references)}
-
-    def _row(self, tensor: int, i: int) -> Any:
-        reference = list(self._references.values())[tensor][self._which[i]]
-        return self._view(reference, self._dest.item(tensor, i), reference.shape)
+        """Return each tensor as a list of B."""
+        return {
+            name: [
+                self._view(references[number], self._dest.item(tensor, i), references[number].shape)
+                for i, number in enumerate(self._which.tolist())
+            ]
+            for (name, tensor), references in zip(self._names.items(), self._references, strict=True)
+        }
 
     def fill_sample(self, sample: Any, i: int) -> Any:
         """Return sample `i` with its tensors loaded."""
-        positions = {name: tensor for tensor, name in enumerate(self._references)}
 
         def load(lazy: Lazy) -> Any:
-            return self._row(positions[lazy.name], i) if lazy.name in positions else lazy.load()
+            if lazy.name not in self._names:
+                return lazy.load()
+            return self._view(lazy._reference, self._dest.item(self._names[lazy.name], i), lazy.shape)
 
         def leaf(path: Any) -> Any:
             value = sample
             for step in path:
                 value = value[step]
-            return value
+            return value if type(value) in _BUILTIN else realize(value)
 
         return fill(sample, load, leaf)
 
     def padded(self, pin: bool, device: Any, value: float) -> dict[str, Any]:
         """Return each tensor as `[B, *largest]`, what is not there filled with `value`."""
-        self.read(pin, None)
-        result = {}
-        for tensor, (name, references) in enumerate(self._references.items()):
-            ndims = {len(reference.shape) for reference in references}
-            if len(ndims) > 1:
-                other = next(n for n, r in enumerate(references) if len(r.shape) != len(references[0].shape))
-                raise BatchError(
-                    f"tensor {name!r} has {len(references[0].shape)} dimensions in sample {self._key(0)!r}, "
-                    f"but {len(references[other].shape)} in {self._key(other)!r}; use collate='list'"
-                )
-            shape = (len(self._which), *(max(dims) for dims in zip(*(r.shape for r in references), strict=True)))
-            reference = references[0]
-            if reference.kind == "tensor":
-                out: Any = torch.empty(0, dtype=torch.uint8)
-                raw = self._request.pool.lease(_nbytes(reference, shape))
-                if len(raw):
-                    out = torch.frombuffer(raw, dtype=torch.uint8)
-                out = out.view(reference.dtype).view(shape)
-                out.fill_(value)
-            else:
-                out = np.full(shape, value).astype(reference.dtype)
+        shapes: dict[str, tuple[int, ...]] = {}
+        dest = [0]
+        for name, references in zip(self._names, self._references, strict=True):
+            for number, reference in enumerate(references):
+                if len(reference.shape) != len(references[0].shape):
+                    raise BatchError(
+                        f"tensor {name!r} has {len(references[0].shape)} dimensions in sample {self._key(0)!r}, "
+                        f"but {len(reference.shape)} in {self._key(number)!r}; use collate='list'"
+                    )
+            largest = (max(dims) for dims in zip(*(r.shape for r in references), strict=True))
+            shapes[name] = (len(self._which), *largest)
+            end = dest[-1] + _nbytes(references[0], shapes[name])
+            dest.append(end + -end % _ALIGN)
+        self.read(False, None)
+        rows = self._host.numpy()
+        memory = self._take(dest[-1], pin, device)
+        for (name, tensor), references in zip(self._names.items(), self._references, strict=True):
+            reference, shape = references[0], shapes[name]
+            # as numpy sees them, in one thread: OpenMP's do not survive a fork
+            dtype, filler = _filler(reference, value)
+            out = memory[dest[tensor] : dest[tensor] + _nbytes(reference, shape)].view(dtype).reshape(shape)
+            out[...] = filler
             for i, number in enumerate(self._which.tolist()):
-                place = (i, *(slice(size) for size in references[number].shape))
-                out[place] = self._row(tensor, i)
-            if reference.kind == "tensor":
-                out = _moved(out.pin_memory() if pin else out, device)
-            result[name] = out
-        return result
+                one = references[number]
+                begin = self._dest.item(tensor, i)
+                row = rows[begin : begin + one.end - one.begin].view(dtype).reshape(one.shape)
+                out[(i, *map(slice, one.shape))] = row
+        self._flat = _moved(self._host, device)
+        return {
+            name: self._view(references[0], dest[tensor], shapes[name])
+            for (name, tensor), references in zip(self._names.items(), self._references, strict=True)
+        }
+
+
+def _filler(reference: Reference, value: float) -> tuple[np.dtype[Any], Any]:
+    """Return a numpy dtype of a tensor's width, and the bits of `value` in it."""
+    if reference.kind == "ndarray":
+        return reference.dtype, np.asarray(value).astype(reference.dtype) if value else np.zeros((), reference.dtype)
+    dtype = np.dtype("c16" if reference.dtype.itemsize == 16 else f"u{reference.dtype.itemsize}")
+    if not value:
+        return dtype, np.zeros((), dtype)
+    bits = torch.full((1,), value, dtype=reference.dtype, device="cpu").view(torch.uint8).numpy()
+    return dtype, bits.view(dtype)[0]
+
+
+def _text(reference: Reference) -> str:
+    """Return how a skeleton refers to a tensor."""
+    attribute = f"?dtype={reference.attribute}" if reference.attribute else ""
+    return f"{reference.kind}:{reference.name}{attribute}"
 
 
 def _layouts(places: Places) -> tuple[list[Layout], Array]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,11 +57,11 @@ class TensorCache(Sequence[Any]):
             FormatError: The shard is damaged, or not what its index says.
         """
         if isinstance(index, slice):
-            return self._take(np.arange(len(self))[index])
+            return self._take(np.arange(*index.indices(len(self)), dtype=np.int64))
         if isinstance(index, str):
             return self._sample(self._at(self._find(index)))
         count = len(self)
-        number = index.__index__()
+        number = operator.index(index)
         if not -count <= number < count:
             raise IndexError(f"index {number} out of range [0, {count})")
         return self._sample(self._at(number + count if number < 0 else number))
@@ -115,7 +117,7 @@ class TensorCache(Sequence[Any]):
             if names and not fnmatch.filter(names, pattern):
                 raise KeyError(f"no tensor is called {pattern!r}; there are {', '.join(map(repr, names))}")
         if self._patterns is not None:
-            patterns = tuple(name for name in names if _matcher(patterns)(name))
+            patterns = tuple(glob.escape(name) for name in names if _matcher(patterns)(name))
         return TensorCache(self._store, self._order, patterns)
 
     def filter(self, predicate: Callable[[Entry], Any]) -> TensorCache:
@@ -169,6 +171,7 @@ class TensorCache(Sequence[Any]):
             self._structure(numbers[0]),
             lambda i: self._sample(numbers[i]),
             lambda i: store.key(numbers[i]),
+            self._wanted,
             store.pool,
             store.io.method,
             store.threads,
@@ -238,20 +241,21 @@ class TensorCache(Sequence[Any]):
 
     def _resolve(self, indices: Iterable[int | str]) -> Array:
         """Return the positions of samples given by number or key."""
-        if not isinstance(indices, np.ndarray):
-            if isinstance(indices, torch.Tensor):
-                indices = indices.tolist()
-            indices = list(indices)
+        if isinstance(indices, str):
+            raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
+        if isinstance(indices, torch.Tensor):
+            indices = indices.numpy(force=True)
+        if not isinstance(indices, np.ndarray) or indices.dtype.kind == "U":
             indices = [self._find(index) if isinstance(index, str) else index for index in indices]
         numbers = np.asarray(indices)
         if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
             raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
-        numbers = numbers.astype(np.int64)
         count = len(self)
-        wrong = (numbers < -count) | (numbers >= count)
+        wrong = (numbers < -count) | (numbers >= count)  # before unsigned ones become negative
         if wrong.any():
             at = int(np.argmax(wrong))
             raise IndexError(f"indices[{at}] = {numbers[at]} out of range [0, {count})")
+        numbers = numbers.astype(np.int64)
         numbers = np.where(numbers < 0, numbers + count, numbers)
         return numbers if self._order is None else self._order[numbers]
 

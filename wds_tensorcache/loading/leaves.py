@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from wds_tensorcache.codec.lazy import LazyTensor
+from wds_tensorcache.codec.reference import MemorySource, Reference
 from wds_tensorcache.codec.template import MISS, Template
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.loading.collate import Path
+from wds_tensorcache.loading.collate import Path, project
 from wds_tensorcache.loading.plan import Places
 
 __all__ = ["Decoded", "Leaves"]
@@ -27,12 +29,14 @@ class Decoded:
         mapped: bool,
         sample: Callable[[int], Any],
         key: Callable[[int], str],
+        wanted: Callable[[str], bool] | None = None,
     ) -> None:
         self._places = places
         self._template = template
         self._mapped = mapped
         self._sample = sample
         self.key = key
+        self._wanted = wanted
         self._lock = threading.Lock()
         self._values: list[list[Any] | None] | None = None
         self._samples: list[Any] | None = None
@@ -84,7 +88,10 @@ class Decoded:
     def _build(self, i: int, values: list[Any] | None) -> Any:
         if values is None or self._template is None:
             return self._sample(i)
-        return self._template.build([*values, *(None for _ in self._template.references)])
+        if self._wanted is None:
+            return self._template.build([*values, *(None for _ in self._template.references)])
+        made = self._template.build([*values, *map(_stand_in, self._template.references)])
+        return project(made, self._wanted)  # tensors that were not selected are gone from dicts
 
     def _walk(self, i: int, value: Any, path: Path) -> Any:
         try:
@@ -97,6 +104,12 @@ class Decoded:
                 "their structures differ; use collate='list' for tensors alone, or a function"
             ) from exc
         return value
+
+
+def _stand_in(text: str) -> Any:
+    """Return a lazy tensor that has only the name in the reference `text`."""
+    name = text.partition(":")[2].partition("?")[0]
+    return LazyTensor(Reference(name, "tensor", None, (), 0, 0, None), MemorySource(b""))
 
 
 class _Mark:

@@ -87,8 +87,8 @@ class Plan:
         finally:
             for future in futures:
                 future.exception()  # when this returns, nobody may be writing into the memory any more
-        for future in futures:
-            future.result()
+        while futures:
+            futures.pop(0).result()  # an error refers to this frame: not to be referred to from here
         return False
 
     def _gather(self, places: Places, memory: Array, io: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
@@ -51,7 +52,7 @@ class Store:
         """Return the shard of a sample, and which of its samples it is."""
         if len(self.shards) == 1:
             return self.shards[0], position
-        number = int(np.searchsorted(self.starts, position, "right")) - 1
+        number = bisect_right(self._starts, position) - 1
         return self.shards[number], position - self._starts[number]
 
     def key(self, position: int) -> str:

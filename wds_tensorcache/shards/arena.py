@@ -24,8 +24,9 @@ _HUGE_NBYTES = 1 << 22  # from two huge pages on
 class _Lease(weakref.ref):  # type: ignore[type-arg]
     """Knows which arena comes back when its array dies."""
 
-    __slots__ = ("arena",)
+    __slots__ = ("arena", "size")
     arena: mmap.mmap
+    size: int
 
 
 class Pool:
@@ -42,6 +43,7 @@ class Pool:
         self._idle: dict[int, deque[mmap.mmap]] = {}
         self._leases: dict[int, _Lease] = {}
         self._closed = False
+        self._about_idle = 0  # threads may lose an update of each other's; put right at every allocation
 
     @property
     def idle_nbytes(self) -> int:
@@ -62,31 +64,39 @@ class Pool:
         size = _size_class(nbytes)
         try:
             arena = self._idle[size].pop()
+            self._about_idle -= size
         except (KeyError, IndexError):
+            self._about_idle = self.idle_nbytes
             arena = _allocate(size)
         array = np.frombuffer(arena, np.uint8, nbytes)
         lease = _Lease(array, self._take_back)
         lease.arena = arena
+        lease.size = size
         self._leases[id(lease)] = lease
         return array
 
     def _take_back(self, lease: Any) -> None:
         # called by whoever drops the last reference, perhaps inside the garbage collector: dict and deque only
         self._leases.pop(id(lease), None)
-        arena: mmap.mmap = lease.arena
-        size = len(arena)
-        if self._closed or size > self.max_idle_nbytes:
+        size: int = lease.size
+        self._about_idle += size
+        if self._about_idle > self.max_idle_nbytes and not self._make_room(size):
             return
-        excess = self.idle_nbytes + size - self.max_idle_nbytes
-        for other, arenas in list(self._idle.items()):
-            while excess > 0 and arenas and other != size:
+        if not self._closed:
+            self._idle.setdefault(size, deque()).append(lease.arena)
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Give back arenas of other sizes until `nbytes` more may be idle; return whether they may."""
+        excess = self.idle_nbytes + nbytes - self.max_idle_nbytes
+        for size, arenas in list(self._idle.items()):
+            while excess > 0 and arenas and size != nbytes:
                 try:
                     arenas.pop()
                 except IndexError:
                     break
-                excess -= other
-        if excess <= 0:
-            self._idle.setdefault(size, deque()).append(arena)
+                excess -= size
+        self._about_idle = self.idle_nbytes + (nbytes if excess <= 0 else 0)
+        return excess <= 0
 
     def close(self) -> None:
         """Give idle memory back to the system, and from now on also what comes back."""

@@ -123,14 +123,24 @@ def parse_footer(footer: bytes, shard_nbytes: int) -> ShardIndex | None:
         arrays[tensor.name] = np.frombuffer(body, f"<u{STORED[tensor.dtype][0]}", tensor.shape[0], tensor.begin)
     try:
         index = _assemble(arrays, trailer[1])
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:  # ValueError: not JSON, or FormatError
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+    ) as exc:  # ValueError: not JSON, or FormatError
         raise FormatError(f"the index is incomplete: {exc!r}") from exc
     index.check()
     return index
 
 
 def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
+    if arrays["names"].dtype != np.uint8 or arrays["keys.text"].dtype != np.uint8:
+        raise FormatError("its texts are not bytes")
     names = json.loads(arrays["names"].tobytes())
+    if not all(type(suffix) is str for suffix in names["members"]):
+        raise FormatError(f"impossible members {names['members']!r:.100}")
     if not all(name == "" or is_cache_name(name) for name in names["caches"]):
         raise FormatError(f"impossible cache names {names['caches']!r:.100}")
     forms = []

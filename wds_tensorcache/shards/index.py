@@ -96,6 +96,8 @@ class LayoutTable:
         object.__setattr__(self, "nbytes", self._nbytes())
 
     def _nbytes(self) -> Array:
+        if len(self.dims) and int(self.dims.max()) >= _LIMIT:
+            raise FormatError("the index has a layout of an impossible size")
         total = self.data_begin.astype(np.float64)  # exact below 2^53, and far above that it only has to be seen
         result = self.data_begin.astype(np.int64)
         for number, form in enumerate(self.forms):
@@ -103,7 +105,8 @@ class LayoutTable:
             begin = self.dims_begin[which]
             for _, dtype, ndim in form.entries:
                 shapes = self.dims[begin[:, None] + np.arange(ndim)].astype(np.int64)
-                total[which] += np.where(shapes == 0, 1.0, shapes).prod(1) * STORED[dtype][0]
+                with np.errstate(over="ignore"):
+                    total[which] += np.where(shapes == 0, 1.0, shapes).prod(1) * STORED[dtype][0]
                 result[which] += shapes.prod(1) * STORED[dtype][0]
                 begin = begin + ndim
         if len(total) and float(total.max()) >= _LIMIT:

@@ -50,7 +50,7 @@ class IndexBuilder:
     _numbers: dict[int, int] = field(default_factory=dict)  # by id(layout), which _layouts keeps alive
     _layouts: list[Layout] = field(default_factory=list)
     _places: dict[tuple[int, int, tuple[int, ...]], int] = field(default_factory=dict)
-    _forms: dict[int, int] = field(default_factory=dict)
+    _forms: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _table: tuple[list[Form], array[int], array[int], array[int]] = field(
         default_factory=lambda: ([], array("Q"), array("Q"), array("Q"))
     )
@@ -82,12 +82,9 @@ class IndexBuilder:
     def _number(self, layout: Layout) -> int:
         """Return the number of a layout that this builder has not met as this object."""
         forms, form, data_begin, dims = self._table
-        form_number = self._forms.get(id(layout.form))
-        if form_number is None:
-            known = [number for number, other in enumerate(forms) if other.entries == layout.form.entries]
-            if not known:
-                forms.append(layout.form)
-            form_number = self._forms[id(layout.form)] = known[0] if known else len(forms) - 1
+        form_number = self._forms.setdefault(layout.form.entries, len(forms))
+        if form_number == len(forms):
+            forms.append(layout.form)
         shape = tuple(dim for tensor in layout.tensors.values() for dim in tensor.shape)
         place = (form_number, layout.data_begin, shape)
         if place not in self._places:

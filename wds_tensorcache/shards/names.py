@@ -39,6 +39,10 @@ def check_key(key: object) -> None:
 def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
     """Raise KeyRuleError if a member `KEY.SUFFIX` has a name that some reader gets wrong."""
     for suffix in suffixes:
+        if suffix[:1] == "_":
+            raise KeyRuleError(
+                f"sample {key!r:.100}: {suffix!r:.100} begins with '_': stock tools keep such names for themselves"
+            )
         if not suffix or not suffix.isascii() or "/" in suffix or _BLANK.search(suffix):
             raise KeyRuleError(
                 f"sample {key!r:.100}: {suffix!r:.100} is no extension: it is empty, or has '/' or blanks"

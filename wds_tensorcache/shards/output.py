@@ -37,6 +37,7 @@ class Output:
         self._writing: deque[Future[None]] = deque()
         self._stage: Any = None
         self._filled = 0
+        self._failed = False
 
     def append(self, parts: Sequence[Any], nbytes: int) -> None:
         """Append `parts`, bytes-like, `nbytes` in all; they may be changed as soon as this returns.
@@ -44,6 +45,7 @@ class Output:
         Raises:
             OSError: This or an earlier piece could not be written.
         """
+        self._check()
         if nbytes >= _LARGE_NBYTES:
             self.flush()
             self._write([memoryview(part).cast("B") for part in parts if len(part)])
@@ -71,7 +73,19 @@ class Output:
         while self._writing:
             self._writing.popleft().result()
 
+    def _check(self) -> None:
+        if self._failed:
+            raise OSError(f"{self.path}: an earlier part of it could not be written; drop it")
+
     def _write(self, parts: list[memoryview]) -> None:
+        self._check()
+        try:
+            self._write_all(parts)
+        except BaseException:
+            self._failed = True  # what follows would be at another place than the index says
+            raise
+
+    def _write_all(self, parts: list[memoryview]) -> None:
         if not hasattr(os, "writev"):
             for part in parts:
                 while len(part):
@@ -90,6 +104,7 @@ class Output:
     def finish(self, fsync: bool) -> None:
         """Give the file its name; with `fsync` after it is on disk, else a crash may leave the name with other bytes."""
         self.flush()
+        self._check()
         if fsync:
             os.fsync(self._file.fileno())
         self._close()

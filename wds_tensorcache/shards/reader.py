@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, Layout
+from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, Layout, parse_header
 from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, is_preamble
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.template import MISS, Template
@@ -28,6 +28,8 @@ __all__ = ["FileSource", "Shard", "ShardSource", "gather", "load_index", "sideca
 Array = np.ndarray[Any, Any]
 LEASED_NBYTES = 1 << 16  # from here on, recycled memory is faster than new memory
 _NAME_NBYTES = 100  # of the tar header's field
+_SIZE_BEGIN = 124  # of the next field but three
+_OCTAL_SHIFTS = np.arange(30, -1, -3)
 _HEX = np.array([list(b"%02x" % byte) for byte in range(256)], np.uint8)
 
 
@@ -70,7 +72,7 @@ class Shard:
         allow: Mapping[tuple[str, str], type],
         count: int | None = None,
     ) -> None:
-        self.path = path
+        self.path = os.path.abspath(path)  # of use in other processes, and after os.chdir
         self.name = name
         self.files = files
         self.pool = pool
@@ -80,6 +82,7 @@ class Shard:
         prefix = f"{name}." if name else ""
         self._suffixes = (f".{prefix}{SKELETON}".encode(), f".{prefix}{TENSORS}".encode())
         self._layouts: dict[int, Layout] = {}
+        self._confirmed: dict[int, bytes] = {}  # by layout, what its headers have behind the digest
 
     def __reduce__(self) -> Any:
         return Shard, (self.path, self.name, self.files, self.pool, self._allow, len(self))
@@ -119,7 +122,7 @@ class Shard:
 
     def layout(self, row: int) -> Layout:
         """Return the layout of a sample."""
-        number = self.columns.layout.item(row)
+        number = self._load()[1].layout.item(row)
         layout = self._layouts.get(number)
         if layout is None:
             if len(self._layouts) >= 4096:
@@ -136,8 +139,8 @@ class Shard:
         """
         layout = self.layout(row)
         skeleton, begin = self._skeleton(row, layout)
+        source = ShardSource(self, row, self._loaded[1].tensors_begin.item(row))  # type: ignore[index]
         try:
-            source = ShardSource(self, row, self.columns.tensors_begin.item(row))
             return decode_body(skeleton, begin, layout, source, True, self._allow)
         except TensorCacheError as exc:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
@@ -153,18 +156,19 @@ class Shard:
 
     def _skeleton(self, row: int, layout: Layout) -> tuple[bytes, int]:
         """Return the skeleton member, and where its body begins; its tar header is checked, which costs no read of its own."""
-        columns = self.columns
+        index, columns, _ = self._load()
         begin = columns.skeleton_begin.item(row)
         data = self.files.get(self.path).read(begin - BLOCK, begin + columns.skeleton_nbytes.item(row))
-        self._check_name(data, row, 0)
+        name = index.keys.raw(row if columns.rows is None else columns.rows.item(row)) + self._suffixes[0]
+        if not data.startswith(name) or data[len(name)]:
+            self._check_name(data, name)
         skeleton = data[BLOCK:]
         try:
             return skeleton, check_binding(skeleton, layout.nbytes, columns.digest.item(row) or None)[0]
         except TensorCacheError as exc:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
-    def _check_name(self, data: bytes, row: int, which: int) -> None:
-        name = self.index.keys.raw(self.sample_row(row)) + self._suffixes[which]
+    def _check_name(self, data: bytes, name: bytes) -> None:
         if len(name) >= _NAME_NBYTES:
             return  # the field holds a part of it, or something else; the digests are compared
         if not data.startswith(name) or data[len(name)]:
@@ -176,19 +180,36 @@ class Shard:
 
     def check_tensors(self, row: int) -> None:
         """Raise FormatError unless the tensors of a sample are where the index says; looks once per sample."""
-        columns, checked = self._load()[1:]
+        index, columns, checked = self._load()
         if checked[row]:
             return
-        begin = columns.tensors_begin.item(row)
-        data = self.file.read(begin - BLOCK, begin + DIGITS_END)
-        self._check_name(data, row, 1)
-        digest = columns.digest.item(row)
-        if digest and data[BLOCK + DIGITS_BEGIN :] != b"%016x" % digest:
+        layout = self.layout(row)
+        begin, digest = columns.tensors_begin.item(row), columns.digest.item(row)
+        data = self.file.read(begin - BLOCK, begin + max(layout.data_begin, DIGITS_END))
+        self._check_name(data, index.keys.raw(self.sample_row(row)) + self._suffixes[1])
+        size = b"%011o" % layout.nbytes
+        good = len(size) > 11 or data.startswith(size, _SIZE_BEGIN)  # longer ones are in a pax record
+        good = good and (not digest or data.startswith(b"%016x" % digest, BLOCK + DIGITS_BEGIN))
+        number, rest = columns.layout.item(row), data[BLOCK + DIGITS_END :]
+        if good and not (digest and self._confirmed.get(number) == rest):
+            try:
+                good = parse_header(data[BLOCK:], layout.nbytes)[0] == layout
+            except FormatError:
+                good = False
+            if good and digest:
+                if len(self._confirmed) >= 4096:
+                    self._confirmed.clear()
+                self._confirmed[number] = rest
+        if not good:
             raise FormatError(
                 f"{self.path}: sample {self.key(row)!r}: its tensors are not those that were indexed: "
                 "make a new index with tc.index"
             )
         checked[row] = True
+
+    def is_checked(self, row: int) -> bool:
+        """Return whether `check_tensors` has looked at a sample."""
+        return self._loaded is not None and self._loaded[2].item(row)
 
     def skeletons(self, rows: Array, mapped: bool) -> tuple[list[bytes], list[int]]:
         """Return the skeleton members of many samples, and where their bodies begin; `mapped` copies them out of the map.
@@ -230,11 +251,26 @@ class Shard:
         rows = rows[~checked[rows]]
         if not len(rows):
             return
+        numbers = columns.layout[rows]
         mapped = self.file.array()
         begins = columns.tensors_begin[rows].astype(np.int64)
         digests = columns.digest[rows]
         digits = _HEX[digests.astype(">u8").view(np.uint8)]
-        good = _equal(gather(mapped, begins + DIGITS_BEGIN, 16), digits.reshape(-1, 16)) | (digests == 0)
+        good = _equal(gather(mapped, begins + DIGITS_BEGIN, 16), digits.reshape(-1, 16))
+        for number in np.unique(numbers).tolist():
+            which = slice(None) if bool((numbers == number).all()) else np.flatnonzero(numbers == number)
+            rest = self._confirmed.get(number)
+            if rest is None:
+                self.check_tensors(rows[which][0].item())
+                rest = self._confirmed.get(number)
+            if rest:
+                found = gather(mapped, begins[which] + DIGITS_END, len(rest))
+                good[which] &= (found == np.frombuffer(rest, np.uint8)).all(1)
+        good &= digests != 0  # the others are parsed one by one
+        headers = gather(mapped, begins - BLOCK, _SIZE_BEGIN + 12)
+        nbytes = index.layouts.nbytes[numbers]
+        octal = (nbytes[:, None] >> _OCTAL_SHIFTS & 7) + ord("0")
+        good &= (headers[:, _SIZE_BEGIN : _SIZE_BEGIN + 11] == octal).all(1) | (nbytes >= 1 << 33)
         key_begins, key_ends = self._key_extents(rows)
         lengths = key_ends - key_begins
         suffix = np.frombuffer(self._suffixes[1], np.uint8)
@@ -246,7 +282,7 @@ class Shard:
             expected = np.zeros((len(key_begins[which]), width), np.uint8)
             expected[:, :length] = gather(view_bytes(index.keys.text.data), key_begins[which], length)
             expected[:, length : length + len(suffix)] = suffix
-            good[which] &= _equal(gather(mapped, begins[which] - BLOCK, width), expected)
+            good[which] &= _equal(np.ascontiguousarray(headers[which, :width]), expected)
         checked[rows[good]] = True
         for row in rows[~good].tolist():
             self.check_tensors(row)  # raises
@@ -287,11 +323,16 @@ class ShardSource:
         self._begin = begin
 
     def _file(self) -> ShardFile:
-        self._shard.check_tensors(self._row)
-        return self._shard.file
+        shard = self._shard
+        if not shard.is_checked(self._row):
+            shard.check_tensors(self._row)
+        return shard.files.get(shard.path)
 
     def read(self, begin: int, end: int) -> bytearray | memoryview:
-        return _read(self._file(), self._begin + begin, end - begin, self._shard.pool)
+        shard = self._shard
+        if not shard.is_checked(self._row):
+            shard.check_tensors(self._row)
+        return _read(shard.files.get(shard.path), self._begin + begin, end - begin, shard.pool)
 
     def read_into(self, buffer: memoryview, begin: int) -> None:
         self._file().read_into([buffer], self._begin + begin)
@@ -300,7 +341,7 @@ class ShardSource:
         return self._file().array()[self._begin + begin : self._begin + end]
 
     def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
-        return FileSource(os.path.abspath(self._shard.path), self._shard.file.identity), self._begin + begin
+        return FileSource(self._shard.path, self._file().identity), self._begin + begin
 
 
 def _read(file: ShardFile, begin: int, nbytes: int, pool: Pool) -> bytearray | memoryview:
@@ -322,6 +363,8 @@ class FileSource:
     def _file(self) -> ShardFile:
         file = _FILES.get(self._path)
         if file.identity != self._identity:
+            file = _FILES.reopen(self._path)  # the one in the table may have been replaced since
+        if file.identity != self._identity:
             raise FormatError(f"{self._path}: the shard was changed since this lazy tensor was made")
         return file
 
@@ -342,5 +385,5 @@ class FileSource:
 
 
 # for lazy tensors from other processes, which have no cache that could be closed
-_FILES = Files(64)
+_FILES = Files(64, fixed=False)
 _POOL = Pool(1 << 28)

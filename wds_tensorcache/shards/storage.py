@@ -19,7 +19,7 @@ from wds_tensorcache.errors import FormatError
 __all__ = ["Files", "Identity", "ShardFile", "file_system", "memory_nbytes"]
 
 Identity = tuple[int, int, int]  # inode, bytes, modification time in ns
-_HAS_PREADV = hasattr(os, "preadv")
+_HAS_PREAD, _HAS_PREADV = hasattr(os, "pread"), hasattr(os, "preadv")
 _MAX_BUFFERS = 1024  # IOV_MAX
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _UNKNOWN = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
@@ -44,7 +44,6 @@ class ShardFile:
         self._map: mmap.mmap | None = None
         self._array: np.ndarray[Any, Any] | None = None
         self._tells = bool(_NOWAIT)  # until the file system says that it cannot
-        self._is_memory = file_system(path)[0] in ("tmpfs", "ramfs")
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)`.
@@ -52,14 +51,20 @@ class ShardFile:
         Raises:
             FormatError: The file ends before.
         """
-        if not hasattr(os, "pread"):
-            return bytes(self.map()[begin:end])
+        if not _HAS_PREAD:
+            if end > self.nbytes:
+                raise self._cut_short(self.nbytes)
+            return bytes(self.map()[begin:end]) if end > begin else b""
         data = os.pread(self.fd, end - begin, begin)
-        if len(data) < end - begin:
-            rest = bytearray(end - begin - len(data))
-            self.read_into([memoryview(rest)], begin + len(data))
-            data += rest
+        while len(data) < end - begin:  # the system stops at 2 GiB
+            more = os.pread(self.fd, end - begin - len(data), begin + len(data))
+            if not more:
+                raise self._cut_short(begin + len(data))
+            data += more
         return data
+
+    def _cut_short(self, end: int) -> FormatError:
+        return FormatError(f"{self.path}: the file ends at byte {end}, inside of a member: it was cut short")
 
     def read_into(self, buffers: Sequence[memoryview], begin: int) -> None:
         """Fill `buffers` (1-D, bytes), one behind the other, from `begin`: as few calls as the system allows.
@@ -67,48 +72,53 @@ class ShardFile:
         Raises:
             FormatError: The file ends before they are full: it was cut short.
         """
-        self._fill(buffers, begin, 0)
+        if _HAS_PREADV and len(buffers) == 1 and os.preadv(self.fd, buffers, begin) == len(buffers[0]):
+            return
+        self._fill(buffers, begin)
 
     def read_resident(self, buffers: Sequence[memoryview], begin: int) -> bool:
         """Fill `buffers` if that needs no disk; else return False, with anything in them. Never waits.
 
         True without a word where the system cannot tell: the caller then reads nothing twice.
         """
-        if self._tells:
+        while self._tells and buffers:
             try:
-                return os.preadv(self.fd, buffers[:_MAX_BUFFERS], begin, _NOWAIT) == sum(map(len, buffers))
+                count = os.preadv(self.fd, buffers[:_MAX_BUFFERS], begin, _NOWAIT)
+                if count != sum(map(len, buffers[:_MAX_BUFFERS])):
+                    return False
+                begin += count
+                buffers = buffers[_MAX_BUFFERS:]
             except BlockingIOError:
                 return False
             except OSError as exc:
                 if exc.errno not in _UNKNOWN:
                     raise
                 self._tells = False
-        self._fill(buffers, begin, 0)
+        self._fill(buffers, begin)
         return True
 
     def is_resident(self, begin: int) -> bool:
         """Return whether the byte at `begin` is in memory; False where the system cannot tell."""
         resident = self.read_resident([memoryview(bytearray(1))], begin)
-        return resident if self._tells else self._is_memory
+        return resident if self._tells else file_system(self.path)[0] in ("tmpfs", "ramfs")
 
     def will_need(self, begin: int, end: int) -> None:
         """Tell the system to read `[begin, end)` in the background."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
-    def _fill(self, buffers: Sequence[memoryview], begin: int, position: int) -> None:
+    def _fill(self, buffers: Sequence[memoryview], begin: int) -> None:
         if not _HAS_PREADV:
             for buffer in buffers:
-                buffer[:] = (
-                    self.read(begin, begin + len(buffer)) if hasattr(os, "pread") else self._slice(begin, buffer)
-                )
+                buffer[:] = self.read(begin, begin + len(buffer))
                 begin += len(buffer)
             return
+        position = 0
         # one call per 1,024 buffers; the system also stops at 2 GiB
         while position < len(buffers):
             count = os.preadv(self.fd, buffers[position : position + _MAX_BUFFERS], begin)
             if not count and any(map(len, buffers[position:])):
-                raise FormatError(f"{self.path}: the file ends at byte {begin}, inside of a member: it was cut short")
+                raise self._cut_short(begin)
             begin += count
             while position < len(buffers) and count >= len(buffers[position]):
                 count -= len(buffers[position])
@@ -117,12 +127,6 @@ class ShardFile:
                 buffers = [buffers[position][count:], *buffers[position + 1 :]]
                 position = 0
 
-    def _slice(self, begin: int, buffer: memoryview) -> bytes:
-        data = self.map()[begin : begin + len(buffer)]
-        if len(data) < len(buffer):
-            raise FormatError(f"{self.path}: the file ends at byte {begin + len(data)}, inside of a member")
-        return data
-
     def map(self) -> mmap.mmap:
         """Return the whole file as a read-only map, made on first use. A file cut short under a map kills the process."""
         if self._map is None:
@@ -130,7 +134,9 @@ class ShardFile:
                 if self._map is None:
                     # a map keeps a descriptor of its own unless it is told not to
                     untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-                    self._map = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ, **untracked)
+                    if os.fstat(self.fd).st_size < self.nbytes:
+                        raise self._cut_short(os.fstat(self.fd).st_size)
+                    self._map = mmap.mmap(self.fd, self.nbytes, access=mmap.ACCESS_READ, **untracked)
         return self._map
 
     def array(self) -> np.ndarray[Any, Any]:
@@ -147,12 +153,19 @@ class ShardFile:
 class Files:
     """Open files by path, at most `max_open` at once; the one opened longest ago is dropped first.
 
+    A `fixed` file that was replaced or changed since it was first opened is not opened again: what is known of its bytes
+    is no longer true.
+
     Threads/fork/pickle: safe everywhere; a copy in another process opens its own files.
     """
 
-    def __init__(self, max_open: int | None = None) -> None:
+    def __init__(self, max_open: int | None = None, fixed: bool = True) -> None:
+        if max_open is not None and max_open < 1:
+            raise ValueError(f"max_open_files={max_open}, expected at least 1")
         self.max_open = max_open or _default_max_open()
+        self._fixed = fixed
         self._open: dict[str, ShardFile] = {}
+        self._identities: dict[str, Identity] = {}
         self._lock = threading.Lock()
         self._closed = False
         _ALL.add(self)
@@ -162,6 +175,7 @@ class Files:
 
         Raises:
             OSError: It cannot be opened.
+            FormatError: It is not the one that was opened before.
             ValueError: `close` was called.
         """
         file = self._open.get(path)
@@ -174,8 +188,17 @@ class Files:
             if file is None:
                 while len(self._open) >= self.max_open:
                     del self._open[next(iter(self._open))]
-                file = self._open[path] = ShardFile(path)
+                file = ShardFile(path)
+                if self._fixed and self._identities.setdefault(path, file.identity) != file.identity:
+                    raise FormatError(f"{path}: the shard was changed since this cache was opened: open it again")
+                self._open[path] = file
         return file
+
+    def reopen(self, path: str) -> ShardFile:
+        """Return the file that has this path now, whatever had it when it was opened."""
+        with self._lock:
+            self._open.pop(path, None)
+        return self.get(path)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -193,7 +216,7 @@ class Files:
             file._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
-        return Files, (self.max_open,)
+        return Files, (self.max_open, self._fixed)
 
 
 _ALL: weakref.WeakSet[Files] = weakref.WeakSet()

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from wds_tensorcache.codec.header import parse_header
+from wds_tensorcache.codec.header import is_bound, parse_header
 from wds_tensorcache.codec.sample import encode_views
 from wds_tensorcache.errors import EncodeError, KeyRuleError, TensorCacheError
 from wds_tensorcache.shards.catalog import Catalog, dali_index_path, write_dali_index
@@ -24,7 +24,7 @@ from wds_tensorcache.shards.tar import END_OF_ARCHIVE, build_header, padding
 
 __all__ = ["ShardWriter"]
 
-_NUMBER = re.compile(r"%0?\d*d")
+_NUMBER = re.compile(r"%(?:0\d+)?d")
 _NOTHING: Any = object()
 
 
@@ -127,16 +127,18 @@ class ShardWriter:
         caches = {"": sample} if sample is not _NOTHING else {}
         others = {}
         for field, value in members.items():
-            if field == FIELD or field.endswith("." + FIELD):
-                caches[cache_name(field[: -len(FIELD) - 1]) if field != FIELD else ""] = value
-            else:
+            if field != FIELD and not field.endswith("." + FIELD):
                 others[field] = value
+            elif field == FIELD and caches:
+                raise KeyRuleError(f"sample {key!r} is given twice, also as {FIELD!r}")
+            else:
+                caches[cache_name(field[: -len(FIELD) - 1]) if field != FIELD else ""] = value
         if not caches and not others:
             raise KeyRuleError(f"sample {key!r} has no members")
         check_suffixes(key, [*others, *(_member(name, SKELETON) for name in caches)])
         check_suffixes(key, [_member(name, TENSORS) for name in caches])
         lowered = [field.lower() for field in others] + [_member(name, TENSORS) for name in caches]
-        if len(set(lowered)) < len(lowered) or any(field.endswith(SKELETON) for field in lowered):
+        if len(set(lowered)) < len(lowered) or any(field.endswith((SKELETON, FIELD)) for field in lowered):
             raise KeyRuleError(
                 f"sample {key!r} has members {sorted(lowered)}: names that only caches have, or one twice"
             )
@@ -146,7 +148,7 @@ class ShardWriter:
                 encoded.append((name, encode_views(value, allow=self._allow, align=self._align)))
             except TensorCacheError as exc:
                 raise exc.at(f"sample {key!r}" + (f", cache {name!r}" if name else "")) from exc
-        plain = self._encoder(others) if others else {}
+        plain = self._encode_others(key, others) if others else {}
         if self._shard is not None and self._shard.is_full(self._max_samples, self._max_nbytes) and self._numbered:
             self._finish()
         if self._shard is None:
@@ -156,6 +158,22 @@ class ShardWriter:
             self._shard = _OpenShard(path)
             self._number += 1
         self._shard.write(key, encoded, plain)
+
+    def _encode_others(self, key: str, others: dict[str, Any]) -> dict[str, bytes]:
+        try:
+            plain = self._encoder(others)
+        except TensorCacheError as exc:
+            raise exc.at(f"sample {key!r}") from exc
+        for extension, raw in plain.items():
+            if extension not in others:
+                raise KeyRuleError(f"sample {key!r}: the encoder made {extension!r}, which is not among its members")
+            if not isinstance(raw, (bytes, bytearray)):
+                raise EncodeError(
+                    f"sample {key!r}: the encoder made a {type(raw).__name__} of {extension!r}, expected bytes"
+                )
+            if extension.lower().endswith(TENSORS) and is_bound(bytes(raw[:64])):
+                raise KeyRuleError(f"sample {key!r}: {extension!r} is one half of a cache; pass what it was made of")
+        return plain
 
     def _finish(self) -> None:
         shard, self._shard = self._shard, None
@@ -195,15 +213,21 @@ def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
         if isinstance(value, (bytes, bytearray, memoryview)):
             result[extension] = bytes(value)
         elif isinstance(value, str) and kind != "json":
-            result[extension] = value.encode()
-        elif kind == "json":
-            result[extension] = json.dumps(value).encode()
+            try:
+                result[extension] = value.encode()
+            except UnicodeEncodeError as exc:
+                raise EncodeError(f"member {extension!r} is text that UTF-8 cannot hold: {exc}") from exc
         elif kind == "cls" and isinstance(value, int):
-            result[extension] = str(value).encode()
-        else:
+            result[extension] = b"%d" % value
+        elif kind != "json":
             raise EncodeError(
                 f"member {extension!r} is a {type(value).__name__}; pass bytes, or encoder=webdataset.writer.make_encoder(True)"
             )
+        else:
+            try:
+                result[extension] = json.dumps(value).encode()
+            except (TypeError, ValueError, RecursionError) as exc:
+                raise EncodeError(f"member {extension!r} is not what JSON can hold: {exc}") from exc
     return result
 
 
@@ -252,6 +276,8 @@ class _OpenShard:
     def finish(self, footer: bool, fsync: bool) -> ShardIndex:
         try:
             index = self._builder.finish(self._position)
+            if os.path.exists(self.path):
+                raise FileExistsError(f"{self.path} exists; it was not there when this writer began")
             tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")
             self._output.append([tail], len(tail))
             self._output.finish(fsync)
