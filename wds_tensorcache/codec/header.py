@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import xxhash
@@ -152,6 +153,12 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], align
     """
     if align <= 0 or align % 8:
         raise ValueError(f"align={align}, expected a positive multiple of 8")
+    build = _build_header if len(tensors) <= 64 else _build_header.__wrapped__
+    return build(tuple(tensors), align)
+
+
+@lru_cache(256)  # samples of one layout have one header
+def _build_header(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], align: int) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"tensorcache": f"{FORMAT_VERSION} {0:016x}"}}
     begin = 0
     for name, dtype, shape, nbytes in tensors:

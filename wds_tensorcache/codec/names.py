@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
+from functools import lru_cache
 
 __all__ = ["Counter", "component", "join", "unique"]
 
@@ -15,10 +16,13 @@ def _escape(key: str) -> str:
     return text or "%"
 
 
+_escape_short = lru_cache(4096)(_escape)  # the keys of dicts are the same in every sample
+
+
 def component(key: object, position: int) -> str:
     """Return how the item of a dict with this key, `position`-th in order, is called in its tensors' names."""
     if type(key) is str:
-        return _escape(key)
+        return _escape_short(key) if len(key) < 64 else _escape(key)
     return str(key) if type(key) is int and abs(key) < 1 << 64 else f"@{position}"
 
 

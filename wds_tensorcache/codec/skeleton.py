@@ -10,6 +10,7 @@ import copyreg
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from wds_tensorcache.errors import EncodeError, FormatError
 
 __all__ = ["SkeletonWriter"]
 
+_write_key = lru_cache(4096)(op.ATOM_WRITERS[str])  # the keys of dicts are the same in every sample
 MAX_KEY_NODES = 1000  # of one key; of all, see `body`
 
 
@@ -141,7 +143,10 @@ class SkeletonWriter:
         self._parts.append(op.MARK)
         for index, (key, item) in enumerate(pairs):
             inside = path if opaque else join(path, component(key, index))
-            self._save_key(key, inside, Counter(), depth)
+            if type(key) is str:
+                self._save_atom(key, str, _write_key if len(key) < 64 else op.ATOM_WRITERS[str])
+            else:
+                self._save_key(key, inside, Counter(), depth)
             self.save(item, inside, opaque, depth + 1)
         self._parts.append(op.SETITEMS)
 
