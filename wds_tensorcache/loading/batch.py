@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from wds_tensorcache.codec.views import check_array
 from wds_tensorcache.errors import BatchError, FormatError
 from wds_tensorcache.loading.collate import fill
 from wds_tensorcache.loading.leaves import Decoded, Leaves
+from wds_tensorcache.loading.memory import filler_of, move, nbytes_of, take_memory, view_batch
 from wds_tensorcache.loading.plan import Places, Plan
 from wds_tensorcache.shards.arena import Pool
 
@@ -78,7 +79,7 @@ def read_batch(
     if callable(collate):
         loaded = _Tensors(request, _common(request))
         loaded.read(pin, device)
-        return collate([loaded.fill_sample(request.sample(i), i) for i in range(len(request.places))])
+        return collate([loaded.fill_sample(request.sample(i), i, pin, device) for i in range(len(request.places))])
     tensors = _Tensors(request, list(request.structure.tensors))
     tensors.resolve()
     if collate == "stack":
@@ -192,7 +193,7 @@ class _Tensors:
                 bools[name] = slice(total, total + int(step.sum()))
             total += int(step.sum())
             total += -total % _ALIGN
-        memory = self._take(total, pin, device)
+        self._host, memory = take_memory(self._request.pool, total, pin, device)
         if total:
             request = self._request
             self.mapped = Plan(begin, nbytes, self._which, self._dest).read(
@@ -203,30 +204,10 @@ class _Tensors:
                 check_array(memory[extent].view(np.bool_))
             except FormatError as exc:
                 raise exc.at(f"tensor {name!r} of a batch with sample {self._key(0)!r}") from exc
-        self._flat = _moved(self._host, device)
-
-    def _take(self, total: int, pin: bool, device: Any) -> Array:
-        """Take memory for a batch, pinned if it is, or goes to a GPU; return it as an array."""
-        if pin or (device is not None and torch.device(device).type == "cuda"):
-            # torch's own pool knows of transfers
-            self._host = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=True)
-            return self._host.numpy()  # type: ignore[no-any-return]
-        memory = self._request.pool.lease(total)
-        if total:
-            self._host = torch.frombuffer(memory, dtype=torch.uint8)
-        return memory
+        self._flat = move(self._host, device)
 
     def _view(self, reference: Reference, begin: int, shape: tuple[int, ...]) -> Any:
-        """Return what lies at `begin` of the memory; arrays stay in host memory."""
-        nbytes = _nbytes(reference, shape)
-        if reference.kind == "tensor":
-            if not nbytes:
-                return torch.empty(0, dtype=torch.uint8, device=self._flat.device).view(reference.dtype).view(shape)
-            return self._flat[begin : begin + nbytes].view(reference.dtype).view(shape)
-        if not nbytes:
-            return np.empty(shape, reference.dtype)
-        # of the slice, whose base is a tensor: numpy then keeps the memory leased
-        return check_array(self._host[begin : begin + nbytes].numpy().view(reference.dtype).reshape(shape))
+        return view_batch(self._host, self._flat, reference, begin, shape)
 
     def stacked(self) -> dict[str, Any]:
         """Return each tensor as `[B, …]`."""
@@ -246,19 +227,23 @@ class _Tensors:
             for (name, tensor), references in zip(self._names.items(), self._references, strict=True)
         }
 
-    def fill_sample(self, sample: Any, i: int) -> Any:
+    def fill_sample(self, sample: Any, i: int, pin: bool, device: Any) -> Any:
         """Return sample `i` with its tensors loaded."""
 
         def load(lazy: Lazy) -> Any:
-            if lazy.name not in self._names:
+            reference, tensor = lazy._reference, self._names.get(lazy.name)
+            begin = self._dest.item(tensor, i) if tensor is not None else 1
+            if begin % reference.dtype.itemsize == 0:  # not always where samples differ in a tensor's dtype
+                return self._view(reference, begin, reference.shape)
+            if reference.kind == "ndarray":
                 return lazy.load()
-            return self._view(lazy._reference, self._dest.item(self._names[lazy.name], i), lazy.shape)
+            return move(lazy.load().pin_memory() if pin else lazy.load(), device)
 
         def leaf(path: Any) -> Any:
             value = sample
             for step in path:
                 value = value[step]
-            return value if type(value) in _BUILTIN else realize(value)
+            return value if type(value) in _BUILTIN else realize(value, device)
 
         return fill(sample, load, leaf)
 
@@ -275,38 +260,30 @@ class _Tensors:
                     )
             largest = (max(dims) for dims in zip(*(r.shape for r in references), strict=True))
             shapes[name] = (len(self._which), *largest)
-            end = dest[-1] + _nbytes(references[0], shapes[name])
+            end = dest[-1] + nbytes_of(references[0], shapes[name])
             dest.append(end + -end % _ALIGN)
         self.read(False, None)
         rows = self._host.numpy()
-        memory = self._take(dest[-1], pin, device)
+        self._host, memory = take_memory(self._request.pool, dest[-1], pin, device)
         for (name, tensor), references in zip(self._names.items(), self._references, strict=True):
             reference, shape = references[0], shapes[name]
+            is_ragged = any(one.shape != reference.shape for one in references)
             # as numpy sees them, in one thread: OpenMP's do not survive a fork
-            dtype, filler = _filler(reference, value)
-            out = memory[dest[tensor] : dest[tensor] + _nbytes(reference, shape)].view(dtype).reshape(shape)
-            out[...] = filler
+            dtype, filler = filler_of(reference, value if is_ragged else 0)
+            out = memory[dest[tensor] : dest[tensor] + nbytes_of(reference, shape)].view(dtype).reshape(shape)
+            if is_ragged:
+                out[...] = filler
             for i, number in enumerate(self._which.tolist()):
                 one = references[number]
                 begin = self._dest.item(tensor, i)
                 row = rows[begin : begin + one.end - one.begin].view(dtype).reshape(one.shape)
-                out[(i, *map(slice, one.shape))] = row
-        self._flat = _moved(self._host, device)
+                place: Any = (i, *map(slice, one.shape))
+                out[place] = row
+        self._flat = move(self._host, device)
         return {
             name: self._view(references[0], dest[tensor], shapes[name])
             for (name, tensor), references in zip(self._names.items(), self._references, strict=True)
         }
-
-
-def _filler(reference: Reference, value: float) -> tuple[np.dtype[Any], Any]:
-    """Return a numpy dtype of a tensor's width, and the bits of `value` in it."""
-    if reference.kind == "ndarray":
-        return reference.dtype, np.asarray(value).astype(reference.dtype) if value else np.zeros((), reference.dtype)
-    dtype = np.dtype("c16" if reference.dtype.itemsize == 16 else f"u{reference.dtype.itemsize}")
-    if not value:
-        return dtype, np.zeros((), dtype)
-    bits = torch.full((1,), value, dtype=reference.dtype, device="cpu").view(torch.uint8).numpy()
-    return dtype, bits.view(dtype)[0]
 
 
 def _text(reference: Reference) -> str:
@@ -337,31 +314,3 @@ def _layouts(places: Places) -> tuple[list[Layout], Array]:
             found[kind] = layouts.setdefault(id(layout), (len(layouts), layout))[0]
         which[at] = found[inverse]
     return [layout for _, layout in layouts.values()], which
-
-
-def _nbytes(reference: Reference, shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64)) * int(reference.dtype.itemsize)
-
-
-_STREAMS: dict[torch.device, Any] = {}
-
-
-def _moved(host: torch.Tensor, device: Any) -> torch.Tensor:
-    """Return `host` on `device`: to a GPU by one transfer on a stream of its own, which the caller's stream waits for."""
-    if device is None:
-        return host
-    device = torch.device(device)
-    if device.type != "cuda" or not host.numel():
-        return host.to(device)
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    stream = _STREAMS.get(device)
-    if stream is None:
-        stream = _STREAMS.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-    current = torch.cuda.current_stream(device)
-    with torch.cuda.stream(stream):
-        # torch keeps a pinned source until the transfer is over; a pageable one is copied before this returns
-        moved = host.to(device, non_blocking=True)
-    current.wait_stream(stream)
-    moved.record_stream(current)  # its memory came from the other stream's pool: do not reuse it under the caller
-    return moved

@@ -280,7 +280,7 @@ class KeysView(Sequence[str]):
 
     def __iter__(self) -> Iterator[str]:
         if self.cache._order is None:
-            for shard in self.cache._store.shards:
+            for shard in filter(len, self.cache._store.shards):
                 rows = shard.columns.rows
                 keys = shard.index.keys
                 yield from keys if rows is None else (keys[row] for row in rows.tolist())

@@ -90,11 +90,14 @@ class JoinedCache(Sequence[Any]):
 
     def read_batch(self, indices: Iterable[Any], device: Any = None, **options: Any) -> Any:
         """Read one batch of each cache, joined as samples are; `"pad"` joins the shapes too. As `TensorCache.read_batch`."""
-        if callable(options.get("collate")):
-            raise ValueError("a joined cache has no one list of samples; collate='list'")
         numbers = [self._caches[0]._find(i) if isinstance(i, str) else i for i in indices]
+        collate = options.get("collate")
+        if callable(collate):
+            options["collate"] = list
+            parts = [cache.read_batch(numbers, device, **options) for cache in self._caches]
+            return collate([self._merge(one) for one in zip(*parts, strict=True)])
         batches = [cache.read_batch(numbers, device, **options) for cache in self._caches]
-        if options.get("collate") != "pad":
+        if collate != "pad":
             return self._merge(batches)
         return self._merge([batch for batch, _ in batches]), self._merge([shapes for _, shapes in batches])
 

@@ -72,12 +72,16 @@ def open(
             raise ValueError(f"join={join!r}, expected 'key'")
         options: dict[str, Any] = {"name": name, "io": io, "threads": threads, "allow": allow}
         options |= {"pool_nbytes": pool_nbytes, "max_open_files": max_open_files}
+        if isinstance(source, (str, os.PathLike)):
+            raise TypeError(f"join={join!r} needs a list or a dict of what is joined, got {source!r}")
         named = isinstance(source, Mapping)
         parts = [
             part if isinstance(part, (TensorCache, JoinedCache)) else open(part, **options)
             for part in (source.values() if named else source)
         ]
         return JoinedCache(parts, tuple(source) if named else None)
+    if max_open_files is not None and max_open_files < 1:
+        raise ValueError(f"max_open_files={max_open_files}, expected at least 1")
     if io not in ("auto", "mmap", "pread"):
         raise ValueError(f"io={io!r}, expected 'auto', 'mmap' or 'pread'")
     if threads is not None and threads < 1:
@@ -86,7 +90,7 @@ def open(
     files, pool = Files(max_open_files), Pool(pool_nbytes)
     table = allow_table(allow)
     try:
-        name = _choose_name(name, Shard(found[0][0], "", files, pool, table))
+        name = _choose_name(name, (Shard(path, "", files, pool, table) for path, _ in found))
         shards = []
         for path, counts in found:
             count = counts.get(name, 0) if counts is not None else None
@@ -137,27 +141,44 @@ def _from_manifest(path: str) -> list[Found]:
     caches = extra.get("caches", {})
     found: list[Found] = []
     for entry in entries:
+        if "://" in entry.url:
+            raise ValueError(f"{path}: {entry.url} is not a local path; stream it with wds.DataPipeline and tc.decode")
         shard = os.path.join(os.path.dirname(path), entry.url)
         if os.path.getsize(shard) != entry.nbytes:
             raise FormatError(
                 f"{shard} has {os.path.getsize(shard)} bytes, but {path} says {entry.nbytes}: it is of another state"
             )
-        found.append((shard, caches.get(entry.url)))
+        counts = caches.get(entry.url) if isinstance(caches, dict) else None
+        if counts is not None and not _are_counts(counts):
+            raise FormatError(f"{path}: {entry.url} has caches {counts!r:.100}, expected numbers of samples by name")
+        found.append((shard, counts))
     if not found:
         raise FileNotFoundError(f"{path} lists no shards")
     return found
 
 
-def _choose_name(name: str | None, first: Shard) -> str:
-    names = list(first.index.caches)
-    if name is not None:
-        if (name and cache_name(name) not in names) or name not in names:
-            raise KeyError(f"{first.path}: no cache {name!r}; there are {names}")
-        return name
-    if len(names) != 1:
-        what = f"caches {names}: choose one with name=…" if names else "no cache in it"
-        raise KeyError(f"{first.path} has {what}")
-    return str(names[0])
+def _are_counts(counts: Any) -> bool:
+    return isinstance(counts, dict) and all(type(count) is int and 0 <= count < 1 << 63 for count in counts.values())
+
+
+def _choose_name(name: str | None, shards: Iterable[Shard]) -> str:
+    """Return the name of the cache to open: that of the first shard that has it, or any."""
+    if name:
+        cache_name(name)
+    there: list[str] = []
+    paths: list[str] = []
+    for shard in shards:
+        names: list[str] = list(shard.index.caches)
+        if name is not None and name in names:
+            return name
+        if name is None and len(names) == 1:
+            return names[0]
+        if name is None and names:
+            raise KeyError(f"{shard.path} has caches {names}: choose one with name=…")
+        paths.append(shard.path)
+        there += [other for other in names if other not in there]
+    where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+    raise KeyError(f"{where}: " + ("no cache in it" if name is None else f"no cache {name!r}; there are {there}"))
 
 
 def _choose_io(io: str, found: Sequence[Found]) -> Io:

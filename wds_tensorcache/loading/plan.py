@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from wds_tensorcache.shards.reader import Shard, gather
 from wds_tensorcache.shards.tar import BLOCK
@@ -20,6 +22,7 @@ GATHER_NBYTES = 1 << 14  # samples up to here are copied from maps faster than b
 SCRATCH_NBYTES = 1 << 14  # a gap up to here is cheaper to read than to begin another call
 IN_FLIGHT = 32  # reads that keep a disk busy
 _NUM_PROBES = 8
+_PID = os.getpid()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +88,15 @@ class Plan:
         try:
             self._scatter(places, memory, runs, parts[0])
         finally:
-            for future in futures:
-                future.exception()  # when this returns, nobody may be writing into the memory any more
+            wait(futures)  # when this returns, nobody may be writing into the memory any more
         while futures:
-            futures.pop(0).result()  # an error refers to this frame: not to be referred to from here
+            futures.pop(0).result()  # an error refers to this frame, which then must not refer to it
         return False
 
     def _gather(self, places: Places, memory: Array, io: str) -> bool:
         sizes = self.nbytes[:, 0]
+        if os.getpid() != _PID and torch.get_num_threads() > 1:
+            return False  # forked: if torch's threads were used before, a call that wants them waits forever
         small = int(sizes.sum()) <= GATHER_NBYTES and bool((self.nbytes == sizes[:, None]).all())
         numbers = places.numbers()
         if not small or len(numbers) > places.shards[0].files.max_open:
@@ -137,8 +141,9 @@ class Plan:
                 if not nbytes:
                     continue
                 if 0 <= gap <= SCRATCH_NBYTES:
-                    first, _, parts = runs.pop()
-                    runs.append((first, begin + nbytes, [*parts, *([(-1, gap)] if gap else []), (tensor, nbytes)]))
+                    first, _, parts = runs[-1]
+                    parts += [(-1, gap), (tensor, nbytes)] if gap else [(tensor, nbytes)]
+                    runs[-1] = first, begin + nbytes, parts
                 else:
                     runs.append((begin, begin + nbytes, [(tensor, nbytes)]))
             result.append(runs)

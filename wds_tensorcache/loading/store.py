@@ -91,6 +91,8 @@ class Store:
         """Return the hashes of all keys in ascending order, and the positions of their samples: 12 bytes per sample."""
         hashes = np.empty(len(self), np.uint64)
         for number, shard in enumerate(self.shards):
+            if not len(shard):
+                continue
             rows = shard.columns.rows
             of_shard = _hashes(shard.index.keys)
             hashes[self._starts[number] : self._starts[number + 1]] = of_shard if rows is None else of_shard[rows]

@@ -15,6 +15,7 @@ from wds_tensorcache.codec.header import build_header, form_of, parse_header, si
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.index import CacheColumns, Keys, LayoutTable, MemberColumns, ShardIndex
 from wds_tensorcache.shards.names import is_cache_name
+from wds_tensorcache.shards.tar import padding
 
 __all__ = ["TRAILER_NBYTES", "build_footer", "parse_footer", "read_footer"]
 
@@ -53,10 +54,13 @@ def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
     header = build_header([(k, _STORED[v.dtype.str[1:]], (len(v),), v.nbytes) for k, v in arrays], align=64)
     buffers = [v.tobytes() for _, v in arrays]
     body = b"".join([sign_header(header, tensors_digest(header, buffers)), *buffers])
+    zeros = b""
     if shard_nbytes is None:
-        shard_nbytes = index.end + 1024 + len(body) + TRAILER_NBYTES
+        # GNU tar appends at the wrong place where a shard is no multiple of 512 bytes long
+        zeros = bytes(padding(len(body) + TRAILER_NBYTES))
+        shard_nbytes = index.end + 1024 + len(zeros) + len(body) + TRAILER_NBYTES
     numbers = (len(body), index.end, shard_nbytes)
-    return body + _TRAILER.pack(*numbers, _digest(body, numbers), MAGIC)
+    return zeros + body + _TRAILER.pack(*numbers, _digest(body, numbers), MAGIC)
 
 
 def _digest(body: bytes, numbers: tuple[int, int, int]) -> int:

@@ -172,6 +172,8 @@ class ShardIndex:
         """Raise FormatError if anything points out of the shard, or to nothing: indexes are read from files."""
         num_samples = len(self.keys)
         ends = self.keys.ends
+        if num_samples and (np.any(np.diff(ends, prepend=ends.dtype.type(0)) == 0)):
+            raise FormatError("the index has empty keys")
         if num_samples and (np.any(ends[1:] < ends[:-1]) or int(ends[-1]) != len(self.keys.text)):
             raise FormatError("the index has keys that overlap")
         for columns in self.caches.values():

@@ -37,7 +37,7 @@ class Output:
         self._writing: deque[Future[None]] = deque()
         self._stage: Any = None
         self._filled = 0
-        self._failed = False
+        self._failure: BaseException | None = None
 
     def append(self, parts: Sequence[Any], nbytes: int) -> None:
         """Append `parts`, bytes-like, `nbytes` in all; they may be changed as soon as this returns.
@@ -74,15 +74,15 @@ class Output:
             self._writing.popleft().result()
 
     def _check(self) -> None:
-        if self._failed:
-            raise OSError(f"{self.path}: an earlier part of it could not be written; drop it")
+        if self._failure is not None:
+            raise OSError(f"{self.path}: a part of it could not be written: {self._failure}") from self._failure
 
     def _write(self, parts: list[memoryview]) -> None:
         self._check()
         try:
             self._write_all(parts)
-        except BaseException:
-            self._failed = True  # what follows would be at another place than the index says
+        except BaseException as exc:
+            self._failure = exc  # what follows would be at another place than the index says
             raise
 
     def _write_all(self, parts: list[memoryview]) -> None:

@@ -20,13 +20,13 @@ from wds_tensorcache.shards.footer import parse_footer, read_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.indexing import scan_shard
 from wds_tensorcache.shards.names import SKELETON, TENSORS
-from wds_tensorcache.shards.storage import Files, Identity, ShardFile
-from wds_tensorcache.shards.tar import BLOCK
+from wds_tensorcache.shards.sources import ShardSource
+from wds_tensorcache.shards.storage import Files, ShardFile
+from wds_tensorcache.shards.tar import BLOCK, names_of, parse_number
 
-__all__ = ["FileSource", "Shard", "ShardSource", "gather", "load_index", "sidecar_path"]
+__all__ = ["Shard", "gather", "load_index", "sidecar_path"]
 
 Array = np.ndarray[Any, Any]
-LEASED_NBYTES = 1 << 16  # from here on, recycled memory is faster than new memory
 _NAME_NBYTES = 100  # of the tar header's field
 _SIZE_BEGIN = 124  # of the next field but three
 _OCTAL_SHIFTS = np.arange(30, -1, -3)
@@ -161,22 +161,26 @@ class Shard:
         data = self.files.get(self.path).read(begin - BLOCK, begin + columns.skeleton_nbytes.item(row))
         name = index.keys.raw(row if columns.rows is None else columns.rows.item(row)) + self._suffixes[0]
         if not data.startswith(name) or data[len(name)]:
-            self._check_name(data, name)
+            self._check_name(data, name, begin)
         skeleton = data[BLOCK:]
         try:
             return skeleton, check_binding(skeleton, layout.nbytes, columns.digest.item(row) or None)[0]
         except TensorCacheError as exc:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
-    def _check_name(self, data: bytes, name: bytes) -> None:
-        if len(name) >= _NAME_NBYTES:
-            return  # the field holds a part of it, or something else; the digests are compared
-        if not data.startswith(name) or data[len(name)]:
-            found = data[:_NAME_NBYTES].partition(b"\0")[0].decode(errors="replace")
-            raise FormatError(
-                f"{self.path}: the index has member {name.decode(errors='replace')!r} where {found!r:.120} is; "
-                "it is of another state of the shard: make a new one with tc.index"
-            )
+    def _check_name(self, data: bytes, name: bytes, begin: int) -> None:
+        if data.startswith(name) and not data[len(name)] and len(name) < _NAME_NBYTES:
+            return
+        dot = name.find(b".", name.rfind(b"/") + 2)
+        # long and odd names, which other writers put elsewhere, and suffixes in capitals
+        for found in names_of(self.file.read, begin, self.file.nbytes):
+            if found[:dot] == name[:dot] and found[dot:].lower() == name[dot:]:
+                return
+        there = data[:_NAME_NBYTES].partition(b"\0")[0].decode(errors="replace")
+        raise FormatError(
+            f"{self.path}: the index has member {name.decode(errors='replace')!r} where {there!r:.120} is; "
+            "it is of another state of the shard: make a new one with tc.index"
+        )
 
     def check_tensors(self, row: int) -> None:
         """Raise FormatError unless the tensors of a sample are where the index says; looks once per sample."""
@@ -186,9 +190,9 @@ class Shard:
         layout = self.layout(row)
         begin, digest = columns.tensors_begin.item(row), columns.digest.item(row)
         data = self.file.read(begin - BLOCK, begin + max(layout.data_begin, DIGITS_END))
-        self._check_name(data, index.keys.raw(self.sample_row(row)) + self._suffixes[1])
-        size = b"%011o" % layout.nbytes
-        good = len(size) > 11 or data.startswith(size, _SIZE_BEGIN)  # longer ones are in a pax record
+        self._check_name(data, index.keys.raw(self.sample_row(row)) + self._suffixes[1], begin)
+        # from 8 GiB on, sizes may be in a pax record
+        good = layout.nbytes >= 1 << 33 or parse_number(data[_SIZE_BEGIN : _SIZE_BEGIN + 12]) == layout.nbytes
         good = good and (not digest or data.startswith(b"%016x" % digest, BLOCK + DIGITS_BEGIN))
         number, rest = columns.layout.item(row), data[BLOCK + DIGITS_END :]
         if good and not (digest and self._confirmed.get(number) == rest):
@@ -219,7 +223,7 @@ class Shard:
         """
         columns, file = self.columns, self.file
         begins = columns.skeleton_begin[rows].astype(np.int64)
-        ends = begins + columns.skeleton_nbytes[rows]
+        ends = begins + columns.skeleton_nbytes[rows].astype(np.int64)
         nbytes = self.index.layouts.nbytes[columns.layout[rows]].astype("<u8")
         bound = np.stack([nbytes, columns.digest[rows].astype("<u8")], 1).tobytes()
         key_begins, key_ends = self._key_extents(rows)
@@ -263,7 +267,9 @@ class Shard:
             if rest is None:
                 self.check_tensors(rows[which][0].item())
                 rest = self._confirmed.get(number)
-            if rest:
+            if rest is None:
+                good[which] = False
+            elif rest:
                 found = gather(mapped, begins[which] + DIGITS_END, len(rest))
                 good[which] &= (found == np.frombuffer(rest, np.uint8)).all(1)
         good &= digests != 0  # the others are parsed one by one
@@ -278,6 +284,7 @@ class Shard:
             which = slice(None) if bool((lengths == length).all()) else np.flatnonzero(lengths == length)
             width = -(-(length + len(suffix) + 1) // 8) * 8  # the field is filled up with zeros
             if width > _NAME_NBYTES:
+                good[which] = False
                 continue
             expected = np.zeros((len(key_begins[which]), width), np.uint8)
             expected[:, :length] = gather(view_bytes(index.keys.text.data), key_begins[which], length)
@@ -310,80 +317,3 @@ def gather(array: Array, begins: Array, width: int, out: Array | None = None) ->
 def _equal(left: Array, right: Array) -> Array:
     """Return which rows are equal; their width is a multiple of 8."""
     return (left.view(np.uint64) == np.ascontiguousarray(right).view(np.uint64)).all(1)  # type: ignore[no-any-return]
-
-
-class ShardSource:
-    """The tensors of one sample of a shard; pickles as the file's path and identity."""
-
-    __slots__ = ("_begin", "_row", "_shard")
-
-    def __init__(self, shard: Shard, row: int, begin: int) -> None:
-        self._shard = shard
-        self._row = row
-        self._begin = begin
-
-    def _file(self) -> ShardFile:
-        shard = self._shard
-        if not shard.is_checked(self._row):
-            shard.check_tensors(self._row)
-        return shard.files.get(shard.path)
-
-    def read(self, begin: int, end: int) -> bytearray | memoryview:
-        shard = self._shard
-        if not shard.is_checked(self._row):
-            shard.check_tensors(self._row)
-        return _read(shard.files.get(shard.path), self._begin + begin, end - begin, shard.pool)
-
-    def read_into(self, buffer: memoryview, begin: int) -> None:
-        self._file().read_into([buffer], self._begin + begin)
-
-    def view(self, begin: int, end: int) -> Array:
-        return self._file().array()[self._begin + begin : self._begin + end]
-
-    def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
-        return FileSource(self._shard.path, self._file().identity), self._begin + begin
-
-
-def _read(file: ShardFile, begin: int, nbytes: int, pool: Pool) -> bytearray | memoryview:
-    # a view of the lease, not the lease: numpy would hold the arena and let the lease die
-    buffer = pool.lease(nbytes).data if nbytes >= LEASED_NBYTES else bytearray(nbytes)
-    file.read_into([memoryview(buffer)], begin)
-    return buffer
-
-
-class FileSource:
-    """A part of a file that another process has told of: it is opened when something is read, and must be the same file."""
-
-    __slots__ = ("_identity", "_path")
-
-    def __init__(self, path: str, identity: Identity) -> None:
-        self._path = path
-        self._identity = identity
-
-    def _file(self) -> ShardFile:
-        file = _FILES.get(self._path)
-        if file.identity != self._identity:
-            file = _FILES.reopen(self._path)  # the one in the table may have been replaced since
-        if file.identity != self._identity:
-            raise FormatError(f"{self._path}: the shard was changed since this lazy tensor was made")
-        return file
-
-    def read(self, begin: int, end: int) -> bytearray | memoryview:
-        return _read(self._file(), begin, end - begin, _POOL)
-
-    def read_into(self, buffer: memoryview, begin: int) -> None:
-        self._file().read_into([buffer], begin)
-
-    def view(self, begin: int, end: int) -> Array:
-        return self._file().array()[begin:end]
-
-    def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
-        return self, begin
-
-    def __reduce__(self) -> Any:
-        return FileSource, (self._path, self._identity)
-
-
-# for lazy tensors from other processes, which have no cache that could be closed
-_FILES = Files(64, fixed=False)
-_POOL = Pool(1 << 28)

@@ -117,7 +117,7 @@ class ShardFile:
         # one call per 1,024 buffers; the system also stops at 2 GiB
         while position < len(buffers):
             count = os.preadv(self.fd, buffers[position : position + _MAX_BUFFERS], begin)
-            if not count and any(map(len, buffers[position:])):
+            if not count and any(map(len, buffers[position : position + _MAX_BUFFERS])):
                 raise self._cut_short(begin)
             begin += count
             while position < len(buffers) and count >= len(buffers[position]):

@@ -9,13 +9,14 @@ from zlib import adler32
 
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["BLOCK", "END_OF_ARCHIVE", "Scanner", "build_header", "padding"]
+__all__ = ["BLOCK", "END_OF_ARCHIVE", "Scanner", "build_header", "names_of", "padding", "parse_number"]
 
 BLOCK = 512
 END_OF_ARCHIVE = bytes(2 * BLOCK)
 
 _MAX_OCTAL_NBYTES = 8**11  # 11 digits: 8 GiB and more need a pax record
 _MAX_RECORDS_NBYTES = 1 << 20
+_MAX_EXTENDED_BLOCKS = 10  # in front of a header that one looks back from
 _MAX_WINDOW_NBYTES = 1 << 18
 _MIN_WINDOW_NBYTES = 1 << 13
 _LARGE_MEMBER_NBYTES = 1 << 16
@@ -184,7 +185,7 @@ class Scanner:
         _check_checksum(header, header_begin)
         begin, kind = header_begin + BLOCK, header[156]
         path = header[:100].partition(b"\0")[0]
-        nbytes = _parse_number(header[124:136])
+        nbytes = parse_number(header[124:136])
         if kind == ord("S"):
             raise FormatError(f"byte {header_begin}: {path!r} is a GNU sparse member, expected one without holes")
         if kind == 0 and path.endswith(b"/"):
@@ -224,11 +225,36 @@ class Scanner:
         return kind, path.decode("utf-8", "surrogateescape"), nbytes
 
 
+def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[bytes]:
+    """Yield the names that the member whose content begins at byte `begin` may have: by its header, and by extended ones.
+
+    Args:
+        read: Returns the bytes `[begin, end)` of the file.
+        begin: Of the content.
+        nbytes: Length of the file.
+    """
+    scanner = Scanner(read, nbytes)
+    for blocks in range(1, _MAX_EXTENDED_BLOCKS):
+        at, own = begin - blocks * BLOCK, dict[bytes, bytes]()
+        try:
+            while 0 <= at < begin:
+                kind, name, size = scanner._read_header(read(at, at + BLOCK), at, own, {})
+                at += BLOCK
+                if at == begin and kind in _FILE_TYPES:
+                    yield name.encode("utf-8", "surrogateescape")
+                if kind not in _EXTENDED_TYPES:
+                    break
+                at += size + padding(size)
+        except FormatError:
+            continue  # no header at this place
+
+
 def _check_checksum(header: bytes, header_begin: int) -> None:
     field = header[148:156]
     total = (adler32(header[:256]) & 0xFFFF) + (adler32(header[256:]) & 0xFFFF) - 2 - sum(field) + 8 * 32
-    checksum = _parse_number(field)
-    if checksum == total or checksum == total - 256 * sum(byte > 127 for byte in header):  # old tars add signed bytes
+    checksum = parse_number(field)
+    high = sum(byte > 127 for byte in header) - sum(byte > 127 for byte in field)
+    if checksum == total or checksum == total - 256 * high:  # old tars add signed bytes
         return
     if not header_begin:
         _refuse_compressed(header)
@@ -242,7 +268,7 @@ def _refuse_compressed(header: bytes) -> None:
             raise FormatError(f"byte 0: {name}: compressed tars have no index; read them as streams")
 
 
-def _parse_number(field: bytes) -> int:
+def parse_number(field: bytes) -> int:
     """Return a number of a header, in octal digits or GNU's base 256; -1 if it is neither."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)

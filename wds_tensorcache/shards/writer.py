@@ -89,10 +89,10 @@ class ShardWriter:
             raise FileExistsError(f"{existing[0]} exists; pass overwrite=True, or write to another folder")
         if self._catalog is not None and existing:
             self._catalog.remove([os.path.basename(path) for path in existing])  # before the shards themselves go
-        for path in existing:
-            for stale in (path, dali_index_path(path), sidecar_path(path)):
-                if os.path.exists(stale):
-                    os.remove(stale)
+        stale = [stale for path in existing for stale in (path, dali_index_path(path), sidecar_path(path))]
+        for path in [*stale, *(_left_behind(self._pattern) if overwrite else ())]:
+            if os.path.exists(path):
+                os.remove(path)
         self._number = 0
         self._shard: _OpenShard | None = None
 
@@ -200,6 +200,13 @@ class ShardWriter:
         elif self._shard is not None:
             self._shard.drop()
             self._shard = None
+
+
+def _left_behind(pattern: str) -> list[str]:
+    """Return what killed writers of this pattern had not finished."""
+    folder, name = os.path.split(pattern)
+    parts = [glob.escape(part) for part in _NUMBER.split(name)]
+    return glob.glob(os.path.join(glob.escape(folder), "." + "[0-9]*".join(parts) + ".*.tmp"))
 
 
 def _member(name: str, suffix: str) -> str:

@@ -1,0 +1,96 @@
+"""Where the tensors of shards lie, for lazy tensors: in this process by shard and row, in others by file and identity."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.shards.arena import Pool
+from wds_tensorcache.shards.storage import Files, Identity, ShardFile
+
+if TYPE_CHECKING:
+    from wds_tensorcache.shards.reader import Shard
+
+__all__ = ["FileSource", "ShardSource"]
+
+Array = np.ndarray[Any, Any]
+LEASED_NBYTES = 1 << 16  # from here on, recycled memory is faster than new memory
+
+
+class ShardSource:
+    """The tensors of one sample of a shard; pickles as the file's path and identity."""
+
+    __slots__ = ("_begin", "_row", "_shard")
+
+    def __init__(self, shard: Shard, row: int, begin: int) -> None:
+        self._shard = shard
+        self._row = row
+        self._begin = begin
+
+    def _file(self) -> ShardFile:
+        shard = self._shard
+        if not shard.is_checked(self._row):
+            shard.check_tensors(self._row)
+        return shard.files.get(shard.path)
+
+    def read(self, begin: int, end: int) -> bytearray | memoryview:
+        shard = self._shard
+        if not shard.is_checked(self._row):
+            shard.check_tensors(self._row)
+        return _read(shard.files.get(shard.path), self._begin + begin, end - begin, shard.pool)
+
+    def read_into(self, buffer: memoryview, begin: int) -> None:
+        self._file().read_into([buffer], self._begin + begin)
+
+    def view(self, begin: int, end: int) -> Array:
+        return self._file().array()[self._begin + begin : self._begin + end]
+
+    def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
+        return FileSource(self._shard.path, self._file().identity), self._begin + begin
+
+
+def _read(file: ShardFile, begin: int, nbytes: int, pool: Pool) -> bytearray | memoryview:
+    # a view of the lease, not the lease: numpy would hold the arena and let the lease die
+    buffer = pool.lease(nbytes).data if nbytes >= LEASED_NBYTES else bytearray(nbytes)
+    file.read_into([memoryview(buffer)], begin)
+    return buffer
+
+
+class FileSource:
+    """A part of a file that another process has told of: it is opened when something is read, and must be the same file."""
+
+    __slots__ = ("_identity", "_path")
+
+    def __init__(self, path: str, identity: Identity) -> None:
+        self._path = path
+        self._identity = identity
+
+    def _file(self) -> ShardFile:
+        file = _FILES.get(self._path)
+        if file.identity != self._identity:
+            file = _FILES.reopen(self._path)  # the one in the table may have been replaced since
+        if file.identity != self._identity:
+            raise FormatError(f"{self._path}: the shard was changed since this lazy tensor was made")
+        return file
+
+    def read(self, begin: int, end: int) -> bytearray | memoryview:
+        return _read(self._file(), begin, end - begin, _POOL)
+
+    def read_into(self, buffer: memoryview, begin: int) -> None:
+        self._file().read_into([buffer], begin)
+
+    def view(self, begin: int, end: int) -> Array:
+        return self._file().array()[begin:end]
+
+    def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
+        return self, begin
+
+    def __reduce__(self) -> Any:
+        return FileSource, (self._path, self._identity)
+
+
+# for lazy tensors from other processes, which have no cache that could be closed
+_FILES = Files(64, fixed=False)
+_POOL = Pool(1 << 28)
