@@ -85,9 +85,9 @@ def test_the_same_as_on_the_cpu(folder: str, device: Any, pin: bool, io: str) ->
 
 def test_on_the_callers_stream(cache: Any) -> None:
     stream = torch.cuda.Stream()
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     rng = np.random.default_rng(0)
     with torch.cuda.stream(stream):
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         for _ in range(60):
             numbers = rng.integers(0, COUNT, 8)
             batch = cache.select(["large"]).read_batch(numbers, device="cuda")

@@ -72,9 +72,9 @@ HELD: list[Callable[[Any], Any]] = [
 
 
 def contents(held: Any) -> bytes:
-    if isinstance(held, torch.Tensor):
-        return tensor_bytes(held)
-    return bytes(held) if isinstance(held, torch.UntypedStorage) else held.tobytes()
+    if isinstance(held, torch.UntypedStorage):
+        held = torch.empty(0, dtype=torch.uint8).set_(held)
+    return tensor_bytes(held) if isinstance(held, torch.Tensor) else held.tobytes()
 
 
 def sources(cache: Any, rng: random.Random) -> torch.Tensor:
@@ -196,7 +196,7 @@ def test_sizes(nbytes: int) -> None:
     assert (array.nbytes, array.dtype) == (nbytes, np.uint8)
     array[:] = 7
     del array
-    assert nbytes <= pool.idle_nbytes <= max(1.13 * nbytes, 65_536)
+    assert nbytes <= pool.idle_nbytes <= 1.13 * nbytes + 65_536
 
 
 def test_idle_memory_is_bounded() -> None:
@@ -268,6 +268,7 @@ def test_a_forked_child_has_its_own(cache: Any) -> None:
     if not child:
         status = 1
         try:
+            torch.set_num_threads(1)  # as in DataLoader's workers: OpenMP's threads do not survive a fork
             batch.fill_(77)
             mine = [cache.read_batch([3, 4])["x"] for _ in range(3)]
             good = all(m[:, 5].tolist() == [3, 4] for m in mine) and bool((batch == 77).all())

@@ -32,18 +32,20 @@ _BUILTIN = frozenset({dict, list, tuple, str, bytes, int, float, bool, complex, 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A sample, for its containers and keys; and its lazy tensors by name."""
+    """A sample, for its containers and keys; its lazy tensors by name; and which of its containers have one in them."""
 
     sample: Any
     tensors: dict[str, Lazy]
     template: Template | None
+    holding: dict[int, bool]
 
 
 def structure_of(sample: Any, template: Template | None) -> Structure:
     """Return what a batch looks like whose first sample is `sample`, of that template if it is of one."""
     tensors: dict[str, Lazy] = {}
-    fill(sample, lambda lazy: tensors.setdefault(lazy.name, lazy), lambda path: None)
-    return Structure(sample, tensors, template)
+    holding: dict[int, bool] = {}
+    fill(sample, lambda lazy: tensors.setdefault(lazy.name, lazy), lambda path: None, holding)
+    return Structure(sample, tensors, template, holding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,8 @@ def read_batch(
     decoded = Decoded(
         request.places, request.structure.template, tensors.mapped, request.sample, request.key, request.wanted
     )
-    batch = fill(request.structure.sample, lambda lazy: made[lazy.name], lambda path: Leaves(decoded, path))
+    like = request.structure
+    batch = fill(like.sample, lambda lazy: made[lazy.name], lambda path: Leaves(decoded, path), like.holding)
     return (batch, tensors.shapes_by_name()) if collate == "pad" else batch
 
 
@@ -296,21 +299,17 @@ def _layouts(places: Places) -> tuple[list[Layout], Array]:
     """Return the layouts that a batch has, and which of them each sample has."""
     layouts: dict[int, tuple[int, Layout]] = {}
     which = np.zeros(len(places), np.int64)
-    numbers = places.numbers()
-    for number in numbers:
-        at = slice(None) if len(numbers) == 1 else np.flatnonzero(places.number == number)
+    for number, at in places.parts:
         rows = places.row[at]
         shard = places.shards[number]
         if len(shard.index.layouts) == 1:
             layout = shard.layout(0)
             which[at] = layouts.setdefault(id(layout), (len(layouts), layout))[0]
             continue
-        kinds, first, inverse = np.unique(
-            places.shards[number].columns.layout[rows], return_index=True, return_inverse=True
-        )
+        kinds, first, inverse = np.unique(shard.columns.layout[rows], return_index=True, return_inverse=True)
         found = np.empty(len(kinds), np.int64)
         for kind, row in enumerate(rows[first].tolist()):
-            layout = places.shards[number].layout(row)
+            layout = shard.layout(row)
             found[kind] = layouts.setdefault(id(layout), (len(layouts), layout))[0]
         which[at] = found[inverse]
     return [layout for _, layout in layouts.values()], which

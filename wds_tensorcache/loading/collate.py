@@ -15,21 +15,27 @@ _SEQUENCES = (list, tuple, deque)
 Path = tuple[Any, ...]
 
 
-def fill(sample: Any, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any]) -> Any:
+def fill(
+    sample: Any,
+    tensor: Callable[[Lazy], Any],
+    leaf: Callable[[Path], Any],
+    holding: dict[int, bool] | None = None,
+) -> Any:
     """Return the structure of `sample` with other things in it.
 
     Dicts keep their keys; lists, tuples and deques are kept where a tensor is in them. Everything else, a tuple of ints
-    say, is one leaf: what `leaf` returns for the path to it. What is one object in the sample is one in the result.
+    say, is one leaf: what `leaf` returns for the path to it. What is one object in the sample is one in the result. `holding`, which
+    containers have a tensor in them, may be kept as long as the sample is.
     """
-    return _Fill(tensor, leaf).visit(sample, ())
+    return _Fill(tensor, leaf, {} if holding is None else holding).visit(sample, ())
 
 
 class _Fill:
     # an object, not nested functions: those refer to themselves, and would hold a batch until the garbage collector runs
-    def __init__(self, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any]) -> None:
+    def __init__(self, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any], holding: dict[int, bool]) -> None:
         self._tensor = tensor
         self._leaf = leaf
-        self._holding: dict[int, bool] = {}
+        self._holding = holding
         self._made: dict[int, Any] = {}
 
     def _holds(self, value: Any) -> bool:

@@ -121,7 +121,7 @@ class TensorCache(Sequence[Any]):
         return TensorCache(self._store, self._order, patterns)
 
     def filter(self, predicate: Callable[[Entry], Any]) -> TensorCache:
-        """Return a view of the samples for which `predicate` is true; it is given what the index knows, nothing is read.
+        """Return a view of the samples for which `predicate` is true; it is given what the index knows, no tensor is read.
 
         Args:
             predicate: Called with an entry: `.key`, `.nbytes` (bytes of its tensors) and `.shapes` (shape by tensor name).
@@ -245,9 +245,11 @@ class TensorCache(Sequence[Any]):
             raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
         if isinstance(indices, torch.Tensor):
             indices = indices.numpy(force=True)
-        if not isinstance(indices, np.ndarray) or indices.dtype.kind == "U":
-            indices = [self._find(index) if isinstance(index, str) else index for index in indices]
+        indices = indices if isinstance(indices, (np.ndarray, list)) else list(indices)
         numbers = np.asarray(indices)
+        if numbers.dtype.kind == "U":
+            indices = [self._find(index) if isinstance(index, str) else index for index in indices]
+            numbers = np.asarray(indices)
         if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
             raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
         count = len(self)

@@ -88,18 +88,31 @@ class JoinedCache(Sequence[Any]):
         kept = np.array([n for n, entry in enumerate(first._entries()) if predicate(entry)], np.int64)
         return self._take(kept)
 
-    def read_batch(self, indices: Iterable[Any], device: Any = None, **options: Any) -> Any:
+    def read_batch(
+        self,
+        indices: Iterable[Any],
+        device: Any = None,
+        *,
+        pin: bool = False,
+        collate: Any = "stack",
+        pad_value: float = 0,
+    ) -> Any:
         """Read one batch of each cache, joined as samples are; `"pad"` joins the shapes too. As `TensorCache.read_batch`."""
         numbers = [self._caches[0]._find(i) if isinstance(i, str) else i for i in indices]
-        collate = options.get("collate")
+        each = list if callable(collate) else collate
+        parts = [
+            cache.read_batch(numbers, device, pin=pin, collate=each, pad_value=pad_value) for cache in self._caches
+        ]
         if callable(collate):
-            options["collate"] = list
-            parts = [cache.read_batch(numbers, device, **options) for cache in self._caches]
-            return collate([self._merge(one) for one in zip(*parts, strict=True)])
-        batches = [cache.read_batch(numbers, device, **options) for cache in self._caches]
+            return collate([self._merge(samples) for samples in zip(*parts, strict=True)])
         if collate != "pad":
-            return self._merge(batches)
-        return self._merge([batch for batch, _ in batches]), self._merge([shapes for _, shapes in batches])
+            return self._merge(parts)
+        return self._merge([batch for batch, _ in parts]), self._merge([shapes for _, shapes in parts])
+
+    @property
+    def io(self) -> tuple[Any, ...]:
+        """How the files of each cache are read, and why."""
+        return tuple(cache.io for cache in self._caches)
 
     def close(self) -> None:
         """Close all caches."""

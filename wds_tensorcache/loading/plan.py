@@ -21,31 +21,32 @@ Runs = list[tuple[int, int, list[tuple[int, int]]]]  # (begin, end, (tensor or -
 GATHER_NBYTES = 1 << 14  # samples up to here are copied from maps faster than by a system call each
 SCRATCH_NBYTES = 1 << 14  # a gap up to here is cheaper to read than to begin another call
 IN_FLIGHT = 32  # reads that keep a disk busy
-_NUM_PROBES = 8
+_NUM_PROBES = 4
 _PID = os.getpid()
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the samples of a batch lie: `shards[number[i]]`, its sample `row[i]`, whose tensors begin at byte `begin[i]`."""
+    """Where the samples of a batch lie: `shards[number[i]]`, its sample `row[i]`, whose tensors begin at byte `begin[i]`.
+
+    `parts` has, for each shard that is in the batch, its number and which samples of the batch are in it.
+    """
 
     shards: Sequence[Shard]
     number: Array
     row: Array
     begin: Array
+    parts: Sequence[tuple[int, Any]]
 
     def __len__(self) -> int:
         return len(self.row)
 
-    def numbers(self) -> list[int]:
-        """Return the numbers of the shards that are in the batch."""
-        return np.unique(self.number).tolist() if len(self.shards) > 1 else [0]
-
     def skeletons(self, mapped: bool) -> Iterator[tuple[int, bytes, int]]:
         """Yield (which sample, its skeleton, where that one's body begins), shard by shard."""
-        for number in self.numbers():
-            which = np.flatnonzero(self.number == number)
-            yield from zip(which.tolist(), *self.shards[number].skeletons(self.row[which], mapped), strict=True)
+        everything = range(len(self))
+        for number, at in self.parts:
+            which = everything if isinstance(at, slice) else at.tolist()
+            yield from zip(which, *self.shards[number].skeletons(self.row[at], mapped), strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +99,20 @@ class Plan:
         if os.getpid() != _PID and torch.get_num_threads() > 1:
             return False  # forked: if torch's threads were used before, a call that wants them waits forever
         small = int(sizes.sum()) <= GATHER_NBYTES and bool((self.nbytes == sizes[:, None]).all())
-        numbers = places.numbers()
-        if not small or len(numbers) > places.shards[0].files.max_open:
+        if not small or len(places.parts) > places.shards[0].files.max_open:
             return False
         begin = self.begin[:, self.layout]
         if io == "auto" and not self._are_resident(places, begin[-1] if len(begin) else places.begin):
             return False
-        files = {number: places.shards[number].file for number in numbers}
-        bases = np.zeros(len(places.shards), np.int64)
-        for number, file in files.items():
-            bases[number] = file.address()
-            rows = places.row if len(numbers) == 1 else places.row[places.number == number]
-            places.shards[number].check_mapped(rows)
+        files = [places.shards[number].file for number, _ in places.parts]
+        bases = [file.address() for file in files]
         # all maps as one array, from the first one's address to the end of the last; what lies between is never touched
-        first = int(min(bases[number] for number in numbers))
-        span = int(max(bases[number] + file.nbytes for number, file in files.items())) - first
-        origin = places.begin + (bases[places.number] - first)
+        first = min(bases)
+        span = max(base + file.nbytes for base, file in zip(bases, files, strict=True)) - first
+        origin = places.begin.copy()
+        for (number, at), base in zip(places.parts, bases, strict=True):
+            places.shards[number].check_mapped(places.row[at])
+            origin[at] += base - first
         whole = np.asarray(_Memory(first, span))
         for tensor, size in enumerate(sizes.tolist()):
             if size:
@@ -124,10 +123,12 @@ class Plan:
 
     def _are_resident(self, places: Places, begin: Array) -> bool:
         """Return whether a few of the samples are in the page cache: through a cold map one waits page by page."""
-        step = max(1, len(places) // _NUM_PROBES)
+        shards = places.shards
+        where = places.begin + begin
+        # one system call each
         return all(
-            places.shards[places.number.item(i)].file.is_resident(places.begin.item(i) + begin.item(i))
-            for i in range(0, len(places), step)
+            shards[places.number.item(i)].file.is_resident(where.item(i))
+            for i in range(0, len(places), max(1, len(places) // _NUM_PROBES))
         )
 
     def _runs(self) -> list[Runs]:

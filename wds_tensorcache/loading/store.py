@@ -19,6 +19,7 @@ __all__ = ["Store"]
 
 Array = np.ndarray[Any, Any]
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
+_ALL_IN_ONE = ((0, slice(None)),)
 _MASK = (1 << 64) - 1
 
 
@@ -69,14 +70,16 @@ class Store:
                 np.zeros(len(positions), np.int64),
                 positions,
                 shard.columns.tensors_begin[positions].astype(np.int64),
+                _ALL_IN_ONE,
             )
         number = np.searchsorted(self.starts, positions, "right") - 1
         row = positions - self.starts[number]
         begin = np.empty(len(positions), np.int64)
-        for shard_number in np.unique(number).tolist():
-            which = number == shard_number
-            begin[which] = self.shards[shard_number].columns.tensors_begin[row[which]]
-        return Places(self.shards, number, row, begin)
+        present = sorted(set(number.tolist()))
+        parts = [(at, np.flatnonzero(number == at) if len(present) > 1 else slice(None)) for at in present]
+        for at, which in parts:
+            begin[which] = self.shards[at].columns.tensors_begin[row[which]]
+        return Places(self.shards, number, row, begin, parts)
 
     def find(self, key: str) -> list[int]:
         """Return the positions of the samples with this key, ascending: one at most, unless shards share a key."""

@@ -23,6 +23,7 @@ _HAS_PREAD, _HAS_PREADV = hasattr(os, "pread"), hasattr(os, "preadv")
 _MAX_BUFFERS = 1024  # IOV_MAX
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _UNKNOWN = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
+_ONE_BYTE = memoryview(bytearray(1))
 _NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs", "afs", "gluster", "virtiofs")
 
 
@@ -44,6 +45,7 @@ class ShardFile:
         self._map: mmap.mmap | None = None
         self._array: np.ndarray[Any, Any] | None = None
         self._tells = bool(_NOWAIT)  # until the file system says that it cannot
+        self._is_memory: bool | None = None  # asked when needed
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)`.
@@ -99,8 +101,11 @@ class ShardFile:
 
     def is_resident(self, begin: int) -> bool:
         """Return whether the byte at `begin` is in memory; False where the system cannot tell."""
-        resident = self.read_resident([memoryview(bytearray(1))], begin)
-        return resident if self._tells else file_system(self.path)[0] in ("tmpfs", "ramfs")
+        if self._tells and self.read_resident([_ONE_BYTE], begin):
+            return True
+        if self._is_memory is None:
+            self._is_memory = not self._tells and file_system(self.path)[0] in ("tmpfs", "ramfs")
+        return self._is_memory and not self._tells
 
     def will_need(self, begin: int, end: int) -> None:
         """Tell the system to read `[begin, end)` in the background."""
