@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.loading.batches import assert_all_same, assert_batch, write
 from tests.same import tensor_bytes
 from wds_tensorcache.loading import plan as plan_module
 from wds_tensorcache.loading.plan import Plan
+from wds_tensorcache.shards.storage import ShardFile
 
 COUNT = 23
 
@@ -243,6 +245,40 @@ def test_many_shards_small_and_large_together(tmp_path: Path) -> None:
         for _ in range(3):
             batch = cache.read_batch(numbers, collate="list")
             assert [(float(x[-1]), len(x)) for x in batch["x"]] == [(i, len(samples[i]["x"])) for i in numbers]
+
+
+@pytest.mark.parametrize("io", ["auto", "pread"])
+@pytest.mark.parametrize("samples", [SMALL, LARGE], ids=["small", "large"])
+def test_files_that_are_not_in_memory(
+    small: str, large: str, io: str, samples: list[Any], monkeypatch: pytest.MonkeyPatch, gathers: list[bool]
+) -> None:
+    advised: list[tuple[int, int]] = []
+    monkeypatch.setattr(ShardFile, "read_resident", lambda *args: False)
+    monkeypatch.setattr(ShardFile, "is_resident", lambda *args: False)
+    monkeypatch.setattr(ShardFile, "will_need", lambda self, begin, end: advised.append((begin, end)))
+    with tc.open(small if samples is SMALL else large, io=io, threads=2) as cache:
+        for numbers in (range(COUNT), [5, 3, 5] * 15):
+            assert_batch([samples[i] for i in numbers], cache.read_batch(numbers))
+    assert advised
+    assert not any(gathers)
+
+
+def test_short_reads(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, rng = os.preadv, np.random.default_rng(0)
+
+    def short(fd: int, buffers: Any, *args: Any) -> int:
+        total = sum(map(len, buffers))
+        count = int(rng.integers(1, total + 1)) if total else 0
+        parts = []
+        for buffer in buffers:
+            parts.append(buffer[: max(0, count)])
+            count -= len(buffer)
+        return original(fd, parts, *args)
+
+    monkeypatch.setattr(os, "preadv", short)
+    for threads in (1, 2):
+        with tc.open(large, threads=threads, io="pread") as cache:
+            assert_batch(LARGE[::-1], cache.read_batch(range(COUNT)[::-1]))
 
 
 def test_an_error_in_a_thread_is_raised_once_and_nothing_is_written_later(tmp_path: Path) -> None:

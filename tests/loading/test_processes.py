@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,26 @@ def test_fork_while_threads_read(cache: tc.TensorCache) -> None:
         for thread in threads:
             thread.join()
     assert not errors
+
+
+@FORK
+def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    with tc.ShardWriter(tmp_path / "%04d.tar", max_samples=1, fsync=False, idx=False) as writer:
+        for i in range(150):
+            writer.write(str(i), torch.tensor([i]))
+
+    def read() -> None:
+        torch.set_num_threads(1)  # as DataLoader does in its workers
+        limit = len(os.listdir("/proc/self/fd")) + 40
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        order = np.random.default_rng(0).permutation(150)
+        for io in ("auto", "mmap", "pread"):
+            with tc.open(tmp_path, io=io) as cache:
+                assert cache.read_batch(order)[:, 0].tolist() == order.tolist()
+                assert [int(cache[str(i)]) for i in order] == order.tolist()
+
+    in_fork(read)
 
 
 # --- threads ---

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.shards.footer import TRAILER_NBYTES, build_footer
-from wds_tensorcache.shards.index import CacheColumns, Keys, LayoutTable, ShardIndex
+from wds_tensorcache.shards.footer import build_footer
+from wds_tensorcache.shards.index import Keys, LayoutTable, ShardIndex
 
 Change = Callable[[ShardIndex], ShardIndex]
 
@@ -67,17 +67,3 @@ def changed(name: str, at: int, value: int, dtype: Any = np.uint64) -> Change:
         return columns(index, **{name: array})
 
     return change
-
-
-__all__ = [
-    "TRAILER_NBYTES",
-    "CacheColumns",
-    "Change",
-    "changed",
-    "columns",
-    "put_footer",
-    "swap",
-    "swap_keys",
-    "swapped",
-    "unchecked",
-]

@@ -24,7 +24,6 @@ MIB = 1 << 20
 @pytest.fixture
 def without_gc() -> Iterator[None]:
     """Reference counts alone must bring arenas back."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
@@ -34,10 +33,11 @@ def tensor_over(pool: Pool, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(pool.lease(nbytes), dtype=torch.uint8)
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Samples of 80 and 120 KB, beyond what is read into memory of its own, and a small one."""
-    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=20, fsync=False) as sink:
+    folder = tmp_path_factory.mktemp("arena")
+    with tc.ShardWriter(folder / "%d.tar", max_samples=20, fsync=False) as sink:
         for i in range(40):
             sink.write(
                 str(i),
@@ -47,7 +47,12 @@ def cache(tmp_path: Path) -> Iterator[Any]:
                     "small": torch.full((4,), i),
                 },
             )
-    with tc.open(tmp_path, pool_nbytes=16 * MIB, threads=2) as opened:
+    return folder
+
+
+@pytest.fixture
+def cache(shards: Path) -> Iterator[Any]:
+    with tc.open(shards, pool_nbytes=16 * MIB, threads=2) as opened:
         yield opened
 
 
@@ -255,7 +260,7 @@ def test_leases_that_die_in_the_collector() -> None:
         cycle.append(cycle)
         del cycle
         if i % 10 == 9:
-            gc.collect()
+            gc.collect()  # what dies by itself before is no harm
             assert pool.num_leases == 0
 
 

@@ -89,7 +89,7 @@ class Pool:
         """Give back arenas of other sizes until `nbytes` more may be idle; return whether they may."""
         excess = self.idle_nbytes + nbytes - self.max_idle_nbytes
         for size, arenas in list(self._idle.items()):
-            while excess > 0 and arenas and size != nbytes:
+            while excess > 0 and arenas and size != nbytes <= self.max_idle_nbytes:
                 try:
                     arenas.pop()
                 except IndexError:
