@@ -24,8 +24,8 @@ def fill(
     """Return the structure of `sample` with other things in it.
 
     Dicts keep their keys; lists, tuples and deques are kept where a tensor is in them. Everything else, a tuple of ints
-    say, is one leaf: what `leaf` returns for the path to it. What is one object in the sample is one in the result. `holding`, which
-    containers have a tensor in them, may be kept as long as the sample is.
+    say, is one leaf: what `leaf` returns for the path to it. What is one object in the sample is one in the result.
+    `holding`, which containers have a tensor in them, may be kept as long as the sample is.
     """
     return _Fill(tensor, leaf, {} if holding is None else holding).visit(sample, ())
 

@@ -19,7 +19,7 @@ from wds_tensorcache.shards.catalog import MANIFEST
 from wds_tensorcache.shards.manifest import read_manifest
 from wds_tensorcache.shards.names import cache_name
 from wds_tensorcache.shards.reader import Shard
-from wds_tensorcache.shards.storage import Files, file_system, memory_nbytes
+from wds_tensorcache.shards.storage import Files, file_system, memory_nbytes, overcommit_is_off
 
 __all__ = ["Io", "open"]
 
@@ -192,7 +192,7 @@ def _choose_io(io: str, found: Sequence[Found]) -> Io:
     nbytes, memory = sum(os.path.getsize(path) for path, _ in found), memory_nbytes()
     if memory is not None and nbytes > memory:
         return Io("pread", f"{nbytes:,} bytes of shards do not stay in {memory:,} bytes of memory")
-    where = kind or "a local file system"
-    return Io(
-        "auto", f"on {where}: maps for small tensors that are in memory, preadv for all else, cold files read ahead"
-    )
+    reason = f"on {kind or 'a local file system'}: maps for small tensors that are in memory, preadv for all else"
+    if overcommit_is_off():
+        reason += "; overcommit is off, and read-only maps take nothing of the limit"
+    return Io("auto", f"{reason}, cold files read ahead")

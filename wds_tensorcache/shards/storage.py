@@ -16,7 +16,7 @@ import numpy as np
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["Files", "Identity", "ShardFile", "file_system", "memory_nbytes"]
+__all__ = ["Files", "Identity", "ShardFile", "file_system", "memory_nbytes", "overcommit_is_off"]
 
 Identity = tuple[int, int, int]  # inode, bytes, modification time in ns
 _HAS_PREAD, _HAS_PREADV = hasattr(os, "pread"), hasattr(os, "preadv")
@@ -269,3 +269,12 @@ def memory_nbytes() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return None
+
+
+def overcommit_is_off() -> bool:
+    """Return whether the system counts memory when it is asked for: then private maps of shards would take as much again."""
+    try:
+        with open("/proc/sys/vm/overcommit_memory", encoding="ascii") as setting:
+            return setting.read().strip() == "2"
+    except OSError:
+        return False
