@@ -312,3 +312,19 @@ def test_a_shard_that_was_cut_short(tmp_path: Path) -> None:
             with pytest.raises(tc.FormatError, match="cut short"):
                 cache.read_batch([0, 1, 2])
             Path(path).write_bytes(content)
+
+
+def test_samples_whose_stored_bytes_look_alike(tmp_path: Path) -> None:
+    """Stored dtypes and shapes are the same; what they stand for is not."""
+    values = [torch.zeros(3, 2, dtype=torch.float64), torch.zeros(3, dtype=torch.complex128), np.zeros((3, 2))]
+    for footer in (True, False):
+        with tc.ShardWriter(tmp_path / f"{footer}.tar", footer=footer, manifest=False) as sink:
+            for index, value in enumerate([*values, values[0] + 1]):
+                sink.write(str(index), {"x": value})
+        with tc.open(tmp_path / f"{footer}.tar") as cache:
+            assert cache.read_batch([0, 3])["x"].tolist() == [[[0.0, 0.0]] * 3, [[1.0, 1.0]] * 3]
+            for pair in ([0, 1], [1, 0], [0, 2], [2, 3]):
+                with pytest.raises(tc.BatchError, match=rf"sample '{pair[0]}', but .* in '{pair[1]}'"):
+                    cache.read_batch(pair)
+            assert cache.read_batch([1])["x"].dtype == torch.complex128
+            assert [entry.shapes["x"] for entry in cache._entries()] == [(3, 2), (3,), (3, 2), (3, 2)]

@@ -129,7 +129,9 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
     "more dims": (lambda i: edited(i, dims=np.ones(9, np.uint8)), "other numbers of dimensions"),
     "fewer dims": (lambda i: edited(i, dims=np.ones(1, np.uint8)), "other numbers of dimensions"),
     "no such form": (lambda i: edited(i, form=np.full(2, 7, np.uint8)), "form that it does not have"),
-    "no forms": (lambda i: edited(i, forms=()), "form that it does not have"),
+    "no forms": (lambda i: edited(i, forms=(), references=()), "form that it does not have"),
+    "fewer references": (lambda i: edited(i, references=()), "incomplete"),
+    "references to another tensor": (lambda i: edited(i, references=(("tensor:other",),)), "impossible references"),
     "64 dims that overflow floats": (
         lambda i: edited(
             i,

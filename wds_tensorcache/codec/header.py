@@ -85,6 +85,7 @@ class Layout:
         data_begin: Where they begin in the member, behind the header.
         nbytes: Of the whole member, header included.
         form: The same for all layouts that differ in their shapes alone.
+        texts: How the skeletons refer to the tensors, in the same order; None if only the header is known.
         references: What the text of a reference stands for, once it was resolved; filled by `resolve`.
         resolved: The references of a template, and that template.
     """
@@ -93,12 +94,13 @@ class Layout:
     data_begin: int
     nbytes: int
     form: Form = field(compare=False, repr=False)
+    texts: tuple[str, ...] | None = field(default=None, compare=False)
     references: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     resolved: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False)
 
 
 # Layouts that an index describes. Two of the same may be two objects once the table was full.
-_MADE: dict[tuple[Form, tuple[int, ...], int], Layout] = {}
+_MADE: dict[tuple[Form, tuple[int, ...], int, tuple[str, ...] | None], Layout] = {}
 # By entries. Bounded as _LAYOUTS is; a form that falls out only loses its template.
 _FORMS: dict[tuple[tuple[str, str, int], ...], Form] = {}
 
@@ -113,9 +115,9 @@ def form_of(entries: tuple[tuple[str, str, int], ...]) -> Form:
     return form
 
 
-def make_layout(form: Form, dims: Sequence[int], data_begin: int) -> Layout:
+def make_layout(form: Form, dims: Sequence[int], data_begin: int, texts: tuple[str, ...] | None = None) -> Layout:
     """Return the layout of `form` whose tensors' shapes, one behind the other, are `dims`; these are taken as valid."""
-    place = (form, tuple(dims), data_begin)
+    place = (form, tuple(dims), data_begin, texts)
     layout = _MADE.get(place)
     if layout is not None:
         return layout
@@ -128,7 +130,7 @@ def make_layout(form: Form, dims: Sequence[int], data_begin: int) -> Layout:
         begin, first = end, first + ndim
     if len(_MADE) >= _MAX_LAYOUTS:
         _MADE.clear()
-    return _MADE.setdefault(place, Layout(tensors, data_begin, begin, form))
+    return _MADE.setdefault(place, Layout(tensors, data_begin, begin, form, texts))
 
 
 def is_bound(member: Any) -> bool:

@@ -34,7 +34,7 @@ class Lazy:
     nbytes = property(lambda self: self._reference.end - self._reference.begin, doc="Bytes of the elements.")
 
     def view_bytes(self) -> np.ndarray[Any, Any]:
-        """Return the elements' bytes as uint8, for writing them elsewhere. Memory: a view of the source; never write into it."""
+        """Return the elements' bytes as uint8, for writing them elsewhere. Memory: the source's; never write into it."""
         return self._source.view(self._reference.begin, self._reference.end)
 
     def _extent(self, rows: tuple[int, int]) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["MemorySource", "Reference", "Source", "check_named", "resolve"]
+__all__ = ["MemorySource", "Reference", "Source", "check_named", "named_by", "reference_text", "resolve"]
 
 
 class Source(Protocol):
@@ -78,6 +78,17 @@ class Reference:
     begin: int
     end: int
     attribute: str | None
+
+
+def reference_text(kind: str, name: str, attribute: str | None) -> str:
+    """Return how a skeleton refers to a tensor."""
+    return f"{kind}:{name}" if attribute is None else f"{kind}:{name}?dtype={attribute}"
+
+
+def named_by(text: str) -> tuple[str, str]:
+    """Return the kind and the name in the text of a reference."""
+    kind, _, rest = text.partition(":")
+    return kind, rest.partition("?")[0]
 
 
 def resolve(layout: Layout, text: str) -> Reference:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import xxhash
@@ -14,7 +15,15 @@ from wds_tensorcache.codec.lazy import LazyTensor, read_tensor
 from wds_tensorcache.codec.lazy_array import LazyArray, read_array
 from wds_tensorcache.codec.listed import BUILDERS
 from wds_tensorcache.codec.preamble import build_preamble, parse_preamble
-from wds_tensorcache.codec.reference import MemorySource, Reference, Source, check_named, resolve
+from wds_tensorcache.codec.reference import (
+    MemorySource,
+    Reference,
+    Source,
+    check_named,
+    named_by,
+    reference_text,
+    resolve,
+)
 from wds_tensorcache.codec.skeleton import SkeletonWriter
 from wds_tensorcache.codec.template import MAX_LEARNT, MISS, Template, learn
 from wds_tensorcache.codec.unpickle import unpickle
@@ -29,16 +38,21 @@ __all__ = [
     "decode_sample",
     "encode_sample",
     "encode_views",
+    "list_references",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
-    """Both members, the tensors' bytes not copied yet: `buffers` follow `header` in the `.safetensors` member."""
+    """Both members, the tensors' bytes not copied yet: `buffers` follow `header` in the `.safetensors` member.
+
+    `references` are the skeleton's, in the order of the tensors' bytes.
+    """
 
     skeleton: bytes
     header: bytes
     buffers: tuple[Any, ...]
+    references: tuple[str, ...]
 
 
 def encode_views(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -> EncodedSample:
@@ -55,7 +69,8 @@ def encode_views(sample: Any, *, allow: Iterable[type] = (), align: int = 64) ->
     digest = tensors_digest(header, buffers)
     nbytes = len(header) + sum(map(len, buffers))
     body = writer.body()
-    return EncodedSample(build_preamble(nbytes, digest, body) + body, sign_header(header, digest), buffers)
+    references = tuple(reference_text(t.kind, name, t.true.attribute) for name, t in tensors)
+    return EncodedSample(build_preamble(nbytes, digest, body) + body, sign_header(header, digest), buffers, references)
 
 
 def encode_sample(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -> tuple[bytes, bytes]:
@@ -172,6 +187,13 @@ def decode_body(
             for found in resolve_template(layout, template):
                 made.append(open_tensor(found, source, lazy))
             return template.build(made)
+    return _interpret(skeleton, begin, layout, source, lazy, allow)[0]
+
+
+def _interpret(
+    skeleton: bytes, begin: int, layout: Layout, source: Source, lazy: bool, allow: Mapping[tuple[str, str], type]
+) -> tuple[Any, Iterable[str]]:
+    """Return the object of a skeleton, and the texts of its references."""
     met: dict[str, Any] = {}
 
     def reference(text: str) -> Any:
@@ -182,10 +204,32 @@ def decode_body(
 
     sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
     check_named(layout, met)
+    form = layout.form
     form.num_interpreted += 1
     if 1 < form.num_interpreted <= MAX_LEARNT:  # not for a form that one sample has, nor again and again
         form.template = learn(skeleton, begin)
-    return sample
+    return sample, met
+
+
+def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[str, ...]:
+    """Return how a skeleton, whose body begins at `begin`, refers to each tensor, in the order of their bytes.
+
+    Raises:
+        UnsafeSkeletonError, FormatError: It cannot be read without `allow=`, or not at all.
+    """
+    template = layout.form.template
+    if template is not None and template.match(skeleton, begin) is not MISS:
+        return _in_order(layout.form.entries, template.references)
+    return _in_order(layout.form.entries, tuple(_interpret(skeleton, begin, layout, _NOWHERE, True, {})[1]))
+
+
+@lru_cache(256)
+def _in_order(entries: tuple[tuple[str, str, int], ...], texts: tuple[str, ...]) -> tuple[str, ...]:
+    by_name = {named_by(text)[1]: text for text in texts}
+    return tuple(by_name[name] for name, *_ in entries)
+
+
+_NOWHERE = MemorySource(b"")
 
 
 def resolve_template(layout: Layout, template: Template) -> tuple[Reference, ...]:

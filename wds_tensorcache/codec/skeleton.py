@@ -23,6 +23,7 @@ from wds_tensorcache.codec.lazy_array import LazyArray
 from wds_tensorcache.codec.listed import FACTORIES, LISTED, numpy_dtype_arguments, torch_dtype_name
 from wds_tensorcache.codec.names import Counter, component, join, unique
 from wds_tensorcache.codec.nesting import MAX_DEPTH, Collisions, key_cost
+from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.refusals import remedy
 from wds_tensorcache.codec.storable import StorableTensor, describe_tensor
 from wds_tensorcache.errors import EncodeError, FormatError
@@ -273,9 +274,7 @@ class SkeletonWriter:
             path = join(path, f"@{(opaque or Counter()).next()}")
         name = unique(path, self.tensors)
         self.tensors[name] = stored
-        attribute = stored.true.attribute
-        text = f"{stored.kind}:{name}" if attribute is None else f"{stored.kind}:{name}?dtype={attribute}"
-        self._save_call("builtins", "format", (text,), path)
+        self._save_call("builtins", "format", (reference_text(stored.kind, name, stored.true.attribute),), path)
         self._remember(value)
 
     def _save_object(self, value: Any, path: str, depth: int) -> None:

@@ -21,7 +21,7 @@ def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         FormatError: A bool that is neither 0 nor 1: torch's kernels assume that there is none.
     """
-    if tensor.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
+    if tensor.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).cpu().numpy().max()) > 1:
         raise FormatError("a bool tensor holds bytes other than 0 and 1")
     return tensor
 

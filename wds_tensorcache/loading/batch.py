@@ -13,7 +13,7 @@ import torch
 from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.realize import realize
-from wds_tensorcache.codec.reference import Reference, resolve
+from wds_tensorcache.codec.reference import Reference, reference_text, resolve
 from wds_tensorcache.codec.template import Template
 from wds_tensorcache.codec.views import check_array
 from wds_tensorcache.errors import BatchError, FormatError
@@ -132,30 +132,29 @@ class _Tensors:
         Raises:
             BatchError: A sample does not have one, or has one of another kind or dtype.
         """
-        texts: dict[
-            Any, dict[str, str]
-        ] = {}  # by form: how its skeletons refer to a tensor; the index has stored dtypes
+        texts = [self._texts(number, layout) for number, layout in enumerate(self._layouts)]
         for name in self._names:
             references: list[Reference] = []
+            mine = self._request.structure.tensors[name]._reference
             for number, layout in enumerate(self._layouts):
-                if name not in layout.tensors:
+                if name not in texts[number]:
                     raise BatchError(self._lacks(name, number))
-                form = layout.form.entries
-                if form not in texts:
-                    structure = self._request.structure
-                    if number:
-                        structure = structure_of(self._request.sample(self._first(number)), None)
-                    texts[form] = {n: _text(lazy._reference) for n, lazy in structure.tensors.items()}
-                if name not in texts[form]:
-                    raise BatchError(self._lacks(name, number))
-                references.append(resolve(layout, texts[form][name]))
-                mine, found = references[0], references[-1]
+                references.append(resolve(layout, texts[number][name]))
+                found = references[-1]
                 if (found.kind, found.dtype) != (mine.kind, mine.dtype):
                     raise BatchError(
-                        f"tensor {name!r} is {mine.kind} of {mine.dtype} in sample {self._key(0)!r}, "
+                        f"tensor {name!r} is {mine.kind} of {mine.dtype} in sample {self._request.key(0)!r}, "
                         f"but {found.kind} of {found.dtype} in {self._key(number)!r}"
                     )
             self._references.append(references)
+
+    def _texts(self, number: int, layout: Layout) -> dict[str, str]:
+        """Return how the skeletons of a layout refer to its tensors, by name."""
+        if layout.texts is not None:
+            return dict(zip(layout.tensors, layout.texts, strict=True))
+        structure = structure_of(self._request.sample(self._first(number)), None)
+        references = [lazy._reference for lazy in structure.tensors.values()]
+        return {r.name: reference_text(r.kind, r.name, r.attribute) for r in references}
 
     def _lacks(self, name: str, number: int) -> str:
         return f"sample {self._key(number)!r} has no tensor {name!r}, but {self._key(0)!r} has"
@@ -287,12 +286,6 @@ class _Tensors:
             name: self._view(references[0], dest[tensor], shapes[name])
             for (name, tensor), references in zip(self._names.items(), self._references, strict=True)
         }
-
-
-def _text(reference: Reference) -> str:
-    """Return how a skeleton refers to a tensor."""
-    attribute = f"?dtype={reference.attribute}" if reference.attribute else ""
-    return f"{reference.kind}:{reference.name}{attribute}"
 
 
 def _layouts(places: Places) -> tuple[list[Layout], Array]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from wds_tensorcache.codec.header import Form
 from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.loading.collate import fill
 from wds_tensorcache.loading.store import Store
 from wds_tensorcache.shards.reader import Shard
@@ -50,18 +51,24 @@ class Entry:
 
 
 class _Forms:
-    """True dtypes of tensors whose layouts are of one form: the index has the stored ones; one skeleton has the rest."""
+    """What the tensors of a form are: from the index; where that has only stored dtypes, from one skeleton."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Form, dict[str, Lazy]]] = {}
+        self._known: dict[tuple[int, tuple[str, ...] | None], tuple[Form, dict[str, Reference]]] = {}
 
-    def tensors(self, shard: Shard, row: int) -> dict[str, Lazy]:
-        form = shard.layout(row).form
-        if id(form) not in self._known:
-            found: dict[str, Lazy] = {}
-            _walk(shard.sample(row), found)
-            self._known[id(form)] = form, found
-        return self._known[id(form)][1]
+    def references(self, shard: Shard, row: int) -> dict[str, Reference]:
+        """Return the references of a sample by name; their shapes are of any sample of the form."""
+        layout = shard.layout(row)
+        key = (id(layout.form), layout.texts)
+        if key not in self._known:
+            if layout.texts is not None:
+                found = [resolve(layout, text) for text in layout.texts]
+            else:
+                lazies: dict[str, Lazy] = {}
+                _walk(shard.sample(row), lazies)
+                found = [lazy._reference for lazy in lazies.values()]
+            self._known[key] = layout.form, {reference.name: reference for reference in found}
+        return self._known[key][1]
 
 
 def _walk(sample: Any, found: dict[str, Lazy]) -> None:
@@ -80,16 +87,16 @@ def schema_of(store: Store, positions: Array) -> dict[str, TensorSchema]:
             if not len(used):
                 continue
             sample = rows[np.argmax(np.isin(shard.columns.layout[rows], used))].item()
-            lazies = forms.tensors(shard, sample)
+            references = forms.references(shard, sample)
             begin = table.dims_begin[used]
             for name, _, ndim in form.entries:
                 dims = table.dims[begin[:, None] + np.arange(ndim)].astype(np.int64)
                 begin = begin + ndim
-                lazy = lazies.get(name)
-                if lazy is None:
+                found = references.get(name)
+                if found is None:
                     continue  # inside of something that has no path
-                inner = ndim - len(lazy.shape)
-                itemsize = int(lazy.dtype.itemsize)
+                inner = ndim - len(found.shape)
+                itemsize = int(found.dtype.itemsize)
                 shapes = dims[:, : ndim - inner]
                 nbytes = int((shapes.prod(1) * counts[used]).sum()) * itemsize
                 low, high = shapes.min(0).tolist(), shapes.max(0).tolist()
@@ -97,8 +104,8 @@ def schema_of(store: Store, positions: Array) -> dict[str, TensorSchema]:
                     result.get(name),
                     TensorSchema(
                         name,
-                        lazy._reference.kind,
-                        lazy.dtype,
+                        found.kind,
+                        found.dtype,
                         tuple(a if a == b else (a, b) for a, b in zip(low, high, strict=True)),
                         nbytes,
                         int(counts[used].sum()),
@@ -126,9 +133,9 @@ def entries(store: Store, positions: Array) -> Iterator[Entry]:
     for position in positions.tolist():
         shard, row = store.locate(position)
         layout = shard.layout(row)
-        lazies = forms.tensors(shard, row)
+        references = forms.references(shard, row)
         shapes = {
-            name: tensor.shape[: len(lazies[name].shape)] if name in lazies else tensor.shape
+            name: tensor.shape[: len(references[name].shape)] if name in references else tensor.shape
             for name, tensor in layout.tensors.items()
         }
         yield Entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)

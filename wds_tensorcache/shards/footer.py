@@ -12,6 +12,7 @@ import xxhash
 
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.header import build_header, form_of, parse_header, sign_header, tensors_digest
+from wds_tensorcache.codec.reference import named_by
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.index import CacheColumns, Keys, LayoutTable, MemberColumns, ShardIndex
 from wds_tensorcache.shards.names import is_cache_name
@@ -47,6 +48,7 @@ def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
         "caches": list(index.caches),
         "members": list(index.members),
         "forms": [form.entries for form in layouts.forms],
+        "references": layouts.references,
     }
     named["names"] = np.frombuffer(json.dumps(names, separators=(",", ":")).encode(), np.uint8)
     # wide elements first, as in every other member
@@ -155,6 +157,13 @@ def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
         if len({entry[0] for entry in entries}) != len(entries) or any(not 0 <= entry[2] <= 64 for entry in entries):
             raise FormatError(f"impossible form {entries!r:.100}")
         forms.append(form_of(entries))
+    references = tuple(None if texts is None else tuple(texts) for texts in names["references"])
+    for form, texts in zip(forms, references, strict=True):
+        named = None if texts is None else [named_by(text) for text in texts]
+        if named is not None and named != [
+            (kind, entry[0]) for (kind, _), entry in zip(named, form.entries, strict=True)
+        ]:
+            raise FormatError(f"impossible references {texts!r:.100}")
     return ShardIndex(
         Keys(arrays["keys.text"], arrays["keys.ends"]),
         {
@@ -165,7 +174,9 @@ def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
             suffix: MemberColumns(*(_column(arrays, f"member.{number}.{column}") for column in _MEMBER))
             for number, suffix in enumerate(names["members"])
         },
-        LayoutTable(tuple(forms), arrays["layouts.form"], arrays["layouts.data_begin"], arrays["layouts.dims"]),
+        LayoutTable(
+            tuple(forms), references, arrays["layouts.form"], arrays["layouts.data_begin"], arrays["layouts.dims"]
+        ),
         end,
     )
 

@@ -76,9 +76,14 @@ class MemberColumns:
 
 @dataclass(frozen=True, slots=True)
 class LayoutTable:
-    """The layouts of a shard: each one's form, where its tensors begin in the member, and the dimensions of their shapes."""
+    """The layouts of a shard: each one's form, where its tensors begin in the member, and the dimensions of their shapes.
+
+    `references`, one for each form, are how the skeletons refer to the tensors, which gives their true dtypes; None where
+    they could not be read. Forms that differ in these alone are two.
+    """
 
     forms: tuple[Form, ...]
+    references: tuple[tuple[str, ...] | None, ...]
     form: Array
     data_begin: Array
     dims: Array
@@ -117,10 +122,11 @@ class LayoutTable:
         return len(self.form)
 
     def __getitem__(self, number: int) -> Layout:
-        form = self.forms[self.form.item(number)]
+        form_number = self.form.item(number)
+        form, texts = self.forms[form_number], self.references[form_number]
         begin = self.dims_begin.item(number)
         ndim = sum(entry[2] for entry in form.entries)
-        return make_layout(form, tuple(self.dims[begin : begin + ndim].tolist()), self.data_begin.item(number))
+        return make_layout(form, tuple(self.dims[begin : begin + ndim].tolist()), self.data_begin.item(number), texts)
 
 
 @dataclass(frozen=True, slots=True)

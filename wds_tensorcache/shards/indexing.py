@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Form, Layout, is_bound, parse_header
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
-from wds_tensorcache.codec.sample import check_binding
+from wds_tensorcache.codec.sample import check_binding, list_references
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.index import CacheColumns, Keys, LayoutTable, MemberColumns, ShardIndex, narrow
 from wds_tensorcache.shards.names import SKELETON, TENSORS, is_cache_name
@@ -33,6 +32,7 @@ class CacheEntry:
     tensors_begin: int
     layout: Layout
     digest: int | None
+    references: tuple[str, ...] | None  # how the skeleton refers to the tensors, None if it cannot be read
 
 
 def _columns(count: int) -> tuple[array[int], ...]:
@@ -47,11 +47,12 @@ class IndexBuilder:
     _ends: array[int] = field(default_factory=lambda: array("Q"))
     _caches: dict[str, tuple[array[int], ...]] = field(default_factory=dict)
     _members: dict[str, tuple[array[int], ...]] = field(default_factory=dict)
-    _numbers: dict[int, int] = field(default_factory=dict)  # by id(layout), which _layouts keeps alive
+    # by id(layout), which _layouts keeps alive, and references
+    _numbers: dict[tuple[int, tuple[str, ...] | None], int] = field(default_factory=dict)
     _layouts: list[Layout] = field(default_factory=list)
     _places: dict[tuple[int, int, tuple[int, ...]], int] = field(default_factory=dict)
     _forms: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    _table: tuple[list[Form], array[int], array[int], array[int]] = field(
+    _table: tuple[list[tuple[Form, tuple[str, ...] | None]], array[int], array[int], array[int]] = field(
         default_factory=lambda: ([], array("Q"), array("Q"), array("Q"))
     )
 
@@ -67,9 +68,9 @@ class IndexBuilder:
             columns = self._caches.get(cache.name)
             if columns is None:
                 columns = self._caches[cache.name] = _columns(6)
-            number = self._numbers.get(id(cache.layout))
+            number = self._numbers.get((id(cache.layout), cache.references))
             if number is None:
-                number = self._number(cache.layout)
+                number = self._number(cache.layout, cache.references)
             values = (row, cache.skeleton_begin, cache.skeleton_nbytes, cache.tensors_begin, number, cache.digest or 0)
             for column, value in zip(columns, values, strict=True):
                 column.append(value)
@@ -79,12 +80,12 @@ class IndexBuilder:
             for column, value in zip(self._members[suffix], (row, begin, nbytes), strict=True):
                 column.append(value)
 
-    def _number(self, layout: Layout) -> int:
+    def _number(self, layout: Layout, references: tuple[str, ...] | None) -> int:
         """Return the number of a layout that this builder has not met as this object."""
         forms, form, data_begin, dims = self._table
-        form_number = self._forms.setdefault(layout.form.entries, len(forms))
+        form_number = self._forms.setdefault((layout.form.entries, references), len(forms))
         if form_number == len(forms):
-            forms.append(layout.form)
+            forms.append((layout.form, references))
         shape = tuple(dim for tensor in layout.tensors.values() for dim in tensor.shape)
         place = (form_number, layout.data_begin, shape)
         if place not in self._places:
@@ -94,7 +95,7 @@ class IndexBuilder:
             dims.extend(shape)
         if len(self._layouts) < 1024:
             self._layouts.append(layout)
-            self._numbers[id(layout)] = self._places[place]
+            self._numbers[id(layout), references] = self._places[place]
         return self._places[place]
 
     def finish(self, end: int) -> ShardIndex:
@@ -115,7 +116,13 @@ class IndexBuilder:
                 suffix: MemberColumns(rows(first), narrow(begin), narrow(nbytes))
                 for suffix, (first, begin, nbytes) in self._members.items()
             },
-            LayoutTable(tuple(forms), narrow(form), narrow(data_begin), narrow(dims)),
+            LayoutTable(
+                tuple(known for known, _ in forms),
+                tuple(references for _, references in forms),
+                narrow(form),
+                narrow(data_begin),
+                narrow(dims),
+            ),
             end,
         )
 
@@ -191,5 +198,11 @@ def _entry(scanner: Scanner, name: str, skeleton: tuple[int, int], tensors: tupl
     begin, nbytes = tensors
     length = int.from_bytes(scanner.peek(begin, begin + min(8, nbytes)), "little")
     layout, digest = parse_header(scanner.peek(begin, begin + min(8 + length, nbytes, MAX_HEADER_NBYTES)), nbytes)
-    check_binding(scanner.peek(skeleton[0], skeleton[0] + min(PREAMBLE_NBYTES + 1, skeleton[1])), nbytes, digest)
-    return CacheEntry(name, *skeleton, begin, layout, digest)
+    text = scanner.peek(skeleton[0], skeleton[0] + skeleton[1])
+    body, _ = check_binding(text, nbytes, digest)
+    references: tuple[str, ...] | None
+    try:
+        references = list_references(text, body, layout)
+    except TensorCacheError:
+        references = None  # needs allow=, or is damaged, which whoever reads the sample is told
+    return CacheEntry(name, *skeleton, begin, layout, digest, references)

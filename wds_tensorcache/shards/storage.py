@@ -101,7 +101,7 @@ class ShardFile:
 
     def is_resident(self, begin: int) -> bool:
         """Return whether the byte at `begin` is in memory; False where the system cannot tell."""
-        if self._tells and self.read_resident([_ONE_BYTE], begin):
+        if self._tells and self.read_resident([_ONE_BYTE], begin) and self._tells:
             return True
         if self._is_memory is None:
             self._is_memory = not self._tells and file_system(self.path)[0] in ("tmpfs", "ramfs")

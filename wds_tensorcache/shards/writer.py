@@ -272,7 +272,9 @@ class _OpenShard:
             nbytes = len(encoded.header) + sum(map(len, encoded.buffers))
             begin = member(_member(name, TENSORS), nbytes, encoded.header, *encoded.buffers)
             layout, digest = parse_header(encoded.header, nbytes)
-            entries.append(CacheEntry(name, skeleton_begin, len(encoded.skeleton), begin, layout, digest))
+            entries.append(
+                CacheEntry(name, skeleton_begin, len(encoded.skeleton), begin, layout, digest, encoded.references)
+            )
         for extension, raw in others.items():
             members.append((extension.lower(), member(extension, len(raw), raw), len(raw)))
         self._output.append(parts, position - self._position)
