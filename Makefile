@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/dev.txt
 
-.PHONY: demo demo-text test test-oldest check bench format clean
+BENCH := .venv-bench
+BENCH_PIP := $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints/bench.txt
+
+.PHONY: demo demo-text test test-oldest check bench bench-quick format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/demo
@@ -27,8 +30,11 @@ check: $(VENV)/dev
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 
-bench: $(VENV)/demo
-	$(BIN)/python -m benchmarks
+bench: $(BENCH)/peers
+	$(BENCH)/bin/python -m benchmarks --out bench_out
+
+bench-quick: $(BENCH)/peers
+	$(BENCH)/bin/python -m benchmarks --out bench_out --quick
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .
@@ -49,5 +55,18 @@ $(VENV)/oldest: constraints/oldest.txt
 	rm -rf $@
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ --requirement constraints/oldest.txt
 
+# torch first, so that no peer chooses it. A peer that cannot be installed is named as missing by the benchmark.
+$(BENCH)/peers: setup.cfg constraints/bench.txt
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH_PIP) torch
+	$(BENCH_PIP) --editable .
+	-$(BENCH_PIP) matplotlib
+	-$(BENCH_PIP) tensordict
+	-$(BENCH_PIP) array_record
+	-$(BENCH_PIP) nvidia-dali-cuda130
+	-$(BENCH_PIP) --no-deps litdata && $(BENCH_PIP) lightning-utilities filelock boto3 requests tifffile obstore
+	-$(BENCH_PIP) --no-deps mosaicml-streaming && $(BENCH_PIP) transformers catalogue tqdm brotli python-snappy zstd boto3 requests
+	touch $@
+
 clean:
-	rm -rf $(VENV) demo_out build *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH) bench_out demo_out build *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

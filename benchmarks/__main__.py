@@ -1,67 +1,135 @@
-"""Run the scenarios: a markdown table of medians and of ratios within a round, and JSON."""
+"""Run the scenarios for each workload: markdown tables of medians, the goals, JSON and a plot."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import statistics
-import subprocess
+import gc
+import sys
 import tempfile
-from importlib.metadata import version
+import time
+import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks import wds_decode
-from benchmarks.timing import Rounds, ratio
+from benchmarks import page_cache, peers, plot, report
+from benchmarks.goals import outcomes
+from benchmarks.peers.base import Peer
+from benchmarks.scenarios import SCENARIOS
+from benchmarks.scenarios.context import Context, Skipped
+from benchmarks.timing import Rounds
+from benchmarks.workloads import WORKLOADS, Workload, quick
 
 
-def _machine() -> dict[str, Any]:
-    packages = ("torch", "numpy", "safetensors", "webdataset", "xxhash")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "packages": {name: version(name) for name in packages},
-        "commit": commit.stdout.strip() or None,
-    }
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="two batches, one round: does it run; its figures mean nothing")
+    add("--workload", action="append", choices=WORKLOADS, help="only this one; may be repeated")
+    add("--scenario", action="append", choices=SCENARIOS, help="only this one; may be repeated")
+    add("--peer", action="append", choices=peers.MODULES[1:], help="only this one beside ours; may be repeated")
+    add("--no-peers", action="store_true", help="only ours and the ceiling")
+    add("--rounds", type=int, help="interleaved rounds (default: 7; quick: 1)")
+    add("--folder", type=Path, help="where stores go, on a real disk for cold reads (default: the temporary folder)")
+    add("--tmpfs", type=Path, default=Path("/dev/shm"), help="a folder in memory, for `write` (default: %(default)s)")
+    add(
+        "--out", type=Path, default=Path("bench_out"), help="for bench.json, bench.md, bench.png (default: %(default)s)"
+    )
+    return parser.parse_args()
 
 
-def _table(title: str, rounds: Rounds, base: str) -> str:
-    rows = [f"| {name} | {statistics.median(rounds[name]):.0f} | {ratio(rounds, name, base):.2f} |" for name in rounds]
-    return "\n".join([f"| {title} | us/sample | / {base} |", "|---|---|---|", *rows])
+def _settle_malloc() -> None:
+    """Bring glibc's malloc to where a process is that has made and freed one batch.
+
+    Until then memory of 450 KB goes back to the system each time it is freed, and is zeroed again when it comes back:
+    everyone who makes new memory for each sample is up to three times slower, and it would depend on what ran before.
+    """
+    torch.empty(30 << 20, dtype=torch.uint8)  # more than 32 MiB would not raise malloc's threshold
+
+
+def _log(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def _store(context: Context) -> None:
+    """Let every peer write its store, synced to disk."""
+    for peer in context.peers:
+        if peer.write is None:
+            continue
+        folder = context.store(peer)
+        folder.mkdir()
+        with context.attempt(peer.name):
+            peer.write(folder, context.workload, context.samples)
+            page_cache.sync(folder)
+
+
+def _measure(
+    workload: Workload, everyone: list[Peer], options: argparse.Namespace, folder: Path, tmpfs: Path
+) -> tuple[dict[str, Rounds], dict[str, str]]:
+    """Return the rounds of each scenario, and why something is missing."""
+    _log(f"{workload.name}: {workload.count} samples, stored by each peer in {folder}")
+    samples = [workload.sample(index) for index in range(workload.count)]
+    expected = [workload.checksum(sample) for sample in samples]
+    gc.freeze()  # the collector need not look at them in every round
+    context = Context(
+        workload, samples, expected, everyone, folder / "stores", folder, tmpfs, options.rounds, missing={}
+    )
+    context.stores.mkdir()
+    _store(context)
+    results: dict[str, Rounds] = {}
+    for name in SCENARIOS:
+        if options.scenario and name not in options.scenario:
+            continue
+        _log(f"{workload.name}: {name}")
+        try:
+            results[name] = SCENARIOS[name](context)
+        except Skipped as reason:
+            results[name] = {}
+            context.missing[f"{workload.name}, {name}"] = str(reason)
+    gc.unfreeze()
+    return results, context.missing
 
 
 def main() -> None:
     """Entry point of `make bench`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument(
-        "--samples", type=int, default=400, help="samples of 450 KB in each shard (default: %(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="where the shards go; a temporary folder by default")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
-    options = parser.parse_args()
+    options = _arguments()
+    options.rounds = options.rounds or (1 if options.quick else 7)
+    warnings.filterwarnings("ignore", message=".*not writable.*")  # peers that hand over views of bytes
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        result = wds_decode.run(Path(folder), options.samples, options.rounds)
-    machine = _machine()
-    print(_table("wds_decode", result, ".pyd, touched"))
-    goals = {
-        ("tensorcache, lazy", "raw members"): 1.15,
-        ("tensorcache, eager", ".pyd"): 0.6,
-        ("tensorcache, eager, touched", ".pyd, touched"): 0.6,
-    }
-    print()
-    for (name, base), goal in goals.items():
-        print(f"{name} / {base}: {ratio(result, name, base):.3f} (goal: at most {goal})")
-    print(f"{options.samples} samples, {options.rounds} rounds, {machine}")
-    if options.json:
-        options.json.write_text(json.dumps({"wds_decode": result, "machine": machine}, indent=2) + "\n")
+    _settle_malloc()
+    modules = ["ours"] + ([] if options.no_peers else list(options.peer or peers.MODULES[1:]))
+    if "dali" in modules and "webdataset" not in modules:
+        modules.append("webdataset")  # DALI reads its shard
+    everyone, missing = peers.load(modules)
+    for name, reason in missing.items():
+        _log(f"{name} is missing: {reason}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    results, texts = {}, []
+    for workload in WORKLOADS.values():
+        if options.workload and workload.name not in options.workload:
+            continue
+        workload = quick(workload) if options.quick else workload
+        with (
+            tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder,
+            tempfile.TemporaryDirectory(prefix="bench-", dir=options.tmpfs) as tmpfs,
+        ):
+            found, absent = _measure(workload, everyone, options, Path(folder), Path(tmpfs))
+        results[workload.name] = found
+        missing |= absent
+        texts.append(report.table(workload, found))
+        texts += report.notes(workload, everyone)
+    reached = outcomes(results)
+    described = {name: str(value) for name, value in vars(options).items()}
+    report.write_json(options.out / "bench.json", results, reached, missing, described)
+    texts.append(report.goal_table(reached))
+    texts.append("\n".join(f"Missing: {name}: {reason}" for name, reason in missing.items()) or "Missing: nobody.")
+    texts.append(f"Medians of {options.rounds} interleaved rounds. {report.machine_line()}")
+    (options.out / "bench.md").write_text("\n\n".join(texts) + "\n")
+    print("\n\n".join(texts))
+    try:
+        plot.draw(options.out / "bench.png", results)
+    except ImportError as error:
+        _log(f"no plot: {error}")
 
 
 if __name__ == "__main__":

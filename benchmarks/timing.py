@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-__all__ = ["Rounds", "interleaved", "ratio"]
+__all__ = ["Rounds", "Variant", "interleaved", "median", "ratio"]
 
 Rounds = dict[str, list[float]]  # microseconds per sample of each variant, round by round
 
 
-def interleaved(variants: dict[str, Callable[[], int]], count: int, rounds: int) -> Rounds:
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One row of a scenario: what is timed, and what comes before it each time and is not."""
+
+    run: Callable[[], int]  # returns how many samples it saw
+    count: int  # how many those must be
+    prepare: Callable[[], object] = lambda: None
+
+
+def interleaved(variants: dict[str, Variant], rounds: int) -> Rounds:
     """Return each variant's microseconds per sample in each of `rounds`; one round more, not counted, warms up.
 
     Raises:
-        AssertionError: A variant read another number of samples than `count`.
+        AssertionError: A variant read another number of samples than its `count`.
     """
     times: Rounds = {name: [] for name in variants}
     for number in range(rounds + 1):
         for name, variant in variants.items():
+            variant.prepare()
+            gc.collect()
             started = time.perf_counter()
-            seen = variant()
+            seen = variant.run()
             elapsed = time.perf_counter() - started
-            if seen != count:
-                raise AssertionError(f"{name} read {seen} samples of {count}")
+            if seen != variant.count:
+                raise AssertionError(f"{name} read {seen} samples of {variant.count}")
             if number:
-                times[name].append(elapsed / count * 1e6)
+                times[name].append(elapsed / variant.count * 1e6)
     return times
+
+
+def median(rounds: Rounds, name: str) -> float:
+    """Return the median of a variant's microseconds per sample."""
+    return statistics.median(rounds[name])
 
 
 def ratio(rounds: Rounds, name: str, base: str) -> float:

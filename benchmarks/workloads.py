@@ -1,43 +1,171 @@
-"""The samples that are measured."""
+"""The samples that are measured: three workloads, what uses their tensors, and what tells whether two are the same."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import xxhash
 
-__all__ = ["checksum", "diffusion_sample", "touch"]
+__all__ = ["WORKLOADS", "Small", "Tensors", "Workload", "quick"]
+
+Tensors = dict[str, Any]  # by the short names that peers store them under; lazy tensors too
+Small = dict[str, Any]  # JSON's types and tuples; "index" says which sample it is
 
 
-def diffusion_sample(index: int) -> dict[str, Any]:
-    """Return a sample as diffusion trainers cache them: 450 KB in three fp16 tensors, and some small values."""
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Samples of one kind, and how many of them are stored and measured."""
+
+    name: str
+    title: str
+    count: int  # samples stored
+    timed: int  # samples that one timed pass reads, a multiple of batch_size
+    written: int  # samples that one timed pass writes
+    batch_size: int
+    sample: Callable[[int], Any]  # the nested sample of an index
+    split: Callable[[Any], tuple[Tensors, Small]]  # a nested sample, or a batch, as its parts
+    nest: Callable[[Tensors, Small], Any]  # and back
+    dtypes: dict[str, torch.dtype]  # of the tensors, by their short names
+    one: tuple[str, str]  # the tensor that `one_tensor` reads: its short name, its path in the sample
+    ragged: dict[str, str]  # tensors whose first dimension varies: the small value that says how long it is
+
+    def touch(self, sample: Any) -> None:
+        """Use every tensor: read one byte of each of its pages."""
+        for tensor in self.split(sample)[0].values():
+            loaded = tensor if isinstance(tensor, torch.Tensor) else tensor.load()
+            int(loaded.view(-1).view(torch.uint8)[::4096].sum())
+
+    def checksum(self, sample: Any) -> tuple[Any, ...]:
+        """Return what must be equal for two samples to be the same."""
+        tensors, small = self.split(sample)
+        return (*(_digest(tensors[name], dtype) for name, dtype in self.dtypes.items()), small)
+
+
+def _digest(tensor: Any, dtype: torch.dtype) -> tuple[Any, ...]:
+    loaded = tensor if isinstance(tensor, torch.Tensor) else tensor.load()
+    if loaded.dtype != dtype:
+        raise AssertionError(f"expected {dtype}, read {loaded.dtype}")
+    content = loaded.contiguous().view(-1).view(torch.uint8).numpy()
+    return tuple(loaded.shape), xxhash.xxh3_64_intdigest(content)
+
+
+def _random(index: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(index)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).half()
-
-    conditioning = {"pooled_output": random(1, 1280), "prompt": f"photograph number {index} of a harbour at dawn"}
-    conditioning |= {"size": (1024, 1024), "crop": (0, 0)}
-    return {"latent": {"samples": random(1, 4, 128, 128)}, "cond": [[random(1, 77, 2048), conditioning]], "seed": index}
+    return [torch.randn(*shape, generator=generator) for shape in shapes]
 
 
-def _tensors(sample: dict[str, Any]) -> list[Any]:
+def _diffusion(index: int) -> dict[str, Any]:
+    """As diffusion trainers cache them: 450 KB in three fp16 tensors, and some small values."""
+    samples, text, pooled = (t.half() for t in _random(index, (1, 4, 128, 128), (1, 77, 2048), (1, 1280)))
+    prompt = f"photograph number {index} of a harbour at dawn"
+    conditioning = {"pooled_output": pooled, "prompt": prompt, "size": (1024, 1024), "crop": (0, 0)}
+    return {"latent": {"samples": samples}, "cond": [[text, conditioning]], "seed": index}
+
+
+def _split_diffusion(sample: Any) -> tuple[Tensors, Small]:
     ((text, conditioning),) = sample["cond"]
-    return [sample["latent"]["samples"], text, conditioning["pooled_output"]]
+    tensors = {"samples": sample["latent"]["samples"], "text": text, "pooled_output": conditioning["pooled_output"]}
+    return tensors, {"index": sample["seed"]} | {name: conditioning[name] for name in ("prompt", "size", "crop")}
 
 
-def touch(sample: dict[str, Any]) -> None:
-    """Use every tensor: read one byte of each of its pages."""
-    for tensor in _tensors(sample):
-        loaded = tensor if isinstance(tensor, torch.Tensor) else tensor.load()
-        int(loaded.view(-1).view(torch.uint8)[::4096].sum())
+def _nest_diffusion(tensors: Tensors, small: Small) -> dict[str, Any]:
+    pairs = {"size": tuple(small["size"]), "crop": tuple(small["crop"])}
+    conditioning = {"pooled_output": tensors["pooled_output"], "prompt": small["prompt"], **pairs}
+    latent = {"samples": tensors["samples"]}
+    return {"latent": latent, "cond": [[tensors["text"], conditioning]], "seed": small["index"]}
 
 
-def checksum(sample: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what must be equal for two samples to be the same."""
-    ((_, conditioning),) = sample["cond"]
-    small = (conditioning["prompt"], conditioning["size"], conditioning["crop"], sample["seed"])
-    sums = [
-        int(torch.as_tensor(t).contiguous().view(-1).view(torch.int16).sum(dtype=torch.int64)) for t in _tensors(sample)
-    ]
-    return (*sums, *small)
+def _features(index: int) -> dict[str, Any]:
+    """As embeddings are cached: 384 float32, two ids."""
+    return {
+        "features": _random(index, (384,))[0],
+        "meta": {"id": f"item-{index:08d}", "label": index % 1000},
+        "index": index,
+    }
+
+
+def _split_features(sample: Any) -> tuple[Tensors, Small]:
+    return {"features": sample["features"]}, {"index": sample["index"], **sample["meta"]}
+
+
+def _nest_features(tensors: Tensors, small: Small) -> dict[str, Any]:
+    meta = {"id": small["id"], "label": small["label"]}
+    return {"features": tensors["features"], "meta": meta, "index": small["index"]}
+
+
+def _text(index: int) -> dict[str, Any]:
+    """As states of text encoders are cached without their padding: bf16 of 16 to 240 tokens, 256 KB on average."""
+    tokens = 16 + index * 97 % 225
+    states, pooled = (t.bfloat16() for t in _random(index, (tokens, 1024), (1024,)))
+    encoded = {"states": states, "pooled": pooled, "tokens": tokens}
+    return {"text": encoded, "prompt": f"caption number {index}", "index": index}
+
+
+def _split_text(sample: Any) -> tuple[Tensors, Small]:
+    encoded = sample["text"]
+    small = {"index": sample["index"], "tokens": encoded["tokens"], "prompt": sample["prompt"]}
+    return {"states": encoded["states"], "pooled": encoded["pooled"]}, small
+
+
+def _nest_text(tensors: Tensors, small: Small) -> dict[str, Any]:
+    encoded = {"states": tensors["states"], "pooled": tensors["pooled"], "tokens": small["tokens"]}
+    return {"text": encoded, "prompt": small["prompt"], "index": small["index"]}
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            name="diffusion",
+            title="450 KB in three fp16 tensors, nested",
+            count=1024,
+            timed=1024,
+            written=256,
+            batch_size=32,
+            sample=_diffusion,
+            split=_split_diffusion,
+            nest=_nest_diffusion,
+            dtypes=dict.fromkeys(("samples", "text", "pooled_output"), torch.float16),
+            one=("pooled_output", "cond.0.1.pooled_output"),
+            ragged={},
+        ),
+        Workload(
+            name="features",
+            title="384 float32",
+            count=200_000,
+            timed=8192,
+            written=4096,
+            batch_size=1024,
+            sample=_features,
+            split=_split_features,
+            nest=_nest_features,
+            dtypes={"features": torch.float32},
+            one=("features", "features"),
+            ragged={},
+        ),
+        Workload(
+            name="text",
+            title="bf16 states of 16 to 240 tokens",
+            count=1024,
+            timed=1024,
+            written=256,
+            batch_size=32,
+            sample=_text,
+            split=_split_text,
+            nest=_nest_text,
+            dtypes=dict.fromkeys(("states", "pooled"), torch.bfloat16),
+            one=("pooled", "text.pooled"),
+            ragged={"states": "tokens"},
+        ),
+    )
+}
+
+
+def quick(workload: Workload) -> Workload:
+    """Return the workload with two batches of samples: enough to see that everything runs, not to compare."""
+    count = 2 * workload.batch_size
+    title = f"{workload.title} (quick: {count} samples)"
+    return replace(workload, title=title, count=count, timed=count, written=min(count, 256))

@@ -1,0 +1,119 @@
+"""What this library set out to reach, as ratios within a round and microseconds; said of every run, reached or not."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.peers import DECODED, NAME, ONE_THREAD, TWO_THREADS, VIEWS
+from benchmarks.scenarios.batches import COLD_CEILINGS
+from benchmarks.scenarios.context import CEILING
+from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
+from benchmarks.scenarios.writing import PLAIN
+from benchmarks.timing import Rounds, median, ratio
+
+__all__ = ["Outcome", "outcomes"]
+
+PYD = "webdataset .pyd"
+
+
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    workload: str
+    scenario: str
+    text: str
+    value: Callable[[Rounds], float]  # raises LookupError or ValueError where a row of it is missing
+    limit: float
+    at_least: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A goal and what became of it."""
+
+    workload: str
+    scenario: str
+    goal: str
+    value: float | None  # None: it was not measured
+    reached: bool | None
+
+
+def _over(name: str, base: str) -> Callable[[Rounds], float]:
+    return lambda rounds: ratio(rounds, name, base)
+
+
+def _us(name: str) -> Callable[[Rounds], float]:
+    return lambda rounds: median(rounds, name)
+
+
+def _fastest(rounds: Rounds, names: list[str]) -> str:
+    return min(names, key=lambda name: median(rounds, name))
+
+
+def _over_peers(name: str) -> Callable[[Rounds], float]:
+    """Return our row over the fastest peer's; DALI's bytes, which nobody has decoded yet, count too."""
+
+    def value(rounds: Rounds) -> float:
+        return ratio(rounds, name, _fastest(rounds, [n for n in rounds if not n.startswith((NAME, CEILING))]))
+
+    return value
+
+
+def _over_best(name: str, bases: tuple[str, ...]) -> Callable[[Rounds], float]:
+    return lambda rounds: ratio(rounds, name, _fastest(rounds, [base for base in bases if base in rounds]))
+
+
+def _above_ceiling(rounds: Rounds) -> float:
+    """Microseconds of a copied sample beyond 1.2 times the ceiling."""
+    return statistics.median(a - 1.2 * b for a, b in zip(rounds[NAME], rounds[CEILING], strict=True))
+
+
+_GOALS = (
+    _Goal("diffusion", "batch_random", "1 thread / ceiling", _over(ONE_THREAD, CEILING), 1.2),
+    _Goal("diffusion", "batch_random", "2 threads / ceiling", _over(TWO_THREADS, CEILING), 0.9),
+    _Goal("diffusion", "batch_random", f"{PYD} / 1 thread", _over(PYD, ONE_THREAD), 12, at_least=True),
+    _Goal("diffusion", "batch_random", "1 thread / fastest peer", _over_peers(ONE_THREAD), 1.0),
+    _Goal("diffusion", "batch_cold", "ours / best raw cold read", _over_best(NAME, COLD_CEILINGS), 1.3),
+    _Goal("diffusion", "batch_cold", "ours / fastest peer", _over_peers(NAME), 1.0),
+    _Goal("features", "batch_random", "1 thread, tensors, us", _us(ONE_THREAD), 0.6),
+    _Goal("features", "batch_random", "1 thread, small values too, us", _us(DECODED), 4.0),
+    _Goal("features", "batch_random", f"{PYD} / tensors", _over(PYD, ONE_THREAD), 100, at_least=True),
+    _Goal("features", "batch_random", f"{PYD} / small values too", _over(PYD, DECODED), 25, at_least=True),
+    _Goal("features", "batch_random", "small values too / fastest peer", _over_peers(DECODED), 1.0),
+    _Goal("diffusion", "iterate_lazy", "us", _us(NAME), 12),
+    _Goal("diffusion", "iterate_lazy", f"{PYD} / ours", _over(PYD, NAME), 40, at_least=True),
+    _Goal("diffusion", "one_tensor", f"{PYD} / ours", _over(PYD, NAME), 100, at_least=True),
+    _Goal("diffusion", "random_get", "copies, us beyond 1.2 x ceiling", _above_ceiling, 15),
+    _Goal("diffusion", "random_get", "views / fastest peer", _over_peers(VIEWS), 1.1),
+    _Goal("diffusion", "write", f"ours / {PYD}", _over(NAME, PYD), 0.4),
+    _Goal("diffusion", "write", "ours / plain write", _over(NAME, PLAIN), 2.0),
+    _Goal("diffusion", "worker_handoff", "samples of tensors / lazy", _over(TENSORS, LAZY), 5, at_least=True),
+    _Goal("diffusion", "worker_handoff", "lazy / better collated", _over_best(LAZY, (COLLATED, DEFAULT_COLLATED)), 1.0),
+    _Goal("diffusion", "wds_decode", "lazy / raw members", _over("tensorcache, lazy", "raw members"), 1.15),
+    _Goal("diffusion", "wds_decode", "eager / .pyd", _over("tensorcache, eager", ".pyd"), 0.6),
+    _Goal(
+        "diffusion",
+        "wds_decode",
+        "eager / .pyd, touched",
+        _over("tensorcache, eager, touched", ".pyd, touched"),
+        0.6,
+    ),
+)
+
+
+def outcomes(results: dict[str, dict[str, Rounds]]) -> list[Outcome]:
+    """Return what became of the goals of every scenario that was asked for, of results by workload and scenario."""
+    found = []
+    for goal in _GOALS:
+        if goal.scenario not in results.get(goal.workload, {}):
+            continue
+        text = f"{goal.text}: at {'least' if goal.at_least else 'most'} {goal.limit:g}"
+        try:
+            value = goal.value(results[goal.workload][goal.scenario])
+        except (LookupError, ValueError):
+            found.append(Outcome(goal.workload, goal.scenario, text, None, None))
+            continue
+        reached = value >= goal.limit if goal.at_least else value <= goal.limit
+        found.append(Outcome(goal.workload, goal.scenario, text, value, reached))
+    return found

@@ -1,0 +1,31 @@
+"""Who is measured: one file per peer, each with `peers()`. A peer that is not installed is named, never left out."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from benchmarks.peers.base import Peer
+
+__all__ = ["DECODED", "MODULES", "NAME", "ONE_THREAD", "TWO_THREADS", "VIEWS", "load"]
+
+NAME = "tensorcache"
+VIEWS = "tensorcache, views"
+ONE_THREAD = "tensorcache, 1 thread"
+TWO_THREADS = "tensorcache, 2 threads"
+DECODED = "tensorcache, 1 thread, small values read"
+
+MODULES = ("ours", "webdataset", "files", "litdata", "mds", "tensordict", "array_record", "dali")
+
+
+def load(modules: list[str]) -> tuple[list[Peer], dict[str, str]]:
+    """Return the peers of some modules, and why each module that cannot be imported is missing."""
+    peers: list[Peer] = []
+    missing: dict[str, str] = {}
+    for name in modules:
+        try:
+            module = import_module(f"benchmarks.peers.{name}")
+        except Exception as error:  # a package that is there but broken raises anything
+            missing[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        else:
+            peers += module.peers()
+    return peers, missing

@@ -1,0 +1,130 @@
+"""What a peer is: a name, how its users write samples, and what a store of its can do once open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.workloads import Small, Tensors, Workload
+
+__all__ = [
+    "Batch",
+    "Peer",
+    "Reader",
+    "as_array",
+    "as_tensor",
+    "by_sample",
+    "collect",
+    "collect_one",
+    "in_batches",
+    "one_in_batches",
+    "stack",
+    "unstack",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch, and its samples one by one for the check, which is not timed."""
+
+    count: int
+    samples: Callable[[], list[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One open store. What the peer cannot do is None; all else is measured."""
+
+    samples: Callable[[], Iterator[Any]] | None = None  # in the order in which they were written
+    get: Callable[[int], Any] | None = None
+    batch: Callable[[Sequence[int]], Batch] | None = None
+    batches: Callable[[int], Iterator[Batch]] | None = None  # so many samples of a stream, shuffled as its users do
+    one: Callable[[Sequence[int]], torch.Tensor] | None = None  # Workload.one of some samples, stacked
+    ones: Callable[[int], Iterator[torch.Tensor]] | None = None  # of so many samples of a stream, in order
+    touch: Callable[[Any], None] | None = None  # instead of Workload.touch, where samples come as bytes
+    decode: Callable[[Any], Any] = lambda sample: sample  # for the check, where samples come as bytes
+    rewind: Callable[[], None] = lambda: None  # before each pass over a stream, not timed
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One row of the tables."""
+
+    name: str
+    open: Callable[[Path, Workload], Reader]
+    write: Callable[[Path, Workload, Sequence[Any]], None] | None = None  # into a new folder
+    write_synced: Callable[[Path, Workload, Sequence[Any]], None] | None = None  # where it can fsync by itself
+    store: str | None = None  # the peer whose store this one reads; its own by default
+    bf16: str | None = None  # what its users do to bf16, if it has none
+    ragged: str | None = None  # and to shapes that vary
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor as numpy's; bf16 widened to float32, as users of numpy's formats do."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def as_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    """Return what `as_array` was given. Memory: the array's, unless it was widened."""
+    return torch.from_numpy(array).to(dtype)
+
+
+def stack(workload: Workload, samples: Sequence[Any]) -> Batch:
+    """Return the batch of some samples: each tensor stacked, padded if it is ragged; small values in lists."""
+    parts = [workload.split(sample) for sample in samples]
+    tensors: Tensors = {}
+    for name in workload.dtypes:
+        rows = [tensors_of_one[name] for tensors_of_one, _ in parts]
+        if name in workload.ragged:
+            tensors[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        else:
+            tensors[name] = torch.stack(rows)
+    return Batch(len(samples), lambda: unstack(workload, tensors, [small for _, small in parts]))
+
+
+def unstack(workload: Workload, tensors: Tensors, small: Iterable[Small]) -> list[Any]:
+    """Return the samples of a batch that is stacked and padded."""
+    samples = []
+    for row, values in enumerate(small):
+        cut = {name: values[length] for name, length in workload.ragged.items()}
+        parts = {name: tensor[row][: cut.get(name)] for name, tensor in tensors.items()}
+        samples.append(workload.nest(parts, values))
+    return samples
+
+
+def by_sample(columns: Small) -> list[Small]:
+    """Return the small values of each sample, of a batch that has a list-like of each."""
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def collect(workload: Workload, get: Callable[[int], Any]) -> Callable[[Sequence[int]], Batch]:
+    """Return `Reader.batch` of a peer that has only samples one by one."""
+    return lambda indices: stack(workload, [get(index) for index in indices])
+
+
+def in_batches(workload: Workload, samples: Iterable[Any], count: int) -> Iterator[Batch]:
+    """Return the first `count` samples of a stream that is shuffled already, in batches."""
+    stream = iter(samples)
+    for _ in range(count // workload.batch_size):
+        yield stack(workload, list(islice(stream, workload.batch_size)))
+
+
+def one_in_batches(workload: Workload, samples: Iterable[Any], count: int) -> Iterator[torch.Tensor]:
+    """Return one tensor of the first `count` samples of a stream, stacked in batches; `Reader.ones`."""
+    name, _ = workload.one
+    selected = (workload.split(sample)[0][name] for sample in samples)
+    for _ in range(count // workload.batch_size):
+        yield torch.stack(list(islice(selected, workload.batch_size)))
+
+
+def collect_one(workload: Workload, get: Callable[[int], Any]) -> Callable[[Sequence[int]], torch.Tensor]:
+    """Return `Reader.one` of a peer that can only read whole samples."""
+    name, _ = workload.one
+    return lambda indices: torch.stack([workload.split(get(index))[0][name] for index in indices])

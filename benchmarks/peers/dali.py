@@ -1,0 +1,80 @@
+"""DALI's `fn.readers.webdataset`, on the CPU: the members' bytes, decoded by nobody, with an index and its own shuffle."""
+
+from __future__ import annotations
+
+import pickle
+import tarfile
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from nvidia.dali import fn, pipeline_def
+
+from benchmarks.peers.base import Batch, Peer, Reader
+from benchmarks.peers.webdataset import SHARD
+from benchmarks.workloads import Workload
+
+__all__ = ["peers"]
+
+_THREADS = 2
+_SHUFFLED = 8  # batches in the buffer that shuffles
+
+
+@pipeline_def
+def _pipeline(shard: Path, shuffled: int) -> Any:
+    options = {"random_shuffle": True, "initial_fill": shuffled} if shuffled else {}
+    paths = {"paths": [str(shard)], "index_paths": [str(shard.with_suffix(".idx"))]}
+    return fn.readers.webdataset(**paths, ext=["pyd"], missing_component_behavior="error", **options)
+
+
+def _index(shard: Path) -> None:
+    with tarfile.open(shard, "r:") as tar:
+        lines = [f"pyd {member.offset_data} {member.size} {member.name}\n" for member in tar]
+    shard.with_suffix(".idx").write_text(f"v1.2 {len(lines)}\n{''.join(lines)}")
+
+
+def _open(folder: Path, workload: Workload) -> Reader:
+    shard = folder / SHARD
+    if not shard.with_suffix(".idx").exists():
+        _index(shard)
+    pipelines: dict[int, Any] = {}  # by the size of the buffer that shuffles, or 0
+
+    def build(shuffled: int) -> None:
+        pipelines[shuffled] = _pipeline(
+            shard, shuffled, batch_size=workload.batch_size, num_threads=_THREADS, device_id=None
+        )
+        pipelines[shuffled].build()
+
+    def rewind() -> None:
+        # A pipeline goes on where it stopped, and begins to read at its first run.
+        for shuffled in list(pipelines):
+            build(shuffled)
+
+    def runs(shuffled: int, count: int) -> Iterator[list[Any]]:
+        if shuffled not in pipelines:
+            build(shuffled)
+        for _ in range(count // workload.batch_size):
+            (members,) = pipelines[shuffled].run()
+            yield [np.asarray(members[row]) for row in range(len(members))]
+
+    def samples() -> Iterator[Any]:
+        return chain.from_iterable(runs(0, workload.timed))
+
+    def batches(count: int) -> Iterator[Batch]:
+        for members in runs(_SHUFFLED * workload.batch_size, count):
+            yield Batch(len(members), lambda members=members: list(map(_decode, members)))
+
+    return Reader(
+        samples=samples, batches=batches, decode=_decode, touch=lambda member: int(member[::4096].sum()), rewind=rewind
+    )
+
+
+def _decode(member: Any) -> Any:
+    return pickle.loads(member.tobytes())
+
+
+def peers() -> list[Peer]:
+    """Return DALI's row."""
+    return [Peer(name="DALI, raw members", open=_open, store="webdataset .pyd")]

@@ -1,0 +1,64 @@
+"""litdata: chunks by its own writer, read by `StreamingDataset`: in order, by index, and in its own shuffled order."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from litdata import StreamingDataset
+from litdata.streaming.item_loader import PyTreeLoader
+from litdata.streaming.writer import BinaryWriter
+
+from benchmarks.peers.base import Batch, Peer, Reader, in_batches, one_in_batches
+from benchmarks.workloads import Workload
+
+__all__ = ["peers"]
+
+
+def _write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
+    # What litdata.optimize runs in each of its workers; starting those is not counted.
+    writer = BinaryWriter(str(folder), chunk_bytes="64MB")
+    for index, sample in enumerate(samples):
+        tensors, small = workload.split(sample)
+        stored = {name: t.float() if t.dtype == torch.bfloat16 else t for name, t in tensors.items()}
+        writer.add_item(index, {**stored, "small": small})
+    writer.done()
+    writer.merge()
+
+
+def _open(folder: Path, workload: Workload) -> Reader:
+    in_order = StreamingDataset(str(folder), shuffle=False)
+    shuffled = StreamingDataset(str(folder), shuffle=True)
+
+    def nested(item: Any) -> Any:
+        tensors = {name: item[name].to(dtype) for name, dtype in workload.dtypes.items()}
+        return workload.nest(tensors, item["small"])
+
+    def samples() -> Iterator[Any]:
+        return map(nested, in_order)
+
+    def batches(count: int) -> Iterator[Batch]:
+        return in_batches(workload, map(nested, shuffled), count)
+
+    def ones(count: int) -> Iterator[torch.Tensor]:
+        return one_in_batches(workload, samples(), count)
+
+    def get(index: int) -> Any:
+        return nested(in_order[index])
+
+    return Reader(samples=samples, get=get, batches=batches, ones=ones, close=_close)
+
+
+def _close() -> None:
+    # Each pass leaves two loaders that nothing frees, and their maps: what is mapped cannot leave the page cache.
+    for found in gc.get_objects():
+        if type(found) is PyTreeLoader:
+            found.close(0)
+
+
+def peers() -> list[Peer]:
+    """Return litdata's row."""
+    return [Peer(name="litdata", open=_open, write=_write, bf16="kept as float32")]

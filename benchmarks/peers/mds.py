@@ -1,0 +1,61 @@
+"""MDS (mosaicml-streaming): an array column per tensor, the small values as JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.base import Peer, Reader, as_array, as_tensor, collect, collect_one
+from benchmarks.workloads import Workload
+
+# The package's own __init__ imports what it has for pictures, and so torchvision, whose builds fit one build of torch.
+_found = importlib.util.find_spec("streaming")
+if _found is None:
+    raise ModuleNotFoundError("No module named 'streaming'")
+sys.modules["streaming"] = types.ModuleType("streaming")
+sys.modules["streaming"].__path__ = list(_found.submodule_search_locations or [])
+from streaming.base import MDSWriter, StreamingDataset  # noqa: E402
+from streaming.base.util import clean_stale_shared_memory  # noqa: E402
+
+__all__ = ["peers"]
+
+
+def _write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
+    arrays = {name: f"ndarray:{as_array(workload.split(samples[0])[0][name]).dtype}" for name in workload.dtypes}
+    with MDSWriter(out=str(folder), columns={**arrays, "small": "json"}) as writer:
+        for sample in samples:
+            tensors, small = workload.split(sample)
+            writer.write({**{name: as_array(tensor) for name, tensor in tensors.items()}, "small": small})
+
+
+def _open(folder: Path, workload: Workload) -> Reader:
+    # It looks for what is ready every 7 ms: with its default of 8 samples ahead, most of the time it sleeps.
+    dataset = StreamingDataset(local=str(folder), shuffle=False, batch_size=1, predownload=2 * workload.timed)
+    begun: list[Iterator[Any]] = []
+
+    def nested(item: Any) -> Any:
+        return workload.nest({name: as_tensor(item[name], d) for name, d in workload.dtypes.items()}, item["small"])
+
+    def rewind() -> None:
+        # The order of the whole epoch is made before its first sample; a pass may read only a part of the epoch.
+        epoch = iter(dataset)
+        begun[:] = [chain([next(epoch)], epoch)]
+
+    def samples() -> Iterator[Any]:
+        return map(nested, begun.pop() if begun else dataset)
+
+    def get(index: int) -> Any:
+        return nested(dataset[index])
+
+    batch, one = collect(workload, get), collect_one(workload, get)
+    return Reader(samples=samples, get=get, batch=batch, one=one, rewind=rewind, close=clean_stale_shared_memory)
+
+
+def peers() -> list[Peer]:
+    """Return the row of MDS."""
+    return [Peer(name="MDS", open=_open, write=_write, bf16="kept as float32")]

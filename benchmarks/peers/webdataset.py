@@ -1,0 +1,95 @@
+"""webdataset: a tar with `.pyd`, `.pth` or `.npz`, read as a stream; a buffer of samples to shuffle."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import webdataset as wds
+
+from benchmarks.peers.base import Batch, Peer, Reader, as_array, as_tensor, in_batches, one_in_batches
+from benchmarks.workloads import Workload
+
+__all__ = ["SHARD", "decode_npz", "encode_npz", "peers", "write"]
+
+SHARD = "000000.tar"
+_SHUFFLED = 8  # batches in the buffer that shuffles
+
+
+def write(folder: Path, workload: Workload, samples: Sequence[Any], *, field: str) -> None:
+    """Write samples with webdataset's own writer, as its users do."""
+    with wds.TarWriter(str(folder / SHARD), mtime=0) as sink:
+        for index, sample in enumerate(samples):
+            value = encode_npz(workload, sample) if field == "npz" else sample
+            sink.write({"__key__": f"{index:08d}", field: value})
+
+
+def encode_npz(workload: Workload, sample: Any) -> bytes:
+    """Return a sample as the bytes of a `.npz`, its small values as JSON in an array of bytes."""
+    tensors, small = workload.split(sample)
+    stream = io.BytesIO()
+    encoded = np.frombuffer(json.dumps(small).encode(), np.uint8)
+    np.savez(stream, small=encoded, **{name: as_array(tensor) for name, tensor in tensors.items()})
+    return stream.getvalue()
+
+
+def decode_npz(workload: Workload, source: Any) -> Any:
+    """Return the sample of a `.npz`, from a path or a stream."""
+    with np.load(source) as arrays:
+        tensors = {name: as_tensor(arrays[name], dtype) for name, dtype in workload.dtypes.items()}
+        return workload.nest(tensors, json.loads(arrays["small"].tobytes()))
+
+
+def _stream(folder: Path, decode: Callable[[Any], Any]) -> Iterator[Any]:
+    shards = wds.SimpleShardList(str(folder / SHARD))
+    return iter(wds.DataPipeline(shards, wds.tarfile_to_samples(), decode))
+
+
+def _open(folder: Path, workload: Workload, *, field: str) -> Reader:
+    if field == "npz":
+        decode = wds.map(lambda sample: {"npz": decode_npz(workload, io.BytesIO(sample["npz"]))})
+    else:
+        decode = wds.decode()
+
+    def samples() -> Iterator[Any]:
+        return (sample[field] for sample in _stream(folder, decode))
+
+    def batches(count: int) -> Iterator[Batch]:
+        nbuffered = _SHUFFLED * workload.batch_size
+        buffered = wds.shuffle(nbuffered, initial=nbuffered, rng=random.Random(0))(islice(samples(), count))
+        return in_batches(workload, buffered, count)
+
+    def ones(count: int) -> Iterator[torch.Tensor]:
+        return one_in_batches(workload, samples(), count)
+
+    return Reader(samples=samples, batches=batches, ones=ones)
+
+
+def _open_raw(folder: Path, workload: Workload) -> Reader:
+    def samples() -> Iterator[bytes]:
+        return (sample["pyd"] for sample in _stream(folder, wds.map(lambda sample: sample)))
+
+    return Reader(samples=samples, decode=pickle.loads, touch=lambda content: sum(content[::4096]))
+
+
+def peers() -> list[Peer]:
+    """Return webdataset's rows; the raw one has the members' bytes, decoded by nobody."""
+    rows = [
+        Peer(
+            name=f"webdataset .{field}",
+            open=partial(_open, field=field),
+            write=partial(write, field=field),
+            bf16="kept as float32" if field == "npz" else None,
+        )
+        for field in ("pyd", "pth", "npz")
+    ]
+    return [Peer(name="webdataset, raw members", open=_open_raw, store="webdataset .pyd"), *rows]

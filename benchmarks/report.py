@@ -1,0 +1,137 @@
+"""What a run found: markdown tables, JSON, and the machine it was found on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.goals import Outcome
+from benchmarks.peers.base import Peer
+from benchmarks.timing import Rounds, median
+from benchmarks.workloads import Workload
+
+__all__ = ["Results", "goal_table", "machine", "machine_line", "notes", "number", "table", "write_json"]
+
+Results = dict[str, dict[str, Rounds]]  # by workload, by scenario
+
+_PACKAGES = (
+    *("torch", "numpy", "safetensors", "webdataset", "xxhash", "litdata", "mosaicml-streaming", "tensordict"),
+    *("array_record", "nvidia-dali-cuda130", "matplotlib"),
+)
+_OWN_ROWS = ("wds_decode", "worker_handoff")  # scenarios whose rows are not the peers
+
+
+def machine() -> dict[str, Any]:
+    """Return what the figures depend on."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
+        "python": platform.python_version(),
+        "packages": versions,
+        "malloc": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")},
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),  # whether the tree is not that commit's
+    }
+
+
+def machine_line() -> str:
+    """Return the same as one line of text."""
+    found = machine()
+    packages = ", ".join(f"{name} {number}" for name, number in found["packages"].items())
+    commit = f"{found['commit']}{' and changes' if found['changed'] else ''}"
+    return (
+        f"{found['processor']}, {found['cores']} cores, {found['memory_gb']} GB; {found['system']}; "
+        f"Python {found['python']}, {packages}; commit {commit}."
+    )
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _git(*arguments: str) -> str | None:
+    folder = Path(__file__).parent
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def number(value: float) -> str:
+    """Return microseconds with as many digits as mean something."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _rows(lines: list[list[str]]) -> str:
+    head, *rest = lines
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rest])
+
+
+def table(workload: Workload, found: dict[str, Rounds]) -> str:
+    """Return a workload's markdown tables: rows of peers against scenarios, then each scenario with rows of its own."""
+    shared = [name for name in found if name not in _OWN_ROWS]
+    names = list(dict.fromkeys(row for name in shared for row in found[name]))
+    names.sort(key=lambda name: not name.startswith("ceiling"))  # stable: ceilings first
+    lines = [[f"{workload.title}, us/sample", *shared]]
+    for row in names:
+        lines.append([row, *(number(median(found[s], row)) if row in found[s] else "-" for s in shared)])
+    tables = [_rows(lines)] if shared else []
+    for name in _OWN_ROWS:
+        if found.get(name):
+            body = [[row, number(median(found[name], row))] for row in found[name]]
+            tables.append(_rows([[f"{name}, {workload.name}", "us/sample"], *body]))
+    return "\n\n".join(tables)
+
+
+def notes(workload: Workload, peers: list[Peer]) -> list[str]:
+    """Return a line of what some peers' users must do to the samples of a workload, if anyone must; the rows include it."""
+    done = []
+    for peer in peers:
+        if peer.bf16 and torch.bfloat16 in workload.dtypes.values():
+            done.append(f"{peer.name}: bf16 {peer.bf16}")
+        if peer.ragged and workload.ragged:
+            done.append(f"{peer.name}: {peer.ragged}")
+    return ["; ".join(done) + "."] if done else []
+
+
+def goal_table(outcomes: list[Outcome]) -> str:
+    """Return the goals as a markdown table."""
+    words = {True: "reached", False: "**not reached**", None: "not measured"}
+    lines = [["workload", "scenario", "goal", "found", ""]]
+    for outcome in outcomes:
+        value = "-" if outcome.value is None else f"{outcome.value:.3g}"
+        lines.append([outcome.workload, outcome.scenario, outcome.goal, value, words[outcome.reached]])
+    return _rows(lines)
+
+
+def write_json(
+    path: Path, results: Results, outcomes: list[Outcome], missing: dict[str, str], options: dict[str, Any]
+) -> None:
+    """Write everything that was measured, round by round, with the options and the machine."""
+    content = {
+        "machine": machine(),
+        "options": options,
+        "missing": missing,
+        "goals": [asdict(outcome) for outcome in outcomes],
+        "us_per_sample": results,
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")

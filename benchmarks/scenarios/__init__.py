@@ -1,0 +1,32 @@
+"""What is measured, in the order in which it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.scenarios.batches import batch_cold, batch_random, one_tensor
+from benchmarks.scenarios.context import Context
+from benchmarks.scenarios.opening import opened
+from benchmarks.scenarios.samples import iterate_lazy, iterate_touch, random_get
+from benchmarks.scenarios.wds_decode import wds_decode
+from benchmarks.scenarios.worker_handoff import worker_handoff
+from benchmarks.scenarios.writing import write, write_fsync
+from benchmarks.timing import Rounds
+
+__all__ = ["SCENARIOS"]
+
+SCENARIOS: dict[str, Callable[[Context], Rounds]] = {
+    # First: a litdata that has been read in order keeps its files mapped until the process ends (its loaders stay in a
+    # functools.lru_cache), and what is mapped cannot be dropped from the page cache.
+    "batch_cold": batch_cold,
+    "write": write,
+    "write_fsync": write_fsync,
+    "open": opened,
+    "iterate_lazy": iterate_lazy,
+    "iterate_touch": iterate_touch,
+    "random_get": random_get,
+    "batch_random": batch_random,
+    "one_tensor": one_tensor,
+    "wds_decode": wds_decode,
+    "worker_handoff": worker_handoff,
+}

@@ -1,0 +1,100 @@
+"""What every scenario is given: the samples, what was stored of them, and who reads it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import NAME
+from benchmarks.peers.base import Peer, Reader
+from benchmarks.workloads import Workload
+
+__all__ = ["CEILING", "Context", "Skipped"]
+
+CEILING = "ceiling"  # rows of it begin with this
+
+
+class Skipped(Exception):
+    """A scenario cannot be measured here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One workload, stored once by every peer."""
+
+    workload: Workload
+    samples: list[Any]
+    expected: list[tuple[Any, ...]]  # the checksum of each
+    peers: list[Peer]
+    stores: Path  # a folder in it for each peer that writes
+    scratch: Path  # for writing, on the same disk
+    tmpfs: Path  # for writing, in memory
+    rounds: int
+    missing: dict[str, str]  # filled as peers fail: why, by workload and peer
+
+    @property
+    def order(self) -> list[int]:
+        """The samples that one pass reads by index, in the one order that every variant and round uses."""
+        return random.Random(0).sample(range(self.workload.count), self.workload.timed)
+
+    @property
+    def batches(self) -> list[list[int]]:
+        """The same, in batches."""
+        order, size = self.order, self.workload.batch_size
+        return [order[begin : begin + size] for begin in range(0, len(order), size)]
+
+    @property
+    def ours(self) -> Path:
+        """The folder of our own shards, whose bytes the ceiling reads."""
+        return self.stores / NAME
+
+    def store(self, peer: Peer) -> Path:
+        """Return the folder that a peer reads."""
+        return self.stores / (peer.store or peer.name)
+
+    @contextmanager
+    def readers(self, ability: Callable[[Reader], object]) -> Iterator[dict[str, Reader]]:
+        """Open each peer that has an ability, for as long as the block lasts."""
+        opened: dict[str, Reader] = {}
+        try:
+            for peer in self.peers:
+                with self.attempt(peer.name):
+                    reader = peer.open(self.store(peer), self.workload)
+                    if ability(reader):
+                        opened[peer.name] = reader
+                    else:
+                        reader.close()
+            yield opened
+        finally:
+            for reader in opened.values():
+                reader.close()
+
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """Name a peer that fails as missing, and go on without it; our own rows must not fail."""
+        try:
+            yield
+        except Exception as error:
+            if name.startswith(NAME):
+                raise
+            self.missing[f"{self.workload.name}, {name}"] = f"{type(error).__name__}: {error}"
+
+    def check(self, name: str, samples: Iterable[Any], indices: Iterable[int]) -> None:
+        """Raise AssertionError unless `samples` are those of `indices`, in this order."""
+        expected = [self.expected[index] for index in indices]
+        found = [self.workload.checksum(sample) for sample in islice(samples, len(expected))]
+        if found != expected:
+            raise AssertionError(f"{name}: what was read is not what was written")
+
+    def check_shuffled(self, name: str, samples: Iterable[Any]) -> None:
+        """Raise AssertionError unless each of `samples` is the one that its index says, all are there, and in no order."""
+        samples = list(samples)
+        indices = [self.workload.split(sample)[1]["index"] for sample in samples]
+        self.check(name, samples, indices)
+        if len(set(indices)) != self.workload.timed or indices == sorted(indices):
+            raise AssertionError(f"{name}: a sample was read twice, or nothing was shuffled")

@@ -1,0 +1,40 @@
+"""Scenario `open`: from a folder to the first sample in hand. Microseconds for all of it, not per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.peers.base import Peer, Reader
+from benchmarks.scenarios.context import Context
+from benchmarks.timing import Rounds, Variant, interleaved
+
+__all__ = ["opened"]
+
+
+def opened(context: Context) -> Rounds:
+    """Open, read the sample of index 0 and its small values, close."""
+
+    def first(reader: Reader) -> object:
+        if reader.get:
+            return reader.get(0)
+        reader.rewind()
+        return reader.decode(next(iter(reader.samples())))
+
+    def variant(peer: Peer) -> Callable[[], int]:
+        def run() -> int:
+            reader = peer.open(context.store(peer), context.workload)
+            first(reader)
+            reader.close()
+            return 1
+
+        return run
+
+    variants: dict[str, Variant] = {}
+    for peer in context.peers:
+        with context.attempt(peer.name):
+            reader = peer.open(context.store(peer), context.workload)
+            if reader.get or reader.samples:
+                context.check(peer.name, [first(reader)], [0])
+                variants[peer.name] = Variant(variant(peer), 1)
+            reader.close()
+    return interleaved(variants, context.rounds)

@@ -1,0 +1,91 @@
+"""Scenarios `iterate_lazy`, `iterate_touch`, `random_get`: one sample after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from benchmarks.ceiling import Ranges
+from benchmarks.peers.base import Reader
+from benchmarks.scenarios.context import CEILING, Context
+from benchmarks.timing import Rounds, Variant, interleaved
+
+__all__ = ["iterate_lazy", "iterate_touch", "random_get"]
+
+
+def iterate_lazy(context: Context) -> Rounds:
+    """Every sample in order, its structure and small values there, no tensor used."""
+    timed = context.workload.timed
+
+    def variant(reader: Reader) -> Callable[[], int]:
+        def run() -> int:
+            counted = deque(enumerate(islice(reader.samples(), timed), 1), maxlen=1)
+            return counted[0][0]
+
+        return run
+
+    return _in_order(context, variant, [])
+
+
+def iterate_touch(context: Context) -> Rounds:
+    """Every sample in order, a byte used of each page of its tensors."""
+    timed = context.workload.timed
+
+    def variant(reader: Reader) -> Callable[[], int]:
+        touch = reader.touch or context.workload.touch
+
+        def run() -> int:
+            seen = 0
+            for sample in islice(reader.samples(), timed):
+                touch(sample)
+                seen += 1
+            return seen
+
+        return run
+
+    return _in_order(context, variant, list(range(timed)))
+
+
+def random_get(context: Context) -> Rounds:
+    """Samples by index in random order, a byte used of each page of their tensors."""
+    order = context.order
+
+    def variant(get: Callable[[int], Any], touch: Callable[[Any], object]) -> Callable[[], int]:
+        def run() -> int:
+            seen = 0
+            for index in order:
+                touch(get(index))
+                seen += 1
+            return seen
+
+        return run
+
+    with context.readers(lambda reader: reader.get) as readers:
+        variants = {}
+        for name, reader in readers.items():
+            with context.attempt(name):
+                context.check(name, map(reader.get, order), order)
+                run = variant(reader.get, reader.touch or context.workload.touch)
+                variants[name] = Variant(run, len(order))
+        return _beside_ceiling(context, variants, order)
+
+
+def _in_order(context: Context, variant: Callable[[Reader], Callable[[], int]], ceiling: list[int]) -> Rounds:
+    timed = context.workload.timed
+    with context.readers(lambda reader: reader.samples) as readers:
+        variants = {}
+        for name, reader in readers.items():
+            with context.attempt(name):
+                reader.rewind()
+                context.check(name, map(reader.decode, reader.samples()), range(timed))
+                variants[name] = Variant(variant(reader), timed, reader.rewind)
+        return _beside_ceiling(context, variants, ceiling)
+
+
+def _beside_ceiling(context: Context, variants: dict[str, Variant], order: list[int]) -> Rounds:
+    if not order:
+        return interleaved(variants, context.rounds)
+    with Ranges(context.ours, context.workload.batch_size) as ranges:
+        return interleaved({CEILING: Variant(ranges.read(order), len(order)), **variants}, context.rounds)

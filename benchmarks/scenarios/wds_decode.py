@@ -1,0 +1,96 @@
+"""Scenario `wds_decode`: the same samples through webdataset's own pipeline, as ours and as what people use today."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import webdataset as wds
+
+import wds_tensorcache as tc
+from benchmarks.peers.webdataset import SHARD, decode_npz, write
+from benchmarks.scenarios.context import Context
+from benchmarks.timing import Rounds, Variant, interleaved
+
+__all__ = ["wds_decode"]
+
+
+def _decode_naively(sample: dict[str, Any]) -> dict[str, Any]:
+    """The two members with stock libraries: safetensors.torch.load, pickle.loads, and a walk to put them together."""
+    tensors = safetensors.torch.load(sample["safetensors"])
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: fill(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [fill(item) for item in value]
+        return tensors[value[7:]] if isinstance(value, str) and value.startswith("tensor:") else value
+
+    return {"value": fill(pickle.loads(sample["skel.pyd"]))}
+
+
+def _write(context: Context, folder: Path) -> dict[str, str]:
+    """Return the shards of as many samples as one pass reads."""
+    samples = context.samples[: context.workload.timed]
+    shards = {}
+    for field in ("tensorcache", "pyd", "pth", "npz"):
+        (folder / field).mkdir(parents=True)
+        shards[field] = str(folder / field / SHARD)
+        if field != "tensorcache":
+            write(folder / field, context.workload, samples, field=field)
+    with wds.TarWriter(shards["tensorcache"], mtime=0, encoder=tc.encoder()) as sink:
+        for index, sample in enumerate(samples):
+            sink.write({"__key__": f"{index:08d}", "tensorcache": sample})
+    return shards
+
+
+def wds_decode(context: Context) -> Rounds:
+    """One pass over a shard as a stream; "touched" uses a byte of each page of every tensor."""
+    workload = context.workload
+    folder = context.scratch / "wds_decode"
+    shards = _write(context, folder)
+    ours = shards["tensorcache"]
+    decode = wds.map(lambda sample: {"npz": decode_npz(workload, io.BytesIO(sample["npz"]))})
+    # name: (shard, stages, field that holds the sample, whether its tensors are used)
+    rows: dict[str, tuple[str, list[Any], str | None, bool]] = {
+        "raw members": (ours, [], None, False),
+        "tensorcache, lazy": (ours, [tc.decode()], "tensorcache", False),
+        "tensorcache, lazy, touched": (ours, [tc.decode()], "tensorcache", True),
+        "tensorcache, eager": (ours, [tc.decode(lazy=False)], "tensorcache", False),
+        "tensorcache, eager, touched": (ours, [tc.decode(lazy=False)], "tensorcache", True),
+        "tensorcache, verified, touched": (ours, [tc.decode(verify=True)], "tensorcache", True),
+        "safetensors.torch.load, touched": (ours, [wds.map(_decode_naively)], "value", True),
+        ".pyd": (shards["pyd"], [wds.decode()], "pyd", False),
+        ".pyd, touched": (shards["pyd"], [wds.decode()], "pyd", True),
+        ".pth, touched": (shards["pth"], [wds.decode()], "pth", True),
+        ".npz, touched": (shards["npz"], [decode], "npz", True),
+    }
+
+    def samples(shard: str, stages: list[Any]) -> Iterator[dict[str, Any]]:
+        return iter(wds.DataPipeline(wds.SimpleShardList(shard), wds.tarfile_to_samples(), *stages))
+
+    def measured(shard: str, stages: list[Any], field: str | None, touched: bool) -> Callable[[], int]:
+        def once() -> int:
+            seen = 0
+            for sample in samples(shard, stages):
+                if touched:
+                    workload.touch(sample[field])
+                seen += 1
+            return seen
+
+        return once
+
+    for name, (shard, stages, field, _) in rows.items():
+        if field is not None:
+            context.check(name, (sample[field] for sample in samples(shard, stages)), range(workload.timed))
+    try:
+        return interleaved(
+            {name: Variant(measured(*row), workload.timed) for name, row in rows.items()}, context.rounds
+        )
+    finally:
+        shutil.rmtree(folder)

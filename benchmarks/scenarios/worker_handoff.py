@@ -1,0 +1,106 @@
+"""Scenario `worker_handoff`: what it costs to hand samples from two `DataLoader` workers to the main process, and use them."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+import wds_tensorcache as tc
+from benchmarks.peers.base import by_sample, unstack
+from benchmarks.scenarios.context import Context
+from benchmarks.timing import Rounds, Variant, interleaved
+
+__all__ = ["COLLATED", "DEFAULT_COLLATED", "LAZY", "TENSORS", "worker_handoff"]
+
+LAZY = "lazy samples, read in the main process"
+TENSORS = "samples of tensors"
+COLLATED = "batches by read_batch"
+DEFAULT_COLLATED = "batches by default_collate"
+
+
+class _Each(Dataset[Any]):
+    """What `read` returns for each index, or each list of indices."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self._read = read
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read(index)
+
+
+def worker_handoff(context: Context) -> Rounds:
+    """Batches in random order; in the main process a byte used of each page of every tensor. Workers stay between rounds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # samples of tensors cross as a file descriptor for each
+    try:
+        with tc.open(context.ours) as cache:
+            return _compared(context, cache)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _compared(context: Context, cache: Any) -> Rounds:
+    workload, batches = context.workload, context.batches
+
+    def collated(indices: Sequence[int]) -> Any:
+        read = cache.read_batch(indices, collate="pad")[0] if workload.ragged else cache.read_batch(indices)
+        tensors, small = workload.split(read)
+        return workload.nest(tensors, {name: list(values) for name, values in small.items()})
+
+    workers = {"num_workers": 2, "persistent_workers": True}
+    in_samples = {
+        LAZY: DataLoader(cache, batch_sampler=batches, collate_fn=list, **workers),
+        TENSORS: DataLoader(
+            _Each(lambda index: tc.realize(cache[index])), batch_sampler=batches, collate_fn=list, **workers
+        ),
+    }
+    in_batches = {COLLATED: DataLoader(_Each(collated), sampler=batches, batch_size=None, **workers)}
+    if not workload.ragged:
+        in_batches[DEFAULT_COLLATED] = DataLoader(cache, batch_sampler=batches, collate_fn=default_collate, **workers)
+    variants = {}
+    for name, source in in_samples.items():
+        context.check(name, chain.from_iterable(source), context.order)
+        variants[name] = Variant(_samples_of(source, context), workload.timed)
+    for name, source in in_batches.items():
+        context.check(name, chain.from_iterable(_separate(batch, context) for batch in source), context.order)
+        variants[name] = Variant(_batches_of(source, context), workload.timed)
+    return interleaved(variants, context.rounds)
+
+
+def _separate(batch: Any, context: Context) -> list[Any]:
+    """Return the samples of a batch, for the check; `default_collate` makes tensors of numbers, and of pairs two of them."""
+
+    def plain(values: Any) -> Any:
+        if isinstance(values, torch.Tensor):
+            return values.tolist()
+        return list(zip(*map(plain, values), strict=True)) if isinstance(values[0], torch.Tensor) else values
+
+    tensors, small = context.workload.split(batch)
+    return unstack(context.workload, tensors, by_sample({name: plain(values) for name, values in small.items()}))
+
+
+def _samples_of(source: DataLoader[Any], context: Context) -> Callable[[], int]:
+    def run() -> int:
+        seen = 0
+        for sample in chain.from_iterable(source):
+            context.workload.touch(sample)
+            seen += 1
+        return seen
+
+    return run
+
+
+def _batches_of(source: DataLoader[Any], context: Context) -> Callable[[], int]:
+    def run() -> int:
+        seen = 0
+        for batch in source:
+            context.workload.touch(batch)
+            seen += len(context.workload.split(batch)[0][context.workload.one[0]])
+        return seen
+
+    return run

@@ -1,0 +1,72 @@
+"""Scenarios `write` (into memory) and `write_fsync` (until it is on disk): samples that are there, into a new folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import page_cache
+from benchmarks.ceiling import plain_write
+from benchmarks.peers.base import Peer
+from benchmarks.scenarios.context import CEILING, Context
+from benchmarks.timing import Rounds, Variant, interleaved
+
+__all__ = ["PLAIN", "write", "write_fsync"]
+
+PLAIN = f"{CEILING}, same bytes"
+
+
+def write(context: Context) -> Rounds:
+    """Into a file system in memory, so that only the writing is measured."""
+    return _write(context, context.tmpfs / "written", fsync=False)
+
+
+def write_fsync(context: Context) -> Rounds:
+    """Onto the disk; every file and folder of every side is synced, by the peer itself where it can."""
+    return _write(context, context.scratch / "written", fsync=True)
+
+
+def _write(context: Context, folder: Path, *, fsync: bool) -> Rounds:
+    samples = context.samples[: context.workload.written]
+
+    def anew() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+
+    def variant(peer: Peer) -> Callable[[], int]:
+        def run() -> int:
+            if fsync and peer.write_synced:
+                peer.write_synced(folder, context.workload, samples)
+            else:
+                peer.write(folder, context.workload, samples)
+                if fsync:
+                    page_cache.sync(folder)
+            return len(samples)
+
+        return run
+
+    variants: dict[str, Variant] = {}
+    for peer in context.peers:
+        if peer.write is None:
+            continue
+        anew()
+        run = variant(peer)
+        with context.attempt(peer.name):
+            run()
+            reader = peer.open(folder, context.workload)
+            context.check(peer.name, reader.samples(), range(len(samples)))
+            reader.close()
+            variants[peer.name] = Variant(run, len(samples), anew)
+        if peer.write_synced:
+            content = memoryview(b"".join(path.read_bytes() for path in sorted(folder.glob("*.tar"))))
+    anew()
+
+    def ceiling() -> int:
+        plain_write(folder / "plain", content, fsync=fsync)
+        return len(samples)
+
+    try:
+        return interleaved({PLAIN: Variant(ceiling, len(samples), anew), **variants}, context.rounds)
+    finally:
+        shutil.rmtree(folder)
