@@ -169,9 +169,13 @@ class Plan:
                 # cold: keep the disk busy with the samples to come while this one is waited for
                 for j in order[max(at, advised or 0) : at + IN_FLIGHT]:
                     ahead = places.shards[numbers[j]].file
-                    ahead.will_need(begins[j] - BLOCK, begins[j] + BLOCK)  # what check_tensors reads
-                    for begin, end, _ in layouts[which[j]]:
-                        ahead.will_need(begins[j] + begin, begins[j] + end)
+                    end = begins[j] + BLOCK  # of what check_tensors reads, and of what follows that at once
+                    for run_begin, run_end, _ in layouts[which[j]]:
+                        if begins[j] + run_begin <= end + SCRATCH_NBYTES:
+                            end = max(end, begins[j] + run_end)
+                        else:
+                            ahead.will_need(begins[j] + run_begin, begins[j] + run_end)
+                    ahead.will_need(begins[j] - BLOCK, end)
                 advised = at + IN_FLIGHT
                 file.read_into(buffers, begins[i] + first)
             shard.check_tensors(rows[i])

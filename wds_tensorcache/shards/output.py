@@ -15,6 +15,7 @@ __all__ = ["Output"]
 _STAGE_NBYTES = 1 << 22
 _LARGE_NBYTES = 1 << 21  # from here on, a copy costs more than it hides
 _MAX_STAGES = 2  # being written, while a third is filled
+_POOL = Pool(_STAGE_NBYTES * (_MAX_STAGES + 1))
 _MAX_BUFFERS = 1024  # IOV_MAX
 
 
@@ -32,7 +33,6 @@ class Output:
         self.path = path
         self._temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
         self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115 closed by finish and drop
-        self._pool = Pool(_STAGE_NBYTES * (_MAX_STAGES + 1))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorcache-output")
         self._writing: deque[Future[None]] = deque()
         self._stage: Any = None
@@ -53,7 +53,7 @@ class Output:
         if self._filled + nbytes > _STAGE_NBYTES:
             self._hand_over()
         if self._stage is None:
-            self._stage = self._pool.lease(_STAGE_NBYTES).data
+            self._stage = _POOL.lease(_STAGE_NBYTES).data
         stage, position = self._stage, self._filled
         for part in parts:
             stage[position : position + len(part)] = part
@@ -120,4 +120,3 @@ class Output:
         self._thread.shutdown(cancel_futures=True)
         self._file.close()
         self._stage = None
-        self._pool.close()
