@@ -292,6 +292,27 @@ def test_structures_that_differ(tmp_path: Path) -> None:
         assert cache.read_batch([5, 1])["a"] == [5, {"b": [1]}]
 
 
+@pytest.mark.parametrize("collate", ["stack", "list", "pad"])
+def test_tensors_that_some_samples_lack(tmp_path: Path, collate: str) -> None:
+    """Whichever comes first: nothing is dropped without a word."""
+    one, two = torch.ones(2), torch.ones(2)
+    with tc.open(write(tmp_path, [{"x": one}, {"x": one, "y": two}, {"x": one, "y": [two]}])) as cache:
+        for pair in ([0, 1], [1, 0], [1, 2], [2, 1]):
+            with pytest.raises(
+                tc.BatchError, match=rf"sample '00{pair[1]}' has (no )?tensor .*, but '00{pair[0]}' has"
+            ):
+                cache.read_batch(pair, collate=collate)
+        x = cache.select("x").read_batch([0, 1, 2], collate=list)
+        assert [list(sample) for sample in x] == [["x"], ["x"], ["x", "y"]]
+
+
+def test_pad_values_that_integers_cannot_hold(tmp_path: Path) -> None:
+    with tc.open(write(tmp_path, [{"x": torch.zeros(n, dtype=torch.uint8)} for n in (1, 2)])) as cache:
+        for value in (-100, 1.5, 256):
+            with pytest.raises(tc.BatchError, match=f"pad_value={value}, which torch.uint8 of tensor 'x' cannot hold"):
+                cache.read_batch([0, 1], collate="pad", pad_value=value)
+
+
 @pytest.mark.parametrize("collate", ["stack", "list", "pad", list])
 @pytest.mark.parametrize("kind", ["tensor", "ndarray"])
 def test_bools_that_are_none(tmp_path: Path, collate: Any, kind: str) -> None:

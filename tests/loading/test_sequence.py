@@ -209,7 +209,7 @@ def test_samples_without_the_cache_and_several_caches(tmp_path: Path) -> None:
             assert "k1" not in texts
             assert texts.read_batch([-1, "k0"])["t"].tolist() == [[18], [0]]
             assert images.read_batch([2, 0])["i"].tolist() == [[16, 16], [8, 8]]
-    with pytest.raises(KeyError, match=r"has caches \['text'\]: choose one|has caches \['text', 'image'\]: choose one"):
+    with pytest.raises(KeyError, match=r"caches \['image', 'text'\]: choose one"):
         tc.open([str(tmp_path / f"{i}.tar") for i in (1, 0)])
 
 

@@ -328,3 +328,12 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: in
     assert all("No space left" in message for message in failed)
     assert names(tmp_path) == ["0.idx", "0.tar", "manifest.json"]
     assert len(tc.open(tmp_path)) == 12
+
+
+def test_a_closed_writer_writes_no_more(tmp_path: Path) -> None:
+    sink = tc.ShardWriter(tmp_path / "%d.tar")
+    sink.write("a", {"x": 1})
+    sink.close()
+    with pytest.raises(ValueError, match=r"%d.tar: the writer is closed"):
+        sink.write("b", {"x": 1})
+    assert [path.name for path in tmp_path.glob("*.tar")] == ["0.tar"]

@@ -147,6 +147,15 @@ class _Tensors:
                         f"but {found.kind} of {found.dtype} in {self._key(number)!r}"
                     )
             self._references.append(references)
+        wanted = self._request.wanted or (lambda name: True)
+        first = self._layouts[self._which[0]].tensors.keys()
+        for number, layout in enumerate(self._layouts):
+            more = [name for name in layout.tensors.keys() - first if wanted(name)]
+            if more:
+                raise BatchError(
+                    f"sample {self._key(number)!r} has tensor {min(more)!r}, but {self._request.key(0)!r} has not; "
+                    "collate with a function"
+                )
 
     def _texts(self, number: int, layout: Layout) -> dict[str, str]:
         """Return how the skeletons of a layout refer to its tensors, by name."""
@@ -157,7 +166,8 @@ class _Tensors:
         return {r.name: reference_text(r.kind, r.name, r.attribute) for r in references}
 
     def _lacks(self, name: str, number: int) -> str:
-        return f"sample {self._key(number)!r} has no tensor {name!r}, but {self._key(0)!r} has"
+        lacks, has = self._key(number), self._request.key(0)
+        return f"sample {lacks!r} has no tensor {name!r}, but {has!r} has; collate with a function"
 
     def check_equal(self) -> None:
         """Raise BatchError unless each tensor has one shape in all samples."""

@@ -56,9 +56,19 @@ def filler_of(reference: Reference, value: float) -> tuple[np.dtype[Any], Any]:
     if not value:
         return dtype, np.zeros((), dtype)  # zero bits, also where texts are padded
     try:
+        integers = (
+            reference.dtype.kind in "iu"
+            if numpy
+            else not (reference.dtype.is_floating_point or reference.dtype.is_complex)
+        )
+        if integers and int(value) != value:
+            raise ValueError("not an integer")
         if numpy:
             return dtype, np.array(value, dtype)
-        return dtype, torch.full((1,), value, dtype=reference.dtype, device="cpu").view(torch.uint8).numpy().view(dtype)
+        one = torch.full((1,), value, dtype=reference.dtype, device="cpu")
+        if integers and one.item() != value:
+            raise ValueError("out of range")
+        return dtype, one.view(torch.uint8).numpy().view(dtype)
     except (ValueError, OverflowError, RuntimeError, TypeError) as exc:
         raise BatchError(
             f"pad_value={value!r}, which {reference.dtype} of tensor {reference.name!r} cannot hold"

@@ -48,7 +48,8 @@ def open(
     Args:
         source: A folder (its `manifest.json`, or else its `*.tar` in the order of their names), a manifest, a shard, a
             pattern with braces (`"train-{000000..000099}.tar"`), or a list of those. Uncompressed local tars of any writer.
-        name: Which cache, where samples have several (`NAME.tensorcache`). By default the only one.
+        name: Which cache, where samples have several (`NAME.tensorcache`), `""` for the one without a name. By default the
+            only one. Samples that lack it are not counted.
         join: `"key"` joins several caches of the same keys, sample by sample: `source` is a list of what `open` takes, or of
             caches, whose samples are dicts, and gives one dict of all their items; or a dict of those, and gives each
             cache's sample under its name. The order is the first one's.
@@ -90,11 +91,13 @@ def open(
     files, pool = Files(max_open_files), Pool(pool_nbytes)
     table = allow_table(allow)
     try:
-        name = _choose_name(name, (Shard(path, "", files, pool, table) for path, _ in found))
+        # a manifest says which caches there are; without one, the indexes do
+        indexes = {path: Shard(path, "", files, pool, table).index for path, counts in found if counts is None}
+        name = _choose_name(name, {path: indexes[path].caches if counts is None else counts for path, counts in found})
         shards = []
         for path, counts in found:
             count = counts.get(name, 0) if counts is not None else None
-            shards.append(Shard(path, name, files, pool, table, count))
+            shards.append(Shard(path, name, files, pool, table, count, indexes.get(path)))
         return TensorCache(Store(shards, files, pool, _choose_io(io, found), threads or min(4, os.cpu_count() or 1)))
     except BaseException:
         files.close()
@@ -107,7 +110,7 @@ Found = tuple[str, "Mapping[str, int] | None"]  # a shard, and how many samples 
 def _find(source: Any) -> list[Found]:
     if isinstance(source, (str, os.PathLike)):
         return _find_one(os.fspath(source))
-    if not isinstance(source, Sequence):
+    if isinstance(source, (TensorCache, JoinedCache)) or not isinstance(source, Sequence):
         raise TypeError(f"expected a path, a pattern or a list of them, got {type(source).__name__}")
     found = [shard for part in source for shard in _find(part)]
     if not found:
@@ -161,24 +164,20 @@ def _are_counts(counts: Any) -> bool:
     return isinstance(counts, dict) and all(type(count) is int and 0 <= count < 1 << 63 for count in counts.values())
 
 
-def _choose_name(name: str | None, shards: Iterable[Shard]) -> str:
-    """Return the name of the cache to open: that of the first shard that has it, or any."""
+def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str:
+    """Return the name of the cache to open, of those that the shards have."""
     if name:
         cache_name(name)
-    there: list[str] = []
-    paths: list[str] = []
-    for shard in shards:
-        names: list[str] = list(shard.index.caches)
-        if name is not None and name in names:
-            return name
-        if name is None and len(names) == 1:
-            return names[0]
-        if name is None and names:
-            raise KeyError(f"{shard.path} has caches {names}: choose one with name=…")
-        paths.append(shard.path)
-        there += [other for other in names if other not in there]
+    there = sorted({other for names in caches.values() for other in names})
+    paths = list(caches)
     where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-    raise KeyError(f"{where}: " + ("no cache in it" if name is None else f"no cache {name!r}; there are {there}"))
+    if name is not None and name not in there:
+        raise KeyError(f"{where}: no cache {name!r}; there are {there}")
+    if name is None and not there:
+        raise KeyError(f"{where}: no cache in it, only other members; write one with tc.ShardWriter or tc.encoder()")
+    if name is None and len(there) > 1:
+        raise KeyError(f"{where}: caches {there}: choose one with name=…, '' for the one without a name")
+    return there[0] if name is None else name
 
 
 def _choose_io(io: str, found: Sequence[Found]) -> Io:

@@ -71,6 +71,7 @@ class Shard:
         pool: Pool,
         allow: Mapping[tuple[str, str], type],
         count: int | None = None,
+        index: ShardIndex | None = None,
     ) -> None:
         self.path = os.path.abspath(path)  # of use in other processes, and after os.chdir
         self.name = name
@@ -78,6 +79,7 @@ class Shard:
         self.pool = pool
         self._allow = allow
         self._count = count
+        self._index = index
         self._loaded: tuple[ShardIndex, CacheColumns, Array] | None = None
         prefix = f"{name}." if name else ""
         self._suffixes = (f".{prefix}{SKELETON}".encode(), f".{prefix}{TENSORS}".encode())
@@ -94,7 +96,7 @@ class Shard:
 
     def _load(self) -> tuple[ShardIndex, CacheColumns, Array]:
         if self._loaded is None:
-            index = load_index(self.file)
+            index = self._index or load_index(self.file)
             columns = index.caches.get(self.name, _NONE)
             if self._count is not None and self._count != len(columns):
                 raise FormatError(
@@ -293,10 +295,6 @@ class Shard:
         checked[rows[good]] = True
         for row in rows[~good].tolist():
             self.check_tensors(row)  # raises
-
-    def close(self) -> None:
-        """Forget the index."""
-        self._loaded = None
 
 
 _EMPTY = np.empty(0, np.uint64)

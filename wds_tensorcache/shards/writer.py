@@ -95,6 +95,7 @@ class ShardWriter:
                 os.remove(path)
         self._number = 0
         self._shard: _OpenShard | None = None
+        self._closed = False
 
     def _path(self, number: int) -> str:
         return self._pattern % number if self._numbered else self._pattern
@@ -123,6 +124,8 @@ class ShardWriter:
 
         Memory: the tensors may be changed as soon as this returns.
         """
+        if self._closed:
+            raise ValueError(f"{self._pattern}: the writer is closed")
         check_key(key)
         caches = {"": sample} if sample is not _NOTHING else {}
         others = {}
@@ -188,13 +191,15 @@ class ShardWriter:
             self._catalog.add(entry, counts)
 
     def close(self) -> None:
-        """Finish the shard that is being written."""
+        """Finish the shard that is being written, and write no more."""
+        self._closed = True
         self._finish()
 
     def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        self._closed = True
         if kind is None:
             self._finish()
         elif self._shard is not None:
