@@ -40,7 +40,6 @@ def round_trip(value: Any) -> Any:
 
 
 # torch says so each time it first makes a complex32 tensor
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("shape", [(2, 3), (), (0, 3), (1,)], ids=str)
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 def test_torch_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

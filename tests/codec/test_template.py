@@ -49,7 +49,6 @@ def outcome(skeleton: bytes, tensors: bytes) -> Any:
         return str(error)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # torch's, at random
 @given(nested)
 def test_the_same_sample_again(sample: Any) -> None:
     members = tc.encode_sample(sample)
