@@ -304,3 +304,18 @@ def test_a_sidecar_of_another_state(damaged: Path) -> None:
     for raw in (b"", b"x" * 10, sidecar.read_bytes()[:-1]):
         sidecar.write_bytes(raw)
         assert list(load_index(ShardFile(str(path))).keys) == list(index.keys)
+
+
+def test_a_footer_for_a_shard_in_a_manifest(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=2, footer=False) as sink:
+        for i in range(4):
+            sink.write(str(i), {"x": torch.tensor(i)})
+    path = tmp_path / "0.tar"
+    tc.index(path)
+    tc.index(path, footer=True)
+    assert not (tmp_path / "0.tar.index").exists()
+    with tc.open(tmp_path) as cache:
+        assert [int(sample["x"]) for sample in cache] == [0, 1, 2, 3]
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(tc.FormatError, match=r"0.tar: byte \d+: "):
+        tc.index(path)

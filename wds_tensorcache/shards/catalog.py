@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.errors import TensorCacheError
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import scan_shard
@@ -47,6 +49,8 @@ class Catalog:
     @contextlib.contextmanager
     def _changed(self) -> Iterator[tuple[dict[str, ShardEntry], dict[str, dict[str, int]]]]:
         with _locked(self._folder):
+            for stray in glob.glob(os.path.join(glob.escape(self._folder), f".{MANIFEST}.*.tmp")):
+                os.remove(stray)  # of a killed writer: nobody else writes while this one holds the lock
             entries: list[ShardEntry] = []
             extra: dict[str, Any] = {}
             if os.path.exists(self._path):
@@ -84,7 +88,8 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
     Args:
         path: One uncompressed tar.
         footer: Append the index to the shard, behind its end-of-archive marker, where tar readers do not look; the shard's
-            samples keep their bytes. False writes it beside the shard, as `PATH.index`.
+            samples keep their bytes, and a manifest that lists the shard gets its new length. False writes it beside the
+            shard, as `PATH.index`.
         idx: Write `NAME.idx` for DALI, too.
 
     Returns:
@@ -95,7 +100,10 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
     """
     path = os.fspath(path)
     file = ShardFile(path)
-    found = scan_shard(file.read, file.nbytes)
+    try:
+        found = scan_shard(file.read, file.nbytes)
+    except TensorCacheError as exc:
+        raise exc.at(path) from exc
     if footer:
         with open(path, "r+b") as shard:
             # a crash in between leaves bytes behind the archive that no reader looks at
@@ -104,6 +112,13 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
             shard.write(build_footer(found))
             shard.flush()
             os.fsync(shard.fileno())
+        if os.path.exists(sidecar_path(path)):
+            os.remove(sidecar_path(path))
+        folder, name = os.path.split(os.path.abspath(path))
+        manifest = os.path.join(folder, MANIFEST)
+        if os.path.exists(manifest) and any(entry.url == name for entry in read_manifest(manifest)[0]):
+            counts = {cache: len(columns) for cache, columns in found.caches.items()}
+            Catalog(folder).add(ShardEntry(name, len(found.keys), os.path.getsize(path)), counts)
     else:
         write_atomically(sidecar_path(path), [build_footer(found, file.nbytes)])
     if idx:

@@ -210,8 +210,11 @@ class ShardWriter:
 def _left_behind(pattern: str) -> list[str]:
     """Return what killed writers of this pattern had not finished."""
     folder, name = os.path.split(pattern)
-    parts = [glob.escape(part) for part in _NUMBER.split(name)]
-    return glob.glob(os.path.join(glob.escape(folder), "." + "[0-9]*".join(parts) + ".*.tmp"))
+    found = []
+    for written in (name, dali_index_path(name)):
+        parts = [glob.escape(part) for part in _NUMBER.split(written)]
+        found += glob.glob(os.path.join(glob.escape(folder), "." + "[0-9]*".join(parts) + ".*.tmp"))
+    return found
 
 
 def _member(name: str, suffix: str) -> str:
