@@ -36,10 +36,7 @@ class ShardSource:
         return shard.files.get(shard.path)
 
     def read(self, begin: int, end: int) -> bytearray | memoryview:
-        shard = self._shard
-        if not shard.is_checked(self._row):
-            shard.check_tensors(self._row)
-        return _read(shard.files.get(shard.path), self._begin + begin, end - begin, shard.pool)
+        return _read(self._file(), self._begin + begin, end - begin, self._shard.pool)
 
     def read_into(self, buffer: memoryview, begin: int) -> None:
         self._file().read_into([buffer], self._begin + begin)
