@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,3 +68,12 @@ def shard(write_shard: Callable[..., str]) -> str:
     return write_shard(
         [{"__key__": f"{i:03d}", "tensorcache": diffusion_sample(i), "json": {"label": i}} for i in range(10)]
     )
+
+
+@pytest.fixture
+def gnu_tar() -> str:
+    """The path of GNU tar."""
+    path = shutil.which("tar")
+    if path is None or "GNU tar" not in subprocess.run([path, "--version"], capture_output=True, text=True).stdout:
+        pytest.skip("GNU tar is missing: apt install tar")
+    return path

@@ -43,14 +43,6 @@ def members() -> dict[str, bytes]:
     return result
 
 
-@pytest.fixture
-def tar() -> str:
-    path = shutil.which("tar")
-    if path is None or "GNU tar" not in subprocess.run([path, "--version"], capture_output=True, text=True).stdout:
-        pytest.skip("GNU tar is missing: apt install tar")
-    return path
-
-
 def read_folder(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
@@ -69,26 +61,26 @@ def test_members_are_plain_and_reproducible(large_shard: str) -> None:
             assert entry.offset_data == entry.offset + 512, "one header block: no extension records"
 
 
-def test_gnu_tar_lists(large_shard: str, members: dict[str, bytes], tar: str) -> None:
-    done = subprocess.run([tar, "tf", large_shard], capture_output=True, text=True, check=True)
+def test_gnu_tar_lists(large_shard: str, members: dict[str, bytes], gnu_tar: str) -> None:
+    done = subprocess.run([gnu_tar, "tf", large_shard], capture_output=True, text=True, check=True)
     assert (done.stdout.split(), done.stderr) == (list(members), "")
 
 
-def test_gnu_tar_extracts(large_shard: str, members: dict[str, bytes], tar: str, tmp_path: Path) -> None:
+def test_gnu_tar_extracts(large_shard: str, members: dict[str, bytes], gnu_tar: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
-    done = subprocess.run([tar, "xf", large_shard, "-C", str(folder)], capture_output=True, text=True, check=True)
+    done = subprocess.run([gnu_tar, "xf", large_shard, "-C", str(folder)], capture_output=True, text=True, check=True)
     assert (read_folder(folder), done.stderr) == (members, "")
 
 
-def test_cat_into_tar(large_shard: str, members: dict[str, bytes], tar: str, tmp_path: Path) -> None:
+def test_cat_into_tar(large_shard: str, members: dict[str, bytes], gnu_tar: str, tmp_path: Path) -> None:
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("bash is missing, which has pipefail: apt install bash")
     folder = tmp_path / "out"
     folder.mkdir()
     script = 'cat "$1" | "$2" x -C "$3"'  # pipefail: a SIGPIPE that hits cat fails the pipe
-    command = [bash, "-o", "pipefail", "-c", script, "bash", large_shard, tar, str(folder)]
+    command = [bash, "-o", "pipefail", "-c", script, "bash", large_shard, gnu_tar, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert read_folder(folder) == members

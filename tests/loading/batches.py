@@ -12,7 +12,22 @@ import wds_tensorcache as tc
 from tests.same import assert_same, tensor_bytes
 from wds_tensorcache.loading.leaves import Leaves
 
-__all__ = ["assert_all_same", "assert_batch", "assert_tensor", "write"]
+__all__ = ["COUNT", "LARGE", "SMALL", "assert_all_same", "assert_batch", "assert_tensor", "nested", "write"]
+
+COUNT = 23
+
+
+def nested(i: int, width: int = 8) -> dict[str, Any]:
+    return {
+        "x": torch.full((width,), float(i)),
+        "cond": [(torch.full((2, width), i, dtype=torch.int16), {"prompt": f"p{i}", "size": (i, 2)}), 3],
+        "a": np.full((3,), f"é{i}", "U4"),
+        "id": i,
+    }
+
+
+SMALL = [nested(i) for i in range(COUNT)]
+LARGE = [nested(i, 8000) for i in range(COUNT)]
 
 
 def write(folder: Path | str, samples: list[Any], *, max_samples: int = 5, **writer: Any) -> str:

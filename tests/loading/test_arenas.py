@@ -12,32 +12,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.loading.batches import assert_batch, assert_tensor, write
-
-COUNT = 8
-
-
-def nested(i: int, width: int = 8) -> dict[str, Any]:
-    return {
-        "x": torch.full((width,), float(i)),
-        "cond": [(torch.full((2, width), i, dtype=torch.int16), {"prompt": f"p{i}", "size": (i, 2)}), 3],
-        "a": np.full((3,), f"é{i}", "U4"),
-        "id": i,
-    }
-
-
-SMALL = [nested(i) for i in range(COUNT)]
-LARGE = [nested(i, 8000) for i in range(COUNT)]
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("small"), SMALL)
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("large"), LARGE)
+from tests.loading.batches import COUNT, SMALL, assert_batch, assert_tensor, write
 
 
 @pytest.fixture(autouse=True)

@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests import strategies
-from tests.loading.batches import assert_all_same, assert_batch, write
+from tests.loading.batches import COUNT, LARGE, SMALL, assert_all_same, assert_batch, write
 from tests.same import tensor_bytes
 from wds_tensorcache.loading import plan as plan_module
 from wds_tensorcache.loading.plan import Plan
 from wds_tensorcache.shards.storage import ShardFile
-
-COUNT = 23
 
 
 def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -31,29 +29,6 @@ def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Te
     raw = np.random.default_rng(seed).integers(0, 2 if dtype is torch.bool else 256, nbytes, np.uint8)
     flat = torch.from_numpy(raw) if nbytes else torch.empty(0, dtype=torch.uint8)
     return flat.view(dtype).view(shape)
-
-
-def nested(i: int, width: int = 8) -> dict[str, Any]:
-    return {
-        "x": torch.full((width,), float(i)),
-        "cond": [(torch.full((2, width), i, dtype=torch.int16), {"prompt": f"p{i}", "size": (i, 2)}), 3],
-        "a": np.full((3,), f"é{i}", "U4"),
-        "id": i,
-    }
-
-
-SMALL = [nested(i) for i in range(COUNT)]
-LARGE = [nested(i, 8000) for i in range(COUNT)]
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("small"), SMALL)
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("large"), LARGE)
 
 
 @pytest.fixture

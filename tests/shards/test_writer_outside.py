@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -51,14 +50,6 @@ def members() -> dict[str, bytes]:
     return result
 
 
-@pytest.fixture
-def tar() -> str:
-    path = shutil.which("tar")
-    if path is None or "GNU tar" not in subprocess.run([path, "--version"], capture_output=True, text=True).stdout:
-        pytest.skip("GNU tar is missing: apt install tar")
-    return path
-
-
 @pytest.mark.parametrize("mode", ["r:", "r|*"])
 def test_tarfile(shard: Path, members: dict[str, bytes], mode: Any) -> None:
     with tarfile.open(shard, mode) as archive:
@@ -66,9 +57,9 @@ def test_tarfile(shard: Path, members: dict[str, bytes], mode: Any) -> None:
     assert found == list(members.items())
 
 
-def test_gnu_tar(shard: Path, members: dict[str, bytes], tar: str, tmp_path: Path) -> None:
+def test_gnu_tar(shard: Path, members: dict[str, bytes], gnu_tar: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    done = subprocess.run([tar, "xvf", shard, "-C", tmp_path / "out"], capture_output=True, text=True, check=True)
+    done = subprocess.run([gnu_tar, "xvf", shard, "-C", tmp_path / "out"], capture_output=True, text=True, check=True)
     assert (done.stdout.split(), done.stderr) == (list(members), "")
     assert {name: (tmp_path / "out" / name).read_bytes() for name in members} == members
 
@@ -85,7 +76,7 @@ def test_stock_webdataset(shard: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 40], ids=["shorter than the index", "longer"])
-def test_members_appended_with_tar(shard: Path, tar: str, tmp_path: Path, count: int) -> None:
+def test_members_appended_with_tar(shard: Path, gnu_tar: str, tmp_path: Path, count: int) -> None:
     more = {
         f"new{i}.{kind}": raw
         for i in range(count)
@@ -93,7 +84,7 @@ def test_members_appended_with_tar(shard: Path, tar: str, tmp_path: Path, count:
     }
     for name, raw in more.items():
         (tmp_path / name).write_bytes(raw)
-    subprocess.run([tar, "rf", shard, "-C", tmp_path, *more], check=True)
+    subprocess.run([gnu_tar, "rf", shard, "-C", tmp_path, *more], check=True)
     with tarfile.open(shard) as archive:
         assert archive.getnames()[-2 * count :] == list(more)
     (tmp_path / "manifest.json").unlink()

@@ -66,13 +66,6 @@ class MemberColumns:
     begin: Array
     nbytes: Array
 
-    def find(self, row: int) -> tuple[int, int] | None:
-        """Return where the member of sample `row` begins in the shard, and its bytes; None if it has none."""
-        at = row if self.rows is None else int(np.searchsorted(self.rows, row))
-        if self.rows is not None and (at == len(self.rows) or self.rows[at] != row):
-            return None
-        return self.begin.item(at), self.nbytes.item(at)
-
 
 @dataclass(frozen=True, slots=True)
 class LayoutTable:

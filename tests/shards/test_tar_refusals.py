@@ -1,0 +1,218 @@
+"""What breaks a rule of tars is refused with its offset; any bytes give what `tarfile` finds, or such an error."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import re
+import subprocess
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from tests.shards.tars import (
+    FORMATS,
+    LAST,
+    UNUSUAL,
+    ZOO,
+    build,
+    build_with_tarfile,
+    by_tarfile,
+    pax,
+    raw_header,
+    record,
+    scan,
+    scan_file,
+)
+from wds_tensorcache.shards import tar
+
+# --- refusals ---
+
+GOOD = raw_header(b"a", b"0", b"1") + bytes(512)
+SPARSE = record(b"GNU.sparse.major", b"1") + record(b"GNU.sparse.minor", b"0")
+HUGE = raw_header(b"pax", b"x", b"%o" % (1 << 21)) + bytes(1 << 21)
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "byte 0: the file is empty, expected a tar"),
+    "gzip": (gzip.compress(GOOD + LAST), "byte 0: gzip: compressed tars have no index; read them as streams"),
+    "bzip2": (bz2.compress(os.urandom(2000)), "byte 0: bzip2: compressed tars"),
+    "xz": (lzma.compress(os.urandom(2000)), "byte 0: xz: compressed tars"),
+    "zstd": (b"\x28\xb5\x2f\xfd" + bytes(600), "byte 0: zstd: compressed tars"),
+    "text": (b"hello" * 200, r"byte 0: bad checksum: the bytes add up to \d+, the header has b'\w+'"),
+    "checksum": (GOOD + GOOD[:3] + b"x" + GOOD[4:] + LAST, "byte 1024: bad checksum: the bytes add up to 005325, the"),
+    "checksum is no number": (GOOD + GOOD[:148] + b"\xfe2345678" + GOOD[156:] + LAST, "byte 1024: bad checksum"),
+    "short": (b"abc", "byte 0: truncated: the file ends at 3, without an end-of-archive block"),
+    "ends behind a member": (GOOD * 3, "byte 3072: truncated: the file ends at 3072, without an end-of-archive block"),
+    "ends in padding": (GOOD * 3 + GOOD[:700], "byte 4096: truncated: the file ends at 3772"),
+    "ends in a header": (GOOD * 3 + GOOD[:100], "byte 3072: truncated: the file ends at 3172"),
+    "ends in zeros": (GOOD * 3 + bytes(511), "byte 3072: truncated: the file ends at 3583"),
+    "ends in content": (
+        GOOD + raw_header(b"b", b"0", b"1750") + bytes(999),
+        "byte 1024: truncated, or a wrong size: b'b' has 1000 bytes from 1536 on, the file 2535",
+    ),
+    "negative size": (
+        raw_header(b"a", b"0", b"-7") + LAST,
+        "byte 0: the size is b'-7.*', expected octal digits or base 256",
+    ),
+    "negative size, known owner": (
+        GOOD + raw_header(b"a", b"0", b"-00000000001") + LAST,
+        "byte 1024: the size is b'-00",
+    ),
+    "negative base 256": (
+        raw_header(b"a", b"0", b"\xff" * 11 + b"\xfe") + LAST,
+        "byte 0: the size is b'.*, not negative",
+    ),
+    "size is no number": (
+        raw_header(b"a", b"0", b"12x4") + LAST,
+        "byte 0: the size is b'12x4.*', expected octal",
+    ),
+    "size of 2^88": (raw_header(b"a", b"0", b"\x80" + b"\xff" * 11) + LAST, f"byte 0: .* b'a' has {2**88 - 1} bytes"),
+    "sparse": (raw_header(b"a", b"S", b"0") + LAST, "byte 0: b'a' is a GNU sparse member, expected one without holes"),
+    "sparse, pax": (GOOD + pax(SPARSE) + GOOD + LAST, "byte 1536: a GNU sparse member, expected one without holes"),
+    "sparse, global": (pax(SPARSE, kind=b"g") + GOOD + LAST, "byte 512: a GNU sparse member"),
+    "large records": (HUGE + LAST, "byte 0: an extended header of 2097152 bytes, expected at most 1048576"),
+    "large name": (
+        raw_header(b"name", b"L", b"%o" % (1 << 21)) + b"q" * (1 << 21) + GOOD + LAST,
+        "byte 0: an extended header of 2097152 bytes, expected at most 1048576",
+    ),
+    "long name without end": (pax(b"qqq", kind=b"L") + GOOD + LAST, "byte 512: a long name of 3 bytes, expected a NUL"),
+    "records end the archive": (
+        GOOD + pax(record(b"a", b"b")) + bytes(1024),
+        "byte 2048: the archive ends behind an ext",
+    ),
+    "records end the file": (GOOD + pax(record(b"a", b"b")), "byte 2048: truncated: the file ends at 2048, without an"),
+    "global size": (
+        pax(record(b"size", b"1"), kind=b"g") + GOOD + LAST,
+        "byte 0: a global pax header has a size, for all",
+    ),
+    "pax size is negative": (pax(record(b"size", b"-1")) + GOOD + LAST, "byte 512: the pax record of a size is b'-1'"),
+    "pax size is long": (pax(record(b"size", b"9" * 20)) + GOOD + LAST, "byte 512: the pax record of a size is b'9+'"),
+    "pax size is empty": (pax(record(b"size", b"")) + GOOD + LAST, "byte 512: the pax record of a size is b''"),
+    "pax size beyond": (pax(record(b"size", b"99999")) + GOOD + LAST, "byte 1024: truncated, .* b'a' has 99999 bytes"),
+    "pax path is empty": (pax(record(b"path", b"/")) + GOOD + LAST, "byte 512: the pax record of a path is b'/'"),
+    **{
+        f"records {records!r}": (
+            pax(records) + GOOD + LAST,
+            f"byte 512: malformed pax record {re.escape(repr(records))}",
+        )
+        for records in (
+            b"x",
+            b"0 a=b\n",
+            b"5 a=b\n",
+            b"7 a=b\n",
+            b"6 a-b\n",
+            b"5 =b\n",
+            b" 6 a=b",
+            b"-6 a=b\n",
+            b"99999999999999999999 a=b\n",
+            b"9999999999999999999 a=b\n",
+            b"6 a=b\0",
+            b"3 \n",
+        )
+    },
+    "second record": (pax(record(b"a", b"b"), b"9 a=b\n") + GOOD + LAST, "byte 518: malformed pax record b'9 a=b"),
+}
+
+
+@pytest.mark.parametrize(("archive", "message"), REFUSED.values(), ids=REFUSED)
+def test_refusals(archive: bytes, message: str) -> None:
+    with pytest.raises(tc.FormatError, match=f"^{message}"):
+        scan(archive)
+
+
+@pytest.mark.parametrize("options", [["--format=gnu"], ["--format=posix"], ["--format=posix", "--sparse-version=0.1"]])
+def test_sparse_files_by_gnu_tar(tmp_path: Path, gnu_tar: str, options: list[str]) -> None:
+    (tmp_path / "hole.bin").touch()
+    os.truncate(tmp_path / "hole.bin", 1 << 22)
+    path = tmp_path / "x.tar"
+    subprocess.run([gnu_tar, "-cSf", path, *options, "-C", tmp_path, "hole.bin"], check=True)
+    with pytest.raises(tc.FormatError, match=r"GNU sparse member, expected one without holes"):
+        scan_file(path)
+
+
+def test_a_file_that_shrinks() -> None:
+    archive = build([("a", bytes(10))])
+    with pytest.raises(tc.FormatError, match=r"^byte 0: truncated: expected 2048 bytes, got 1000"):
+        list(tar.Scanner(lambda begin, end: archive[begin : min(end, 1000)], len(archive)))
+
+
+# --- mutations ---
+
+SOURCES = [
+    build([(f"{i}.json", bytes([i]) * (70 * i)) for i in range(12)]),
+    *[build_with_tarfile(ZOO[:10], format) for format in FORMATS.values()],
+    *[first + LAST for first in UNUSUAL.values()],
+]
+
+
+def fix_checksums(archive: bytearray) -> None:
+    """Make mutated headers pass the first guard."""
+    for begin in range(0, len(archive) - 511, 512):
+        header = archive[begin : begin + 512]
+        if header[257:262] == b"ustar":
+            header[148:156] = b"%06o\0 " % (sum(header) - sum(header[148:156]) + 256)
+            archive[begin : begin + 512] = header
+
+
+def assert_right_or_refused(archive: bytes) -> None:
+    found, refusal = [], ""
+    try:
+        found = scan(archive)
+    except tc.FormatError as error:
+        refusal = str(error)
+    if refusal:
+        assert re.match(r"byte \d+: ", refusal)
+        return
+    for _, begin, nbytes in found:
+        assert 0 <= begin <= begin + nbytes <= len(archive)
+    try:
+        expected = by_tarfile(io.BytesIO(archive))
+    except (tarfile.TarError, ValueError, OverflowError):
+        return  # it parses owner, mode and time too
+    assert found[: len(expected)] == [m for m in expected if not re.match(r"__[^/]*__($|/)|___?\Z", m[0])]
+
+
+@settings(max_examples=500)
+@given(st.integers(0, len(SOURCES) - 1), st.data(), st.booleans())
+def test_any_bytes_may_change(source: int, data: st.DataObject, checksums: bool) -> None:
+    archive = bytearray(SOURCES[source])
+    blocks = st.integers(0, len(archive) // 512 - 1).map(lambda block: 512 * block)
+    places = st.one_of(
+        st.integers(0, 511), st.sampled_from([0, 99, 124, 135, 148, 156, 345, 510, 511]), st.integers(0, 40)
+    )
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(blocks) + data.draw(places)
+        replacement = data.draw(
+            st.one_of(st.binary(min_size=1, max_size=12), st.sampled_from([*b"0157SLKxgX \xff\x80"]))
+        )
+        replacement = bytes([replacement]) if isinstance(replacement, int) else replacement
+        archive[at : at + len(replacement)] = replacement
+    if checksums:
+        fix_checksums(archive)
+    if data.draw(st.booleans()):
+        del archive[data.draw(st.integers(0, len(archive))) :]
+    assert_right_or_refused(bytes(archive))
+
+
+@given(st.lists(st.sampled_from([*UNUSUAL.values(), pax(SPARSE), bytes(512)]), max_size=6), st.binary(max_size=600))
+def test_any_members_in_any_order(members: list[bytes], tail: bytes) -> None:
+    assert_right_or_refused(b"".join(members) + tail)
+    assert_right_or_refused(b"".join(members) + LAST)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"6 a=b\n" * 150_000, b"1" * 1_000_000, b"1 " * 500_000, b"=" * 1_000_000, b"1000000 " + b"a" * 999_992],
+    ids=["records", "digits", "short", "no length", "no equals sign"],
+)
+def test_large_records_take_no_time(content: bytes) -> None:
+    begin = time.perf_counter()
+    assert_right_or_refused(pax(content) + LAST)
+    assert time.perf_counter() - begin < 5
