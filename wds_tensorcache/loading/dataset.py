@@ -246,19 +246,20 @@ class TensorCache(Sequence[Any]):
         if isinstance(indices, torch.Tensor):
             indices = indices.numpy(force=True)
         indices = indices if isinstance(indices, (np.ndarray, list)) else list(indices)
-        numbers = np.asarray(indices)
+        numbers = np.array(indices)  # a copy: what is decoded later still needs them
         if numbers.dtype.kind == "U":
             indices = [self._find(index) if isinstance(index, str) else index for index in indices]
             numbers = np.asarray(indices)
         if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
             raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
         count = len(self)
-        wrong = (numbers < -count) | (numbers >= count)  # before unsigned ones become negative
-        if wrong.any():
-            at = int(np.argmax(wrong))
-            raise IndexError(f"indices[{at}] = {numbers[at]} out of range [0, {count})")
-        numbers = numbers.astype(np.int64)
-        numbers = np.where(numbers < 0, numbers + count, numbers)
+        if numbers.dtype != np.int64 or (len(numbers) and int(numbers.view(np.uint64).max()) >= count):
+            wrong = (numbers < -count) | (numbers >= count)  # before unsigned ones become negative
+            if wrong.any():
+                at = int(np.argmax(wrong))
+                raise IndexError(f"indices[{at}] = {numbers[at]} out of range [0, {count})")
+            numbers = numbers.astype(np.int64)
+            numbers = np.where(numbers < 0, numbers + count, numbers)
         return numbers if self._order is None else self._order[numbers]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,38 +10,58 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.reference import Reference
-from wds_tensorcache.codec.views import check_array
+from wds_tensorcache.codec.views import check_array, view_tensor
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.shards.arena import Pool
 
-__all__ = ["filler_of", "move", "nbytes_of", "take_memory", "view_batch"]
+__all__ = ["Memory", "filler_of", "nbytes_of", "to_device"]
 
 Array = np.ndarray[Any, Any]
 
 
-def take_memory(pool: Pool, nbytes: int, pin: bool, device: Any) -> tuple[torch.Tensor, Array]:
-    """Return host memory as a tensor and as an array: pinned if it is asked for, or on its way to a GPU."""
-    if pin or (device is not None and torch.device(device).type == "cuda"):
-        # torch's own allocator is the pool: only it knows of transfers that are under way
-        pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        return pinned, pinned.numpy()
-    array = pool.lease(nbytes)
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8, device="cpu"), array
-    return torch.frombuffer(array, dtype=torch.uint8), array
+class Memory:
+    """The bytes of a batch: `array` on the host, recycled or pinned, and after `move` on a device.
 
+    Views keep it alive: an arena is reused when the last tensor over it is gone.
+    """
 
-def view_batch(host: torch.Tensor, flat: torch.Tensor, reference: Reference, begin: int, shape: tuple[int, ...]) -> Any:
-    """Return what lies at `begin` as a tensor over `flat`, which is `host` on the batch's device; arrays are over `host`."""
-    nbytes = nbytes_of(reference, shape)
-    if reference.kind == "tensor":
+    def __init__(self, pool: Pool, nbytes: int, pin: bool = False, device: Any = None) -> None:
+        self._host: torch.Tensor | None = None
+        if pin or (device is not None and torch.device(device).type == "cuda"):
+            # torch's own allocator is the pool: only it knows of transfers that are under way
+            self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._flat = self._host
+        self.array: Array = pool.lease(nbytes) if self._host is None else self._host.numpy()
+
+    def move(self, device: Any) -> None:
+        """Let `view` give tensors on `device`: one transfer, on a stream of its own if that is a GPU."""
+        if device is not None:
+            host = view_tensor(self.array, torch.uint8, (len(self.array),)) if self._host is None else self._host
+            self._flat = _move(host, torch.device(device))
+
+    def view(self, reference: Reference, begin: int, shape: tuple[int, ...]) -> Any:
+        """Return what lies at byte `begin` as a tensor, or as an array, which is always on the host."""
+        nbytes = nbytes_of(reference, shape)
+        if reference.kind == "ndarray":
+            return self._view_array(reference, begin, nbytes, shape)
+        flat = self._flat
+        if flat is not None:
+            part = flat[begin : begin + nbytes] if nbytes else flat.new_empty(0)
+            return part.view(reference.dtype).view(shape)
         if not nbytes:
-            return torch.empty(0, dtype=torch.uint8, device=flat.device).view(reference.dtype).view(shape)
-        return flat[begin : begin + nbytes].view(reference.dtype).view(shape)
-    if not nbytes:
-        return np.empty(shape, reference.dtype)
-    # of the slice, whose base is a tensor: numpy then keeps the memory leased
-    return check_array(host[begin : begin + nbytes].numpy().view(reference.dtype).reshape(shape))
+            return view_tensor(b"", reference.dtype, shape)
+        count = nbytes // reference.dtype.itemsize
+        return torch.frombuffer(self.array, dtype=reference.dtype, count=count, offset=begin).view(shape)
+
+    def _view_array(self, reference: Reference, begin: int, nbytes: int, shape: tuple[int, ...]) -> Array:
+        if not nbytes:
+            return np.empty(shape, reference.dtype)
+        # over a tensor: numpy keeps that, while of an array it may keep what is behind it, and not the lease
+        if self._host is None:
+            part = torch.frombuffer(self.array, dtype=torch.uint8, count=nbytes, offset=begin)
+        else:
+            part = self._host[begin : begin + nbytes]
+        return check_array(part.numpy().view(reference.dtype).reshape(shape))
 
 
 def filler_of(reference: Reference, value: float) -> tuple[np.dtype[Any], Any]:
@@ -77,17 +98,20 @@ def filler_of(reference: Reference, value: float) -> tuple[np.dtype[Any], Any]:
 
 def nbytes_of(reference: Reference, shape: Sequence[int]) -> int:
     """Return the bytes of an array of a tensor's dtype."""
-    return int(np.prod(shape, dtype=np.int64)) * int(reference.dtype.itemsize)
+    return math.prod(shape) * int(reference.dtype.itemsize)
 
 
 _STREAMS: dict[torch.device, Any] = {}
 
 
-def move(host: torch.Tensor, device: Any) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, pin: bool, device: Any) -> torch.Tensor:
+    """Return a tensor of its own where a batch's tensors go."""
+    tensor = tensor.pin_memory() if pin else tensor
+    return tensor if device is None else _move(tensor, torch.device(device))
+
+
+def _move(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return `host` on `device`: to a GPU by one transfer on a stream of its own, which the caller's stream waits for."""
-    if device is None:
-        return host
-    device = torch.device(device)
     if device.type != "cuda" or not host.numel():
         return host.to(device)
     if device.index is None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from wds_tensorcache.shards.reader import Shard, gather
+from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.tar import BLOCK
 
-__all__ = ["Places", "Plan"]
+__all__ = ["Extents", "Places", "Plan"]
 
 Array = np.ndarray[Any, Any]
 Runs = list[tuple[int, int, list[tuple[int, int]]]]  # (begin, end, (tensor or -1 for a gap, bytes) in their order)
@@ -49,23 +50,68 @@ class Places:
             yield from zip(which, *self.shards[number].skeletons(self.row[at], mapped), strict=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is read of each sample, by tensor, and where it goes.
+@dataclass(slots=True)
+class Extents:
+    """What is read of samples, in each layout that they have.
 
     Attributes:
         begin: [tensors, layouts], byte offset of the tensor in the `.safetensors` member.
         nbytes: [tensors, layouts], its bytes.
-        layout: [samples], which layout a sample has.
-        dest: [tensors, samples], byte offset in the batch's memory.
+        sizes: The bytes of each tensor, if they are the same in all layouts.
     """
 
     begin: Array
     nbytes: Array
-    layout: Array
-    dest: Array
+    sizes: list[int] | None = field(init=False)
+    _runs: list[Runs] | None = field(init=False, default=None)
 
-    def read(self, places: Places, memory: Array, io: str, threads: int, executor: Executor | None) -> bool:
+    def __post_init__(self) -> None:
+        first = self.nbytes[:, 0]
+        self.sizes = first.tolist() if bool((self.nbytes == first[:, None]).all()) else None
+
+    @property
+    def runs(self) -> list[Runs]:
+        """The reads that a sample of each layout takes."""
+        if self._runs is None:
+            self._runs = [_runs(*each) for each in zip(self.begin.T.tolist(), self.nbytes.T.tolist(), strict=True)]
+        return self._runs
+
+
+def _runs(begins: list[int], sizes: list[int]) -> Runs:
+    runs: Runs = []
+    for begin, tensor in sorted(zip(begins, range(len(begins)), strict=True)):
+        nbytes = sizes[tensor]
+        gap = begin - runs[-1][1] if runs else -1
+        if not nbytes:
+            continue
+        if 0 <= gap <= SCRATCH_NBYTES:
+            first, _, parts = runs[-1]
+            parts += [(-1, gap), (tensor, nbytes)] if gap else [(tensor, nbytes)]
+            runs[-1] = first, begin + nbytes, parts
+        else:
+            runs.append((begin, begin + nbytes, [(tensor, nbytes)]))
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which bytes of which samples go where in a batch's memory.
+
+    Attributes:
+        places: Where the samples lie.
+        extents: What is read of each.
+        layout: [samples], which layout a sample has; None if there is one.
+        first: Where the row of the first sample goes, by tensor.
+        dest: [tensors, samples], where each goes; None if all rows follow each other and are of `extents.sizes`.
+    """
+
+    places: Places
+    extents: Extents
+    layout: Array | None
+    first: list[int]
+    dest: Array | None
+
+    def read(self, memory: Array, io: str, threads: int, executor: Executor | None) -> bool:
         """Fill `memory` (uint8); return whether that was done through maps.
 
         Small samples of one size that are in the page cache are gathered from maps, one torch call per tensor; all else
@@ -78,82 +124,83 @@ class Plan:
         Raises:
             FormatError: A shard is not what its index says, or was cut short.
         """
-        if io != "pread" and self._gather(places, memory, io):
+        if io != "pread" and self._gather(memory, io):
             return True
+        places = self.places
         order = np.lexsort((places.begin, places.number)) if len(places.shards) > 1 else np.arange(len(places))
-        total = int(self.nbytes.sum(0)[self.layout].sum())
+        nbytes = self.extents.nbytes.sum(0)
+        total = int(nbytes[0]) * len(places) if self.layout is None else int(nbytes[self.layout].sum())
         threads = min(threads, len(order), max(1, total >> 18)) if executor else 1  # else handing over costs more
         parts = [part.tolist() for part in np.array_split(order, threads)]
-        runs = self._runs()
-        futures = [executor.submit(self._scatter, places, memory, runs, p) for p in parts[1:]] if executor else []
+        runs = self.extents.runs
+        futures = [executor.submit(self._scatter, memory, runs, part) for part in parts[1:]] if executor else []
         try:
-            self._scatter(places, memory, runs, parts[0])
+            self._scatter(memory, runs, parts[0])
         finally:
             wait(futures)  # when this returns, nobody may be writing into the memory any more
         while futures:
             futures.pop(0).result()  # an error refers to this frame, which then must not refer to it
         return False
 
-    def _gather(self, places: Places, memory: Array, io: str) -> bool:
-        sizes = self.nbytes[:, 0]
+    def _begin_of(self, tensor: int) -> Any:
+        """Return where a tensor begins in its member: [samples], or one number for all."""
+        begin = self.extents.begin[tensor]
+        return begin.item(0) if self.layout is None else begin[self.layout]
+
+    def _gather(self, memory: Array, io: str) -> bool:
+        places, sizes = self.places, self.extents.sizes
+        if self.dest is not None or sizes is None or sum(sizes) > GATHER_NBYTES:
+            return False
         if os.getpid() != _PID and torch.get_num_threads() > 1:
             return False  # forked: if torch's threads were used before, a call that wants them waits forever
-        small = int(sizes.sum()) <= GATHER_NBYTES and bool((self.nbytes == sizes[:, None]).all())
-        if not small or len(places.parts) > places.shards[0].files.max_open:
+        if len(places.parts) > places.shards[0].files.max_open or (io == "auto" and not self._is_resident()):
             return False
-        begin = self.begin[:, self.layout]
-        if io == "auto" and not self._are_resident(places, begin[-1] if len(begin) else places.begin):
-            return False
-        files = [places.shards[number].file for number, _ in places.parts]
-        bases = [file.address() for file in files]
-        # all maps as one array, from the first one's address to the end of the last; what lies between is never touched
-        first = min(bases)
-        span = max(base + file.nbytes for base, file in zip(bases, files, strict=True)) - first
-        origin = places.begin.copy()
-        for (number, at), base in zip(places.parts, bases, strict=True):
+        for number, at in places.parts:
             places.shards[number].check_mapped(places.row[at])
-            origin[at] += base - first
-        whole = np.asarray(_Memory(first, span))
-        for tensor, size in enumerate(sizes.tolist()):
+        whole, origin = self._maps()
+        for tensor, size in enumerate(sizes):
             if size:
-                dest = int(self.dest[tensor, 0])
-                out = memory[dest : dest + size * len(places)].reshape(len(places), size)
-                gather(whole, origin + begin[tensor], size, out)
+                out = memory[self.first[tensor] : self.first[tensor] + size * len(places)]
+                gather(whole, origin + self._begin_of(tensor), size, out.reshape(len(places), size))
         return True
 
-    def _are_resident(self, places: Places, begin: Array) -> bool:
+    def _is_resident(self) -> bool:
         """Return whether a few of the samples are in the page cache: through a cold map one waits page by page."""
-        shards = places.shards
-        where = places.begin + begin
+        places = self.places
+        where = places.begin + self._begin_of(-1) if self.first else places.begin
         # one system call each
         return all(
-            shards[places.number.item(i)].file.is_resident(where.item(i))
+            places.shards[places.number.item(i)].file.is_resident(where.item(i))
             for i in range(0, len(places), max(1, len(places) // _NUM_PROBES))
         )
 
-    def _runs(self) -> list[Runs]:
-        """Return the reads that a sample of each layout takes."""
-        result = []
-        for begins, sizes in zip(self.begin.T.tolist(), self.nbytes.T.tolist(), strict=True):
-            runs: Runs = []
-            for begin, tensor in sorted(zip(begins, range(len(begins)), strict=True)):
-                nbytes = sizes[tensor]
-                gap = begin - runs[-1][1] if runs else -1
-                if not nbytes:
-                    continue
-                if 0 <= gap <= SCRATCH_NBYTES:
-                    first, _, parts = runs[-1]
-                    parts += [(-1, gap), (tensor, nbytes)] if gap else [(tensor, nbytes)]
-                    runs[-1] = first, begin + nbytes, parts
-                else:
-                    runs.append((begin, begin + nbytes, [(tensor, nbytes)]))
-            result.append(runs)
-        return result
+    def _maps(self) -> tuple[torch.Tensor, Array]:
+        """Return the maps of all files as one tensor of bytes, and where in it the samples' members begin."""
+        places = self.places
+        files = [places.shards[number].file for number, _ in places.parts]
+        if len(files) == 1:
+            return files[0].tensor(), places.begin
+        # from the first one's address to the end of the last; what lies between is never touched
+        bases = [file.address() for file in files]
+        first = min(bases)
+        span = max(base + file.nbytes for base, file in zip(bases, files, strict=True)) - first
+        origin = places.begin.copy()
+        for (_, at), base in zip(places.parts, bases, strict=True):
+            origin[at] += base - first
+        return torch.from_numpy(np.asarray(_Memory(first, span, files))), origin
 
-    def _scatter(self, places: Places, memory: Array, layouts: list[Runs], order: list[int]) -> None:
+    def _dest(self) -> list[Sequence[int]]:
+        """Return where each row goes: [tensors][samples]."""
+        if self.dest is not None:
+            return self.dest.tolist()  # type: ignore[no-any-return]
+        count, sizes = len(self.places), self.extents.sizes or ()
+        return [range(at, at + size * count, size) if size else () for at, size in zip(self.first, sizes, strict=True)]
+
+    def _scatter(self, memory: Array, layouts: list[Runs], order: list[int]) -> None:
         target = memory.data
         scratch = memoryview(bytearray(SCRATCH_NBYTES))
-        which, dest = self.layout.tolist(), self.dest.tolist()
+        places, dest = self.places, self._dest()
+        which = [0] * len(places) if self.layout is None else self.layout.tolist()
         rows, numbers, begins = places.row.tolist(), places.number.tolist(), places.begin.tolist()
         advised: int | None = None  # how many of `order` the system was told of; None while all were in memory
         # one system call per sample and run
@@ -182,7 +229,8 @@ class Plan:
 
 
 class _Memory:
-    """Lets numpy see the process's memory from an address on."""
+    """Lets numpy see the process's memory from an address on, and keeps what is there."""
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, address: int, nbytes: int, files: list[ShardFile]) -> None:
+        self.files = files
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}

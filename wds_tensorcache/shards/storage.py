@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError
@@ -23,7 +24,7 @@ _HAS_PREAD, _HAS_PREADV = hasattr(os, "pread"), hasattr(os, "preadv")
 _MAX_BUFFERS = 1024  # IOV_MAX
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _UNKNOWN = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
-_ONE_BYTE = memoryview(bytearray(1))
+_ONE_BYTE = [bytearray(1)]
 _NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs", "afs", "gluster", "virtiofs")
 
 
@@ -44,6 +45,7 @@ class ShardFile:
         self._lock = threading.Lock()
         self._map: mmap.mmap | None = None
         self._array: np.ndarray[Any, Any] | None = None
+        self._tensor: torch.Tensor | None = None
         self._tells = bool(_NOWAIT)  # until the file system says that it cannot
         self._is_memory: bool | None = None  # asked when needed
 
@@ -90,22 +92,36 @@ class ShardFile:
                     return False
                 begin += count
                 buffers = buffers[_MAX_BUFFERS:]
-            except BlockingIOError:
-                return False
             except OSError as exc:
-                if exc.errno not in _UNKNOWN:
-                    raise
-                self._tells = False
+                if not self._is_unable(exc):
+                    return False
         self._fill(buffers, begin)
         return True
 
+    def _is_unable(self, error: OSError) -> bool:
+        """Return whether the file system cannot tell what is in memory, which is then known; False if something is not.
+
+        Raises:
+            OSError: `error`, if it is neither.
+        """
+        if error.errno in _UNKNOWN:
+            self._tells = False
+            return True
+        if not isinstance(error, BlockingIOError):
+            raise error
+        return False
+
     def is_resident(self, begin: int) -> bool:
         """Return whether the byte at `begin` is in memory; False where the system cannot tell."""
-        if self._tells and self.read_resident([_ONE_BYTE], begin) and self._tells:
-            return True
+        while self._tells:
+            try:
+                return os.preadv(self.fd, _ONE_BYTE, begin, _NOWAIT) == 1
+            except OSError as exc:
+                if not self._is_unable(exc):
+                    return False
         if self._is_memory is None:
-            self._is_memory = not self._tells and file_system(self.path)[0] in ("tmpfs", "ramfs")
-        return self._is_memory and not self._tells
+            self._is_memory = file_system(self.path)[0] in ("tmpfs", "ramfs")
+        return self._is_memory
 
     def will_need(self, begin: int, end: int) -> None:
         """Tell the system to read `[begin, end)` in the background."""
@@ -150,9 +166,15 @@ class ShardFile:
             self._array = view_bytes(memoryview(self.map()))
         return self._array
 
+    def tensor(self) -> torch.Tensor:
+        """Return the map as a uint8 tensor. Memory: a view; never write into it."""
+        if self._tensor is None:
+            self._tensor = torch.from_numpy(self.array())
+        return self._tensor
+
     def address(self) -> int:
         """Return where the map begins in this process's memory."""
-        return int(self.array().__array_interface__["data"][0])
+        return self.tensor().data_ptr()
 
 
 class Files:

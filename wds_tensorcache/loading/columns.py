@@ -1,0 +1,139 @@
+"""What the tensors of a batch are: one column for each tensor, resolved in every layout that the samples have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from wds_tensorcache.codec.header import Layout
+from wds_tensorcache.codec.reference import Reference, resolve
+from wds_tensorcache.errors import BatchError
+from wds_tensorcache.loading.plan import Extents, Places
+
+__all__ = ["Columns", "check_same_names", "layouts_of"]
+
+Array = np.ndarray[Any, Any]
+
+
+def layouts_of(places: Places) -> tuple[list[Layout], Array | None]:
+    """Return a batch's layouts, the first sample's first, and which of them each sample has; None if there is one."""
+    shards = places.shards
+    if len(places.parts) == 1 and len(shards[places.parts[0][0]].index.layouts) == 1:
+        return [shards[places.parts[0][0]].layout(0)], None
+    first_one = shards[places.number.item(0)].layout(places.row.item(0))
+    layouts = {id(first_one): (0, first_one)}
+    which = np.zeros(len(places), np.int64)
+    for number, at in places.parts:
+        rows = places.row[at]
+        shard = shards[number]
+        kinds, first, inverse = np.unique(shard.columns.layout[rows], return_index=True, return_inverse=True)
+        found = np.empty(len(kinds), np.int64)
+        for kind, row in enumerate(rows[first].tolist()):
+            layout = shard.layout(row)
+            found[kind] = layouts.setdefault(id(layout), (len(layouts), layout))[0]
+        which[at] = found[inverse]
+    return [layout for _, layout in layouts.values()], which if len(layouts) > 1 else None
+
+
+class Columns:
+    """The tensors called `names` of samples of some layouts.
+
+    Attributes:
+        names: Of the tensors; a tensor's place among them is its number.
+        references: [tensors][layouts], what each is; empty until `resolve`.
+        extents: Where each lies in its member.
+        has_bools: Whether the tensor may hold bytes that are no bools, by number.
+    """
+
+    def __init__(self, names: Sequence[str], layouts: Sequence[Layout]) -> None:
+        self.names = tuple(names)
+        self.layouts = layouts
+        self.references: list[list[Reference]] = []
+        stored = [[layout.tensors[name] for layout in layouts] for name in names]
+        shape = (len(names), len(layouts))
+        begin = np.array([[one.begin for one in each] for each in stored], np.int64).reshape(shape)
+        end = np.array([[one.end for one in each] for each in stored], np.int64).reshape(shape)
+        self.extents = Extents(begin, end - begin)
+        self.has_bools = [any(one.dtype == "BOOL" for one in each) for each in stored]
+
+    def resolve(self, like: dict[str, Any], texts: Callable[[int], dict[str, str]], key: Callable[[int], str]) -> None:
+        """Find what the tensors are in each layout.
+
+        Args:
+            like: The first sample's lazy tensors by name.
+            texts: Returns how the skeletons of a layout refer to its tensors, by name.
+            key: Returns the key of a sample of a layout; the first sample is of layout 0.
+
+        Raises:
+            BatchError: A tensor is of another kind or dtype in one of them.
+        """
+        texts_of = [texts(number) for number in range(len(self.layouts))]
+        for name in self.names:
+            mine = like[name]._reference
+            references = [resolve(layout, text[name]) for layout, text in zip(self.layouts, texts_of, strict=True)]
+            for number, found in enumerate(references):
+                if found.kind != mine.kind or found.dtype != mine.dtype:
+                    raise BatchError(
+                        f"tensor {name!r} is {mine.kind} of {mine.dtype} in sample {key(0)!r}, "
+                        f"but {found.kind} of {found.dtype} in {key(number)!r}"
+                    )
+            self.references.append(references)
+
+    def check_equal(self, key: Callable[[int], str]) -> None:
+        """Raise BatchError unless each tensor has one shape in all layouts."""
+        for name, references in zip(self.names, self.references, strict=True):
+            for number, reference in enumerate(references):
+                if reference.shape != references[0].shape:
+                    raise BatchError(
+                        f"tensor {name!r} is {list(references[0].shape)} in sample {key(0)!r}, but "
+                        f"{list(reference.shape)} in {key(number)!r}; use collate='pad' or 'list'"
+                    )
+
+    def are_equal(self) -> bool:
+        """Return whether each tensor has one shape in all layouts."""
+        return all(one.shape == each[0].shape for each in self.references for one in each)
+
+    def largest(self, key: Callable[[int], str]) -> list[tuple[int, ...]]:
+        """Return, for each tensor, the shape that all of its shapes fit into.
+
+        Raises:
+            BatchError: A tensor has different numbers of dimensions.
+        """
+        for name, references in zip(self.names, self.references, strict=True):
+            for number, reference in enumerate(references):
+                if len(reference.shape) != len(references[0].shape):
+                    raise BatchError(
+                        f"tensor {name!r} has {len(references[0].shape)} dimensions in sample {key(0)!r}, "
+                        f"but {len(reference.shape)} in {key(number)!r}; use collate='list'"
+                    )
+        return [tuple(map(max, zip(*(r.shape for r in references), strict=True))) for references in self.references]
+
+    def shapes(self, which: Array) -> dict[str, torch.Tensor]:
+        """Return each tensor's shape in each sample, int64 `[B, ndim]`."""
+        return {
+            name: torch.from_numpy(
+                np.array([r.shape for r in references], np.int64).reshape(len(references), -1)[which]
+            )
+            for name, references in zip(self.names, self.references, strict=True)
+        }
+
+
+def check_same_names(
+    layouts: Sequence[Layout], names: Sequence[str], wanted: Callable[[str], bool] | None, key: Callable[[int], str]
+) -> None:
+    """Raise BatchError unless the layouts have the same tensors of those that are wanted, as the first sample has them."""
+    first = layouts[0].tensors.keys()
+    for number, layout in enumerate(layouts):
+        for name in names:
+            if name not in layout.tensors:
+                raise BatchError(
+                    f"sample {key(number)!r} has no tensor {name!r}, but {key(0)!r} has; collate with a function"
+                )
+        more = [name for name in layout.tensors.keys() - first if wanted is None or wanted(name)]
+        if more:
+            raise BatchError(
+                f"sample {key(number)!r} has tensor {min(more)!r}, but {key(0)!r} has not; collate with a function"
+            )
