@@ -15,7 +15,7 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any
 
-__all__ = ["MAX_LEARNT", "MISS", "Template", "learn"]
+__all__ = ["MAX_LEARNT", "MISS", "Template", "assemble", "learn", "taker"]
 
 MISS: Any = object()
 MAX_LEARNT = 8
@@ -51,12 +51,7 @@ class Template:
 
     def build(self, made: list[Any]) -> Any:
         """Return the object whose values and then tensors are in `made`, which is used up."""
-        for kind, keys, take in self.containers:
-            if kind is dict:
-                made.append(dict(zip(keys, take(made), strict=True)))
-            else:
-                made.append(kind(take(made)))
-        return made[-1]
+        return assemble(self.containers, made)
 
     def _match(self, body: bytes, pos: int) -> Any:
         values: list[Any] = []
@@ -97,6 +92,16 @@ class Template:
             else:
                 return MISS
         return values if body[pos:] == segments[-1] else MISS
+
+
+def assemble(containers: Iterable[tuple[type, Any, Any]], made: list[Any]) -> Any:
+    """Make each container of what is in `made`, to which it is added; return the last. As `Template.containers`."""
+    for kind, keys, take in containers:
+        if kind is dict:
+            made.append(dict(zip(keys, take(made), strict=True)))
+        else:
+            made.append(kind(take(made)))
+    return made[-1]
 
 
 @dataclass(slots=True, eq=False)
@@ -140,13 +145,12 @@ def learn(body: bytes, begin: int) -> Template | None:
         return None  # a text that is a key here and a value there
     cuts = [begin, *(edge for value in values for edge in (value.begin, value.end)), len(body)]
     segments = tuple(body[first:last] for first, last in zip(cuts[::2], cuts[1::2], strict=True))
-    steps = tuple(
-        (part.kind, tuple(part.keys), _taker([order[id(item)] for item in part.items])) for part in containers
-    )
+    steps = tuple((part.kind, tuple(part.keys), taker([order[id(item)] for item in part.items])) for part in containers)
     return Template(segments, tuple(tensor.text for tensor in tensors), steps)
 
 
-def _taker(indices: list[int]) -> Callable[[list[Any]], Iterable[Any]]:
+def taker(indices: list[int]) -> Callable[[list[Any]], Iterable[Any]]:
+    """Return what takes the items at `indices` out of a list."""
     if not indices:
         return lambda made: ()
     if len(indices) == 1:

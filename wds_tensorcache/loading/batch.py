@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -17,7 +18,7 @@ from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.template import Template
 from wds_tensorcache.codec.views import check_array
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.loading.collate import fill
+from wds_tensorcache.loading.collate import Recipe, fill, recipe_of
 from wds_tensorcache.loading.columns import Columns, check_same_names, layouts_of
 from wds_tensorcache.loading.leaves import Decoded, Leaves
 from wds_tensorcache.loading.memory import Memory, filler_of, nbytes_of, to_device
@@ -40,23 +41,22 @@ class Structure:
         sample: For its containers and keys.
         tensors: Its lazy tensors by name.
         template: That the sample is of, if it is of one.
-        holding: Which of its containers have a tensor in them; `fill` keeps it.
+        recipe: How to make a batch, if it is of a template.
         columns: Of batches whose samples are all of one layout, by that.
     """
 
     sample: Any
     tensors: dict[str, Lazy]
     template: Template | None
-    holding: dict[int, bool]
+    recipe: Recipe | None
     columns: dict[int, Columns] = field(default_factory=dict)
 
 
 def structure_of(sample: Any, template: Template | None) -> Structure:
     """Return the structure of `sample`, which is of that template if it is of one."""
     tensors: dict[str, Lazy] = {}
-    holding: dict[int, bool] = {}
-    fill(sample, lambda lazy: tensors.setdefault(lazy.name, lazy), lambda path: None, holding)
-    return Structure(sample, tensors, template, holding)
+    fill(sample, lambda lazy: tensors.setdefault(lazy.name, lazy), lambda path: None)
+    return Structure(sample, tensors, template, recipe_of(sample) if template is not None else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,10 @@ def read_batch(
         made = reading.listed() if collate == "list" else reading.padded(pad_value)
     like = request.structure
     decoded = Decoded(request.places, like.template, reading.mapped, request.sample, request.key, request.wanted)
-    batch = fill(like.sample, lambda lazy: made[lazy.name], lambda path: Leaves(decoded, path), like.holding)
+    if like.recipe is not None:
+        batch = like.recipe.fill(made, partial(Leaves, decoded))
+    else:
+        batch = fill(like.sample, lambda lazy: made[lazy.name], lambda path: Leaves(decoded, path))
     return (batch, reading.columns.shapes(reading.which())) if collate == "pad" else batch
 
 

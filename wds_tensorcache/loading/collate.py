@@ -4,38 +4,34 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.codec.template import assemble, taker
 
-__all__ = ["Path", "fill", "project"]
+__all__ = ["Path", "Recipe", "fill", "project", "recipe_of"]
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, tuple, deque)
 Path = tuple[Any, ...]
 
 
-def fill(
-    sample: Any,
-    tensor: Callable[[Lazy], Any],
-    leaf: Callable[[Path], Any],
-    holding: dict[int, bool] | None = None,
-) -> Any:
+def fill(sample: Any, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any]) -> Any:
     """Return the structure of `sample` with other things in it.
 
     Dicts keep their keys; lists, tuples and deques are kept where a tensor is in them. Everything else, a tuple of ints
     say, is one leaf: what `leaf` returns for the path to it. What is one object in the sample is one in the result.
-    `holding`, which containers have a tensor in them, may be kept as long as the sample is.
     """
-    return _Fill(tensor, leaf, {} if holding is None else holding).visit(sample, ())
+    return _Fill(tensor, leaf).visit(sample, ())
 
 
 class _Fill:
     # an object, not nested functions: those refer to themselves, and would hold a batch until the garbage collector runs
-    def __init__(self, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any], holding: dict[int, bool]) -> None:
+    def __init__(self, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any]) -> None:
         self._tensor = tensor
         self._leaf = leaf
-        self._holding = holding
+        self._holding: dict[int, bool] = {}  # which containers have a tensor in them
         self._made: dict[int, Any] = {}
 
     def _holds(self, value: Any) -> bool:
@@ -80,6 +76,54 @@ def _empty_like(value: Any) -> Any:
     if cls is defaultdict:
         return defaultdict(value.default_factory)
     return deque(maxlen=value.maxlen) if cls is deque else cls()
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """`fill` for samples of one template: what it would visit is known.
+
+    Attributes:
+        names: Of the tensors.
+        paths: To the leaves.
+        containers: As a template has them, of the tensors and then the leaves.
+    """
+
+    names: list[str]
+    paths: list[Path]
+    containers: list[tuple[type, Any, Any]]
+
+    def fill(self, tensors: dict[str, Any], leaf: Callable[[Path], Any]) -> Any:
+        """Return the structure with `tensors` and leaves in it."""
+        return assemble(self.containers, [*map(tensors.__getitem__, self.names), *map(leaf, self.paths)])
+
+
+def recipe_of(sample: Any) -> Recipe:
+    """Return the recipe of a sample that is of a template: of dicts, lists and tuples, none of them in it twice."""
+    tensors: list[_Slot] = []
+    leaves: list[_Slot] = []
+
+    def slot(slots: list[_Slot], of: Any) -> _Slot:
+        slots.append(_Slot(of))
+        return slots[-1]
+
+    filled = fill(sample, lambda lazy: slot(tensors, lazy.name), lambda path: slot(leaves, path))
+    numbers = {id(one): number for number, one in enumerate([*tensors, *leaves])}
+    containers: list[tuple[type, Any, Any]] = []
+
+    def visit(value: Any) -> int:
+        if isinstance(value, _Slot):
+            return numbers[id(value)]
+        items = [visit(item) for item in (value.values() if type(value) is dict else value)]
+        containers.append((type(value), tuple(value) if type(value) is dict else (), taker(items)))
+        return len(numbers) + len(containers) - 1
+
+    visit(filled)
+    return Recipe([one.of for one in tensors], [one.of for one in leaves], containers)
+
+
+class _Slot:
+    def __init__(self, of: Any) -> None:
+        self.of = of
 
 
 _DROPPED: Any = object()
