@@ -20,22 +20,27 @@ Array = np.ndarray[Any, Any]
 
 def layouts_of(places: Places) -> tuple[list[Layout], Array | None]:
     """Return a batch's layouts, the first sample's first, and which of them each sample has; None if there is one."""
-    shards = places.shards
-    if len(places.parts) == 1 and len(shards[places.parts[0][0]].index.layouts) == 1:
-        return [shards[places.parts[0][0]].layout(0)], None
-    first_one = shards[places.number.item(0)].layout(places.row.item(0))
-    layouts = {id(first_one): (0, first_one)}
-    which = np.zeros(len(places), np.int64)
-    for number, at in places.parts:
-        rows = places.row[at]
-        shard = shards[number]
-        kinds, first, inverse = np.unique(shard.columns.layout[rows], return_index=True, return_inverse=True)
-        found = np.empty(len(kinds), np.int64)
-        for kind, row in enumerate(rows[first].tolist()):
-            layout = shard.layout(row)
-            found[kind] = layouts.setdefault(id(layout), (len(layouts), layout))[0]
-        which[at] = found[inverse]
-    return [layout for _, layout in layouts.values()], which if len(layouts) > 1 else None
+    first = places.shards[places.number.item(0)].layout(places.row.item(0))
+    layouts = {id(first): (0, first)}
+    found: list[Any] = []  # for each part, one number, or one for each of its samples
+
+    def number_of(layout: Layout) -> int:
+        return layouts.setdefault(id(layout), (len(layouts), layout))[0]
+
+    for number, _, rows in places.parts:
+        shard = places.shards[number]
+        if len(shard.index.layouts) == 1:
+            found.append(number_of(shard.layout(0)))
+            continue
+        _, some, inverse = np.unique(shard.columns.layout[rows], return_index=True, return_inverse=True)
+        numbers = [number_of(shard.layout(row)) for row in rows[some].tolist()]
+        found.append(np.array(numbers)[inverse])
+    if len(layouts) == 1:
+        return [first], None
+    which = np.empty(len(places), np.int64)
+    for (_, at, _), numbers in zip(places.parts, found, strict=True):
+        which[at] = numbers
+    return [layout for _, layout in layouts.values()], which
 
 
 class Columns:

@@ -165,12 +165,11 @@ class TensorCache(Sequence[Any]):
         if not len(positions):
             raise ValueError("no indices: a batch has at least one sample")
         store = self._store
-        numbers = positions.tolist()
         request = Request(
             store.places(positions),
-            self._structure(numbers[0]),
-            lambda i: self._sample(numbers[i]),
-            lambda i: store.key(numbers[i]),
+            self._structure(positions.item(0)),
+            lambda i: self._sample(positions.item(i)),
+            lambda i: store.key(positions.item(i)),
             self._wanted,
             store.pool,
             store.io.method,

@@ -30,14 +30,14 @@ _PID = os.getpid()
 class Places:
     """Where the samples of a batch lie: `shards[number[i]]`, its sample `row[i]`, whose tensors begin at byte `begin[i]`.
 
-    `parts` has, for each shard that is in the batch, its number and which samples of the batch are in it.
+    `parts` has, for each shard that is in the batch, its number, which samples of the batch are in it, and their rows.
     """
 
     shards: Sequence[Shard]
     number: Array
     row: Array
     begin: Array
-    parts: Sequence[tuple[int, Any]]
+    parts: Sequence[tuple[int, Any, Array]]
 
     def __len__(self) -> int:
         return len(self.row)
@@ -45,9 +45,9 @@ class Places:
     def skeletons(self, mapped: bool) -> Iterator[tuple[int, bytes, int]]:
         """Yield (which sample, its skeleton, where that one's body begins), shard by shard."""
         everything = range(len(self))
-        for number, at in self.parts:
+        for number, at, rows in self.parts:
             which = everything if isinstance(at, slice) else at.tolist()
-            yield from zip(which, *self.shards[number].skeletons(self.row[at], mapped), strict=True)
+            yield from zip(which, *self.shards[number].skeletons(rows, mapped), strict=True)
 
 
 @dataclass(slots=True)
@@ -155,8 +155,8 @@ class Plan:
             return False  # forked: if torch's threads were used before, a call that wants them waits forever
         if len(places.parts) > places.shards[0].files.max_open or (io == "auto" and not self._is_resident()):
             return False
-        for number, at in places.parts:
-            places.shards[number].check_mapped(places.row[at])
+        for number, _, rows in places.parts:
+            places.shards[number].check_mapped(rows)
         whole, origin = self._maps()
         for tensor, size in enumerate(sizes):
             if size:
@@ -177,7 +177,7 @@ class Plan:
     def _maps(self) -> tuple[torch.Tensor, Array]:
         """Return the maps of all files as one tensor of bytes, and where in it the samples' members begin."""
         places = self.places
-        files = [places.shards[number].file for number, _ in places.parts]
+        files = [places.shards[number].file for number, *_ in places.parts]
         if len(files) == 1:
             return files[0].tensor(), places.begin
         # from the first one's address to the end of the last; what lies between is never touched
@@ -185,7 +185,7 @@ class Plan:
         first = min(bases)
         span = max(base + file.nbytes for base, file in zip(bases, files, strict=True)) - first
         origin = places.begin.copy()
-        for (_, at), base in zip(places.parts, bases, strict=True):
+        for (_, at, _), base in zip(places.parts, bases, strict=True):
             origin[at] += base - first
         return torch.from_numpy(np.asarray(_Memory(first, span, files))), origin
 

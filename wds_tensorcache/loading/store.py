@@ -6,6 +6,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ __all__ = ["Store"]
 
 Array = np.ndarray[Any, Any]
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
-_ALL_IN_ONE = ((0, slice(None)),)
+_ALL = slice(None)
 _MASK = (1 << 64) - 1
 
 
@@ -40,6 +41,7 @@ class Store:
             [np.zeros(1, np.int64), np.cumsum([len(shard) for shard in shards], dtype=np.int64)]
         )
         self._starts = self.starts.tolist()
+        self._number_dtype = np.min_scalar_type(len(self.shards))
         self._table: tuple[Array, Array] | None = None
         self._executor: tuple[int, ThreadPoolExecutor] | None = None
 
@@ -70,15 +72,24 @@ class Store:
                 np.zeros(len(positions), np.int64),
                 positions,
                 shard.columns.tensors_begin[positions].astype(np.int64),
-                _ALL_IN_ONE,
+                ((0, _ALL, positions),),
             )
         number = np.searchsorted(self.starts, positions, "right") - 1
         row = positions - self.starts[number]
-        begin = np.empty(len(positions), np.int64)
-        present = sorted(set(number.tolist()))
-        parts = [(at, np.flatnonzero(number == at) if len(present) > 1 else slice(None)) for at in present]
-        for at, which in parts:
-            begin[which] = self.shards[at].columns.tensors_begin[row[which]]
+        if number.min() == number.max():
+            at = number.item(0)
+            begin = self.shards[at].columns.tensors_begin[row].astype(np.int64)
+            return Places(self.shards, number, row, begin, ((at, _ALL, row),))
+        order = np.argsort(number.astype(self._number_dtype), kind="stable")  # by radix, if they are short
+        present, rows = number[order], row[order]
+        edges = [0, *(np.flatnonzero(np.diff(present)) + 1).tolist(), len(order)]
+        parts, begins = [], np.empty(len(order), np.int64)
+        for first, last in pairwise(edges):
+            at = present.item(first)
+            parts.append((at, order[first:last], rows[first:last]))
+            begins[first:last] = self.shards[at].columns.tensors_begin[rows[first:last]]
+        begin = np.empty_like(begins)
+        begin[order] = begins
         return Places(self.shards, number, row, begin, parts)
 
     def find(self, key: str) -> list[int]:

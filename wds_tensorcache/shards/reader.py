@@ -254,9 +254,10 @@ class Shard:
     def check_mapped(self, rows: Array) -> None:
         """Do what `check_tensors` does for many samples, through the map."""
         index, columns, checked = self._load()
-        rows = rows[~checked[rows]]
-        if not len(rows):
+        known = checked[rows]
+        if known.all():
             return
+        rows = rows[~known]
         numbers = columns.layout[rows]
         mapped = self.file.tensor()
         begins = columns.tensors_begin[rows].astype(np.int64)
