@@ -21,7 +21,7 @@ __all__ = ["MemorySource", "Reference", "Source", "check_named", "named_by", "re
 class Source(Protocol):
     """Where bytes of a `.safetensors` member lie; offsets count from the member's first byte."""
 
-    def read(self, begin: int, end: int) -> bytearray | memoryview:
+    def read(self, begin: int, end: int) -> bytearray | np.ndarray[Any, Any]:
         """Return the bytes `[begin, end)` in memory of their own, or raise."""
 
     def read_into(self, buffer: memoryview, begin: int) -> None:
@@ -42,7 +42,7 @@ class MemorySource:
     def __init__(self, member: bytes | memoryview) -> None:
         self.member = memoryview(member)
 
-    def read(self, begin: int, end: int) -> bytearray | memoryview:
+    def read(self, begin: int, end: int) -> bytearray:
         return bytearray(self.member[begin:end])
 
     def read_into(self, buffer: memoryview, begin: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,21 +28,39 @@ def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def view_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a writable buffer of bytes as a tensor in host memory, whatever torch's default device is.
+# dtypes that numpy has too, and torch takes from it in every release
+_SHARED = {
+    getattr(torch, name): np.dtype(name)
+    for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64 complex128".split()
+}
+_MAX_NDIM = 32  # of numpy 1
+
+
+@cache
+def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], bool]:
+    """Return the numpy dtype under which torch takes elements of `dtype`, and whether they must be viewed as that then."""
+    shared = _SHARED.get(dtype)
+    return (np.dtype(f"i{dtype.itemsize}"), True) if shared is None else (shared, False)
+
+
+def view_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], begin: int = 0) -> torch.Tensor:
+    """Return a writable buffer of bytes, from `begin` on, as a tensor in host memory, whatever torch's default device is.
 
     Memory: aliases `buffer` and keeps it alive.
     """
-    if not len(buffer):
+    if 0 in shape:
         return torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype).view(shape)
-    return torch.frombuffer(buffer, dtype=dtype).view(shape)
+    if len(shape) > _MAX_NDIM:
+        return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=begin).view(shape)
+    # torch gives an array's shape to the tensor at once: in half the time of torch.frombuffer and view
+    carrier, is_viewed = _carrier(dtype)
+    tensor = torch.from_numpy(np.ndarray(shape, carrier, buffer, begin))
+    return tensor.view(dtype) if is_viewed else tensor
 
 
-def view_array(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Return a writable buffer of bytes as an array. Memory: aliases `buffer` and keeps it alive."""
-    if not len(buffer):
-        return np.empty(shape, dtype)
-    return np.frombuffer(buffer, dtype).reshape(shape)
+def view_array(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], begin: int = 0) -> Array:
+    """Return a writable buffer of bytes, from `begin` on, as an array. Memory: aliases `buffer` and keeps it alive."""
+    return np.ndarray(shape, dtype, buffer, begin) if math.prod(shape) else np.empty(shape, dtype)
 
 
 def check_array(array: Array) -> Array:

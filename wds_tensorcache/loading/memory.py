@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.reference import Reference
-from wds_tensorcache.codec.views import check_array, view_tensor
+from wds_tensorcache.codec.views import check_array, view_array, view_tensor
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.shards.arena import Pool
 
@@ -41,27 +41,13 @@ class Memory:
 
     def view(self, reference: Reference, begin: int, shape: tuple[int, ...]) -> Any:
         """Return what lies at byte `begin` as a tensor, or as an array, which is always on the host."""
-        nbytes = nbytes_of(reference, shape)
         if reference.kind == "ndarray":
-            return self._view_array(reference, begin, nbytes, shape)
-        flat = self._flat
-        if flat is not None:
-            part = flat[begin : begin + nbytes] if nbytes else flat.new_empty(0)
+            return check_array(view_array(self.array, reference.dtype, shape, begin))
+        if self._flat is not None:
+            nbytes = nbytes_of(reference, shape)
+            part = self._flat[begin : begin + nbytes] if nbytes else self._flat.new_empty(0)
             return part.view(reference.dtype).view(shape)
-        if not nbytes:
-            return view_tensor(b"", reference.dtype, shape)
-        count = nbytes // reference.dtype.itemsize
-        return torch.frombuffer(self.array, dtype=reference.dtype, count=count, offset=begin).view(shape)
-
-    def _view_array(self, reference: Reference, begin: int, nbytes: int, shape: tuple[int, ...]) -> Array:
-        if not nbytes:
-            return np.empty(shape, reference.dtype)
-        # over a tensor: numpy keeps that, while of an array it may keep what is behind it, and not the lease
-        if self._host is None:
-            part = torch.frombuffer(self.array, dtype=torch.uint8, count=nbytes, offset=begin)
-        else:
-            part = self._host[begin : begin + nbytes]
-        return check_array(part.numpy().view(reference.dtype).reshape(shape))
+        return view_tensor(self.array, reference.dtype, shape, begin)
 
 
 def filler_of(reference: Reference, value: float) -> tuple[np.dtype[Any], Any]:

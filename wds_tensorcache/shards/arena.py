@@ -58,8 +58,7 @@ class Pool:
     def lease(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Return `nbytes` bytes as a uint8 array, page-aligned, with anything in them.
 
-        Memory: an arena's. It comes back when the array itself is gone; `torch.frombuffer` holds the array as long as any
-        tensor over it lives (a slice of the array would not: numpy may hold the arena behind its back).
+        Memory: an arena's. It comes back when the array is gone; whatever numpy or torch puts over it keeps it.
         """
         size = _size_class(nbytes)
         try:

@@ -35,7 +35,7 @@ class ShardSource:
             shard.check_tensors(self._row)
         return shard.files.get(shard.path)
 
-    def read(self, begin: int, end: int) -> bytearray | memoryview:
+    def read(self, begin: int, end: int) -> bytearray | Array:
         return _read(self._file(), self._begin + begin, end - begin, self._shard.pool)
 
     def read_into(self, buffer: memoryview, begin: int) -> None:
@@ -48,10 +48,9 @@ class ShardSource:
         return FileSource(self._shard.path, self._file().identity), self._begin + begin
 
 
-def _read(file: ShardFile, begin: int, nbytes: int, pool: Pool) -> bytearray | memoryview:
-    # a view of the lease, not the lease: numpy would hold the arena and let the lease die
-    buffer = pool.lease(nbytes).data if nbytes >= LEASED_NBYTES else bytearray(nbytes)
-    file.read_into([memoryview(buffer)], begin)
+def _read(file: ShardFile, begin: int, nbytes: int, pool: Pool) -> bytearray | Array:
+    buffer = pool.lease(nbytes) if nbytes >= LEASED_NBYTES else bytearray(nbytes)
+    file.read_into([buffer], begin)
     return buffer
 
 
@@ -72,7 +71,7 @@ class FileSource:
             raise FormatError(f"{self._path}: the shard was changed since this lazy tensor was made")
         return file
 
-    def read(self, begin: int, end: int) -> bytearray | memoryview:
+    def read(self, begin: int, end: int) -> bytearray | Array:
         return _read(self._file(), begin, end - begin, _POOL)
 
     def read_into(self, buffer: memoryview, begin: int) -> None:

@@ -70,8 +70,8 @@ class ShardFile:
     def _cut_short(self, end: int) -> FormatError:
         return FormatError(f"{self.path}: the file ends at byte {end}, inside of a member: it was cut short")
 
-    def read_into(self, buffers: Sequence[memoryview], begin: int) -> None:
-        """Fill `buffers` (1-D, bytes), one behind the other, from `begin`: as few calls as the system allows.
+    def read_into(self, buffers: Sequence[Any], begin: int) -> None:
+        """Fill `buffers` (1-D, of bytes), one behind the other, from `begin`: as few calls as the system allows.
 
         Raises:
             FormatError: The file ends before they are full: it was cut short.
@@ -80,7 +80,7 @@ class ShardFile:
             return
         self._fill(buffers, begin)
 
-    def read_resident(self, buffers: Sequence[memoryview], begin: int) -> bool:
+    def read_resident(self, buffers: Sequence[Any], begin: int) -> bool:
         """Fill `buffers` if that needs no disk; else return False, with anything in them. Never waits.
 
         True without a word where the system cannot tell: the caller then reads nothing twice.
@@ -128,10 +128,10 @@ class ShardFile:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
-    def _fill(self, buffers: Sequence[memoryview], begin: int) -> None:
+    def _fill(self, buffers: Sequence[Any], begin: int) -> None:
         if not _HAS_PREADV:
             for buffer in buffers:
-                buffer[:] = self.read(begin, begin + len(buffer))
+                memoryview(buffer)[:] = self.read(begin, begin + len(buffer))
                 begin += len(buffer)
             return
         position = 0
