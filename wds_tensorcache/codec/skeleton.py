@@ -41,8 +41,8 @@ class SkeletonWriter:
         self.tensors: dict[str, StorableTensor] = {}  # by name, in the order of the walk
         self._allow = allow
         self._classes = {cls: key for key, cls in allow.items()}
-        # bytes to write; an int stands for a GET of what was written before that index, where a MEMOIZE then appears
-        self._parts: list[bytes | int] = []
+        self._parts: list[bytes] = []  # what to write; empty where a MEMOIZE or a GET may come
+        self._gets: list[tuple[int, int]] = []  # which of these is a GET, and the MEMOIZE of what it gets
         self._slots: dict[int, tuple[int, object]] = {}  # by id; holds the object, so that its id is not reused
         self._texts: dict[type, dict[Any, int]] = {str: {}, bytes: {}}  # by value
         self._globals: dict[tuple[str, str], int] = {}
@@ -53,14 +53,12 @@ class SkeletonWriter:
 
     def body(self) -> bytes:
         """Return the pickle behind the preamble."""
-        parts: list[bytes] = []
-        memo: dict[int, int] = {}
-        for index, part in enumerate(self._parts):
-            if part is op.MEMOIZE:
-                memo[index] = len(memo)
-            parts.append(op.write_get(memo[part]) if isinstance(part, int) else part)
-        parts.append(op.STOP)
-        body = b"".join(parts)
+        memo = {slot: number for number, slot in enumerate(sorted({slot for _, slot in self._gets}))}
+        parts = self._parts
+        for index, slot in self._gets:
+            parts[slot] = op.MEMOIZE
+            parts[index] = op.write_get(memo[slot])
+        body = b"".join(parts) + op.STOP
         if self._key_nodes > 1000 + 10 * len(body):
             raise EncodeError(f"{self._key_nodes} parts in keys and set elements, most of them shared; use a list")
         if self._num_deques > MAX_DEQUES:
@@ -99,25 +97,36 @@ class SkeletonWriter:
             raise EncodeError(f"{at(path)}: {remedy(value)}")
 
     def _get(self, slot: int) -> None:
-        self._parts[slot] = op.MEMOIZE
-        self._parts.append(slot)
+        self._gets.append((len(self._parts), slot))
+        self._parts.append(b"")
 
     def _slot(self) -> int:
         self._parts.append(b"")
         return len(self._parts) - 1
 
     def _remember(self, value: object) -> None:
-        self._slots[id(value)] = (self._slot(), value)
+        self._slots[id(value)] = (len(self._parts), value)
+        self._parts.append(b"")
 
     def _save_atom(self, value: Any, cls: type, atom: Callable[[Any], bytes]) -> None:
         known = self._texts.get(cls)
-        if known is None or len(value) < 2:  # a GET and its op.MEMOIZE are no shorter than what they save
+        if known is None or len(value) < 2:  # a GET and its MEMOIZE are no shorter than what they save
             self._parts.append(atom(value))
         elif value in known:
             self._get(known[value])
         else:
             self._parts.append(atom(value))
-            known[value] = self._slot()
+            known[value] = len(self._parts)
+            self._parts.append(b"")
+
+    def _save_item(self, item: Any, path: str, part: str, opaque: Counter | None, depth: int) -> None:
+        """Write what lies at `part` of `path`."""
+        cls = type(item)
+        atom = op.ATOM_WRITERS.get(cls)
+        if atom is not None:  # has no path
+            self._save_atom(item, cls, atom)
+        else:
+            self.save(item, path if opaque else join(path, part), opaque, depth + 1)
 
     def _save_list(self, value: list[Any], path: str, opaque: Counter | None, depth: int) -> None:
         self._parts.append(op.EMPTY_LIST)
@@ -129,7 +138,7 @@ class SkeletonWriter:
         if values:
             self._parts.append(op.MARK)
             for index, item in enumerate(values):
-                self.save(item, path if opaque else join(path, str(index)), opaque, depth + 1)
+                self._save_item(item, path, str(index), opaque, depth)
             self._parts.append(op.APPENDS)
 
     def _save_dict(self, value: dict[Any, Any], path: str, opaque: Counter | None, depth: int) -> None:
@@ -143,12 +152,12 @@ class SkeletonWriter:
             return
         self._parts.append(op.MARK)
         for index, (key, item) in enumerate(pairs):
-            inside = path if opaque else join(path, component(key, index))
+            part = component(key, index)
             if type(key) is str:
                 self._save_atom(key, str, _write_key if len(key) < 64 else op.ATOM_WRITERS[str])
             else:
-                self._save_key(key, inside, Counter(), depth)
-            self.save(item, inside, opaque, depth + 1)
+                self._save_key(key, path if opaque else join(path, part), Counter(), depth)
+            self._save_item(item, path, part, opaque, depth)
         self._parts.append(op.SETITEMS)
 
     def _save_key(self, key: Any, path: str, opaque: Counter, depth: int) -> None:
@@ -165,7 +174,7 @@ class SkeletonWriter:
         if len(value) not in op.TUPLES:
             self._parts.append(op.MARK)
         for index, item in enumerate(value):
-            self.save(item, path if opaque else join(path, str(index)), opaque, depth + 1)
+            self._save_item(item, path, str(index), opaque, depth)
         known = self._slots.get(id(value))
         if known is not None:  # one of the items holds this tuple, and has written it
             self._parts.append(op.POP * len(value) if len(value) in op.TUPLES else op.POP_MARK)
@@ -274,7 +283,9 @@ class SkeletonWriter:
             path = join(path, f"@{(opaque or Counter()).next()}")
         name = unique(path, self.tensors)
         self.tensors[name] = stored
-        self._save_call("builtins", "format", (reference_text(stored.kind, name, stored.true.attribute),), path)
+        self._global("builtins", "format")
+        self._save_atom(reference_text(stored.kind, name, stored.true.attribute), str, op.ATOM_WRITERS[str])
+        self._parts.append(op.TUPLE1 + op.REDUCE)
         self._remember(value)
 
     def _save_object(self, value: Any, path: str, depth: int) -> None:

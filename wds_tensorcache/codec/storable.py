@@ -11,12 +11,12 @@ import torch
 from wds_tensorcache.codec.dtypes import TrueDtype, numpy_true_dtype, torch_true_dtype
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
-from wds_tensorcache.codec.views import check_array
+from wds_tensorcache.codec.views import MAX_NDIM, SHARED, check_array
 
 __all__ = ["StorableTensor", "describe_tensor"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StorableTensor:
     """One tensor or array of a sample.
 
@@ -112,7 +112,11 @@ def view_tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
     Memory: aliases `tensor` where that is a plain contiguous CPU tensor, else a copy.
     """
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    plain = tensor.detach()
+    if plain.device.type != "cpu" or plain.is_conj() or plain.is_neg() or not plain.is_contiguous():
+        plain = plain.resolve_conj().resolve_neg().cpu().contiguous()
+    if plain.dtype in SHARED and plain.ndim <= MAX_NDIM:
+        return plain.numpy().reshape(-1).view(np.uint8)
     return plain.reshape(-1).view(torch.uint8).numpy()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["check_array", "check_tensor", "view_array", "view_bytes", "view_tensor"]
+__all__ = ["MAX_NDIM", "SHARED", "check_array", "check_tensor", "view_array", "view_bytes", "view_tensor"]
 
 _MAX_CODE_POINT = 0x10FFFF
 Array = np.ndarray[Any, Any]
@@ -29,17 +29,17 @@ def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # dtypes that numpy has too, and torch takes from it in every release
-_SHARED = {
+SHARED = {
     getattr(torch, name): np.dtype(name)
     for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64 complex128".split()
 }
-_MAX_NDIM = 32  # of numpy 1
+MAX_NDIM = 32  # of numpy 1
 
 
 @cache
 def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], bool]:
     """Return the numpy dtype under which torch takes elements of `dtype`, and whether they must be viewed as that then."""
-    shared = _SHARED.get(dtype)
+    shared = SHARED.get(dtype)
     return (np.dtype(f"i{dtype.itemsize}"), True) if shared is None else (shared, False)
 
 
@@ -50,7 +50,7 @@ def view_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], begin: 
     """
     if 0 in shape:
         return torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype).view(shape)
-    if len(shape) > _MAX_NDIM:
+    if len(shape) > MAX_NDIM:
         return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=begin).view(shape)
     # torch gives an array's shape to the tensor at once: in half the time of torch.frombuffer and view
     carrier, is_viewed = _carrier(dtype)
