@@ -1,4 +1,4 @@
-"""Files on their disk and out of the page cache, so that a read that is called cold is cold."""
+"""Files on their disk and out of the page cache, so that a read that is called cold is cold; memory that is there."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import ctypes
 import gc
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-__all__ = ["drop", "resident", "sync"]
+__all__ = ["back_memory", "drop", "resident", "sync"]
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -51,3 +52,21 @@ def resident(folder: Path) -> float:
         cached += int((flags & 1).sum())
         pages += len(flags)
     return cached / max(pages, 1)
+
+
+def back_memory(path: Path, content: memoryview) -> None:
+    """Write `content` to a file in memory from each CPU, and delete it: everyone then finds free pages behind which is memory.
+
+    A virtual machine's free pages may have none until they are written to, which costs ten times what the writing does; and
+    each CPU keeps a list of its own of those that were freed last, so that who writes in a thread would have the bad luck.
+    """
+
+    def write(cpu: int) -> None:
+        os.sched_setaffinity(0, {cpu})  # of this thread alone
+        path.write_bytes(content)
+        path.unlink()
+
+    for cpu in os.sched_getaffinity(0):
+        thread = threading.Thread(target=write, args=(cpu,))
+        thread.start()
+        thread.join()

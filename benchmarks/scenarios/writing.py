@@ -29,10 +29,13 @@ def write_fsync(context: Context) -> Rounds:
 
 def _write(context: Context, folder: Path, *, fsync: bool) -> Rounds:
     samples = context.samples[: context.workload.written]
+    content = memoryview(b"")
 
     def anew() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
+        if not fsync:
+            page_cache.back_memory(folder / "plain", content)
 
     def variant(peer: Peer) -> Callable[[], int]:
         def run() -> int:
