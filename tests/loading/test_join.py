@@ -83,6 +83,13 @@ def test_views(joined: Any) -> None:
     assert list(kept[::-1].filter(lambda entry: entry.key == "k2").keys()) == ["k2"]
 
 
+def test_filter_knows_all_caches(joined: Any, named: Any) -> None:
+    assert list(joined.filter(lambda entry: entry.shapes["states"][0] == 3).keys()) == ["k2", "k5", "k8"]
+    assert len(joined.filter(lambda entry: entry.nbytes == 24 + 4 + 8 and len(entry.shapes) == 3)) == 4  # one row
+    assert list(named.filter(lambda entry: entry.shapes["texts.states"][0] == 3).keys()) == ["k2", "k5", "k8"]
+    assert len(named.filter(lambda entry: entry.shapes["latents.latent.samples"] == (2, 3))) == COUNT
+
+
 def test_select(joined: Any, named: Any) -> None:
     assert set(joined.schema) == {"latent.samples", "states", "pooled"}
     assert named.schema["texts"]["states"].shape == ((1, 3), 2)

@@ -50,6 +50,9 @@ def test_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(folder / "manifest.json")
     check(str(folder / "train-{000000..000002}.tar"))
 
+    check(folder / "train-*.tar")
+    check(folder / "train-00000[12].tar", range(5, COUNT))
+    check(str(folder / "train-00000{[01],2*}.tar"))
     check(folder / "train-000001.tar", range(5, 10))
     check([folder / "train-000000.tar", str(folder / "train-{000001..000002}.tar")])
     check((folder,))
@@ -103,6 +106,7 @@ def test_nothing_there(tmp_path: Path, folder: Path) -> None:
         (tmp_path / "nowhere.tar", "nowhere.tar does not exist"),
         (tmp_path / "nowhere.json", "nowhere.json"),
         (folder / "train-{000000..000003}.tar", "train-000003.tar does not exist"),
+        (folder / "test-*.tar", r"test-\*.tar matches no file"),
         (tmp_path / "empty", r"empty has neither manifest.json nor \*.tar"),
         (manifest, "none.json lists no shards"),
         ([], "no shards: the list is empty"),

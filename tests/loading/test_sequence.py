@@ -283,36 +283,6 @@ def test_filter_reads_no_tensors(tmp_path: Path) -> None:
             cache[1]["x"].load()
 
 
-DTYPES = [torch.bfloat16, torch.complex128, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bool, torch.float64]
-ARRAYS = ["M8[ns]", "m8[25s]", "S3", "U4", "c16", "<f2", ">i4"]
-
-
-def test_schema(tmp_path: Path) -> None:
-    samples = [
-        {str(dtype): torch.zeros(i, 2 * dtype.itemsize, dtype=torch.uint8).view(dtype) for dtype in DTYPES}
-        | {name: np.zeros((3, i), name) for name in ARRAYS}
-        | {"scalar": torch.tensor(1.0)}
-        | ({"sometimes": torch.zeros(1)} if i == 2 else {})
-        for i in range(1, 4)
-    ]
-    for max_samples in (1, 10):
-        with tc.open(write(tmp_path / str(max_samples), samples, max_samples=max_samples)) as cache:
-            schema = cache.schema
-            for dtype in DTYPES:
-                found = schema[str(dtype).replace(".", "%2E")]
-                assert (found.kind, found.dtype, found.shape) == ("tensor", dtype, ((1, 3), 2))
-                assert (found.nbytes, found.num_samples) == (12 * dtype.itemsize, 3)
-            for name in ARRAYS:
-                dtype = np.dtype(name).newbyteorder("<")
-                found = schema[name.replace(".", "%2E")]
-                assert (found.kind, found.dtype, found.shape) == ("ndarray", dtype, (3, (1, 3)))
-                assert found.nbytes == 18 * dtype.itemsize
-            assert schema["scalar"].shape == ()
-            assert (schema["sometimes"].num_samples, schema["sometimes"].nbytes) == (1, 4)
-            assert cache[2:].schema["U4"].shape == (3, 3)
-            assert "sometimes" not in cache[2:].schema
-
-
 # --- closing ---
 
 

@@ -100,10 +100,6 @@ class SkeletonWriter:
         self._gets.append((len(self._parts), slot))
         self._parts.append(b"")
 
-    def _slot(self) -> int:
-        self._parts.append(b"")
-        return len(self._parts) - 1
-
     def _remember(self, value: object) -> None:
         self._slots[id(value)] = (len(self._parts), value)
         self._parts.append(b"")
@@ -115,9 +111,8 @@ class SkeletonWriter:
         elif value in known:
             self._get(known[value])
         else:
-            self._parts.append(atom(value))
-            known[value] = len(self._parts)
-            self._parts.append(b"")
+            self._parts += atom(value), b""
+            known[value] = len(self._parts) - 1
 
     def _save_item(self, item: Any, path: str, part: str, opaque: Counter | None, depth: int) -> None:
         """Write what lies at `part` of `path`."""
@@ -271,8 +266,8 @@ class SkeletonWriter:
             return
         for text in (module, name):
             self._save_atom(text, str, op.ATOM_WRITERS[str])
-        self._parts.append(op.STACK_GLOBAL)
-        self._globals[module, name] = self._slot()
+        self._parts += op.STACK_GLOBAL, b""
+        self._globals[module, name] = len(self._parts) - 1
 
     def _save_tensor(self, value: Any, path: str, opaque: Counter | None) -> None:
         try:

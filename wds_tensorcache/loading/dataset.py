@@ -61,6 +61,8 @@ class TensorCache(Sequence[Any]):
         if isinstance(index, str):
             return self._sample(self._at(self._find(index)))
         count = len(self)
+        if not hasattr(index, "__index__"):
+            raise TypeError(f"a sample is named by number or key, got {index!r:.100}; read_batch takes many")
         number = operator.index(index)
         if not -count <= number < count:
             raise IndexError(f"index {number} out of range [0, {count})")

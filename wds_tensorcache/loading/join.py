@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.errors import BatchError
+from wds_tensorcache.loading.schema import Entry
 
 __all__ = ["JoinedCache"]
 
@@ -83,10 +84,11 @@ class JoinedCache(Sequence[Any]):
         return self._each(lambda cache: cache.select([p for p in patterns if fnmatch.filter(list(cache.schema), p)]))
 
     def filter(self, predicate: Callable[[Any], Any]) -> JoinedCache:
-        """Return a view of the samples for which `predicate` is true of the first cache's entry."""
-        first = self._caches[0]
-        kept = np.array([n for n, entry in enumerate(first._entries()) if predicate(entry)], np.int64)
-        return self._take(kept)
+        """Return a view of the samples for which `predicate` is true; as `TensorCache.filter`, of an entry of all caches.
+
+        Where the caches have names, tensors are called `NAME.TENSOR` in its `.shapes`.
+        """
+        return self._take(np.array([n for n, entry in enumerate(self._entries()) if predicate(entry)], np.int64))
 
     def read_batch(
         self,
@@ -144,8 +146,15 @@ class JoinedCache(Sequence[Any]):
     def _find(self, key: str) -> int:
         return self._caches[0]._find(key)  # type: ignore[no-any-return]
 
-    def _entries(self) -> Iterator[Any]:
-        return self._caches[0]._entries()  # type: ignore[no-any-return]
+    def _entries(self) -> Iterator[Entry]:
+        prefixes = [f"{name}." for name in self._names] if self._names is not None else [""] * len(self._caches)
+        for parts in zip(*(cache._entries() for cache in self._caches), strict=True):
+            shapes = {
+                prefix + name: shape
+                for prefix, part in zip(prefixes, parts, strict=True)
+                for name, shape in part.shapes.items()
+            }
+            yield Entry(parts[0].key, sum(part.nbytes for part in parts), shapes)
 
     def _take(self, numbers: Any) -> JoinedCache:
         return self._each(lambda cache: cache._take(numbers))

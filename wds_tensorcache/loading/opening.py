@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,8 @@ def open(
 
     Args:
         source: A folder (its `manifest.json`, or else its `*.tar` in the order of their names), a manifest, a shard, a
-            pattern with braces (`"train-{000000..000099}.tar"`), or a list of those. Uncompressed local tars of any writer.
+            pattern (`"train-{000000..000099}.tar"`, `"train-*.tar"`), or a list of those; uncompressed local tars of any
+            writer.
         name: Which cache, where samples have several (`NAME.tensorcache`), `""` for the one without a name. By default the
             only one. Samples that lack it are not counted.
         join: `"key"` joins several caches of the same keys, sample by sample: `source` is a list of what `open` takes, or of
@@ -98,7 +100,7 @@ def open(
         for path, counts in found:
             count = counts.get(name, 0) if counts is not None else None
             shards.append(Shard(path, name, files, pool, table, count, indexes.get(path)))
-        return TensorCache(Store(shards, files, pool, _choose_io(io, found), threads or min(4, os.cpu_count() or 1)))
+        return TensorCache(Store(shards, files, pool, _choose_io(io, found), threads or min(4, _num_cores())))
     except BaseException:
         files.close()
         raise
@@ -131,11 +133,22 @@ def _find_one(source: str) -> list[Found]:
         return [(os.path.join(source, file), None) for file in shards]
     if source.endswith(".json"):
         return _from_manifest(source)
-    paths = [source] if os.path.exists(source) else list(braceexpand(source))
+    paths = [source] if os.path.exists(source) else list(_expand(source))
     for path in paths:
         if not os.path.exists(path):
             raise FileNotFoundError(f"{path} does not exist")
     return [(path, None) for path in paths]
+
+
+def _expand(pattern: str) -> Iterator[str]:
+    for path in braceexpand(pattern):
+        if glob.has_magic(path) and not os.path.exists(path):
+            found = sorted(glob.glob(path))
+            if not found:
+                raise FileNotFoundError(f"{path} matches no file")
+            yield from found
+        else:
+            yield path
 
 
 def _from_manifest(path: str) -> list[Found]:
@@ -178,6 +191,11 @@ def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str:
     if name is None and len(there) > 1:
         raise KeyError(f"{where}: caches {there}: choose one with name=…, '' for the one without a name")
     return there[0] if name is None else name
+
+
+def _num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _choose_io(io: str, found: Sequence[Found]) -> Io:

@@ -27,8 +27,8 @@ class TensorSchema:
     Attributes:
         name: Its path in the samples.
         kind: `"tensor"`, or `"ndarray"` for numpy arrays.
-        dtype: The true one, of torch or numpy.
-        shape: Each dimension's size, or (smallest, largest) where samples differ.
+        dtype: The true one, of torch or numpy; a tuple of them where samples differ.
+        shape: Each dimension's size, or (smallest, largest) where samples differ; None if these have not as many.
         nbytes: Of all samples together.
         num_samples: How many have it.
     """
@@ -36,7 +36,7 @@ class TensorSchema:
     name: str
     kind: str
     dtype: Any
-    shape: tuple[int | tuple[int, int], ...]
+    shape: tuple[int | tuple[int, int], ...] | None
     nbytes: int
     num_samples: int
 
@@ -117,14 +117,24 @@ def schema_of(store: Store, positions: Array) -> dict[str, TensorSchema]:
 def _merged(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
     if old is None:
         return new
-    shape: list[int | tuple[int, int]] = list(new.shape)
-    if len(old.shape) == len(new.shape):
-        for at, (a, b) in enumerate(zip(old.shape, new.shape, strict=True)):
-            ends = [*(a if isinstance(a, tuple) else (a,)), *(b if isinstance(b, tuple) else (b,))]
-            shape[at] = min(ends) if min(ends) == max(ends) else (min(ends), max(ends))
+    dtypes = _as_tuple(old.dtype)
+    dtypes += tuple(dtype for dtype in _as_tuple(new.dtype) if dtype not in dtypes)
+    shape = None
+    if old.shape is not None and new.shape is not None and len(old.shape) == len(new.shape):
+        ends = [(*_as_tuple(a), *_as_tuple(b)) for a, b in zip(old.shape, new.shape, strict=True)]
+        shape = tuple(min(each) if min(each) == max(each) else (min(each), max(each)) for each in ends)
     return TensorSchema(
-        new.name, old.kind, old.dtype, tuple(shape), old.nbytes + new.nbytes, old.num_samples + new.num_samples
+        new.name,
+        old.kind,
+        dtypes if len(dtypes) > 1 else dtypes[0],
+        shape,
+        old.nbytes + new.nbytes,
+        old.num_samples + new.num_samples,
     )
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def entries(store: Store, positions: Array) -> Iterator[Entry]:
