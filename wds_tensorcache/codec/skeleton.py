@@ -54,11 +54,10 @@ class SkeletonWriter:
     def body(self) -> bytes:
         """Return the pickle behind the preamble."""
         memo = {slot: number for number, slot in enumerate(sorted({slot for _, slot in self._gets}))}
-        parts = self._parts
         for index, slot in self._gets:
-            parts[slot] = op.MEMOIZE
-            parts[index] = op.write_get(memo[slot])
-        body = b"".join(parts) + op.STOP
+            self._parts[slot] = op.MEMOIZE
+            self._parts[index] = op.write_get(memo[slot])
+        body = b"".join(self._parts) + op.STOP
         if self._key_nodes > 1000 + 10 * len(body):
             raise EncodeError(f"{self._key_nodes} parts in keys and set elements, most of them shared; use a list")
         if self._num_deques > MAX_DEQUES:
@@ -116,10 +115,8 @@ class SkeletonWriter:
 
     def _save_item(self, item: Any, path: str, part: str, opaque: Counter | None, depth: int) -> None:
         """Write what lies at `part` of `path`."""
-        cls = type(item)
-        atom = op.ATOM_WRITERS.get(cls)
-        if atom is not None:  # has no path
-            self._save_atom(item, cls, atom)
+        if (atom := op.ATOM_WRITERS.get(type(item))) is not None:  # has no path
+            self._save_atom(item, type(item), atom)
         else:
             self.save(item, path if opaque else join(path, part), opaque, depth + 1)
 
