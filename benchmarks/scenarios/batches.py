@@ -23,11 +23,13 @@ def batch_random(context: Context) -> Rounds:
     """Batches in random order, everything in the page cache. Streams shuffle as their users do."""
     count = context.workload.timed
     with context.readers(_has_batches) as readers, _ranges(context) as ranges:
-        variants = {CEILING: Variant(ranges.read(context.order), count)}
+        variants = {CEILING: Variant(ranges.read(context.order), count, context.warm(CEILING))}
         for name, reader in readers.items():
             with context.attempt(name):
                 _check(context, name, reader)
-                variants[name] = Variant(partial(_read, context, reader), count, partial(_rewind, reader))
+                variants[name] = Variant(
+                    partial(_read, context, reader), count, context.warm(name, partial(_rewind, reader))
+                )
         return interleaved(variants, context.rounds)
 
 
@@ -78,11 +80,11 @@ def one_tensor(context: Context) -> Rounds:
         return lambda: sum(map(len, reader.ones(count)))
 
     with context.readers(lambda reader: reader.one or reader.ones) as readers, _ranges(context, path) as ranges:
-        variants = {CEILING: Variant(ranges.read(context.order), count)}
+        variants = {CEILING: Variant(ranges.read(context.order), count, context.warm(CEILING))}
         for name, reader in readers.items():
             with context.attempt(name):
                 check(name, reader)
-                variants[name] = Variant(variant(reader), count, partial(_rewind, reader))
+                variants[name] = Variant(variant(reader), count, context.warm(name, partial(_rewind, reader)))
         return interleaved(variants, context.rounds)
 
 

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from benchmarks import page_cache
 from benchmarks.peers import NAME
 from benchmarks.peers.base import Peer, Reader
 from benchmarks.workloads import Workload
@@ -56,6 +57,16 @@ class Context:
     def store(self, peer: Peer) -> Path:
         """Return the folder that a peer reads."""
         return self.stores / (peer.store or peer.name)
+
+    def warm(self, name: str, rewind: Callable[[], object] = lambda: None) -> Callable[[], None]:
+        """Return what comes before a pass of a row that is to find its store in the page cache."""
+        stores = {peer.name: self.store(peer) for peer in self.peers}
+
+        def prepare() -> None:
+            page_cache.load(stores.get(name, self.ours))
+            rewind()
+
+        return prepare
 
     @contextmanager
     def readers(self, ability: Callable[[Reader], object]) -> Iterator[dict[str, Reader]]:

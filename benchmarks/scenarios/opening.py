@@ -35,6 +35,6 @@ def opened(context: Context) -> Rounds:
             reader = peer.open(context.store(peer), context.workload)
             if reader.get or reader.samples:
                 context.check(peer.name, [first(reader)], [0])
-                variants[peer.name] = Variant(variant(peer), 1)
+                variants[peer.name] = Variant(variant(peer), 1, context.warm(peer.name))
             reader.close()
     return interleaved(variants, context.rounds)

@@ -68,7 +68,7 @@ def random_get(context: Context) -> Rounds:
             with context.attempt(name):
                 context.check(name, map(reader.get, order), order)
                 run = variant(reader.get, reader.touch or context.workload.touch)
-                variants[name] = Variant(run, len(order))
+                variants[name] = Variant(run, len(order), context.warm(name))
         return _beside_ceiling(context, variants, order)
 
 
@@ -80,7 +80,7 @@ def _in_order(context: Context, variant: Callable[[Reader], Callable[[], int]], 
             with context.attempt(name):
                 reader.rewind()
                 context.check(name, map(reader.decode, reader.samples()), range(timed))
-                variants[name] = Variant(variant(reader), timed, reader.rewind)
+                variants[name] = Variant(variant(reader), timed, context.warm(name, reader.rewind))
         return _beside_ceiling(context, variants, ceiling)
 
 
@@ -88,4 +88,6 @@ def _beside_ceiling(context: Context, variants: dict[str, Variant], order: list[
     if not order:
         return interleaved(variants, context.rounds)
     with Ranges(context.ours, context.workload.batch_size) as ranges:
-        return interleaved({CEILING: Variant(ranges.read(order), len(order)), **variants}, context.rounds)
+        return interleaved(
+            {CEILING: Variant(ranges.read(order), len(order), context.warm(CEILING)), **variants}, context.rounds
+        )

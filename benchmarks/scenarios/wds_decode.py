@@ -6,6 +6,7 @@ import io
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import safetensors.torch
 import webdataset as wds
 
 import wds_tensorcache as tc
+from benchmarks import page_cache
 from benchmarks.peers.webdataset import SHARD, decode_npz, write
 from benchmarks.scenarios.context import Context
 from benchmarks.timing import Rounds, Variant, interleaved
@@ -90,7 +92,11 @@ def wds_decode(context: Context) -> Rounds:
             context.check(name, (sample[field] for sample in samples(shard, stages)), range(workload.timed))
     try:
         return interleaved(
-            {name: Variant(measured(*row), workload.timed) for name, row in rows.items()}, context.rounds
+            {
+                name: Variant(measured(*row), workload.timed, partial(page_cache.load, folder))
+                for name, row in rows.items()
+            },
+            context.rounds,
         )
     finally:
         shutil.rmtree(folder)

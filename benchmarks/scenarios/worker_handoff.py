@@ -65,10 +65,10 @@ def _compared(context: Context, cache: Any) -> Rounds:
     variants = {}
     for name, source in in_samples.items():
         context.check(name, chain.from_iterable(source), context.order)
-        variants[name] = Variant(_samples_of(source, context), workload.timed)
+        variants[name] = Variant(_samples_of(source, context), workload.timed, context.warm(name))
     for name, source in in_batches.items():
         context.check(name, chain.from_iterable(_separate(batch, context) for batch in source), context.order)
-        variants[name] = Variant(_batches_of(source, context), workload.timed)
+        variants[name] = Variant(_batches_of(source, context), workload.timed, context.warm(name))
     return interleaved(variants, context.rounds)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from wds_tensorcache.loading.batch import Request, Structure, read_batch, structure_of
 from wds_tensorcache.loading.collate import project
-from wds_tensorcache.loading.schema import Entry, TensorSchema, entries, schema_of
+from wds_tensorcache.loading.schema import Entry, TensorSchema, entries, members_of, schema_of
 from wds_tensorcache.loading.store import Store
 
 __all__ = ["KeysView", "TensorCache"]
@@ -179,6 +179,28 @@ class TensorCache(Sequence[Any]):
             store.executor(),
         )
         return read_batch(request, device, pin, collate, pad_value)
+
+    @property
+    def members(self) -> dict[str, int]:
+        """Other members of the samples, by suffix: how many samples have it, say `{"jpg": 100, "json": 100}`."""
+        return members_of(self._store, self._positions())
+
+    def read_members(self, indices: Iterable[int | str], suffix: str) -> list[bytes]:
+        """Return the bytes of each sample's member `KEY.suffix`, as they are in the shard.
+
+        Raises:
+            IndexError, KeyError: A sample that is not there, or that has no such member.
+            FormatError: A shard is not what its index says.
+        """
+        suffix = suffix.lower()  # as webdataset has them
+        result = []
+        for position in self._resolve(indices).tolist():
+            shard, row = self._store.locate(position)
+            number = shard.find_members(np.array([row]), suffix).item()
+            if number < 0:
+                raise KeyError(f"sample {shard.key(row)!r} has no member {suffix!r}; in the cache are {self.members}")
+            result.append(shard.member(row, suffix, number))
+        return result
 
     def close(self) -> None:
         """Close the files and threads of this cache and its views."""

@@ -112,6 +112,17 @@ class JoinedCache(Sequence[Any]):
         return self._merge([batch for batch, _ in parts]), self._merge([shapes for _, shapes in parts])
 
     @property
+    def members(self) -> dict[str, int]:
+        """Other members of the samples, as `TensorCache.members`; of the first cache that has them."""
+        return {suffix: count for cache in reversed(self._caches) for suffix, count in cache.members.items()}
+
+    def read_members(self, indices: Iterable[Any], suffix: str) -> list[bytes]:
+        """Return the bytes of a member of each sample, as `TensorCache.read_members`; of the first cache that has it."""
+        having = [cache for cache in self._caches if suffix.lower() in cache.members] or self._caches
+        numbers = [self._caches[0]._find(i) if isinstance(i, str) else i for i in indices]
+        return having[0].read_members(numbers, suffix)  # type: ignore[no-any-return]
+
+    @property
     def io(self) -> tuple[Any, ...]:
         """How the files of each cache are read, and why."""
         return tuple(cache.io for cache in self._caches)

@@ -15,7 +15,7 @@ from wds_tensorcache.loading.collate import fill
 from wds_tensorcache.loading.store import Store
 from wds_tensorcache.shards.reader import Shard
 
-__all__ = ["Entry", "TensorSchema", "entries", "schema_of"]
+__all__ = ["Entry", "TensorSchema", "entries", "members_of", "schema_of"]
 
 Array = np.ndarray[Any, Any]
 
@@ -149,6 +149,17 @@ def entries(store: Store, positions: Array) -> Iterator[Entry]:
             for name, tensor in layout.tensors.items()
         }
         yield Entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
+
+
+def members_of(store: Store, positions: Array) -> dict[str, int]:
+    """Return how many of the samples at `positions` have each other member, by suffix."""
+    result: dict[str, int] = {}
+    for shard, rows in _by_shard(store, positions):
+        for suffix in shard.index.members:
+            count = int(np.count_nonzero(shard.find_members(rows, suffix) >= 0))
+            if count:
+                result[suffix] = result.get(suffix, 0) + count
+    return result
 
 
 def _by_shard(store: Store, positions: Array) -> Iterator[tuple[Shard, Array]]:

@@ -66,6 +66,14 @@ class MemberColumns:
     begin: Array
     nbytes: Array
 
+    def find(self, rows: Array) -> Array:
+        """Return which of these members each sample of `rows` has, -1 for none."""
+        if self.rows is None:
+            return rows.astype(np.int64)
+        found = np.searchsorted(self.rows, rows)
+        padded = np.append(self.rows.astype(np.int64), -1)
+        return np.where(padded[found] == rows, found, -1)
+
 
 @dataclass(frozen=True, slots=True)
 class LayoutTable:

@@ -184,6 +184,26 @@ class Shard:
             "it is of another state of the shard: make a new one with tc.index"
         )
 
+    def find_members(self, rows: Array, suffix: str) -> Array:
+        """Return the number of each sample's member with this suffix, -1 for samples without one."""
+        members = self.index.members.get(suffix)
+        samples = rows if self.columns.rows is None else self.columns.rows[rows]
+        return np.full(len(rows), -1) if members is None else members.find(samples)
+
+    def member(self, row: int, suffix: str, number: int) -> bytes:
+        """Return the member that `find_members` found.
+
+        Raises:
+            FormatError: The shard is not what its index says.
+        """
+        members = self.index.members[suffix]
+        begin, nbytes = members.begin.item(number), members.nbytes.item(number)
+        data = self.file.read(begin - BLOCK, begin + nbytes)
+        self._check_name(data, self.index.keys.raw(self.sample_row(row)) + f".{suffix}".encode(), begin)
+        if nbytes < 1 << 33 and parse_number(data[_SIZE_BEGIN : _SIZE_BEGIN + 12]) != nbytes:
+            raise FormatError(f"{self.path}: sample {self.key(row)!r}: its {suffix!r} is not the one that was indexed")
+        return data[BLOCK:]
+
     def check_tensors(self, row: int) -> None:
         """Raise FormatError unless the tensors of a sample are where the index says; looks once per sample."""
         index, columns, checked = self._load()
