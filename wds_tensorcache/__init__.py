@@ -17,12 +17,14 @@ from wds_tensorcache.integrations.webdataset import decode, encoder
 from wds_tensorcache.loading.dataset import TensorCache
 from wds_tensorcache.loading.join import JoinedCache
 from wds_tensorcache.loading.opening import open
+from wds_tensorcache.loading.order import EpochOrder
 from wds_tensorcache.shards.catalog import index
 from wds_tensorcache.shards.writer import ShardWriter
 
 __all__ = [
     "BatchError",
     "EncodeError",
+    "EpochOrder",
     "FormatError",
     "JoinedCache",
     "KeyRuleError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from wds_tensorcache.loading.memory import Memory, filler_of, nbytes_of, to_devi
 from wds_tensorcache.loading.plan import Places, Plan
 from wds_tensorcache.shards.arena import Pool
 
-__all__ = ["Request", "Structure", "read_batch", "structure_of"]
+__all__ = ["Request", "Structure", "fill_batch", "read_batch", "read_tensors", "structure_of"]
 
 Array = np.ndarray[Any, Any]
 _ALIGN = 64
@@ -99,13 +99,29 @@ def read_batch(
         made = reading.stacked()
     else:
         made = reading.listed() if collate == "list" else reading.padded(pad_value)
-    like = request.structure
-    decoded = Decoded(request.places, like.template, reading.mapped, request.sample, request.key, request.wanted)
-    if like.recipe is not None:
-        batch = like.recipe.fill(made, partial(Leaves, decoded))
-    else:
-        batch = fill(like.sample, lambda lazy: made[lazy.name], lambda path: Leaves(decoded, path))
+    batch = fill_batch(request, made, reading.mapped)
     return (batch, reading.columns.shapes(reading.which())) if collate == "pad" else batch
+
+
+def read_tensors(request: Request, device: Any = None, pin: bool = False, collate: str = "stack") -> dict[str, Any]:
+    """Return the tensors of a batch by name; see `TensorCache.read_tensors`."""
+    if collate not in ("stack", "list", "auto"):
+        raise ValueError(f"collate={collate!r}, expected 'stack', 'list' or 'auto'")
+    reading = _Reading(request, pin, device)
+    reading.take_all()
+    if collate == "stack" or (collate == "auto" and reading.columns.are_equal()):
+        return reading.stacked()
+    listed = reading.listed()
+    return listed if collate == "list" else listed | reading.restacked()
+
+
+def fill_batch(request: Request, tensors: Mapping[str, Any], mapped: bool = False) -> Any:
+    """Return the structure of a batch with `tensors` in it; `mapped` if its samples were just read through maps."""
+    like = request.structure
+    decoded = Decoded(request.places, like.template, mapped, request.sample, request.key, request.wanted)
+    if like.recipe is not None:
+        return like.recipe.fill(tensors, partial(Leaves, decoded))
+    return fill(like.sample, lambda lazy: tensors[lazy.name], lambda path: Leaves(decoded, path))
 
 
 class _Reading:
@@ -207,11 +223,14 @@ class _Reading:
         """Return each tensor as `[B, …]`."""
         self.columns.check_equal(self._key)
         self.read_rows()
+        return self.restacked()
+
+    def restacked(self) -> dict[str, Any]:
+        """Return as `[B, …]` what was read and has one shape in all samples."""
         return {
-            name: self.memory.view(references[0], offsets[0], (self._count, *references[0].shape))
-            for name, references, offsets in zip(
-                self.columns.names, self.columns.references, self._offsets, strict=True
-            )
+            name: self.memory.view(each[0], offsets[0], (self._count, *each[0].shape))
+            for name, each, offsets in zip(self.columns.names, self.columns.references, self._offsets, strict=True)
+            if all(one.shape == each[0].shape for one in each)
         }
 
     def listed(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,7 @@ class Recipe:
     paths: list[Path]
     containers: list[tuple[type, Any, Any]]
 
-    def fill(self, tensors: dict[str, Any], leaf: Callable[[Path], Any]) -> Any:
+    def fill(self, tensors: Mapping[str, Any], leaf: Callable[[Path], Any]) -> Any:
         """Return the structure with `tensors` and leaves in it."""
         return assemble(self.containers, [*map(tensors.__getitem__, self.names), *map(leaf, self.paths)])
 

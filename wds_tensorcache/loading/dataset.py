@@ -6,19 +6,19 @@ import fnmatch
 import glob
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from wds_tensorcache.loading.batch import Request, Structure, read_batch, structure_of
+from wds_tensorcache.loading.batch import Request, Structure, fill_batch, read_batch, read_tensors, structure_of
 from wds_tensorcache.loading.collate import project
+from wds_tensorcache.loading.keys import KeysView
 from wds_tensorcache.loading.schema import Entry, TensorSchema, entries, members_of, schema_of
 from wds_tensorcache.loading.store import Store
 
-__all__ = ["KeysView", "TensorCache"]
+__all__ = ["TensorCache"]
 
 Array = np.ndarray[Any, Any]
 _MAX_STRUCTURES = 16
@@ -40,6 +40,7 @@ class TensorCache(Sequence[Any]):
         self._order = order
         self._patterns = patterns
         self._structures: dict[int, tuple[Any, Structure]] = {}
+        self._narrowed: dict[tuple[str, ...], TensorCache] = {}  # views for fill_batch
         self._wanted = _matcher(patterns) if patterns is not None else None
 
     def __reduce__(self) -> Any:
@@ -163,11 +164,50 @@ class TensorCache(Sequence[Any]):
         Memory: one recycled arena for the batch, which is reused when the last tensor over it is gone; the cache keeps at
             most 1 GiB of idle arenas. Keep a clone of one small tensor rather than the tensor, which keeps the arena.
         """
+        return read_batch(self._request(indices), device, pin, collate, pad_value)
+
+    def read_tensors(
+        self,
+        indices: Iterable[int | str],
+        device: torch.device | str | None = None,
+        *,
+        pin: bool = False,
+        collate: str = "stack",
+    ) -> dict[str, Any]:
+        """Read the tensors of a batch alone, by name; otherwise as `read_batch`.
+
+        Args:
+            collate: `"stack"`, `"list"`, or `"auto"`: stacked where a tensor's shapes are equal, else a list.
+        """
+        return read_tensors(self._request(indices), device, pin, collate)
+
+    def fill_batch(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
+        """Return what `read_batch` returns for these samples, with the values of `tensors` (by name) in its tensors' places.
+
+        Tensors that are not given are left out, as `select` leaves them out. Nothing is read but the first skeleton.
+
+        Raises:
+            KeyError: The first sample has no tensor of such a name.
+        """
+        names = tuple(sorted(tensors))
+        view = self._narrowed.get(names)
+        if view is None:
+            if len(self._narrowed) >= _MAX_STRUCTURES:
+                self._narrowed.clear()
+            view = TensorCache(self._store, self._order, tuple(map(glob.escape, names)))
+            self._narrowed[names] = view
+        request = view._request(indices)
+        for name in names:
+            if name not in request.structure.tensors or (self._wanted is not None and not self._wanted(name)):
+                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r}")
+        return fill_batch(request, tensors)
+
+    def _request(self, indices: Iterable[int | str]) -> Request:
         positions = self._resolve(indices)
         if not len(positions):
             raise ValueError("no indices: a batch has at least one sample")
         store = self._store
-        request = Request(
+        return Request(
             store.places(positions),
             self._structure(positions.item(0)),
             lambda i: self._sample(positions.item(i)),
@@ -178,7 +218,6 @@ class TensorCache(Sequence[Any]):
             store.threads,
             store.executor(),
         )
-        return read_batch(request, device, pin, collate, pad_value)
 
     @property
     def members(self) -> dict[str, int]:
@@ -284,37 +323,6 @@ class TensorCache(Sequence[Any]):
             numbers = numbers.astype(np.int64)
             numbers = np.where(numbers < 0, numbers + count, numbers)
         return numbers if self._order is None else self._order[numbers]
-
-
-@dataclass(frozen=True, slots=True)
-class KeysView(Sequence[str]):
-    """The keys of a cache in its order."""
-
-    cache: TensorCache
-
-    def __len__(self) -> int:
-        return len(self.cache)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return KeysView(self.cache[index])
-        number = range(len(self))[index]
-        return self.cache._store.key(self.cache._at(number))
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.cache
-
-    def __iter__(self) -> Iterator[str]:
-        if self.cache._order is None:
-            for shard in filter(len, self.cache._store.shards):
-                rows = shard.columns.rows
-                keys = shard.index.keys
-                yield from keys if rows is None else (keys[row] for row in rows.tolist())
-        else:
-            yield from (self.cache._store.key(position) for position in self.cache._order.tolist())
-
-    def __repr__(self) -> str:
-        return f"KeysView({len(self)} keys)"
 
 
 def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:

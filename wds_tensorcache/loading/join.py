@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ class JoinedCache(Sequence[Any]):
         pad_value: float = 0,
     ) -> Any:
         """Read one batch of each cache, joined as samples are; `"pad"` joins the shapes too. As `TensorCache.read_batch`."""
-        numbers = [self._caches[0]._find(i) if isinstance(i, str) else i for i in indices]
+        numbers = self._numbers(indices)
         each = list if callable(collate) else collate
         parts = [
             cache.read_batch(numbers, device, pin=pin, collate=each, pad_value=pad_value) for cache in self._caches
@@ -111,6 +112,39 @@ class JoinedCache(Sequence[Any]):
             return self._merge(parts)
         return self._merge([batch for batch, _ in parts]), self._merge([shapes for _, shapes in parts])
 
+    def read_tensors(
+        self, indices: Iterable[Any], device: Any = None, *, pin: bool = False, collate: str = "stack"
+    ) -> dict[str, Any]:
+        """Read the tensors of a batch alone, as `TensorCache.read_tensors`; called `NAME.TENSOR` where caches have names."""
+        numbers = self._numbers(indices)
+        return {
+            prefix + name: tensor
+            for prefix, cache in zip(self._prefixes(), self._caches, strict=True)
+            for name, tensor in cache.read_tensors(numbers, device, pin=pin, collate=collate).items()
+        }
+
+    def fill_batch(self, indices: Iterable[Any], tensors: Mapping[str, Any]) -> Any:
+        """Return the batch of these samples with `tensors`, named as by `read_tensors`, in it; as `TensorCache.fill_batch`."""
+        numbers = self._numbers(indices)
+        parts, rest = [], dict(tensors)
+        for prefix, names, cache in zip(self._prefixes(), self._tensor_names, self._caches, strict=True):
+            mine = {prefix + name: name for name in names if prefix + name in rest}
+            parts.append(cache.fill_batch(numbers, {name: rest.pop(whole) for whole, name in mine.items()}))
+        if rest:
+            raise KeyError(f"no tensor is called {next(iter(rest))!r}")
+        return self._merge(parts)
+
+    @cached_property
+    def _tensor_names(self) -> list[list[str]]:
+        return [list(cache.schema) for cache in self._caches]
+
+    def _numbers(self, indices: Iterable[Any]) -> list[Any]:
+        return [self._caches[0]._find(i) if isinstance(i, str) else i for i in indices]
+
+    def _prefixes(self) -> list[str]:
+        """Return what stands in front of the names of each cache's tensors."""
+        return [f"{name}." for name in self._names] if self._names is not None else [""] * len(self._caches)
+
     @property
     def members(self) -> dict[str, int]:
         """Other members of the samples, as `TensorCache.members`; of the first cache that has them."""
@@ -119,7 +153,7 @@ class JoinedCache(Sequence[Any]):
     def read_members(self, indices: Iterable[Any], suffix: str) -> list[bytes]:
         """Return the bytes of a member of each sample, as `TensorCache.read_members`; of the first cache that has it."""
         having = [cache for cache in self._caches if suffix.lower() in cache.members] or self._caches
-        numbers = [self._caches[0]._find(i) if isinstance(i, str) else i for i in indices]
+        numbers = self._numbers(indices)
         return having[0].read_members(numbers, suffix)  # type: ignore[no-any-return]
 
     @property
@@ -158,7 +192,7 @@ class JoinedCache(Sequence[Any]):
         return self._caches[0]._find(key)  # type: ignore[no-any-return]
 
     def _entries(self) -> Iterator[Entry]:
-        prefixes = [f"{name}." for name in self._names] if self._names is not None else [""] * len(self._caches)
+        prefixes = self._prefixes()
         for parts in zip(*(cache._entries() for cache in self._caches), strict=True):
             shapes = {
                 prefix + name: shape
