@@ -34,7 +34,7 @@ def tensorcache(
         Nodes in the order of the source's `outputs`. bf16, fp8, complex and bool are integers of their width in the
         pipeline; `TensorCacheIterator` gives them their dtype back.
     """
-    pipeline = Pipeline.current()
+    pipeline: Any = Pipeline.current()  # type: ignore[no-untyped-call]
     if pipeline is None:
         raise RuntimeError("tensorcache() makes nodes: call it in the function that @pipeline_def decorates")
     if isinstance(cache, TensorCacheSource):

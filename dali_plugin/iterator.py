@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
+from torch.utils.dlpack import from_dlpack
 
 from dali_plugin.carriers import restored
 from dali_plugin.source import NUMBER, TensorCacheSource
@@ -130,5 +130,5 @@ def _source_of(pipe: Any) -> TensorCacheSource:
 def _as_torch(output: Any) -> Any:
     """Return an output as `[B, …]`, or as a list of B where shapes differ. Memory: DALI's, which lives as long as needed."""
     if output.is_dense_tensor():
-        return torch.from_dlpack(output.as_tensor())
-    return [torch.from_dlpack(one) for one in output]
+        return from_dlpack(output.as_tensor())
+    return [from_dlpack(one) for one in output]

@@ -92,12 +92,12 @@ def test_filter_knows_all_caches(joined: Any, named: Any) -> None:
 
 def test_select(joined: Any, named: Any) -> None:
     assert set(joined.schema) == {"latent.samples", "states", "pooled"}
-    assert named.schema["texts"]["states"].shape == ((1, 3), 2)
+    assert named.schema["texts.states"].shape == ((1, 3), 2)
     view = joined.select(["pooled"])
     assert_same({"latent": {}, "size": (3, 3), "pooled": torch.tensor([-3]), "prompt": "p3"}, view[3])
     assert list(view.schema) == ["pooled"]
     assert view.read_batch([1, 2])["pooled"].tolist() == [[-1], [-2]]
-    assert list(named.select("latent.*")[0]["texts"]) == ["prompt"]
+    assert list(named.select("latents.*")[0]["texts"]) == ["prompt"]
     with pytest.raises(KeyError, match="no tensor is called 'nothing'; there are 'latent.samples', "):
         joined.select(["pooled", "nothing"])
 

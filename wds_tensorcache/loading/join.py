@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -70,25 +71,32 @@ class JoinedCache(Sequence[Any]):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema of each cache, under its name where they have names."""
-        if self._names is not None:
-            return {name: cache.schema for name, cache in zip(self._names, self._caches, strict=True)}
-        return {name: tensor for cache in self._caches for name, tensor in cache.schema.items()}
+        """What the tensors are, by name; called `NAME.TENSOR` where the caches have names, here as everywhere."""
+        return {
+            prefix + name: tensor
+            for prefix, cache in zip(self._prefixes(), self._caches, strict=True)
+            for name, tensor in cache.schema.items()
+        }
 
     def select(self, patterns: Iterable[str]) -> JoinedCache:
         """Return a view with only the tensors that match: as `TensorCache.select`, on every cache."""
         patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-        names = [name for cache in self._caches for name in cache.schema]
+        whole = [
+            [prefix + name for name in cache.schema]
+            for prefix, cache in zip(self._prefixes(), self._caches, strict=True)
+        ]
         for pattern in patterns:
-            if not fnmatch.filter(names, pattern):
-                raise KeyError(f"no tensor is called {pattern!r}; there are {', '.join(map(repr, names))}")
-        return self._each(lambda cache: cache.select([p for p in patterns if fnmatch.filter(list(cache.schema), p)]))
+            if not any(fnmatch.filter(names, pattern) for names in whole):
+                shown = ", ".join(repr(name) for names in whole for name in names)
+                raise KeyError(f"no tensor is called {pattern!r}; there are {shown}")
+        views = []
+        for prefix, names, cache in zip(self._prefixes(), whole, self._caches, strict=True):
+            kept = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+            views.append(cache.select([glob.escape(name[len(prefix) :]) for name in kept]))
+        return _joined(views, self._names)
 
     def filter(self, predicate: Callable[[Any], Any]) -> JoinedCache:
-        """Return a view of the samples for which `predicate` is true; as `TensorCache.filter`, of an entry of all caches.
-
-        Where the caches have names, tensors are called `NAME.TENSOR` in its `.shapes`.
-        """
+        """Return a view of the samples for which `predicate` is true; as `TensorCache.filter`, of an entry of all caches."""
         return self._take(np.array([n for n, entry in enumerate(self._entries()) if predicate(entry)], np.int64))
 
     def read_batch(
@@ -115,7 +123,7 @@ class JoinedCache(Sequence[Any]):
     def read_tensors(
         self, indices: Iterable[Any], device: Any = None, *, pin: bool = False, collate: str = "stack"
     ) -> dict[str, Any]:
-        """Read the tensors of a batch alone, as `TensorCache.read_tensors`; called `NAME.TENSOR` where caches have names."""
+        """Read the tensors of a batch alone, by name; as `TensorCache.read_tensors`."""
         numbers = self._numbers(indices)
         return {
             prefix + name: tensor

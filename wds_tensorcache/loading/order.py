@@ -38,11 +38,11 @@ class EpochOrder:
         Raises:
             IndexError: A position that the epoch does not have.
         """
-        places = np.asarray(positions, np.int64)
+        places: Array = np.array(positions, np.int64)
         if len(places) and (int(places.min()) < 0 or int(places.max()) >= self.count):
             raise IndexError(f"a position out of range [0, {self.count})")
         if not self.shuffle or self.count < 2:
-            return places.copy()
+            return places
         bits = (self.count - 1).bit_length()
         keys = _keys(self.seed, epoch)
         result = _permute(places.astype(np.uint64), bits, keys)

@@ -1,0 +1,189 @@
+"""Through real DALI pipelines on the CPU and back: bit for bit, in the structure that was written."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.dali.conftest import COUNT, sample
+from tests.same import assert_same
+
+INSTALL = "needs NVIDIA DALI: pip install nvidia-dali-cuda130 (runs without a GPU)"
+dali = pytest.importorskip("nvidia.dali", reason=INSTALL)
+import dali_plugin  # noqa: E402
+
+LATENT = "tensors.float32"
+
+
+def pipeline(function: Any, batch_size: int = 6, **options: Any) -> Any:
+    return dali.pipeline_def(function, batch_size=batch_size, num_threads=1, device_id=None, **options)()
+
+
+def unbatched(batch: Any, at: int) -> Any:
+    """Return one sample of a batch."""
+    if isinstance(batch, dict):
+        return {key: unbatched(value, at) for key, value in batch.items()}
+    if type(batch) in (list, tuple) and not isinstance(batch[0], torch.Tensor):
+        return type(batch)(unbatched(value, at) for value in batch)
+    return batch[at]
+
+
+def test_every_dtype_comes_back(cache: Any) -> None:
+    iterator = dali_plugin.TensorCacheIterator(
+        pipeline(lambda: dali_plugin.fn.tensorcache(cache, last_batch="partial"))
+    )
+    assert len(iterator) == 4
+    for _ in range(2):
+        seen = []
+        for batch in iterator:
+            for at in range(len(batch["id"])):
+                seen.append(batch["id"][at])
+                assert_same(sample(seen[-1]), unbatched(batch, at))
+        assert seen == list(range(COUNT))
+
+
+@pytest.mark.parametrize("last_batch", ["fill", "partial", "drop"])
+def test_last_batches_and_members(cache: Any, last_batch: str) -> None:
+    iterator = dali_plugin.TensorCacheIterator(
+        pipeline(lambda: dali_plugin.fn.tensorcache(cache, ["scalar"], ["bin"], shuffle=True, last_batch=last_batch))
+    )
+    orders = []
+    for _ in range(2):
+        sizes, seen = [], []
+        for batch, others in iterator:
+            sizes.append(len(batch["scalar"]))
+            seen += list(batch["id"])
+            assert batch["scalar"].tolist() == batch["id"]
+            assert list(batch) == ["tensors", "arrays", "cond", "id", "scalar"]
+            assert batch["tensors"] == {}  # as with select
+            assert [bytes(raw.numpy()) for raw in others["bin"]] == [b"member %d" % i for i in batch["id"]]
+        orders.append(seen)
+        assert sizes == {"fill": [6] * 4, "partial": [6, 6, 6, 2], "drop": [6] * 3}[last_batch]
+        assert len(set(seen)) == (18 if last_batch == "drop" else COUNT)
+    assert orders[0] != orders[1]
+
+
+def test_augmented_tensors_take_the_place_of_the_originals(cache: Any) -> None:
+    def nodes() -> Any:
+        latent, number = dali_plugin.fn.tensorcache(cache, [LATENT])
+        return number, dali.fn.slice(latent, 1, 2, axes=[1]), dali.fn.cast(number, dtype=dali.types.FLOAT)
+
+    iterator = dali_plugin.TensorCacheIterator(pipeline(nodes), outputs=["number", LATENT, "other"])
+    batch, others = next(iterator)
+    assert torch.equal(others["other"], torch.arange(6.0))
+    expected = torch.stack([sample(i)["tensors"]["float32"][:, 1:] for i in range(6)])
+    assert torch.equal(batch["tensors"]["float32"].view(torch.int32), expected.view(torch.int32))
+
+
+def test_changed_dtypes_stay(cache: Any) -> None:
+    def nodes() -> Any:
+        flag, number = dali_plugin.fn.tensorcache(cache, ["tensors.bool"])
+        return dali.fn.cast(flag, dtype=dali.types.FLOAT), number
+
+    batch = next(dali_plugin.TensorCacheIterator(pipeline(nodes), outputs=["tensors.bool", "number"]))
+    expected = torch.stack([sample(i)["tensors"]["bool"] for i in range(6)]).float()
+    assert torch.equal(batch["tensors"]["bool"], expected)
+
+
+def test_resumed_at_every_iteration(cache: Any) -> None:
+    def nodes() -> Any:
+        scalar, number = dali_plugin.fn.tensorcache(cache, ["scalar"], shuffle=True, last_batch="partial")
+        noise = dali.fn.random.uniform(range=[0, 1], dtype=dali.types.FLOAT)
+        return dali.fn.cast(scalar, dtype=dali.types.FLOAT) + noise, number
+
+    def begun() -> Any:
+        made = pipeline(nodes, enable_checkpointing=True, seed=7)
+        return dali_plugin.TensorCacheIterator(made, outputs=["scalar", "number"])
+
+    def take(iterator: Any, count: int) -> list[list[float]]:
+        taken: list[list[float]] = []
+        while len(taken) < count:
+            for batch in iterator:
+                taken.append(batch["scalar"].tolist())
+                if len(taken) == count:
+                    break
+        return taken
+
+    whole = take(begun(), 10)
+    for count in range(10):
+        first, second = begun(), begun()
+        head = take(first, count)
+        second.load_state_dict(first.state_dict())
+        assert head + take(second, 10 - count) == whole
+    with pytest.raises(RuntimeError, match="the pipelines have run"):
+        second.load_state_dict(first.state_dict())
+
+
+# DALI leaves the sockets that its workers are reached by to the garbage collector
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+def test_worker_processes(cache: Any) -> None:
+    made = pipeline(
+        lambda: dali_plugin.fn.tensorcache(cache, ["cond.0.0", "scalar"], ["bin"], parallel=True),
+        py_num_workers=2,
+        py_start_method="spawn",
+    )
+    iterator = dali_plugin.TensorCacheIterator(made)
+    for _ in range(2):
+        seen = []
+        for batch, others in iterator:
+            for at, i in enumerate(batch["id"]):
+                assert_same(sample(i)["cond"][0][0], batch["cond"][0][0][at])
+                assert bytes(others["bin"][at].numpy()) == b"member %d" % i
+                seen.append(i)
+        assert sorted(set(seen)) == list(range(COUNT))
+        assert len(seen) == 24
+    del iterator, made, batch, others
+    gc.collect()
+
+
+def test_shards_of_other_writers_and_two_pipelines(folder: Path, tmp_path: Path) -> None:
+    for path in folder.glob("*.tar"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    with tc.open(str(tmp_path / "*.tar")) as bare:
+        assert not list(tmp_path.glob("*.idx"))
+
+        def rank(number: int) -> Any:
+            return pipeline(
+                lambda: dali_plugin.fn.tensorcache(bare, ["scalar"], rank=number, world_size=2, last_batch="drop"), 5
+            )
+
+        seen = [n for pair in dali_plugin.TensorCacheIterator([rank(0), rank(1)]) for b in pair for n in b["id"]]
+        assert sorted(seen) == list(range(COUNT))
+
+
+def test_joined_caches(cache: Any, tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as sink:
+        for key in reversed(list(cache.keys())):
+            sink.write(key, {"caption": torch.tensor([int(key)]), "words": f"number {int(key)}"})
+    captions = tc.open(tmp_path)
+    for joined, names in (
+        (tc.open([cache, captions], join="key"), ["scalar", "caption"]),
+        (tc.open({"a": cache, "b": captions}, join="key"), ["a.scalar", "b.caption"]),
+    ):
+        batch = next(
+            dali_plugin.TensorCacheIterator(pipeline(lambda j=joined, n=names: dali_plugin.fn.tensorcache(j, n)))
+        )
+        first, second = (batch["a"], batch["b"]) if "a" in batch else (batch, batch)
+        assert first["scalar"].tolist() == second["caption"].flatten().tolist() == list(range(6))
+        assert second["words"] == [f"number {i}" for i in range(6)]
+    captions.close()
+
+
+def test_what_is_refused(cache: Any) -> None:
+    with pytest.raises(RuntimeError, match="call it in the function that @pipeline_def decorates"):
+        dali_plugin.fn.tensorcache(cache)
+    with pytest.raises(ValueError, match="batches of 4 for a pipeline of batch_size=6"):
+        pipeline(lambda: dali_plugin.fn.tensorcache(dali_plugin.TensorCacheSource(cache, ["scalar"], batch_size=4)))
+    made = pipeline(lambda: dali_plugin.fn.tensorcache(cache, ["scalar"]))
+    with pytest.raises(ValueError, match="'number' among them"):
+        dali_plugin.TensorCacheIterator(made, outputs=["scalar"])
+    with pytest.raises(ValueError, match="the pipeline has 2 outputs, 3 were named"):
+        next(dali_plugin.TensorCacheIterator(made, outputs=["scalar", "x", "number"]))
+    other = pipeline(lambda: dali.fn.random.uniform())
+    with pytest.raises(ValueError, match=r"no dali_plugin\.fn\.tensorcache"):
+        dali_plugin.TensorCacheIterator(other)

@@ -1,0 +1,92 @@
+"""The source is a pure function of epoch and iteration; ranks share an epoch."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dali_plugin import TensorCacheSource
+from tests.dali.conftest import COUNT
+
+
+def numbers_of(epoch: int, *sources: TensorCacheSource) -> list[list[int]]:
+    return [[n for i in range(len(s)) for n in s.numbers(epoch, i).tolist()] for s in sources]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 20, 32])
+def test_ranks_share_an_epoch(cache: Any, world_size: int, batch_size: int) -> None:
+    for last in ("fill", "partial", "drop"):
+        options: dict[str, Any] = {"batch_size": batch_size, "world_size": world_size, "last_batch": last}
+        ranks = [TensorCacheSource(cache, ["scalar"], rank=r, shuffle=True, **options) for r in range(world_size)]
+        assert len({len(source) for source in ranks}) == 1
+        for epoch in range(2):
+            seen = numbers_of(epoch, *ranks)
+            everything = [number for numbers in seen for number in numbers]
+            assert len({len(numbers) for numbers in seen}) == 1
+            if last == "drop":
+                assert len(everything) == len(set(everything)) == len(ranks[0]) * batch_size * world_size
+                assert COUNT - len(everything) < batch_size * world_size
+            else:
+                assert set(everything) == set(range(COUNT))
+            if last == "partial":
+                assert len(everything) - COUNT < world_size
+            if last == "fill":
+                assert len(everything) == len(ranks[0]) * batch_size * world_size
+
+
+def test_orders(cache: Any) -> None:
+    plain = TensorCacheSource(cache, ["scalar"], batch_size=4)
+    shuffled = TensorCacheSource(cache, ["scalar"], batch_size=4, shuffle=True, seed=1)
+    assert numbers_of(0, plain) == numbers_of(5, plain) == [list(range(COUNT))]
+    first, second = numbers_of(0, shuffled), numbers_of(1, shuffled)
+    assert first != second != numbers_of(0, TensorCacheSource(cache, ["scalar"], batch_size=4, shuffle=True, seed=2))
+    assert numbers_of(0, pickle.loads(pickle.dumps(shuffled))) == first
+    info = SimpleNamespace(iteration=3, epoch_idx=1)
+    scalars, numbers = shuffled(info)
+    assert numbers.tolist() == scalars.tolist() == second[0][12:16]
+    with pytest.raises(StopIteration):
+        shuffled(SimpleNamespace(iteration=5, epoch_idx=1))
+    with pytest.raises(IndexError, match=r"iteration 5 out of range \[0, 5\)"):
+        shuffled.numbers(0, 5)
+
+
+def test_batches_stay_as_long_as_dali_may_read_them(cache: Any) -> None:
+    source = TensorCacheSource(cache, ["cond.0.0", "tensors.float32"], ["bin"], batch_size=4, keep=3)
+    batches = [source(i) for i in range(5)]
+    for i, (ragged, dense, members, numbers) in enumerate(batches):
+        assert numbers.tolist() == list(range(4 * i, 4 * i + 4))
+        assert dense.shape == (4, 2, 3)
+        assert [one.shape for one in ragged] == [(1 + n % 3, 5) for n in numbers.tolist()]
+        assert [raw.tobytes() for raw in members] == [b"member %d" % n for n in numbers]
+    del batches, ragged, dense, members, numbers
+    assert cache._store.pool.num_leases == 3
+
+
+def test_what_is_refused(cache: Any, tmp_path: Any) -> None:
+    for tensors, members, message in (
+        (["cond.0.1"], [], r"no tensor is called 'cond.0.1'; there are 'cond.0.0'"),
+        (["tensors.flaot32"], [], "there are 'tensors.float32'"),
+        (None, ["jpg"], r"no member is called 'jpg'; there are 'bin'"),
+    ):
+        with pytest.raises(KeyError, match=message):
+            TensorCacheSource(cache, tensors, members, batch_size=4)
+    for options in ({"batch_size": 0}, {"batch_size": 1, "rank": 2, "world_size": 2}):
+        with pytest.raises(ValueError, match="out of range"):
+            TensorCacheSource(cache, **options)
+    with pytest.raises(ValueError, match="last_batch='pad', expected one of fill, partial, drop"):
+        TensorCacheSource(cache, batch_size=2, last_batch="pad")
+    with pytest.raises(ValueError, match="the cache has no samples"):
+        TensorCacheSource(cache[:0], batch_size=2)
+    assert TensorCacheSource(cache, "scalar", batch_size=4).outputs == ["scalar", "number"]
+
+
+def test_no_tensors(cache: Any) -> None:
+    source = TensorCacheSource(cache, [], ["bin"], batch_size=4)
+    members, numbers = source(1)
+    assert np.array_equal(members[1], np.frombuffer(b"member 5", np.uint8))
+    assert numbers.tolist() == [4, 5, 6, 7]
