@@ -6,8 +6,8 @@ import ctypes
 import gc
 import mmap
 import os
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +76,5 @@ def back_memory(path: Path, content: memoryview) -> None:
         path.unlink()
 
     for cpu in os.sched_getaffinity(0):
-        thread = threading.Thread(target=write, args=(cpu,))
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(write, cpu).result()

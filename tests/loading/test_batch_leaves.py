@@ -286,10 +286,13 @@ def test_structures_that_differ(tmp_path: Path) -> None:
         for other in (5, 6):
             batch = cache.read_batch([1, 3, other])
             assert batch["x"].tolist() == [1, 3, other]
-            message = rf"sample '00{other}' has nothing at 'a.b', but '001' has: their structures differ; use collate="
+            has = {5: "a value", 6: "nothing"}[other]
+            message = rf"sample '00{other}' has {has} at 'a', but '001' has a dict of 1: their structures differ; use"
             with pytest.raises(tc.BatchError, match=message):
                 batch["a"]["b"].tolist()
-        assert cache.read_batch([5, 1])["a"] == [5, {"b": [1]}]
+        with pytest.raises(tc.BatchError, match="sample '001' has a dict of 1 at 'a', but '005' has a value"):
+            cache.read_batch([5, 1])["a"].tolist()
+        assert cache.read_tensors([1, 5, 6])["x"].tolist() == [1, 5, 6]
 
 
 @pytest.mark.parametrize("collate", ["stack", "list", "pad"])

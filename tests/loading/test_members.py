@@ -87,6 +87,23 @@ def test_joined(folder: Path, tmp_path: Path) -> None:
             cache.read_members([2], "png")
 
 
+def test_joined_where_each_has_some(tmp_path: Path) -> None:
+    for name, having in (("a", [0]), ("b", [1, 2, 3])):
+        with tc.ShardWriter(tmp_path / name / "%d.tar", fsync=False) as sink:
+            for i in range(5):
+                sink.write(str(i), {name: torch.tensor(i)}, **({"txt": f"{name}{i}"} if i in having else {}))
+    with tc.open([tmp_path / "a", tmp_path / "b"], join="key") as cache:
+        assert cache.members == {"txt": 4}
+        assert cache.read_members([0, 1, "3"], "TXT") == [b"a0", b"b1", b"b3"]
+        assert cache.filter(lambda entry: entry.key != "0").read_members(["1"], "txt") == [b"b1"]
+        assert cache[["3", "0"]].read_members([0, 1], "txt") == [b"b3", b"a0"]
+        with pytest.raises(KeyError, match="sample '4' has no member 'txt'"):
+            cache.read_members([4], "txt")
+        with pytest.raises(TypeError):
+            cache.read_members("01", "txt")
+        assert cache.num_shards == 2
+
+
 def test_a_shard_that_changed(tmp_path: Path) -> None:
     path = tmp_path / "0.tar"
     with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as sink:

@@ -94,6 +94,16 @@ def test_a_name_with_braces_that_is_there(folder: Path) -> None:
     check(folder / "x{1..2}.tar", range(5))
 
 
+def test_patterns_in_folders_that_look_like_patterns(folder: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "run[1]"
+    shutil.copytree(folder, odd / "shards")
+    check(odd / "shards" / "train-*.tar")
+    check(odd / "shards" / "train-{000000..000002}.tar")
+    check(odd / "shards")
+    check(odd / "sha*")
+    check(odd / "*" / "manifest.json")
+
+
 # --- errors ---
 
 

@@ -98,7 +98,7 @@ def test_integers_of_others(cache: tc.TensorCache, kind: Callable[[int], Any]) -
     assert_same(WRITTEN[13], cache[kind(13)])
 
 
-@pytest.mark.parametrize("index", [1.0, None, b"000", (1,), np.array([1, 2]), object(), slice("a", "b")])
+@pytest.mark.parametrize("index", [1.0, None, b"000", (1,), np.array([[1, 2]]), [1.5], object(), slice("a", "b")])
 def test_what_is_no_index(cache: tc.TensorCache, index: Any) -> None:
     with pytest.raises(TypeError):
         cache[index]
@@ -281,6 +281,20 @@ def test_filter_reads_no_tensors(tmp_path: Path) -> None:
         assert cache.schema["x"].shape == ((0, 8), 2)
         with pytest.raises(tc.FormatError, match="are not those that were indexed"):
             cache[1]["x"].load()
+
+
+def test_views_by_list(cache: tc.TensorCache) -> None:
+    for numbers in ([3, 1, -1], np.array([3, 1, -1]), torch.tensor([3, 1, -1]), ["003", "001", f"{COUNT - 1:03d}"]):
+        view = cache[numbers]
+        assert isinstance(view, tc.TensorCache)
+        assert_all_same([WRITTEN[3], WRITTEN[1], WRITTEN[-1]], list(view))
+        assert list(view[[2, 0]].keys()) == [f"{COUNT - 1:03d}", "003"]
+    assert len(cache[[]]) == 0
+    with pytest.raises(IndexError):
+        cache[[COUNT]]
+    objects = np.array(["002", "004"], object)
+    assert list(cache[objects].keys()) == ["002", "004"]
+    assert cache.read_batch(objects)["latent"]["samples"].shape[0] == 2
 
 
 # --- closing ---

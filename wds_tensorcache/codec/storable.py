@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import TrueDtype, numpy_true_dtype, torch_true_dtype
+from wds_tensorcache.codec.header import MAX_NDIM
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
-from wds_tensorcache.codec.views import MAX_NDIM, SHARED, check_array
+from wds_tensorcache.codec.views import NUMPY_NDIM, SHARED, check_array
 
 __all__ = ["StorableTensor", "describe_tensor"]
 
@@ -44,6 +45,16 @@ def describe_tensor(value: Any) -> StorableTensor:
     Raises:
         ValueError: It cannot be stored; the message says why and what to do about it.
     """
+    found = _describe(value)
+    if len(found.stored_shape) > MAX_NDIM:
+        ndim = len(found.stored_shape)
+        raise ValueError(
+            f"{ndim} dimensions as they are stored, of at most {MAX_NDIM}; store it flattened, and its shape"
+        )
+    return found
+
+
+def _describe(value: Any) -> StorableTensor:
     if isinstance(value, (LazyTensor, LazyArray)):
         kind = "tensor" if isinstance(value, LazyTensor) else "ndarray"
         return StorableTensor(kind, _true_dtype(value.dtype), tuple(value.shape), value.view_bytes())
@@ -56,14 +67,22 @@ def describe_tensor(value: Any) -> StorableTensor:
         check_array(flat.view(value.dtype.newbyteorder("<")) if value.dtype.kind in ("b", "U") and len(flat) else flat)
         return StorableTensor("ndarray", _true_dtype(value.dtype), value.shape, flat)
     try:
-        if value.untyped_storage().nbytes() == 0 < value.numel():
-            raise RuntimeError("its storage was freed")
+        if value.untyped_storage().nbytes() < _end_of(value):
+            raise RuntimeError("its storage was freed, or cut")
         flat = view_tensor_bytes(value)
     except (RuntimeError, NotImplementedError) as exc:  # inside torch.func, or on a device that cannot be read
         raise ValueError(f"the tensor's bytes cannot be read: {exc}") from exc
     if value.dtype is torch.bool:
         check_array(flat.view(np.bool_))
     return StorableTensor("tensor", _true_dtype(value.dtype), tuple(value.shape), flat)
+
+
+def _end_of(tensor: torch.Tensor) -> int:
+    """Return how many bytes of its storage a tensor reaches into."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
 def _true_dtype(dtype: Any) -> TrueDtype:
@@ -115,7 +134,7 @@ def view_tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     plain = tensor.detach()
     if plain.device.type != "cpu" or plain.is_conj() or plain.is_neg() or not plain.is_contiguous():
         plain = plain.resolve_conj().resolve_neg().cpu().contiguous()
-    if plain.dtype in SHARED and plain.ndim <= MAX_NDIM:
+    if plain.dtype in SHARED and plain.ndim <= NUMPY_NDIM:
         return plain.numpy().reshape(-1).view(np.uint8)
     return plain.reshape(-1).view(torch.uint8).numpy()
 

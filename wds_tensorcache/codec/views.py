@@ -11,7 +11,16 @@ import torch
 
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["MAX_NDIM", "SHARED", "check_array", "check_tensor", "view_array", "view_bytes", "view_tensor"]
+__all__ = [
+    "NUMPY_NDIM",
+    "SHARED",
+    "check_array",
+    "check_tensor",
+    "view_address",
+    "view_array",
+    "view_bytes",
+    "view_tensor",
+]
 
 _MAX_CODE_POINT = 0x10FFFF
 Array = np.ndarray[Any, Any]
@@ -33,7 +42,7 @@ SHARED = {
     getattr(torch, name): np.dtype(name)
     for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64 complex128".split()
 }
-MAX_NDIM = 32  # of numpy 1
+NUMPY_NDIM = 32  # of numpy 1
 
 
 @cache
@@ -46,11 +55,11 @@ def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], bool]:
 def view_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], begin: int = 0) -> torch.Tensor:
     """Return a writable buffer of bytes, from `begin` on, as a tensor in host memory, whatever torch's default device is.
 
-    Memory: aliases `buffer` and keeps it alive.
+    Memory: aliases `buffer` and keeps it alive, if there is anything to see.
     """
     if 0 in shape:
         return torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype).view(shape)
-    if len(shape) > MAX_NDIM:
+    if len(shape) > NUMPY_NDIM:
         return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=begin).view(shape)
     # torch gives an array's shape to the tensor at once: in half the time of torch.frombuffer and view
     carrier, is_viewed = _carrier(dtype)
@@ -77,14 +86,20 @@ def check_array(array: Array) -> Array:
 
 
 class _Exposed:
-    """Lets numpy see read-only bytes as writable, without the warning that a view is asked for knowingly."""
+    """Lets numpy see memory as writable, without the warning that a view is asked for knowingly; keeps its owner alive."""
 
-    def __init__(self, view: memoryview) -> None:
-        address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-        self.view = view  # keeps the bytes alive: numpy keeps this object
-        self.__array_interface__ = {"data": (address, False), "shape": (len(view),), "typestr": "|u1", "version": 3}
+    def __init__(self, address: int, nbytes: int, owner: Any) -> None:
+        self.owner = owner  # numpy keeps this object
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
+def view_address(address: int, nbytes: int, owner: Any) -> Array:
+    """Return what lies at an address as a 1-D uint8 array. Memory: aliases it, and keeps `owner` alive."""
+    return np.asarray(_Exposed(address, nbytes, owner))
 
 
 def view_bytes(view: memoryview) -> Array:
     """Return read-only bytes as a 1-D uint8 array. Memory: aliases them; never write into it."""
-    return np.asarray(_Exposed(view)) if len(view) else np.empty(0, np.uint8)
+    if not len(view):
+        return np.empty(0, np.uint8)
+    return view_address(np.frombuffer(view, np.uint8).__array_interface__["data"][0], len(view), view)

@@ -4,59 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from torch.utils.data import get_worker_info
 
 from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.codec.nesting import ATOMS
 from wds_tensorcache.codec.realize import realize
 from wds_tensorcache.codec.reference import reference_text
-from wds_tensorcache.codec.template import Template
 from wds_tensorcache.codec.views import check_array
-from wds_tensorcache.errors import FormatError
-from wds_tensorcache.loading.collate import Recipe, fill, recipe_of
+from wds_tensorcache.errors import BatchError, FormatError
+from wds_tensorcache.loading.collate import fill
 from wds_tensorcache.loading.columns import Columns, check_same_names, layouts_of
 from wds_tensorcache.loading.leaves import Decoded, Leaves
 from wds_tensorcache.loading.memory import Memory, filler_of, nbytes_of, to_device
 from wds_tensorcache.loading.plan import Places, Plan
+from wds_tensorcache.loading.structure import Structure, structure_of
 from wds_tensorcache.shards.arena import Pool
 
-__all__ = ["Request", "Structure", "fill_batch", "read_batch", "read_tensors", "structure_of"]
+__all__ = ["Request", "fill_batch", "read_batch", "read_tensors"]
 
 Array = np.ndarray[Any, Any]
 _ALIGN = 64
 _MAX_COLUMNS = 64
-_BUILTIN = frozenset({dict, list, tuple, str, bytes, int, float, bool, complex, type(None)})
-
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """What a batch is like whose first sample is like `sample`.
-
-    Attributes:
-        sample: For its containers and keys.
-        tensors: Its lazy tensors by name.
-        template: That the sample is of, if it is of one.
-        recipe: How to make a batch, if it is of a template.
-        columns: Of batches whose samples are all of one layout, by that.
-    """
-
-    sample: Any
-    tensors: dict[str, Lazy]
-    template: Template | None
-    recipe: Recipe | None
-    columns: dict[int, Columns] = field(default_factory=dict)
-
-
-def structure_of(sample: Any, template: Template | None) -> Structure:
-    """Return the structure of `sample`, which is of that template if it is of one."""
-    tensors: dict[str, Lazy] = {}
-    fill(sample, lambda lazy: tensors.setdefault(lazy.name, lazy), lambda path: None)
-    return Structure(sample, tensors, template, recipe_of(sample) if template is not None else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +59,7 @@ class Request:
 
 
 def read_batch(
-    request: Request, device: Any = None, pin: bool = False, collate: Any = "stack", pad_value: float = 0
+    request: Request, device: Any = None, pin: bool = False, collate: Any = "stack", pad_value: Any = 0
 ) -> Any:
     """Return a batch; see `TensorCache.read_batch`."""
     if not callable(collate) and collate not in ("stack", "list", "pad"):
@@ -118,7 +93,11 @@ def read_tensors(request: Request, device: Any = None, pin: bool = False, collat
 def fill_batch(request: Request, tensors: Mapping[str, Any], mapped: bool = False) -> Any:
     """Return the structure of a batch with `tensors` in it; `mapped` if its samples were just read through maps."""
     like = request.structure
-    decoded = Decoded(request.places, like.template, mapped, request.sample, request.key, request.wanted)
+    decoded = Decoded(request.places, like.template, mapped, request.sample, request.key, request.wanted, like.sample)
+    if (
+        not like.is_plain or get_worker_info() is not None
+    ):  # in a worker, nobody would hear of an error when it is pickled
+        decoded.check()
     if like.recipe is not None:
         return like.recipe.fill(tensors, partial(Leaves, decoded))
     return fill(like.sample, lambda lazy: tensors[lazy.name], lambda path: Leaves(decoded, path))
@@ -169,7 +148,7 @@ class _Reading:
             check_same_names(self._layouts, names, self._request.wanted, self._key)
             columns = Columns(names, self._layouts)
             columns.resolve(structure.tensors, self._texts, self._key)
-            if self._which is None and structure.template is not None:
+            if self._which is None and structure.template is not None and self._layouts[0].texts is not None:
                 if len(kept) >= _MAX_COLUMNS:
                     kept.clear()
                 kept[id(self._layouts[0])] = columns  # has the layout: it stays the one with this id
@@ -180,44 +159,63 @@ class _Reading:
         layout: Layout = self._layouts[number]
         if layout.texts is not None:
             return dict(zip(layout.tensors, layout.texts, strict=True))
-        tensors = structure_of(self._request.sample(self._first(number)), None).tensors
-        references = [lazy._reference for lazy in tensors.values()]
-        return {r.name: reference_text(r.kind, r.name, r.attribute) for r in references}
+        # the index could not read these skeletons, so that each may refer to its tensors in its own way
+        found: dict[str, str] = {}
+        for i in np.flatnonzero(self.which() == number).tolist():
+            tensors = structure_of(self._request.sample(i), None).tensors
+            references = [lazy._reference for lazy in tensors.values()]
+            texts = {r.name: reference_text(r.kind, r.name, r.attribute) for r in references}
+            found = found or texts
+            if texts != found:
+                name = next(name for name in found if texts.get(name) != found[name])
+                one, other = self._key(number), self._request.key(i)
+                raise BatchError(f"tensor {name!r} is of another kind or dtype in sample {other!r} than in {one!r}")
+        return found
 
-    def _read(self, first: list[int], dest: Array | None, nbytes: int) -> None:
+    def _read(self, first: list[int], dest: Array | None, nbytes: int, pin: bool, device: Any) -> None:
         """Read every tensor, the first sample's row of each to byte `first` of `nbytes` of memory, all to `dest`."""
         request = self._request
-        self.memory = Memory(request.pool, nbytes, self._pin, self._device)
+        self.memory = Memory(request.pool, nbytes, pin, device)
         if nbytes:
             plan = Plan(request.places, self.columns.extents, self._which, first, dest)
             self.mapped = plan.read(self.memory.array, request.io, request.threads, request.executor)
 
-    def _check_bools(self, first: list[int], ends: list[int]) -> None:
-        for name, begin, end, has in zip(self.columns.names, first, ends, self.columns.has_bools, strict=True):
-            if has:
-                try:
-                    check_array(self.memory.array[begin:end].view(np.bool_))
-                except FormatError as exc:
-                    raise exc.at(f"tensor {name!r} of a batch with sample {self._key(0)!r}") from exc
+    def _check_bools(self, offsets: list[Sequence[int]]) -> None:
+        """Raise FormatError if a row that is to be bools holds anything else."""
+        for number, (name, layouts) in enumerate(zip(self.columns.names, self.columns.bools, strict=True)):
+            begins = offsets[number]
+            for layout in layouts:
+                nbytes = self.columns.extents.nbytes.item(number, layout)
+                rows: Any = np.flatnonzero(self.which() == layout).tolist()
+                if self._which is None and isinstance(begins, range):  # one behind the other
+                    nbytes, rows = nbytes * self._count, [0]
+                for i in rows if nbytes else ():
+                    try:
+                        check_array(self.memory.array[begins[i] : begins[i] + nbytes].view(np.bool_))
+                    except FormatError as exc:
+                        raise exc.at(f"tensor {name!r} of a batch with sample {self._request.key(i)!r}") from exc
 
     def read_rows(self) -> None:
         """Read every tensor; its rows follow each other."""
+        self._read_rows(self._pin, self._device)
+        self.memory.move(self._device)
+
+    def _read_rows(self, pin: bool, device: Any) -> None:
         extents = self.columns.extents
         if extents.sizes is not None:
-            first, ends, total = _in_turn([size * self._count for size in extents.sizes])
-            self._read(first, None, total)
+            first, _, total = _in_turn([size * self._count for size in extents.sizes])
+            self._read(first, None, total, pin, device)
             self._offsets = [
                 range(at, at + size * self._count, size) if size else [at] * self._count
                 for at, size in zip(first, extents.sizes, strict=True)
             ]
         else:
             steps = extents.nbytes[:, self.which()]
-            first, ends, total = _in_turn(steps.sum(1).tolist())
+            first, _, total = _in_turn(steps.sum(1).tolist())
             dest = np.array(first)[:, None] + steps.cumsum(1) - steps
-            self._read(first, dest, total)
+            self._read(first, dest, total, pin, device)
             self._offsets = dest.tolist()
-        self._check_bools(first, ends)
-        self.memory.move(self._device)
+        self._check_bools(self._offsets)
 
     def stacked(self) -> dict[str, Any]:
         """Return each tensor as `[B, …]`."""
@@ -249,12 +247,12 @@ class _Reading:
 
     def fill_sample(self, sample: Any, i: int) -> Any:
         """Return sample `i` with its tensors loaded."""
-        names = self.columns.names
 
         def load(lazy: Lazy) -> Any:
-            reference = lazy._reference
-            begin = self._offsets[names.index(lazy.name)][i] if lazy.name in names else 1
-            if begin % reference.dtype.itemsize == 0:  # not always where samples differ in a tensor's dtype
+            reference, number = lazy._reference, self.columns.numbers.get(lazy.name)
+            begin = self._offsets[number][i] if number is not None else 0
+            # not always aligned where samples differ in a tensor's dtype
+            if number is not None and begin % reference.dtype.itemsize == 0:
                 return self.memory.view(reference, begin, reference.shape)
             loaded = lazy.load()
             return loaded if reference.kind == "ndarray" else to_device(loaded, self._pin, self._device)
@@ -263,26 +261,29 @@ class _Reading:
             value = sample
             for step in path:
                 value = value[step]
-            return value if type(value) in _BUILTIN else realize(value, self._device)
+            return value if type(value) in ATOMS else realize(value, self._device)
 
         return fill(sample, load, leaf)
 
-    def padded(self, value: float) -> dict[str, Any]:
-        """Return each tensor as `[B, *largest]`, what is not there filled with `value`."""
+    def padded(self, value: Any) -> dict[str, Any]:
+        """Return each tensor as `[B, *largest]`, what is not there filled with `value`, or with what it has for the name."""
         columns, which = self.columns, self.which()
+        values = value if isinstance(value, Mapping) else dict.fromkeys(columns.names, value)
+        if unknown := [name for name in values if name not in columns.names]:
+            raise BatchError(f"pad_value has {unknown[0]!r}, but no tensor is called that")
         shapes = columns.largest(self._key)
         if columns.are_equal():
             return self.stacked()
         steps = [nbytes_of(each[0], shape) for each, shape in zip(columns.references, shapes, strict=True)]
         fillers = [
-            filler_of(each[0], value if any(r.shape != shape for r in each) else 0)
-            for each, shape in zip(columns.references, shapes, strict=True)
+            filler_of(each[0], values.get(name, 0) if any(r.shape != shape for r in each) else 0)
+            for name, each, shape in zip(columns.names, columns.references, shapes, strict=True)
         ]
         first, ends, total = _in_turn([step * self._count for step in steps])
         if all(r.shape[1:] == shape[1:] for each, shape in zip(columns.references, shapes, strict=True) for r in each):
             # a row is the beginning of its padded row: read into place
             dest = np.array(first, np.int64)[:, None] + np.array(steps, np.int64)[:, None] * np.arange(self._count)
-            self._read(first, dest, total)
+            self._read(first, dest, total, self._pin, self._device)
             array = self.memory.array
             for (dtype, filler), nbytes, begins, step in zip(
                 fillers, columns.extents.nbytes[:, which].tolist(), dest.tolist(), steps, strict=True
@@ -290,9 +291,9 @@ class _Reading:
                 for begin, length in zip(begins, nbytes, strict=True):
                     if length < step:
                         array[begin + length : begin + step].view(dtype)[...] = filler
+            self._check_bools(dest.tolist())
         else:
             self._copy_padded(shapes, fillers, first, ends, total)
-        self._check_bools(first, ends)
         self.memory.move(self._device)
         return {
             name: self.memory.view(each[0], at, (self._count, *shape))
@@ -300,12 +301,9 @@ class _Reading:
         }
 
     def _copy_padded(self, shapes: Any, fillers: Any, first: list[int], ends: list[int], total: int) -> None:
-        pin, device = self._pin, self._device
-        self._pin, self._device = False, None
-        self.read_rows()
+        self._read_rows(False, None)
         rows = self.memory.array
-        self._pin, self._device = pin, device
-        self.memory = Memory(self._request.pool, total, pin, device)
+        self.memory = Memory(self._request.pool, total, self._pin, self._device)
         which = self.which().tolist()
         for number, (dtype, filler) in enumerate(fillers):
             # as numpy sees them, in one thread: OpenMP's do not survive a fork

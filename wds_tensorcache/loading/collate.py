@@ -10,7 +10,7 @@ from typing import Any
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.template import assemble, taker
 
-__all__ = ["Path", "Recipe", "fill", "project", "recipe_of"]
+__all__ = ["Path", "Recipe", "fill", "places_of", "project", "recipe_of"]
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, tuple, deque)
@@ -34,7 +34,7 @@ class _Fill:
         self._holding: dict[int, bool] = {}  # which containers have a tensor in them
         self._made: dict[int, Any] = {}
 
-    def _holds(self, value: Any) -> bool:
+    def holds(self, value: Any) -> bool:
         """Return whether a tensor is in `value`."""
         if isinstance(value, Lazy):
             return True
@@ -44,7 +44,7 @@ class _Fill:
         known = self._holding.get(id(value))
         if known is None:
             self._holding[id(value)] = False  # while its own items are looked at
-            known = self._holding[id(value)] = any(map(self._holds, value.values() if cls in _DICTS else value))
+            known = self._holding[id(value)] = any(map(self.holds, value.values() if cls in _DICTS else value))
         return known
 
     def visit(self, value: Any, path: Path) -> Any:
@@ -60,7 +60,7 @@ class _Fill:
             for key, item in value.items():
                 result[key] = self.visit(item, (*path, key))
             return result
-        if cls not in _SEQUENCES or not self._holds(value):
+        if cls not in _SEQUENCES or not self.holds(value):
             return self._leaf(path)
         if cls is tuple:
             items = tuple(self.visit(item, (*path, at)) for at, item in enumerate(value))
@@ -76,6 +76,33 @@ def _empty_like(value: Any) -> Any:
     if cls is defaultdict:
         return defaultdict(value.default_factory)
     return deque(maxlen=value.maxlen) if cls is deque else cls()
+
+
+def places_of(sample: Any) -> dict[Path, Any]:
+    """Return what is at each path of a batch's structure: a tensor's name, a container's type and length, or None."""
+    return _Places().of(sample)
+
+
+class _Places:
+    def __init__(self) -> None:
+        self._found: dict[Path, Any] = {}
+        self._fill = _Fill(lambda lazy: None, lambda path: None)
+        self._seen: set[int] = set()
+
+    def of(self, value: Any, path: Path = ()) -> dict[Path, Any]:
+        cls = type(value)
+        is_dict = cls in _DICTS
+        if isinstance(value, Lazy):
+            self._found[path] = value.name
+        elif not is_dict and (cls not in _SEQUENCES or not self._fill.holds(value)):
+            self._found[path] = None
+        elif id(value) not in self._seen:  # what holds itself is looked at once
+            self._seen.add(id(value))
+            self._found[path] = cls.__name__, len(value)
+            for key, item in value.items() if is_dict else enumerate(value):
+                self.of(item, (*path, key))
+            self._seen.discard(id(value))
+        return self._found
 
 
 @dataclass(frozen=True, slots=True)

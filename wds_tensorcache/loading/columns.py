@@ -47,14 +47,15 @@ class Columns:
     """The tensors called `names` of samples of some layouts.
 
     Attributes:
-        names: Of the tensors; a tensor's place among them is its number.
+        names, numbers: Of the tensors; a tensor's place among the names is its number.
         references: [tensors][layouts], what each is; empty until `resolve`.
         extents: Where each lies in its member.
-        has_bools: Whether the tensor may hold bytes that are no bools, by number.
+        bools: By number, in which layouts the tensor is of bools, which must be looked at.
     """
 
     def __init__(self, names: Sequence[str], layouts: Sequence[Layout]) -> None:
         self.names = tuple(names)
+        self.numbers = {name: number for number, name in enumerate(names)}
         self.layouts = layouts
         self.references: list[list[Reference]] = []
         stored = [[layout.tensors[name] for layout in layouts] for name in names]
@@ -62,7 +63,7 @@ class Columns:
         begin = np.array([[one.begin for one in each] for each in stored], np.int64).reshape(shape)
         end = np.array([[one.end for one in each] for each in stored], np.int64).reshape(shape)
         self.extents = Extents(begin, end - begin)
-        self.has_bools = [any(one.dtype == "BOOL" for one in each) for each in stored]
+        self.bools = [[number for number, one in enumerate(each) if one.dtype == "BOOL"] for each in stored]
 
     def resolve(self, like: dict[str, Any], texts: Callable[[int], dict[str, str]], key: Callable[[int], str]) -> None:
         """Find what the tensors are in each layout.

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.loading.batch import Request, Structure, fill_batch, read_batch, read_tensors, structure_of
+from wds_tensorcache.loading.batch import Request, fill_batch, read_batch, read_tensors
 from wds_tensorcache.loading.collate import project
 from wds_tensorcache.loading.keys import KeysView
 from wds_tensorcache.loading.schema import Entry, TensorSchema, entries, members_of, schema_of
 from wds_tensorcache.loading.store import Store
+from wds_tensorcache.loading.structure import Structure, structure_of
 
 __all__ = ["TensorCache"]
 
@@ -50,7 +51,7 @@ class TensorCache(Sequence[Any]):
         return len(self._store) if self._order is None else len(self._order)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a sample by number or key; a view for a slice.
+        """Return a sample by number or key; a view for a slice, or for a list or array of numbers or keys.
 
         Raises:
             IndexError: The number is not in `[-len, len)`.
@@ -61,9 +62,11 @@ class TensorCache(Sequence[Any]):
             return self._take(np.arange(*index.indices(len(self)), dtype=np.int64))
         if isinstance(index, str):
             return self._sample(self._at(self._find(index)))
+        if isinstance(index, list) or getattr(index, "ndim", 0) == 1:
+            return TensorCache(self._store, self._resolve(index), self._patterns)
         count = len(self)
         if not hasattr(index, "__index__"):
-            raise TypeError(f"a sample is named by number or key, got {index!r:.100}; read_batch takes many")
+            raise TypeError(f"a sample is named by number or key, got {index!r:.100}")
         number = operator.index(index)
         if not -count <= number < count:
             raise IndexError(f"index {number} out of range [0, {count})")
@@ -138,7 +141,7 @@ class TensorCache(Sequence[Any]):
         *,
         pin: bool = False,
         collate: Any = "stack",
-        pad_value: float = 0,
+        pad_value: Any = 0,
     ) -> Any:
         """Read samples as one batch, without decoding them one by one.
 
@@ -148,7 +151,7 @@ class TensorCache(Sequence[Any]):
             pin: Put them into pinned memory.
             collate: `"stack"` gives tensors `[B, …]`; `"list"` lists of B tensors; `"pad"` tensors `[B, *largest shape]`.
                 A function is called with the list of the B samples, their tensors loaded, and its result returned.
-            pad_value: What `"pad"` fills with.
+            pad_value: What `"pad"` fills with, texts and dates aside; a dict has the values of some tensors by name.
 
         Returns:
             The structure of the first sample, batched tensors in the places of its tensors; arrays are stacked as numpy arrays.
@@ -222,6 +225,9 @@ class TensorCache(Sequence[Any]):
     @property
     def members(self) -> dict[str, int]:
         """Other members of the samples, by suffix: how many samples have it, say `{"jpg": 100, "json": 100}`."""
+        return {suffix: int(np.count_nonzero(having)) for suffix, having in self._having().items()}
+
+    def _having(self) -> dict[str, Array]:
         return members_of(self._store, self._positions())
 
     def read_members(self, indices: Iterable[int | str], suffix: str) -> list[bytes]:
@@ -231,15 +237,21 @@ class TensorCache(Sequence[Any]):
             IndexError, KeyError: A sample that is not there, or that has no such member.
             FormatError: A shard is not what its index says.
         """
-        suffix = suffix.lower()  # as webdataset has them
-        result = []
-        for position in self._resolve(indices).tolist():
-            shard, row = self._store.locate(position)
-            number = shard.find_members(np.array([row]), suffix).item()
-            if number < 0:
-                raise KeyError(f"sample {shard.key(row)!r} has no member {suffix!r}; in the cache are {self.members}")
-            result.append(shard.member(row, suffix, number))
-        return result
+        return [self._member(position, suffix) for position in self._resolve(indices).tolist()]
+
+    def _read_member(self, number: int, suffix: str) -> bytes:
+        return self.read_members([number], suffix)[0]
+
+    def _has_member(self, number: int, suffix: str) -> bool:
+        shard, row = self._store.locate(self._resolve([number]).item(0))
+        return bool(shard.find_members(np.array([row]), suffix.lower())[0] >= 0)
+
+    def _member(self, position: int, suffix: str) -> bytes:
+        shard, row = self._store.locate(position)
+        found = shard.find_members(np.array([row]), suffix.lower()).item()  # in small letters, as webdataset has them
+        if found < 0:
+            raise KeyError(f"sample {shard.key(row)!r} has no member {suffix!r}; in the cache are {self.members}")
+        return shard.member(row, suffix.lower(), found)
 
     def close(self) -> None:
         """Close the files and threads of this cache and its views."""
@@ -309,7 +321,7 @@ class TensorCache(Sequence[Any]):
             indices = indices.numpy(force=True)
         indices = indices if isinstance(indices, (np.ndarray, list)) else list(indices)
         numbers = np.array(indices)  # a copy: what is decoded later still needs them
-        if numbers.dtype.kind == "U":
+        if numbers.dtype.kind in "UO":
             indices = [self._find(index) if isinstance(index, str) else index for index in indices]
             numbers = np.asarray(indices)
         if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):

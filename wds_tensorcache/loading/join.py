@@ -51,6 +51,9 @@ class JoinedCache(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._each(lambda cache: cache[index])
+        if isinstance(index, list) or getattr(index, "ndim", 0) == 1:
+            numbers = self._numbers(index)
+            return self._each(lambda cache: cache[numbers])
         number = self._caches[0]._find(index) if isinstance(index, str) else index
         return self._merge([cache[number] for cache in self._caches])
 
@@ -64,6 +67,11 @@ class JoinedCache(Sequence[Any]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._caches[0]
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards behind all caches."""
+        return sum(cache.num_shards for cache in self._caches)
 
     def keys(self) -> Sequence[str]:
         """Return the keys in order."""
@@ -106,7 +114,7 @@ class JoinedCache(Sequence[Any]):
         *,
         pin: bool = False,
         collate: Any = "stack",
-        pad_value: float = 0,
+        pad_value: Any = 0,
     ) -> Any:
         """Read one batch of each cache, joined as samples are; `"pad"` joins the shapes too. As `TensorCache.read_batch`."""
         numbers = self._numbers(indices)
@@ -147,6 +155,8 @@ class JoinedCache(Sequence[Any]):
         return [list(cache.schema) for cache in self._caches]
 
     def _numbers(self, indices: Iterable[Any]) -> list[Any]:
+        if isinstance(indices, str):
+            raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
         return [self._caches[0]._find(i) if isinstance(i, str) else i for i in indices]
 
     def _prefixes(self) -> list[str]:
@@ -155,14 +165,28 @@ class JoinedCache(Sequence[Any]):
 
     @property
     def members(self) -> dict[str, int]:
-        """Other members of the samples, as `TensorCache.members`; of the first cache that has them."""
-        return {suffix: count for cache in reversed(self._caches) for suffix, count in cache.members.items()}
+        """Other members of the samples, by suffix: how many samples have it in one of the caches."""
+        return {suffix: int(np.count_nonzero(having)) for suffix, having in self._having().items()}
+
+    def _having(self) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for cache in self._caches:
+            for suffix, having in cache._having().items():
+                result[suffix] = result[suffix] | having if suffix in result else having
+        return result
 
     def read_members(self, indices: Iterable[Any], suffix: str) -> list[bytes]:
-        """Return the bytes of a member of each sample, as `TensorCache.read_members`; of the first cache that has it."""
-        having = [cache for cache in self._caches if suffix.lower() in cache.members] or self._caches
-        numbers = self._numbers(indices)
-        return having[0].read_members(numbers, suffix)  # type: ignore[no-any-return]
+        """Return the bytes of a member of each sample, of the first cache that has it; as `TensorCache.read_members`."""
+        return [self._read_member(number, suffix) for number in self._numbers(indices)]
+
+    def _read_member(self, number: Any, suffix: str) -> bytes:
+        for cache in self._caches[:-1]:
+            if cache._has_member(number, suffix):
+                return cache._read_member(number, suffix)  # type: ignore[no-any-return]
+        return self._caches[-1]._read_member(number, suffix)  # type: ignore[no-any-return]
+
+    def _has_member(self, number: Any, suffix: str) -> bool:
+        return any(cache._has_member(number, suffix) for cache in self._caches)
 
     @property
     def io(self) -> tuple[Any, ...]:

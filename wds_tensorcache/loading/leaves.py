@@ -10,7 +10,7 @@ from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.reference import MemorySource, Reference
 from wds_tensorcache.codec.template import MISS, Template
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.loading.collate import Path, project
+from wds_tensorcache.loading.collate import Path, places_of, project
 from wds_tensorcache.loading.plan import Places
 
 __all__ = ["Decoded", "Leaves"]
@@ -30,7 +30,10 @@ class Decoded:
         sample: Callable[[int], Any],
         key: Callable[[int], str],
         wanted: Callable[[str], bool] | None = None,
+        like: Any = None,
     ) -> None:
+        self._like = like  # the first sample, as the batch has it
+        self._first: dict[Path, Any] | None = None
         self._places = places
         self._template = template
         self._mapped = mapped
@@ -49,7 +52,7 @@ class Decoded:
         """Return what each sample has at `path`.
 
         Raises:
-            BatchError: A sample has nothing there: its structure is another than the first one's.
+            BatchError: A sample's structure is another than the first one's.
         """
         with self._lock:
             if self._values is None:
@@ -59,7 +62,16 @@ class Decoded:
                 return [values[slot] for values in self._values if values is not None]
             if self._samples is None:
                 self._samples = [self._build(i, values) for i, values in enumerate(self._values)]
-        return [self._walk(i, sample, path) for i, sample in enumerate(self._samples)]
+        return [_walk(sample, path) for sample in self._samples]
+
+    def check(self) -> None:
+        """Raise BatchError unless every sample has the first one's structure."""
+        with self._lock:
+            if self._values is None:
+                self._values = self._match()
+            for i, values in enumerate(self._values):
+                if values is None:
+                    self._build(i, None)
 
     def _match(self) -> list[list[Any] | None]:
         found: list[list[Any] | None] = [None] * len(self)
@@ -87,23 +99,41 @@ class Decoded:
 
     def _build(self, i: int, values: list[Any] | None) -> Any:
         if values is None or self._template is None:
-            return self._sample(i)
+            sample = self._sample(i)
+            self._compare(i, sample)
+            return sample
         if self._wanted is None:
             return self._template.build([*values, *(None for _ in self._template.references)])
         made = self._template.build([*values, *map(_stand_in, self._template.references)])
         return project(made, self._wanted)  # tensors that were not selected are gone from dicts
 
-    def _walk(self, i: int, value: Any, path: Path) -> Any:
-        try:
-            for step in path:
-                value = value[step]
-        except (KeyError, IndexError, TypeError) as exc:
-            where = ".".join(map(str, path))
-            raise BatchError(
-                f"sample {self.key(i)!r} has nothing at {where!r}, but {self.key(0)!r} has: "
-                "their structures differ; use collate='list' for tensors alone, or a function"
-            ) from exc
-        return value
+    def _compare(self, i: int, sample: Any) -> None:
+        if self._first is None:
+            self._first = places_of(self._like)
+        found = places_of(sample)
+        if found == self._first:
+            return
+        both = {path: (self._first.get(path, ""), found.get(path, "")) for path in (*self._first, *found)}
+        unlike = [path for path, (first, other) in both.items() if first != other]
+        # containers of other lengths differ in what is in them
+        path = next((p for p in unlike if not all(isinstance(what, tuple) for what in both[p])), unlike[0])
+        where = f"at {'.'.join(map(str, path))!r}" if path else "at its root"
+        raise BatchError(
+            f"sample {self.key(i)!r} has {_described(both[path][1])} {where}, but {self.key(0)!r} has "
+            f"{_described(both[path][0])}: their structures differ; use a function, or read_tensors"
+        )
+
+
+def _described(what: Any) -> str:
+    if isinstance(what, tuple):
+        return f"a {what[0]} of {what[1]}"
+    return "a value" if what is None else f"tensor {what!r}" if what else "nothing"
+
+
+def _walk(value: Any, path: Path) -> Any:
+    for step in path:
+        value = value[step]
+    return value
 
 
 def _stand_in(text: str) -> Any:
@@ -125,7 +155,7 @@ class Leaves(Sequence[Any]):
     Pickles, prints and compares as the list that it stands for.
 
     Raises (when looked at):
-        BatchError: A sample does not have this value.
+        BatchError: A sample's structure is another than the first one's.
         FormatError: A skeleton is damaged.
     """
 

@@ -54,32 +54,50 @@ def filler_of(reference: Reference, value: float) -> tuple[np.dtype[Any], Any]:
     """Return a numpy dtype of a tensor's width, and the bits of `value` in it.
 
     Raises:
-        BatchError: The tensor's dtype has no such value.
+        BatchError: `value` is no number, or the tensor's dtype has none that is near.
     """
     numpy = reference.kind == "ndarray"
     dtype = reference.dtype
     if not numpy:
         dtype = np.dtype("c16" if reference.dtype.itemsize == 16 else f"u{reference.dtype.itemsize}")
-    if not value:
-        return dtype, np.zeros((), dtype)  # zero bits, also where texts are padded
+    if not isinstance(value, (int, float, complex, np.number)):
+        raise BatchError(f"pad_value={value!r}, expected a number, or a dict of numbers by tensor name")
+    if (value == 0 and str(value)[0] != "-") or (numpy and dtype.kind not in "biufc"):
+        return dtype, np.zeros((), dtype)  # zero bits; also of texts and dates, which no number is meant for
     try:
-        integers = (
-            reference.dtype.kind in "iu"
-            if numpy
-            else not (reference.dtype.is_floating_point or reference.dtype.is_complex)
-        )
-        if integers and int(value) != value:
-            raise ValueError("not an integer")
-        if numpy:
-            return dtype, np.array(value, dtype)
-        one = torch.full((1,), value, dtype=reference.dtype, device="cpu")
-        if integers and one.item() != value:
-            raise ValueError("out of range")
-        return dtype, one.view(torch.uint8).numpy().view(dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if numpy:
+                filler = np.array(value, dtype)
+                found: Any = filler.item()
+            else:
+                one = torch.full((1,), value, dtype=reference.dtype, device="cpu")
+                filler, found = one.view(torch.uint8).numpy().view(dtype), one.to(_widest(reference.dtype)).item()
     except (ValueError, OverflowError, RuntimeError, TypeError) as exc:
-        raise BatchError(
-            f"pad_value={value!r}, which {reference.dtype} of tensor {reference.name!r} cannot hold"
-        ) from exc
+        raise _cannot_hold(reference, value) from exc
+    is_exact = reference.dtype.kind in "biu" if numpy else _widest(reference.dtype) in (torch.int64, reference.dtype)
+    if not (found == value if is_exact else _is_near(found, value)):
+        raise _cannot_hold(reference, value)
+    return dtype, filler
+
+
+def _widest(dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype that holds what one of this kind holds, and that Python has."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def _is_near(found: complex, value: complex) -> bool:
+    """Return whether a float is `value` but for rounding: not where it became infinite, NaN or the largest there is."""
+    if value != value or found != found:
+        return value != value and found != found
+    if math.isinf(abs(value)):
+        return found == value
+    return abs(found - value) <= abs(value) / 2  # float8_e8m0fnu has powers of two alone
+
+
+def _cannot_hold(reference: Reference, value: float) -> BatchError:
+    return BatchError(f"pad_value={value!r}, which {reference.dtype} of tensor {reference.name!r} cannot hold")
 
 
 def nbytes_of(reference: Reference, shape: Sequence[int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,7 @@ def open(
         for path, counts in found:
             count = counts.get(name, 0) if counts is not None else None
             shards.append(Shard(path, name, files, pool, table, count, indexes.get(path)))
+            files.expect(shards[-1].path)
         return TensorCache(Store(shards, files, pool, _choose_io(io, found), threads or min(4, _num_cores())))
     except BaseException:
         files.close()
@@ -131,24 +132,27 @@ def _find_one(source: str) -> list[Found]:
         if not shards:
             raise FileNotFoundError(f"{source} has neither {MANIFEST} nor *.tar")
         return [(os.path.join(source, file), None) for file in shards]
-    if source.endswith(".json"):
+    if source.endswith(".json") and (os.path.exists(source) or not glob.has_magic(source)):
         return _from_manifest(source)
-    paths = [source] if os.path.exists(source) else list(_expand(source))
-    for path in paths:
-        if not os.path.exists(path):
-            raise FileNotFoundError(f"{path} does not exist")
-    return [(path, None) for path in paths]
+    if os.path.exists(source):
+        return [(source, None)]
+    found: list[Found] = []
+    for path in braceexpand(source):
+        matches = [path] if os.path.exists(path) else sorted(glob.glob(_escape_existing(path)))
+        if not matches:
+            raise FileNotFoundError(f"{path} matches no file" if glob.has_magic(path) else f"{path} does not exist")
+        for match in matches:
+            found += _find_one(match)
+    return found
 
 
-def _expand(pattern: str) -> Iterator[str]:
-    for path in braceexpand(pattern):
-        if glob.has_magic(path) and not os.path.exists(path):
-            found = sorted(glob.glob(path))
-            if not found:
-                raise FileNotFoundError(f"{path} matches no file")
-            yield from found
-        else:
-            yield path
+def _escape_existing(pattern: str) -> str:
+    """Return a glob pattern whose first folders, as many as are there under just these names, stand for themselves."""
+    folder, rest = os.path.split(pattern)
+    while folder and not os.path.isdir(folder) and folder != os.path.dirname(folder):
+        folder, part = os.path.split(folder)
+        rest = os.path.join(part, rest)
+    return os.path.join(glob.escape(folder), rest)
 
 
 def _from_manifest(path: str) -> list[Found]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from wds_tensorcache.codec.views import view_address
 from wds_tensorcache.shards.reader import Shard, gather
-from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.tar import BLOCK
 
 __all__ = ["Extents", "Places", "Plan"]
@@ -187,7 +187,7 @@ class Plan:
         origin = places.begin.copy()
         for (_, at, _), base in zip(places.parts, bases, strict=True):
             origin[at] += base - first
-        return torch.from_numpy(np.asarray(_Memory(first, span, files))), origin
+        return torch.from_numpy(view_address(first, span, files)), origin
 
     def _dest(self) -> list[Sequence[int]]:
         """Return where each row goes: [tensors][samples]."""
@@ -226,11 +226,3 @@ class Plan:
                 advised = at + IN_FLIGHT
                 file.read_into(buffers, begins[i] + first)
             shard.check_tensors(rows[i])
-
-
-class _Memory:
-    """Lets numpy see the process's memory from an address on, and keeps what is there."""
-
-    def __init__(self, address: int, nbytes: int, files: list[ShardFile]) -> None:
-        self.files = files
-        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}

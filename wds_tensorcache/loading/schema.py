@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.codec.header import Form
-from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.reference import Reference, resolve
-from wds_tensorcache.loading.collate import fill
 from wds_tensorcache.loading.store import Store
+from wds_tensorcache.loading.structure import structure_of
 from wds_tensorcache.shards.reader import Shard
 
 __all__ = ["Entry", "TensorSchema", "entries", "members_of", "schema_of"]
@@ -26,7 +25,7 @@ class TensorSchema:
 
     Attributes:
         name: Its path in the samples.
-        kind: `"tensor"`, or `"ndarray"` for numpy arrays.
+        kind: `"tensor"`, or `"ndarray"` for numpy arrays; of the first that has it.
         dtype: The true one, of torch or numpy; a tuple of them where samples differ.
         shape: Each dimension's size, or (smallest, largest) where samples differ; None if these have not as many.
         nbytes: Of all samples together.
@@ -64,22 +63,16 @@ class _Forms:
             if layout.texts is not None:
                 found = [resolve(layout, text) for text in layout.texts]
             else:
-                lazies: dict[str, Lazy] = {}
-                _walk(shard.sample(row), lazies)
-                found = [lazy._reference for lazy in lazies.values()]
+                found = [lazy._reference for lazy in structure_of(shard.sample(row), None).tensors.values()]
             self._known[key] = layout.form, {reference.name: reference for reference in found}
         return self._known[key][1]
-
-
-def _walk(sample: Any, found: dict[str, Lazy]) -> None:
-    fill(sample, lambda lazy: found.setdefault(lazy.name, lazy), lambda path: None)
 
 
 def schema_of(store: Store, positions: Array) -> dict[str, TensorSchema]:
     """Return the schema of the samples at `positions`; a few array operations per shard and form."""
     forms = _Forms()
     result: dict[str, TensorSchema] = {}
-    for shard, rows in _by_shard(store, positions):
+    for shard, _, rows in _by_shard(store, positions):
         table = shard.index.layouts
         counts = np.bincount(shard.columns.layout[rows], minlength=len(table))
         for number, form in enumerate(table.forms):
@@ -151,18 +144,20 @@ def entries(store: Store, positions: Array) -> Iterator[Entry]:
         yield Entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
 
 
-def members_of(store: Store, positions: Array) -> dict[str, int]:
-    """Return how many of the samples at `positions` have each other member, by suffix."""
-    result: dict[str, int] = {}
-    for shard, rows in _by_shard(store, positions):
+def members_of(store: Store, positions: Array) -> dict[str, Array]:
+    """Return which of the samples at `positions` have each other member, bool `[len(positions)]`, by suffix."""
+    result: dict[str, Array] = {}
+    for shard, which, rows in _by_shard(store, positions):
         for suffix in shard.index.members:
-            count = int(np.count_nonzero(shard.find_members(rows, suffix) >= 0))
-            if count:
-                result[suffix] = result.get(suffix, 0) + count
+            having = shard.find_members(rows, suffix) >= 0
+            if having.any():
+                result.setdefault(suffix, np.zeros(len(positions), np.bool_))[which] = having
     return result
 
 
-def _by_shard(store: Store, positions: Array) -> Iterator[tuple[Shard, Array]]:
+def _by_shard(store: Store, positions: Array) -> Iterator[tuple[Shard, Array, Array]]:
+    """Yield each shard, which of the positions are in it, and their rows."""
     number = np.searchsorted(store.starts, positions, "right") - 1
     for at in np.unique(number).tolist():
-        yield store.shards[at], positions[number == at] - store.starts[at]
+        which = np.flatnonzero(number == at)
+        yield store.shards[at], which, positions[which] - store.starts[at]

@@ -28,6 +28,10 @@ _ONE_BYTE = [bytearray(1)]
 _NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs", "afs", "gluster", "virtiofs")
 
 
+def _identity(status: os.stat_result) -> Identity:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class ShardFile:
     """One open file. Reads have no shared position, so any number of threads and forked processes may read at once.
 
@@ -41,7 +45,7 @@ class ShardFile:
         weakref.finalize(self, os.close, self.fd).atexit = False
         status = os.fstat(self.fd)
         self.nbytes = status.st_size
-        self.identity: Identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+        self.identity = _identity(status)
         self._lock = threading.Lock()
         self._map: mmap.mmap | None = None
         self._array: np.ndarray[Any, Any] | None = None
@@ -168,9 +172,12 @@ class ShardFile:
 
     def tensor(self) -> torch.Tensor:
         """Return the map as a uint8 tensor. Memory: a view; never write into it."""
-        if self._tensor is None:
-            self._tensor = torch.from_numpy(self.array())
-        return self._tensor
+        tensor = self._tensor
+        if tensor is None:
+            tensor = torch.from_numpy(self.array())
+            if type(tensor) is torch.Tensor:  # not a fake one, of a mode that torch is in
+                self._tensor = tensor
+        return tensor
 
     def address(self) -> int:
         """Return where the map begins in this process's memory."""
@@ -220,6 +227,14 @@ class Files:
                     raise FormatError(f"{path}: the shard was changed since this cache was opened: open it again")
                 self._open[path] = file
         return file
+
+    def expect(self, path: str) -> None:
+        """Let nothing but the file that is at `path` now be opened under it later.
+
+        Raises:
+            OSError: There is none.
+        """
+        self._identities.setdefault(path, _identity(os.stat(path)))
 
     def reopen(self, path: str) -> ShardFile:
         """Return the file that has this path now, whatever had it when it was opened."""

@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -194,6 +195,11 @@ class ShardWriter:
         """Finish the shard that is being written, and write no more."""
         self._closed = True
         self._finish()
+
+    def __del__(self) -> None:
+        if getattr(self, "_shard", None) is not None:
+            what = f"{self._pattern}: the writer was not closed; what it had not finished is lost"
+            warnings.warn(what, ResourceWarning, stacklevel=2, source=self)
 
     def __enter__(self) -> ShardWriter:
         return self
