@@ -244,14 +244,14 @@ class TensorCache(Sequence[Any]):
 
     def _has_member(self, number: int, suffix: str) -> bool:
         shard, row = self._store.locate(self._resolve([number]).item(0))
-        return bool(shard.find_members(np.array([row]), suffix.lower())[0] >= 0)
+        return bool(shard.find_members(np.array([row]), _suffix(suffix))[0] >= 0)
 
     def _member(self, position: int, suffix: str) -> bytes:
         shard, row = self._store.locate(position)
-        found = shard.find_members(np.array([row]), suffix.lower()).item()  # in small letters, as webdataset has them
+        found = shard.find_members(np.array([row]), _suffix(suffix)).item()
         if found < 0:
             raise KeyError(f"sample {shard.key(row)!r} has no member {suffix!r}; in the cache are {self.members}")
-        return shard.member(row, suffix.lower(), found)
+        return shard.member(row, _suffix(suffix), found)
 
     def close(self) -> None:
         """Close the files and threads of this cache and its views."""
@@ -315,7 +315,7 @@ class TensorCache(Sequence[Any]):
 
     def _resolve(self, indices: Iterable[int | str]) -> Array:
         """Return the positions of samples given by number or key."""
-        if isinstance(indices, str):
+        if isinstance(indices, str) or not isinstance(indices, Iterable):
             raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
         if isinstance(indices, torch.Tensor):
             indices = indices.numpy(force=True)
@@ -335,6 +335,11 @@ class TensorCache(Sequence[Any]):
             numbers = numbers.astype(np.int64)
             numbers = np.where(numbers < 0, numbers + count, numbers)
         return numbers if self._order is None else self._order[numbers]
+
+
+def _suffix(suffix: str) -> str:
+    """Return a member's suffix as the index has it: in small letters, as webdataset does."""
+    return suffix.lower().removeprefix(".")
 
 
 def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:

@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -97,6 +98,7 @@ class ShardWriter:
         self._number = 0
         self._shard: _OpenShard | None = None
         self._closed = False
+        self._pid = os.getpid()
 
     def _path(self, number: int) -> str:
         return self._pattern % number if self._numbered else self._pattern
@@ -127,6 +129,8 @@ class ShardWriter:
         """
         if self._closed:
             raise ValueError(f"{self._pattern}: the writer is closed")
+        if isinstance(key, dict):
+            raise TypeError("write(key, sample, **members); a dict is what webdataset's writers take")
         check_key(key)
         caches = {"": sample} if sample is not _NOTHING else {}
         others = {}
@@ -197,9 +201,11 @@ class ShardWriter:
         self._finish()
 
     def __del__(self) -> None:
-        if getattr(self, "_shard", None) is not None:
+        shard = getattr(self, "_shard", None)
+        if shard is not None and self._pid == os.getpid() and not sys.is_finalizing():  # in a forked child it is a copy
             what = f"{self._pattern}: the writer was not closed; what it had not finished is lost"
             warnings.warn(what, ResourceWarning, stacklevel=2, source=self)
+            shard.drop()
 
     def __enter__(self) -> ShardWriter:
         return self
