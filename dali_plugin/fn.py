@@ -42,6 +42,8 @@ def tensorcache(
         if source.batch_size != pipeline.max_batch_size:
             raise ValueError(f"batches of {source.batch_size} for a pipeline of batch_size={pipeline.max_batch_size}")
     else:
+        depth = pipeline.prefetch_queue_depth  # an int, or one for each of DALI's stages
+        options.setdefault("keep", 4 + (max(depth.values()) if isinstance(depth, dict) else depth))
         source = TensorCacheSource(cache, tensors, members, batch_size=pipeline.max_batch_size, **options)
     pipeline.tensorcache_source = source  # where TensorCacheIterator looks for it
     nodes = fn.external_source(

@@ -104,7 +104,8 @@ class TensorCacheIterator:
         source, names = self._sources[at], self._outputs[at]
         if len(ran) != len(names):
             raise ValueError(f"the pipeline has {len(ran)} outputs, {len(names)} were named: {', '.join(names)}")
-        outputs = {name: _as_torch(output) for name, output in zip(names, ran, strict=True)}
+        is_shared = not self._pipelines[at].exec_dynamic  # other executors write the next batch into the same memory
+        outputs = {name: _as_torch(output, is_shared) for name, output in zip(names, ran, strict=True)}
         numbers = outputs.pop(NUMBER).cpu().numpy().reshape(-1)
         tensors, others = {}, {}
         for name, value in outputs.items():
@@ -127,8 +128,10 @@ def _source_of(pipe: Any) -> TensorCacheSource:
     return found
 
 
-def _as_torch(output: Any) -> Any:
+def _as_torch(output: Any, copy: bool) -> Any:
     """Return an output as `[B, …]`, or as a list of B where shapes differ. Memory: DALI's, which lives as long as needed."""
     if output.is_dense_tensor():
-        return from_dlpack(output.as_tensor())
-    return [from_dlpack(one) for one in output]
+        dense = from_dlpack(output.as_tensor())
+        return dense.clone() if copy else dense
+    parts = [from_dlpack(one) for one in output]
+    return [part.clone() for part in parts] if copy else parts

@@ -79,6 +79,9 @@ class TensorCacheSource:
         self._per_rank = count // world_size if last_batch == "drop" else -(-count // world_size)
         self._kept: deque[Any] = deque(maxlen=keep)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_kept": deque(maxlen=self._kept.maxlen)}  # for worker processes, which keep their own
+
     outputs = property(
         lambda self: [*self.tensors, *self.members, NUMBER], doc="The names of what a batch has, in its order."
     )

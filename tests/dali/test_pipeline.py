@@ -28,7 +28,7 @@ def unbatched(batch: Any, at: int) -> Any:
     """Return one sample of a batch."""
     if isinstance(batch, dict):
         return {key: unbatched(value, at) for key, value in batch.items()}
-    if type(batch) in (list, tuple) and not isinstance(batch[0], torch.Tensor):
+    if type(batch) is tuple or (type(batch) is list and not isinstance(batch[0], torch.Tensor)):
         return type(batch)(unbatched(value, at) for value in batch)
     return batch[at]
 
@@ -45,6 +45,18 @@ def test_every_dtype_comes_back(cache: Any) -> None:
                 seen.append(batch["id"][at])
                 assert_same(sample(seen[-1]), unbatched(batch, at))
         assert seen == list(range(COUNT))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5, {"cpu_size": 3, "gpu_size": 2}], ids=str)
+def test_batches_that_are_kept_do_not_change(cache: Any, depth: Any) -> None:
+    made = pipeline(lambda: dali_plugin.fn.tensorcache(cache, shuffle=True), 2, prefetch_queue_depth=depth)
+    for _ in range(2):
+        kept = list(dali_plugin.TensorCacheIterator(made))
+        assert len(kept) == 10
+        for batch in kept:
+            for at, i in enumerate(batch["id"]):
+                assert_same(sample(i), unbatched(batch, at))
+        made.reset()
 
 
 @pytest.mark.parametrize("last_batch", ["fill", "partial", "drop"])

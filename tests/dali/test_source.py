@@ -63,6 +63,8 @@ def test_batches_stay_as_long_as_dali_may_read_them(cache: Any) -> None:
         assert dense.shape == (4, 2, 3)
         assert [one.shape for one in ragged] == [(1 + n % 3, 5) for n in numbers.tolist()]
         assert [raw.tobytes() for raw in members] == [b"member %d" % n for n in numbers]
+    copied = pickle.loads(pickle.dumps(source))
+    assert copied(0)[-1].tolist() == [0, 1, 2, 3]
     del batches, ragged, dense, members, numbers
     assert cache._store.pool.num_leases == 3
 
