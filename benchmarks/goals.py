@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from benchmarks.peers import DECODED, NAME, ONE_THREAD, TWO_THREADS, VIEWS
 from benchmarks.scenarios.batches import COLD_CEILINGS
 from benchmarks.scenarios.context import CEILING
+from benchmarks.scenarios.dali_cpu import NESTED, PYD_SOURCE, RAW
 from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
 from benchmarks.scenarios.writing import PLAIN
 from benchmarks.timing import Rounds, median, ratio
@@ -90,6 +91,8 @@ _GOALS = (
     _Goal("diffusion", "write", "ours / plain write", _over(NAME, PLAIN), 2.0),
     _Goal("diffusion", "worker_handoff", "samples of tensors / lazy", _over(TENSORS, LAZY), 5, at_least=True),
     _Goal("diffusion", "worker_handoff", "lazy / better collated", _over_best(LAZY, (COLLATED, DEFAULT_COLLATED)), 1.0),
+    _Goal("diffusion", "dali_cpu", "raw members / nested batches", _over(RAW, NESTED), 1.3, at_least=True),
+    _Goal("diffusion", "dali_cpu", ".pyd source / nested batches", _over(PYD_SOURCE, NESTED), 4, at_least=True),
     _Goal("diffusion", "wds_decode", "lazy / raw members", _over("tensorcache, lazy", "raw members"), 1.15),
     _Goal("diffusion", "wds_decode", "eager / .pyd", _over("tensorcache, eager", ".pyd"), 0.6),
     _Goal(

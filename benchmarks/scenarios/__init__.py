@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from benchmarks.scenarios.batches import batch_cold, batch_random, one_tensor
 from benchmarks.scenarios.context import Context
+from benchmarks.scenarios.dali_cpu import dali_cpu
 from benchmarks.scenarios.opening import opened
 from benchmarks.scenarios.samples import iterate_lazy, iterate_touch, random_get
 from benchmarks.scenarios.wds_decode import wds_decode
@@ -29,4 +30,5 @@ SCENARIOS: dict[str, Callable[[Context], Rounds]] = {
     "one_tensor": one_tensor,
     "wds_decode": wds_decode,
     "worker_handoff": worker_handoff,
+    "dali_cpu": dali_cpu,
 }

@@ -1,0 +1,155 @@
+"""Scenario `dali_cpu`: batches that DALI pipelines deliver on the CPU, from us and from what its users have now."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import webdataset as wds
+import xxhash
+
+import wds_tensorcache as tc
+from benchmarks.peers.base import as_array, by_sample, unstack
+from benchmarks.peers.webdataset import SHARD
+from benchmarks.scenarios.context import Context, Skipped
+from benchmarks.timing import Rounds, Variant, interleaved
+from benchmarks.workloads import Workload
+
+__all__ = ["NESTED", "OURS", "PYD_SOURCE", "RAW", "dali_cpu"]
+
+OURS = "tensorcache nodes"
+NESTED = "tensorcache nodes, nested batches"
+RAW = "fn.readers.webdataset, raw members"
+PYD_SOURCE = "webdataset .pyd as external source"
+_THREADS = 2
+_SHUFFLED = 8  # batches in the buffer that shuffles a stream
+
+
+def dali_cpu(context: Context) -> Rounds:
+    """Shuffled batches out of a pipeline without operators, a byte of each page used; raw members are decoded by nobody."""
+    try:
+        from nvidia.dali import fn, pipeline_def
+
+        import dali_plugin
+    except ImportError as exc:
+        raise Skipped(f"DALI is not installed: {exc}") from exc
+    workload, size = context.workload, context.workload.batch_size
+    if workload.ragged:
+        raise Skipped("samples of other shapes are no batch of DALI's without padding")
+    options = {"batch_size": size, "num_threads": _THREADS, "device_id": None}
+    shards = sorted(context.ours.glob("*.tar"))
+    count = workload.timed // size
+
+    @pipeline_def(**options)
+    def ours(cache: Any) -> Any:
+        return dali_plugin.fn.tensorcache(cache, shuffle=True)
+
+    @pipeline_def(**options)
+    def raw(shards: list[Path]) -> Any:
+        return tuple(
+            fn.readers.webdataset(
+                paths=[str(shard) for shard in shards],
+                index_paths=[str(shard.with_suffix(".idx")) for shard in shards],
+                ext=["skel.pyd", "safetensors"],
+                random_shuffle=True,
+                initial_fill=_SHUFFLED * size,
+                missing_component_behavior="error",
+            )
+        )
+
+    @pipeline_def(**options)
+    def stock(samples: Callable[[], Iterator[Any]]) -> Any:
+        source = _batches(context, samples)
+        return tuple(fn.external_source(source=source, num_outputs=len(workload.dtypes), batch=True))
+
+    def pyd() -> Iterator[Any]:
+        buffered = wds.shuffle(_SHUFFLED * size, initial=_SHUFFLED * size, rng=random.Random(0))
+        stages = (wds.tarfile_to_samples(), buffered, wds.decode())
+        shard = wds.SimpleShardList(str(context.stores / "webdataset .pyd" / SHARD))
+        return (sample["pyd"] for sample in wds.DataPipeline(shard, *stages))
+
+    with tc.open(context.ours) as cache:
+        pipes = {OURS: ours(cache), RAW: raw(shards)}
+        if (context.stores / "webdataset .pyd" / SHARD).exists():  # that peer takes part
+            pipes[PYD_SOURCE] = stock(pyd)
+        for pipe in pipes.values():
+            pipe.build()
+        iterator = dali_plugin.TensorCacheIterator(ours(cache))
+        endless = chain.from_iterable(iter(lambda: iterator, None))
+        _check(context, pipes, next(endless))
+
+        def run(pipe: Any) -> int:
+            seen = 0
+            while seen < count * size:
+                try:
+                    outputs = pipe.run()
+                except StopIteration:  # the end of an epoch
+                    pipe.reset()
+                    continue
+                for output in outputs:
+                    _touch(output)
+                seen += len(outputs[0])
+            return seen
+
+        def nested() -> int:
+            seen = 0
+            for batch in islice(endless, count):
+                workload.touch(batch)
+                seen += len(workload.split(batch)[0][workload.one[0]])
+            return seen
+
+        variants = {
+            name: Variant(lambda pipe=pipe: run(pipe), count * size, context.warm(name)) for name, pipe in pipes.items()
+        }
+        return interleaved({NESTED: Variant(nested, count * size, context.warm(NESTED)), **variants}, context.rounds)
+
+
+def _batches(context: Context, samples: Callable[[], Iterator[Any]]) -> Iterator[tuple[Any, ...]]:
+    """Yield batches of a stream without end, as arrays, as DALI's users write it."""
+    batch = []
+    while True:
+        for sample in samples():
+            batch.append([as_array(tensor) for tensor in context.workload.split(sample)[0].values()])
+            if len(batch) == context.workload.batch_size:
+                yield tuple(np.stack(column) for column in zip(*batch, strict=True))
+                batch = []
+
+
+def _touch(output: Any) -> None:
+    """Use a byte of each page of what a pipeline delivered: its reader hands over maps, which nobody has read yet."""
+    for part in [output.as_tensor()] if output.is_dense_tensor() else output:
+        int(np.asarray(part).reshape(-1).view(np.uint8)[::4096].sum())
+
+
+def _key(tensors: Iterable[Any]) -> tuple[int, ...]:
+    """Return what must be equal for the tensors of two samples to be the same, in whatever order."""
+    return tuple(sorted(xxhash.xxh3_64_intdigest(np.ascontiguousarray(tensor)) for tensor in tensors))
+
+
+def _check(context: Context, pipes: dict[str, Any], batch: Any) -> None:
+    """Raise AssertionError unless what comes out is what was written."""
+    workload = context.workload
+    known = {_key(map(as_array, workload.split(sample)[0].values())) for sample in context.samples}
+    found = {name: list(_rows(name, pipe, workload)) for name, pipe in pipes.items()}
+    tensors, small = workload.split(batch)
+    for sample in unstack(workload, tensors, by_sample(small)):
+        context.check(NESTED, [sample], [workload.split(sample)[1]["index"]])
+    for name, rows in found.items():
+        if len(rows) != workload.batch_size or not known.issuperset(map(_key, rows)):
+            raise AssertionError(f"{name}: what was read is not what was written")
+
+
+def _rows(name: str, pipe: Any, workload: Workload) -> Iterator[list[Any]]:
+    """Yield the tensors of each sample of a pipeline's next batch."""
+    outputs = pipe.run()
+    for row in range(workload.batch_size):
+        arrays = [np.asarray(output[row]) for output in outputs]
+        if name == RAW:
+            sample = tc.decode_sample(*(array.tobytes() for array in arrays))
+            yield [as_array(tensor.load()) for tensor in workload.split(sample)[0].values()]
+        else:
+            yield arrays[: len(workload.dtypes)]  # behind ours come the samples' numbers
