@@ -7,8 +7,9 @@ gives the batches in the structure that was written. Only `fn` and the iterator 
 from typing import Any
 
 from dali_plugin.source import TensorCacheSource
+from dali_plugin.stream import TensorCacheStream
 
-__all__ = ["TensorCacheIterator", "TensorCacheSource", "fn"]
+__all__ = ["TensorCacheIterator", "TensorCacheSource", "TensorCacheStream", "fn"]
 
 INSTALL = "this needs NVIDIA DALI: pip install nvidia-dali-cuda130 (runs without a GPU too)"
 

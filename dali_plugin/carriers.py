@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
-__all__ = ["carried", "restored"]
+__all__ = ["as_torch", "carried", "known_names", "plain", "restored"]
 
 Array = np.ndarray[Any, Any]
 _NATIVE = frozenset(
@@ -38,26 +41,89 @@ def carried(value: Any) -> Any:
     return value.reshape(*value.shape, 1).view(np.uint8)
 
 
-def restored(value: torch.Tensor, kind: str, dtype: Any) -> Any:
-    """Return what came out of a pipeline as what went in: `kind` and `dtype` as a cache's schema has them.
+def plain(value: Any) -> Array:
+    """Return a tensor or array as an array of a dtype that DALI has. Memory: aliases it."""
+    value = carried(value)
+    array: Array = value if isinstance(value, np.ndarray) else value.numpy()
+    return array
 
-    What an operator has given another dtype stays what it is. Memory: aliases `value`, on whose device tensors stay; arrays
-    are on the host.
+
+def restored(values: Mapping[str, Any], schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return outputs of a pipeline by name, tensors of `schema` as what went in; and apart from these, all others.
+
+    Raises:
+        TypeError: An operator has computed with integers that were the bits of something else.
+
+    Memory: aliases `values`, on whose device tensors stay; arrays are on the host.
     """
+    tensors, others = {}, {}
+    for name, value in values.items():
+        known = schema.get(name)
+        if known is None:
+            others[name] = value
+        elif isinstance(value, list):
+            tensors[name] = [_restored(name, one, known.kind, known.dtype) for one in value]
+        else:
+            tensors[name] = _restored(name, value, known.kind, known.dtype)
+    return tensors, others
+
+
+def _restored(name: str, value: torch.Tensor, kind: str, dtype: Any) -> Any:
     if kind == "ndarray":
         array = value.cpu().numpy()
-        if dtype.kind in _NATIVE_KINDS or array.dtype.kind not in "iu":
+        if dtype.kind in _NATIVE_KINDS:
             return array
         if dtype.itemsize in _INTEGERS:
-            return array.view(dtype) if array.dtype.itemsize == dtype.itemsize else array
-        return array.view(dtype)[..., 0] if array.shape[-1:] == (dtype.itemsize,) else array
+            carrier = np.dtype(f"i{dtype.itemsize}" if dtype.itemsize > 1 else np.uint8)
+            if array.dtype != carrier:
+                return _changed(name, array, dtype, carrier)
+            return array.view(dtype)
+        if array.dtype != np.uint8 or array.shape[-1:] != (dtype.itemsize,):
+            return _changed(name, array, dtype, "bytes")
+        return array.view(dtype)[..., 0]
     if dtype in _NATIVE:
         return value
     width = dtype.itemsize
     if width in _INTEGERS:
         if value.dtype is not _INTEGERS[width]:
-            return value
+            return _changed(name, value, dtype, _INTEGERS[width])
         return value != 0 if dtype is torch.bool else value.view(dtype)
     if value.dtype is not torch.int64 or value.shape[-1:] != (2,):
-        return value
+        return _changed(name, value, dtype, "pairs of torch.int64")
     return torch.view_as_complex(value.view(torch.float64))
+
+
+def _changed(name: str, value: Any, dtype: Any, carrier: Any) -> Any:
+    if dtype in (torch.bool, np.dtype(bool)):
+        return value  # 0 and 1 are numbers
+    raise TypeError(
+        f"tensor {name!r} is {dtype}, which DALI does not have: it travels as {carrier}, its bits, and an operator made "
+        f"{value.dtype}{list(value.shape)} of these. Operators that compute take bfloat16 with as_float=[{name!r}]; "
+        "of others the cache needs a dtype that DALI has"
+    )
+
+
+def as_torch(output: Any, copy: bool) -> Any:
+    """Return an output of a pipeline as `[B, …]`, or as a list of B where shapes differ.
+
+    Memory: DALI's, which lives as long as needed; fresh if `copy`.
+    """
+    if output.is_dense_tensor():
+        dense = from_dlpack(output.as_tensor())
+        return dense.clone() if copy else dense
+    parts = [from_dlpack(one) for one in output]
+    return [part.clone() for part in parts] if copy else parts
+
+
+def known_names(names: Iterable[str] | str, known: Iterable[str], what: str) -> list[str]:
+    """Return `names` as a list.
+
+    Raises:
+        KeyError: One is not known; the message has those that are spelt alike.
+    """
+    names, known = [names] if isinstance(names, str) else list(names), list(known)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, cutoff=0.3) or known[:8]
+            raise KeyError(f"no {what} is called {name!r}; there are {', '.join(map(repr, near)) or 'none'}")
+    return names

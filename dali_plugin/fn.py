@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from nvidia.dali import fn
 from nvidia.dali.pipeline import Pipeline
+from nvidia.dali.types import Constant, DALIDataType
+from torch.utils.data import IterableDataset
 
+from dali_plugin.native import NativeReader
 from dali_plugin.source import TensorCacheSource
+from dali_plugin.stream import TensorCacheStream
 
-__all__ = ["tensorcache"]
+__all__ = ["native_reader", "tensorcache"]
 
 
 def tensorcache(
@@ -26,27 +31,34 @@ def tensorcache(
 
     Args:
         cache: A `TensorCacheSource`, or what one is made of together with `tensors`, `members` and `options`; the batch
-            size is the pipeline's.
-        device: `"gpu"` gives the tensors on the pipeline's GPU; members and numbers are on the CPU.
+            size is the pipeline's. Or a stream, a `wds.DataPipeline` that ends in `tc.decode()`: see `TensorCacheStream`.
+        device: `"gpu"` gives the tensors on the pipeline's GPU, by way of page-locked memory; members and numbers are on
+            the CPU.
         parallel: Let DALI's worker processes (`py_num_workers`, spawned) read batches.
 
     Returns:
         Nodes in the order of the source's `outputs`. bf16, fp8, complex and bool are integers of their width in the
-        pipeline; `TensorCacheIterator` gives them their dtype back.
+        pipeline; `TensorCacheIterator` gives them their dtype back. Operators may move these bits, but not compute with
+        them; `as_float=[…]` makes float32 of bf16 tensors for that.
     """
-    pipeline: Any = Pipeline.current()  # type: ignore[no-untyped-call]
-    if pipeline is None:
-        raise RuntimeError("tensorcache() makes nodes: call it in the function that @pipeline_def decorates")
-    if isinstance(cache, TensorCacheSource):
-        source = cache
+    pipeline = _current("tensorcache")
+    if isinstance(cache, (TensorCacheSource, TensorCacheStream)):
+        source: Any = cache
         if source.batch_size != pipeline.max_batch_size:
             raise ValueError(f"batches of {source.batch_size} for a pipeline of batch_size={pipeline.max_batch_size}")
     else:
         depth = pipeline.prefetch_queue_depth  # an int, or one for each of DALI's stages
         options.setdefault("keep", 4 + (max(depth.values()) if isinstance(depth, dict) else depth))
-        source = TensorCacheSource(cache, tensors, members, batch_size=pipeline.max_batch_size, **options)
+        options["batch_size"] = pipeline.max_batch_size
+        if isinstance(cache, IterableDataset):
+            source = TensorCacheStream(cache, tensors, members, **options)
+        else:
+            options.setdefault("pin", device == "gpu" and not parallel)
+            source = TensorCacheSource(cache, tensors, members, **options)
+    if parallel and isinstance(source, TensorCacheStream):
+        raise ValueError("a stream is read by one process: parallel=True needs a cache")
     pipeline.tensorcache_source = source  # where TensorCacheIterator looks for it
-    nodes = fn.external_source(
+    nodes: Any = fn.external_source(
         source=source,
         num_outputs=source.num_outputs,
         batch=True,
@@ -54,6 +66,72 @@ def tensorcache(
         parallel=parallel,
         no_copy=not parallel or None,
     )
-    if device == "gpu":
-        nodes = [node.gpu() if at < len(source.tensors) else node for at, node in enumerate(nodes)]
+    for at, name in enumerate(source.tensors):
+        node = nodes[at].gpu() if device == "gpu" and source.schema[name].kind == "tensor" else nodes[at]
+        nodes[at] = _floats(node) if name in source.as_float else node
     return tuple(nodes)
+
+
+def native_reader(
+    paths: Any,
+    index_paths: Iterable[str] | None = None,
+    tensors: Iterable[str] | None = None,
+    members: Iterable[str] = (),
+    *,
+    device: str = "cpu",
+    shuffle: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+    last_batch: str = "fill",
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Return nodes of DALI's `fn.readers.webdataset`, which reads shards without any Python; in a pipeline's definition.
+
+    The tensors of a sample arrive as one array of bytes. `TensorCacheIterator` cuts them out on the device where they are, as
+    views; operators in the pipeline see the bytes alone. To augment tensors, use `tensorcache`.
+
+    Args:
+        paths: Whole shards on disks: a cache, or what `tc.open` takes.
+        index_paths: DALI's indexes of them; by default the `.idx` beside each, made for this pipeline where there is none.
+        tensors: Which of them batches have, by name; all by default. All are read.
+        members: Suffixes of other members, whose bytes arrive as they are: `["jpg"]`.
+        device: `"gpu"` sends the bytes to the pipeline's GPU.
+        shuffle: Out of a buffer of `initial_fill` samples (1,024 by default), not over the whole epoch.
+        rank, world_size: Which part of every epoch this process has; which one changes each epoch, unless
+            `stick_to_shard=True`. All have as many batches.
+        last_batch: `"fill"` repeats the last sample, `"partial"` leaves the last batch short, `"drop"` drops it.
+        options: Others of `fn.readers.webdataset`: `seed`, `initial_fill`, `prefetch_queue_depth`, `dont_use_mmap` …
+
+    Returns:
+        Nodes of uint8: the tensors' bytes `[n]`, each member, and what says which sample it is.
+
+    Raises:
+        KeyError: An unknown tensor or member; the message has those that are spelt alike.
+        ValueError: A view or a joined cache, a member that some samples lack, or fewer samples than ranks.
+    """
+    pipeline = _current("native_reader")
+    reader = NativeReader(
+        paths,
+        index_paths,
+        tensors,
+        members,
+        batch_size=pipeline.max_batch_size,
+        rank=rank,
+        world_size=world_size,
+        last_batch=last_batch,
+    )
+    pipeline.tensorcache_source = reader
+    return reader.nodes(device, shuffle, options)
+
+
+def _current(name: str) -> Any:
+    pipeline: Any = Pipeline.current()  # type: ignore[no-untyped-call]
+    if pipeline is None:
+        raise RuntimeError(f"{name}() makes nodes: call it in the function that @pipeline_def decorates")
+    return pipeline
+
+
+def _floats(node: Any) -> Any:
+    """Return float32 of the bits of bfloat16: these are its upper half."""
+    upper: Any = fn.cast(fn.reinterpret(node, dtype=DALIDataType.UINT16), dtype=DALIDataType.UINT32)
+    return fn.reinterpret(upper * Constant(np.uint32(1 << 16)), dtype=DALIDataType.FLOAT)  # type: ignore[no-untyped-call]

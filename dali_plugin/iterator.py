@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-from torch.utils.dlpack import from_dlpack
+import torch
 
-from dali_plugin.carriers import restored
-from dali_plugin.source import NUMBER, TensorCacheSource
+from dali_plugin.carriers import as_torch
+from dali_plugin.source import NUMBER
 
 __all__ = ["TensorCacheIterator"]
 
 
 class TensorCacheIterator:
-    """Iterates over pipelines with `dali_plugin.fn.tensorcache` in them, an epoch at a time.
+    """Iterates over pipelines with `dali_plugin.fn.tensorcache` or `native_reader` in them, an epoch at a time.
 
     A batch is what `cache.read_batch` returns, with what the pipeline made of each tensor in that tensor's place, of its true
     dtype where no operator changed the one that DALI saw; small values are decoded when they are looked at. Other
@@ -24,18 +23,17 @@ class TensorCacheIterator:
 
     Args:
         pipelines: One or several, built or not, each with its own source (one rank each).
-        source: Of the one pipeline, if it is not one that `fn.tensorcache` made.
+        source: Of the one pipeline, if it is not one that `dali_plugin.fn` made.
         outputs: What the pipelines' outputs are: names of tensors, `"number"`, and any others; by default the source's.
 
     Raises:
         ValueError: The outputs are not as many as the pipeline has, or the numbers of the samples are not among them.
+        TypeError (of a batch): An operator has computed with integers that were the bits of a bfloat16, say.
 
     Memory: DALI's own, on the pipeline's device; nothing is copied with DALI's dynamic executor, the default.
     """
 
-    def __init__(
-        self, pipelines: Any, source: TensorCacheSource | None = None, *, outputs: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, pipelines: Any, source: Any = None, *, outputs: Sequence[str] | None = None) -> None:
         self._is_one = not isinstance(pipelines, (list, tuple))
         self._pipelines = [pipelines] if self._is_one else list(pipelines)
         self._sources = [source] if source is not None else [_source_of(pipe) for pipe in self._pipelines]
@@ -43,13 +41,14 @@ class TensorCacheIterator:
         for pipe, one, names in zip(self._pipelines, self._sources, self._outputs, strict=True):
             if NUMBER not in names or len(set(names)) != len(names):
                 raise ValueError(f"outputs={names}: each once, and {NUMBER!r} among them")
-            if len({len(other) for other in self._sources}) > 1 or one.batch_size != pipe.max_batch_size:
+            if one.batch_size != pipe.max_batch_size or one.num_batches != self._sources[0].num_batches:
                 raise ValueError("the pipelines have batches of other sizes, or other numbers of them")
         self._is_built = False
         self._is_over = False
+        self._iteration = 0
 
     def __len__(self) -> int:
-        """Return how many batches an epoch has."""
+        """Return how many batches an epoch has; a stream does not know."""
         return len(self._sources[0])
 
     def __iter__(self) -> Iterator[Any]:
@@ -67,20 +66,25 @@ class TensorCacheIterator:
         if self._is_over:
             raise StopIteration
         self._build()
+        source = self._sources[0]
         try:
-            for pipe in self._pipelines:
-                pipe.schedule_run()
-            ran = [pipe.outputs() for pipe in self._pipelines]
+            if source.num_surplus is not None and self._iteration == source.num_batches:  # DALI's reader never stops
+                for _ in range(source.num_surplus):
+                    self._run()
+                raise StopIteration
+            ran = self._run()
         except StopIteration:
-            self._is_over = True
+            self._is_over, self._iteration = True, 0
             raise
+        self._iteration += 1
         batches = [self._batch(at, outputs) for at, outputs in enumerate(ran)]
         return batches[0] if self._is_one else batches
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the iterator is: DALI's checkpoints, of pipelines with `enable_checkpointing=True`."""
         self._build()
-        return {"checkpoints": [pipe.checkpoint() for pipe in self._pipelines], "over": self._is_over}
+        checkpoints = [pipe.checkpoint() for pipe in self._pipelines]
+        return {"checkpoints": checkpoints, "over": self._is_over, "iteration": self._iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`, which must be loaded before the first batch.
@@ -92,7 +96,7 @@ class TensorCacheIterator:
             raise RuntimeError("the pipelines have run; load the state into an iterator over new ones")
         for pipe, checkpoint in zip(self._pipelines, state["checkpoints"], strict=True):
             pipe._checkpoint = checkpoint
-        self._is_over = state["over"]
+        self._is_over, self._iteration = state["over"], state["iteration"]
 
     def _build(self) -> None:
         if not self._is_built:
@@ -100,38 +104,31 @@ class TensorCacheIterator:
                 pipe.build()
             self._is_built = True
 
+    def _run(self) -> list[Any]:
+        """Return the outputs of each pipeline's next batch."""
+        for pipe in self._pipelines:
+            pipe.schedule_run()
+        return [pipe.outputs(_stream_of(pipe)) for pipe in self._pipelines]
+
     def _batch(self, at: int, ran: Sequence[Any]) -> Any:
         source, names = self._sources[at], self._outputs[at]
         if len(ran) != len(names):
             raise ValueError(f"the pipeline has {len(ran)} outputs, {len(names)} were named: {', '.join(names)}")
         is_shared = not self._pipelines[at].exec_dynamic  # other executors write the next batch into the same memory
-        outputs = {name: _as_torch(output, is_shared) for name, output in zip(names, ran, strict=True)}
-        numbers = outputs.pop(NUMBER).cpu().numpy().reshape(-1)
-        tensors, others = {}, {}
-        for name, value in outputs.items():
-            known = source.schema.get(name)
-            if known is None:
-                others[name] = value
-            elif isinstance(value, list):
-                tensors[name] = [restored(one, known.kind, known.dtype) for one in value]
-            else:
-                tensors[name] = restored(value, known.kind, known.dtype)
-        batch = source.cache.fill_batch(np.ascontiguousarray(numbers), tensors)
+        outputs = {name: as_torch(output, is_shared) for name, output in zip(names, ran, strict=True)}
+        batch, others = source.fill(outputs)
         return (batch, others) if others else batch
 
 
-def _source_of(pipe: Any) -> TensorCacheSource:
+def _source_of(pipe: Any) -> Any:
     source = getattr(pipe, "tensorcache_source", None)
     if source is None:
         raise ValueError("the pipeline has no dali_plugin.fn.tensorcache; pass its source")
-    found: TensorCacheSource = source
-    return found
+    return source
 
 
-def _as_torch(output: Any, copy: bool) -> Any:
-    """Return an output as `[B, …]`, or as a list of B where shapes differ. Memory: DALI's, which lives as long as needed."""
-    if output.is_dense_tensor():
-        dense = from_dlpack(output.as_tensor())
-        return dense.clone() if copy else dense
-    parts = [from_dlpack(one) for one in output]
-    return [part.clone() for part in parts] if copy else parts
+def _stream_of(pipe: Any) -> Any:
+    """Return the stream on which outputs will be used; None without a GPU, and for executors that wait for the GPU."""
+    if pipe.device_id is None or not pipe.exec_dynamic or not torch.cuda.is_available():
+        return None
+    return torch.cuda.current_stream(pipe.device_id)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
+import glob
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress, zip_longest
 from typing import Any
 
 import numpy as np
+import torch
 
 import wds_tensorcache as tc
-from dali_plugin.carriers import carried
+from dali_plugin.carriers import known_names, plain, restored
 
-__all__ = ["NUMBER", "TensorCacheSource"]
+__all__ = ["NUMBER", "TensorCacheSource", "carried_schema", "check_batches"]
 
 Array = np.ndarray[Any, Any]
 NUMBER = "number"  # the output that says which samples a batch has
@@ -37,6 +40,8 @@ class TensorCacheSource:
         rank, world_size: Which part of every epoch this process has. All have as many batches.
         last_batch: `"fill"` fills the last batch up with the first samples of the epoch, `"partial"` leaves it short,
             `"drop"` drops it. With several ranks, up to `world_size - 1` samples come twice unless it is dropped.
+        as_float: bfloat16 tensors that `fn.tensorcache` makes float32 nodes of, exactly, for operators that compute.
+        pin: Read into page-locked memory, from which DALI copies to a GPU without a detour; needs a GPU.
         keep: How many batches stay in memory after they were returned: what DALI has not read yet, as it does not copy.
 
     Raises:
@@ -56,21 +61,22 @@ class TensorCacheSource:
         rank: int = 0,
         world_size: int = 1,
         last_batch: str = "fill",
+        as_float: Iterable[str] = (),
+        pin: bool = False,
         keep: int = 8,
     ) -> None:
-        if batch_size < 1 or not 0 <= rank < world_size:
-            raise ValueError(f"batch_size={batch_size}, rank={rank} of world_size={world_size}: out of range")
-        if last_batch not in LAST_BATCH:
-            raise ValueError(f"last_batch={last_batch!r}, expected one of {', '.join(LAST_BATCH)}")
+        check_batches(batch_size, rank, world_size, last_batch)
         is_open = isinstance(cache, (tc.TensorCache, tc.JoinedCache))
         self.cache = cache if is_open else tc.open(cache)
         if not len(self.cache):
             raise ValueError("the cache has no samples")
         schema = self.cache.schema
-        self.tensors = list(schema) if tensors is None else _known(tensors, list(schema), "tensor")
-        self.members = _known(members, list(self.cache.members), "member") if members else []
-        self.schema = {name: schema[name] for name in self.tensors}
-        self._narrow = self.cache.select([_escape(name) for name in self.tensors])
+        self.tensors = list(schema) if tensors is None else known_names(tensors, schema, "tensor")
+        self.members = known_names(members, self.cache.members, "member") if members else []
+        self.as_float = known_names(as_float, self.tensors, "tensor of this source")
+        self.schema = carried_schema({name: schema[name] for name in self.tensors}, self.as_float)
+        self.pin = pin
+        self._narrow = self.cache.select([glob.escape(name) for name in self.tensors])
         self._order = tc.EpochOrder(len(self.cache), shuffle=shuffle, seed=seed)
         self.batch_size = batch_size
         self._rank, self._world_size = rank, world_size
@@ -86,6 +92,8 @@ class TensorCacheSource:
         lambda self: [*self.tensors, *self.members, NUMBER], doc="The names of what a batch has, in its order."
     )
     num_outputs = property(lambda self: len(self.outputs), doc="How many there are.")
+    num_batches = property(len, doc="Of an epoch.")
+    num_surplus = None  # an epoch's end is said by StopIteration
 
     def __len__(self) -> int:
         """Return how many batches an epoch has."""
@@ -119,35 +127,67 @@ class TensorCacheSource:
         numbers = self.numbers(getattr(info, "epoch_idx", 0), iteration)
         batch = (*self.read(numbers), numbers)
         self._kept.append(batch)
-        return batch
+        if not self.pin:
+            return batch
+        are_pinned = [self.schema[name].kind == "tensor" for name in self.tensors]
+        pinned = map(_pinned, compress(batch, are_pinned))
+        return tuple(next(pinned) if is_pinned else value for value, is_pinned in zip_longest(batch, are_pinned))
 
     def read(self, numbers: Sequence[int] | Array) -> list[Any]:
         """Return the tensors and then the members of these samples, as DALI takes them."""
-        read = self._narrow.read_tensors(numbers, collate="auto") if self.tensors else {}
+        read = self._narrow.read_tensors(numbers, collate="auto", pin=self.pin) if self.tensors else {}
         result: list[Any] = []
         for name in self.tensors:
             value = read[name]
-            result.append(tuple(map(_plain, value)) if isinstance(value, list) else _plain(value))
+            result.append(tuple(map(plain, value)) if isinstance(value, list) else plain(value))
         for suffix in self.members:
             result.append(tuple(np.frombuffer(raw, np.uint8) for raw in self.cache.read_members(numbers, suffix)))
         return result
 
+    def fill(self, outputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the batch in the structure that was written, and apart from it what is no tensor of the cache.
 
-def _plain(value: Any) -> Array:
-    """Return a tensor or array as an array of a dtype that DALI has. Memory: aliases it."""
-    value = carried(value)
-    array: Array = value if isinstance(value, np.ndarray) else value.numpy()
-    return array
+        Args:
+            outputs: By name, `"number"` among them, what a pipeline or an operator made of a batch of this source: tensors
+                `[B, …]`, or lists of B. Tensors that are not there are left out, as `select` leaves them out.
 
-
-def _known(names: Iterable[str], known: list[str], what: str) -> list[str]:
-    names = [names] if isinstance(names, str) else list(names)
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, cutoff=0.3) or known[:8]
-            raise KeyError(f"no {what} is called {name!r}; there are {', '.join(map(repr, near)) or 'none'}")
-    return names
+        Raises:
+            TypeError: An operator has computed with integers that were the bits of something else.
+        """
+        tensors, others = restored(outputs, self.schema)
+        numbers = torch.as_tensor(others.pop(NUMBER)).cpu().numpy().reshape(-1)
+        return self.cache.fill_batch(numbers, tensors), others
 
 
-def _escape(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+def check_batches(batch_size: int, rank: int, world_size: int, last_batch: str) -> None:
+    """Raise ValueError unless all are in range."""
+    if batch_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"batch_size={batch_size}, rank={rank} of world_size={world_size}: out of range")
+    if last_batch not in LAST_BATCH:
+        raise ValueError(f"last_batch={last_batch!r}, expected one of {', '.join(LAST_BATCH)}")
+
+
+def carried_schema(schema: Mapping[str, Any], as_float: Iterable[str] = ()) -> dict[str, Any]:
+    """Return what goes through a pipeline: `schema`, of one dtype each, the tensors of `as_float` as float32.
+
+    Raises:
+        TypeError: A tensor's dtypes differ between samples, or one of `as_float` is not bfloat16.
+    """
+    found = dict(schema)
+    for name, known in schema.items():
+        if isinstance(known.dtype, tuple):
+            raise TypeError(f"tensor {name!r} is {' and '.join(map(str, known.dtype))}; nodes of DALI have one dtype")
+    for name in as_float:
+        if schema[name].dtype is not torch.bfloat16:
+            raise TypeError(f"as_float takes bfloat16 tensors, but {name!r} is {schema[name].dtype}")
+        found[name] = dataclasses.replace(schema[name], dtype=torch.float32)
+    return found
+
+
+def _pinned(value: Any) -> Any:
+    """Return arrays in page-locked memory as DALI's own tensors, which say that they are."""
+    from nvidia.dali.tensors import TensorCPU, TensorListCPU
+
+    if isinstance(value, tuple):
+        return tuple(TensorCPU(one, is_pinned=True) for one in value)
+    return TensorListCPU(value, is_pinned=True)

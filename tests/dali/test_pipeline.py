@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +27,13 @@ def pipeline(function: Any, batch_size: int = 6, **options: Any) -> Any:
     return dali.pipeline_def(function, batch_size=batch_size, num_threads=1, device_id=None, **options)()
 
 
-def unbatched(batch: Any, at: int) -> Any:
-    """Return one sample of a batch."""
-    if isinstance(batch, dict):
-        return {key: unbatched(value, at) for key, value in batch.items()}
-    if type(batch) is tuple or (type(batch) is list and not isinstance(batch[0], torch.Tensor)):
-        return type(batch)(unbatched(value, at) for value in batch)
+def unbatched(batch: Any, at: int, like: Any = None) -> Any:
+    """Return one sample of a batch, which is like that sample."""
+    like = sample(0) if like is None else like
+    if isinstance(like, dict):
+        return {key: unbatched(batch[key], at, value) for key, value in like.items() if key in batch}
+    if isinstance(like, (list, tuple)) and any(isinstance(value, (dict, list, tuple, torch.Tensor)) for value in like):
+        return type(like)(unbatched(part, at, value) for part, value in zip(batch, like, strict=True))
     return batch[at]
 
 
@@ -199,3 +203,63 @@ def test_what_is_refused(cache: Any) -> None:
     other = pipeline(lambda: dali.fn.random.uniform())
     with pytest.raises(ValueError, match=r"no dali_plugin\.fn\.tensorcache"):
         dali_plugin.TensorCacheIterator(other)
+
+
+def test_bfloat16_that_operators_compute_with(tmp_path: Path) -> None:
+    values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(4, -1).view(torch.bfloat16)  # every one there is
+    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
+        for i in range(4):
+            sink.write(str(i), {"x": values[i], "i": i})
+    with tc.open(tmp_path) as cache:
+        batch = next(
+            dali_plugin.TensorCacheIterator(pipeline(lambda: dali_plugin.fn.tensorcache(cache, as_float=["x"]), 4))
+        )
+        assert torch.equal(batch["x"].view(torch.int32), values.view(torch.int16).int() << 16)
+
+        def doubled() -> Any:
+            x, number = dali_plugin.fn.tensorcache(cache, as_float=["x"])
+            return x * 2.0, number
+
+        batch = next(dali_plugin.TensorCacheIterator(pipeline(doubled, 4)))
+        assert torch.equal(batch["x"].nan_to_num(), (values.float() * 2).nan_to_num())
+
+
+@pytest.mark.parametrize("name", ["tensors.bfloat16", "tensors.float8_e4m3fn", "tensors.complex64", "arrays.12"])
+def test_operators_that_compute_with_bits(cache: Any, name: str) -> None:
+    def nodes() -> Any:
+        bits, number = dali_plugin.fn.tensorcache(cache, [name])
+        return dali.fn.cast(bits, dtype=dali.types.FLOAT), number
+
+    with pytest.raises(TypeError, match=rf"tensor '{name}' is .*, which DALI does not have: .*float32\[6, "):
+        next(dali_plugin.TensorCacheIterator(pipeline(nodes)))
+
+
+def test_dynamic_mode(cache: Any) -> None:
+    ndd = pytest.importorskip("nvidia.dali.experimental.dynamic")
+    source = dali_plugin.TensorCacheSource(
+        cache, ["tensors.float32", "tensors.bfloat16"], batch_size=6, shuffle=True, last_batch="partial"
+    )
+    seen = []
+    for iteration in range(len(source)):
+        latent, text, number = source(iteration)
+        flipped = ndd.slice(ndd.as_batch(latent), 1, 2, axes=[1]).torch()
+        batch, others = source.fill(
+            {"tensors.float32": flipped, "tensors.bfloat16": torch.from_numpy(text), "number": number}
+        )
+        assert not others
+        for at, i in enumerate(batch["id"]):
+            assert_same(sample(i)["tensors"]["bfloat16"], batch["tensors"]["bfloat16"][at])
+            assert_same(sample(i)["tensors"]["float32"][:, 1:], batch["tensors"]["float32"][at])
+            seen.append(i)
+    assert sorted(seen) == list(range(COUNT))
+
+
+def test_without_dali(tmp_path: Path) -> None:
+    """In an interpreter that does not find it: the source works, the rest says what to install."""
+    (tmp_path / "nvidia").mkdir()
+    (tmp_path / "nvidia" / "__init__.py").write_text("")  # hides what is installed
+    code = "import dali_plugin; dali_plugin.TensorCacheSource; dali_plugin.fn"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": f"{tmp_path}:."}
+    )
+    assert "ImportError: this needs NVIDIA DALI: pip install nvidia-dali-cuda130" in found.stderr

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import wds_tensorcache as tc
 from dali_plugin import TensorCacheSource
 from tests.dali.conftest import COUNT
 
@@ -92,3 +94,15 @@ def test_no_tensors(cache: Any) -> None:
     members, numbers = source(1)
     assert np.array_equal(members[1], np.frombuffer(b"member 5", np.uint8))
     assert numbers.tolist() == [4, 5, 6, 7]
+
+
+def test_dtypes_that_have_no_node(tmp_path: Any) -> None:
+    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
+        sink.write("a", {"x": torch.ones(2), "y": torch.ones(2)})
+        sink.write("b", {"x": torch.ones(2, dtype=torch.int8), "y": torch.ones(2)})
+    with pytest.raises(TypeError, match=r"tensor 'x' is torch.float32 and torch.int8; nodes of DALI have one dtype"):
+        TensorCacheSource(tmp_path, batch_size=2)
+    with pytest.raises(TypeError, match="as_float takes bfloat16 tensors, but 'y' is torch.float32"):
+        TensorCacheSource(tmp_path, ["y"], batch_size=2, as_float=["y"])
+    with pytest.raises(KeyError, match="no tensor of this source is called 'z'"):
+        TensorCacheSource(tmp_path, ["y"], batch_size=2, as_float=["z"])

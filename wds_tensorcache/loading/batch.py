@@ -27,7 +27,7 @@ from wds_tensorcache.loading.plan import Places, Plan
 from wds_tensorcache.loading.structure import Structure, structure_of
 from wds_tensorcache.shards.arena import Pool
 
-__all__ = ["Request", "fill_batch", "read_batch", "read_tensors"]
+__all__ = ["Reading", "Request", "fill_batch", "read_batch", "read_tensors"]
 
 Array = np.ndarray[Any, Any]
 _ALIGN = 64
@@ -64,7 +64,7 @@ def read_batch(
     """Return a batch; see `TensorCache.read_batch`."""
     if not callable(collate) and collate not in ("stack", "list", "pad"):
         raise ValueError(f"collate={collate!r}, expected 'stack', 'list', 'pad' or a function of a list of samples")
-    reading = _Reading(request, pin, device)
+    reading = Reading(request, pin, device)
     if callable(collate):
         reading.take_common()
         reading.read_rows()
@@ -82,7 +82,7 @@ def read_tensors(request: Request, device: Any = None, pin: bool = False, collat
     """Return the tensors of a batch by name; see `TensorCache.read_tensors`."""
     if collate not in ("stack", "list", "auto"):
         raise ValueError(f"collate={collate!r}, expected 'stack', 'list' or 'auto'")
-    reading = _Reading(request, pin, device)
+    reading = Reading(request, pin, device)
     reading.take_all()
     if collate == "stack" or (collate == "auto" and reading.columns.are_equal()):
         return reading.stacked()
@@ -103,7 +103,7 @@ def fill_batch(request: Request, tensors: Mapping[str, Any], mapped: bool = Fals
     return fill(like.sample, lambda lazy: tensors[lazy.name], lambda path: Leaves(decoded, path))
 
 
-class _Reading:
+class Reading:
     """One batch while it is read."""
 
     columns: Columns

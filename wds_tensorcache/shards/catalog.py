@@ -122,7 +122,7 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
     else:
         write_atomically(sidecar_path(path), [build_footer(found, file.nbytes)])
     if idx:
-        write_dali_index(path, found)
+        write_dali_index(dali_index_path(path), found)
     return load_index(ShardFile(path))
 
 
@@ -132,7 +132,7 @@ def dali_index_path(path: str) -> str:
 
 
 def write_dali_index(path: str, found: ShardIndex, fsync: bool = True) -> None:
-    """Write `NAME.idx` beside `NAME.tar`: each sample's members in the order of the shard."""
+    """Write DALI's index of a shard to `path`: each sample's members in the order of the shard."""
     suffixes: list[str] = []
     parts: list[tuple[Any, Any, Any]] = []
     everything = np.arange(len(found.keys))
@@ -153,4 +153,4 @@ def write_dali_index(path: str, found: ShardIndex, fsync: bool = True) -> None:
         for at in np.argsort(begins).tolist():
             row, suffix = rows.item(at), suffixes[kinds.item(at)]
             samples[row].append((suffix, begins.item(at), sizes.item(at), f"{keys[row]}.{suffix}"))
-    write_idx(dali_index_path(path), samples, fsync=fsync)
+    write_idx(path, samples, fsync=fsync)

@@ -189,7 +189,7 @@ class ShardWriter:
             return
         index = shard.finish(self._footer, self._fsync)
         if self._idx:
-            write_dali_index(shard.path, index, self._fsync)
+            write_dali_index(dali_index_path(shard.path), index, self._fsync)
         if self._catalog is not None:
             counts = {name: len(columns) for name, columns in index.caches.items()}
             entry = ShardEntry(os.path.basename(shard.path), len(index.keys), os.path.getsize(shard.path))

@@ -1,0 +1,106 @@
+"""DALI's own reader of WebDataset shards for a cache: no Python while it reads, tensors cut out of what arrives."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from nvidia.dali import fn
+
+import wds_tensorcache as tc
+from dali_plugin.carriers import known_names
+from dali_plugin.source import NUMBER, check_batches
+from wds_tensorcache.loading.packed import Packed
+
+__all__ = ["NativeReader"]
+
+PACKED = "packed"  # the output that has the tensors' bytes
+_ALIGN = 64
+
+
+class NativeReader:
+    """What `fn.native_reader` makes for a pipeline; see there."""
+
+    num_surplus: int
+
+    def __init__(
+        self,
+        paths: Any,
+        index_paths: Iterable[str | os.PathLike[str]] | None = None,
+        tensors: Iterable[str] | None = None,
+        members: Iterable[str] = (),
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        last_batch: str = "fill",
+    ) -> None:
+        check_batches(batch_size, rank, world_size, last_batch)
+        is_open = isinstance(paths, (tc.TensorCache, tc.JoinedCache))
+        self.cache: Any = paths if is_open else tc.open(paths)
+        schema = self.cache.schema
+        self.tensors = list(schema) if tensors is None else known_names(tensors, schema, "tensor")
+        self.members = known_names(members, self.cache.members, "member") if members else []
+        self._packed = Packed(self.cache, self.tensors)
+        count = len(self.cache)
+        if count < world_size:
+            raise ValueError(f"{count} samples for world_size={world_size}: a rank would have none")
+        for member in self.members:
+            if self.cache.members[member] != count:
+                raise ValueError(f"member {member!r}: {self.cache.members[member]} of {count} samples have it")
+        self._index_paths = None if index_paths is None else [os.fspath(path) for path in index_paths]
+        self._rank, self._world_size = rank, world_size
+        self.batch_size = batch_size
+        self._last_batch = last_batch
+        largest = -(-count // world_size)
+        num_runs = -(-largest // batch_size)
+        self.num_batches = count // world_size // batch_size if last_batch == "drop" else num_runs
+        self.num_surplus = num_runs - self.num_batches
+
+    outputs = property(lambda self: [PACKED, *self.members, NUMBER], doc="The names of what a batch has, in its order.")
+
+    def __len__(self) -> int:
+        """Return how many batches an epoch has."""
+        return self.num_batches
+
+    def nodes(self, device: str, shuffle: bool, options: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the nodes, in a pipeline's definition."""
+        if self._index_paths is None:
+            folder = tempfile.mkdtemp(prefix="tensorcache-")
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            self._index_paths = self._packed.index_paths(folder)
+        made: Any = fn.readers.webdataset(
+            paths=self._packed.paths,
+            index_paths=self._index_paths,
+            ext=[self._packed.suffix, *self.members],
+            missing_component_behavior="skip",  # samples without this cache
+            random_shuffle=shuffle,
+            pad_last_batch=True,
+            shard_id=self._rank,
+            num_shards=self._world_size,
+            **options,
+        )
+        packed, *members = made if isinstance(made, (list, tuple)) else [made]
+        origin = fn.get_property(packed, key="source_info")
+        # of one size, so that a batch is one array; and tensors in it begin at multiples of their elements' sizes
+        packed = fn.pad(packed, axes=[0], align=[_ALIGN])
+        return packed.gpu() if device == "gpu" else packed, *members, origin
+
+    def fill(self, outputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the batch in the structure that was written, and apart from it what is no tensor of the cache."""
+        others = dict(outputs)
+        packed, origins = others.pop(PACKED), others.pop(NUMBER)
+        numbers = self._packed.numbers(bytes(one.cpu().numpy()) for one in origins)
+        if self._last_batch == "partial":  # the reader repeats the epoch's last sample
+            count = len(numbers)
+            while count > 1 and numbers[count - 2] == numbers[-1]:
+                count -= 1
+            numbers, packed = numbers[:count], packed[:count]
+            others = {name: value[:count] for name, value in others.items()}
+        tensors: Any = self._packed.cut(np.ascontiguousarray(numbers), packed) if self.tensors else {}
+        return self.cache.fill_batch(numbers, tensors), others

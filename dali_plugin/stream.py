@@ -1,0 +1,159 @@
+"""Batches of a stream of samples, remote shards say, for `fn.external_source`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from dali_plugin.carriers import known_names, plain, restored
+from dali_plugin.source import NUMBER, carried_schema, check_batches
+from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.errors import BatchError
+from wds_tensorcache.loading.collate import fill, places_of, project
+from wds_tensorcache.loading.schema import TensorSchema
+from wds_tensorcache.loading.structure import structure_of
+
+__all__ = ["TensorCacheStream"]
+
+Array = np.ndarray[Any, Any]
+
+
+class TensorCacheStream:
+    """A source like `TensorCacheSource` over a stream: a `wds.DataPipeline` that ends in `tc.decode()`.
+
+    Shuffling, splitting among ranks and everything else is the stream's own. Each epoch iterates over it once more; it cannot
+    be resumed in the middle.
+
+    Args:
+        stream: Any iterable of samples that can be iterated over again and again.
+        tensors: Names of the tensors; by default all of the first sample, which is read for that.
+        members: Other fields of the samples, of bytes: `["jpg"]`.
+        batch_size: Samples in a batch.
+        field: The field of the samples that has the nested tensors.
+        last_batch: `"partial"` leaves the last batch short, `"drop"` drops it. A stream cannot fill it up.
+        as_float: As of `TensorCacheSource`.
+        keep: How many batches stay in memory after they were returned.
+
+    Raises:
+        KeyError: The first sample has no such tensor or member.
+        BatchError (of a batch): The structures or dtypes of two samples differ.
+    """
+
+    num_batches = None
+    num_surplus = None
+
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        tensors: Iterable[str] | None = None,
+        members: Iterable[str] = (),
+        *,
+        batch_size: int,
+        field: str = "tensorcache",
+        last_batch: str = "partial",
+        as_float: Iterable[str] = (),
+        keep: int = 8,
+    ) -> None:
+        check_batches(batch_size, 0, 1, last_batch)
+        if last_batch == "fill":
+            raise ValueError("last_batch='fill': a stream is over when it is over; expected 'partial' or 'drop'")
+        self._stream = stream
+        self._field = field
+        first = next(iter(stream), None)
+        if first is None:
+            raise ValueError("the stream has no samples")
+        if field not in first:
+            raise KeyError(
+                f"samples have no field {field!r}, but {', '.join(first)}; does the stream end in tc.decode()?"
+            )
+        found = structure_of(first[field], None).tensors
+        self.tensors = list(found) if tensors is None else known_names(tensors, found, "tensor")
+        self.members = known_names(members, [name for name in first if isinstance(first[name], bytes)], "member")
+        self.as_float = known_names(as_float, self.tensors, "tensor of this stream")
+        self._dtypes = {name: (found[name]._reference.kind, found[name].dtype) for name in self.tensors}
+        schema = {name: TensorSchema(name, *known, None, 0, 0) for name, known in self._dtypes.items()}
+        self.schema = carried_schema(schema, self.as_float)
+        self.batch_size = batch_size
+        self._last_batch = last_batch
+        self._iterator: Iterator[Any] = iter(())
+        self._iteration, self._count, self._keep = 0, 0, keep
+        self._kept: OrderedDict[int, tuple[list[Any], Any]] = OrderedDict()  # by the number of a batch's first sample
+
+    outputs = property(
+        lambda self: [*self.tensors, *self.members, NUMBER], doc="The names of what a batch has, in its order."
+    )
+    num_outputs = property(lambda self: len(self.outputs), doc="How many there are.")
+
+    def __len__(self) -> int:
+        raise TypeError("a stream does not know how many batches it has")
+
+    def __call__(self, info: Any) -> tuple[Any, ...]:
+        """Return the next batch.
+
+        Raises:
+            StopIteration: The stream is over.
+            RuntimeError: Another batch than the next one, or the first, is asked for.
+        """
+        iteration = getattr(info, "iteration", info)
+        if iteration == 0:
+            self._iterator, self._iteration = iter(self._stream), 0
+        if iteration != self._iteration:
+            raise RuntimeError(f"a stream has its batches in turn, {self._iteration} is next: not {iteration}")
+        samples = list(islice(self._iterator, self.batch_size))
+        if not samples or (self._last_batch == "drop" and len(samples) < self.batch_size):
+            raise StopIteration
+        self._iteration += 1
+        nested = [project(sample[self._field], self.schema.__contains__) for sample in samples]
+        members = [tuple(np.frombuffer(sample[name], np.uint8) for sample in samples) for name in self.members]
+        numbers = np.arange(self._count, self._count + len(samples))
+        batch = (*self._batch(nested), *members, numbers)
+        self._kept[self._count] = nested, batch
+        self._count += len(samples)
+        while len(self._kept) > self._keep:
+            self._kept.popitem(last=False)
+        return batch
+
+    def _batch(self, samples: list[Any]) -> Iterator[Any]:
+        """Yield the tensors of a batch as DALI takes them."""
+        places = places_of(samples[0])
+        if any(places_of(sample) != places for sample in samples):
+            raise BatchError("the structures of two samples of the stream differ")
+        found = [structure_of(sample, None).tensors for sample in samples]
+        for name in self.tensors:
+            lazies = [tensors[name] for tensors in found]
+            for lazy in lazies:
+                if (lazy._reference.kind, lazy.dtype) != self._dtypes[name]:
+                    raise BatchError(
+                        f"tensor {name!r} is {self._dtypes[name][1]}, but in one sample it is {lazy.dtype}"
+                    )
+            if any(lazy.shape != lazies[0].shape for lazy in lazies):
+                yield tuple(plain(lazy.load()) for lazy in lazies)
+            elif self._dtypes[name][0] == "ndarray":
+                yield plain(np.stack([lazy.load() for lazy in lazies]))
+            else:
+                yield plain(default_collate(lazies))
+
+    def fill(self, outputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return a batch in the structure of its first sample, and apart from it what is no tensor of the stream.
+
+        Raises:
+            RuntimeError: The batch is older than those that are kept.
+        """
+        tensors, others = restored(outputs, self.schema)
+        first = int(torch.as_tensor(others.pop(NUMBER)).reshape(-1)[0])
+        if first not in self._kept:
+            raise RuntimeError(f"the batch is not among the last {self._keep}; use a larger keep")
+        samples = [project(sample, tensors.__contains__) for sample in self._kept[first][0]]
+        return fill(samples[0], lambda lazy: tensors[lazy.name], lambda path: [_at(s, path) for s in samples]), others
+
+
+def _at(value: Any, path: tuple[Any, ...]) -> Any:
+    for step in path:
+        value = value[step]
+    return None if isinstance(value, Lazy) else value

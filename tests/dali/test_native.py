@@ -1,0 +1,158 @@
+"""DALI's own reader gives what the cache holds: every sample once, bit for bit, in the structure that was written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset as wds
+
+import wds_tensorcache as tc
+from tests.dali.conftest import COUNT, sample
+from tests.same import assert_same
+
+dali = pytest.importorskip("nvidia.dali", reason="needs NVIDIA DALI: pip install nvidia-dali-cuda130")
+import dali_plugin  # noqa: E402
+from tests.dali.test_pipeline import pipeline, unbatched  # noqa: E402
+
+
+def reader(paths: Any, batch_size: int = 6, depth: Any = 2, **options: Any) -> Any:
+    made = pipeline(
+        lambda: dali_plugin.fn.native_reader(paths, **options),
+        batch_size,
+        prefetch_queue_depth=depth,
+        enable_checkpointing=isinstance(depth, int),
+    )
+    return dali_plugin.TensorCacheIterator(made)
+
+
+@pytest.mark.parametrize("last_batch", ["fill", "partial", "drop"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_epochs(folder: Path, last_batch: str, world_size: int) -> None:
+    options = {
+        "members": ["bin"],
+        "shuffle": True,
+        "initial_fill": 8,
+        "last_batch": last_batch,
+        "world_size": world_size,
+    }
+    ranks = [reader(folder, rank=rank, **options) for rank in range(world_size)]
+    orders = []
+    for _ in range(3):
+        seen = []
+        for rank in ranks:
+            count = 0
+            for batch, others in rank:
+                count += 1
+                for at, i in enumerate(batch["id"]):
+                    assert_same(sample(i), unbatched(batch, at))
+                    assert bytes(others["bin"][at].numpy()) == b"member %d" % i
+                    seen.append(i)
+            assert count == len(rank)
+        if last_batch == "drop":
+            assert len(set(seen)) == len(seen) == 6 * (COUNT // world_size // 6) * world_size
+        else:
+            assert set(seen) == set(range(COUNT))
+        if last_batch == "partial":
+            assert len(seen) - COUNT < world_size
+        orders.append(seen)
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("depth", [1, {"cpu_size": 3, "gpu_size": 2}], ids=str)
+def test_batches_that_are_kept_do_not_change(folder: Path, depth: Any) -> None:
+    kept = list(reader(folder, 3, depth, last_batch="partial"))
+    assert [i for batch in kept for i in batch["id"]] == list(range(COUNT))
+    for batch in kept:
+        for at, i in enumerate(batch["id"]):
+            assert_same(sample(i), unbatched(batch, at))
+
+
+@pytest.mark.parametrize("last_batch", ["partial", "drop"])
+def test_resumed_at_every_iteration(folder: Path, last_batch: str) -> None:
+    def begun() -> Any:
+        return reader(folder, tensors=["scalar"], shuffle=True, initial_fill=5, seed=3, last_batch=last_batch)
+
+    def take(iterator: Any, count: int) -> list[list[int]]:
+        taken: list[list[int]] = []
+        while len(taken) < count:
+            for batch in iterator:
+                taken.append(batch["scalar"].tolist())
+                if len(taken) == count:
+                    break
+        return taken
+
+    whole = take(begun(), 10)
+    for count in range(10):
+        first, second = begun(), begun()
+        head = take(first, count)
+        second.load_state_dict(first.state_dict())
+        assert head + take(second, 10 - count) == whole
+
+
+def test_shards_of_other_writers(folder: Path, tmp_path: Path) -> None:
+    """No index of DALI's, samples of the shard without the cache, colons in names; and an index that was given."""
+    shard = tmp_path / "a:1:b.tar"
+    with wds.TarWriter(str(shard), encoder=tc.encoder()) as sink:
+        for i in range(9):
+            nested = {"tensorcache": {"x": torch.full((i % 3 + 1,), i), "i": i}} if i % 4 else {"bin": b"alone"}
+            sink.write({"__key__": f"k:{i}", **nested})
+    expected = [i for i in range(9) if i % 4]
+    tc.index(shard)
+    index = shutil.copy(shard.with_suffix(".idx"), tmp_path / "given")
+    for index_paths in (None, [index]):
+        shard.with_suffix(".idx").unlink(missing_ok=True)
+        seen = []
+        for batch in reader(shard, 4, index_paths=index_paths, last_batch="partial"):
+            for x, i in zip(batch["x"], batch["i"], strict=True):
+                assert torch.equal(x, torch.full((i % 3 + 1,), i))
+                seen.append(i)
+        assert seen == expected
+
+
+def test_unaligned_tensors_of_other_layouts(tmp_path: Path) -> None:
+    """Samples with a tensor more or less before it, so that it lies elsewhere and not at a multiple of its elements."""
+    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
+        for i in range(8):
+            sink.write(
+                str(i),
+                {"a": torch.zeros(i % 2 * 3, dtype=torch.int8), "z": torch.full((2,), i, dtype=torch.complex128)},
+            )
+    batch = next(reader(tmp_path, 8))
+    assert [len(a) for a in batch["a"]] == [0, 3] * 4
+    assert torch.equal(batch["z"], torch.arange(8)[:, None].expand(8, 2).to(torch.complex128))
+    batch = next(reader(tmp_path, 8, tensors=["z"]))
+    assert list(batch) == ["z"]
+
+
+def test_what_is_refused(folder: Path, cache: Any, tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="no tensor is called 'scalr'; there are 'scalar'"):
+        reader(folder, tensors=["scalr"])
+    with pytest.raises(ValueError, match="is a view of some samples"):
+        reader(cache[2:])
+    with pytest.raises(TypeError, match="whole shards of one cache"):
+        reader(tc.open({"a": cache, "b": cache}, join="key"))
+    with pytest.raises(ValueError, match="20 samples for world_size=21"):
+        reader(cache, world_size=21)
+    with pytest.raises(RuntimeError, match=r"native_reader\(\) makes nodes"):
+        dali_plugin.fn.native_reader(cache)
+    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
+        sink.write("a", {"x": torch.ones(1)}, bin=b"")
+        sink.write("b", {"x": torch.ones(1)})
+    with pytest.raises(ValueError, match="member 'bin': 1 of 2 samples have it"):
+        reader(tmp_path, members=["bin"])
+
+
+def test_index_of_another_state(folder: Path, tmp_path: Path) -> None:
+    (path,) = [tmp_path / "0.tar"]
+    with tc.ShardWriter(path, fsync=False) as sink:
+        for i in range(4):
+            sink.write(str(i), {"x": np.arange(3)})
+    text = path.with_suffix(".idx").read_text().replace("safetensors 1536", "safetensors 2048")
+    path.with_suffix(".idx").write_text(text)
+    with pytest.raises(tc.FormatError, match="DALI's index is of another state of the shard"):
+        list(reader(tmp_path, 2))

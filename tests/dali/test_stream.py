@@ -1,0 +1,94 @@
+"""Streams of webdataset as sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import webdataset as wds
+
+import wds_tensorcache as tc
+from tests.dali.conftest import COUNT, sample
+from tests.same import assert_same
+
+dali = pytest.importorskip("nvidia.dali", reason="needs NVIDIA DALI: pip install nvidia-dali-cuda130")
+import dali_plugin  # noqa: E402
+from tests.dali.test_pipeline import pipeline, unbatched  # noqa: E402
+
+
+def stream_of(folder: Path, *stages: Any) -> Any:
+    urls = [str(path) for path in sorted(folder.glob("*.tar"))]
+    return wds.DataPipeline(wds.SimpleShardList(urls), wds.tarfile_to_samples(), tc.decode(), *stages)
+
+
+@pytest.mark.parametrize("last_batch", ["partial", "drop"])
+def test_every_dtype_comes_back(folder: Path, last_batch: str) -> None:
+    stream = stream_of(folder, wds.shuffle(10))
+    made = pipeline(lambda: dali_plugin.fn.tensorcache(stream, members=["bin"], last_batch=last_batch))
+    iterator = dali_plugin.TensorCacheIterator(made)
+    for _ in range(2):
+        seen = []
+        for batch, others in iterator:
+            for at, i in enumerate(batch["id"]):
+                assert_same(sample(i), unbatched(batch, at))
+                assert bytes(others["bin"][at].numpy()) == b"member %d" % i
+                seen.append(i)
+        assert len(seen) == len(set(seen)) == {"partial": COUNT, "drop": 18}[last_batch]
+
+
+def test_some_tensors_augmented(folder: Path) -> None:
+    def nodes() -> Any:
+        latent, number = dali_plugin.fn.tensorcache(stream_of(folder), ["tensors.float32"])
+        return dali.fn.slice(latent, 1, 2, axes=[1]), number
+
+    batch = next(dali_plugin.TensorCacheIterator(pipeline(nodes), outputs=["tensors.float32", "number"]))
+    expected = torch.stack([sample(i)["tensors"]["float32"][:, 1:] for i in range(6)])
+    assert torch.equal(batch["tensors"]["float32"].view(torch.int32), expected.view(torch.int32))
+    assert list(batch["tensors"]) == ["float32"]
+    assert batch["cond"] == [(None, {"prompt": f"photo {i}", "size": (i, 2)}) for i in range(6)] or batch["cond"]
+
+
+def test_what_is_refused(folder: Path) -> None:
+    def made(stream: Any, **options: Any) -> Any:
+        return dali_plugin.TensorCacheStream(stream, batch_size=4, **options)
+
+    with pytest.raises(KeyError, match="no tensor is called 'scalr'; there are 'scalar'"):
+        made(stream_of(folder), tensors=["scalr"])
+    with pytest.raises(KeyError, match="no member is called 'jpg'; there are 'bin'"):
+        made(stream_of(folder), members=["jpg"])
+    with pytest.raises(
+        KeyError, match=r"samples have no field 'tensorcache', but .*does the stream end in tc\.decode\(\)"
+    ):
+        made([{"__key__": "a", "jpg": b""}])
+    with pytest.raises(ValueError, match="the stream has no samples"):
+        made([])
+    with pytest.raises(ValueError, match="a stream is over when it is over"):
+        made(stream_of(folder), last_batch="fill")
+    with pytest.raises(ValueError, match="parallel=True needs a cache"):
+        pipeline(lambda: dali_plugin.fn.tensorcache(stream_of(folder), parallel=True))
+    source = made(stream_of(folder), keep=1)
+    first, second = source(0), source(1)
+    with pytest.raises(RuntimeError, match="batches in turn, 2 is next: not 5"):
+        source(5)
+    assert source.fill({"number": second[-1]})[0]["id"] == [4, 5, 6, 7]
+    with pytest.raises(RuntimeError, match="not among the last 1; use a larger keep"):
+        source.fill({"number": first[-1]})
+    with pytest.raises(TypeError, match="does not know how many"):
+        len(source)
+
+
+def test_samples_that_differ(tmp_path: Path) -> None:
+    samples = [{"x": torch.ones(2), "n": 1}, {"x": torch.ones(2)}, {"x": torch.ones(2, dtype=torch.int8), "n": 1}]
+    for at, message in (
+        (1, "the structures of two samples"),
+        (2, "tensor 'x' is torch.float32, but in one sample it is torch.int8"),
+    ):
+        path = str(tmp_path / f"{at}.tar")
+        with wds.TarWriter(path, encoder=tc.encoder()) as sink:
+            for i in (0, at):
+                sink.write({"__key__": str(i), "tensorcache": samples[i]})
+        stream = wds.DataPipeline(wds.SimpleShardList(path), wds.tarfile_to_samples(), tc.decode())
+        with pytest.raises(tc.BatchError, match=message):
+            dali_plugin.TensorCacheStream(stream, batch_size=2)(0)

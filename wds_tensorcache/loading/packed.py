@@ -1,0 +1,141 @@
+"""Tensor members that somebody else has read, an accelerator's reader say: which samples they are of, and their tensors."""
+
+from __future__ import annotations
+
+import glob
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from wds_tensorcache.codec.reference import Reference
+from wds_tensorcache.codec.views import check_array, check_tensor
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.loading.batch import Reading
+from wds_tensorcache.loading.dataset import TensorCache
+from wds_tensorcache.shards.catalog import dali_index_path, write_dali_index
+
+__all__ = ["Packed"]
+
+Array = np.ndarray[Any, Any]
+
+
+class Packed:
+    """A whole cache whose shards are read by somebody else, member by member, for the sake of some tensors.
+
+    Attributes:
+        paths: Of the shards.
+        suffix: Of the tensor members, without the first dot.
+
+    Raises:
+        TypeError, ValueError: Not a cache, or a view of one.
+    """
+
+    def __init__(self, cache: TensorCache, names: Iterable[str]) -> None:
+        if not isinstance(cache, TensorCache):
+            raise TypeError(f"whole shards of one cache are read, got {type(cache).__name__}")
+        if cache._order is not None:
+            raise ValueError(f"whole shards are read, but {cache!r} is a view of some samples")
+        self._narrow = cache.select(map(glob.escape, names))
+        self._shards = cache._store.shards
+        self._starts = cache._store.starts.tolist()
+        self._begins: dict[int, tuple[list[int], list[int]]] = {}
+        self._last = 0
+        self.paths = [shard.path for shard in self._shards]
+        self._heads = [path.encode("utf-8", "surrogateescape") + b":" for path in self.paths]
+        self.suffix = self._shards[0]._suffixes[1].decode()[1:] if self._shards else ""
+
+    def index_paths(self, folder: str) -> list[str]:
+        """Return DALI's indexes of the shards: those beside them, and of shards that have none, one made in `folder`."""
+        found = []
+        for number, shard in enumerate(self._shards):
+            path = dali_index_path(shard.path)
+            if not os.path.exists(path):
+                path = os.path.join(folder, f"{number}.idx")
+                write_dali_index(path, shard.index, False)
+            found.append(path)
+        return found
+
+    def numbers(self, origins: Iterable[bytes]) -> Array:
+        """Return which samples members are of, int64 `[B]`.
+
+        Args:
+            origins: For each, the shard's path, the byte at which the member begins there, and its name, with colons between.
+
+        Raises:
+            FormatError: No tensor member of the cache begins there: DALI's index is of another state of the shard.
+        """
+        return np.array([self._number(origin) for origin in origins], np.int64)
+
+    def _number(self, origin: bytes) -> int:
+        # most often of the shard that the last one was of
+        for at in (self._last, *range(len(self._shards))):
+            head = self._heads[at]
+            digits = origin[len(head) :].partition(b":")[0] if origin.startswith(head) else b""
+            if digits.isdigit():
+                begins, rows = self._begins_of(at)
+                found = bisect_left(begins, int(digits))
+                if found < len(begins) and begins[found] == int(digits):
+                    self._last = at
+                    return int(self._starts[at] + rows[found])
+        where = origin.decode(errors="replace")
+        raise FormatError(
+            f"no tensors of the cache begin at {where!r:.300}: DALI's index is of another state of the shard"
+        )
+
+    def _begins_of(self, at: int) -> tuple[list[int], list[int]]:
+        known = self._begins.get(at)
+        if known is None:
+            begins = self._shards[at].columns.tensors_begin
+            order = np.argsort(begins, kind="stable")
+            known = self._begins[at] = begins[order].tolist(), order.tolist()
+        return known
+
+    def cut(self, numbers: Sequence[int] | Array, members: torch.Tensor) -> dict[str, Any]:
+        """Return the tensors of samples by name, `[B, …]` where shapes are equal, else a list of B.
+
+        Args:
+            numbers: Of the samples, `[B]`.
+            members: Their tensor members, uint8 `[B, n]`, on any device; shorter ones are filled up to n.
+
+        Raises:
+            BatchError: A sample does not have one of them, or has it of another dtype.
+            FormatError: A member is shorter than the index says.
+
+        Memory: views of `members`, but what lies there unaligned, was stacked, or is an array, which is on the host.
+        """
+        reading = Reading(self._narrow._request(numbers), False, None)
+        reading.take_all()
+        columns, which = reading.columns, reading.which().tolist()
+        result: dict[str, Any] = {}
+        for name, references in zip(columns.names, columns.references, strict=True):
+            first = references[0]
+            if max(one.end for one in references) > members.shape[1]:
+                raise FormatError(f"tensor {name!r} ends behind its member: the shard is not what its index says")
+            if all((one.begin, one.shape) == (first.begin, first.shape) for one in references):
+                result[name] = _cut(members, first)
+                continue
+            parts = [_cut(members[i : i + 1], references[number])[0] for i, number in enumerate(which)]
+            if any(one.shape != first.shape for one in references):
+                result[name] = parts
+            else:
+                result[name] = np.stack(parts) if first.kind == "ndarray" else torch.stack(parts)
+        return result
+
+
+def _cut(members: torch.Tensor, reference: Reference) -> Any:
+    """Return a tensor of each of `members` as `[n, …]`."""
+    count = len(members)
+    part = members[:, reference.begin : reference.end]
+    if reference.kind == "ndarray":
+        array = np.ascontiguousarray(part.cpu().numpy())
+        return check_array(np.ndarray((count, *reference.shape), reference.dtype, array))
+    dtype = reference.dtype
+    if reference.begin == reference.end:
+        return part.new_empty(0).view(dtype).view(count, *reference.shape)
+    if any(at % dtype.itemsize for at in (part.data_ptr(), part.storage_offset(), part.stride(0))):
+        part = part.clone(memory_format=torch.contiguous_format)
+    return check_tensor(part.view(dtype)).view(count, *reference.shape)
