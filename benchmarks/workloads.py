@@ -36,7 +36,8 @@ class Workload:
         """Use every tensor: read one byte of each of its pages."""
         for tensor in self.split(sample)[0].values():
             loaded = tensor if isinstance(tensor, torch.Tensor) else tensor.load()
-            int(loaded.view(-1).view(torch.uint8)[::4096].sum())
+            flat = loaded.view(-1) if loaded.is_contiguous() else loaded.flatten(1)  # rows that lie apart
+            int(flat.view(torch.uint8)[..., ::4096].sum())
 
     def checksum(self, sample: Any) -> tuple[Any, ...]:
         """Return what must be equal for two samples to be the same."""

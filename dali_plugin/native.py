@@ -86,16 +86,16 @@ class NativeReader:
             **options,
         )
         packed, *members = made if isinstance(made, (list, tuple)) else [made]
-        origin = fn.get_property(packed, key="source_info")
-        # of one size, so that a batch is one array; and tensors in it begin at multiples of their elements' sizes
-        packed = fn.pad(packed, axes=[0], align=[_ALIGN])
+        origin = fn.pad(fn.get_property(packed, key="source_info"))  # texts, filled up with zeros to be one array
+        if not self._packed.are_regular():  # now a batch is one array, and tensors in it begin where they may
+            packed = fn.pad(packed, axes=[0], align=[_ALIGN])
         return packed.gpu() if device == "gpu" else packed, *members, origin
 
     def fill(self, outputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the batch in the structure that was written, and apart from it what is no tensor of the cache."""
         others = dict(outputs)
         packed, origins = others.pop(PACKED), others.pop(NUMBER)
-        numbers = self._packed.numbers(bytes(one.cpu().numpy()) for one in origins)
+        numbers = self._packed.numbers(bytes(one).rstrip(b"\0") for one in origins.numpy())
         if self._last_batch == "partial":  # the reader repeats the epoch's last sample
             count = len(numbers)
             while count > 1 and numbers[count - 2] == numbers[-1]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from functools import partial
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from benchmarks.scenarios.context import Context, Skipped
 from benchmarks.timing import Rounds, Variant, interleaved
 from benchmarks.workloads import Workload
 
-__all__ = ["NESTED", "OURS", "PYD_SOURCE", "RAW", "dali_cpu"]
+__all__ = ["NATIVE", "NESTED", "OURS", "PYD_SOURCE", "RAW", "dali_cpu"]
 
 OURS = "tensorcache nodes"
 NESTED = "tensorcache nodes, nested batches"
+NATIVE = "native reader, nested batches"
 RAW = "fn.readers.webdataset, raw members"
 PYD_SOURCE = "webdataset .pyd as external source"
 _THREADS = 2
@@ -47,6 +49,10 @@ def dali_cpu(context: Context) -> Rounds:
     @pipeline_def(**options)
     def ours(cache: Any) -> Any:
         return dali_plugin.fn.tensorcache(cache, shuffle=True)
+
+    @pipeline_def(**options)
+    def native(cache: Any) -> Any:
+        return dali_plugin.fn.native_reader(cache, shuffle=True, initial_fill=_SHUFFLED * size)
 
     @pipeline_def(**options)
     def raw(shards: list[Path]) -> Any:
@@ -78,9 +84,11 @@ def dali_cpu(context: Context) -> Rounds:
             pipes[PYD_SOURCE] = stock(pyd)
         for pipe in pipes.values():
             pipe.build()
-        iterator = dali_plugin.TensorCacheIterator(ours(cache))
-        endless = chain.from_iterable(iter(lambda: iterator, None))
-        _check(context, pipes, next(endless))
+        iterators = {
+            name: chain.from_iterable(repeat(dali_plugin.TensorCacheIterator(made(cache))))
+            for name, made in ((NESTED, ours), (NATIVE, native))
+        }
+        _check(context, pipes, {name: next(batches) for name, batches in iterators.items()})
 
         def run(pipe: Any) -> int:
             seen = 0
@@ -95,17 +103,17 @@ def dali_cpu(context: Context) -> Rounds:
                 seen += len(outputs[0])
             return seen
 
-        def nested() -> int:
+        def nested(batches: Iterator[Any]) -> int:
             seen = 0
-            for batch in islice(endless, count):
+            for batch in islice(batches, count):
                 workload.touch(batch)
                 seen += len(workload.split(batch)[0][workload.one[0]])
             return seen
 
-        variants = {
-            name: Variant(lambda pipe=pipe: run(pipe), count * size, context.warm(name)) for name, pipe in pipes.items()
-        }
-        return interleaved({NESTED: Variant(nested, count * size, context.warm(NESTED)), **variants}, context.rounds)
+        runs: dict[str, Callable[[], int]] = {name: partial(nested, batches) for name, batches in iterators.items()}
+        runs |= {name: partial(run, pipe) for name, pipe in pipes.items()}
+        variants = {name: Variant(each, count * size, context.warm(name)) for name, each in runs.items()}
+        return interleaved(variants, context.rounds)
 
 
 def _batches(context: Context, samples: Callable[[], Iterator[Any]]) -> Iterator[tuple[Any, ...]]:
@@ -130,14 +138,15 @@ def _key(tensors: Iterable[Any]) -> tuple[int, ...]:
     return tuple(sorted(xxhash.xxh3_64_intdigest(np.ascontiguousarray(tensor)) for tensor in tensors))
 
 
-def _check(context: Context, pipes: dict[str, Any], batch: Any) -> None:
+def _check(context: Context, pipes: dict[str, Any], batches: dict[str, Any]) -> None:
     """Raise AssertionError unless what comes out is what was written."""
     workload = context.workload
     known = {_key(map(as_array, workload.split(sample)[0].values())) for sample in context.samples}
     found = {name: list(_rows(name, pipe, workload)) for name, pipe in pipes.items()}
-    tensors, small = workload.split(batch)
-    for sample in unstack(workload, tensors, by_sample(small)):
-        context.check(NESTED, [sample], [workload.split(sample)[1]["index"]])
+    for name, batch in batches.items():
+        tensors, small = workload.split(batch)
+        for sample in unstack(workload, tensors, by_sample(small)):
+            context.check(name, [sample], [workload.split(sample)[1]["index"]])
     for name, rows in found.items():
         if len(rows) != workload.batch_size or not known.issuperset(map(_key, rows)):
             raise AssertionError(f"{name}: what was read is not what was written")

@@ -21,6 +21,7 @@ from wds_tensorcache.shards.catalog import dali_index_path, write_dali_index
 __all__ = ["Packed"]
 
 Array = np.ndarray[Any, Any]
+_MAX_ITEMSIZE = 16  # complex128
 
 
 class Packed:
@@ -47,6 +48,11 @@ class Packed:
         self.paths = [shard.path for shard in self._shards]
         self._heads = [path.encode("utf-8", "surrogateescape") + b":" for path in self.paths]
         self.suffix = self._shards[0]._suffixes[1].decode()[1:] if self._shards else ""
+
+    def are_regular(self) -> bool:
+        """Return whether all members are of one size, at whose multiples elements of every dtype may begin."""
+        sizes = {int(size) for shard in self._shards for size in np.unique(shard.index.layouts.nbytes)}
+        return len(sizes) == 1 and sizes.pop() % _MAX_ITEMSIZE == 0
 
     def index_paths(self, folder: str) -> list[str]:
         """Return DALI's indexes of the shards: those beside them, and of shards that have none, one made in `folder`."""
