@@ -44,7 +44,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/demo: $(BIN)/python setup.cfg constraints/dev.txt
-	$(PIP) --editable '.[examples]'
+	$(PIP) --editable '.[examples,dali]'
 	touch $@
 
 $(VENV)/dev: $(BIN)/python setup.cfg constraints/dev.txt

@@ -2,12 +2,13 @@
 
     python examples/train_from_cache.py [--out demo_out]
 
-1. A small autoencoder turns the 1,797 handwritten digits of scikit-learn into latents of 4x4x4.
+1. A small autoencoder turns the 1,797 handwritten digits of scikit-learn into latents of 4x6x6.
 2. Latents and text conditioning, nested as diffusion trainers nest them, are written to WebDataset shards.
-3. A rectified flow model is trained from those shards alone, then sampled and decoded: `digits.png`.
+3. A rectified flow model is trained from those shards alone, by way of a DALI pipeline that mirrors and cuts the latents at
+   random, then sampled and decoded: `digits.png`.
 4. The same samples, stored as this project's members, as `.pyd` and as `.pth`, are opened and timed.
 
-Needs: wds_tensorcache, torch, numpy, webdataset, scikit-learn, tqdm, pillow.
+Needs: wds_tensorcache, torch, numpy, webdataset, scikit-learn, tqdm, pillow; DALI if it is there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import webdataset as wds
+from flow import LATENT, TEXT_DIM, AutoEncoder, Flow
 from PIL import Image, ImageDraw, ImageFont
 from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
@@ -36,64 +38,9 @@ from tqdm import tqdm
 import wds_tensorcache as tc
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-TEXT_DIM = 64
-LATENT = (4, 4, 4)
-
-
-class AutoEncoder(nn.Module):
-    """Images `[B, 1, 32, 32]` in [-1, 1] <-> latents `[B, 4, 4, 4]`."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(
-            nn.Conv2d(1, width, 8, 4, 2), nn.SiLU(),
-            nn.Conv2d(width, 2 * width, 4, 2, 1), nn.SiLU(),
-            nn.Conv2d(2 * width, LATENT[0], 3, 1, 1),
-        )  # fmt: skip
-        self.decoder = nn.Sequential(
-            nn.Conv2d(LATENT[0], 2 * width, 3, 1, 1), nn.SiLU(),
-            nn.ConvTranspose2d(2 * width, width, 4, 2, 1), nn.SiLU(),
-            nn.ConvTranspose2d(width, 1, 8, 4, 2),
-        )  # fmt: skip
-
-
-class FlowBlock(nn.Module):
-    """A residual layer that the conditioning scales, shifts and gates."""
-
-    def __init__(self, width: int, cond_width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width, elementwise_affine=False)
-        self.modulation = nn.Linear(cond_width, 3 * width)
-        self.layers = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
-
-    def forward(self, hidden: Tensor, cond: Tensor) -> Tensor:
-        scale, shift, gate = self.modulation(cond).chunk(3, dim=-1)
-        return hidden + gate * self.layers(self.norm(hidden) * (1 + scale) + shift)
-
-
-class Flow(nn.Module):
-    """The velocity of a latent at time `t`, given text states `[B, tokens, dim]` and a pooled state."""
-
-    def __init__(self, width: int = 320, cond_width: int = 128, depth: int = 3) -> None:
-        super().__init__()
-        self.enter = nn.Linear(math.prod(LATENT), width)
-        self.query = nn.Linear(width, cond_width)
-        self.key_value = nn.Linear(TEXT_DIM, 2 * cond_width)
-        self.pooled = nn.Linear(TEXT_DIM, cond_width)
-        self.time = nn.Sequential(nn.Linear(64, cond_width), nn.SiLU(), nn.Linear(cond_width, cond_width))
-        self.blocks = nn.ModuleList(FlowBlock(width, cond_width) for _ in range(depth))
-        self.leave = nn.Linear(width, math.prod(LATENT))
-        self.register_buffer("frequencies", torch.logspace(0, 2.3, 32))
-
-    def forward(self, latent: Tensor, t: Tensor, text: Tensor, pooled: Tensor) -> Tensor:
-        hidden = self.enter(latent.flatten(1))
-        key, value = self.key_value(text).chunk(2, dim=-1)
-        words = F.scaled_dot_product_attention(self.query(hidden)[:, None], key, value)[:, 0]
-        angles = t[:, None] * self.frequencies
-        cond = F.silu(words + self.pooled(pooled) + self.time(torch.cat([angles.sin(), angles.cos()], dim=-1)))
-        for block in self.blocks:
-            hidden = block(hidden, cond)
-        return self.leave(hidden).view_as(latent)
+MARGIN = 8  # pixels around an image, so that latents can be cut out at random: 6x6 of them are cached, 4x4 used
+CACHED = (LATENT[0], 6, 6)
+CENTRE = (0.0, 0.5, 0.5)  # not mirrored, and from the middle
 
 
 def load_images() -> tuple[Tensor, list[int]]:
@@ -105,14 +52,16 @@ def load_images() -> tuple[Tensor, list[int]]:
     return images.clamp(-1, 1), digits.target.tolist()
 
 
-def train_autoencoder(images: Tensor, *, steps: int = 700, batch_size: int = 32) -> AutoEncoder:
+def train_autoencoder(images: Tensor, *, steps: int = 900, batch_size: int = 32) -> AutoEncoder:
     """Return an autoencoder whose decoder forgives small errors in a latent."""
-    model = AutoEncoder()
+    model, padded = AutoEncoder(), F.pad(images, [MARGIN] * 4, value=-1.0)
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, steps, pct_start=0.1)
     for _ in tqdm(range(steps), desc="autoencoder"):
-        batch = images[torch.randint(len(images), (batch_size,))]
-        latent = model.encoder(batch)
+        batch = padded[torch.randint(len(images), (batch_size,))]
+        y, x = torch.randint(3, (2,)).tolist()  # as latents will be cut
+        latent = model.encoder(batch)[..., y : y + 4, x : x + 4]
+        batch = batch[..., 8 * y : 8 * y + 32, 8 * x : 8 * x + 32]
         # Noise on the latent: a sampled latent is never exactly an encoded one.
         decoded = model.decoder(latent + 0.1 * torch.randn_like(latent))
         loss = F.mse_loss(decoded, batch) + 1e-3 * latent.square().mean()
@@ -137,76 +86,114 @@ def embed_prompt(prompt: str) -> tuple[Tensor, Tensor]:
 def write_cache(model: AutoEncoder, images: Tensor, labels: list[int], out: Path) -> list[str]:
     """Write one sample per image and return the paths of the shards."""
     urls: list[str] = []
+    padded = F.pad(images, [MARGIN] * 4, value=-1.0)
     options = {"maxcount": 300, "encoder": tc.encoder(), "mtime": 0, "post": urls.append, "verbose": 0}
     with wds.ShardWriter(str(out / "digits-%03d.tar"), **options) as sink:
         for i, label in enumerate(tqdm(labels, desc="write shards")):
             prompt = f"a handwritten digit {DIGITS[label]}"
             text, pooled = embed_prompt(prompt)
             nested = {
-                "latent": {"samples": model.encoder(images[i : i + 1]).half()},
+                "latent": {"samples": model.encoder(padded[i : i + 1]).half()},
                 "cond": [[text, {"pooled_output": pooled, "prompt": prompt, "size": (32, 32)}]],
             }
             sink.write({"__key__": f"{i:06d}", "tensorcache": nested, "json": {"label": label, "image": i}})
     return urls
 
 
-def collate(samples: list[dict[str, Any]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return latents, text states and pooled states; here the lazy tensors are read, straight by `torch.cat`."""
-    nested = [sample["tensorcache"] for sample in samples]
-    latent = torch.cat([x["latent"]["samples"] for x in nested])
-    text = torch.cat([x["cond"][0][0] for x in nested])
-    pooled = torch.cat([x["cond"][0][1]["pooled_output"] for x in nested])
-    return latent.float(), text.float(), pooled.float()
+def batches(urls: list[str], epochs: int, batch_size: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yield latents `[B, 4, 4, 4]`, text states, pooled states, and how the latents were cut: `[B, 3]`, as in `CENTRE`.
+
+    A DALI pipeline mirrors and cuts them at random, on a GPU if there is one.
+    """
+    try:
+        from nvidia.dali import fn, pipeline_def, types
+
+        import dali_plugin
+    except ImportError as exc:
+        print(f"no DALI ({exc}): training on latents that are all cut from the middle")
+        yield from plain_batches(urls, epochs, batch_size)
+        return
+    names = ["latent.samples", "cond.0.0", "cond.0.1.pooled_output"]
+    on_gpu = torch.cuda.is_available()
+
+    @pipeline_def(batch_size=batch_size, num_threads=1, device_id=0 if on_gpu else None, seed=0)
+    def augmented() -> tuple[Any, ...]:
+        latent, text, pooled, number = dali_plugin.fn.tensorcache(
+            urls, names, shuffle=True, last_batch="partial", device="gpu" if on_gpu else "cpu"
+        )
+        mirrored = fn.random.coin_flip(probability=0.1)
+        y, x = (fn.random.uniform(values=[0.0, 0.5, 0.5, 0.5, 0.5, 0.5, 1.0]) for _ in range(2))
+        latent = fn.reshape(fn.cast(latent, dtype=types.FLOAT), shape=CACHED, layout="CHW")
+        latent = fn.crop(fn.flip(latent, horizontal=mirrored), crop=LATENT[1:], crop_pos_y=y, crop_pos_x=x)
+        crop = fn.stack(fn.cast(mirrored, dtype=types.FLOAT), y, x)
+        return latent, text, pooled, crop, number
+
+    iterator = dali_plugin.TensorCacheIterator(augmented(), outputs=[*names, "crop", "number"])
+    for _ in range(epochs):
+        for batch, beside in iterator:  # nested as it was written, the latents mirrored and cut, the text in bf16
+            yield *tensors_of(batch), beside["crop"].float()
 
 
-def train_flow(urls: list[str], *, epochs: int = 18, batch_size: int = 64, draws: int = 4) -> tuple[Flow, Tensor]:
+def plain_batches(urls: list[str], epochs: int, batch_size: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same without augmentation."""
+    with tc.open(urls) as cache:
+        for epoch in range(epochs):
+            numbers = tc.EpochOrder(len(cache), shuffle=True)(epoch, range(len(cache)))
+            for begin in range(0, len(cache), batch_size):
+                tensors = tensors_of(cache.read_batch(numbers[begin : begin + batch_size]))
+                yield *tensors, torch.tensor(CENTRE).expand(len(tensors[0]), -1)
+
+
+def tensors_of(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return latents, text states and pooled states of a nested batch."""
+    text, attributes = batch["cond"][0]
+    latent = batch["latent"]["samples"].flatten(0, -4).float()
+    if latent.shape[1:] == CACHED:
+        latent = latent[..., 1:-1, 1:-1]
+    return latent, text.flatten(0, 1).float(), attributes["pooled_output"].flatten(0, 1).float()
+
+
+def train_flow(urls: list[str], *, epochs: int = 24, batch_size: int = 64, draws: int = 4) -> tuple[Flow, Tensor]:
     """Train on the shards alone; return the model and the latents' `[mean, std]`."""
-    # Only latents are looked at in this pass: no tensor is ever made of the text states' bytes.
-    stage = wds.DataPipeline(wds.SimpleShardList(urls), wds.tarfile_to_samples(), tc.decode())
-    latents = torch.cat([sample["tensorcache"]["latent"]["samples"] for sample in stage]).float()
-    mean, std = latents.mean(), latents.std()
+    with tc.open(urls) as cache:
+        count = len(cache)
+        latents = cache.read_tensors(range(count))["latent.samples"].float()
+        scale = torch.stack([latents.mean(), latents.std()])
 
-    model = Flow()
-    steps = epochs * math.ceil(len(latents) / batch_size)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Flow().to(device)
+    mean, std = scale.to(device)
+    steps = epochs * math.ceil(count / batch_size)
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps, pct_start=0.1)
-    with tqdm(total=steps, desc="flow model") as progress:
-        for epoch in range(epochs):
-            dataset = wds.DataPipeline(
-                wds.SimpleShardList(urls, seed=epoch),
-                wds.tarfile_to_samples(),
-                tc.decode(),
-                wds.shuffle(1000, initial=1000, seed=epoch),
-                wds.batched(batch_size, collation_fn=collate),
-            )
-            for batch in dataset:
-                # Several times and noises per sample: for so small a model, reading would cost more than training.
-                latent, text, pooled = (x.repeat_interleave(draws, dim=0) for x in batch)
-                target = (latent - mean) / std
-                noise = torch.randn_like(target)
-                t = torch.sigmoid(torch.randn(len(target)))
-                mix = t[:, None, None, None]
-                keep = (torch.rand(len(target)) > 0.1).float()  # for guidance, a tenth learns without its prompt
-                noisy = mix * target + (1 - mix) * noise
-                velocity = model(noisy, t, text * keep[:, None, None], pooled * keep[:, None])
-                loss = F.mse_loss(velocity, target - noise)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                schedule.step()
-                progress.update()
-                progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-    return model.eval(), torch.stack([mean, std])
+    progress = tqdm(batches(urls, epochs, batch_size), total=steps, desc="flow model")
+    for batch in progress:
+        # Several times and noises per sample: for so small a model, reading would cost more than training.
+        latent, text, pooled, crop = (x.to(device).repeat_interleave(draws, dim=0) for x in batch)
+        target = (latent - mean) / std
+        noise = torch.randn_like(target)
+        t = torch.sigmoid(torch.randn(len(target), device=device))
+        mix = t[:, None, None, None]
+        keep = (torch.rand(len(target), device=device) > 0.1).float()  # for guidance, a tenth learns without its prompt
+        noisy = mix * target + (1 - mix) * noise
+        velocity = model(noisy, t, text * keep[:, None, None], pooled * keep[:, None], crop)
+        loss = F.mse_loss(velocity, target - noise)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    return model.eval().cpu(), scale
 
 
 @torch.no_grad()
 def sample_flow(model: Flow, text: Tensor, pooled: Tensor, *, steps: int = 40, guidance: float = 1.5) -> Tensor:
     """Return normalised latents, one per row of `text`: Euler steps with classifier-free guidance."""
-    latent = torch.randn(len(text), *LATENT)
+    latent, crop = torch.randn(len(text), *LATENT), torch.tensor(CENTRE).expand(len(text), -1)
     for step in range(steps):
         t = torch.full((len(text),), step / steps)
-        free = model(latent, t, torch.zeros_like(text), torch.zeros_like(pooled))
-        latent = latent + (free + guidance * (model(latent, t, text, pooled) - free)) / steps
+        free = model(latent, t, torch.zeros_like(text), torch.zeros_like(pooled), crop)
+        latent = latent + (free + guidance * (model(latent, t, text, pooled, crop) - free)) / steps
     return latent
 
 
@@ -218,7 +205,8 @@ def draw_samples(flow: Flow, scale: Tensor, decoder: nn.Module, urls: list[str],
     for sample in wds.DataPipeline(wds.SimpleShardList(urls), wds.tarfile_to_samples(), tc.decode()):
         shown.setdefault(sample["json"]["label"], sample)
     rows = [shown[label] for label in range(10)]
-    latent, *condition = collate(rows)
+    with tc.open(urls) as cache:
+        latent, *condition = tensors_of(cache.read_batch([row["__key__"] for row in rows]))
     repeats = 40
     sampled = sample_flow(flow, *(states.repeat_interleave(repeats, dim=0) for states in condition))
     sampled = decoder(sampled * scale[1] + scale[0]).clamp(-1, 1)
