@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from benchmarks.peers import DECODED, NAME, ONE_THREAD, TWO_THREADS, VIEWS
 from benchmarks.scenarios.batches import COLD_CEILINGS
 from benchmarks.scenarios.context import CEILING
-from benchmarks.scenarios.dali_cpu import NESTED, PYD_SOURCE, RAW
+from benchmarks.scenarios.dali_cpu import NATIVE, NESTED, PYD_SOURCE, RAW
+from benchmarks.scenarios.gpu import DALI_NATIVE, DALI_NODES, LOADED, PINNED_COPY
 from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
 from benchmarks.scenarios.writing import PLAIN
 from benchmarks.timing import Rounds, median, ratio
@@ -92,6 +93,10 @@ _GOALS = (
     _Goal("diffusion", "worker_handoff", "samples of tensors / lazy", _over(TENSORS, LAZY), 5, at_least=True),
     _Goal("diffusion", "worker_handoff", "lazy / better collated", _over_best(LAZY, (COLLATED, DEFAULT_COLLATED)), 1.0),
     _Goal("diffusion", "dali_cpu", "raw members / nested batches", _over(RAW, NESTED), 1.3, at_least=True),
+    _Goal("diffusion", "dali_cpu", "raw members / native reader", _over(RAW, NATIVE), 1.3, at_least=True),
+    _Goal("diffusion", "dali_gpu", "pinned copy / nodes", _over(PINNED_COPY, DALI_NODES), 0.85, at_least=True),
+    _Goal("diffusion", "dali_gpu", "pinned copy / native reader", _over(PINNED_COPY, DALI_NATIVE), 0.85, at_least=True),
+    _Goal("diffusion", "loader_gpu", "pinned copy / batches ahead", _over(PINNED_COPY, LOADED), 0.85, at_least=True),
     _Goal("diffusion", "dali_cpu", ".pyd source / nested batches", _over(PYD_SOURCE, NESTED), 4, at_least=True),
     _Goal("diffusion", "wds_decode", "lazy / raw members", _over("tensorcache, lazy", "raw members"), 1.15),
     _Goal("diffusion", "wds_decode", "eager / .pyd", _over("tensorcache, eager", ".pyd"), 0.6),

@@ -26,7 +26,13 @@ _PACKAGES = (
     *("torch", "numpy", "safetensors", "webdataset", "xxhash", "litdata", "mosaicml-streaming", "tensordict"),
     *("array_record", "nvidia-dali-cuda130", "matplotlib"),
 )
-_OWN_ROWS = ("wds_decode", "worker_handoff", "dali_cpu")  # scenarios whose rows are not the peers
+_OWN_ROWS = (
+    "wds_decode",
+    "worker_handoff",
+    "dali_cpu",
+    "dali_gpu",
+    "loader_gpu",
+)  # scenarios whose rows are not the peers
 
 
 def machine() -> dict[str, Any]:

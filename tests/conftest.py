@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import shutil
 import subprocess
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 import webdataset as wds
-from hypothesis import HealthCheck, settings
 
 import wds_tensorcache as tc
 
-settings.register_profile("ci", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
-settings.load_profile("ci")
+if importlib.util.find_spec("hypothesis"):  # the `gpu` tests run where it cannot be installed
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("ci", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+    settings.load_profile("ci")
 
 
 class Seeded(random.Random):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from benchmarks.scenarios.batches import batch_cold, batch_random, one_tensor
 from benchmarks.scenarios.context import Context
 from benchmarks.scenarios.dali_cpu import dali_cpu
+from benchmarks.scenarios.gpu import dali_gpu, loader_gpu
 from benchmarks.scenarios.opening import opened
 from benchmarks.scenarios.samples import iterate_lazy, iterate_touch, random_get
 from benchmarks.scenarios.wds_decode import wds_decode
@@ -31,4 +32,6 @@ SCENARIOS: dict[str, Callable[[Context], Rounds]] = {
     "wds_decode": wds_decode,
     "worker_handoff": worker_handoff,
     "dali_cpu": dali_cpu,
+    "dali_gpu": dali_gpu,
+    "loader_gpu": loader_gpu,
 }

@@ -1,0 +1,136 @@
+"""Scenarios `dali_gpu`, `loader_gpu`: batches of 64 into a GPU's memory, beside the rate at which a copy alone goes there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import chain, islice, repeat
+from typing import Any
+
+import torch
+
+import wds_tensorcache as tc
+from benchmarks.peers.base import by_sample, unstack
+from benchmarks.scenarios.context import CEILING, Context, Skipped
+from benchmarks.timing import Rounds, Variant, interleaved
+
+__all__ = ["DALI_NATIVE", "DALI_NODES", "LOADED", "PINNED_COPY", "dali_gpu", "loader_gpu"]
+
+PINNED_COPY = f"{CEILING}: copy from pinned memory"
+DALI_NODES = "tensorcache nodes, nested batches"
+DALI_NATIVE = "native reader, nested batches"
+LOADED = "read_batch(device='cuda'), batches ahead"
+_RAW = "fn.readers.webdataset, raw members"
+_BATCH = 64
+_THREADS = 8
+_AHEAD = 4  # batches
+
+
+def dali_gpu(context: Context) -> Rounds:
+    """Shuffled batches out of DALI pipelines, every byte in the GPU's memory when the clock stops."""
+    _need_gpu(context)
+    try:
+        from nvidia.dali import fn, pipeline_def
+
+        import dali_plugin
+    except ImportError as exc:
+        raise Skipped(f"DALI is not installed: {exc}") from exc
+    options = {"batch_size": _BATCH, "num_threads": _THREADS, "device_id": 0, "prefetch_queue_depth": _AHEAD}
+    shards = sorted(map(str, context.ours.glob("*.tar")))
+
+    @pipeline_def(**options)
+    def ours(cache: Any) -> Any:
+        return dali_plugin.fn.tensorcache(cache, shuffle=True, device="gpu")
+
+    @pipeline_def(**options)
+    def native(cache: Any) -> Any:
+        return dali_plugin.fn.native_reader(cache, shuffle=True, initial_fill=4 * _BATCH, device="gpu")
+
+    @pipeline_def(**options)
+    def raw() -> Any:
+        indexes = [path.replace(".tar", ".idx") for path in shards]
+        ext = ["skel.pyd", "safetensors"]
+        members = fn.readers.webdataset(
+            paths=shards, index_paths=indexes, ext=ext, random_shuffle=True, initial_fill=4 * _BATCH
+        )
+        return tuple(member.gpu() for member in members)
+
+    with tc.open(context.ours, threads=_THREADS) as cache:
+        nested = {
+            name: chain.from_iterable(repeat(dali_plugin.TensorCacheIterator(made(cache))))
+            for name, made in ((DALI_NODES, ours), (DALI_NATIVE, native))
+        }
+        pipe = raw()
+        pipe.build()
+        runs: dict[str, Callable[[], Any]] = {name: partial(next, batches) for name, batches in nested.items()}
+        for name, run in runs.items():
+            _check(context, name, run())
+        return _measure(context, runs | {_RAW: pipe.run})
+
+
+def loader_gpu(context: Context) -> Rounds:
+    """The same without DALI: `read_batch` by one thread, and by several that read batches ahead."""
+    _need_gpu(context)
+    with tc.open(context.ours, threads=_THREADS) as cache, tc.open(context.ours, threads=1) as one:
+        order = tc.EpochOrder(len(cache), seed=0)
+        numbers = [order(0, range(at, at + _BATCH)) for at in range(0, len(cache) - _BATCH + 1, _BATCH)]
+        endless = chain.from_iterable(repeat(numbers))
+        with ThreadPoolExecutor(_AHEAD) as pool:
+            ahead = _ahead(pool, one, chain.from_iterable(repeat(numbers)))
+            runs = {
+                "read_batch(device='cuda')": lambda: cache.read_batch(next(endless), device="cuda"),
+                LOADED: partial(next, ahead),
+            }
+            for name, run in runs.items():
+                _check(context, name, run())
+            return _measure(context, runs)
+
+
+def _ahead(pool: ThreadPoolExecutor, cache: tc.TensorCache, numbers: Iterator[Any]) -> Iterator[Any]:
+    """Yield batches in their order, each read by a thread of its own."""
+    waiting: deque[Future[Any]] = deque()
+    while True:
+        while len(waiting) < _AHEAD:
+            waiting.append(pool.submit(cache.read_batch, next(numbers), device="cuda"))
+        yield waiting.popleft().result()
+
+
+def _need_gpu(context: Context) -> None:
+    if not torch.cuda.is_available():
+        raise Skipped(f"torch {torch.__version__} sees no CUDA device")
+    if context.workload.ragged:
+        raise Skipped("samples of other shapes are no batch of DALI's without padding")
+
+
+def _measure(context: Context, runs: dict[str, Callable[[], Any]]) -> Rounds:
+    count = max(1, context.workload.timed // _BATCH) * 4  # GPUs are fast
+    tensors = context.workload.split(context.samples[0])[0].values()
+    host = torch.empty(_BATCH * sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, pin_memory=True)
+
+    def copied() -> Any:
+        return host.to("cuda", non_blocking=True)
+
+    def timed(run: Callable[[], Any]) -> int:
+        for _ in islice(repeat(None), count):
+            run()
+        torch.cuda.synchronize()
+        return count * _BATCH
+
+    variants = {
+        name: Variant(partial(timed, run), count * _BATCH, context.warm(name))
+        for name, run in {PINNED_COPY: copied, **runs}.items()
+    }
+    return interleaved(variants, context.rounds)
+
+
+def _check(context: Context, name: str, batch: Any) -> None:
+    """Raise AssertionError unless a batch is on the GPU and what was written."""
+    workload = context.workload
+    tensors, small = workload.split(batch)
+    if not all(tensor.is_cuda for tensor in tensors.values()):
+        raise AssertionError(f"{name}: not on the GPU")
+    on_host = {key: tensor.cpu() for key, tensor in tensors.items()}
+    for sample in unstack(workload, on_host, by_sample(small)):
+        context.check(name, [sample], [workload.split(sample)[1]["index"]])
