@@ -80,6 +80,7 @@ def native_reader(
     *,
     device: str = "cpu",
     shuffle: bool = False,
+    seed: int = 0,
     rank: int = 0,
     world_size: int = 1,
     last_batch: str = "fill",
@@ -96,11 +97,11 @@ def native_reader(
         tensors: Which of them batches have, by name; all by default. All are read.
         members: Suffixes of other members, whose bytes arrive as they are: `["jpg"]`.
         device: `"gpu"` sends the bytes to the pipeline's GPU.
-        shuffle: Out of a buffer of `initial_fill` samples (1,024 by default), not over the whole epoch.
+        shuffle, seed: Out of a buffer of `initial_fill` samples (1,024 by default), not over the whole epoch.
         rank, world_size: Which part of every epoch this process has; which one changes each epoch, unless
             `stick_to_shard=True`. All have as many batches.
         last_batch: `"fill"` repeats the last sample, `"partial"` leaves the last batch short, `"drop"` drops it.
-        options: Others of `fn.readers.webdataset`: `seed`, `initial_fill`, `prefetch_queue_depth`, `dont_use_mmap` …
+        options: Others of `fn.readers.webdataset`: `initial_fill`, `prefetch_queue_depth`, `dont_use_mmap` …
 
     Returns:
         Nodes of uint8: the tensors' bytes `[n]`, each member, and what says which sample it is.
@@ -121,7 +122,7 @@ def native_reader(
         last_batch=last_batch,
     )
     pipeline.tensorcache_source = reader
-    return reader.nodes(device, shuffle, options)
+    return reader.nodes(device, shuffle, {"seed": seed, **options})
 
 
 def _current(name: str) -> Any:

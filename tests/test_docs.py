@@ -29,7 +29,8 @@ def test_commands_are_targets() -> None:
 def test_the_tree_is_the_tree() -> None:
     tree = README[README.index("## The tree") :]
     named = set(re.findall(r"[a-z_]+\.py", tree))
-    package = {path.name for path in (ROOT / "wds_tensorcache").rglob("*.py")} - {"__init__.py"}
+    sources = [path for top in ("wds_tensorcache", "dali_plugin") for path in (ROOT / top).rglob("*.py")]
+    package = {path.name for path in sources} - {"__init__.py"}
     examples = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert named == package | examples
 

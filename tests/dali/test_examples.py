@@ -1,0 +1,32 @@
+"""The examples run as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("nvidia.dali", reason="needs NVIDIA DALI: pip install nvidia-dali-cuda130")
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(*command: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_photos_and_latents_are_cut_at_one_place(tmp_path: Path) -> None:
+    out = run(sys.executable, "examples/dali_images_and_latents.py", "--out", str(tmp_path))
+    assert "30 photos; a photo, made smaller, differs from its latent by 0.00" in out
+    assert (tmp_path / "photos" / "photos.png").exists()
+
+
+def test_ranks_share_an_epoch(tmp_path: Path) -> None:
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    out = run(torchrun, "--standalone", "--nproc-per-node", "2", "examples/dali_ranks.py", "--out", str(tmp_path))
+    assert out.count("960 samples came once, 0 twice, 40 not") == 2
