@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-__all__ = ["as_torch", "carried", "known_names", "plain", "restored"]
+__all__ = ["Carried", "as_torch", "carried", "known_names", "plain", "restored"]
 
 Array = np.ndarray[Any, Any]
 _NATIVE = frozenset(
@@ -18,6 +19,14 @@ _NATIVE = frozenset(
 )
 _NATIVE_KINDS = "iuf"  # of numpy, but for long doubles, which no cache holds
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What a tensor is that goes through a pipeline: `"tensor"` or `"ndarray"`, and its dtype, of torch or numpy."""
+
+    kind: str
+    dtype: Any
 
 
 def carried(value: Any) -> Any:
@@ -48,7 +57,7 @@ def plain(value: Any) -> Array:
     return array
 
 
-def restored(values: Mapping[str, Any], schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def restored(values: Mapping[str, Any], schema: Mapping[str, Carried]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return outputs of a pipeline by name, tensors of `schema` as what went in; and apart from these, all others.
 
     Raises:

@@ -15,7 +15,6 @@ from nvidia.dali import fn
 import wds_tensorcache as tc
 from dali_plugin.carriers import known_names
 from dali_plugin.source import NUMBER, check_batches
-from wds_tensorcache.loading.packed import Packed
 
 __all__ = ["NativeReader"]
 
@@ -46,7 +45,7 @@ class NativeReader:
         schema = self.cache.schema
         self.tensors = list(schema) if tensors is None else known_names(tensors, schema, "tensor")
         self.members = known_names(members, self.cache.members, "member") if members else []
-        self._packed = Packed(self.cache, self.tensors)
+        self._packed = tc.PackedMembers(self.cache, self.tensors)
         count = len(self.cache)
         if count < world_size:
             raise ValueError(f"{count} samples for world_size={world_size}: a rank would have none")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,9 +12,9 @@ import numpy as np
 import torch
 
 import wds_tensorcache as tc
-from dali_plugin.carriers import known_names, plain, restored
+from dali_plugin.carriers import Carried, known_names, plain, restored
 
-__all__ = ["NUMBER", "TensorCacheSource", "carried_schema", "check_batches"]
+__all__ = ["NUMBER", "TensorCacheSource", "check_batches", "what_is_carried"]
 
 Array = np.ndarray[Any, Any]
 NUMBER = "number"  # the output that says which samples a batch has
@@ -74,7 +73,7 @@ class TensorCacheSource:
         self.tensors = list(schema) if tensors is None else known_names(tensors, schema, "tensor")
         self.members = known_names(members, self.cache.members, "member") if members else []
         self.as_float = known_names(as_float, self.tensors, "tensor of this source")
-        self.schema = carried_schema({name: schema[name] for name in self.tensors}, self.as_float)
+        self.schema = what_is_carried({name: schema[name] for name in self.tensors}, self.as_float)
         self.pin = pin
         self._narrow = self.cache.select([glob.escape(name) for name in self.tensors])
         self._order = tc.EpochOrder(len(self.cache), shuffle=shuffle, seed=seed)
@@ -167,20 +166,21 @@ def check_batches(batch_size: int, rank: int, world_size: int, last_batch: str) 
         raise ValueError(f"last_batch={last_batch!r}, expected one of {', '.join(LAST_BATCH)}")
 
 
-def carried_schema(schema: Mapping[str, Any], as_float: Iterable[str] = ()) -> dict[str, Any]:
-    """Return what goes through a pipeline: `schema`, of one dtype each, the tensors of `as_float` as float32.
+def what_is_carried(schema: Mapping[str, Any], as_float: Iterable[str] = ()) -> dict[str, Carried]:
+    """Return what tensors are as they go through a pipeline, those of `as_float` as float32.
 
     Raises:
         TypeError: A tensor's dtypes differ between samples, or one of `as_float` is not bfloat16.
     """
-    found = dict(schema)
+    found = {}
     for name, known in schema.items():
         if isinstance(known.dtype, tuple):
             raise TypeError(f"tensor {name!r} is {' and '.join(map(str, known.dtype))}; nodes of DALI have one dtype")
+        found[name] = Carried(known.kind, known.dtype)
     for name in as_float:
-        if schema[name].dtype is not torch.bfloat16:
-            raise TypeError(f"as_float takes bfloat16 tensors, but {name!r} is {schema[name].dtype}")
-        found[name] = dataclasses.replace(schema[name], dtype=torch.float32)
+        if found[name].dtype is not torch.bfloat16:
+            raise TypeError(f"as_float takes bfloat16 tensors, but {name!r} is {found[name].dtype}")
+        found[name] = Carried("tensor", torch.float32)
     return found
 
 

@@ -11,13 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from dali_plugin.carriers import known_names, plain, restored
-from dali_plugin.source import NUMBER, carried_schema, check_batches
-from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.errors import BatchError
-from wds_tensorcache.loading.collate import fill, places_of, project
-from wds_tensorcache.loading.schema import TensorSchema
-from wds_tensorcache.loading.structure import structure_of
+import wds_tensorcache as tc
+from dali_plugin.carriers import Carried, known_names, plain, restored
+from dali_plugin.source import NUMBER, check_batches, what_is_carried
 
 __all__ = ["TensorCacheStream"]
 
@@ -72,13 +68,12 @@ class TensorCacheStream:
             raise KeyError(
                 f"samples have no field {field!r}, but {', '.join(first)}; does the stream end in tc.decode()?"
             )
-        found = structure_of(first[field], None).tensors
+        found = tc.named_tensors(first[field])
         self.tensors = list(found) if tensors is None else known_names(tensors, found, "tensor")
         self.members = known_names(members, [name for name in first if isinstance(first[name], bytes)], "member")
         self.as_float = known_names(as_float, self.tensors, "tensor of this stream")
-        self._dtypes = {name: (found[name]._reference.kind, found[name].dtype) for name in self.tensors}
-        schema = {name: TensorSchema(name, *known, None, 0, 0) for name, known in self._dtypes.items()}
-        self.schema = carried_schema(schema, self.as_float)
+        self._found = {name: Carried(_kind(found[name]), found[name].dtype) for name in self.tensors}
+        self.schema = what_is_carried(self._found, self.as_float)
         self.batch_size = batch_size
         self._last_batch = last_batch
         self._iterator: Iterator[Any] = iter(())
@@ -109,7 +104,7 @@ class TensorCacheStream:
         if not samples or (self._last_batch == "drop" and len(samples) < self.batch_size):
             raise StopIteration
         self._iteration += 1
-        nested = [project(sample[self._field], self.schema.__contains__) for sample in samples]
+        nested = [sample[self._field] for sample in samples]
         members = [tuple(np.frombuffer(sample[name], np.uint8) for sample in samples) for name in self.members]
         numbers = np.arange(self._count, self._count + len(samples))
         batch = (*self._batch(nested), *members, numbers)
@@ -121,20 +116,18 @@ class TensorCacheStream:
 
     def _batch(self, samples: list[Any]) -> Iterator[Any]:
         """Yield the tensors of a batch as DALI takes them."""
-        places = places_of(samples[0])
-        if any(places_of(sample) != places for sample in samples):
-            raise BatchError("the structures of two samples of the stream differ")
-        found = [structure_of(sample, None).tensors for sample in samples]
+        found = [tc.named_tensors(sample) for sample in samples]
         for name in self.tensors:
+            if any(name not in tensors for tensors in found):
+                raise tc.BatchError(f"a sample of the stream has no tensor {name!r}")
             lazies = [tensors[name] for tensors in found]
+            known = self._found[name]
             for lazy in lazies:
-                if (lazy._reference.kind, lazy.dtype) != self._dtypes[name]:
-                    raise BatchError(
-                        f"tensor {name!r} is {self._dtypes[name][1]}, but in one sample it is {lazy.dtype}"
-                    )
+                if Carried(_kind(lazy), lazy.dtype) != known:
+                    raise tc.BatchError(f"tensor {name!r} is {known.dtype}, but in one sample it is {lazy.dtype}")
             if any(lazy.shape != lazies[0].shape for lazy in lazies):
                 yield tuple(plain(lazy.load()) for lazy in lazies)
-            elif self._dtypes[name][0] == "ndarray":
+            elif known.kind == "ndarray":
                 yield plain(np.stack([lazy.load() for lazy in lazies]))
             else:
                 yield plain(default_collate(lazies))
@@ -149,11 +142,8 @@ class TensorCacheStream:
         first = int(torch.as_tensor(others.pop(NUMBER)).reshape(-1)[0])
         if first not in self._kept:
             raise RuntimeError(f"the batch is not among the last {self._keep}; use a larger keep")
-        samples = [project(sample, tensors.__contains__) for sample in self._kept[first][0]]
-        return fill(samples[0], lambda lazy: tensors[lazy.name], lambda path: [_at(s, path) for s in samples]), others
+        return tc.fill_samples(self._kept[first][0], tensors), others
 
 
-def _at(value: Any, path: tuple[Any, ...]) -> Any:
-    for step in path:
-        value = value[step]
-    return None if isinstance(value, Lazy) else value
+def _kind(lazy: Any) -> str:
+    return "ndarray" if isinstance(lazy, tc.LazyArray) else "tensor"

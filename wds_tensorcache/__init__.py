@@ -18,6 +18,8 @@ from wds_tensorcache.loading.dataset import TensorCache
 from wds_tensorcache.loading.join import JoinedCache
 from wds_tensorcache.loading.opening import open
 from wds_tensorcache.loading.order import EpochOrder
+from wds_tensorcache.loading.packed import PackedMembers
+from wds_tensorcache.loading.samples import fill_samples, named_tensors
 from wds_tensorcache.shards.catalog import index
 from wds_tensorcache.shards.writer import ShardWriter
 
@@ -30,6 +32,7 @@ __all__ = [
     "KeyRuleError",
     "LazyArray",
     "LazyTensor",
+    "PackedMembers",
     "ShardWriter",
     "TensorCache",
     "TensorCacheError",
@@ -38,7 +41,9 @@ __all__ = [
     "decode_sample",
     "encode_sample",
     "encoder",
+    "fill_samples",
     "index",
+    "named_tensors",
     "open",
     "realize",
 ]

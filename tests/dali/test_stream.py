@@ -82,7 +82,7 @@ def test_what_is_refused(folder: Path) -> None:
 def test_samples_that_differ(tmp_path: Path) -> None:
     samples = [{"x": torch.ones(2), "n": 1}, {"x": torch.ones(2)}, {"x": torch.ones(2, dtype=torch.int8), "n": 1}]
     for at, message in (
-        (1, "the structures of two samples"),
+        (1, "the structures of samples 0 and 1"),
         (2, "tensor 'x' is torch.float32, but in one sample it is torch.int8"),
     ):
         path = str(tmp_path / f"{at}.tar")
@@ -91,4 +91,5 @@ def test_samples_that_differ(tmp_path: Path) -> None:
                 sink.write({"__key__": str(i), "tensorcache": samples[i]})
         stream = wds.DataPipeline(wds.SimpleShardList(path), wds.tarfile_to_samples(), tc.decode())
         with pytest.raises(tc.BatchError, match=message):
-            dali_plugin.TensorCacheStream(stream, batch_size=2)(0)
+            source = dali_plugin.TensorCacheStream(stream, batch_size=2)
+            source.fill({"number": source(0)[-1]})

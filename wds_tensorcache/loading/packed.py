@@ -18,13 +18,13 @@ from wds_tensorcache.loading.batch import Reading
 from wds_tensorcache.loading.dataset import TensorCache
 from wds_tensorcache.shards.catalog import dali_index_path, write_dali_index
 
-__all__ = ["Packed"]
+__all__ = ["PackedMembers"]
 
 Array = np.ndarray[Any, Any]
 _MAX_ITEMSIZE = 16  # complex128
 
 
-class Packed:
+class PackedMembers:
     """A whole cache whose shards are read by somebody else, member by member, for the sake of some tensors.
 
     Attributes:
