@@ -16,6 +16,7 @@ from wds_tensorcache.integrations import collate
 from wds_tensorcache.integrations.webdataset import decode, encoder
 from wds_tensorcache.loading.dataset import TensorCache
 from wds_tensorcache.loading.join import JoinedCache
+from wds_tensorcache.loading.loader import BatchInfo, Loader
 from wds_tensorcache.loading.opening import open
 from wds_tensorcache.loading.order import EpochOrder
 from wds_tensorcache.loading.packed import PackedMembers
@@ -25,6 +26,7 @@ from wds_tensorcache.shards.writer import ShardWriter
 
 __all__ = [
     "BatchError",
+    "BatchInfo",
     "EncodeError",
     "EpochOrder",
     "FormatError",
@@ -32,6 +34,7 @@ __all__ = [
     "KeyRuleError",
     "LazyArray",
     "LazyTensor",
+    "Loader",
     "PackedMembers",
     "ShardWriter",
     "TensorCache",

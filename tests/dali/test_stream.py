@@ -90,6 +90,6 @@ def test_samples_that_differ(tmp_path: Path) -> None:
             for i in (0, at):
                 sink.write({"__key__": str(i), "tensorcache": samples[i]})
         stream = wds.DataPipeline(wds.SimpleShardList(path), wds.tarfile_to_samples(), tc.decode())
+        source = dali_plugin.TensorCacheStream(stream, batch_size=2)
         with pytest.raises(tc.BatchError, match=message):
-            source = dali_plugin.TensorCacheStream(stream, batch_size=2)
             source.fill({"number": source(0)[-1]})

@@ -272,6 +272,9 @@ class TensorCache(Sequence[Any]):
     def _take(self, numbers: Array) -> TensorCache:
         return TensorCache(self._store, numbers if self._order is None else self._order[numbers], self._patterns)
 
+    def _single_threaded(self) -> TensorCache:
+        return TensorCache(self._store.with_threads(1), self._order, self._patterns)
+
     def _entries(self) -> Iterator[Entry]:
         return entries(self._store, self._positions())
 

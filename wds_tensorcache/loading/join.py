@@ -236,6 +236,9 @@ class JoinedCache(Sequence[Any]):
     def _take(self, numbers: Any) -> JoinedCache:
         return self._each(lambda cache: cache._take(numbers))
 
+    def _single_threaded(self) -> JoinedCache:
+        return self._each(lambda cache: cache._single_threaded())
+
     def _each(self, view: Callable[[Any], Any]) -> JoinedCache:
         return _joined([view(cache) for cache in self._caches], self._names)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["EpochOrder"]
+__all__ = ["BlockOrder", "EpochOrder", "uniform"]
 
 Array = np.ndarray[Any, Any]
 _ROUNDS = 8
@@ -53,6 +54,57 @@ class EpochOrder:
             outside = outside[result[outside] >= self.count]
         numbers: Array = result.astype(np.int64)
         return numbers
+
+
+class BlockOrder:
+    """The order of samples that lie in blocks (shards): blocks in a random order, samples mixed within a moving window.
+
+    Reads that follow each other are of few blocks: what remote shards need. A pure function, like `EpochOrder`.
+
+    Args:
+        sizes: How many samples each block has.
+        window: Samples that are mixed with each other.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, window: int = 4096, seed: int = 0) -> None:
+        if window < 1:
+            raise ValueError(f"window={window}, expected 1 or more")
+        self._sizes = np.array(sizes, np.int64)
+        self._starts = np.cumsum(self._sizes) - self._sizes
+        self.count = int(self._sizes.sum())
+        self.window = window
+        self.seed = seed
+        self._blocks: tuple[int, Array, Array] | None = None
+
+    def __call__(self, epoch: int, positions: Any) -> Array:
+        """Return the numbers of the samples at `positions` of an epoch, as int64; see `EpochOrder`."""
+        places: Array = np.array(positions, np.int64)
+        if len(places) and (int(places.min()) < 0 or int(places.max()) >= self.count):
+            raise IndexError(f"a position out of range [0, {self.count})")
+        known = self._blocks
+        if known is None or known[0] != epoch:
+            blocks = EpochOrder(len(self._sizes), seed=self.seed)(epoch, range(len(self._sizes)))
+            known = self._blocks = epoch, blocks, np.cumsum(self._sizes[blocks])
+        _, blocks, ends = known
+        number, inside = places // self.window, places % self.window
+        for window in np.unique(number).tolist():
+            which = number == window
+            width = min(self.window, self.count - window * self.window)
+            mixed = EpochOrder(width, seed=self.seed + 1 + window)(epoch, inside[which])
+            places[which] = window * self.window + mixed
+        at = np.searchsorted(ends, places, "right")
+        block = blocks[at]
+        result: Array = self._starts[block] + places - (ends[at] - self._sizes[block])
+        return result
+
+
+def uniform(seed: int, epoch: int, positions: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return a random number in [0, 1) for each position of an epoch: SplitMix64 of it, in 53 bits."""
+    values = np.array(positions, np.int64).astype(np.uint64)
+    for key in _keys(seed, epoch)[:2]:
+        values = _finalise(values ^ key)
+    result: np.ndarray[Any, np.dtype[np.float64]] = (values >> np.uint64(11)).astype(np.float64) / (1 << 53)
+    return result
 
 
 def _keys(seed: int, epoch: int) -> list[np.uint64]:

@@ -14,7 +14,7 @@ from wds_tensorcache.loading.store import Store
 from wds_tensorcache.loading.structure import structure_of
 from wds_tensorcache.shards.reader import Shard
 
-__all__ = ["Entry", "TensorSchema", "entries", "members_of", "schema_of"]
+__all__ = ["Entry", "TensorSchema", "entries", "members_of", "schema_of", "shapes_of"]
 
 Array = np.ndarray[Any, Any]
 
@@ -142,6 +142,29 @@ def entries(store: Store, positions: Array) -> Iterator[Entry]:
             for name, tensor in layout.tensors.items()
         }
         yield Entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
+
+
+def shapes_of(store: Store, positions: Array, name: str) -> tuple[list[tuple[int, ...]], Array]:
+    """Return the shapes that a tensor has, and which of them each sample at `positions` has; a few operations per shard.
+
+    Raises:
+        KeyError: A sample has no such tensor.
+    """
+    forms = _Forms()
+    numbers: dict[tuple[int, ...], int] = {}
+    result = np.empty(len(positions), np.int64)
+    for shard, which, rows in _by_shard(store, positions):
+        _, some, inverse = np.unique(shard.columns.layout[rows], return_index=True, return_inverse=True)
+        found = []
+        for row in rows[some].tolist():
+            references = forms.references(shard, row)
+            stored = shard.layout(row).tensors.get(name)
+            if stored is None:
+                raise KeyError(f"sample {shard.key(row)!r} has no tensor {name!r}")
+            shape = stored.shape[: len(references[name].shape)] if name in references else stored.shape
+            found.append(numbers.setdefault(tuple(shape), len(numbers)))
+        result[which] = np.array(found)[inverse]
+    return list(numbers), result
 
 
 def members_of(store: Store, positions: Array) -> dict[str, Array]:

@@ -51,6 +51,10 @@ class Store:
     def __reduce__(self) -> Any:
         return Store, (self.shards, self.files, self.pool, self.io, self.threads)
 
+    def with_threads(self, threads: int) -> Store:
+        """Return the same, read by so many threads; files and memory are shared."""
+        return Store(self.shards, self.files, self.pool, self.io, threads)
+
     def locate(self, position: int) -> tuple[Shard, int]:
         """Return the shard of a sample, and which of its samples it is."""
         if len(self.shards) == 1:

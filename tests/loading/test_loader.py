@@ -1,0 +1,324 @@
+"""Every sample once per epoch over all ranks, and the same sequence from wherever it is taken up."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from tests.same import assert_same
+
+COUNT = 23
+WORLDS = (1, 2, 3, 5)
+
+
+def nested(i: int) -> dict[str, Any]:
+    return {"x": torch.full((4,), i), "y": torch.full((1 + i % 3,), i).bfloat16(), "i": i}
+
+
+def write(folder: Path, numbers: range, **options: Any) -> str:
+    with tc.ShardWriter(folder / "%d.tar", fsync=False, **options) as sink:
+        for i in numbers:
+            sink.write(f"{i:03d}", nested(i))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("loader"), range(COUNT), max_samples=5)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("other"), range(100, 109))
+
+
+@pytest.fixture
+def cache(folder: str) -> Iterator[Any]:
+    with tc.open(folder) as opened:
+        yield opened
+
+
+@pytest.fixture
+def more(other: str) -> Iterator[Any]:
+    with tc.open(other) as opened:
+        yield opened
+
+
+def ranks(cache: Any, batch_size: int, world_size: int, **options: Any) -> list[tc.Loader]:
+    options = {"collate": "list", "threads": 0, "prefetch": 0} | options
+    return [tc.Loader(cache, batch_size, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+
+
+def steps(loaders: list[tc.Loader], count: int) -> list[list[int]]:
+    """Return the samples of the next `count` steps, of all ranks together in the order of the sequence, without padding."""
+    taken: list[list[int]] = []
+    while len(taken) < count:
+        for step in zip(*loaders, strict=True):
+            rows = zip(*(zip(info.keys, info.is_padding.tolist(), strict=True) for _, info in step), strict=True)
+            taken.append([int(key) for row in rows for key, is_padding in row if not is_padding])
+            if len(taken) == count:
+                break
+    return taken
+
+
+def modes(cache: Any, more: Any) -> dict[str, dict[str, Any]]:
+    return {
+        "all": {"cache": cache},
+        "in order": {"cache": cache, "shuffle": False},
+        "blocks": {"cache": cache, "shuffle": "blocks", "window": 4},
+        "buckets": {"cache": cache, "bucket_by": "y"},
+        "weights": {"cache": cache, "weights": np.arange(COUNT)},
+        "mix": {"cache": None, "mix": {"a": (cache, 0.7), "b": (more, 0.3)}},
+    }
+
+
+@pytest.mark.parametrize("last", ["pad", "drop", "wrap"])
+@pytest.mark.parametrize("mode", ["all", "in order", "blocks", "buckets"])
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_epochs(cache: Any, more: Any, mode: str, last: str, world_size: int, batch_size: int) -> None:
+    options = modes(cache, more)[mode] | {"last": last}
+    size = world_size * batch_size
+    sizes = [8, 8, 7] if mode == "buckets" else [COUNT]
+    expected = sum(n // size if last == "drop" else -(-n // size) for n in sizes)
+    if not expected:
+        with pytest.raises(ValueError, match="do not fill one step"):
+            ranks(batch_size=batch_size, world_size=world_size, **options)
+        return
+    loaders = ranks(batch_size=batch_size, world_size=world_size, **options)
+    assert {len(loader) for loader in loaders} == {expected}
+    orders = []
+    for epoch in range(3):
+        taken = steps(loaders, expected)
+        seen = [number for step in taken for number in step]
+        assert {loader.epoch for loader in loaders} == {epoch + 1}
+        if last == "pad":
+            assert sorted(seen) == list(range(COUNT))
+        elif last == "drop":
+            assert len(seen) == len(set(seen)) == sum(n // size * size for n in sizes)
+        else:
+            assert set(seen) == set(range(COUNT))
+            assert len(seen) == expected * size
+        if mode == "buckets":
+            assert all(len({number % 3 for number in step}) == 1 for step in taken)
+        orders.append(taken)
+    assert (orders[0] == orders[1]) is (mode == "in order")
+
+
+def test_blocks_are_near_each_other(cache: Any) -> None:
+    loader = tc.Loader(cache, 1, shuffle="blocks", window=5, collate="list")
+    shards = [info.numbers.item() // 5 for _, info in loader]
+    whole = [shards[begin : begin + 5] for begin in range(0, COUNT, 5)]
+    assert all(len(set(window)) <= 2 for window in whole)
+    assert shards != sorted(shards)
+
+
+@pytest.mark.parametrize("mode", ["all", "in order", "blocks", "buckets", "weights", "mix"])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_resumed_at_every_step(cache: Any, more: Any, mode: str, world_size: int) -> None:
+    options = modes(cache, more)[mode] | {"batch_size": 2, "world_size": world_size}
+    count = 2 * len(ranks(**options)[0]) + 1
+    whole = steps(ranks(**options), count)
+    for taken in range(count):
+        first, second = ranks(**options), ranks(**options)
+        head = steps(first, taken) if taken else []
+        states = [json.loads(json.dumps(loader.state_dict())) for loader in first]
+        assert all(state == states[0] for state in states)
+        for loader in second:
+            loader.load_state_dict(states[0])
+        assert head + steps(second, count - taken) == whole
+
+
+@given(
+    st.sampled_from(["all", "in order", "blocks", "buckets"]),
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=5),
+)
+def test_resumed_by_other_ranks_and_batch_sizes(folder: str, mode: str, runs: list[tuple[int, int, int]]) -> None:
+    """Whoever goes on, each sample comes once; and without buckets in the one sequence of the epoch."""
+    with tc.open(folder) as cache:
+        options = modes(cache, cache)[mode]
+        whole = [n for step in steps(ranks(**options, batch_size=1, world_size=1), 2 * COUNT) for n in step]
+        state, seen = None, []
+        for world_size, batch_size, count in [*runs, (1, 1, 3 * COUNT)]:
+            loaders = ranks(**options, batch_size=batch_size, world_size=world_size)
+            for loader in loaders:
+                if state is not None:
+                    loader.load_state_dict(state)
+            for _ in range(count):
+                seen += [number for step in steps(loaders, 1) for number in step]
+                state = loaders[0].state_dict()
+                for loader in loaders:
+                    loader.load_state_dict(state)  # the next step goes on
+                if len(seen) >= 2 * COUNT:
+                    break
+        assert sorted(seen[:COUNT]) == sorted(seen[COUNT : 2 * COUNT]) == list(range(COUNT))
+        if mode != "buckets":
+            assert seen[: 2 * COUNT] == whole
+
+
+@pytest.mark.parametrize("mode", ["all", "buckets", "weights", "mix"])
+def test_reading_ahead_changes_nothing(cache: Any, more: Any, mode: str) -> None:
+    options = modes(cache, more)[mode]
+    expected = steps(ranks(**options, batch_size=3, world_size=2), 20)
+    for threads, prefetch in ((1, 0), (1, 1), (3, 2), (2, 9), (0, 3)):
+        loaders = ranks(**options, batch_size=3, world_size=2, threads=threads, prefetch=prefetch)
+        assert steps(loaders, 20) == expected
+
+
+def test_batches_are_those_of_read_batch(cache: Any) -> None:
+    for options in ({"collate": "pad", "pad_value": -1}, {"collate": "list"}, {"collate": len}):
+        for batch, info in tc.Loader(cache, 4, last="drop", **options):
+            assert_same(cache.read_batch(info.numbers, **options), batch)
+            assert info.source is None
+            assert not info.is_padding.any()
+    for batch, info in tc.Loader(cache, 4, bucket_by="y"):
+        assert info.source == (len(batch["y"][0]),)
+        assert_same(cache.read_batch(info.numbers), batch)
+    for batch, _ in tc.Loader(cache.select(["x"]), 4):
+        assert list(batch) == ["x", "i"]
+
+
+def test_buckets_by_function(cache: Any, tmp_path: Path) -> None:
+    def half(entry: Any) -> str:
+        return "low" if int(entry.key) < 10 else "high"
+
+    found = Counter(info.source for _, info in tc.Loader(cache, 4, bucket_by=half, collate="list"))
+    assert found == {"low": 3, "high": 4}
+    with pytest.raises(KeyError, match="no tensor is called 'yy'; there are 'y'"):
+        tc.Loader(cache, 4, bucket_by="yy")
+    joined = tc.open({"a": cache, "b": cache}, join="key")
+    assert {info.source for _, info in tc.Loader(joined, 4, bucket_by="a.y")} == {(1,), (2,), (3,)}
+
+
+def test_weights(cache: Any) -> None:
+    weights = np.zeros(COUNT)
+    weights[[3, 7]] = 1, 3
+    loader = tc.Loader(cache, 10, weights=weights, collate="list")
+    found = Counter(number for _ in range(100) for _, info in loader for number in info.numbers.tolist())
+    assert set(found) == {3, 7}
+    assert 2.5 < found[7] / found[3] < 3.5
+
+
+def test_mix(cache: Any, more: Any) -> None:
+    loader = tc.Loader(None, 4, mix={"a": (cache, 0.75), "b": (more, 0.25)}, collate="list")
+    assert len(loader) == 8  # of 32 samples
+    found: Counter[str] = Counter()
+    keys: dict[str, list[str]] = {"a": [], "b": []}
+    for _ in range(100):
+        for _, info in loader:
+            found[info.source] += 1
+            keys[info.source] += info.keys
+    assert 2.3 < found["a"] / found["b"] < 3.9
+    for name, each in (("a", cache), ("b", more)):
+        count = len(each)
+        for begin in range(0, len(keys[name]) - count + 1, count):  # each goes through its own epochs
+            assert sorted(keys[name][begin : begin + count]) == sorted(each.keys())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_that_change(cache: Any, more: Any, strict: bool) -> None:
+    def loader() -> tc.Loader:
+        return tc.Loader(None, 2, mix={"a": (cache, 1), "b": (more, 0)}, collate="list", prefetch=3)
+
+    one = loader()
+    sources, states = [], []
+    for number, (_, info) in enumerate(one):
+        sources.append(info.source)
+        if number == 4:
+            at = one.set_weights({"a": 0, "b": 1}, strict=strict)
+        states.append(json.loads(json.dumps(one.state_dict())))
+    assert at == (5 if strict else 8)
+    assert sources == ["a"] * at + ["b"] * (len(one) - at)
+    for number, state in enumerate(states[:-1]):
+        again = loader()
+        again.load_state_dict(state)
+        expected = sources[number + 1 :] if number >= 4 else ["a"] * (len(one) - number - 1)
+        assert [info.source for _, info in again] == expected
+
+
+def test_weights_of_samples_that_change(cache: Any) -> None:
+    loader = tc.Loader(cache, 5, weights=np.eye(COUNT)[1], collate="list")
+    seen = []
+    for number, (_, info) in enumerate(loader):
+        seen.append(set(info.numbers.tolist()))
+        if number == 1:
+            assert loader.set_weights(torch.eye(COUNT)[2], strict=True) == 2
+    assert seen == [{1}, {1}, {2}, {2}, {2}]
+
+
+def test_iterating_again(cache: Any) -> None:
+    loader = tc.Loader(cache, 4, collate="list")
+    for expected in (0, 1, 2):
+        _, info = next(iter(loader))
+        assert (info.epoch, info.step) == (expected, expected)
+    assert loader.epoch == 2
+    assert len(list(loader)) == len(loader) == 6
+    resumed = tc.Loader(cache, 4, collate="list")
+    state = loader.state_dict()
+    resumed.load_state_dict(state)
+    assert resumed.epoch == loader.epoch == 4
+    assert [info.keys for _, info in resumed] == [info.keys for _, info in loader]
+
+
+def test_states_of_others_are_refused(cache: Any, more: Any) -> None:
+    loader = tc.Loader(cache, 4)
+    state = loader.state_dict()
+    assert len(json.dumps(state)) < 500
+    with pytest.raises(
+        ValueError, match=r"another dataset: of 23 samples, keys \w{32}, this one is 9 samples, keys \w{32}"
+    ):
+        tc.Loader(more, 4).load_state_dict(state)
+    with pytest.raises(ValueError, match="another dataset"):
+        tc.Loader(cache[::-1], 4).load_state_dict(state)
+    for options, message in (({"seed": 1}, "seed=0, not 1"), ({"shuffle": False}, "shuffle=True, not False")):
+        with pytest.raises(ValueError, match=message):
+            tc.Loader(cache, 4, **options).load_state_dict(state)
+    with pytest.raises(ValueError, match="mode='all', not 'buckets'"):
+        tc.Loader(cache, 4, bucket_by="y").load_state_dict(state)
+    with pytest.raises(ValueError, match="state of version 2"):
+        loader.load_state_dict(state | {"version": 2})
+    with pytest.raises(ValueError, match="no position of 1 streams"):
+        loader.load_state_dict(state | {"position": state["position"] | {"counts": [1, 2]}})
+    joined = (
+        tc.open([cache.select(["x"]), cache.select(["y"])], join="key") if False else tc.open({"a": cache}, join="key")
+    )
+    assert tc.Loader(joined, 4).state_dict()["dataset"] == state["dataset"]
+    assert tc.Loader(cache[:], 4).state_dict()["dataset"] == state["dataset"]
+
+
+def test_what_is_refused(cache: Any, folder: str) -> None:
+    for options, message in (
+        ({"cache": None}, "a cache, or mix="),
+        ({"weights": np.ones(COUNT), "bucket_by": "y"}, "exclude each other"),
+        ({"batch_size": 0}, "out of range"),
+        ({"threads": -1}, "out of range"),
+        ({"last": "fill"}, "expected one of pad, drop, wrap"),
+        ({"last": "wrap", "drop_last": True}, "drop_last=True"),
+        ({"shuffle": "yes"}, "expected True, False or 'blocks'"),
+        ({"cache": folder}, "open it with tc.open"),
+        ({"cache": cache[:0]}, "is no cache with samples"),
+        ({"batch_size": 24, "drop_last": True}, "23 samples do not fill one step of 24 on 1 ranks"),
+        ({"rank": 1}, "both or neither"),
+        ({"rank": 2, "world_size": 2}, "out of range"),
+        ({"weights": np.ones(3)}, "expected 23 numbers"),
+        ({"weights": -np.ones(COUNT)}, "of 0 or more"),
+        ({"weights": np.zeros(COUNT)}, "not all 0"),
+        ({"weights": np.full(COUNT, np.nan)}, "expected 23 numbers"),
+        ({"shuffle": "blocks", "window": 0}, "window=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tc.Loader(**({"cache": cache, "batch_size": 4} | options))
+    with pytest.raises(ValueError, match="without weights and without mix"):
+        tc.Loader(cache, 4).set_weights([1])
+    with pytest.raises(ValueError, match="expected a dict with 'a'"):
+        tc.Loader(None, 4, mix={"a": (cache, 1)}).set_weights([1])

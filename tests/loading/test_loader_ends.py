@@ -1,0 +1,138 @@
+"""However an iteration ends, nothing of it stays: no threads, no files."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+
+COUNT = 40
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Any]:
+    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=9, fsync=False) as sink:
+        for i in range(COUNT):
+            sink.write(f"{i:03d}", {"x": torch.full((1000,), i)})
+    with tc.open(tmp_path) as opened:
+        opened.read_batch(range(COUNT))  # every shard is open
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(cache: Any) -> Iterator[None]:
+    files = len(os.listdir("/proc/self/fd"))
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorcache-loader")]
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_an_epoch(cache: Any) -> None:
+    for _ in tc.Loader(cache, 4, prefetch=9):
+        pass
+
+
+def test_a_loop_that_is_left(cache: Any) -> None:
+    for _ in tc.Loader(cache, 4):
+        break
+
+
+def test_an_iterator_that_is_forgotten(cache: Any) -> None:
+    iterator = iter(tc.Loader(cache, 4))
+    next(iterator)
+    del iterator
+
+
+def test_closing(cache: Any) -> None:
+    with tc.Loader(cache, 4) as loader:
+        iterator = iter(loader)
+        next(iterator)
+    assert not list(iterator)
+    assert loader.state_dict()["position"]["used"] == 4
+
+
+def test_a_new_loop_ends_the_old_one(cache: Any) -> None:
+    loader = tc.Loader(cache, 4)
+    old = iter(loader)
+    next(old)
+    assert len(list(loader)) == 10
+    assert not list(old)
+
+
+def test_an_error_in_collate(cache: Any) -> None:
+    def collate(samples: list[Any]) -> Any:
+        if any(sample["x"][0] == 17 for sample in samples):
+            raise ZeroDivisionError("of the user")
+        return samples
+
+    loader = tc.Loader(cache, 4, collate=collate)
+    with pytest.raises(ZeroDivisionError, match="of the user") as caught:
+        list(loader)
+    assert any(entry.name == "collate" for entry in caught.traceback)
+    used = loader.state_dict()["position"]["used"]
+    assert used % 4 == 0
+    del caught
+    gc.collect()
+    again = tc.Loader(cache, 4)
+    again.load_state_dict(loader.state_dict())
+    batch, _ = next(iter(again))
+    assert 17 in batch["x"][:, 0].tolist()
+
+
+@pytest.mark.parametrize("where", ["body", "collate"])
+def test_keyboard_interrupt(cache: Any, where: str) -> None:
+    def collate(samples: list[Any]) -> Any:
+        if where == "collate":
+            raise KeyboardInterrupt
+        return samples
+
+    def loop() -> None:
+        for _ in tc.Loader(cache, 4, collate=collate):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    gc.collect()
+
+
+def test_a_cache_that_is_damaged(cache: Any, tmp_path: Path) -> None:
+    path = tmp_path / "2.tar"
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(tc.FormatError, match=r"2\.tar"):
+        list(tc.Loader(cache, 4))
+    gc.collect()
+
+
+def test_the_end_of_the_interpreter(cache: Any, tmp_path: Path) -> None:
+    code = f"import wds_tensorcache as tc; i = iter(tc.Loader(tc.open({str(tmp_path)!r}), 4)); next(i); print('left')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("left\n", 0), done.stderr
+
+
+def test_sigint_in_the_middle(cache: Any, tmp_path: Path) -> None:
+    """A real signal to a real process, whose traceback is the user's and which ends by itself."""
+    code = f"""
+import wds_tensorcache as tc
+loader = tc.Loader(tc.open({str(tmp_path)!r}), 4)
+while True:
+    for batch, info in loader:
+        print(info.step, flush=True)
+"""
+    running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    for _ in range(30):
+        running.stdout.readline()
+    running.send_signal(2)
+    _, errors = running.communicate(timeout=60)
+    assert "KeyboardInterrupt" in errors
+    assert "Exception ignored" not in errors

@@ -1,0 +1,48 @@
+"""Samples that belong together: of one shape, or of one shard."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.loading.dataset import TensorCache
+from wds_tensorcache.loading.schema import shapes_of
+
+__all__ = ["block_sizes", "buckets_of"]
+
+Array = np.ndarray[Any, Any]
+
+
+def buckets_of(cache: Any, by: str | Callable[[Any], Any]) -> dict[Any, Array]:
+    """Return the numbers of the samples of each bucket, from the index alone.
+
+    Args:
+        by: The name of a tensor, whose shapes are the buckets; or a function that is given an `Entry`.
+
+    Raises:
+        KeyError: A sample has no such tensor.
+    """
+    if isinstance(by, str):
+        if by not in cache.schema:
+            near = difflib.get_close_matches(by, list(cache.schema), cutoff=0.3) or list(cache.schema)[:8]
+            raise KeyError(f"no tensor is called {by!r}; there are {', '.join(map(repr, near))}")
+        if isinstance(cache, TensorCache):
+            shapes, which = shapes_of(cache._store, cache._positions(), by)
+            return {shape: np.flatnonzero(which == number) for number, shape in enumerate(shapes)}
+    found: dict[Any, list[int]] = {}
+    for number, entry in enumerate(cache._entries()):
+        found.setdefault(tuple(entry.shapes[by]) if isinstance(by, str) else by(entry), []).append(number)
+    return {label: np.array(numbers, np.int64) for label, numbers in found.items()}
+
+
+def block_sizes(cache: Any) -> list[int]:
+    """Return how many samples that follow each other are of one shard, shard by shard."""
+    if not isinstance(cache, TensorCache):  # joined caches have the order of the first
+        return block_sizes(cache._caches[0])
+    shards = np.searchsorted(cache._store.starts, cache._positions(), "right")
+    edges = np.flatnonzero(np.diff(shards)) + 1
+    sizes: list[int] = np.diff(np.concatenate([[0], edges, [len(shards)]])).tolist()
+    return sizes

@@ -1,0 +1,299 @@
+"""Batches for training: read ahead by threads, in an order that can be left and taken up at every step."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from wds_tensorcache.loading.buckets import block_sizes, buckets_of
+from wds_tensorcache.loading.course import Course, Permuted, Step
+from wds_tensorcache.loading.dataset import TensorCache
+from wds_tensorcache.loading.join import JoinedCache
+from wds_tensorcache.loading.order import BlockOrder, EpochOrder
+from wds_tensorcache.loading.ranks import find_rank
+from wds_tensorcache.loading.state import check_state, fingerprint_of, position_from, state_of
+from wds_tensorcache.loading.weights import Weights
+
+__all__ = ["BatchInfo", "Loader"]
+
+Array = np.ndarray[Any, Any]
+LAST = ("pad", "drop", "wrap")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInfo:
+    """What a batch of a loader is.
+
+    Attributes:
+        numbers: Of its samples in their cache, int64 `[B]`.
+        is_padding: Which rows are there only to fill the batch, and do not count, bool `[B]`, on the CPU.
+        epoch, step: Of the batch; steps are counted through all epochs.
+        source: The name of the mixed cache, or the bucket that it is of; else None.
+        cache: That the samples are of.
+    """
+
+    numbers: Array
+    is_padding: torch.Tensor
+    epoch: int
+    step: int
+    source: Any
+    cache: Any
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of its samples."""
+        keys = self.cache.keys()
+        return [keys[number] for number in self.numbers.tolist()]
+
+
+class Loader:
+    """Iterates over an epoch of a cache: pairs of a batch, as `read_batch` returns it, and its `BatchInfo`.
+
+    Which samples a step has is a pure function of seed, epoch and how many samples were used, on all ranks together. So
+    `state_dict` is a few integers, right at every step in spite of what was read ahead, and can be loaded by any number of
+    ranks and with any batch size: they go on with just the samples that were not used yet.
+
+    Args:
+        cache: That of `tc.open`, or joined ones; None with `mix`.
+        batch_size: Samples in a batch of one rank.
+        shuffle: A new order of all samples in each epoch; `"blocks"` has shards in a random order, and mixes samples that are
+            within `window` of each other, for remote shards.
+        seed: Of everything random; the same on all ranks.
+        rank, world_size: Of the data-parallel processes; from torch.distributed or torchrun's environment by default.
+        group: A process group or a DeviceMesh of one dimension that has these instead: with tensor or pipeline parallelism
+            the global rank is wrong.
+        last: `"pad"` fills the last step with rows that are marked; `"drop"` drops it; `"wrap"` fills it with the epoch's
+            first samples, not marked. All ranks have as many batches, always.
+        drop_last: Short for `last="drop"`.
+        device, pin, collate, pad_value: As of `read_batch`.
+        threads: How many batches are read at a time; 0 reads in the caller's thread, when a batch is asked for.
+        prefetch: How many batches are read ahead.
+        weights: One for each sample: they are drawn in proportion, with replacement, as many as the cache has per epoch.
+        mix: `{"a": (cache, 0.7), "b": (other, 0.3)}`: each step has samples of one of these, chosen in proportion. Each cache
+            begins its next epoch when it is used up; an epoch has as many samples as all caches together.
+        bucket_by: The name of a tensor: the samples of a step have one shape of it. Or a function of what `cache.filter`'s
+            predicate is given. Every bucket's last step is filled up.
+        window: Of `shuffle="blocks"`, in samples.
+
+    Raises:
+        ValueError: What excludes each other, or is out of range.
+
+    Memory: `prefetch` batches and one, besides the caller's.
+    Threads/fork/pickle: one thread iterates; use it in the process that made it. An iteration that is left, or `close`, ends
+        its threads.
+    """
+
+    def __init__(
+        self,
+        cache: Any = None,
+        batch_size: int = 1,
+        *,
+        shuffle: bool | str = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        group: Any = None,
+        last: str = "pad",
+        drop_last: bool = False,
+        device: torch.device | str | None = None,
+        pin: bool = False,
+        threads: int = 2,
+        prefetch: int = 4,
+        weights: Any = None,
+        mix: Mapping[str, tuple[Any, float]] | None = None,
+        bucket_by: Any = None,
+        collate: Any = "stack",
+        pad_value: Any = 0,
+        window: int = 4096,
+    ) -> None:
+        if (cache is None) == (mix is None):
+            raise ValueError("a cache, or mix= with several")
+        if sum(each is not None for each in (weights, mix, bucket_by)) > 1:
+            raise ValueError("weights, mix and bucket_by exclude each other")
+        if batch_size < 1 or threads < 0 or prefetch < 0:
+            raise ValueError(f"batch_size={batch_size}, threads={threads}, prefetch={prefetch}: out of range")
+        if last not in LAST or (drop_last and last == "wrap"):
+            raise ValueError(f"last={last!r}, drop_last={drop_last}: expected one of {', '.join(LAST)}")
+        if shuffle not in (True, False, "blocks"):
+            raise ValueError(f"shuffle={shuffle!r}, expected True, False or 'blocks'")
+        last = "drop" if drop_last else last
+        rank, world_size = find_rank(rank, world_size, group)
+        caches = [cache] if mix is None else [each for each, _ in mix.values()]
+        for each in caches:
+            if not isinstance(each, (TensorCache, JoinedCache)) or not len(each):
+                raise ValueError(f"{each!r:.200} is no cache with samples; open it with tc.open")
+
+        def order(each: Any, number: int) -> Any:
+            if shuffle == "blocks":
+                return BlockOrder(block_sizes(each), window=window, seed=seed + number)
+            return EpochOrder(len(each), shuffle=bool(shuffle), seed=seed + number)
+
+        self._names: list[Any] = [None] if mix is None else list(mix)
+        streams: list[Any] = [Permuted(order(each, number)) for number, each in enumerate(caches)]
+        if bucket_by is not None:
+            found = buckets_of(cache, bucket_by)
+            self._names = list(found)
+            caches = [cache] * len(found)
+            streams = [Permuted(order(members, at), members) for at, members in enumerate(found.values())]
+        self._weights = Weights(weights, mix, len(caches[0]), seed)
+        self._course = Course(
+            streams, batch_size, rank, world_size, last, seed, self._weights.of_streams if mix is not None else None
+        )
+        self._caches = caches
+        self._single = [each._single_threaded() for each in caches]
+        self._read_options = {"device": device, "pin": pin, "collate": collate, "pad_value": pad_value}
+        self._threads, self._prefetch = threads, prefetch
+        self._settings = {
+            "seed": seed,
+            "shuffle": shuffle,
+            "mode": "mix"
+            if mix is not None
+            else "weights"
+            if weights is not None
+            else "buckets"
+            if bucket_by
+            else "all",
+            "streams": list(map(str, self._names)),
+        }
+        if not len(self):
+            raise ValueError(
+                f"{sum(map(len, streams))} samples do not fill one step of {batch_size} on {world_size} ranks"
+            )
+        self._position = self._course.start
+        self._planned = self._position.step
+        self._is_resumed = False
+        self._is_flushed = False
+        self._fingerprint: str | None = None
+        self._running: Any = None
+
+    def __len__(self) -> int:
+        """Return how many batches an epoch has, on every rank."""
+        return self._course.num_steps()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the next batch is."""
+        return self._position.epoch
+
+    def __iter__(self) -> Generator[tuple[Any, BatchInfo]]:
+        """Begin an epoch; after `load_state_dict`, go on in the one that was left. Ends what is still iterating."""
+        self.close()
+        if self._position.used and not self._is_resumed:
+            self._position = self._course.next_epoch(self._position)
+        self._is_resumed = False
+        running = self._batches()
+        self._running = weakref.ref(running)
+        return running
+
+    def _batches(self) -> Generator[tuple[Any, BatchInfo]]:
+        epoch, planned = self._position.epoch, self._position
+        waiting: deque[tuple[Step, Future[Any] | None]] = deque()
+        pool = ThreadPoolExecutor(self._threads, "tensorcache-loader") if self._threads else None
+        stream = _stream_of(self._read_options["device"])
+        try:
+            while True:
+                if self._is_flushed:
+                    for _, future in waiting:
+                        if future is not None:
+                            future.cancel()
+                    waiting.clear()
+                    planned, self._is_flushed = self._position, False
+                while len(waiting) <= self._prefetch and planned.epoch == epoch:
+                    step = self._course.step(planned, self._weights.drawn(planned.step))
+                    if step is None:
+                        planned = self._course.next_epoch(planned)
+                        break
+                    waiting.append((step, pool.submit(self._read, step, stream) if pool is not None else None))
+                    planned = step.after
+                    self._planned = planned.step
+                if not waiting:
+                    break
+                step, future = waiting.popleft()
+                batch = self._read(step, stream) if future is None else future.result()
+                self._position = self._settled(step)
+                yield batch, self._info(step)
+        finally:
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
+            self._planned = self._position.step
+
+    def _settled(self, step: Step) -> Any:
+        """Return where training stands after a step: at the next epoch's beginning if it was the last one."""
+        after = step.after
+        is_over = self._course.step(after, self._weights.drawn(after.step)) is None
+        return self._course.next_epoch(after) if is_over else after
+
+    def _read(self, step: Step, stream: Any) -> Any:
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            return self._single[step.stream].read_batch(step.numbers, **self._read_options)
+
+    def _info(self, step: Step) -> BatchInfo:
+        padding = torch.from_numpy(step.is_padding)
+        name, cache = self._names[step.stream], self._caches[step.stream]
+        return BatchInfo(step.numbers, padding, step.at.epoch, step.at.step, name, cache)
+
+    def set_weights(self, weights: Any, *, strict: bool = False) -> int:
+        """Change the weights, of the samples or of the mix (`{"a": 0.5, …}`), and return the first step that has the new ones.
+
+        Args:
+            strict: From the next batch on, which throws away what was read ahead; else from the first that was not begun.
+
+        Raises:
+            ValueError: The loader has no weights, or these do not fit.
+        """
+        step = self._position.step if strict else max(self._planned, self._position.step)
+        self._weights.change(step, weights)
+        self._is_flushed = strict
+        return step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader stands, behind the last batch that it gave; for JSON, and the same on all ranks."""
+        weights = self._weights.state(self._position.step)
+        return state_of(self._position, self._settings, self._identity(), weights)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, with whatever batch size and number of ranks this loader has.
+
+        Raises:
+            ValueError: It is of another dataset, or of a loader with another seed, shuffle or mix.
+        """
+        check_state(state, self._settings, self._identity())
+        self.close()
+        self._position = position_from(state, len(self._names))
+        self._weights.load(state["weights"])
+        self._planned = self._position.step
+        self._is_resumed = True
+
+    def _identity(self) -> str:
+        if self._fingerprint is None:
+            unlike: Sequence[Any] = list({id(cache): cache for cache in self._caches}.values())
+            self._fingerprint = fingerprint_of(unlike)
+        return self._fingerprint
+
+    def close(self) -> None:
+        """End the iteration and its threads; where the loader stands is kept, and the caches stay open."""
+        running = self._running() if self._running is not None else None
+        self._running = None
+        if running is not None:
+            running.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _stream_of(device: Any) -> Any:
+    """Return the stream on which the caller will use the batches; None if they are not for a GPU."""
+    if device is None or torch.device(device).type != "cuda":
+        return None
+    return torch.cuda.current_stream(torch.device(device))

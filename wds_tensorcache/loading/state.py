@@ -1,0 +1,73 @@
+"""What a loader writes into checkpoints: small, for JSON, and refused by a loader of other samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from wds_tensorcache.loading.course import Position
+from wds_tensorcache.loading.dataset import TensorCache
+
+__all__ = ["check_state", "fingerprint_of", "position_from", "state_of"]
+
+VERSION = 1
+
+
+def state_of(position: Position, settings: Mapping[str, Any], fingerprint: str, weights: Any) -> dict[str, Any]:
+    """Return the state of a loader that stands at `position`."""
+    at = asdict(position) | {"counts": list(position.counts)}
+    return {"version": VERSION, "position": at, "settings": dict(settings), "dataset": fingerprint, "weights": weights}
+
+
+def check_state(state: Mapping[str, Any], settings: Mapping[str, Any], fingerprint: str) -> None:
+    """Raise ValueError unless a state is of a loader with these settings and samples."""
+    if state.get("version") != VERSION:
+        raise ValueError(f"a loader's state of version {state.get('version')!r}; this release has {VERSION}")
+    if state["dataset"] != fingerprint:
+        raise ValueError(f"the state is of another dataset: of {state['dataset']}, this one is {fingerprint}")
+    for name, value in settings.items():
+        if state["settings"].get(name) != value:
+            raise ValueError(f"the state is of a loader with {name}={state['settings'].get(name)!r}, not {value!r}")
+
+
+def position_from(state: Mapping[str, Any], num_streams: int) -> Position:
+    """Return where a loader with this state stands.
+
+    Raises:
+        ValueError: It has counts of another number of streams, or counts below 0.
+    """
+    at = state["position"]
+    counts = tuple(map(int, at["counts"]))
+    position = Position(int(at["epoch"]), counts, int(at["used"]), int(at["step"]))
+    if len(counts) != num_streams or min(*counts, position.epoch, position.used, position.step) < 0:
+        raise ValueError(f"the state has no position of {num_streams} streams: {at!r:.200}")
+    return position
+
+
+def fingerprint_of(caches: Sequence[Any]) -> str:
+    """Return what tells the samples of caches apart: a hash of their keys in their order, and how many there are."""
+    digest = xxhash.xxh3_128()
+    for cache in caches:
+        _add(digest, cache)
+    return f"{sum(map(len, caches))} samples, keys {digest.hexdigest()}"
+
+
+def _add(digest: Any, cache: Any) -> None:
+    digest.update(b"%d," % len(cache))
+    if not isinstance(cache, TensorCache) or cache._order is not None:
+        keys: Any = cache.keys()
+        for key in keys:
+            digest.update(key.encode("utf-8", "surrogateescape") + b"\0")
+        return
+    for shard in cache._store.shards:
+        found, rows = shard.index.keys, shard.columns.rows
+        if rows is None:
+            # as above: each key and a zero behind it
+            digest.update(np.insert(found.text, found.ends.astype(np.int64), 0).tobytes())
+        else:
+            for row in rows.tolist():
+                digest.update(found.raw(row) + b"\0")
