@@ -15,6 +15,7 @@ from wds_tensorcache.errors import (
 from wds_tensorcache.integrations import collate
 from wds_tensorcache.integrations.webdataset import decode, encoder
 from wds_tensorcache.loading.dataset import TensorCache
+from wds_tensorcache.loading.iterable import IterableCache, WorkerSetup
 from wds_tensorcache.loading.join import JoinedCache
 from wds_tensorcache.loading.loader import BatchInfo, Loader
 from wds_tensorcache.loading.opening import open
@@ -30,6 +31,7 @@ __all__ = [
     "EncodeError",
     "EpochOrder",
     "FormatError",
+    "IterableCache",
     "JoinedCache",
     "KeyRuleError",
     "LazyArray",
@@ -40,6 +42,7 @@ __all__ = [
     "TensorCache",
     "TensorCacheError",
     "UnsafeSkeletonError",
+    "WorkerSetup",
     "decode",
     "decode_sample",
     "encode_sample",

@@ -25,12 +25,14 @@ class Position:
         counts: How many samples of each stream were used: in this epoch, or ever where streams are mixed.
         used: How many samples this epoch has had.
         step: How many steps there were in all epochs.
+        began: How many there were before this epoch.
     """
 
     epoch: int
     counts: tuple[int, ...]
     used: int = 0
     step: int = 0
+    began: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,30 +129,38 @@ class Course:
     def next_epoch(self, at: Position) -> Position:
         """Return the beginning of the next epoch."""
         counts = at.counts if self._weights else (0,) * len(at.counts)
-        return replace(at, epoch=at.epoch + 1, counts=counts, used=0)
+        return replace(at, epoch=at.epoch + 1, counts=counts, used=0, began=at.step)
 
     def num_steps(self) -> int:
         """Return how many steps an epoch has."""
         counts = [self._count] if self._weights else list(map(len, self._streams))
         return sum(count // self._size if self._last == "drop" else -(-count // self._size) for count in counts)
 
-    def step(self, at: Position, draw: Any = None) -> Step | None:
-        """Return the step at a position; None if the epoch is over.
+    def is_over(self, at: Position) -> bool:
+        """Return whether an epoch has no further step."""
+        if self._weights is None:
+            return not any(self._left(at))
+        return at.used >= (self._count // self._size * self._size if self._last == "drop" else self._count)
+
+    def _left(self, at: Position) -> list[int]:
+        """Return how many samples of each stream are left for steps of an epoch."""
+        least = self._size if self._last == "drop" else 1
+        left = [len(stream) - count for stream, count in zip(self._streams, at.counts, strict=True)]
+        return [count if count >= least else 0 for count in left]
+
+    def step(self, at: Position, drawn: Drawn | None = None) -> Step:
+        """Return the step at a position where the epoch is not over.
 
         Args:
-            draw: A `Drawn` that stands for the only stream.
+            drawn: What stands for the only stream.
         """
         if self._weights is not None:
-            return self._mixed(at)
-        streams = self._streams if draw is None else [draw]
-        least = self._size if self._last == "drop" else 1
-        left = [max(0, len(stream) - count) for stream, count in zip(streams, at.counts, strict=True)]
-        number = self._choose(at, [count if count >= least else 0 for count in left], (at.epoch, at.used))
-        if number is None:
-            return None
-        stream, begin, mine = streams[number], at.counts[number], self._mine
-        if isinstance(stream, Drawn):
-            count, positions = self._size, begin + mine
+            return self._mixed(at, self._weights(at.step))
+        left = self._left(at)
+        number = self._choose(left, at.epoch, at.used)
+        stream, begin, mine = self._streams[number], at.counts[number], self._mine
+        if drawn is not None:
+            stream, count, positions = drawn, self._size, begin + mine
         else:
             count = min(self._size, left[number])
             filler = begin + mine % count if self._last == "pad" else (mine - count) % len(stream)
@@ -158,28 +168,19 @@ class Course:
         is_padding = (mine >= count) & (self._last == "pad")
         return Step(number, stream.numbers(at.epoch, positions), is_padding, at, self._after(at, number, count))
 
-    def _mixed(self, at: Position) -> Step | None:
-        over = self._count // self._size * self._size if self._last == "drop" else self._count
-        if at.used >= over or self._weights is None:
-            return None
-        number = self._choose(at, self._weights(at.step), (0, at.step))
-        if number is None:
-            raise ValueError("all weights are 0")
+    def _mixed(self, at: Position, weights: Any) -> Step:
+        number = self._choose(weights, 0, at.step)
         stream = self._streams[number]
         epochs, positions = np.divmod(at.counts[number] + self._mine, len(stream))
         parts = [stream.numbers(epoch, positions[epochs == epoch]) for epoch in np.unique(epochs).tolist()]
         is_padding = np.zeros(len(positions), np.bool_)
         return Step(number, np.concatenate(parts), is_padding, at, self._after(at, number, self._size))
 
-    def _choose(self, at: Position, weights: Sequence[float], where: tuple[int, int]) -> int | None:
-        """Return a stream, in proportion to the weights; None if all are 0."""
-        sums = np.cumsum(np.asarray(weights, np.float64))
-        if not sums[-1] > 0:
-            return None
-        epoch, position = where
-        drawn = uniform(self._seed ^ _CHOICE, epoch, [position]) * sums[-1] if len(sums) > 1 else np.zeros(1)
-        found = int(np.searchsorted(sums, drawn, "right")[0])
-        return min(found, int(np.flatnonzero(np.diff(sums, prepend=0))[-1]))
+    def _choose(self, weights: Sequence[float], epoch: int, position: int) -> int:
+        """Return a stream, in proportion to the weights."""
+        if len(weights) == 1:
+            return 0
+        return int(Drawn(np.array(weights, np.float64), self._seed ^ _CHOICE).numbers(epoch, np.array([position]))[0])
 
     def _after(self, at: Position, number: int, count: int) -> Position:
         counts = tuple(used + count * (at == number) for at, used in enumerate(at.counts))

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from wds_tensorcache.loading.buckets import block_sizes, buckets_of
-from wds_tensorcache.loading.course import Course, Permuted, Step
+from wds_tensorcache.loading.course import Course, Permuted, Position, Step
 from wds_tensorcache.loading.dataset import TensorCache
 from wds_tensorcache.loading.join import JoinedCache
 from wds_tensorcache.loading.order import BlockOrder, EpochOrder
@@ -172,6 +172,7 @@ class Loader:
         self._is_resumed = False
         self._is_flushed = False
         self._fingerprint: str | None = None
+        self.stride = (0, 1)  # which of how many workers, who deal the steps of an epoch out in turn
         self._running: Any = None
 
     def __len__(self) -> int:
@@ -182,6 +183,17 @@ class Loader:
     def epoch(self) -> int:
         """The epoch in which the next batch is."""
         return self._position.epoch
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the next iteration goes on where a state was taken."""
+        return self._is_resumed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration begin that epoch. Of a mix, each cache goes on where it stands."""
+        self.close()
+        self._position = replace(self._course.next_epoch(self._position), epoch=epoch)
+        self._is_resumed = False
 
     def __iter__(self) -> Generator[tuple[Any, BatchInfo]]:
         """Begin an epoch; after `load_state_dict`, go on in the one that was left. Ends what is still iterating."""
@@ -208,28 +220,25 @@ class Loader:
                     planned, self._is_flushed = self._position, False
                 while len(waiting) <= self._prefetch and planned.epoch == epoch:
                     step = self._course.step(planned, self._weights.drawn(planned.step))
-                    if step is None:
-                        planned = self._course.next_epoch(planned)
-                        break
-                    waiting.append((step, pool.submit(self._read, step, stream) if pool is not None else None))
-                    planned = step.after
+                    planned = self._settled(step.after)
                     self._planned = planned.step
+                    if (step.at.step - step.at.began) % self.stride[1] == self.stride[0]:
+                        waiting.append((step, pool.submit(self._read, step, stream) if pool is not None else None))
                 if not waiting:
+                    self._position = planned
                     break
                 step, future = waiting.popleft()
                 batch = self._read(step, stream) if future is None else future.result()
-                self._position = self._settled(step)
+                self._position = self._settled(step.after)
                 yield batch, self._info(step)
         finally:
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
             self._planned = self._position.step
 
-    def _settled(self, step: Step) -> Any:
-        """Return where training stands after a step: at the next epoch's beginning if it was the last one."""
-        after = step.after
-        is_over = self._course.step(after, self._weights.drawn(after.step)) is None
-        return self._course.next_epoch(after) if is_over else after
+    def _settled(self, at: Position) -> Position:
+        """Return where training stands: at the next epoch's beginning if this one is over."""
+        return self._course.next_epoch(at) if self._course.is_over(at) else at
 
     def _read(self, step: Step, stream: Any) -> Any:
         with nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -277,6 +286,16 @@ class Loader:
             unlike: Sequence[Any] = list({id(cache): cache for cache in self._caches}.values())
             self._fingerprint = fingerprint_of(unlike)
         return self._fingerprint
+
+    def position(self) -> list[int]:
+        """Return where the loader stands, as integers of which there are always as many."""
+        at = self._position
+        return [at.epoch, at.used, at.step, at.began, *at.counts]
+
+    def go_to(self, position: Sequence[int]) -> None:
+        """Let the next iteration begin where another loader like this one stands."""
+        epoch, used, step, began, *counts = position
+        self._position = Position(epoch, tuple(counts), used, step, began)
 
     def close(self) -> None:
         """End the iteration and its threads; where the loader stands is kept, and the caches stay open."""

@@ -42,10 +42,11 @@ def position_from(state: Mapping[str, Any], num_streams: int) -> Position:
     """
     at = state["position"]
     counts = tuple(map(int, at["counts"]))
-    position = Position(int(at["epoch"]), counts, int(at["used"]), int(at["step"]))
-    if len(counts) != num_streams or min(*counts, position.epoch, position.used, position.step) < 0:
+    numbers = [int(at[name]) for name in ("epoch", "used", "step", "began")]
+    if len(counts) != num_streams or min(*counts, *numbers) < 0:
         raise ValueError(f"the state has no position of {num_streams} streams: {at!r:.200}")
-    return position
+    epoch, used, step, began = numbers
+    return Position(epoch, counts, used, step, began)
 
 
 def fingerprint_of(caches: Sequence[Any]) -> str:
