@@ -11,6 +11,7 @@ from benchmarks.scenarios.batches import COLD_CEILINGS
 from benchmarks.scenarios.context import CEILING
 from benchmarks.scenarios.dali_cpu import NATIVE, NESTED, PYD_SOURCE, RAW
 from benchmarks.scenarios.gpu import DALI_NATIVE, DALI_NODES, LOADED, PINNED_COPY
+from benchmarks.scenarios.loader import LOADER, READ_BATCH
 from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
 from benchmarks.scenarios.writing import PLAIN
 from benchmarks.timing import Rounds, median, ratio
@@ -66,6 +67,10 @@ def _over_best(name: str, bases: tuple[str, ...]) -> Callable[[Rounds], float]:
     return lambda rounds: ratio(rounds, name, _fastest(rounds, [base for base in bases if base in rounds]))
 
 
+def _best_over(peer: str, base: str) -> Callable[[Rounds], float]:
+    return lambda rounds: ratio(rounds, _fastest(rounds, [name for name in rounds if name.startswith(peer)]), base)
+
+
 def _above_ceiling(rounds: Rounds) -> float:
     """Microseconds of a copied sample beyond 1.2 times the ceiling."""
     return statistics.median(a - 1.2 * b for a, b in zip(rounds[NAME], rounds[CEILING], strict=True))
@@ -92,6 +97,11 @@ _GOALS = (
     _Goal("diffusion", "write", "ours / plain write", _over(NAME, PLAIN), 2.0),
     _Goal("diffusion", "worker_handoff", "samples of tensors / lazy", _over(TENSORS, LAZY), 5, at_least=True),
     _Goal("diffusion", "worker_handoff", "lazy / better collated", _over_best(LAZY, (COLLATED, DEFAULT_COLLATED)), 1.0),
+    _Goal("diffusion", "loader", "read_batch / Loader", _over(READ_BATCH, LOADER), 0.9, at_least=True),
+    _Goal("diffusion", "loader", "litdata's best / Loader", _best_over("litdata", LOADER), 4, at_least=True),
+    _Goal("diffusion", "loader", "MDS / Loader", _best_over("MDS", LOADER), 8, at_least=True),
+    _Goal("diffusion", "loader", "webdataset .pyd / Loader", _best_over("webdataset .pyd", LOADER), 15, at_least=True),
+    _Goal("diffusion", "loader", "tensordict / Loader", _best_over("tensordict", LOADER), 1, at_least=True),
     _Goal("diffusion", "dali_cpu", "raw members / nested batches", _over(RAW, NESTED), 1.3, at_least=True),
     _Goal("diffusion", "dali_cpu", "raw members / native reader", _over(RAW, NATIVE), 1.3, at_least=True),
     _Goal("diffusion", "dali_gpu", "pinned copy / nodes", _over(PINNED_COPY, DALI_NODES), 0.85, at_least=True),

@@ -29,6 +29,7 @@ _PACKAGES = (
 _OWN_ROWS = (
     "wds_decode",
     "worker_handoff",
+    "loader",
     "dali_cpu",
     "dali_gpu",
     "loader_gpu",

@@ -49,6 +49,9 @@ class Reader:
     ones: Callable[[int], Iterator[torch.Tensor]] | None = None  # of so many samples of a stream, in order
     touch: Callable[[Any], None] | None = None  # instead of Workload.touch, where samples come as bytes
     decode: Callable[[Any], Any] = lambda sample: sample  # for the check, where samples come as bytes
+    loaders: Callable[[], dict[str, Iterable[Any]]] = (
+        dict  # what its users train from, by number of workers: see `in_rows`
+    )
     rewind: Callable[[], None] = lambda: None  # before each pass over a stream, not timed
     close: Callable[[], None] = lambda: None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from litdata import StreamingDataset
+from litdata import StreamingDataLoader, StreamingDataset
 from litdata.streaming.item_loader import PyTreeLoader
 from litdata.streaming.writer import BinaryWriter
 
@@ -49,7 +49,16 @@ def _open(folder: Path, workload: Workload) -> Reader:
     def get(index: int) -> Any:
         return nested(in_order[index])
 
-    return Reader(samples=samples, get=get, batches=batches, ones=ones, close=_close)
+    def loaders() -> dict[str, Any]:
+        options = {"batch_size": workload.batch_size, "shuffle": True}
+        return {
+            f"StreamingDataLoader, {count} workers": StreamingDataLoader(
+                StreamingDataset(str(folder), shuffle=True), num_workers=count, persistent_workers=count > 0, **options
+            )
+            for count in (0, 2)
+        }
+
+    return Reader(samples=samples, get=get, batches=batches, ones=ones, loaders=loaders, close=_close)
 
 
 def _close() -> None:

@@ -10,6 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from benchmarks.peers.base import Peer, Reader, as_array, as_tensor, collect, collect_one
 from benchmarks.workloads import Workload
 
@@ -52,8 +54,14 @@ def _open(folder: Path, workload: Workload) -> Reader:
     def get(index: int) -> Any:
         return nested(dataset[index])
 
+    def loaders() -> dict[str, Any]:
+        size = workload.batch_size
+        shuffled = StreamingDataset(local=str(folder), shuffle=True, batch_size=size, predownload=2 * workload.count)
+        return {"DataLoader, 0 workers": DataLoader(shuffled, batch_size=size)}
+
     batch, one = collect(workload, get), collect_one(workload, get)
-    return Reader(samples=samples, get=get, batch=batch, one=one, rewind=rewind, close=clean_stale_shared_memory)
+    close = clean_stale_shared_memory
+    return Reader(samples=samples, get=get, batch=batch, one=one, loaders=loaders, rewind=rewind, close=close)
 
 
 def peers() -> list[Peer]:

@@ -72,7 +72,20 @@ def _open(folder: Path, workload: Workload) -> Reader:
     def one(indices: Sequence[int]) -> torch.Tensor:
         return stored[workload.one[0]][torch.tensor(indices)]
 
-    return Reader(samples=samples, get=get, batch=batch, one=one)
+    def loaders() -> dict[str, Any]:
+        return {"rows": _Shuffled(stored, workload.batch_size)}
+
+    return Reader(samples=samples, get=get, batch=batch, one=one, loaders=loaders)
+
+
+class _Shuffled:
+    """An epoch of batches in random order."""
+
+    def __init__(self, stored: Any, batch_size: int) -> None:
+        self._stored, self._batch_size = stored, batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._stored[numbers] for numbers in torch.randperm(len(self._stored)).split(self._batch_size))
 
 
 def peers() -> list[Peer]:

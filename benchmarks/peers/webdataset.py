@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import webdataset as wds
+from torch.utils.data import default_collate
 
 from benchmarks.peers.base import Batch, Peer, Reader, as_array, as_tensor, in_batches, one_in_batches
 from benchmarks.workloads import Workload
@@ -71,7 +72,19 @@ def _open(folder: Path, workload: Workload, *, field: str) -> Reader:
     def ones(count: int) -> Iterator[torch.Tensor]:
         return one_in_batches(workload, samples(), count)
 
-    return Reader(samples=samples, batches=batches, ones=ones)
+    def loaders() -> dict[str, Any]:
+        size = workload.batch_size
+
+        def collated(batch: list[Any]) -> Any:
+            parts = [workload.split(sample[field]) for sample in batch]
+            return default_collate([{**tensors, "small": small} for tensors, small in parts])
+
+        buffered = wds.shuffle(_SHUFFLED * size, initial=_SHUFFLED * size, rng=random.Random(0))
+        stages = (wds.tarfile_to_samples(), buffered, decode, wds.batched(size, collation_fn=collated))
+        pipeline = wds.DataPipeline(wds.SimpleShardList(str(folder / SHARD)), *stages)
+        return {"WebLoader, 0 workers": wds.WebLoader(pipeline, batch_size=None)} if field == "pyd" else {}
+
+    return Reader(samples=samples, batches=batches, ones=ones, loaders=loaders)
 
 
 def _open_raw(folder: Path, workload: Workload) -> Reader:

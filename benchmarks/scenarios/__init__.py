@@ -8,6 +8,7 @@ from benchmarks.scenarios.batches import batch_cold, batch_random, one_tensor
 from benchmarks.scenarios.context import Context
 from benchmarks.scenarios.dali_cpu import dali_cpu
 from benchmarks.scenarios.gpu import dali_gpu, loader_gpu
+from benchmarks.scenarios.loader import loader
 from benchmarks.scenarios.opening import opened
 from benchmarks.scenarios.samples import iterate_lazy, iterate_touch, random_get
 from benchmarks.scenarios.wds_decode import wds_decode
@@ -31,6 +32,7 @@ SCENARIOS: dict[str, Callable[[Context], Rounds]] = {
     "one_tensor": one_tensor,
     "wds_decode": wds_decode,
     "worker_handoff": worker_handoff,
+    "loader": loader,
     "dali_cpu": dali_cpu,
     "dali_gpu": dali_gpu,
     "loader_gpu": loader_gpu,

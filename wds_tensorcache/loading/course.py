@@ -13,6 +13,7 @@ from wds_tensorcache.loading.order import uniform
 __all__ = ["Course", "Drawn", "Permuted", "Position", "Step"]
 
 Array = np.ndarray[Any, Any]
+_WINDOW = 4096
 _CHOICE = 0x5EED  # so that choices of a stream are independent of the orders in them
 
 
@@ -53,22 +54,32 @@ class Step:
     after: Position
 
 
-@dataclass(frozen=True, slots=True)
 class Permuted:
     """Each sample once in every epoch: all in `order`, or those of `members`."""
 
-    order: Any
-    members: Array | None = None
+    def __init__(self, order: Any, members: Array | None = None) -> None:
+        self._order = order
+        self._members = members
+        self._known: tuple[int, int, Array] | None = None  # an epoch, a window of it, and what is there
 
     def __len__(self) -> int:
-        return int(self.order.count)
+        return int(self._order.count)
 
     def numbers(self, epoch: int, positions: Array) -> Array:
-        """Return the samples at positions of an epoch."""
-        found: Array = self.order(epoch, positions)
-        if self.members is not None:
-            found = np.take(self.members, found)
+        """Return the samples at positions of an epoch; those of steps to come are computed with them, which costs as much."""
+        window = int(positions[0]) // _WINDOW
+        begin = window * _WINDOW
+        if int(positions.min()) < begin or int(positions.max()) >= begin + _WINDOW:
+            return self._compute(epoch, positions)
+        if self._known is None or self._known[:2] != (epoch, window):
+            end = min(begin + _WINDOW, len(self))
+            self._known = epoch, window, self._compute(epoch, np.arange(begin, end))
+        found: Array = self._known[2][positions - begin]
         return found
+
+    def _compute(self, epoch: int, positions: Array) -> Array:
+        found: Array = self._order(epoch, positions)
+        return found if self._members is None else np.take(self._members, found)
 
 
 class Drawn:
