@@ -9,7 +9,16 @@ from zlib import adler32
 
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["BLOCK", "END_OF_ARCHIVE", "Scanner", "build_header", "names_of", "padding", "parse_number"]
+__all__ = [
+    "BLOCK",
+    "END_OF_ARCHIVE",
+    "Scanner",
+    "build_header",
+    "is_meta_name",
+    "names_of",
+    "padding",
+    "parse_number",
+]
 
 BLOCK = 512
 END_OF_ARCHIVE = bytes(2 * BLOCK)
@@ -40,6 +49,11 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28
 def padding(nbytes: int) -> int:
     """Return how many zero bytes follow `nbytes` bytes of content, up to the next multiple of 512."""
     return -nbytes % BLOCK
+
+
+def is_meta_name(name: str) -> bool:
+    """Return whether webdataset takes a member of this name for metadata, and skips it."""
+    return _IS_META(name) is not None
 
 
 def build_header(name: str, nbytes: int) -> bytes:
@@ -177,6 +191,19 @@ class Scanner:
                 known_rest = known_rest if not common else b""
             elif rest != known_rest and kind == ord("0") and not header[345] and not common:
                 known_rest, known_sum = rest, sum(rest) + 8 * 32 - 1
+
+    def read_header(
+        self, header: bytes, header_begin: int, own: dict[bytes, bytes], common: dict[bytes, bytes]
+    ) -> tuple[bool, str, int]:
+        """Return whether a header is an ordinary file's, name and length of content.
+
+        Put into `own` and `common` what extended headers say, which is of the next member and of all of them.
+
+        Raises:
+            FormatError: It is not a header that this reads.
+        """
+        kind, name, nbytes = self._read_header(header, header_begin, own, common)
+        return kind in _FILE_TYPES, name, nbytes
 
     def _read_header(
         self, header: bytes, header_begin: int, own: dict[bytes, bytes], common: dict[bytes, bytes]

@@ -1,0 +1,210 @@
+"""Our stage gives webdataset's samples; and whatever is cut off, nothing of a shard meets anything of the next."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import pickle
+import tarfile
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import webdataset as wds
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from wds_tensorcache.shards.tar_stream import TarStream
+
+
+def read(*urls: Any, **options: Any) -> list[dict[str, Any]]:
+    return list(tc.tarfile_to_samples(**options)({"url": str(url)} for url in urls))
+
+
+def stock(*urls: Any, **options: Any) -> list[dict[str, Any]]:
+    return list(wds.tarfile_to_samples(**options)({"url": str(url)} for url in urls))
+
+
+def write(path: Path, name: str, count: int = 3, text: str = "") -> Path:
+    with wds.TarWriter(str(path), encoder=tc.encoder()) as sink:
+        for i in range(count):
+            nested = {"x": torch.full((40 * i + 1,), i), "of": name}
+            sink.write({"__key__": f"{i:03d}", "tensorcache": nested, "json": {"of": name}, "txt": name + text})
+    return path
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Iterator[list[Path]]:
+    return [write(tmp_path / f"{name}.tar", name) for name in "ab"]  # type: ignore[return-value]
+
+
+def test_samples_are_webdatasets_own(shards: list[Path]) -> None:
+    assert read(*shards) == stock(*shards)
+    assert [list(sample) for sample in read(*shards)] == [list(sample) for sample in stock(*shards)]
+    for options in (
+        {"select_files": lambda name: name.endswith("n")},
+        {"rename_files": lambda name: name.replace("00", "x/y.z")},
+        {"select_files": lambda name: False},
+    ):
+        assert read(*shards, **options) == stock(*shards, **options)
+    urls = [f"file:{shards[0]}", f"pipe:cat {shards[1]}"]
+    assert read(*urls) == stock(*urls)
+    pipeline = wds.DataPipeline(
+        wds.SimpleShardList([str(path) for path in shards]), tc.tarfile_to_samples(), tc.decode()
+    )
+    assert [sample["tensorcache"]["of"] for sample in pipeline] == list("aaabbb")
+    pickle.loads(pickle.dumps(tc.tarfile_to_samples()))
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed(shards: list[Path], tmp_path: Path, compress: Any) -> None:
+    path = tmp_path / "c.tar"
+    content = compress(shards[0].read_bytes())
+    path.write_bytes(content)
+    assert read(path) == stock(path)
+    for length in range(0, len(content), 37):
+        path.write_bytes(content[:length])
+        with pytest.raises(tc.FormatError, match=r"c\.tar: .*byte \d+"):
+            read(path)
+
+
+def test_odd_tars(tmp_path: Path) -> None:
+    path = tmp_path / "odd.tar"
+    for kind in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT):
+        with tarfile.open(path, "w", format=kind) as tar:
+            for name in (
+                "é" * 30 + "/0.JPG",
+                "long/" * 18 + "a.b.c",
+                "__meta__/x.txt",
+                "__x__",
+                "no-suffix",
+                ".hidden",
+                "0.txt",
+            ):
+                info = tarfile.TarInfo(name)
+                info.size = len(name)
+                tar.addfile(info, io.BytesIO(name.encode()[: len(name)]))
+            for name, type_ in (
+                ("link.txt", tarfile.SYMTYPE),
+                ("folder.x", tarfile.DIRTYPE),
+                ("device.x", tarfile.CHRTYPE),
+            ):
+                info = tarfile.TarInfo(name)
+                info.type, info.linkname = type_, "0.txt"
+                tar.addfile(info)
+        assert read(path) == stock(path)
+
+
+def of(sample: dict[str, Any]) -> set[str]:
+    """Return the names of the shards whose bytes are in a sample."""
+    found = {sample["__url__"][-5]}
+    found |= {sample["txt"].decode()[:1]} if "txt" in sample else set()
+    found |= {json.loads(sample["json"])["of"]} if "json" in sample else set()
+    return found
+
+
+def test_shards_that_are_cut_never_mix(shards: list[Path], tmp_path: Path) -> None:
+    """Inside and at the boundary of every member, followed by a shard of the same keys."""
+    whole = shards[0].read_bytes()
+    with tarfile.open(shards[0]) as tar:
+        members = [(info.offset, info.offset_data, info.size) for info in tar]
+    complete = read(shards[0])
+    cuts = {0, 1}
+    for begin, data, size in members:
+        cuts |= {begin, begin + 1, begin + 511, data, data + size // 2, data + size, data + size + -size % 512}
+    ends = [begin for (begin, *_), number in zip(members, range(len(members)), strict=True) if number % 4 == 0]
+    cut = tmp_path / "c.tar"
+    for length in sorted(cuts):
+        cut.write_bytes(whole[:length])
+        with pytest.raises(tc.FormatError, match=r"c\.tar: byte \d+"):
+            read(cut, shards[1])
+        seen = read(cut, shards[1], handler=wds.ignore_and_continue)
+        assert all(of(sample) <= {"c", "a"} or of(sample) == {"b"} for sample in seen)
+        first = [sample for sample in seen if sample["__url__"] == str(cut)]
+        assert [{**sample, "__url__": str(shards[0])} for sample in first] == complete[: len(first)]
+        # all that another sample's header follows
+        assert len(first) == max(0, sum(begin + 512 <= length for begin in ends) - 1)
+        assert seen[len(first) :] == read(shards[1])
+        assert read(cut, shards[1], handler=wds.ignore_and_stop) == first
+
+
+def test_webdatasets_own_stage_mixes(shards: list[Path], tmp_path: Path) -> None:
+    """Why this stage is there; when it fails, webdataset has mended it and README should say so."""
+    cut = tmp_path / "c.tar"
+    with tarfile.open(shards[0]) as tar:
+        second = tar.getmembers()[6]
+    cut.write_bytes(shards[0].read_bytes()[: second.offset + 700])
+    seen = stock(cut, shards[1], handler=wds.ignore_and_continue)
+    assert any(len(sample) < 6 for sample in seen) or len(seen) != 4
+
+
+def test_errors_and_handlers(shards: list[Path], tmp_path: Path) -> None:
+    missing = tmp_path / "missing.tar"
+    with pytest.raises(FileNotFoundError):
+        read(missing, shards[0])
+    assert len(read(missing, shards[0], handler=wds.ignore_and_continue)) == 3
+    twice = tmp_path / "twice.tar"
+    with tarfile.open(twice, "w") as tar:
+        for name in ("0.txt", "1.txt", "1.TXT", "2.txt"):
+            tar.addfile(tarfile.TarInfo(name))
+    with pytest.raises(tc.FormatError, match=r"twice\.tar: sample '1' has two members 'txt'"):
+        read(twice)
+    with pytest.raises(ValueError, match="of the user"):
+        read(shards[0], select_files=lambda name: exec('raise ValueError("of the user")'))
+    zeros = tmp_path / "zeros.tar"
+    zeros.write_bytes(bytes(1024))
+    assert read(zeros) == []
+
+
+def test_files_are_closed(shards: list[Path]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    stage = tc.tarfile_to_samples()
+    begun = stage({"url": str(path)} for path in shards)
+    next(begun)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    begun.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_sizes_that_lie_take_no_memory(tmp_path: Path) -> None:
+    info = tarfile.TarInfo("0.bin")
+    for size in (1 << 40, 1 << 62, (1 << 63) - 1):
+        info.size = size
+        head = info.tobuf(tarfile.GNU_FORMAT)
+        tracemalloc.start()
+        with pytest.raises(tc.FormatError, match=r"byte \d+"):
+            [one() for _, one in TarStream(io.BytesIO(head + b"x"))]
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        tracemalloc.stop()
+
+
+class Dribble(io.RawIOBase):
+    """A stream that gives what it likes."""
+
+    def __init__(self, content: bytes, sizes: list[int]) -> None:
+        self._stream, self._sizes, self._at = io.BytesIO(content), sizes, 0
+
+    def read(self, nbytes: int = -1) -> bytes:
+        self._at += 1
+        return self._stream.read(min(nbytes, self._sizes[self._at % len(self._sizes)]))
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=5), st.booleans())
+def test_short_reads(sizes: list[int], is_compressed: bool) -> None:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        for i in range(5):
+            info = tarfile.TarInfo(f"{i}.bin")
+            info.size = i * 700
+            tar.addfile(info, io.BytesIO(bytes([i]) * info.size))
+    raw = gzip.compress(content.getvalue()) if is_compressed else content.getvalue()
+    found = {name: one() if name != "3.bin" else None for name, one in TarStream(Dribble(raw, sizes))}
+    assert found == {f"{i}.bin": bytes([i]) * (i * 700) if i != 3 else None for i in range(5)}

@@ -1,0 +1,149 @@
+"""A tar as it comes out of a stream, member by member; what is read is what `Scanner` reads."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.shards.tar import BLOCK, Scanner, is_meta_name, padding
+
+__all__ = ["TarStream"]
+
+_UNKNOWN = 1 << 62  # bytes, in place of the length that a stream does not have
+_MAX_SKIP_NBYTES = 1 << 20
+_MAX_READ_NBYTES = 1 << 26
+_MAX_MAGIC_NBYTES = 6
+_DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
+    b"\x1f\x8b": lambda stream: gzip.GzipFile(fileobj=stream),
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\0": lzma.LZMAFile,
+}
+
+
+class TarStream:
+    """The ordinary files of a tar, also of one compressed by gzip, bzip2 or xz: iterating yields `(name, read)` for each.
+
+    `read()` returns the content, in memory of its own; what is not read until the next member is asked for is skipped.
+    Directories, links, devices and webdataset's own metadata (`__…__`) are skipped.
+
+    Args:
+        stream: Has `read(n)`, which may return fewer bytes.
+
+    Raises:
+        FormatError: While iterating or reading; the message begins with the offset in the (decompressed) tar. The stream ends
+            without an end-of-archive block, or breaks a rule of the format.
+
+    Threads: not safe; one iteration.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._at = 0
+        self._is_compressed = False
+        self._begun: bytes = b""  # what was read to see whether the stream is compressed
+
+    def __iter__(self) -> Iterator[tuple[str, Callable[[], bytes]]]:
+        scanner = Scanner(self._read_range, _UNKNOWN)
+        own: dict[bytes, bytes] = {}
+        common: dict[bytes, bytes] = {}
+        self._decompress()
+        while True:
+            header_begin = self._at
+            header = self._take(BLOCK)
+            if not header and not header_begin:
+                raise FormatError("byte 0: the stream is empty, expected a tar")
+            if len(header) < BLOCK:
+                raise FormatError(f"byte {header_begin}: truncated: the stream ends without an end-of-archive block")
+            if header.count(0) == BLOCK:
+                if own:
+                    raise FormatError(f"byte {header_begin}: the archive ends behind an extended header")
+                while self._is_compressed and self._take(_MAX_SKIP_NBYTES):
+                    pass  # a checksum is at the end
+                return
+            is_file, name, nbytes = scanner.read_header(header, header_begin, own, common)
+            begin = header_begin + BLOCK
+            if is_file and not is_meta_name(name):
+                yield name, lambda begin=begin, nbytes=nbytes: self._read_range(begin, begin + nbytes)  # type: ignore[misc]
+            self._skip_to(begin + nbytes + padding(nbytes))
+
+    def _decompress(self) -> None:
+        head = self._take(_MAX_MAGIC_NBYTES)
+        decompressor = next((made for magic, made in _DECOMPRESSORS.items() if head.startswith(magic)), None)
+        if decompressor is not None:
+            head += self._take(BLOCK - len(head))
+            if not _is_header(head):  # a member may be called like that
+                self._stream, head, self._is_compressed = decompressor(_Rejoined(head, self._stream)), b"", True
+        self._begun, self._at = head, 0
+
+    def _read_range(self, begin: int, end: int) -> bytes:
+        if begin != self._at:
+            raise ValueError("the members of a stream are read once, each before the next one")
+        content = self._take(end - begin)
+        if len(content) < end - begin:
+            raise FormatError(f"byte {begin}: truncated: expected {end - begin} bytes, got {len(content)}")
+        return content
+
+    def _skip_to(self, end: int) -> None:
+        while self._at < end:
+            begin, nbytes = self._at, min(end - self._at, _MAX_SKIP_NBYTES)
+            if len(self._take(nbytes)) < nbytes:
+                raise FormatError(
+                    f"byte {begin}: truncated: {end - begin} bytes more were expected, got {self._at - begin}"
+                )
+
+    def _take(self, nbytes: int) -> bytes:
+        """Return so many bytes, or fewer at the stream's end."""
+        if self._begun:
+            head, self._begun = self._begun[:nbytes], self._begun[nbytes:]
+            self._at += len(head)
+            return head + self._take(nbytes - len(head)) if len(head) < nbytes else head
+        # one piece, unless a pipe gives less; no more memory is asked for than a header may claim and a stream not have
+        content: bytes = self._read(min(nbytes, _MAX_READ_NBYTES))
+        if len(content) < nbytes:
+            parts, missing = [content], nbytes - len(content)
+            while missing and parts[-1]:
+                parts.append(self._read(min(missing, _MAX_READ_NBYTES)))
+                missing -= len(parts[-1])
+            content = b"".join(parts)
+        self._at += len(content)
+        return content
+
+    def _read(self, nbytes: int) -> Any:
+        if not self._is_compressed:
+            return self._stream.read(nbytes)
+        try:
+            return self._stream.read(nbytes)
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as exc:
+            raise FormatError(f"byte {self._at}: the compressed stream is cut short or damaged: {exc}") from exc
+
+
+class _Rejoined:
+    """A stream, and in front of it what was read of it already."""
+
+    def __init__(self, head: bytes, stream: Any) -> None:
+        self._head = head
+        self._stream = stream
+
+    def read(self, nbytes: int = -1) -> Any:
+        if self._head:
+            head = self._head if nbytes < 0 else self._head[:nbytes]
+            self._head = self._head[len(head) :]
+            return head
+        return self._stream.read(nbytes)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return False
+
+    closed = False
+
+
+def _is_header(head: bytes) -> bool:
+    return len(head) == BLOCK and head[257:262] == b"ustar"
