@@ -12,6 +12,7 @@ from benchmarks.scenarios.context import CEILING
 from benchmarks.scenarios.dali_cpu import NATIVE, NESTED, PYD_SOURCE, RAW
 from benchmarks.scenarios.gpu import DALI_NATIVE, DALI_NODES, LOADED, PINNED_COPY
 from benchmarks.scenarios.loader import LOADER, READ_BATCH
+from benchmarks.scenarios.wds_decode import FAST, FAST_RAW
 from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
 from benchmarks.scenarios.writing import PLAIN
 from benchmarks.timing import Rounds, median, ratio
@@ -109,6 +110,8 @@ _GOALS = (
     _Goal("diffusion", "loader_gpu", "pinned copy / batches ahead", _over(PINNED_COPY, LOADED), 0.85, at_least=True),
     _Goal("diffusion", "dali_cpu", ".pyd source / nested batches", _over(PYD_SOURCE, NESTED), 4, at_least=True),
     _Goal("diffusion", "wds_decode", "lazy / raw members", _over("tensorcache, lazy", "raw members"), 1.15),
+    _Goal("diffusion", "wds_decode", "raw members / ours", _over("raw members", FAST_RAW), 2.5, at_least=True),
+    _Goal("diffusion", "wds_decode", ".pyd, touched / ours", _over(".pyd, touched", FAST), 5, at_least=True),
     _Goal("diffusion", "wds_decode", "eager / .pyd", _over("tensorcache, eager", ".pyd"), 0.6),
     _Goal(
         "diffusion",

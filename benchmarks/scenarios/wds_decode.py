@@ -19,7 +19,10 @@ from benchmarks.peers.webdataset import SHARD, decode_npz, write
 from benchmarks.scenarios.context import Context
 from benchmarks.timing import Rounds, Variant, interleaved
 
-__all__ = ["wds_decode"]
+__all__ = ["FAST", "FAST_RAW", "wds_decode"]
+
+FAST_RAW = "raw members, tc.tarfile_to_samples"
+FAST = "tensorcache, tc.tarfile_to_samples, lazy, touched"
 
 
 def _decode_naively(sample: dict[str, Any]) -> dict[str, Any]:
@@ -58,23 +61,26 @@ def wds_decode(context: Context) -> Rounds:
     shards = _write(context, folder)
     ours = shards["tensorcache"]
     decode = wds.map(lambda sample: {"npz": decode_npz(workload, io.BytesIO(sample["npz"]))})
+    stock, fast = wds.tarfile_to_samples(), tc.tarfile_to_samples()
     # name: (shard, stages, field that holds the sample, whether its tensors are used)
     rows: dict[str, tuple[str, list[Any], str | None, bool]] = {
-        "raw members": (ours, [], None, False),
-        "tensorcache, lazy": (ours, [tc.decode()], "tensorcache", False),
-        "tensorcache, lazy, touched": (ours, [tc.decode()], "tensorcache", True),
-        "tensorcache, eager": (ours, [tc.decode(lazy=False)], "tensorcache", False),
-        "tensorcache, eager, touched": (ours, [tc.decode(lazy=False)], "tensorcache", True),
-        "tensorcache, verified, touched": (ours, [tc.decode(verify=True)], "tensorcache", True),
-        "safetensors.torch.load, touched": (ours, [wds.map(_decode_naively)], "value", True),
-        ".pyd": (shards["pyd"], [wds.decode()], "pyd", False),
-        ".pyd, touched": (shards["pyd"], [wds.decode()], "pyd", True),
-        ".pth, touched": (shards["pth"], [wds.decode()], "pth", True),
-        ".npz, touched": (shards["npz"], [decode], "npz", True),
+        "raw members": (ours, [stock], None, False),
+        "tensorcache, lazy": (ours, [stock, tc.decode()], "tensorcache", False),
+        "tensorcache, lazy, touched": (ours, [stock, tc.decode()], "tensorcache", True),
+        "tensorcache, eager": (ours, [stock, tc.decode(lazy=False)], "tensorcache", False),
+        "tensorcache, eager, touched": (ours, [stock, tc.decode(lazy=False)], "tensorcache", True),
+        "tensorcache, verified, touched": (ours, [stock, tc.decode(verify=True)], "tensorcache", True),
+        "safetensors.torch.load, touched": (ours, [stock, wds.map(_decode_naively)], "value", True),
+        FAST_RAW: (ours, [fast], None, False),
+        FAST: (ours, [fast, tc.decode()], "tensorcache", True),
+        ".pyd": (shards["pyd"], [stock, wds.decode()], "pyd", False),
+        ".pyd, touched": (shards["pyd"], [stock, wds.decode()], "pyd", True),
+        ".pth, touched": (shards["pth"], [stock, wds.decode()], "pth", True),
+        ".npz, touched": (shards["npz"], [stock, decode], "npz", True),
     }
 
     def samples(shard: str, stages: list[Any]) -> Iterator[dict[str, Any]]:
-        return iter(wds.DataPipeline(wds.SimpleShardList(shard), wds.tarfile_to_samples(), *stages))
+        return iter(wds.DataPipeline(wds.SimpleShardList(shard), *stages))
 
     def measured(shard: str, stages: list[Any], field: str | None, touched: bool) -> Callable[[], int]:
         def once() -> int:

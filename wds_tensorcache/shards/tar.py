@@ -280,8 +280,10 @@ def _check_checksum(header: bytes, header_begin: int) -> None:
     field = header[148:156]
     total = (adler32(header[:256]) & 0xFFFF) + (adler32(header[256:]) & 0xFFFF) - 2 - sum(field) + 8 * 32
     checksum = parse_number(field)
+    if checksum == total:
+        return
     high = sum(byte > 127 for byte in header) - sum(byte > 127 for byte in field)
-    if checksum == total or checksum == total - 256 * high:  # old tars add signed bytes
+    if checksum == total - 256 * high:  # old tars add signed bytes
         return
     if not header_begin:
         _refuse_compressed(header)
