@@ -13,6 +13,7 @@ from wds_tensorcache.errors import (
     UnsafeSkeletonError,
 )
 from wds_tensorcache.integrations import collate
+from wds_tensorcache.integrations.resumable import resumable
 from wds_tensorcache.integrations.tar_samples import tarfile_to_samples
 from wds_tensorcache.integrations.webdataset import decode, encoder
 from wds_tensorcache.loading.dataset import TensorCache
@@ -53,6 +54,7 @@ __all__ = [
     "named_tensors",
     "open",
     "realize",
+    "resumable",
     "tarfile_to_samples",
 ]
 

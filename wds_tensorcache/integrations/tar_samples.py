@@ -56,15 +56,16 @@ class TarSamples:
     def __call__(self, shards: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         for shard in shards:
             try:
-                yield from self.samples_of(shard)
+                for _, sample in self.samples_of(shard):
+                    yield sample
             except Exception as exc:  # the handler decides, as in every stage of webdataset
                 if not self._handler(exc):
                     break
 
     def samples_of(
         self, shard: Mapping[str, Any], is_wanted: Callable[[int], bool] | None = None
-    ) -> Iterator[dict[str, Any]]:
-        """Yield the samples of a shard.
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the samples of a shard, each with its number.
 
         Args:
             shard: `url`, and perhaps a `stream` that is open and a `local_path`, as webdataset's stages pass on.
@@ -81,7 +82,7 @@ class TarSamples:
 
     def _group(
         self, tar: TarStream, url: Any, local_path: Any, is_wanted: Callable[[int], bool] | None
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
         sample: dict[str, Any] | None = None
         number, is_kept = -1, True
         for name, read in tar:
@@ -93,7 +94,7 @@ class TarSamples:
                 continue
             if sample is None or key != sample["__key__"]:
                 if sample is not None and is_kept:
-                    yield sample
+                    yield number, sample
                 number += 1
                 is_kept = is_wanted is None or is_wanted(number)
                 sample = {"__key__": key, "__url__": url}
@@ -104,4 +105,4 @@ class TarSamples:
                 raise FormatError(f"sample {key!r} has two members {suffix!r}")
             sample[suffix] = read() if is_kept else None
         if sample is not None and is_kept:  # behind the end-of-archive block: it is whole
-            yield sample
+            yield number, sample

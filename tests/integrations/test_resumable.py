@@ -1,0 +1,178 @@
+"""Streams that go on: each sample once, in the same sequence where no stage mixes them, and no decoding of what was done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import webdataset as wds
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import wds_tensorcache as tc
+from wds_tensorcache.integrations.resumable import _Done
+
+SIZES = (5, 1, 7, 3, 4)
+COUNT = sum(SIZES)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+]  # torchdata looks at all of torch
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("resumable")
+    numbers = iter(range(COUNT))
+    for shard, size in enumerate(SIZES):
+        with wds.TarWriter(str(folder / f"{shard}.tar"), encoder=tc.encoder()) as sink:
+            for i in [next(numbers) for _ in range(size)]:
+                sink.write({"__key__": f"{i:03d}", "tensorcache": {"x": torch.full((3,), i), "i": i}})
+    return [str(folder / f"{shard}.tar") for shard in range(len(SIZES))]
+
+
+def number(item: Any) -> list[int]:
+    return [item["tensorcache"]["i"]] if isinstance(item, dict) else [sample["tensorcache"]["i"] for sample in item]
+
+
+def batched(size: int) -> Any:
+    return wds.batched(size, collation_fn=list)
+
+
+def take(stream: Any, count: int) -> list[list[int]]:
+    taken: list[list[int]] = []
+    while len(taken) < count:
+        for item in stream:
+            taken.append(number(item))
+            if len(taken) == count:
+                break
+    return taken
+
+
+STAGES = {
+    "samples": [tc.decode()],
+    "batches": [tc.decode(), batched(3)],
+    "shuffled": [wds.shuffle(6), tc.decode(), batched(3)],
+    "filtered": [tc.decode(), wds.select(lambda sample: sample["tensorcache"]["i"] % 3 != 1)],
+}
+
+
+@pytest.mark.parametrize("stages", STAGES.values(), ids=STAGES)
+def test_resumed_at_every_item(urls: list[str], stages: list[Any]) -> None:
+    wanted = [i for i in range(COUNT) if stages is not STAGES["filtered"] or i % 3 != 1]
+    stream = tc.resumable(urls, *stages)
+    epochs = [take(stream, len(list(tc.resumable(urls, *stages)))) for _ in range(2)]
+    for epoch in epochs:
+        assert sorted(i for item in epoch for i in item) == wanted
+    assert epochs[0] != epochs[1]
+    whole = [item for epoch in epochs for item in epoch]
+    for taken in range(len(whole)):
+        first, second = tc.resumable(urls, *stages), tc.resumable(urls, *stages)
+        head = take(first, taken) if taken else []
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        if taken % len(epochs[0]):
+            seen = [i for item in [*head[taken - taken % len(epochs[0]) :], *map(number, second)] for i in item]
+            assert sorted(seen) == wanted
+        if stages is STAGES["samples"] or stages is STAGES["filtered"]:
+            second.load_state_dict(first.state_dict())
+            assert head + take(second, len(whole) - taken) == whole
+
+
+def test_nothing_is_decoded_or_read_again(urls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+
+    def note(samples: Any) -> Any:
+        for sample in samples:
+            decoded.append(sample["__key__"])
+            yield sample
+
+    first = tc.resumable(urls, note, tc.decode(), shuffle=False)
+    take(first, 8)
+    second = tc.resumable(urls, note, tc.decode(), shuffle=False)
+    second.load_state_dict(first.state_dict())
+    decoded.clear()
+    opened: list[str] = []
+    from wds_tensorcache.integrations import tar_samples
+
+    gopen = tar_samples.gopen
+    monkeypatch.setattr(tar_samples, "gopen", lambda url: opened.append(url) or gopen(url))
+    assert take(second, 1) == [[8]]
+    assert decoded == ["008"]
+    assert opened == urls[2:3]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_ranks_and_workers_share_an_epoch(urls: list[str], world_size: int, num_workers: int) -> None:
+    seen = []
+    for rank in range(world_size):
+        stream = tc.resumable(urls, tc.decode(), rank=rank, world_size=world_size)
+        for sample in DataLoader(stream, batch_size=None, num_workers=num_workers):
+            seen.append(sample["tensorcache"]["i"])
+    assert sorted(seen) == list(range(COUNT))
+
+
+def test_shards_are_shared_by_bytes(tmp_path: Path) -> None:
+    for shard, size in enumerate((100_000, 1000, 1000, 1000, 1000)):
+        with wds.TarWriter(str(tmp_path / f"{shard}.tar")) as sink:
+            sink.write({"__key__": f"{shard}", "bin": bytes(size)})
+    urls = str(tmp_path / "{0..4}.tar")
+    mine, other = (
+        [sample["__key__"] for sample in tc.resumable(urls, shuffle=False, rank=rank, world_size=2)]
+        for rank in range(2)
+    )
+    assert mine == ["0"]
+    assert other == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_stateful_data_loader(urls: list[str], num_workers: int) -> None:
+    def begun() -> Any:
+        stream = tc.resumable(urls, tc.decode(), batched(2))
+        return StatefulDataLoader(stream, batch_size=None, num_workers=num_workers)
+
+    made, whole, states = begun(), [], []
+    for item in made:
+        whole.append(number(item))
+        states.append(made.state_dict())
+    assert sorted(i for item in whole for i in item) == list(range(COUNT))
+    for at, state in enumerate(states[:-1]):
+        again = begun()
+        again.load_state_dict(state)
+        assert sorted(i for item in [*whole[: at + 1], *map(number, again)] for i in item) == list(range(COUNT))
+
+
+def test_a_shard_that_is_cut(urls: list[str], tmp_path: Path) -> None:
+    cut = tmp_path / "cut.tar"
+    cut.write_bytes(Path(urls[2]).read_bytes()[:5000])
+    with pytest.raises(tc.FormatError, match=r"cut\.tar: byte \d+"):
+        list(tc.resumable([str(cut), urls[0]], tc.decode(), shuffle=False))
+    stream = tc.resumable([str(cut), urls[0]], tc.decode(), shuffle=False, handler=wds.ignore_and_continue)
+    assert [number(item) for item in stream][-5:] == [[i] for i in range(5)]
+
+
+def test_what_is_refused(urls: list[str]) -> None:
+    with pytest.raises(ValueError, match="no shards"):
+        tc.resumable([])
+    with pytest.raises(KeyError, match="has no '__position__'"):
+        next(iter(tc.resumable(urls, tc.decode(), wds.to_tuple("tensorcache"))))
+    item = next(iter(tc.resumable(urls, tc.decode(), wds.to_tuple("tensorcache", "__position__"))))
+    assert list(item[0]) == ["x", "i"]
+    state = tc.resumable(urls).state_dict()
+    for other in (tc.resumable(urls[1:]), tc.resumable(urls, seed=1), tc.resumable(urls, rank=0, world_size=2)):
+        with pytest.raises(ValueError, match="the state is of another stream"):
+            other.load_state_dict(state)
+
+
+@given(st.lists(st.integers(0, 30)))
+def test_ranges(numbers: list[int]) -> None:
+    done = _Done()
+    for one in numbers:
+        done.add(one)
+    assert [i for i in range(40) if i in done] == sorted(set(numbers))
+    edges = [edge for each in done.ranges for edge in each]
+    assert edges == sorted(set(edges))

@@ -1,0 +1,215 @@
+"""Streams of webdataset that go on in the shard and at the sample where they were."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+from webdataset.handlers import reraise_exception
+from webdataset.pipeline import DataPipeline
+from webdataset.shardlists import expand_urls
+
+from wds_tensorcache.integrations.tar_samples import TarSamples
+from wds_tensorcache.loading.order import EpochOrder
+from wds_tensorcache.loading.ranks import find_rank
+
+__all__ = ["ResumableStream", "resumable"]
+
+POSITION = "__position__"
+_PREFIX = "tensorcache-position:"
+VERSION = 1
+
+
+def resumable(urls: str | Iterable[str], *stages: Any, **options: Any) -> ResumableStream:
+    """Return a dataset like `wds.DataPipeline(shards, tarfile_to_samples(), *stages)` that can be left and taken up again.
+
+    Args:
+        urls: Of the shards; a string may have braces.
+        stages: Of webdataset, and others like them: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
+        options: Of `ResumableStream`.
+    """
+    return ResumableStream(expand_urls(urls) if isinstance(urls, str) else list(urls), stages, **options)
+
+
+class ResumableStream(IterableDataset[Any]):
+    """What `resumable` returns: iterates over an epoch; `state_dict` says which samples of it have come out of the stages.
+
+    After `load_state_dict` the samples that had come out are not decoded again, nor read where whole shards of them had.
+    All others come: also those that a stage was holding back, to shuffle or to batch them, in another order then. Without
+    such stages the sequence is that of an unbroken run.
+
+    Every sample carries where it is from in `"__position__"`, and what the stages yield must still have it: dicts that they
+    pass on, batches of such, and tuples with it, as of `wds.to_tuple("jpg", "__position__")`. Samples that a stage leaves out
+    come into its hands again after resuming.
+
+    Works with `DataLoader` and torchdata's `StatefulDataLoader`. Shards are shared out to ranks and workers by their bytes,
+    where they are files, else by their number. Each worker has a state of its own, for as many of them as before.
+
+    Args:
+        urls: Of the shards.
+        stages: As of `resumable`.
+        shuffle: The shards, in a new order in each epoch.
+        seed: Of that order, the same on all ranks.
+        rank, world_size, group: As of `Loader`.
+        handler, select_files, rename_files: As of `tarfile_to_samples`.
+
+    Raises (when iterating):
+        KeyError: The stages have lost `"__position__"`.
+        FormatError: As of `tarfile_to_samples`.
+    """
+
+    def __init__(
+        self,
+        urls: Iterable[str],
+        stages: Iterable[Any],
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        group: Any = None,
+        handler: Callable[[Exception], bool] = reraise_exception,
+        select_files: Callable[[str], bool] | None = None,
+        rename_files: Callable[[str], str] | None = None,
+    ) -> None:
+        self._urls = list(urls)
+        if not self._urls:
+            raise ValueError("no shards")
+        self._stages = list(stages)
+        self._order = EpochOrder(len(self._urls), shuffle=shuffle, seed=seed)
+        self._rank, self._world_size = find_rank(rank, world_size, group)
+        self._handler = handler
+        self._read = TarSamples(handler, select_files, rename_files)
+        self._loads = _loads(self._urls)
+        self._epoch = 0
+        self._done: dict[int, _Done] = {}  # by shard
+        self._is_resumed = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin an epoch; after `load_state_dict`, go on in the one that was left."""
+        if self._done and not self._is_resumed:
+            self._epoch, self._done = self._epoch + 1, {}
+        self._is_resumed = False
+        for item in DataPipeline(self._samples, *self._stages):
+            found = list(_positions(item))
+            if not found:
+                raise KeyError(
+                    f"what the stages yield has no {POSITION!r}, by which the stream knows what came out of them"
+                )
+            for shard, number in found:
+                self._done.setdefault(shard, _Done()).add(number)
+            yield item
+        self._epoch, self._done = self._epoch + 1, {}
+
+    def _samples(self) -> Iterator[dict[str, Any]]:
+        done = {shard: _Done(one.ranges, one.count) for shard, one in self._done.items()}  # before this iteration
+        for shard in self._shards():
+            before = done.get(shard, _Done())
+            if before.is_all():
+                continue
+            count = 0
+
+            def is_wanted(number: int, before: _Done = before) -> bool:
+                nonlocal count
+                count = number + 1
+                return number not in before
+
+            try:
+                for number, sample in self._read.samples_of({"url": self._urls[shard]}, is_wanted):
+                    yield {**sample, POSITION: f"{_PREFIX}{shard}:{number}"}
+            except Exception as exc:  # the handler decides, as in every stage of webdataset
+                if not self._handler(exc):
+                    return
+            else:
+                self._done.setdefault(shard, _Done()).count = count
+
+    def _shards(self) -> list[int]:
+        """Return the shards of this rank and worker, in the epoch's order: each goes to who has least until then."""
+        info = get_worker_info()
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        loads = [0] * (self._world_size * num_workers)
+        mine = []
+        for shard in self._order(self._epoch, range(len(self._urls))).tolist():
+            least = loads.index(min(loads))
+            loads[least] += self._loads[shard]
+            if least == self._rank * num_workers + worker:
+                mine.append(shard)
+        return mine
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what came out of the stages in this epoch, for JSON."""
+        info = get_worker_info()
+        done = {str(shard): [list(map(list, one.ranges)), one.count] for shard, one in self._done.items() if one.ranges}
+        return {"version": VERSION, "epoch": self._epoch, "done": done, "of": self._identity(info)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            ValueError: It is of other shards, of another order, or of another number of ranks or workers.
+        """
+        mine = self._identity(get_worker_info())
+        if state.get("version") != VERSION or state["of"] != mine:
+            raise ValueError(f"the state is of another stream: of {state.get('of')}, this one is {mine}")
+        self._epoch = int(state["epoch"])
+        self._done = {int(shard): _Done(ranges, count) for shard, (ranges, count) in state["done"].items()}
+        self._is_resumed = True
+
+    def _identity(self, info: Any) -> dict[str, Any]:
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return {
+            "shards": len(self._urls),
+            "first": self._urls[0],
+            "seed": self._order.seed if self._order.shuffle else None,
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "worker": worker,
+            "num_workers": num_workers,
+        }
+
+
+class _Done:
+    """Which samples of a shard came out: ranges `[first, last + 1]`, ascending; `count` of all, once the shard was read."""
+
+    def __init__(self, ranges: Iterable[Iterable[int]] = (), count: int | None = None) -> None:
+        self.ranges = [list(each) for each in ranges]
+        self.count = count
+
+    def __contains__(self, number: int) -> bool:
+        return any(first <= number < end for first, end in self.ranges)
+
+    def is_all(self) -> bool:
+        return self.count is not None and self.ranges == [[0, self.count]]
+
+    def add(self, number: int) -> None:
+        at = len(self.ranges)
+        while at and self.ranges[at - 1][0] > number:
+            at -= 1
+        if at and self.ranges[at - 1][1] >= number:
+            self.ranges[at - 1][1] = max(self.ranges[at - 1][1], number + 1)
+            at -= 1
+        else:
+            self.ranges.insert(at, [number, number + 1])
+        if at + 1 < len(self.ranges) and self.ranges[at][1] >= self.ranges[at + 1][0]:
+            self.ranges[at][1] = max(self.ranges[at][1], self.ranges.pop(at + 1)[1])
+
+
+def _positions(item: Any) -> Iterator[tuple[int, int]]:
+    """Yield shard and number of each sample that `item` is made of."""
+    if isinstance(item, str):
+        if item.startswith(_PREFIX):
+            shard, _, number = item[len(_PREFIX) :].partition(":")
+            yield int(shard), int(number)
+    elif isinstance(item, Mapping):
+        yield from _positions(item.get(POSITION))
+    elif isinstance(item, (list, tuple)):
+        for one in item:
+            yield from _positions(one)
+
+
+def _loads(urls: list[str]) -> list[int]:
+    """Return the bytes of each shard, or ones if not all are files."""
+    paths = [url.removeprefix("file:") for url in urls]
+    return [os.path.getsize(path) for path in paths] if all(map(os.path.isfile, paths)) else [1] * len(urls)
