@@ -86,12 +86,16 @@ class ResumableStream(IterableDataset[Any]):
         self._epoch = 0
         self._done: dict[int, _Done] = {}  # by shard
         self._is_resumed = False
+        self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch; after `load_state_dict`, go on in the one that was left."""
-        if self._done and not self._is_resumed:
+        if self._is_over and self._is_resumed and get_worker_info() is not None:
+            self._is_resumed = False
+            return  # this worker had given all of its own, other ones had not
+        if self._is_over or (self._done and not self._is_resumed):
             self._epoch, self._done = self._epoch + 1, {}
-        self._is_resumed = False
+        self._is_resumed = self._is_over = False
         for item in DataPipeline(self._samples, *self._stages):
             found = list(_positions(item))
             if not found:
@@ -101,7 +105,7 @@ class ResumableStream(IterableDataset[Any]):
             for shard, number in found:
                 self._done.setdefault(shard, _Done()).add(number)
             yield item
-        self._epoch, self._done = self._epoch + 1, {}
+        self._is_over = True
 
     def _samples(self) -> Iterator[dict[str, Any]]:
         done = {shard: _Done(one.ranges, one.count) for shard, one in self._done.items()}  # before this iteration
@@ -142,7 +146,8 @@ class ResumableStream(IterableDataset[Any]):
         """Return what came out of the stages in this epoch, for JSON."""
         info = get_worker_info()
         done = {str(shard): [list(map(list, one.ranges)), one.count] for shard, one in self._done.items() if one.ranges}
-        return {"version": VERSION, "epoch": self._epoch, "done": done, "of": self._identity(info)}
+        state = {"version": VERSION, "epoch": self._epoch, "over": self._is_over, "done": done}
+        return state | {"of": self._identity(info)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken.
@@ -153,7 +158,7 @@ class ResumableStream(IterableDataset[Any]):
         mine = self._identity(get_worker_info())
         if state.get("version") != VERSION or state["of"] != mine:
             raise ValueError(f"the state is of another stream: of {state.get('of')}, this one is {mine}")
-        self._epoch = int(state["epoch"])
+        self._epoch, self._is_over = int(state["epoch"]), bool(state["over"])
         self._done = {int(shard): _Done(ranges, count) for shard, (ranges, count) in state["done"].items()}
         self._is_resumed = True
 
