@@ -116,6 +116,16 @@ def test_ranks_and_workers_share_an_epoch(urls: list[str], world_size: int, num_
     assert sorted(seen) == list(range(COUNT))
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_go_on_to_other_epochs(urls: list[str], persistent: bool) -> None:
+    expected = [take(tc.resumable(urls, tc.decode()), 3 * COUNT)[at : at + COUNT] for at in range(0, 3 * COUNT, COUNT)]
+    stream = tc.resumable(urls, tc.decode())
+    made = DataLoader(stream, batch_size=None, num_workers=1, persistent_workers=persistent)
+    assert [list(map(number, made)) for _ in range(3)] == expected
+    stream.set_epoch(1)
+    assert list(map(number, made)) == expected[1]
+
+
 def test_shards_are_shared_by_bytes(tmp_path: Path) -> None:
     for shard, size in enumerate((100_000, 1000, 1000, 1000, 1000)):
         with wds.TarWriter(str(tmp_path / f"{shard}.tar")) as sink:

@@ -14,6 +14,7 @@ from webdataset.shardlists import expand_urls
 from wds_tensorcache.integrations.tar_samples import TarSamples
 from wds_tensorcache.loading.order import EpochOrder
 from wds_tensorcache.loading.ranks import find_rank
+from wds_tensorcache.loading.shared import SharedPosition
 
 __all__ = ["ResumableStream", "resumable"]
 
@@ -87,6 +88,9 @@ class ResumableStream(IterableDataset[Any]):
         self._done: dict[int, _Done] = {}  # by shard
         self._is_resumed = False
         self._is_over = False
+        self._shared = SharedPosition([0])
+        self._num_given = 0
+        self._has_begun = False
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch; after `load_state_dict`, go on in the one that was left."""
@@ -95,6 +99,12 @@ class ResumableStream(IterableDataset[Any]):
             return  # this worker had given all of its own, other ones had not
         if self._is_over or (self._done and not self._is_resumed):
             self._epoch, self._done = self._epoch + 1, {}
+        info, shared = get_worker_info(), self._shared
+        if not self._is_resumed and info is not None and not self._has_begun:
+            self._epoch = shared.begin(info.seed - info.id)[0]  # the same number in all workers of an epoch
+        elif not self._is_resumed and shared.num_given != self._num_given:
+            self._epoch = shared.given[0]
+        self._num_given, self._has_begun = shared.num_given, True
         self._is_resumed = self._is_over = False
         for item in DataPipeline(self._samples, *self._stages):
             found = list(_positions(item))
@@ -106,6 +116,12 @@ class ResumableStream(IterableDataset[Any]):
                 self._done.setdefault(shard, _Done()).add(number)
             yield item
         self._is_over = True
+        shared.end([self._epoch + 1])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be that epoch."""
+        self._done = {}
+        self._shared.give([epoch])
 
     def _samples(self) -> Iterator[dict[str, Any]]:
         done = {shard: _Done(one.ranges, one.count) for shard, one in self._done.items()}  # before this iteration

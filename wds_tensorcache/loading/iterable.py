@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from wds_tensorcache.loading.loader import Loader
 from wds_tensorcache.loading.ranks import find_rank
+from wds_tensorcache.loading.shared import SharedPosition
 
 __all__ = ["IterableCache", "WorkerSetup"]
 
@@ -68,7 +68,7 @@ class IterableCache(IterableDataset[Any]):
         self._setup = setup
         self._loader: Loader | None = None
         self._length = len(self._make())
-        self._shared = _Shared(self._make().position())
+        self._shared = SharedPosition(self._make().position())
         self._num_given = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,39 +121,3 @@ class IterableCache(IterableDataset[Any]):
                 seed = (self._options.get("seed", 0) * world_size + rank) * max(1, num_workers) + worker
                 self._setup(WorkerSetup(rank, world_size, worker, num_workers, seed, self))
         return self._loader
-
-
-class _Shared:
-    """Where the epoch of all workers begins, and the next one, in memory that all of them see.
-
-    Workers may live for one epoch each, and the first may have ended it before the last has begun. So the first that begins
-    writes down where, and no lock is needed: what comes next is read before the question who was first.
-    """
-
-    def __init__(self, position: Sequence[int]) -> None:
-        table = torch.tensor([position] * 3, dtype=torch.int64, device="cpu")
-        self._next, self._began, self._given = table.share_memory_()  # type: ignore[no-untyped-call]
-        self._numbers = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
-
-    next = property(lambda self: self._next.tolist(), doc="Where the next epoch begins.")
-    given = property(lambda self: self._given.tolist(), doc="Where the user has put it last.")
-    num_given = property(lambda self: self._numbers[1].item(), doc="How often that was.")
-
-    def begin(self, token: int) -> list[int]:
-        """Return where an epoch begins whose workers all have this token, and those of others have not."""
-        position: list[int] = self.next
-        if self._numbers[0].item() == token:
-            return self._began.tolist()  # type: ignore[no-any-return]
-        self._began.copy_(torch.tensor(position))
-        self._numbers[0] = token
-        return position
-
-    def end(self, position: Sequence[int]) -> None:
-        """Let the next epoch begin there."""
-        self._next.copy_(torch.tensor(position))
-
-    def give(self, position: Sequence[int]) -> None:
-        """Let the next epoch begin there, for workers that live on, too."""
-        self._given.copy_(torch.tensor(position))
-        self._numbers[1] += 1
-        self.end(position)
