@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("nvidia.dali", reason="needs NVIDIA DALI: pip install nvidia-dali-cuda130")
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
+needs_dali = pytest.mark.skipif(
+    importlib.util.find_spec("nvidia.dali") is None if importlib.util.find_spec("nvidia") else True,
+    reason="needs NVIDIA DALI: pip install nvidia-dali-cuda130",
+)
 
 
 def run(*command: str) -> str:
@@ -20,13 +24,20 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+@needs_dali
 def test_photos_and_latents_are_cut_at_one_place(tmp_path: Path) -> None:
     out = run(sys.executable, "examples/dali_images_and_latents.py", "--out", str(tmp_path))
     assert "30 photos; a photo, made smaller, differs from its latent by 0.00" in out
     assert (tmp_path / "photos" / "photos.png").exists()
 
 
+@needs_dali
 def test_ranks_share_an_epoch(tmp_path: Path) -> None:
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     out = run(torchrun, "--standalone", "--nproc-per-node", "2", "examples/dali_ranks.py", "--out", str(tmp_path))
     assert out.count("960 samples came once, 0 twice, 40 not") == 2
+
+
+def test_training_that_is_killed_goes_on(tmp_path: Path) -> None:
+    out = run(sys.executable, "examples/resume_training.py", "--out", str(tmp_path))
+    assert "1000 samples, the same as those of the run that was not broken" in out
