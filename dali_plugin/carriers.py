@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-__all__ = ["Carried", "as_torch", "carried", "known_names", "plain", "restored"]
+__all__ = ["Carried", "as_torch", "as_value", "carried", "known_names", "plain", "restored"]
 
 Array = np.ndarray[Any, Any]
 _NATIVE = frozenset(
@@ -86,7 +86,7 @@ def _restored(name: str, value: torch.Tensor, kind: str, dtype: Any) -> Any:
             carrier = np.dtype(f"i{dtype.itemsize}" if dtype.itemsize > 1 else np.uint8)
             if array.dtype != carrier:
                 return _changed(name, array, dtype, carrier)
-            return array.view(dtype)
+            return array != 0 if dtype.kind == "b" else array.view(dtype)
         if array.dtype != np.uint8 or array.shape[-1:] != (dtype.itemsize,):
             return _changed(name, array, dtype, "bytes")
         return array.view(dtype)[..., 0]
@@ -124,15 +124,30 @@ def as_torch(output: Any, copy: bool) -> Any:
     return [part.clone() for part in parts] if copy else parts
 
 
+def as_value(value: Any) -> Any:
+    """Return what an operator of DALI's dynamic mode made, or numpy, as torch has it: `[B, …]`, or a list of B."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, (list, tuple)):
+        return list(map(as_value, value))
+    if isinstance(value, torch.Tensor) or not hasattr(value, "torch"):
+        return value
+    is_dense = not hasattr(value, "batch_size") or len({tuple(shape) for shape in value.shape}) == 1
+    return value.torch() if is_dense else [one.torch() for one in value]
+
+
 def known_names(names: Iterable[str] | str, known: Iterable[str], what: str) -> list[str]:
     """Return `names` as a list.
 
     Raises:
         KeyError: One is not known; the message has those that are spelt alike.
+        ValueError: One is there twice.
     """
     names, known = [names] if isinstance(names, str) else list(names), list(known)
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, cutoff=0.3) or known[:8]
             raise KeyError(f"no {what} is called {name!r}; there are {', '.join(map(repr, near)) or 'none'}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{what}s {names}: one is there twice")
     return names

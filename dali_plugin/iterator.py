@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from dali_plugin.base import NUMBER
 from dali_plugin.carriers import as_torch
-from dali_plugin.source import NUMBER
 
 __all__ = ["TensorCacheIterator"]
 
@@ -21,31 +21,48 @@ class TensorCacheIterator:
     outputs (images that were decoded from a member) come beside it: then a batch is a pair of the structure and a dict of
     these by name. Tensors whose shapes differ are lists of B. With several pipelines, a batch is a list of these, one for each.
 
+    A loop that is left goes on in the next one; after the epoch's end the next one begins the next epoch.
+
     Args:
         pipelines: One or several, built or not, each with its own source (one rank each).
         source: Of the one pipeline, if it is not one that `dali_plugin.fn` made.
         outputs: What the pipelines' outputs are: names of tensors, `"number"`, and any others; by default the source's.
 
     Raises:
-        ValueError: The outputs are not as many as the pipeline has, or the numbers of the samples are not among them.
+        ValueError: The outputs are not as many as the pipeline has, or the numbers of the samples are not among them; no
+            pipelines, or the same one twice.
         TypeError (of a batch): An operator has computed with integers that were the bits of a bfloat16, say.
 
-    Memory: DALI's own, on the pipeline's device; nothing is copied with DALI's dynamic executor, the default.
+    Memory: DALI's own, on the pipeline's device; nothing is copied with DALI's dynamic executor, the default. Tensors of a
+        `native_reader` are views of the samples' bytes: contiguous in each sample, not from one to the next.
+    Threads/fork/pickle: one thread; neither.
     """
 
     def __init__(self, pipelines: Any, source: Any = None, *, outputs: Sequence[str] | None = None) -> None:
         self._is_one = not isinstance(pipelines, (list, tuple))
         self._pipelines = [pipelines] if self._is_one else list(pipelines)
+        if not self._pipelines or len(set(map(id, self._pipelines))) < len(self._pipelines):
+            raise ValueError("expected a pipeline, or several that are not the same")
+        if source is not None and len(self._pipelines) > 1:
+            raise ValueError("a source is of one pipeline; several have their own")
+        if uncalled := [pipe for pipe in self._pipelines if not hasattr(pipe, "build")]:
+            raise TypeError(f"{uncalled[0]!r:.100} is no pipeline; call the function that @pipeline_def decorates")
         self._sources = [source] if source is not None else [_source_of(pipe) for pipe in self._pipelines]
+        outputs = [outputs] if isinstance(outputs, str) else outputs
         self._outputs = [list(outputs) if outputs is not None else one.outputs for one in self._sources]
         for pipe, one, names in zip(self._pipelines, self._sources, self._outputs, strict=True):
             if NUMBER not in names or len(set(names)) != len(names):
-                raise ValueError(f"outputs={names}: each once, and {NUMBER!r} among them")
+                raise ValueError(
+                    f"outputs={names}: each once, and {NUMBER!r} among them, the last node, which pipelines return too"
+                )
+            if one.num_batches is None and len(self._pipelines) > 1:
+                raise ValueError("streams may differ in length: give each pipeline over one its own iterator")
             if one.batch_size != pipe.max_batch_size or one.num_batches != self._sources[0].num_batches:
                 raise ValueError("the pipelines have batches of other sizes, or other numbers of them")
         self._is_built = False
         self._is_over = False
         self._iteration = 0
+        self._is_to_be_ended = False  # whether the pipelines do not know yet that the epoch is over
 
     def __len__(self) -> int:
         """Return how many batches an epoch has; a stream does not know."""
@@ -58,6 +75,12 @@ class TensorCacheIterator:
 
     def reset(self) -> None:
         """Begin the next epoch, when this one is over."""
+        if self._is_to_be_ended and self._sources[0].num_surplus is None:
+            self._build()
+            try:
+                self._run()
+            except StopIteration:
+                self._is_to_be_ended = False
         for pipe in self._pipelines:
             pipe.reset()
         self._is_over = False
@@ -81,22 +104,37 @@ class TensorCacheIterator:
         return batches[0] if self._is_one else batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the iterator is: DALI's checkpoints, of pipelines with `enable_checkpointing=True`."""
+        """Return where the iterator is: DALI's checkpoints, of pipelines with `enable_checkpointing=True`.
+
+        Raises:
+            RuntimeError: A source is a stream, which cannot go on in the middle; `tc.resumable` can.
+        """
+        if any(source.settings is None for source in self._sources):
+            raise RuntimeError("a stream cannot go on in the middle of an epoch; tc.resumable can, without a pipeline")
         self._build()
         checkpoints = [pipe.checkpoint() for pipe in self._pipelines]
-        return {"checkpoints": checkpoints, "over": self._is_over, "iteration": self._iteration}
+        settings = [source.settings for source in self._sources]
+        at = {"over": self._is_over, "iteration": self._iteration, "settings": settings}
+        return {"checkpoints": checkpoints, **at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`, which must be loaded before the first batch.
 
         Raises:
-            RuntimeError: The pipelines have run already: DALI restores a pipeline when it is built.
+            RuntimeError: The pipelines are built already: that is when DALI restores them.
+            ValueError: The state is of other samples, or of batches in another order.
         """
-        if self._is_built:
-            raise RuntimeError("the pipelines have run; load the state into an iterator over new ones")
+        if self._is_built or any(getattr(pipe, "_built", False) for pipe in self._pipelines):
+            raise RuntimeError("the pipelines are built; load the state into an iterator over new ones")
+        for source, settings in zip(self._sources, state["settings"], strict=True):
+            mine = source.settings or {}
+            if unlike := [name for name in mine | settings if mine.get(name) != settings.get(name)]:
+                name = unlike[0]
+                raise ValueError(f"the state is of a source with {name}={settings.get(name)!r}, not {mine.get(name)!r}")
         for pipe, checkpoint in zip(self._pipelines, state["checkpoints"], strict=True):
             pipe._checkpoint = checkpoint
         self._is_over, self._iteration = state["over"], state["iteration"]
+        self._is_to_be_ended = state["over"]
 
     def _build(self) -> None:
         if not self._is_built:
@@ -108,7 +146,12 @@ class TensorCacheIterator:
         """Return the outputs of each pipeline's next batch."""
         for pipe in self._pipelines:
             pipe.schedule_run()
-        return [pipe.outputs(_stream_of(pipe)) for pipe in self._pipelines]
+        ran = []
+        for pipe, source in zip(self._pipelines, self._sources, strict=True):
+            stream = _stream_of(pipe)
+            ran.append(pipe.outputs(stream))
+            source.was_given(stream)
+        return ran
 
     def _batch(self, at: int, ran: Sequence[Any]) -> Any:
         source, names = self._sources[at], self._outputs[at]
@@ -116,6 +159,10 @@ class TensorCacheIterator:
             raise ValueError(f"the pipeline has {len(ran)} outputs, {len(names)} were named: {', '.join(names)}")
         is_shared = not self._pipelines[at].exec_dynamic  # other executors write the next batch into the same memory
         outputs = {name: as_torch(output, is_shared) for name, output in zip(names, ran, strict=True)}
+        if is_shared and self._pipelines[at].device_id is not None and torch.cuda.is_available():
+            torch.cuda.current_stream(
+                self._pipelines[at].device_id
+            ).synchronize()  # what was copied may be overwritten now
         batch, others = source.fill(outputs)
         return (batch, others) if others else batch
 

@@ -13,8 +13,8 @@ import numpy as np
 from nvidia.dali import fn
 
 import wds_tensorcache as tc
+from dali_plugin.base import NUMBER, Source, check_batches
 from dali_plugin.carriers import known_names
-from dali_plugin.source import NUMBER, check_batches
 
 __all__ = ["NativeReader"]
 
@@ -22,10 +22,8 @@ PACKED = "packed"  # the output that has the tensors' bytes
 _ALIGN = 64
 
 
-class NativeReader:
+class NativeReader(Source):
     """What `fn.native_reader` makes for a pipeline; see there."""
-
-    num_surplus: int
 
     def __init__(
         self,
@@ -53,13 +51,25 @@ class NativeReader:
             if self.cache.members[member] != count:
                 raise ValueError(f"member {member!r}: {self.cache.members[member]} of {count} samples have it")
         self._index_paths = None if index_paths is None else [os.fspath(path) for path in index_paths]
+        for path in self._index_paths or ():
+            if not os.path.isfile(path):
+                raise FileNotFoundError(f"index_paths: no file {path!r}; names of tensors go to tensors=")
+        if self._index_paths is not None and len(self._index_paths) != len(self._packed.paths):
+            raise ValueError(f"{len(self._index_paths)} index_paths for {len(self._packed.paths)} shards")
+        for number, path in enumerate(self._index_paths or ()):
+            if not self._packed.is_index(number, path):
+                raise ValueError(f"{path} is no index of {self._packed.paths[number]}, or of another state of it")
         self._rank, self._world_size = rank, world_size
         self.batch_size = batch_size
         self._last_batch = last_batch
         largest = -(-count // world_size)
         num_runs = -(-largest // batch_size)
-        self.num_batches = count // world_size // batch_size if last_batch == "drop" else num_runs
+        self.num_batches: int = count // world_size // batch_size if last_batch == "drop" else num_runs
+        if not self.num_batches:
+            raise ValueError(f"{count} samples are no batch of {batch_size} on each of {world_size} ranks")
         self.num_surplus = num_runs - self.num_batches
+        self.settings = {"samples": count, "batch_size": batch_size, "native": True}
+        self.settings |= {"rank": rank, "world_size": world_size, "last_batch": last_batch}
 
     outputs = property(lambda self: [PACKED, *self.members, NUMBER], doc="The names of what a batch has, in its order.")
 
@@ -76,15 +86,15 @@ class NativeReader:
         made: Any = fn.readers.webdataset(
             paths=self._packed.paths,
             index_paths=self._index_paths,
-            ext=[self._packed.suffix, *self.members],
-            missing_component_behavior="skip",  # samples without this cache
+            ext=[self._packed.suffix, self._packed.skeleton_suffix, *self.members],
+            missing_component_behavior="skip",  # samples without this cache, of which another may have one of the members
             random_shuffle=shuffle,
             pad_last_batch=True,
             shard_id=self._rank,
             num_shards=self._world_size,
             **options,
         )
-        packed, *members = made if isinstance(made, (list, tuple)) else [made]
+        packed, _, *members = made
         origin = fn.pad(fn.get_property(packed, key="source_info"))  # texts, filled up with zeros to be one array
         if not self._packed.are_regular():  # now a batch is one array, and tensors in it begin where they may
             packed = fn.pad(packed, axes=[0], align=[_ALIGN])

@@ -12,16 +12,15 @@ import numpy as np
 import torch
 
 import wds_tensorcache as tc
-from dali_plugin.carriers import Carried, known_names, plain, restored
+from dali_plugin.base import Source, check_batches, what_is_carried
+from dali_plugin.carriers import known_names, plain
 
-__all__ = ["NUMBER", "TensorCacheSource", "check_batches", "what_is_carried"]
+__all__ = ["TensorCacheSource"]
 
 Array = np.ndarray[Any, Any]
-NUMBER = "number"  # the output that says which samples a batch has
-LAST_BATCH = ("fill", "partial", "drop")
 
 
-class TensorCacheSource:
+class TensorCacheSource(Source):
     """A source for `fn.external_source(source=…, num_outputs=source.num_outputs, batch=True, batch_info=True)`.
 
     Called with a `BatchInfo` it returns one batch: `[B, …]` for each tensor where shapes are equal, else a list of B; a list
@@ -39,13 +38,16 @@ class TensorCacheSource:
         rank, world_size: Which part of every epoch this process has. All have as many batches.
         last_batch: `"fill"` fills the last batch up with the first samples of the epoch, `"partial"` leaves it short,
             `"drop"` drops it. With several ranks, up to `world_size - 1` samples come twice unless it is dropped.
-        as_float: bfloat16 tensors that `fn.tensorcache` makes float32 nodes of, exactly, for operators that compute.
         pin: Read into page-locked memory, from which DALI copies to a GPU without a detour; needs a GPU.
         keep: How many batches stay in memory after they were returned: what DALI has not read yet, as it does not copy.
 
     Raises:
         KeyError: An unknown tensor or member; the message has those that are spelt alike.
-        ValueError: Something out of range; a cache without samples.
+        ValueError: Something out of range; a cache without samples, or without a batch of them.
+        TypeError: A tensor's dtypes differ between samples.
+        BatchError (of a batch): A sample has no tensor of such a name.
+
+    Threads/fork/pickle: one thread at a time; pickles for DALI's worker processes, which open the shards themselves.
     """
 
     def __init__(
@@ -60,7 +62,6 @@ class TensorCacheSource:
         rank: int = 0,
         world_size: int = 1,
         last_batch: str = "fill",
-        as_float: Iterable[str] = (),
         pin: bool = False,
         keep: int = 8,
     ) -> None:
@@ -72,8 +73,7 @@ class TensorCacheSource:
         schema = self.cache.schema
         self.tensors = list(schema) if tensors is None else known_names(tensors, schema, "tensor")
         self.members = known_names(members, self.cache.members, "member") if members else []
-        self.as_float = known_names(as_float, self.tensors, "tensor of this source")
-        self.schema = what_is_carried({name: schema[name] for name in self.tensors}, self.as_float)
+        self.schema = what_is_carried({name: schema[name] for name in self.tensors})
         self.pin = pin
         self._narrow = self.cache.select([glob.escape(name) for name in self.tensors])
         self._order = tc.EpochOrder(len(self.cache), shuffle=shuffle, seed=seed)
@@ -83,21 +83,26 @@ class TensorCacheSource:
         count = len(self.cache)
         self._per_rank = count // world_size if last_batch == "drop" else -(-count // world_size)
         self._kept: deque[Any] = deque(maxlen=keep)
+        self._num_made, self._num_given = 0, 0
+        self._events: dict[int, Any] = {}  # of batches in pinned memory, by their number
+        whole = self._per_rank // batch_size
+        self.num_batches: int = whole if last_batch == "drop" else -(-self._per_rank // batch_size)
+        if not self.num_batches:
+            raise ValueError(f"{count} samples are no batch of {batch_size} on each of {world_size} ranks")
+        self.settings = {"samples": count, "batch_size": batch_size, "shuffle": shuffle, "seed": seed}
+        self.settings |= {"rank": rank, "world_size": world_size, "last_batch": last_batch}
+
+    def keep_at_least(self, count: int) -> None:
+        """Keep so many batches, of which DALI may not have read some yet."""
+        if (self._kept.maxlen or 0) < count:
+            self._kept = deque(self._kept, count)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_kept": deque(maxlen=self._kept.maxlen)}  # for worker processes, which keep their own
 
-    outputs = property(
-        lambda self: [*self.tensors, *self.members, NUMBER], doc="The names of what a batch has, in its order."
-    )
-    num_outputs = property(lambda self: len(self.outputs), doc="How many there are.")
-    num_batches = property(len, doc="Of an epoch.")
-    num_surplus = None  # an epoch's end is said by StopIteration
-
     def __len__(self) -> int:
         """Return how many batches an epoch has."""
-        whole = self._per_rank // self.batch_size
-        return whole if self._last_batch == "drop" else -(-self._per_rank // self.batch_size)
+        return self.num_batches
 
     def numbers(self, epoch: int, iteration: int) -> Array:
         """Return which samples a batch has, int64 `[B]`.
@@ -115,28 +120,57 @@ class TensorCacheSource:
         return self._order(epoch, positions)
 
     def __call__(self, info: Any) -> tuple[Any, ...]:
-        """Return the batch of a `BatchInfo`; of an int, that of epoch 0.
+        """Return the batch of a `BatchInfo`.
 
         Raises:
             StopIteration: The epoch is over.
+            TypeError: DALI was not told to pass a `BatchInfo`, and every epoch would be the first one.
         """
-        iteration = getattr(info, "iteration", info)
-        if iteration >= len(self):
+        if not hasattr(info, "epoch_idx"):
+            raise TypeError("fn.external_source(source, …) needs batch_info=True; without a pipeline use source.batch")
+        if info.iteration >= len(self):
             raise StopIteration
-        numbers = self.numbers(getattr(info, "epoch_idx", 0), iteration)
+        return self.batch(info.epoch_idx, info.iteration)
+
+    def batch(self, epoch: int, iteration: int) -> tuple[Any, ...]:
+        """Return a batch, in the order of `outputs`: for DALI's dynamic mode.
+
+        Raises:
+            IndexError: The epoch has no such batch.
+        """
+        numbers = self.numbers(epoch, iteration)
         batch = (*self.read(numbers), numbers)
+        if self.pin and len(self._kept) == self._kept.maxlen:
+            self._wait_for(self._num_made - len(self._kept))
         self._kept.append(batch)
+        self._num_made += 1
         if not self.pin:
             return batch
         are_pinned = [self.schema[name].kind == "tensor" for name in self.tensors]
         pinned = map(_pinned, compress(batch, are_pinned))
         return tuple(next(pinned) if is_pinned else value for value, is_pinned in zip_longest(batch, are_pinned))
 
+    def was_given(self, stream: Any) -> None:
+        """Note when a batch has left its pinned memory: torch knows nothing of DALI's transfers."""
+        if self.pin and stream is not None:
+            self._events[self._num_given] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._events[self._num_given].record(stream)
+        self._num_given += 1
+
+    def _wait_for(self, number: int) -> None:
+        event = self._events.pop(number, None)
+        if event is not None:
+            event.synchronize()
+        else:
+            torch.cuda.synchronize()
+
     def read(self, numbers: Sequence[int] | Array) -> list[Any]:
         """Return the tensors and then the members of these samples, as DALI takes them."""
         read = self._narrow.read_tensors(numbers, collate="auto", pin=self.pin) if self.tensors else {}
         result: list[Any] = []
         for name in self.tensors:
+            if name not in read:
+                raise tc.BatchError(f"sample {self.cache.keys()[int(numbers[0])]!r} has no tensor {name!r}")
             value = read[name]
             result.append(tuple(map(plain, value)) if isinstance(value, list) else plain(value))
         for suffix in self.members:
@@ -148,40 +182,14 @@ class TensorCacheSource:
 
         Args:
             outputs: By name, `"number"` among them, what a pipeline or an operator made of a batch of this source: tensors
-                `[B, …]`, or lists of B. Tensors that are not there are left out, as `select` leaves them out.
+                `[B, …]`, or lists of B, of torch, numpy or the dynamic mode. Tensors that are not there are left out, as
+                `select` leaves them out.
 
         Raises:
             TypeError: An operator has computed with integers that were the bits of something else.
         """
-        tensors, others = restored(outputs, self.schema)
-        numbers = torch.as_tensor(others.pop(NUMBER)).cpu().numpy().reshape(-1)
+        tensors, others, numbers = self._restored(outputs)
         return self.cache.fill_batch(numbers, tensors), others
-
-
-def check_batches(batch_size: int, rank: int, world_size: int, last_batch: str) -> None:
-    """Raise ValueError unless all are in range."""
-    if batch_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"batch_size={batch_size}, rank={rank} of world_size={world_size}: out of range")
-    if last_batch not in LAST_BATCH:
-        raise ValueError(f"last_batch={last_batch!r}, expected one of {', '.join(LAST_BATCH)}")
-
-
-def what_is_carried(schema: Mapping[str, Any], as_float: Iterable[str] = ()) -> dict[str, Carried]:
-    """Return what tensors are as they go through a pipeline, those of `as_float` as float32.
-
-    Raises:
-        TypeError: A tensor's dtypes differ between samples, or one of `as_float` is not bfloat16.
-    """
-    found = {}
-    for name, known in schema.items():
-        if isinstance(known.dtype, tuple):
-            raise TypeError(f"tensor {name!r} is {' and '.join(map(str, known.dtype))}; nodes of DALI have one dtype")
-        found[name] = Carried(known.kind, known.dtype)
-    for name in as_float:
-        if found[name].dtype is not torch.bfloat16:
-            raise TypeError(f"as_float takes bfloat16 tensors, but {name!r} is {found[name].dtype}")
-        found[name] = Carried("tensor", torch.float32)
-    return found
 
 
 def _pinned(value: Any) -> Any:

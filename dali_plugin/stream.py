@@ -8,19 +8,18 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import default_collate
 
 import wds_tensorcache as tc
-from dali_plugin.carriers import Carried, known_names, plain, restored
-from dali_plugin.source import NUMBER, check_batches, what_is_carried
+from dali_plugin.base import Source, check_batches, what_is_carried
+from dali_plugin.carriers import Carried, known_names, plain
 
 __all__ = ["TensorCacheStream"]
 
 Array = np.ndarray[Any, Any]
 
 
-class TensorCacheStream:
+class TensorCacheStream(Source):
     """A source like `TensorCacheSource` over a stream: a `wds.DataPipeline` that ends in `tc.decode()`.
 
     Shuffling, splitting among ranks and everything else is the stream's own. Each epoch iterates over it once more; it cannot
@@ -33,7 +32,6 @@ class TensorCacheStream:
         batch_size: Samples in a batch.
         field: The field of the samples that has the nested tensors.
         last_batch: `"partial"` leaves the last batch short, `"drop"` drops it. A stream cannot fill it up.
-        as_float: As of `TensorCacheSource`.
         keep: How many batches stay in memory after they were returned.
 
     Raises:
@@ -42,7 +40,6 @@ class TensorCacheStream:
     """
 
     num_batches = None
-    num_surplus = None
 
     def __init__(
         self,
@@ -53,7 +50,6 @@ class TensorCacheStream:
         batch_size: int,
         field: str = "tensorcache",
         last_batch: str = "partial",
-        as_float: Iterable[str] = (),
         keep: int = 8,
     ) -> None:
         check_batches(batch_size, 0, 1, last_batch)
@@ -61,29 +57,36 @@ class TensorCacheStream:
             raise ValueError("last_batch='fill': a stream is over when it is over; expected 'partial' or 'drop'")
         self._stream = stream
         self._field = field
-        first = next(iter(stream), None)
+        begun = iter(stream)
+        if begun is stream:
+            raise ValueError(f"{stream!r:.100} can be iterated over once; a stream is iterated over in every epoch")
+        first = next(begun, None)
         if first is None:
             raise ValueError("the stream has no samples")
+        if not isinstance(first, dict) or not isinstance(first.get("__key__", ""), str):
+            raise ValueError("the stream gives batches, expected samples: dicts that end in tc.decode()")
         if field not in first:
-            raise KeyError(
-                f"samples have no field {field!r}, but {', '.join(first)}; does the stream end in tc.decode()?"
-            )
+            known = ", ".join(first)
+            raise KeyError(f"samples have no field {field!r}, but {known}; does the stream end in tc.decode()?")
         found = tc.named_tensors(first[field])
+        if not found:
+            raise ValueError(
+                f"{field!r} has no lazy tensors; does the stream end in tc.decode(), which leaves them lazy?"
+            )
+        self._is_all = tensors is None
         self.tensors = list(found) if tensors is None else known_names(tensors, found, "tensor")
         self.members = known_names(members, [name for name in first if isinstance(first[name], bytes)], "member")
-        self.as_float = known_names(as_float, self.tensors, "tensor of this stream")
         self._found = {name: Carried(_kind(found[name]), found[name].dtype) for name in self.tensors}
-        self.schema = what_is_carried(self._found, self.as_float)
+        self.schema = what_is_carried(self._found)
         self.batch_size = batch_size
         self._last_batch = last_batch
         self._iterator: Iterator[Any] = iter(())
         self._iteration, self._count, self._keep = 0, 0, keep
         self._kept: OrderedDict[int, tuple[list[Any], Any]] = OrderedDict()  # by the number of a batch's first sample
 
-    outputs = property(
-        lambda self: [*self.tensors, *self.members, NUMBER], doc="The names of what a batch has, in its order."
-    )
-    num_outputs = property(lambda self: len(self.outputs), doc="How many there are.")
+    def keep_at_least(self, count: int) -> None:
+        """Keep so many batches, of which DALI may not have given some yet."""
+        self._keep = max(self._keep, count)
 
     def __len__(self) -> int:
         raise TypeError("a stream does not know how many batches it has")
@@ -104,6 +107,8 @@ class TensorCacheStream:
         if not samples or (self._last_batch == "drop" and len(samples) < self.batch_size):
             raise StopIteration
         self._iteration += 1
+        if any(self._field not in sample for sample in samples):
+            raise tc.BatchError(f"a sample of the stream has no field {self._field!r}")
         nested = [sample[self._field] for sample in samples]
         members = [tuple(np.frombuffer(sample[name], np.uint8) for sample in samples) for name in self.members]
         numbers = np.arange(self._count, self._count + len(samples))
@@ -117,6 +122,8 @@ class TensorCacheStream:
     def _batch(self, samples: list[Any]) -> Iterator[Any]:
         """Yield the tensors of a batch as DALI takes them."""
         found = [tc.named_tensors(sample) for sample in samples]
+        if self._is_all and (more := [name for tensors in found for name in tensors if name not in self.schema]):
+            raise tc.BatchError(f"a sample of the stream has tensor {more[0]!r}, but the first one has not")
         for name in self.tensors:
             if any(name not in tensors for tensors in found):
                 raise tc.BatchError(f"a sample of the stream has no tensor {name!r}")
@@ -138,11 +145,14 @@ class TensorCacheStream:
         Raises:
             RuntimeError: The batch is older than those that are kept.
         """
-        tensors, others = restored(outputs, self.schema)
-        first = int(torch.as_tensor(others.pop(NUMBER)).reshape(-1)[0])
-        if first not in self._kept:
-            raise RuntimeError(f"the batch is not among the last {self._keep}; use a larger keep")
-        return tc.fill_samples(self._kept[first][0], tensors), others
+        tensors, others, numbers = self._restored(outputs)
+        return tc.fill_samples([self._sample(number) for number in numbers.tolist()], tensors), others
+
+    def _sample(self, number: int) -> Any:
+        for begin, (samples, _) in self._kept.items():
+            if begin <= number < begin + len(samples):
+                return samples[number - begin]
+        raise RuntimeError(f"the batch is not among the last {self._keep}; use a larger keep")
 
 
 def _kind(lazy: Any) -> str:

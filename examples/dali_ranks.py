@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for shards")
     out = parser.parse_args().out / "ranks"
     on_gpu = torch.cuda.is_available()
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("run it with torchrun, as above")
     local = int(os.environ["LOCAL_RANK"])
     if on_gpu:
         torch.cuda.set_device(local)

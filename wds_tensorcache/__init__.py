@@ -16,10 +16,11 @@ from wds_tensorcache.integrations import collate
 from wds_tensorcache.integrations.resumable import resumable
 from wds_tensorcache.integrations.tar_samples import tarfile_to_samples
 from wds_tensorcache.integrations.webdataset import decode, encoder
+from wds_tensorcache.loading.batch_info import BatchInfo
 from wds_tensorcache.loading.dataset import TensorCache
 from wds_tensorcache.loading.iterable import IterableCache, WorkerSetup
 from wds_tensorcache.loading.join import JoinedCache
-from wds_tensorcache.loading.loader import BatchInfo, Loader
+from wds_tensorcache.loading.loader import Loader
 from wds_tensorcache.loading.opening import open
 from wds_tensorcache.loading.order import EpochOrder
 from wds_tensorcache.loading.packed import PackedMembers

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import webdataset as wds
 
@@ -147,12 +148,37 @@ def test_what_is_refused(folder: Path, cache: Any, tmp_path: Path) -> None:
         reader(tmp_path, members=["bin"])
 
 
-def test_index_of_another_state(folder: Path, tmp_path: Path) -> None:
-    (path,) = [tmp_path / "0.tar"]
-    with tc.ShardWriter(path, fsync=False) as sink:
-        for i in range(4):
-            sink.write(str(i), {"x": np.arange(3)})
-    text = path.with_suffix(".idx").read_text().replace("safetensors 1536", "safetensors 2048")
-    path.with_suffix(".idx").write_text(text)
-    with pytest.raises(tc.FormatError, match="DALI's index is of another state of the shard"):
-        list(reader(tmp_path, 2))
+def test_indexes_of_another_state(tmp_path: Path) -> None:
+    """Such an index beside a shard is not used, and one that is given is an error."""
+
+    def write(count: int) -> Path:
+        with tc.ShardWriter(tmp_path / "0.tar", fsync=False, overwrite=True) as sink:
+            for i in range(count):
+                sink.write(str(i), {"x": np.arange(3), "i": i})
+        return tmp_path / "0.idx"
+
+    stale = write(3).read_text()
+    good = write(5).read_text()
+    for text in (stale, good.replace("safetensors 1536", "safetensors 2048"), good.replace("152", "136"), "v1.2 5", ""):
+        (tmp_path / "0.idx").write_text(text)
+        if text != good:
+            with pytest.raises(ValueError, match=r"0\.idx is no index of .*0\.tar, or of another state of it"):
+                reader(tmp_path, index_paths=[tmp_path / "0.idx"])
+        for _ in range(2):
+            assert [i for batch in reader(tmp_path, 2, last_batch="partial") for i in batch["i"]] == list(range(5))
+    with (
+        tc.open(tmp_path) as cache,
+        pytest.raises(tc.FormatError, match="DALI's index is of another state of the shard"),
+    ):
+        tc.PackedMembers(cache, ["x"]).numbers([f"{tmp_path}/0.tar:77:0.safetensors".encode()])
+
+
+def test_foreign_members_and_shards_given_twice(tmp_path: Path) -> None:
+    with wds.TarWriter(str(tmp_path / "0.tar"), encoder=tc.encoder()) as sink:
+        sink.write({"__key__": "a", "tensorcache": {"x": torch.zeros(2)}})
+        sink.write({"__key__": "b", "safetensors": safetensors.torch.save({"foreign": torch.ones(3)})})
+        sink.write({"__key__": "c", "tensorcache": {"x": torch.ones(2)}})
+    assert [batch["x"].tolist() for batch in reader(tmp_path, 1)] == [[[0, 0]], [[1, 1]]]
+    (tmp_path / "1.tar").symlink_to(tmp_path / "0.tar")
+    with pytest.raises(ValueError, match="a shard is there twice"):
+        reader(tmp_path)

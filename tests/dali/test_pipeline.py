@@ -131,7 +131,7 @@ def test_resumed_at_every_iteration(cache: Any) -> None:
         head = take(first, count)
         second.load_state_dict(first.state_dict())
         assert head + take(second, 10 - count) == whole
-    with pytest.raises(RuntimeError, match="the pipelines have run"):
+    with pytest.raises(RuntimeError, match="the pipelines are built"):
         second.load_state_dict(first.state_dict())
 
 
@@ -241,11 +241,9 @@ def test_dynamic_mode(cache: Any) -> None:
     )
     seen = []
     for iteration in range(len(source)):
-        latent, text, number = source(iteration)
-        flipped = ndd.slice(ndd.as_batch(latent), 1, 2, axes=[1]).torch()
-        batch, others = source.fill(
-            {"tensors.float32": flipped, "tensors.bfloat16": torch.from_numpy(text), "number": number}
-        )
+        latent, text, number = source.batch(0, iteration)
+        flipped = ndd.slice(ndd.as_batch(latent), 1, 2, axes=[1])
+        batch, others = source.fill({"tensors.float32": flipped, "tensors.bfloat16": text, "number": number})
         assert not others
         for at, i in enumerate(batch["id"]):
             assert_same(sample(i)["tensors"]["bfloat16"], batch["tensors"]["bfloat16"][at])
@@ -263,3 +261,108 @@ def test_without_dali(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": f"{tmp_path}:."}
     )
     assert "ImportError: this needs NVIDIA DALI: pip install nvidia-dali-cuda130" in found.stderr
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_resumed_at_an_epochs_end(cache: Any, native: bool) -> None:
+    nodes = dali_plugin.fn.native_reader if native else dali_plugin.fn.tensorcache
+
+    def begun() -> Any:
+        made = pipeline(lambda: nodes(cache, shuffle=True, last_batch="partial"), enable_checkpointing=True)
+        return dali_plugin.TensorCacheIterator(made)
+
+    first = begun()
+    state, found = None, []
+    for _ in range(3):  # saved after each epoch, and taken up by another process each time
+        if state is not None:
+            first = begun()
+            first.load_state_dict(state)
+        found.append([list(batch["id"]) for batch in first])
+        state = first.state_dict()
+    unbroken = begun()
+    assert found == [[list(batch["id"]) for batch in unbroken] for _ in range(3)]
+
+
+def test_states_that_do_not_fit(cache: Any) -> None:
+    def begun(batch_size: int = 6, **options: Any) -> Any:
+        made = pipeline(
+            lambda: dali_plugin.fn.tensorcache(cache, ["scalar"], **options), batch_size, enable_checkpointing=True
+        )
+        return dali_plugin.TensorCacheIterator(made)
+
+    first = begun()
+    next(first)
+    state = first.state_dict()
+    for other, message in (
+        (begun(4), "batch_size=6, not 4"),
+        (begun(shuffle=True), "shuffle=False, not True"),
+        (begun(rank=0, world_size=2), "world_size=1, not 2"),
+        (begun(last_batch="drop"), "last_batch='fill', not 'drop'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(state)
+    made = pipeline(lambda: dali_plugin.fn.tensorcache(cache, ["scalar"]), enable_checkpointing=True)
+    made.build()
+    with pytest.raises(RuntimeError, match="the pipelines are built"):
+        dali_plugin.TensorCacheIterator(made).load_state_dict(state)
+
+
+def test_layouts(cache: Any, tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
+        sink.write("a", {"x": torch.arange(24.0).view(2, 3, 4)})
+
+    def nodes() -> Any:
+        x, number = dali_plugin.fn.tensorcache(tmp_path, layouts={"x": "CHW"})
+        return dali.fn.flip(x, horizontal=1), number
+
+    batch = next(dali_plugin.TensorCacheIterator(pipeline(nodes, 1)))
+    assert torch.equal(batch["x"][0], torch.arange(24.0).view(2, 3, 4).flip(2))
+    with pytest.raises(KeyError, match="no tensor of this source is called 'y'"):
+        pipeline(lambda: dali_plugin.fn.tensorcache(tmp_path, layouts={"y": "CHW"}), 1)
+
+
+def test_mistakes(cache: Any) -> None:
+    tensorcache, iterator = dali_plugin.fn.tensorcache, dali_plugin.TensorCacheIterator
+    source = dali_plugin.TensorCacheSource(cache, ["scalar"], batch_size=6)
+    for nodes, error, message in (
+        (lambda: tensorcache(cache, device="cuda"), ValueError, "device='cuda', expected 'cpu' or 'gpu'"),
+        (lambda: (*tensorcache(cache), *tensorcache(cache)), ValueError, "has such nodes already; join caches"),
+        (lambda: tensorcache(source, ["scalar"]), TypeError, "has its tensors, members and options already"),
+        (lambda: tensorcache(source, shuffle=True), TypeError, "has its tensors, members and options already"),
+        (lambda: tensorcache(cache, ["scalar", "scalar"]), ValueError, "one is there twice"),
+        (lambda: dali_plugin.fn.native_reader(cache, ["scalar"]), FileNotFoundError, "names of tensors go to tensors="),
+        (lambda: tuple(dali.fn.external_source(source, num_outputs=2)), TypeError, "needs batch_info=True"),
+    ):
+        with pytest.raises(error, match=message):
+            pipeline(nodes).run()
+    made = pipeline(lambda: tensorcache(cache, ["scalar"]))
+    for pipes, options, error, message in (
+        ([], {}, ValueError, "expected a pipeline"),
+        ([made, made], {}, ValueError, "not the same"),
+        ([made, pipeline(lambda: tensorcache(cache))], {"source": source}, ValueError, "a source is of one pipeline"),
+        (test_mistakes, {}, TypeError, "call the function that @pipeline_def decorates"),
+        (made, {"outputs": "scalar"}, ValueError, "the last node, which pipelines return too"),
+    ):
+        with pytest.raises(error, match=message):
+            iterator(pipes, **options)
+    with pytest.raises(KeyError, match="no 'number' among scalar"):
+        source.fill({"scalar": torch.arange(6)})
+
+
+def test_bools_that_operators_change(cache: Any) -> None:
+    def nodes() -> Any:
+        flag, number = dali_plugin.fn.tensorcache(cache, ["arrays.0"])
+        return dali.fn.cast(flag * 255, dtype=dali.types.UINT8), number
+
+    batch = next(dali_plugin.TensorCacheIterator(pipeline(nodes), outputs=["arrays.0", "number"]))
+    assert int(batch["arrays"]["0"].view("u1").max()) == 1
+    assert batch["arrays"]["0"].tolist() == [sample(i)["arrays"]["0"].tolist() for i in range(6)]
+
+
+def test_tensors_that_some_samples_lack(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
+        sink.write("a", {"x": torch.ones(1)})
+        sink.write("b", {"x": torch.ones(1), "y": torch.ones(1)})
+    made = pipeline(lambda: dali_plugin.fn.tensorcache(tmp_path), 1)
+    with pytest.raises(tc.BatchError, match="sample 'a' has no tensor 'y'"):
+        next(dali_plugin.TensorCacheIterator(made))

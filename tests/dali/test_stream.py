@@ -66,6 +66,15 @@ def test_what_is_refused(folder: Path) -> None:
         made([])
     with pytest.raises(ValueError, match="a stream is over when it is over"):
         made(stream_of(folder), last_batch="fill")
+    with pytest.raises(ValueError, match="can be iterated over once"):
+        made(iter([{"__key__": "a"}]))
+    with pytest.raises(ValueError, match="the stream gives batches"):
+        made(stream_of(folder, wds.batched(2, collation_fn=list)))
+    with pytest.raises(ValueError, match="has no lazy tensors"):
+        made([{"__key__": "a", "tensorcache": {"x": torch.ones(2)}}])
+    running = dali_plugin.TensorCacheIterator(pipeline(lambda: dali_plugin.fn.tensorcache(stream_of(folder))))
+    with pytest.raises(RuntimeError, match="a stream cannot go on in the middle"):
+        running.state_dict()
     with pytest.raises(ValueError, match="parallel=True needs a cache"):
         pipeline(lambda: dali_plugin.fn.tensorcache(stream_of(folder), parallel=True))
     source = made(stream_of(folder), keep=1)
@@ -93,3 +102,25 @@ def test_samples_that_differ(tmp_path: Path) -> None:
         source = dali_plugin.TensorCacheStream(stream, batch_size=2)
         with pytest.raises(tc.BatchError, match=message):
             source.fill({"number": source(0)[-1]})
+
+
+def test_permuted_batches(folder: Path) -> None:
+    def nodes() -> Any:
+        made = dali_plugin.fn.tensorcache(stream_of(folder), ["scalar"])
+        return tuple(dali.fn.permute_batch(node, indices=[5, 4, 3, 2, 1, 0]) for node in made)
+
+    batch = next(dali_plugin.TensorCacheIterator(pipeline(nodes)))
+    assert batch["scalar"].tolist() == batch["id"] == [5, 4, 3, 2, 1, 0]
+
+
+def test_several_streams_and_more_tensors(folder: Path, tmp_path: Path) -> None:
+    pipes = [pipeline(lambda: dali_plugin.fn.tensorcache(stream_of(folder))) for _ in range(2)]
+    with pytest.raises(ValueError, match="streams may differ in length"):
+        dali_plugin.TensorCacheIterator(pipes)
+    path = str(tmp_path / "0.tar")
+    with wds.TarWriter(path, encoder=tc.encoder()) as sink:
+        for i in range(2):
+            sink.write({"__key__": str(i), "tensorcache": {name: torch.ones(1) for name in "xy"[: i + 1]}})
+    stream = wds.DataPipeline(wds.SimpleShardList(path), wds.tarfile_to_samples(), tc.decode())
+    with pytest.raises(tc.BatchError, match="has tensor 'y', but the first one has not"):
+        dali_plugin.TensorCacheStream(stream, batch_size=2)(0)

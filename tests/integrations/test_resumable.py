@@ -186,3 +186,26 @@ def test_ranges(numbers: list[int]) -> None:
     assert [i for i in range(40) if i in done] == sorted(set(numbers))
     edges = [edge for each in done.ranges for edge in each]
     assert edges == sorted(set(edges))
+
+
+def test_epochs_that_are_given(urls: list[str]) -> None:
+    first = tc.resumable(urls, tc.decode())
+    whole = take(first, 2 * COUNT)
+    first = tc.resumable(urls, tc.decode())
+    take(first, 7)
+    for epoch, expected in ((0, whole[7:COUNT]), (1, whole[COUNT:])):
+        second = tc.resumable(urls, tc.decode())
+        second.load_state_dict(first.state_dict())
+        second.set_epoch(epoch)  # as loops over epochs do
+        assert list(map(number, second)) == expected
+    with pytest.raises(ValueError, match="another stream"):
+        tc.resumable([urls[0], *urls[:0:-1]]).load_state_dict(first.state_dict())
+
+
+def test_epochs_that_torch_seeds_alike(urls: list[str]) -> None:
+    expected = take(tc.resumable(urls, tc.decode()), 3 * COUNT)
+    stream, seen = tc.resumable(urls, tc.decode()), []
+    for _ in range(3):
+        torch.manual_seed(0)
+        seen += list(map(number, DataLoader(stream, batch_size=None, num_workers=1)))
+    assert seen == expected

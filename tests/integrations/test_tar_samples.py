@@ -10,6 +10,7 @@ import lzma
 import os
 import pickle
 import tarfile
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,3 +209,38 @@ def test_short_reads(sizes: list[int], is_compressed: bool) -> None:
     raw = gzip.compress(content.getvalue()) if is_compressed else content.getvalue()
     found = {name: one() if name != "3.bin" else None for name, one in TarStream(Dribble(raw, sizes))}
     assert found == {f"{i}.bin": bytes([i]) * (i * 700) if i != 3 else None for i in range(5)}
+
+
+def test_handlers_of_members(tmp_path: Path) -> None:
+    paths = [tmp_path / "0.tar", tmp_path / "1.tar"]
+    for path, names in zip(paths, (["a.x", "a.y", "a.x", "b.x", "c.x"], ["d.x"]), strict=True):
+        with tarfile.open(path, "w") as tar:
+            for name in names:
+                tar.addfile(tarfile.TarInfo(name))
+    assert [sample["__key__"] for sample in read(*paths, handler=wds.ignore_and_continue)] == ["a", "b", "c", "d"]
+    assert read(*paths, handler=wds.ignore_and_stop) == []
+
+    def rename(name: str) -> str:
+        return {"a.x": "a.x", "a.y": "a.y", "b.x": "b.x", "d.x": "d.x"}[name]
+
+    found = read(*paths, handler=wds.ignore_and_continue, rename_files=rename)
+    assert [sample["__key__"] for sample in found] == ["a", "b", "d"]
+    with pytest.raises(KeyError):
+        read(paths[1], rename_files=lambda name: {}[name])
+
+
+def test_garbage_behind_a_compressed_shard(shards: list[Path], tmp_path: Path) -> None:
+    path = tmp_path / "g.tar"
+    path.write_bytes(gzip.compress(shards[0].read_bytes()) + b"garbage")
+    samples = tc.tarfile_to_samples()([{"url": str(path)}])
+    assert [next(samples)["__key__"] for _ in range(3)] == ["000", "001", "002"]
+    with pytest.raises(tc.FormatError, match="Not a gzipped file"):
+        next(samples)
+
+
+def test_pipes_that_are_left(shards: list[Path]) -> None:
+    samples = tc.tarfile_to_samples()([{"url": f"pipe:cat {shards[0]}; sleep 100"}])
+    next(samples)
+    began = time.monotonic()
+    samples.close()
+    assert time.monotonic() - began < 50

@@ -108,3 +108,26 @@ def test_maps_of_samples_and_batches(cache: Any) -> None:
         cache, batch_size=4, num_workers=2, collate_fn=lambda samples: [sample["i"] for sample in samples]
     )
     assert [i for batch in made for i in batch] == list(range(COUNT))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_epochs_that_torch_seeds_alike(cache: Any, given: bool) -> None:
+    loader = tc.Loader(cache, 4, collate="list")
+    dataset = tc.IterableCache(cache, 4, collate="list")
+    for epoch in range(3):
+        torch.manual_seed(0)
+        if given:
+            dataset.set_epoch(epoch)
+        assert keys(DataLoader(dataset, batch_size=None, num_workers=2)) == keys(loader)
+
+
+@pytest.mark.parametrize("mode", ["all", "mix"])
+def test_epochs_that_workers_left(cache: Any, mode: str) -> None:
+    options: dict[str, Any] = {"batch_size": 2, "collate": "list", **modes(cache)[mode]}
+    made = DataLoader(tc.IterableCache(**options), batch_size=None, num_workers=2, persistent_workers=True)
+    for _ in range(2):
+        for taken, _ in enumerate(made):
+            if taken == 1:
+                break
+        steps = [info.step for _, info in made]
+        assert steps == list(range(steps[0], steps[0] + len(made)))

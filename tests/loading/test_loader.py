@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -322,3 +324,98 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
         tc.Loader(cache, 4).set_weights([1])
     with pytest.raises(ValueError, match="expected a dict with 'a'"):
         tc.Loader(None, 4, mix={"a": (cache, 1)}).set_weights([1])
+
+
+def test_states_of_other_orders_are_refused(cache: Any, tmp_path: Path) -> None:
+    resharded = tc.open(write(tmp_path, range(COUNT), max_samples=7))
+
+    def by(number: int) -> Any:
+        return lambda entry: int(entry.key) % 2 if number else int(int(entry.key) >= 12)
+
+    for one, other in (
+        (tc.Loader(cache, 4, shuffle="blocks", window=4), tc.Loader(cache, 4, shuffle="blocks", window=8)),
+        (tc.Loader(cache, 4, shuffle="blocks"), tc.Loader(resharded, 4, shuffle="blocks")),
+        (tc.Loader(cache, 4, bucket_by=by(0)), tc.Loader(cache, 4, bucket_by=by(1))),
+    ):
+        with pytest.raises(ValueError, match="the state is of a loader with order="):
+            other.load_state_dict(one.state_dict())
+    tc.Loader(resharded, 4).load_state_dict(tc.Loader(cache, 4).state_dict())  # the same samples in the same order
+    resharded.close()
+
+
+@pytest.mark.parametrize("mode", ["all", "buckets", "mix", "weights"])
+def test_larger_steps_that_do_not_fit_any_more(cache: Any, more: Any, mode: str) -> None:
+    options = modes(cache, more)[mode] | {"last": "drop", "collate": "list"}
+    first = tc.Loader(batch_size=1, **options)
+    for taken, _ in enumerate(first, 1):
+        if taken == COUNT - 2:
+            break
+    second = tc.Loader(batch_size=7, **options)
+    second.load_state_dict(first.state_dict())
+    seen = [info.epoch for _, info in second]
+    assert set(seen) == ({0} if mode == "mix" else {1})
+
+
+def test_weights_that_change_twice(cache: Any) -> None:
+    each = np.eye(COUNT)
+    loader = tc.Loader(cache, 1, weights=each[0], collate="list")
+    iterator = iter(loader)
+    next(iterator)
+    assert loader.set_weights(each[1], strict=True) == 1
+    changed = loader.set_weights(each[2])
+    again = tc.Loader(cache, 1, weights=each[0], collate="list")
+    again.load_state_dict(loader.state_dict())
+    seen = [info.numbers.item() for _, info in iterator]
+    assert seen == [info.numbers.item() for _, info in again]
+    assert seen[: changed - 1] == [1] * (changed - 1)
+    assert set(seen[changed - 1 :]) == {2}
+
+
+def test_weights_of_any_size(cache: Any) -> None:
+    loader = tc.Loader(cache, 23, weights=[1e308] * COUNT, collate="list")
+    assert len({number for _ in range(20) for _, info in loader for number in info.numbers.tolist()}) == COUNT
+
+
+def test_buckets_in_blocks(cache: Any) -> None:
+    loader = tc.Loader(cache, 4, bucket_by="y", shuffle="blocks", collate="list")
+    for _ in range(2):
+        seen = [
+            key for _, info in loader for key, pad in zip(info.keys, info.is_padding.tolist(), strict=True) if not pad
+        ]
+        assert sorted(map(int, seen)) == list(range(COUNT))
+
+
+def test_numbers_of_numpy_and_torch(cache: Any) -> None:
+    options = {"batch_size": np.int64(4), "rank": np.int32(0), "world_size": np.int64(1), "seed": np.int64(5)}
+    loader = tc.Loader(cache, **options, shuffle=np.True_)
+    assert json.loads(json.dumps(loader.state_dict())) == tc.Loader(cache, 4, seed=5).state_dict()
+    assert len(tc.Loader(cache, torch.tensor(4), seed=torch.tensor(5))) == 6
+    for options in ({"batch_size": "4"}, {"seed": None}, {"window": 2.5}, {"rank": 0.5, "world_size": 2}):
+        with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+            tc.Loader(cache, **({"batch_size": 4} | options))
+
+
+def test_states_that_wait(cache: Any) -> None:
+    first = tc.Loader(cache, 4, collate="list")
+    for taken, _ in enumerate(first):
+        if taken == 1:
+            break
+    second = tc.Loader(cache, 4, collate="list")
+    second.load_state_dict(first.state_dict())
+    iter(second)  # begins nothing
+    second.set_epoch(0)  # as loops over epochs do
+    assert [info.step for _, info in second] == [2, 3, 4, 5]
+    second.set_epoch(0)
+    assert [info.keys for _, info in second] == [info.keys for _, info in tc.Loader(cache, 4, collate="list")]
+    with pytest.raises(ValueError, match="epoch=-1"):
+        second.set_epoch(-1)
+    with pytest.raises(TypeError, match="a Loader stays in its process"):
+        pickle.dumps(second)
+
+
+def test_batches_are_the_callers_alone(cache: Any) -> None:
+    iterator = iter(tc.Loader(cache.select(["x"]), 4))
+    batch, info = next(iterator)
+    found = weakref.ref(batch["x"])
+    del batch, info
+    assert found() is None

@@ -116,7 +116,7 @@ def test_a_cache_that_is_damaged(cache: Any, tmp_path: Path) -> None:
 def test_the_end_of_the_interpreter(cache: Any, tmp_path: Path) -> None:
     code = f"import wds_tensorcache as tc; i = iter(tc.Loader(tc.open({str(tmp_path)!r}), 4)); next(i); print('left')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.returncode) == ("left\n", 0), done.stderr
+    assert (done.stdout, done.stderr, done.returncode) == ("left\n", "", 0)
 
 
 def test_sigint_in_the_middle(cache: Any, tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import xxhash
 from torch.utils.data import IterableDataset, get_worker_info
 from webdataset.handlers import reraise_exception
 from webdataset.pipeline import DataPipeline
 from webdataset.shardlists import expand_urls
 
-from wds_tensorcache.integrations.tar_samples import TarSamples
+from wds_tensorcache.integrations.tar_samples import Stopped, TarSamples
 from wds_tensorcache.loading.order import EpochOrder
 from wds_tensorcache.loading.ranks import find_rank
 from wds_tensorcache.loading.shared import SharedPosition
@@ -101,7 +102,7 @@ class ResumableStream(IterableDataset[Any]):
             self._epoch, self._done = self._epoch + 1, {}
         info, shared = get_worker_info(), self._shared
         if not self._is_resumed and info is not None and not self._has_begun:
-            self._epoch = shared.begin(info.seed - info.id)[0]  # the same number in all workers of an epoch
+            self._epoch = shared.begin(info.seed - info.id, info.id)[0]  # the same number in all workers of an epoch
         elif not self._is_resumed and shared.num_given != self._num_given:
             self._epoch = shared.given[0]
         self._num_given, self._has_begun = shared.num_given, True
@@ -119,8 +120,12 @@ class ResumableStream(IterableDataset[Any]):
         shared.end([self._epoch + 1])
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that epoch."""
-        self._done = {}
+        """Let the next iteration begin that epoch; after `load_state_dict` with that one, nothing changes."""
+        if epoch < 0:
+            raise ValueError(f"epoch={epoch}, expected 0 or more")
+        if self._is_resumed and epoch == self._epoch and not self._is_over:
+            return
+        self._done, self._is_resumed, self._is_over = {}, False, False
         self._shared.give([epoch])
 
     def _samples(self) -> Iterator[dict[str, Any]]:
@@ -139,6 +144,8 @@ class ResumableStream(IterableDataset[Any]):
             try:
                 for number, sample in self._read.samples_of({"url": self._urls[shard]}, is_wanted):
                     yield {**sample, POSITION: f"{_PREFIX}{shard}:{number}"}
+            except Stopped:
+                return
             except Exception as exc:  # the handler decides, as in every stage of webdataset
                 if not self._handler(exc):
                     return
@@ -182,7 +189,7 @@ class ResumableStream(IterableDataset[Any]):
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         return {
             "shards": len(self._urls),
-            "first": self._urls[0],
+            "urls": xxhash.xxh3_64_hexdigest("\n".join(self._urls).encode("utf-8", "surrogateescape")),
             "seed": self._order.seed if self._order.shuffle else None,
             "rank": self._rank,
             "world_size": self._world_size,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from webdataset.gopen import gopen
+from webdataset.gopen import Pipe, gopen
 from webdataset.handlers import reraise_exception
 from webdataset.tariterators import base_plus_ext
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.tar_stream import TarStream
 
-__all__ = ["TarSamples", "tarfile_to_samples"]
+__all__ = ["Stopped", "TarSamples", "tarfile_to_samples"]
 
 Handler = Callable[[Exception], bool]
 
@@ -29,7 +29,8 @@ def tarfile_to_samples(
     delivered, as nobody can know whether it is whole. webdataset's own stage can join it with the first one of the next shard.
 
     Args:
-        handler: Called with the exception of a shard; re-raises by default. After it the next shard follows, if it says so.
+        handler: Called with the exception of a shard, or of one of its members; re-raises by default. If it says so, the next
+            shard follows, or the next member.
         select_files: Says of each member's name whether it is wanted.
         rename_files: Returns another name for each.
 
@@ -58,6 +59,8 @@ class TarSamples:
             try:
                 for _, sample in self.samples_of(shard):
                     yield sample
+            except Stopped:
+                break
             except Exception as exc:  # the handler decides, as in every stage of webdataset
                 if not self._handler(exc):
                     break
@@ -73,11 +76,14 @@ class TarSamples:
         """
         url = shard["url"]
         stream = shard["stream"] if "stream" in shard else gopen(url)
+        is_over = False
         try:
             yield from self._group(TarStream(stream), url, shard.get("local_path"), is_wanted)
-        except FormatError as exc:
-            raise exc.at(str(url)) from exc
+            is_over = True
         finally:
+            if not is_over and isinstance(stream, Pipe):  # its command need not go on
+                stream.proc.kill()
+                stream.ignore_errors = True
             stream.close()
 
     def _group(
@@ -85,12 +91,19 @@ class TarSamples:
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         sample: dict[str, Any] | None = None
         number, is_kept = -1, True
-        for name, read in tar:
-            name = self._rename(name) if self._rename is not None else name
-            if self._select is not None and not self._select(name):
-                continue
-            key, suffix = base_plus_ext(name)
-            if key is None or suffix is None:
+        members = iter(tar)
+        while member := _located(url, lambda: next(members, None)):
+            name, read = member
+            try:
+                found = self._split(name)
+                if found is None:
+                    continue
+                key, suffix = found
+                if sample is not None and key == sample["__key__"] and suffix in sample:
+                    raise FormatError(f"{url}: sample {key!r} has two members {suffix!r}")
+            except Exception as exc:  # of one member: the handler decides, and the shard goes on
+                if not self._handler(exc):
+                    raise Stopped from exc
                 continue
             if sample is None or key != sample["__key__"]:
                 if sample is not None and is_kept:
@@ -100,9 +113,26 @@ class TarSamples:
                 sample = {"__key__": key, "__url__": url}
                 if local_path is not None:
                     sample["__local_path__"] = local_path
-            suffix = suffix.lower()
-            if suffix in sample:
-                raise FormatError(f"sample {key!r} has two members {suffix!r}")
-            sample[suffix] = read() if is_kept else None
+            sample[suffix] = _located(url, read) if is_kept else None
         if sample is not None and is_kept:  # behind the end-of-archive block: it is whole
             yield number, sample
+        _located(url, tar.finish)
+
+    def _split(self, name: str) -> tuple[str, str] | None:
+        """Return key and suffix of a member; None if it is not wanted."""
+        name = self._rename(name) if self._rename is not None else name
+        if self._select is not None and not self._select(name):
+            return None
+        key, suffix = base_plus_ext(name)
+        return None if key is None or suffix is None else (key, suffix.lower())
+
+
+class Stopped(Exception):
+    """A handler said that no more is to be read."""
+
+
+def _located(url: Any, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except FormatError as exc:
+        raise exc.at(str(url)) from exc

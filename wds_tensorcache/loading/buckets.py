@@ -38,11 +38,12 @@ def buckets_of(cache: Any, by: str | Callable[[Any], Any]) -> dict[Any, Array]:
     return {label: np.array(numbers, np.int64) for label, numbers in found.items()}
 
 
-def block_sizes(cache: Any) -> list[int]:
-    """Return how many samples that follow each other are of one shard, shard by shard."""
+def block_sizes(cache: Any, members: Array | None = None) -> list[int]:
+    """Return how many samples that follow each other, all or those of `members`, are of one shard, shard by shard."""
     if not isinstance(cache, TensorCache):  # joined caches have the order of the first
-        return block_sizes(cache._caches[0])
-    shards = np.searchsorted(cache._store.starts, cache._positions(), "right")
+        return block_sizes(cache._caches[0], members)
+    positions = cache._positions() if members is None else cache._positions()[members]
+    shards = np.searchsorted(cache._store.starts, positions, "right")
     edges = np.flatnonzero(np.diff(shards)) + 1
     sizes: list[int] = np.diff(np.concatenate([[0], edges, [len(shards)]])).tolist()
     return sizes

@@ -77,6 +77,10 @@ class Permuted:
         found: Array = self._known[2][positions - begin]
         return found
 
+    def identity(self) -> list[Any]:
+        """Return what the order depends on besides the seed."""
+        return [*self._order.identity, [] if self._members is None else self._members]
+
     def _compute(self, epoch: int, positions: Array) -> Array:
         found: Array = self._order(epoch, positions)
         return found if self._members is None else np.take(self._members, found)
@@ -86,7 +90,7 @@ class Drawn:
     """Samples drawn with replacement, in proportion to their weights."""
 
     def __init__(self, weights: Array, seed: int) -> None:
-        self._sums = np.cumsum(weights)
+        self._sums = np.cumsum(weights / weights.max())  # so that no sum is infinite
         self._seed = seed
 
     def __len__(self) -> int:

@@ -70,6 +70,7 @@ class IterableCache(IterableDataset[Any]):
         self._length = len(self._make())
         self._shared = SharedPosition(self._make().position())
         self._num_given = 0
+        self._began: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_loader": None}
@@ -83,9 +84,13 @@ class IterableCache(IterableDataset[Any]):
         loader, shared, info = self._current(), self._shared, get_worker_info()
         if not loader.is_resumed:
             if is_new and info is not None:
-                loader.go_to(shared.begin(info.seed - info.id))  # the same number in all workers of an epoch
+                loader.go_to(shared.begin(info.seed - info.id, info.id))  # the same number in all workers of an epoch
             elif shared.num_given != self._num_given:
                 loader.go_to(shared.given)
+            elif loader.is_in_epoch:  # it was left, by each worker somewhere else
+                loader.go_to(self._began)
+                loader.set_epoch(self._began[0] + 1)
+        self._began = loader.position()
         self._num_given = shared.num_given
         yield from loader
         shared.end(loader.position())

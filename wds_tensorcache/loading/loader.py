@@ -2,56 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
+import operator
 import weakref
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from wds_tensorcache.loading.batch_info import BatchInfo
 from wds_tensorcache.loading.buckets import block_sizes, buckets_of
 from wds_tensorcache.loading.course import Course, Permuted, Position, Step
 from wds_tensorcache.loading.dataset import TensorCache
 from wds_tensorcache.loading.join import JoinedCache
 from wds_tensorcache.loading.order import BlockOrder, EpochOrder
 from wds_tensorcache.loading.ranks import find_rank
-from wds_tensorcache.loading.state import check_state, fingerprint_of, position_from, state_of
+from wds_tensorcache.loading.state import check_state, fingerprint_of, order_digest, position_from, state_of
 from wds_tensorcache.loading.weights import Weights
 
-__all__ = ["BatchInfo", "Loader"]
+__all__ = ["Loader"]
 
 Array = np.ndarray[Any, Any]
 LAST = ("pad", "drop", "wrap")
-
-
-@dataclass(frozen=True, slots=True)
-class BatchInfo:
-    """What a batch of a loader is.
-
-    Attributes:
-        numbers: Of its samples in their cache, int64 `[B]`.
-        is_padding: Which rows are there only to fill the batch, and do not count, bool `[B]`, on the CPU.
-        epoch, step: Of the batch; steps are counted through all epochs.
-        source: The name of the mixed cache, or the bucket that it is of; else None.
-        cache: That the samples are of.
-    """
-
-    numbers: Array
-    is_padding: torch.Tensor
-    epoch: int
-    step: int
-    source: Any
-    cache: Any
-
-    @property
-    def keys(self) -> list[str]:
-        """The keys of its samples."""
-        keys = self.cache.keys()
-        return [keys[number] for number in self.numbers.tolist()]
 
 
 class Loader:
@@ -118,12 +95,14 @@ class Loader:
             raise ValueError("a cache, or mix= with several")
         if sum(each is not None for each in (weights, mix, bucket_by)) > 1:
             raise ValueError("weights, mix and bucket_by exclude each other")
+        batch_size, seed, window = map(operator.index, (batch_size, seed, window))
         if batch_size < 1 or threads < 0 or prefetch < 0:
             raise ValueError(f"batch_size={batch_size}, threads={threads}, prefetch={prefetch}: out of range")
         if last not in LAST or (drop_last and last == "wrap"):
             raise ValueError(f"last={last!r}, drop_last={drop_last}: expected one of {', '.join(LAST)}")
         if shuffle not in (True, False, "blocks"):
             raise ValueError(f"shuffle={shuffle!r}, expected True, False or 'blocks'")
+        shuffle = shuffle if isinstance(shuffle, str) else bool(shuffle)
         last = "drop" if drop_last else last
         rank, world_size = find_rank(rank, world_size, group)
         caches = [cache] if mix is None else [each for each, _ in mix.values()]
@@ -131,10 +110,10 @@ class Loader:
             if not isinstance(each, (TensorCache, JoinedCache)) or not len(each):
                 raise ValueError(f"{each!r:.200} is no cache with samples; open it with tc.open")
 
-        def order(each: Any, number: int) -> Any:
+        def order(each: Any, number: int, members: Array | None = None) -> Any:
             if shuffle == "blocks":
-                return BlockOrder(block_sizes(each), window=window, seed=seed + number)
-            return EpochOrder(len(each), shuffle=bool(shuffle), seed=seed + number)
+                return BlockOrder(block_sizes(each, members), window=window, seed=seed + number)
+            return EpochOrder(len(each if members is None else members), shuffle=bool(shuffle), seed=seed + number)
 
         self._names: list[Any] = [None] if mix is None else list(mix)
         streams: list[Any] = [Permuted(order(each, number)) for number, each in enumerate(caches)]
@@ -142,7 +121,7 @@ class Loader:
             found = buckets_of(cache, bucket_by)
             self._names = list(found)
             caches = [cache] * len(found)
-            streams = [Permuted(order(members, at), members) for at, members in enumerate(found.values())]
+            streams = [Permuted(order(cache, at, members), members) for at, members in enumerate(found.values())]
         self._weights = Weights(weights, mix, len(caches[0]), seed)
         self._course = Course(
             streams, batch_size, rank, world_size, last, seed, self._weights.of_streams if mix is not None else None
@@ -162,6 +141,7 @@ class Loader:
             if bucket_by
             else "all",
             "streams": list(map(str, self._names)),
+            "order": order_digest(streams),
         }
         if not len(self):
             raise ValueError(
@@ -174,6 +154,7 @@ class Loader:
         self._fingerprint: str | None = None
         self.stride = (0, 1)  # which of how many workers, who deal the steps of an epoch out in turn
         self._running: Any = None
+        _LOADERS.add(self)
 
     def __len__(self) -> int:
         """Return how many batches an epoch has, on every rank."""
@@ -185,12 +166,24 @@ class Loader:
         return self._position.epoch
 
     @property
+    def is_in_epoch(self) -> bool:
+        """Whether the epoch has begun."""
+        return self._position.used > 0
+
+    @property
     def is_resumed(self) -> bool:
         """Whether the next iteration goes on where a state was taken."""
         return self._is_resumed
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration begin that epoch. Of a mix, each cache goes on where it stands."""
+        """Let the next iteration begin that epoch; after `load_state_dict` with that one, nothing changes.
+
+        Of a mix, each cache goes on where it stands.
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch={epoch}, expected 0 or more")
+        if self._is_resumed and epoch == self._position.epoch:
+            return
         self.close()
         self._position = replace(self._course.next_epoch(self._position), epoch=epoch)
         self._is_resumed = False
@@ -198,14 +191,14 @@ class Loader:
     def __iter__(self) -> Generator[tuple[Any, BatchInfo]]:
         """Begin an epoch; after `load_state_dict`, go on in the one that was left. Ends what is still iterating."""
         self.close()
-        if self._position.used and not self._is_resumed:
-            self._position = self._course.next_epoch(self._position)
-        self._is_resumed = False
         running = self._batches()
         self._running = weakref.ref(running)
         return running
 
     def _batches(self) -> Generator[tuple[Any, BatchInfo]]:
+        if self._position.used and not self._is_resumed:
+            self._position = self._course.next_epoch(self._position)
+        self._is_resumed = False
         epoch, planned = self._position.epoch, self._position
         waiting: deque[tuple[Step, Future[Any] | None]] = deque()
         pool = ThreadPoolExecutor(self._threads, "tensorcache-loader") if self._threads else None
@@ -230,7 +223,9 @@ class Loader:
                 step, future = waiting.popleft()
                 batch = self._read(step, stream) if future is None else future.result()
                 self._position = self._settled(step.after)
-                yield batch, self._info(step)
+                given = [(batch, self._info(step))]
+                del batch, step, future
+                yield given.pop()  # the caller's alone: it is gone when the caller lets go of it
         finally:
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -260,7 +255,7 @@ class Loader:
         """
         step = self._position.step if strict else max(self._planned, self._position.step)
         self._weights.change(step, weights)
-        self._is_flushed = strict
+        self._is_flushed |= strict
         return step
 
     def state_dict(self) -> dict[str, Any]:
@@ -276,15 +271,15 @@ class Loader:
         """
         check_state(state, self._settings, self._identity())
         self.close()
-        self._position = position_from(state, len(self._names))
         self._weights.load(state["weights"])
+        self._position = self._settled(position_from(state, len(self._names)))  # a larger step may not be left
         self._planned = self._position.step
         self._is_resumed = True
 
     def _identity(self) -> str:
         if self._fingerprint is None:
-            unlike: Sequence[Any] = list({id(cache): cache for cache in self._caches}.values())
-            self._fingerprint = fingerprint_of(unlike)
+            is_mixed = self._settings["mode"] == "mix"
+            self._fingerprint = fingerprint_of(self._caches if is_mixed else self._caches[:1])
         return self._fingerprint
 
     def position(self) -> list[int]:
@@ -296,6 +291,9 @@ class Loader:
         """Let the next iteration begin where another loader like this one stands."""
         epoch, used, step, began, *counts = position
         self._position = Position(epoch, tuple(counts), used, step, began)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Loader stays in its process; IterableCache goes to workers, state_dict into checkpoints")
 
     def close(self) -> None:
         """End the iteration and its threads; where the loader stands is kept, and the caches stay open."""
@@ -309,6 +307,16 @@ class Loader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+_LOADERS: weakref.WeakSet[Loader] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End what is iterating still, while there is an interpreter for it."""
+    for loader in list(_LOADERS):
+        loader.close()
 
 
 def _stream_of(device: Any) -> Any:

@@ -30,6 +30,7 @@ class EpochOrder:
         if count < 0:
             raise ValueError(f"count={count}, expected 0 or more")
         self.count = count
+        self.identity = [[count]]  # what the order depends on besides the seed
         self.shuffle = shuffle
         self.seed = seed
 
@@ -72,6 +73,7 @@ class BlockOrder:
         self._sizes = np.array(sizes, np.int64)
         self._starts = np.cumsum(self._sizes) - self._sizes
         self.count = int(self._sizes.sum())
+        self.identity = [self._sizes, [window]]
         self.window = window
         self.seed = seed
         self._blocks: tuple[int, Array, Array] | None = None

@@ -29,10 +29,10 @@ class PackedMembers:
 
     Attributes:
         paths: Of the shards.
-        suffix: Of the tensor members, without the first dot.
+        suffix, skeleton_suffix: Of the two members of each sample, without the first dot.
 
     Raises:
-        TypeError, ValueError: Not a cache, or a view of one.
+        TypeError, ValueError: Not a cache, a view of one, or one that has a shard twice.
     """
 
     def __init__(self, cache: TensorCache, names: Iterable[str]) -> None:
@@ -40,6 +40,8 @@ class PackedMembers:
             raise TypeError(f"whole shards of one cache are read, got {type(cache).__name__}")
         if cache._order is not None:
             raise ValueError(f"whole shards are read, but {cache!r} is a view of some samples")
+        if len({os.path.realpath(shard.path) for shard in cache._store.shards}) < cache.num_shards:
+            raise ValueError("a shard is there twice: which of its samples came would not be known")
         self._narrow = cache.select(map(glob.escape, names))
         self._shards = cache._store.shards
         self._starts = cache._store.starts.tolist()
@@ -47,7 +49,7 @@ class PackedMembers:
         self._last = 0
         self.paths = [shard.path for shard in self._shards]
         self._heads = [path.encode("utf-8", "surrogateescape") + b":" for path in self.paths]
-        self.suffix = self._shards[0]._suffixes[1].decode()[1:] if self._shards else ""
+        self.skeleton_suffix, self.suffix = (suffix.decode()[1:] for suffix in self._shards[0]._suffixes)
 
     def are_regular(self) -> bool:
         """Return whether all members are of one size, at whose multiples elements of every dtype may begin."""
@@ -55,15 +57,33 @@ class PackedMembers:
         return len(sizes) == 1 and sizes.pop() % _MAX_ITEMSIZE == 0
 
     def index_paths(self, folder: str) -> list[str]:
-        """Return DALI's indexes of the shards: those beside them, and of shards that have none, one made in `folder`."""
+        """Return DALI's indexes of the shards: those beside them; where there is none that fits, one made in `folder`."""
         found = []
         for number, shard in enumerate(self._shards):
             path = dali_index_path(shard.path)
-            if not os.path.exists(path):
+            if not self.is_index(number, path):
                 path = os.path.join(folder, f"{number}.idx")
                 write_dali_index(path, shard.index, False)
             found.append(path)
         return found
+
+    def is_index(self, shard: int, path: str) -> bool:
+        """Return whether the file at `path` is DALI's index of a shard, of its present state: by 64 of its samples."""
+        if not os.path.isfile(path):
+            return False
+        with open(path, "rb") as file:
+            lines = file.read().splitlines()
+        index, columns = self._shards[shard].index, self._shards[shard].columns
+        if not lines or lines[0].split()[-1:] != [b"%d" % len(index.keys)] or len(lines) != len(index.keys) + 1:
+            return False
+        every = max(1, len(columns) // 64)
+        for row in {*range(0, len(columns), every), len(columns) - 1}:
+            nbytes = index.layouts.nbytes.item(columns.layout.item(row))
+            words = lines[1 + self._shards[shard].sample_row(row)].lower().split()
+            wanted = [self.suffix.encode().lower(), b"%d" % columns.tensors_begin.item(row), b"%d" % nbytes]
+            if not any(words[at : at + 3] == wanted for at in range(0, len(words), 4)):
+                return False
+        return True
 
     def numbers(self, origins: Iterable[bytes]) -> Array:
         """Return which samples members are of, int64 `[B]`.
@@ -84,7 +104,12 @@ class PackedMembers:
             if digits.isdigit():
                 begins, rows = self._begins_of(at)
                 found = bisect_left(begins, int(digits))
-                if found < len(begins) and begins[found] == int(digits):
+                is_there = found < len(begins) and begins[found] == int(digits)
+                # a path may be the beginning of another one
+                name = origin[len(head) + len(digits) + 1 :]
+                if is_there and name.startswith(
+                    self._shards[at].key(rows[found]).encode("utf-8", "surrogateescape") + b"."
+                ):
                     self._last = at
                     return int(self._starts[at] + rows[found])
         where = origin.decode(errors="replace")
@@ -113,6 +138,8 @@ class PackedMembers:
 
         Memory: views of `members`, but what lies there unaligned, was stacked, or is an array, which is on the host.
         """
+        if len(members) != len(numbers):
+            raise ValueError(f"{len(members)} members of {len(numbers)} samples")
         reading = Reading(self._narrow._request(numbers), False, None)
         reading.take_all()
         columns, which = reading.columns, reading.which().tolist()

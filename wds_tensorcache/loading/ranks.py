@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from typing import Any
 
@@ -30,6 +31,8 @@ def find_rank(rank: int | None, world_size: int | None, group: Any = None) -> tu
             rank, world_size = dist.get_rank(), dist.get_world_size()
         else:
             rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if rank is not None and world_size is not None:
+        rank, world_size = operator.index(rank), operator.index(world_size)
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} of world_size={world_size}: out of range")
     return rank, world_size

@@ -12,7 +12,7 @@ import xxhash
 from wds_tensorcache.loading.course import Position
 from wds_tensorcache.loading.dataset import TensorCache
 
-__all__ = ["check_state", "fingerprint_of", "position_from", "state_of"]
+__all__ = ["check_state", "fingerprint_of", "order_digest", "position_from", "state_of"]
 
 VERSION = 1
 
@@ -55,6 +55,15 @@ def fingerprint_of(caches: Sequence[Any]) -> str:
     for cache in caches:
         _add(digest, cache)
     return f"{sum(map(len, caches))} samples, keys {digest.hexdigest()}"
+
+
+def order_digest(streams: Sequence[Any]) -> str:
+    """Return a hash of what a seed does not say of an order: blocks, windows, and which samples a bucket has."""
+    digest = xxhash.xxh3_64()
+    for stream in streams:
+        for part in stream.identity():
+            digest.update(np.ascontiguousarray(part, np.int64).tobytes() + b";")
+    return digest.hexdigest()
 
 
 def _add(digest: Any, cache: Any) -> None:

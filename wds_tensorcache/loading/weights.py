@@ -46,7 +46,7 @@ class Weights:
             if not isinstance(weights, Mapping) or set(weights) != set(self._names):
                 raise ValueError(f"weights={weights!r:.200}, expected a dict with {', '.join(map(repr, self._names))}")
             weights = [weights[name] for name in self._names]
-        values = torch.as_tensor(weights, dtype=torch.float64).cpu().numpy().copy()
+        values = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().numpy().copy()
         if values.shape != (self._count,) or not np.isfinite(values).all() or (values < 0).any() or not values.any():
             raise ValueError(
                 f"weights of shape {list(values.shape)}: expected {self._count} numbers of 0 or more, not all 0"

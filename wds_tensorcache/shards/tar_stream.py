@@ -62,14 +62,21 @@ class TarStream:
             if header.count(0) == BLOCK:
                 if own:
                     raise FormatError(f"byte {header_begin}: the archive ends behind an extended header")
-                while self._is_compressed and self._take(_MAX_SKIP_NBYTES):
-                    pass  # a checksum is at the end
                 return
             is_file, name, nbytes = scanner.read_header(header, header_begin, own, common)
             begin = header_begin + BLOCK
             if is_file and not is_meta_name(name):
                 yield name, lambda begin=begin, nbytes=nbytes: self._read_range(begin, begin + nbytes)  # type: ignore[misc]
             self._skip_to(begin + nbytes + padding(nbytes))
+
+    def finish(self) -> None:
+        """Read what is behind the archive, if it was compressed: a checksum is at the end.
+
+        Raises:
+            FormatError: The compressed stream is cut short or damaged.
+        """
+        while self._is_compressed and self._take(_MAX_SKIP_NBYTES):
+            pass
 
     def _decompress(self) -> None:
         head = self._take(_MAX_MAGIC_NBYTES)
