@@ -83,18 +83,20 @@ class NativeReader(Source):
             folder = tempfile.mkdtemp(prefix="tensorcache-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             self._index_paths = self._packed.index_paths(folder)
+        both = [self._packed.skeleton_suffix] if self._packed.has_others() else []
         made: Any = fn.readers.webdataset(
             paths=self._packed.paths,
             index_paths=self._index_paths,
-            ext=[self._packed.suffix, self._packed.skeleton_suffix, *self.members],
-            missing_component_behavior="skip",  # samples without this cache, of which another may have one of the members
+            ext=[self._packed.suffix, *both, *self.members],
+            missing_component_behavior="skip",  # samples without this cache
             random_shuffle=shuffle,
             pad_last_batch=True,
             shard_id=self._rank,
             num_shards=self._world_size,
             **options,
         )
-        packed, _, *members = made
+        packed, *members = made if isinstance(made, (list, tuple)) else [made]
+        members = members[len(both) :]
         origin = fn.pad(fn.get_property(packed, key="source_info"))  # texts, filled up with zeros to be one array
         if not self._packed.are_regular():  # now a batch is one array, and tensors in it begin where they may
             packed = fn.pad(packed, axes=[0], align=[_ALIGN])

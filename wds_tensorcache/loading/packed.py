@@ -56,6 +56,10 @@ class PackedMembers:
         sizes = {int(size) for shard in self._shards for size in np.unique(shard.index.layouts.nbytes)}
         return len(sizes) == 1 and sizes.pop() % _MAX_ITEMSIZE == 0
 
+    def has_others(self) -> bool:
+        """Return whether samples without the cache have a member that is called like its tensors."""
+        return any(self.suffix in shard.index.members for shard in self._shards)
+
     def index_paths(self, folder: str) -> list[str]:
         """Return DALI's indexes of the shards: those beside them; where there is none that fits, one made in `folder`."""
         found = []
