@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.peers import DECODED, NAME, ONE_THREAD, TWO_THREADS, VIEWS
+from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, TWO_THREADS, VIEWS
 from benchmarks.scenarios.batches import COLD_CEILINGS
 from benchmarks.scenarios.context import CEILING
 from benchmarks.scenarios.dali_cpu import NATIVE, NESTED, PYD_SOURCE, RAW
-from benchmarks.scenarios.gpu import DALI_NATIVE, DALI_NODES, LOADED, PINNED_COPY
-from benchmarks.scenarios.loader import LOADER, READ_BATCH
+from benchmarks.scenarios.gpu import AHEAD, DALI_NATIVE, DALI_NODES, PINNED_COPY
+from benchmarks.scenarios.loader import READ_BATCH
 from benchmarks.scenarios.wds_decode import FAST, FAST_RAW
 from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
 from benchmarks.scenarios.writing import PLAIN
@@ -84,6 +84,8 @@ _GOALS = (
     _Goal("diffusion", "batch_random", "1 thread / fastest peer", _over_peers(ONE_THREAD), 1.0),
     _Goal("diffusion", "batch_cold", "ours / best raw cold read", _over_best(NAME, COLD_CEILINGS), 1.3),
     _Goal("diffusion", "batch_cold", "ours / fastest peer", _over_peers(NAME), 1.0),
+    _Goal("diffusion", "batch_cold", "Loader / best raw cold read", _over_best(LOADED, COLD_CEILINGS), 1.3),
+    _Goal("diffusion", "batch_cold", "Loader / fastest peer", _over_peers(LOADED), 1.0),
     _Goal("features", "batch_random", "1 thread, tensors, us", _us(ONE_THREAD), 0.6),
     _Goal("features", "batch_random", "1 thread, small values too, us", _us(DECODED), 4.0),
     _Goal("features", "batch_random", f"{PYD} / tensors", _over(PYD, ONE_THREAD), 100, at_least=True),
@@ -98,16 +100,16 @@ _GOALS = (
     _Goal("diffusion", "write", "ours / plain write", _over(NAME, PLAIN), 2.0),
     _Goal("diffusion", "worker_handoff", "samples of tensors / lazy", _over(TENSORS, LAZY), 5, at_least=True),
     _Goal("diffusion", "worker_handoff", "lazy / better collated", _over_best(LAZY, (COLLATED, DEFAULT_COLLATED)), 1.0),
-    _Goal("diffusion", "loader", "read_batch / Loader", _over(READ_BATCH, LOADER), 0.9, at_least=True),
-    _Goal("diffusion", "loader", "litdata's best / Loader", _best_over("litdata", LOADER), 4, at_least=True),
-    _Goal("diffusion", "loader", "MDS / Loader", _best_over("MDS", LOADER), 8, at_least=True),
-    _Goal("diffusion", "loader", "webdataset .pyd / Loader", _best_over("webdataset .pyd", LOADER), 15, at_least=True),
-    _Goal("diffusion", "loader", "tensordict / Loader", _best_over("tensordict", LOADER), 1, at_least=True),
+    _Goal("diffusion", "loader", "read_batch / Loader", _over(READ_BATCH, LOADED), 0.9, at_least=True),
+    _Goal("diffusion", "loader", "litdata's best / Loader", _best_over("litdata", LOADED), 4, at_least=True),
+    _Goal("diffusion", "loader", "MDS / Loader", _best_over("MDS", LOADED), 8, at_least=True),
+    _Goal("diffusion", "loader", "webdataset .pyd / Loader", _best_over("webdataset .pyd", LOADED), 15, at_least=True),
+    _Goal("diffusion", "loader", "tensordict / Loader", _best_over("tensordict", LOADED), 1, at_least=True),
     _Goal("diffusion", "dali_cpu", "raw members / nested batches", _over(RAW, NESTED), 1.3, at_least=True),
     _Goal("diffusion", "dali_cpu", "raw members / native reader", _over(RAW, NATIVE), 1.3, at_least=True),
     _Goal("diffusion", "dali_gpu", "pinned copy / nodes", _over(PINNED_COPY, DALI_NODES), 0.85, at_least=True),
     _Goal("diffusion", "dali_gpu", "pinned copy / native reader", _over(PINNED_COPY, DALI_NATIVE), 0.85, at_least=True),
-    _Goal("diffusion", "loader_gpu", "pinned copy / batches ahead", _over(PINNED_COPY, LOADED), 0.85, at_least=True),
+    _Goal("diffusion", "loader_gpu", "pinned copy / Loader", _over(PINNED_COPY, AHEAD), 0.85, at_least=True),
     _Goal("diffusion", "dali_cpu", ".pyd source / nested batches", _over(PYD_SOURCE, NESTED), 4, at_least=True),
     _Goal("diffusion", "wds_decode", "lazy / raw members", _over("tensorcache, lazy", "raw members"), 1.15),
     _Goal("diffusion", "wds_decode", "raw members / ours", _over("raw members", FAST_RAW), 2.5, at_least=True),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import wds_tensorcache as tc
-from benchmarks.peers import DECODED, NAME, ONE_THREAD, TWO_THREADS, VIEWS
+from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, TWO_THREADS, VIEWS
 from benchmarks.peers.base import Batch, Peer, Reader, by_sample, unstack
 from benchmarks.workloads import Workload
 
@@ -69,6 +69,33 @@ def _open_views(folder: Path, workload: Workload) -> Reader:
     return Reader(samples=samples, get=get, close=whole.close)
 
 
+def _open_loader(folder: Path, workload: Workload) -> Reader:
+    cache = tc.open(folder)
+    loader = tc.Loader(
+        cache, workload.batch_size, drop_last=True, threads=2, collate="pad" if workload.ragged else "stack"
+    )
+
+    def close() -> None:
+        loader.close()
+        cache.close()
+
+    def batches(count: int) -> Iterator[Batch]:
+        seen = 0
+        while seen < count:
+            for read, _ in loader:
+                tensors, small = workload.split(read[0] if workload.ragged else read)
+                seen += len(tensors[workload.one[0]])
+                yield Batch(len(tensors[workload.one[0]]), partial(_samples, workload, tensors, small))
+                if seen >= count:
+                    break
+
+    return Reader(batches=batches, close=close)
+
+
+def _samples(workload: Workload, tensors: Any, small: Any) -> list[Any]:
+    return unstack(workload, tensors, by_sample(small))
+
+
 def peers() -> list[Peer]:
     """Return our rows."""
     write, write_synced = partial(_write, fsync=False), partial(_write, fsync=True)
@@ -76,6 +103,7 @@ def peers() -> list[Peer]:
         Peer(name=VIEWS, open=_open_views, store=NAME),
         Peer(name=ONE_THREAD, open=partial(_open_for_batches, threads=1), store=NAME),
         Peer(name=TWO_THREADS, open=partial(_open_for_batches, threads=2), store=NAME),
+        Peer(name=LOADED, open=_open_loader, store=NAME),
         Peer(name=DECODED, open=partial(_open_for_batches, threads=1, decoded=True), store=NAME),
     ]
     return [Peer(name=NAME, open=_open, write=write, write_synced=write_synced), *rows]

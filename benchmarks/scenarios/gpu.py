@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
@@ -16,12 +14,12 @@ from benchmarks.peers.base import by_sample, unstack
 from benchmarks.scenarios.context import CEILING, Context, Skipped
 from benchmarks.timing import Rounds, Variant, interleaved
 
-__all__ = ["DALI_NATIVE", "DALI_NODES", "LOADED", "PINNED_COPY", "dali_gpu", "loader_gpu"]
+__all__ = ["AHEAD", "DALI_NATIVE", "DALI_NODES", "PINNED_COPY", "dali_gpu", "loader_gpu"]
 
 PINNED_COPY = f"{CEILING}: copy from pinned memory"
 DALI_NODES = "tensorcache nodes, nested batches"
 DALI_NATIVE = "native reader, nested batches"
-LOADED = "read_batch(device='cuda'), batches ahead"
+AHEAD = "Loader(device='cuda')"
 _RAW = "fn.readers.webdataset, raw members"
 _BATCH = 64
 _THREADS = 8
@@ -71,30 +69,21 @@ def dali_gpu(context: Context) -> Rounds:
 
 
 def loader_gpu(context: Context) -> Rounds:
-    """The same without DALI: `read_batch` by one thread, and by several that read batches ahead."""
+    """The same without DALI: `read_batch` alone, and a `Loader` that reads ahead."""
     _need_gpu(context)
-    with tc.open(context.ours, threads=_THREADS) as cache, tc.open(context.ours, threads=1) as one:
+    with tc.open(context.ours, threads=_THREADS) as cache:
         order = tc.EpochOrder(len(cache), seed=0)
         numbers = [order(0, range(at, at + _BATCH)) for at in range(0, len(cache) - _BATCH + 1, _BATCH)]
         endless = chain.from_iterable(repeat(numbers))
-        with ThreadPoolExecutor(_AHEAD) as pool:
-            ahead = _ahead(pool, one, chain.from_iterable(repeat(numbers)))
+        with tc.Loader(cache, _BATCH, drop_last=True, device="cuda", threads=_THREADS, prefetch=_THREADS) as loader:
+            ahead = (batch for batch, _ in chain.from_iterable(repeat(loader)))
             runs = {
                 "read_batch(device='cuda')": lambda: cache.read_batch(next(endless), device="cuda"),
-                LOADED: partial(next, ahead),
+                AHEAD: partial(next, ahead),
             }
             for name, run in runs.items():
                 _check(context, name, run())
             return _measure(context, runs)
-
-
-def _ahead(pool: ThreadPoolExecutor, cache: tc.TensorCache, numbers: Iterator[Any]) -> Iterator[Any]:
-    """Yield batches in their order, each read by a thread of its own."""
-    waiting: deque[Future[Any]] = deque()
-    while True:
-        while len(waiting) < _AHEAD:
-            waiting.append(pool.submit(cache.read_batch, next(numbers), device="cuda"))
-        yield waiting.popleft().result()
 
 
 def _need_gpu(context: Context) -> None:

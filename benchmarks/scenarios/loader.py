@@ -11,13 +11,13 @@ import torch
 import xxhash
 
 import wds_tensorcache as tc
+from benchmarks.peers import LOADED
 from benchmarks.scenarios.context import Context, Skipped
 from benchmarks.timing import Rounds, Variant, interleaved
 
-__all__ = ["LOADER", "READ_BATCH", "loader"]
+__all__ = ["READ_BATCH", "loader"]
 
 READ_BATCH = "tensorcache, read_batch on 2 threads"
-LOADER = "tensorcache, Loader on 2 threads"
 
 
 def loader(context: Context) -> Rounds:
@@ -37,7 +37,7 @@ def loader(context: Context) -> Rounds:
         stack.callback(ours.close)
         epochs: dict[str, Callable[[], Iterable[Any]]] = {
             READ_BATCH: lambda: (in_rows(cache.read_batch(numbers)) for numbers in order),
-            LOADER: lambda: (in_rows(batch) for batch, _ in ours),
+            LOADED: lambda: (in_rows(batch) for batch, _ in ours),
         }
         owners = {name: name for name in epochs}
         readers = stack.enter_context(context.readers(lambda reader: reader.loaders or reader.batch))
