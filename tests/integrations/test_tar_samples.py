@@ -26,6 +26,10 @@ import wds_tensorcache as tc
 from wds_tensorcache.shards.tar_stream import TarStream
 
 
+# webdataset leaves the pipes that it has read to the garbage collector
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file <_io:ResourceWarning")
+
+
 def read(*urls: Any, **options: Any) -> list[dict[str, Any]]:
     return list(tc.tarfile_to_samples(**options)({"url": str(url)} for url in urls))
 
