@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 import wds_tensorcache as tc
 from wds_tensorcache.shards.tar_stream import TarStream
 
-
 # webdataset leaves the pipes that it has read to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file <_io:ResourceWarning")
 
