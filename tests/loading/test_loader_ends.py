@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -122,17 +123,22 @@ def test_the_end_of_the_interpreter(cache: Any, tmp_path: Path) -> None:
 def test_sigint_in_the_middle(cache: Any, tmp_path: Path) -> None:
     """A real signal to a real process, whose traceback is the user's and which ends by itself."""
     code = f"""
+import signal
 import wds_tensorcache as tc
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background is told to ignore it
 loader = tc.Loader(tc.open({str(tmp_path)!r}), 4)
 while True:
     for batch, info in loader:
         print(info.step, flush=True)
 """
     running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert running.stdout is not None
-    for _ in range(30):
-        running.stdout.readline()
-    running.send_signal(2)
-    _, errors = running.communicate(timeout=60)
+    try:
+        assert running.stdout is not None
+        for _ in range(30):
+            running.stdout.readline()
+        running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=60)
+    finally:
+        running.kill()
     assert "KeyboardInterrupt" in errors
     assert "Exception ignored" not in errors
