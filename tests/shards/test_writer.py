@@ -315,19 +315,20 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: in
 
     monkeypatch.setattr(os, "writev", fails_once)
     failed = []
-    sink = tc.ShardWriter(tmp_path / "%d.tar", max_samples=12)
-    for i in range(24):
-        full[0] = full[0] or i == 16
+    sink = tc.ShardWriter(tmp_path / "%d.tar", max_samples=24)
+    for i in range(48):
+        full[0] = full[0] or i == 28
         try:
             sink.write(f"{i:03d}", torch.full((nbytes,), i, dtype=torch.uint8))
         except OSError as exc:  # who goes on all the same loses the shard
-            failed.append(str(exc))
-    with pytest.raises(OSError, match=r"1\.tar: a part of it could not be written: .*No space left"):
+            failed.append(exc)
+    with pytest.raises(OSError, match=r"1\.tar: a part of it could not be written: .*No space left") as closing:
         sink.close()
-    assert failed
-    assert all("No space left" in message for message in failed)
+    assert len(failed) >= 5  # three stages of three samples lie between a failure and who is told
+    assert {exc.errno for exc in [*failed, closing.value]} == {errno.ENOSPC}
+    assert {str(exc) for exc in failed} == {str(closing.value)}
     assert names(tmp_path) == ["0.idx", "0.tar", "manifest.json"]
-    assert len(tc.open(tmp_path)) == 12
+    assert len(tc.open(tmp_path)) == 24
 
 
 def test_a_closed_writer_writes_no_more(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ class Output:
         if nbytes >= _LARGE_NBYTES:
             self.flush()
             self._write([memoryview(part).cast("B") for part in parts if len(part)])
+            self._check()
             return
         if self._filled + nbytes > _STAGE_NBYTES:
             self._hand_over()
@@ -61,28 +63,36 @@ class Output:
         self._filled = position
 
     def _hand_over(self) -> None:
-        while len(self._writing) >= _MAX_STAGES:
-            self._writing.popleft().result()
+        self._wait(_MAX_STAGES - 1)
         if self._filled:
             self._writing.append(self._thread.submit(self._write, [self._stage[: self._filled]]))
         self._stage, self._filled = None, 0
 
+    def _wait(self, remaining: int) -> None:
+        """Return when no more than `remaining` stages are being written."""
+        while len(self._writing) > remaining:
+            self._writing.popleft().result()
+        self._check()
+
     def flush(self) -> None:
         """Return when everything appended was handed to the system."""
         self._hand_over()
-        while self._writing:
-            self._writing.popleft().result()
+        self._wait(0)
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise OSError(f"{self.path}: a part of it could not be written: {self._failure}") from self._failure
+            what = f"{self.path}: a part of it could not be written: {self._failure}"
+            raise OSError(getattr(self._failure, "errno", None) or errno.EIO, what) from self._failure
 
     def _write(self, parts: list[memoryview]) -> None:
-        self._check()
+        if self._failure is not None:
+            return  # what follows would be at another place than the index says
         try:
             self._write_all(parts)
-        except BaseException as exc:
-            self._failure = exc  # what follows would be at another place than the index says
+        except OSError as exc:
+            self._failure = exc  # whoever waits for it, or appends more, is told
+        except BaseException as exc:  # an interrupt of the caller, who writes large parts itself
+            self._failure = exc
             raise
 
     def _write_all(self, parts: list[memoryview]) -> None:
@@ -104,7 +114,6 @@ class Output:
     def finish(self, fsync: bool) -> None:
         """Give the file its name; with `fsync` after it is on disk, else a crash may leave the name with other bytes."""
         self.flush()
-        self._check()
         if fsync:
             os.fsync(self._file.fileno())
         self._close()
