@@ -139,9 +139,11 @@ def native_reader(
         rank=rank,
         world_size=world_size,
         last_batch=last_batch,
+        shuffle=shuffle,
+        seed=seed,
     )
     pipeline.tensorcache_source = reader
-    return reader.nodes(device, shuffle, {"seed": seed, **options})
+    return reader.nodes(device, options)
 
 
 def _current(name: str, device: str) -> Any:

@@ -159,10 +159,10 @@ class TensorCacheIterator:
             raise ValueError(f"the pipeline has {len(ran)} outputs, {len(names)} were named: {', '.join(names)}")
         is_shared = not self._pipelines[at].exec_dynamic  # other executors write the next batch into the same memory
         outputs = {name: as_torch(output, is_shared) for name, output in zip(names, ran, strict=True)}
-        if is_shared and self._pipelines[at].device_id is not None and torch.cuda.is_available():
-            torch.cuda.current_stream(
-                self._pipelines[at].device_id
-            ).synchronize()  # what was copied may be overwritten now
+        device = self._pipelines[at].device_id
+        if is_shared and device is not None and torch.cuda.is_available():
+            # the copies must be there before DALI overwrites what they are of
+            torch.cuda.current_stream(device).synchronize()
         batch, others = source.fill(outputs)
         return (batch, others) if others else batch
 

@@ -36,6 +36,8 @@ class NativeReader(Source):
         rank: int = 0,
         world_size: int = 1,
         last_batch: str = "fill",
+        shuffle: bool = False,
+        seed: int = 0,
     ) -> None:
         check_batches(batch_size, rank, world_size, last_batch)
         is_open = isinstance(paths, (tc.TensorCache, tc.JoinedCache))
@@ -43,10 +45,10 @@ class NativeReader(Source):
         schema = self.cache.schema
         self.tensors = list(schema) if tensors is None else known_names(tensors, schema, "tensor")
         self.members = known_names(members, self.cache.members, "member") if members else []
-        self._packed = tc.PackedMembers(self.cache, self.tensors)
         count = len(self.cache)
         if count < world_size:
             raise ValueError(f"{count} samples for world_size={world_size}: a rank would have none")
+        self._packed = tc.PackedMembers(self.cache, self.tensors)
         for member in self.members:
             if self.cache.members[member] != count:
                 raise ValueError(f"member {member!r}: {self.cache.members[member]} of {count} samples have it")
@@ -68,7 +70,8 @@ class NativeReader(Source):
         if not self.num_batches:
             raise ValueError(f"{count} samples are no batch of {batch_size} on each of {world_size} ranks")
         self.num_surplus = num_runs - self.num_batches
-        self.settings = {"samples": count, "batch_size": batch_size, "native": True}
+        self._shuffle, self._seed = shuffle, seed
+        self.settings = {"samples": count, "batch_size": batch_size, "native": True, "shuffle": shuffle, "seed": seed}
         self.settings |= {"rank": rank, "world_size": world_size, "last_batch": last_batch}
 
     outputs = property(lambda self: [PACKED, *self.members, NUMBER], doc="The names of what a batch has, in its order.")
@@ -77,7 +80,7 @@ class NativeReader(Source):
         """Return how many batches an epoch has."""
         return self.num_batches
 
-    def nodes(self, device: str, shuffle: bool, options: Mapping[str, Any]) -> tuple[Any, ...]:
+    def nodes(self, device: str, options: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the nodes, in a pipeline's definition."""
         if self._index_paths is None:
             folder = tempfile.mkdtemp(prefix="tensorcache-")
@@ -89,7 +92,8 @@ class NativeReader(Source):
             index_paths=self._index_paths,
             ext=[self._packed.suffix, *both, *self.members],
             missing_component_behavior="skip",  # samples without this cache
-            random_shuffle=shuffle,
+            random_shuffle=self._shuffle,
+            seed=self._seed,
             pad_last_batch=True,
             shard_id=self._rank,
             num_shards=self._world_size,

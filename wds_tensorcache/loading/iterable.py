@@ -67,8 +67,9 @@ class IterableCache(IterableDataset[Any]):
         self._options = {"cache": cache, "batch_size": batch_size, "rank": rank, "world_size": world_size, **options}
         self._setup = setup
         self._loader: Loader | None = None
-        self._length = len(self._make())
-        self._shared = SharedPosition(self._make().position())
+        loader = self._make()
+        self._length = len(loader)
+        self._shared = SharedPosition(loader.position())
         self._num_given = 0
         self._began: list[int] = []
 

@@ -93,7 +93,8 @@ class Loader:
     ) -> None:
         if (cache is None) == (mix is None):
             raise ValueError("a cache, or mix= with several")
-        if sum(each is not None for each in (weights, mix, bucket_by)) > 1:
+        modes = {"weights": weights, "mix": mix, "buckets": bucket_by}
+        if sum(each is not None for each in modes.values()) > 1:
             raise ValueError("weights, mix and bucket_by exclude each other")
         batch_size, seed, window = map(operator.index, (batch_size, seed, window))
         if batch_size < 1 or threads < 0 or prefetch < 0:
@@ -133,13 +134,7 @@ class Loader:
         self._settings = {
             "seed": seed,
             "shuffle": shuffle,
-            "mode": "mix"
-            if mix is not None
-            else "weights"
-            if weights is not None
-            else "buckets"
-            if bucket_by
-            else "all",
+            "mode": next((name for name, each in modes.items() if each is not None), "all"),
             "streams": list(map(str, self._names)),
             "order": order_digest(streams),
         }

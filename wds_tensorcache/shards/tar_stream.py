@@ -7,6 +7,7 @@ import gzip
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
@@ -66,7 +67,7 @@ class TarStream:
             is_file, name, nbytes = scanner.read_header(header, header_begin, own, common)
             begin = header_begin + BLOCK
             if is_file and not is_meta_name(name):
-                yield name, lambda begin=begin, nbytes=nbytes: self._read_range(begin, begin + nbytes)  # type: ignore[misc]
+                yield name, partial(self._read_range, begin, begin + nbytes)
             self._skip_to(begin + nbytes + padding(nbytes))
 
     def finish(self) -> None:
