@@ -9,17 +9,16 @@ import pytest
 import torch
 import webdataset as wds
 
+import dali_plugin
 import wds_tensorcache as tc
 from tests.dali.conftest import COUNT, sample
+from tests.dali.pipelines import dali, unbatched
 from tests.same import assert_same
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason=f"torch {torch.__version__} sees no CUDA device"),
 ]
-dali = pytest.importorskip("nvidia.dali", reason="needs NVIDIA DALI: pip install nvidia-dali-cuda130")
-import dali_plugin  # noqa: E402
-from tests.dali.test_pipeline import unbatched  # noqa: E402
 
 
 def gpu_pipeline(function: Any, batch_size: int = 6, **options: Any) -> Any:

@@ -12,13 +12,11 @@ import safetensors.torch
 import torch
 import webdataset as wds
 
+import dali_plugin
 import wds_tensorcache as tc
 from tests.dali.conftest import COUNT, sample
+from tests.dali.pipelines import pipeline, unbatched
 from tests.same import assert_same
-
-dali = pytest.importorskip("nvidia.dali", reason="needs NVIDIA DALI: pip install nvidia-dali-cuda130")
-import dali_plugin  # noqa: E402
-from tests.dali.test_pipeline import pipeline, unbatched  # noqa: E402
 
 
 def reader(paths: Any, batch_size: int = 6, depth: Any = 2, **options: Any) -> Any:
@@ -71,28 +69,6 @@ def test_batches_that_are_kept_do_not_change(folder: Path, depth: Any) -> None:
     for batch in kept:
         for at, i in enumerate(batch["id"]):
             assert_same(sample(i), unbatched(batch, at))
-
-
-@pytest.mark.parametrize("last_batch", ["partial", "drop"])
-def test_resumed_at_every_iteration(folder: Path, last_batch: str) -> None:
-    def begun() -> Any:
-        return reader(folder, tensors=["scalar"], shuffle=True, initial_fill=5, seed=3, last_batch=last_batch)
-
-    def take(iterator: Any, count: int) -> list[list[int]]:
-        taken: list[list[int]] = []
-        while len(taken) < count:
-            for batch in iterator:
-                taken.append(batch["scalar"].tolist())
-                if len(taken) == count:
-                    break
-        return taken
-
-    whole = take(begun(), 10)
-    for count in range(10):
-        first, second = begun(), begun()
-        head = take(first, count)
-        second.load_state_dict(first.state_dict())
-        assert head + take(second, 10 - count) == whole
 
 
 def test_shards_of_other_writers(folder: Path, tmp_path: Path) -> None:

@@ -12,29 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+import dali_plugin
 import wds_tensorcache as tc
 from tests.dali.conftest import COUNT, sample
+from tests.dali.pipelines import dali, pipeline, unbatched
 from tests.same import assert_same
 
-INSTALL = "needs NVIDIA DALI: pip install nvidia-dali-cuda130 (runs without a GPU)"
-dali = pytest.importorskip("nvidia.dali", reason=INSTALL)
-import dali_plugin  # noqa: E402
-
 LATENT = "tensors.float32"
-
-
-def pipeline(function: Any, batch_size: int = 6, **options: Any) -> Any:
-    return dali.pipeline_def(function, batch_size=batch_size, num_threads=1, device_id=None, **options)()
-
-
-def unbatched(batch: Any, at: int, like: Any = None) -> Any:
-    """Return one sample of a batch, which is like that sample."""
-    like = sample(0) if like is None else like
-    if isinstance(like, dict):
-        return {key: unbatched(batch[key], at, value) for key, value in like.items() if key in batch}
-    if isinstance(like, (list, tuple)) and any(isinstance(value, (dict, list, tuple, torch.Tensor)) for value in like):
-        return type(like)(unbatched(part, at, value) for part, value in zip(batch, like, strict=True))
-    return batch[at]
 
 
 def test_every_dtype_comes_back(cache: Any) -> None:
@@ -104,35 +88,6 @@ def test_changed_dtypes_stay(cache: Any) -> None:
     batch = next(dali_plugin.TensorCacheIterator(pipeline(nodes), outputs=["tensors.bool", "number"]))
     expected = torch.stack([sample(i)["tensors"]["bool"] for i in range(6)]).float()
     assert torch.equal(batch["tensors"]["bool"], expected)
-
-
-def test_resumed_at_every_iteration(cache: Any) -> None:
-    def nodes() -> Any:
-        scalar, number = dali_plugin.fn.tensorcache(cache, ["scalar"], shuffle=True, last_batch="partial")
-        noise = dali.fn.random.uniform(range=[0, 1], dtype=dali.types.FLOAT)
-        return dali.fn.cast(scalar, dtype=dali.types.FLOAT) + noise, number
-
-    def begun() -> Any:
-        made = pipeline(nodes, enable_checkpointing=True, seed=7)
-        return dali_plugin.TensorCacheIterator(made, outputs=["scalar", "number"])
-
-    def take(iterator: Any, count: int) -> list[list[float]]:
-        taken: list[list[float]] = []
-        while len(taken) < count:
-            for batch in iterator:
-                taken.append(batch["scalar"].tolist())
-                if len(taken) == count:
-                    break
-        return taken
-
-    whole = take(begun(), 10)
-    for count in range(10):
-        first, second = begun(), begun()
-        head = take(first, count)
-        second.load_state_dict(first.state_dict())
-        assert head + take(second, 10 - count) == whole
-    with pytest.raises(RuntimeError, match="the pipelines are built"):
-        second.load_state_dict(first.state_dict())
 
 
 # DALI leaves the sockets that its workers are reached by to the garbage collector
@@ -261,50 +216,6 @@ def test_without_dali(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": f"{tmp_path}:."}
     )
     assert "ImportError: this needs NVIDIA DALI: pip install nvidia-dali-cuda130" in found.stderr
-
-
-@pytest.mark.parametrize("native", [False, True])
-def test_resumed_at_an_epochs_end(cache: Any, native: bool) -> None:
-    nodes = dali_plugin.fn.native_reader if native else dali_plugin.fn.tensorcache
-
-    def begun() -> Any:
-        made = pipeline(lambda: nodes(cache, shuffle=True, last_batch="partial"), enable_checkpointing=True)
-        return dali_plugin.TensorCacheIterator(made)
-
-    first = begun()
-    state, found = None, []
-    for _ in range(3):  # saved after each epoch, and taken up by another process each time
-        if state is not None:
-            first = begun()
-            first.load_state_dict(state)
-        found.append([list(batch["id"]) for batch in first])
-        state = first.state_dict()
-    unbroken = begun()
-    assert found == [[list(batch["id"]) for batch in unbroken] for _ in range(3)]
-
-
-def test_states_that_do_not_fit(cache: Any) -> None:
-    def begun(batch_size: int = 6, **options: Any) -> Any:
-        made = pipeline(
-            lambda: dali_plugin.fn.tensorcache(cache, ["scalar"], **options), batch_size, enable_checkpointing=True
-        )
-        return dali_plugin.TensorCacheIterator(made)
-
-    first = begun()
-    next(first)
-    state = first.state_dict()
-    for other, message in (
-        (begun(4), "batch_size=6, not 4"),
-        (begun(shuffle=True), "shuffle=False, not True"),
-        (begun(rank=0, world_size=2), "world_size=1, not 2"),
-        (begun(last_batch="drop"), "last_batch='fill', not 'drop'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            other.load_state_dict(state)
-    made = pipeline(lambda: dali_plugin.fn.tensorcache(cache, ["scalar"]), enable_checkpointing=True)
-    made.build()
-    with pytest.raises(RuntimeError, match="the pipelines are built"):
-        dali_plugin.TensorCacheIterator(made).load_state_dict(state)
 
 
 def test_layouts(cache: Any, tmp_path: Path) -> None:

@@ -9,13 +9,11 @@ import pytest
 import torch
 import webdataset as wds
 
+import dali_plugin
 import wds_tensorcache as tc
 from tests.dali.conftest import COUNT, sample
+from tests.dali.pipelines import dali, pipeline, unbatched
 from tests.same import assert_same
-
-dali = pytest.importorskip("nvidia.dali", reason="needs NVIDIA DALI: pip install nvidia-dali-cuda130")
-import dali_plugin  # noqa: E402
-from tests.dali.test_pipeline import pipeline, unbatched  # noqa: E402
 
 
 def stream_of(folder: Path, *stages: Any) -> Any:

@@ -6,7 +6,6 @@ import json
 import pickle
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,71 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
+from tests.loading.loaders import COUNT, modes, ranks, steps, write_numbers
 from tests.same import assert_same
 
-COUNT = 23
 WORLDS = (1, 2, 3, 5)
-
-
-def nested(i: int) -> dict[str, Any]:
-    return {"x": torch.full((4,), i), "y": torch.full((1 + i % 3,), i).bfloat16(), "i": i}
-
-
-def write(folder: Path, numbers: range, **options: Any) -> str:
-    with tc.ShardWriter(folder / "%d.tar", fsync=False, **options) as sink:
-        for i in numbers:
-            sink.write(f"{i:03d}", nested(i))
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("loader"), range(COUNT), max_samples=5)
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("other"), range(100, 109))
-
-
-@pytest.fixture
-def cache(folder: str) -> Iterator[Any]:
-    with tc.open(folder) as opened:
-        yield opened
-
-
-@pytest.fixture
-def more(other: str) -> Iterator[Any]:
-    with tc.open(other) as opened:
-        yield opened
-
-
-def ranks(cache: Any, batch_size: int, world_size: int, **options: Any) -> list[tc.Loader]:
-    options = {"collate": "list", "threads": 0, "prefetch": 0} | options
-    return [tc.Loader(cache, batch_size, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
-
-
-def steps(loaders: list[tc.Loader], count: int) -> list[list[int]]:
-    """Return the samples of the next `count` steps, of all ranks together in the order of the sequence, without padding."""
-    taken: list[list[int]] = []
-    while len(taken) < count:
-        for step in zip(*loaders, strict=True):
-            rows = zip(*(zip(info.keys, info.is_padding.tolist(), strict=True) for _, info in step), strict=True)
-            taken.append([int(key) for row in rows for key, is_padding in row if not is_padding])
-            if len(taken) == count:
-                break
-    return taken
-
-
-def modes(cache: Any, more: Any) -> dict[str, dict[str, Any]]:
-    return {
-        "all": {"cache": cache},
-        "in order": {"cache": cache, "shuffle": False},
-        "blocks": {"cache": cache, "shuffle": "blocks", "window": 4},
-        "buckets": {"cache": cache, "bucket_by": "y"},
-        "weights": {"cache": cache, "weights": np.arange(COUNT)},
-        "mix": {"cache": None, "mix": {"a": (cache, 0.7), "b": (more, 0.3)}},
-    }
 
 
 @pytest.mark.parametrize("last", ["pad", "drop", "wrap"])
@@ -202,62 +140,6 @@ def test_buckets_by_function(cache: Any, tmp_path: Path) -> None:
     assert {info.source for _, info in tc.Loader(joined, 4, bucket_by="a.y")} == {(1,), (2,), (3,)}
 
 
-def test_weights(cache: Any) -> None:
-    weights = np.zeros(COUNT)
-    weights[[3, 7]] = 1, 3
-    loader = tc.Loader(cache, 10, weights=weights, collate="list")
-    found = Counter(number for _ in range(100) for _, info in loader for number in info.numbers.tolist())
-    assert set(found) == {3, 7}
-    assert 2.5 < found[7] / found[3] < 3.5
-
-
-def test_mix(cache: Any, more: Any) -> None:
-    loader = tc.Loader(None, 4, mix={"a": (cache, 0.75), "b": (more, 0.25)}, collate="list")
-    assert len(loader) == 8  # of 32 samples
-    found: Counter[str] = Counter()
-    keys: dict[str, list[str]] = {"a": [], "b": []}
-    for _ in range(100):
-        for _, info in loader:
-            found[info.source] += 1
-            keys[info.source] += info.keys
-    assert 2.3 < found["a"] / found["b"] < 3.9
-    for name, each in (("a", cache), ("b", more)):
-        count = len(each)
-        for begin in range(0, len(keys[name]) - count + 1, count):  # each goes through its own epochs
-            assert sorted(keys[name][begin : begin + count]) == sorted(each.keys())
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_weights_that_change(cache: Any, more: Any, strict: bool) -> None:
-    def loader() -> tc.Loader:
-        return tc.Loader(None, 2, mix={"a": (cache, 1), "b": (more, 0)}, collate="list", prefetch=3)
-
-    one = loader()
-    sources, states = [], []
-    for number, (_, info) in enumerate(one):
-        sources.append(info.source)
-        if number == 4:
-            at = one.set_weights({"a": 0, "b": 1}, strict=strict)
-        states.append(json.loads(json.dumps(one.state_dict())))
-    assert at == (5 if strict else 8)
-    assert sources == ["a"] * at + ["b"] * (len(one) - at)
-    for number, state in enumerate(states[:-1]):
-        again = loader()
-        again.load_state_dict(state)
-        expected = sources[number + 1 :] if number >= 4 else ["a"] * (len(one) - number - 1)
-        assert [info.source for _, info in again] == expected
-
-
-def test_weights_of_samples_that_change(cache: Any) -> None:
-    loader = tc.Loader(cache, 5, weights=np.eye(COUNT)[1], collate="list")
-    seen = []
-    for number, (_, info) in enumerate(loader):
-        seen.append(set(info.numbers.tolist()))
-        if number == 1:
-            assert loader.set_weights(torch.eye(COUNT)[2], strict=True) == 2
-    assert seen == [{1}, {1}, {2}, {2}, {2}]
-
-
 def test_iterating_again(cache: Any) -> None:
     loader = tc.Loader(cache, 4, collate="list")
     for expected in (0, 1, 2):
@@ -327,7 +209,7 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
 
 
 def test_states_of_other_orders_are_refused(cache: Any, tmp_path: Path) -> None:
-    resharded = tc.open(write(tmp_path, range(COUNT), max_samples=7))
+    resharded = tc.open(write_numbers(tmp_path, range(COUNT), max_samples=7))
 
     def by(number: int) -> Any:
         return lambda entry: int(entry.key) % 2 if number else int(int(entry.key) >= 12)
@@ -354,26 +236,6 @@ def test_larger_steps_that_do_not_fit_any_more(cache: Any, more: Any, mode: str)
     second.load_state_dict(first.state_dict())
     seen = [info.epoch for _, info in second]
     assert set(seen) == ({0} if mode == "mix" else {1})
-
-
-def test_weights_that_change_twice(cache: Any) -> None:
-    each = np.eye(COUNT)
-    loader = tc.Loader(cache, 1, weights=each[0], collate="list")
-    iterator = iter(loader)
-    next(iterator)
-    assert loader.set_weights(each[1], strict=True) == 1
-    changed = loader.set_weights(each[2])
-    again = tc.Loader(cache, 1, weights=each[0], collate="list")
-    again.load_state_dict(loader.state_dict())
-    seen = [info.numbers.item() for _, info in iterator]
-    assert seen == [info.numbers.item() for _, info in again]
-    assert seen[: changed - 1] == [1] * (changed - 1)
-    assert set(seen[changed - 1 :]) == {2}
-
-
-def test_weights_of_any_size(cache: Any) -> None:
-    loader = tc.Loader(cache, 23, weights=[1e308] * COUNT, collate="list")
-    assert len({number for _ in range(20) for _, info in loader for number in info.numbers.tolist()}) == COUNT
 
 
 def test_buckets_in_blocks(cache: Any) -> None:

@@ -1,0 +1,100 @@
+"""Resumed in the middle of an epoch and between two, in the same sequence; states of others are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import dali_plugin
+from tests.dali.pipelines import dali, pipeline
+
+
+def sequence(iterator: Any, num_batches: int) -> list[tuple[int, list[Any]]]:
+    """Return the next batches' scalars, each with how many epochs ended before it."""
+    found: list[tuple[int, list[Any]]] = []
+    for num_ended in range(num_batches and num_batches + 1):
+        for batch in iterator:
+            found.append((num_ended, batch["scalar"].tolist()))
+            if len(found) == num_batches:
+                return found
+    return found
+
+
+def reader(nodes: Any) -> Any:
+    made = pipeline(nodes, enable_checkpointing=True, seed=7)
+    return dali_plugin.TensorCacheIterator(made, outputs=["scalar", "number"])
+
+
+@pytest.mark.parametrize("last_batch", ["partial", "drop"])
+@pytest.mark.parametrize("native", [False, True])
+def test_resumed_at_every_iteration(cache: Any, native: bool, last_batch: str) -> None:
+    def with_noise() -> Any:
+        scalar, number = dali_plugin.fn.tensorcache(cache, ["scalar"], shuffle=True, last_batch=last_batch)
+        noise = dali.fn.random.uniform(range=[0, 1], dtype=dali.types.FLOAT)
+        return dali.fn.cast(scalar, dtype=dali.types.FLOAT) + noise, number
+
+    def of_the_native_reader() -> Any:
+        options = {"shuffle": True, "initial_fill": 5, "seed": 3, "last_batch": last_batch}
+        return dali_plugin.fn.native_reader(cache, tensors=["scalar"], **options)
+
+    def begun() -> Any:
+        if not native:
+            return reader(with_noise)
+        return dali_plugin.TensorCacheIterator(pipeline(of_the_native_reader, enable_checkpointing=True))
+
+    whole = sequence(begun(), 10)
+    assert whole[-1][0] == (2 if last_batch == "partial" else 3)
+    for count in range(10):
+        first, second = begun(), begun()
+        head = sequence(first, count)
+        second.load_state_dict(first.state_dict())
+        begins = head[-1][0] if head else 0
+        tail = sequence(second, 10 - count)
+        assert head + [(begins + num_ended, values) for num_ended, values in tail] == whole
+    with pytest.raises(RuntimeError, match="the pipelines are built"):
+        second.load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_resumed_at_an_epochs_end(cache: Any, native: bool) -> None:
+    nodes = dali_plugin.fn.native_reader if native else dali_plugin.fn.tensorcache
+
+    def begun() -> Any:
+        made = pipeline(lambda: nodes(cache, shuffle=True, last_batch="partial"), enable_checkpointing=True)
+        return dali_plugin.TensorCacheIterator(made)
+
+    first = begun()
+    state, found = None, []
+    for _ in range(3):  # saved after each epoch, and taken up by another process each time
+        if state is not None:
+            first = begun()
+            first.load_state_dict(state)
+        found.append([list(batch["id"]) for batch in first])
+        state = first.state_dict()
+    unbroken = begun()
+    assert found == [[list(batch["id"]) for batch in unbroken] for _ in range(3)]
+
+
+def test_states_that_do_not_fit(cache: Any) -> None:
+    def begun(batch_size: int = 6, **options: Any) -> Any:
+        made = pipeline(
+            lambda: dali_plugin.fn.tensorcache(cache, ["scalar"], **options), batch_size, enable_checkpointing=True
+        )
+        return dali_plugin.TensorCacheIterator(made)
+
+    first = begun()
+    next(first)
+    state = first.state_dict()
+    for other, message in (
+        (begun(4), "batch_size=6, not 4"),
+        (begun(shuffle=True), "shuffle=False, not True"),
+        (begun(rank=0, world_size=2), "world_size=1, not 2"),
+        (begun(last_batch="drop"), "last_batch='fill', not 'drop'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(state)
+    made = pipeline(lambda: dali_plugin.fn.tensorcache(cache, ["scalar"]), enable_checkpointing=True)
+    made.build()
+    with pytest.raises(RuntimeError, match="the pipelines are built"):
+        dali_plugin.TensorCacheIterator(made).load_state_dict(state)

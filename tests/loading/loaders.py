@@ -1,0 +1,52 @@
+"""Small samples that are told by their numbers, loaders of every mode, and the sequence that they give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import wds_tensorcache as tc
+
+COUNT = 23
+
+
+def nested(i: int) -> dict[str, Any]:
+    return {"x": torch.full((4,), i), "y": torch.full((1 + i % 3,), i).bfloat16(), "i": i}
+
+
+def write_numbers(folder: Path, numbers: range, **options: Any) -> str:
+    with tc.ShardWriter(folder / "%d.tar", fsync=False, **options) as sink:
+        for i in numbers:
+            sink.write(f"{i:03d}", nested(i))
+    return str(folder)
+
+
+def ranks(cache: Any, batch_size: int, world_size: int, **options: Any) -> list[tc.Loader]:
+    options = {"collate": "list", "threads": 0, "prefetch": 0} | options
+    return [tc.Loader(cache, batch_size, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+
+
+def steps(loaders: list[tc.Loader], count: int) -> list[list[int]]:
+    """Return the samples of the next `count` steps, of all ranks together in the order of the sequence, without padding."""
+    taken: list[list[int]] = []
+    while len(taken) < count:
+        for step in zip(*loaders, strict=True):
+            rows = zip(*(zip(info.keys, info.is_padding.tolist(), strict=True) for _, info in step), strict=True)
+            taken.append([int(key) for row in rows for key, is_padding in row if not is_padding])
+            if len(taken) == count:
+                break
+    return taken
+
+
+def modes(cache: Any, more: Any) -> dict[str, dict[str, Any]]:
+    return {
+        "all": {"cache": cache},
+        "in order": {"cache": cache, "shuffle": False},
+        "blocks": {"cache": cache, "shuffle": "blocks", "window": 4},
+        "buckets": {"cache": cache, "bucket_by": "y"},
+        "weights": {"cache": cache, "weights": np.arange(COUNT)},
+        "mix": {"cache": None, "mix": {"a": (cache, 0.7), "b": (more, 0.3)}},
+    }

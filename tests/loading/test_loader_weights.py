@@ -1,0 +1,90 @@
+"""Weights of samples and of sources, which may change while batches are on their way."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.loading.loaders import COUNT
+
+
+def test_weights(cache: Any) -> None:
+    weights = np.zeros(COUNT)
+    weights[[3, 7]] = 1, 3
+    loader = tc.Loader(cache, 10, weights=weights, collate="list")
+    found = Counter(number for _ in range(100) for _, info in loader for number in info.numbers.tolist())
+    assert set(found) == {3, 7}
+    assert 2.5 < found[7] / found[3] < 3.5
+
+
+def test_weights_of_any_size(cache: Any) -> None:
+    loader = tc.Loader(cache, 23, weights=[1e308] * COUNT, collate="list")
+    assert len({number for _ in range(20) for _, info in loader for number in info.numbers.tolist()}) == COUNT
+
+
+def test_weights_of_samples_that_change(cache: Any) -> None:
+    loader = tc.Loader(cache, 5, weights=np.eye(COUNT)[1], collate="list")
+    seen = []
+    for number, (_, info) in enumerate(loader):
+        seen.append(set(info.numbers.tolist()))
+        if number == 1:
+            assert loader.set_weights(torch.eye(COUNT)[2], strict=True) == 2
+    assert seen == [{1}, {1}, {2}, {2}, {2}]
+
+
+def test_weights_that_change_twice(cache: Any) -> None:
+    each = np.eye(COUNT)
+    loader = tc.Loader(cache, 1, weights=each[0], collate="list")
+    iterator = iter(loader)
+    next(iterator)
+    assert loader.set_weights(each[1], strict=True) == 1
+    changed = loader.set_weights(each[2])
+    again = tc.Loader(cache, 1, weights=each[0], collate="list")
+    again.load_state_dict(loader.state_dict())
+    seen = [info.numbers.item() for _, info in iterator]
+    assert seen == [info.numbers.item() for _, info in again]
+    assert seen[: changed - 1] == [1] * (changed - 1)
+    assert set(seen[changed - 1 :]) == {2}
+
+
+def test_mix(cache: Any, more: Any) -> None:
+    loader = tc.Loader(None, 4, mix={"a": (cache, 0.75), "b": (more, 0.25)}, collate="list")
+    assert len(loader) == 8  # of 32 samples
+    found: Counter[str] = Counter()
+    keys: dict[str, list[str]] = {"a": [], "b": []}
+    for _ in range(100):
+        for _, info in loader:
+            found[info.source] += 1
+            keys[info.source] += info.keys
+    assert 2.3 < found["a"] / found["b"] < 3.9
+    for name, each in (("a", cache), ("b", more)):
+        count = len(each)
+        for begin in range(0, len(keys[name]) - count + 1, count):  # each goes through its own epochs
+            assert sorted(keys[name][begin : begin + count]) == sorted(each.keys())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_that_change(cache: Any, more: Any, strict: bool) -> None:
+    def loader() -> tc.Loader:
+        return tc.Loader(None, 2, mix={"a": (cache, 1), "b": (more, 0)}, collate="list", prefetch=3)
+
+    one = loader()
+    sources, states = [], []
+    for number, (_, info) in enumerate(one):
+        sources.append(info.source)
+        if number == 4:
+            at = one.set_weights({"a": 0, "b": 1}, strict=strict)
+        states.append(json.loads(json.dumps(one.state_dict())))
+    assert at == (5 if strict else 8)
+    assert sources == ["a"] * at + ["b"] * (len(one) - at)
+    for number, state in enumerate(states[:-1]):
+        again = loader()
+        again.load_state_dict(state)
+        expected = sources[number + 1 :] if number >= 4 else ["a"] * (len(one) - number - 1)
+        assert [info.source for _, info in again] == expected
