@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +109,7 @@ def _changed(name: str, value: Any, dtype: Any, carrier: Any) -> Any:
     raise TypeError(
         f"tensor {name!r} is {dtype}, which DALI does not have: it travels as {carrier}, its bits, and an operator made "
         f"{value.dtype}{list(value.shape)} of these. Operators that compute take bfloat16 with as_float=[{name!r}]; "
-        "of others the cache needs a dtype that DALI has"
+        "of others the cache needs a dtype that DALI has. Or outputs= are not in the order of the pipeline's"
     )
 
 
@@ -137,15 +138,17 @@ def as_value(value: Any) -> Any:
 
 
 def known_names(names: Iterable[str] | str, known: Iterable[str], what: str) -> list[str]:
-    """Return `names` as a list.
+    """Return `names` as a list, patterns (`"text.*"`) as those that they match.
 
     Raises:
         KeyError: One is not known; the message has those that are spelt alike.
         ValueError: One is there twice.
     """
-    names, known = [names] if isinstance(names, str) else list(names), list(known)
-    for name in names:
-        if name not in known:
+    known, asked, names = list(known), [names] if isinstance(names, str) else list(names), []
+    for name in asked:
+        matches = [name] if name in known else fnmatch.filter(known, name)
+        names += matches
+        if not matches:
             near = difflib.get_close_matches(name, known, cutoff=0.3) or known[:8]
             raise KeyError(f"no {what} is called {name!r}; there are {', '.join(map(repr, near)) or 'none'}")
     if len(set(names)) < len(names):

@@ -107,12 +107,16 @@ class TensorCacheIterator:
         """Return where the iterator is: DALI's checkpoints, of pipelines with `enable_checkpointing=True`.
 
         Raises:
-            RuntimeError: A source is a stream, which cannot go on in the middle; `tc.resumable` can.
+            RuntimeError: A source is a stream, which cannot go on in the middle (`tc.resumable` can), or a pipeline has no
+                checkpoints.
         """
         if any(source.settings is None for source in self._sources):
             raise RuntimeError("a stream cannot go on in the middle of an epoch; tc.resumable can, without a pipeline")
         self._build()
-        checkpoints = [pipe.checkpoint() for pipe in self._pipelines]
+        try:
+            checkpoints = [pipe.checkpoint() for pipe in self._pipelines]
+        except RuntimeError as exc:
+            raise RuntimeError("no checkpoint of the pipeline; was it made with enable_checkpointing=True?") from exc
         settings = [source.settings for source in self._sources]
         at = {"over": self._is_over, "iteration": self._iteration, "settings": settings}
         return {"checkpoints": checkpoints, **at}

@@ -31,7 +31,7 @@ class TensorCacheSource(Source):
 
     Args:
         cache: A cache, or anything that `tc.open` takes.
-        tensors: Their names, as in `cache.schema`; all by default.
+        tensors: Their names, as in `cache.schema`, or patterns (`"text.*"`); all by default.
         members: Suffixes of other members, whose bytes arrive as they are: `["jpg"]`.
         batch_size: Samples in a batch.
         shuffle, seed: A new order every epoch, the same on all ranks.

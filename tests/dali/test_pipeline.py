@@ -189,6 +189,16 @@ def test_operators_that_compute_with_bits(cache: Any, name: str) -> None:
         next(dali_plugin.TensorCacheIterator(pipeline(nodes)))
 
 
+def test_patterns(cache: Any) -> None:
+    source = dali_plugin.TensorCacheSource(cache, ["tensors.float*", "scalar"], batch_size=6)
+    floats = "float16 float32 float64 float8_e4m3fn float8_e5m2 float8_e8m0fnu"
+    assert sorted(source.tensors) == sorted(["scalar", *(f"tensors.{name}" for name in floats.split())])
+    with pytest.raises(KeyError, match=r"called 'text\.\*'"):
+        dali_plugin.TensorCacheSource(cache, ["text.*"], batch_size=6)
+    with pytest.raises(ValueError, match="one is there twice"):
+        dali_plugin.TensorCacheSource(cache, ["tensors.float32", "tensors.float*"], batch_size=6)
+
+
 def test_dynamic_mode(cache: Any) -> None:
     ndd = pytest.importorskip("nvidia.dali.experimental.dynamic")
     source = dali_plugin.TensorCacheSource(

@@ -76,6 +76,13 @@ def test_resumed_at_an_epochs_end(cache: Any, native: bool) -> None:
     assert found == [[list(batch["id"]) for batch in unbroken] for _ in range(3)]
 
 
+def test_a_pipeline_without_checkpoints(cache: Any) -> None:
+    iterator = dali_plugin.TensorCacheIterator(pipeline(lambda: dali_plugin.fn.tensorcache(cache, ["scalar"])))
+    next(iterator)
+    with pytest.raises(RuntimeError, match="was it made with enable_checkpointing=True"):
+        iterator.state_dict()
+
+
 def test_states_that_do_not_fit(cache: Any) -> None:
     def begun(batch_size: int = 6, **options: Any) -> Any:
         made = pipeline(

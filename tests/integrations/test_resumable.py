@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +211,128 @@ def test_epochs_that_torch_seeds_alike(urls: list[str]) -> None:
         torch.manual_seed(0)
         seen += list(map(number, DataLoader(stream, batch_size=None, num_workers=1)))
     assert seen == expected
+
+
+def epochs(stream: Any, num_workers: int, count: int = 1) -> list[list[int]]:
+    made = DataLoader(stream, batch_size=None, num_workers=num_workers)
+    return [[i for item in made for i in number(item)] for _ in range(count)]
+
+
+def test_workers_and_this_process_in_turn(urls: list[str]) -> None:
+    orders = epochs(tc.resumable(urls, tc.decode()), 0, 6)
+    for context in (lambda stream: stream, lambda stream: pickle.loads(pickle.dumps(stream))):
+        stream = context(tc.resumable(urls, tc.decode()))
+        assert epochs(stream, 0) == orders[:1]
+        assert epochs(stream, 1, 2) == orders[1:3]
+        with pytest.raises(RuntimeError, match="the workers have the state"):
+            stream.state_dict()
+        assert epochs(stream, 0) == orders[3:4]
+        next(iter(stream))  # leaves an epoch
+        assert epochs(stream, 1) == orders[5:]
+        stream.set_epoch(2)
+        assert stream.state_dict()["epoch"] == 2
+        assert epochs(stream, 1) == orders[2:3]
+
+
+def test_a_state_is_of_one_process(urls: list[str]) -> None:
+    stream = tc.resumable(urls, tc.decode())
+    next(iter(stream))
+    state = stream.state_dict()
+    stream.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="the state was loaded by one process"):
+        epochs(stream, 1)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_stateful_epochs(urls: list[str], persistent: bool) -> None:
+    def begun() -> Any:
+        stream = tc.resumable(urls, tc.decode())
+        return StatefulDataLoader(stream, batch_size=None, num_workers=2, persistent_workers=persistent)
+
+    made = begun()
+    whole, states = [], []
+    for _ in range(3):
+        whole.append([])
+        for item in made:
+            whole[-1] += number(item)
+            states.append((len(whole) - 1, len(whole[-1]), pickle.dumps(made.state_dict())))
+    assert len({tuple(order) for order in whole}) == 3
+    for epoch, taken, state in states[1::7] + states[COUNT : COUNT + 2] + [states[COUNT - 1]]:
+        again = begun()
+        again.load_state_dict(pickle.loads(state))
+        rest = [i for item in again for i in number(item)]
+        assert sorted(whole[epoch][:taken] + rest) == list(range(COUNT))
+        if epoch < 2:
+            assert [i for item in again for i in number(item)] == whole[epoch + 1]
+
+
+def test_iterations_end_each_other(urls: list[str]) -> None:
+    stream = tc.resumable(urls, tc.decode())
+    first = iter(stream)
+    next(first)
+    state = stream.state_dict()
+    second = iter(stream)
+    next(second)
+    with pytest.raises(RuntimeError, match="another iteration of this stream has begun"):
+        next(first)
+    stream.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="another iteration of this stream has begun"):
+        next(second)
+    assert len(list(stream)) == COUNT - 1
+
+
+def test_shards_that_changed(urls: list[str], tmp_path: Path) -> None:
+    copies = [shutil.copy(url, tmp_path) for url in urls]
+    state = tc.resumable(copies, tc.decode(), rank=0, world_size=2).state_dict()
+    tc.resumable(copies, tc.decode(), rank=0, world_size=2).load_state_dict(state)
+    with open(copies[1], "ab") as file:
+        file.write(bytes(512))
+    with pytest.raises(ValueError, match="the state is of another stream"):
+        tc.resumable(copies, tc.decode(), rank=0, world_size=2).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"epoch": -1},
+        {"epoch": "1"},
+        {"over": "x"},
+        {"done": None},
+        {"done": {"9": [[[0, 1]], None]}},
+        {"done": {"0": [[[5, 0]], None]}},
+        {"done": {"0": [[["a", "b"]], None]}},
+        {"done": {"0": [[[0, 5]], 3]}},
+        {"done": {"0": [[[0, 1], [1, 2]], None]}},
+        {"version": 0},
+        {"of": None},
+    ],
+    ids=str,
+)
+def test_states_that_are_damaged(urls: list[str], changed: dict[str, Any]) -> None:
+    stream = tc.resumable(urls, tc.decode())
+    before = stream.state_dict()
+    for wrong in (before | changed, {key: value for key, value in before.items() if key not in changed}, None):
+        with pytest.raises(ValueError, match=r"the state (is|does)"):
+            stream.load_state_dict(wrong)
+    assert stream.state_dict() == before
+
+
+def test_what_the_stream_does_itself(urls: list[str], tmp_path: Path) -> None:
+    for stage in (wds.split_by_worker, wds.split_by_node, wds.tarfile_to_samples(), tc.tarfile_to_samples()):
+        with pytest.raises(ValueError, match="the stream shares out and reads the shards itself"):
+            tc.resumable(urls, stage, tc.decode())
+    with pytest.raises(ValueError, match="5 shards for 6 ranks: some would have none"):
+        tc.resumable(urls, tc.decode(), rank=0, world_size=6)
+    for wrong in (wds.DataPipeline(wds.SimpleShardList(urls)), [1], None):
+        with pytest.raises(TypeError, match="expected a list of them, a pattern or a folder"):
+            tc.resumable(wrong, tc.decode())
+    with pytest.raises(FileNotFoundError, match="neither manifest.json nor"):
+        tc.resumable(str(tmp_path), tc.decode())
+    with pytest.raises(KeyError, match="let them pass it on, or map behind the stream"):
+        next(iter(tc.resumable(urls, wds.map(lambda sample: sample["__key__"]))))
+
+
+def test_folders_and_patterns(urls: list[str]) -> None:
+    folder = str(Path(urls[0]).parent)
+    for source in (folder, f"{folder}/*.tar", f"{folder}/{{0..4}}.tar"):
+        assert sorted(i for item in tc.resumable(source, tc.decode()) for i in number(item)) == list(range(COUNT))

@@ -139,6 +139,21 @@ def test_shards_that_are_cut_never_mix(shards: list[Path], tmp_path: Path) -> No
         assert read(cut, shards[1], handler=wds.ignore_and_stop) == first
 
 
+@pytest.mark.parametrize("suffix", ["__key__", "__url__", "__local_path__", "__URL__"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_members_with_names_of_webdatasets_own(tmp_path: Path, suffix: str, at: int) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as tar:
+        for name in ["a.txt"] * at + [f"a.{suffix}", "a.json"]:
+            info = tarfile.TarInfo(name)
+            info.size = 1
+            tar.addfile(info, io.BytesIO(b"1"))
+    with pytest.raises(tc.FormatError, match="which is webdataset's name for another"):
+        list(tc.tarfile_to_samples()([{"url": str(path)}]))
+    expected = {"__key__": "a", "__url__": str(path), "json": b"1"} | ({"txt": b"1"} if at else {})
+    assert list(tc.tarfile_to_samples(handler=wds.ignore_and_continue)([{"url": str(path)}])) == [expected]
+
+
 def test_webdatasets_own_stage_mixes(shards: list[Path], tmp_path: Path) -> None:
     """Why this stage is there; when it fails, webdataset has mended it and README should say so."""
     cut = tmp_path / "c.tar"

@@ -3,55 +3,34 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 import wds_tensorcache as tc
+from tests.loading.loaders import COUNT, modes
 
-COUNT = 23
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # more workers than cores
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata looks at all of torch
-]
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Any]:
-    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=5, fsync=False) as sink:
-        for i in range(COUNT):
-            sink.write(f"{i:03d}", {"x": torch.full((1 + i % 3,), i), "i": i})
-    with tc.open(tmp_path) as opened:
-        yield opened
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores
 
 
 def keys(batches: Any) -> list[list[str]]:
     return [info.keys for _, info in batches]
 
 
-def modes(cache: Any) -> dict[str, dict[str, Any]]:
-    return {
-        "all": {"cache": cache},
-        "buckets": {"cache": cache, "bucket_by": "x"},
-        "mix": {"mix": {"a": (cache, 0.5), "b": (cache[3:9], 0.5)}},
-        "weights": {"cache": cache, "weights": np.arange(COUNT)},
-    }
-
-
 @pytest.mark.parametrize("mode", ["all", "buckets", "mix", "weights"])
 @pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_give_the_sequence_of_one_process(cache: Any, mode: str, num_workers: int, persistent: bool) -> None:
+def test_workers_give_the_sequence_of_one_process(
+    cache: Any, more: Any, mode: str, num_workers: int, persistent: bool
+) -> None:
     if persistent and not num_workers:
         return
-    options: dict[str, Any] = {"batch_size": 4, "collate": "list", **modes(cache)[mode]}
+    options: dict[str, Any] = {"batch_size": 4, "collate": "list", **modes(cache, more)[mode]}
     loader = tc.Loader(**options)
     expected = [keys(loader) for _ in range(3)]
     dataset = tc.IterableCache(**options)
@@ -61,7 +40,7 @@ def test_workers_give_the_sequence_of_one_process(cache: Any, mode: str, num_wor
         batches = list(made)
         assert keys(batches) == expected[epoch]
         for batch, info in batches:
-            assert [torch.full((1 + i % 3,), i).tolist() for i in batch["i"]] == [x.tolist() for x in batch["x"]]
+            assert [[i] * (1 + i % 3) for i in batch["i"]] == [y.tolist() for y in batch["y"]]
             assert batch["i"] == list(map(int, info.keys))
     if not persistent:
         dataset.set_epoch(1)
@@ -84,24 +63,6 @@ def test_spawned_workers_are_set_up(cache: Any, tmp_path: Path, monkeypatch: pyt
     assert Path("1 of 2").read_text() == "1 2 23"
 
 
-@pytest.mark.parametrize("mode", ["all", "buckets", "mix"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_stateful_data_loader(cache: Any, mode: str, num_workers: int) -> None:
-    def begun() -> Any:
-        options: dict[str, Any] = {"batch_size": 5, "collate": "list", **modes(cache)[mode]}
-        return StatefulDataLoader(tc.IterableCache(**options), batch_size=None, num_workers=num_workers)
-
-    made, states = begun(), []
-    whole = []
-    for batch in made:
-        whole.append(batch[1].keys)
-        states.append(copy.deepcopy(made.state_dict()))
-    for number, state in enumerate(states[:-1]):
-        again = begun()
-        again.load_state_dict(pickle.loads(pickle.dumps(state)))
-        assert keys(again) == whole[number + 1 :]
-
-
 def test_maps_of_samples_and_batches(cache: Any) -> None:
     """`TensorCache` itself is a map-style dataset, whose `__getitems__` torch calls with a batch's numbers."""
     made = DataLoader(
@@ -122,12 +83,104 @@ def test_epochs_that_torch_seeds_alike(cache: Any, given: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", ["all", "mix"])
-def test_epochs_that_workers_left(cache: Any, mode: str) -> None:
-    options: dict[str, Any] = {"batch_size": 2, "collate": "list", **modes(cache)[mode]}
-    made = DataLoader(tc.IterableCache(**options), batch_size=None, num_workers=2, persistent_workers=True)
-    for _ in range(2):
-        for taken, _ in enumerate(made):
-            if taken == 1:
-                break
-        steps = [info.step for _, info in made]
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_epochs_that_were_left(cache: Any, more: Any, mode: str, num_workers: int, persistent: bool) -> None:
+    options: dict[str, Any] = {"batch_size": 2, "collate": "list", **modes(cache, more)[mode]}
+    made = DataLoader(
+        tc.IterableCache(**options),
+        batch_size=None,
+        num_workers=num_workers,
+        persistent_workers=persistent and num_workers > 0,
+    )
+    for epoch in (0, 2):
+        assert next(iter(made))[1].epoch == epoch
+        infos = [info for _, info in made]
+        assert {info.epoch for info in infos} == {epoch + 1}
+        steps = [info.step for info in infos]
         assert steps == list(range(steps[0], steps[0] + len(made)))
+        if mode == "all":
+            assert sorted({key for info in infos for key in info.keys}) == sorted(cache.keys())
+
+
+def epochs(dataset: Any, num_workers: int, count: int = 1) -> list[list[list[str]]]:
+    return [keys(DataLoader(dataset, batch_size=None, num_workers=num_workers)) for _ in range(count)]
+
+
+def test_workers_and_this_process_in_turn(cache: Any) -> None:
+    loader = tc.Loader(cache, 4, collate="list")
+    expected = [keys(loader) for _ in range(10)]
+    dataset = tc.IterableCache(cache, 4, collate="list")
+    dataset.state_dict()
+    assert epochs(dataset, 0) == expected[:1]
+    assert epochs(dataset, 2, 2) == expected[1:3]
+    assert epochs(dataset, 0) == expected[3:4]
+    assert dataset.state_dict()["position"]["epoch"] == 4
+    assert epochs(dataset, 3) == expected[4:5]
+    next(iter(dataset))  # leaves an epoch
+    assert epochs(dataset, 1) == expected[6:7]
+    dataset.set_epoch(8)
+    assert dataset.state_dict()["position"]["epoch"] == 8
+    assert epochs(dataset, 2, 2) == expected[8:]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda dataset: pickle.loads(pickle.dumps(dataset))])
+def test_copies_have_epochs_of_their_own(cache: Any, copied: Any) -> None:
+    loader = tc.Loader(cache, 4, collate="list")
+    expected = [keys(loader) for _ in range(3)]
+    dataset = tc.IterableCache(cache, 4, collate="list")
+    other = copied(dataset)
+    assert epochs(other, 2, 3) == expected
+    assert epochs(dataset, 2, 3) == expected
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_state_that_this_process_loads(cache: Any, context: str) -> None:
+    """For plain `DataLoader`, whose workers begin where the dataset stands; the weights are those of the state."""
+    for options in ({}, {"weights": [1.0] * COUNT}):
+        first = tc.Loader(cache, 4, collate="list", **options)
+        for _, info in first:
+            if info.step == 2:
+                break
+        if options:
+            first.set_weights([float(i == 7) for i in range(COUNT)])
+        dataset = tc.IterableCache(cache, 4, collate="list", **options)
+        dataset.load_state_dict(first.state_dict())
+        rest = tc.Loader(cache, 4, collate="list", **options)
+        rest.load_state_dict(first.state_dict())
+        made = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=context)
+        for _ in range(2):
+            assert keys(made) == keys(rest)
+
+
+def test_the_state_that_workers_have(cache: Any) -> None:
+    dataset = tc.IterableCache(cache, 4, collate="list")
+    next(iter(DataLoader(dataset, batch_size=None, num_workers=2)))
+    with pytest.raises(RuntimeError, match="the workers have the state"):
+        dataset.state_dict()
+    dataset.set_epoch(3)
+    assert dataset.state_dict()["position"]["epoch"] == 3
+
+
+def test_batches_from_workers_are_light(cache: Any) -> None:
+    made = DataLoader(tc.IterableCache(cache, 4, collate="list"), batch_size=None, num_workers=1)
+    infos = [info for _, info in made]
+    files = len(os.listdir("/proc/self/fd"))
+    for info in infos:
+        assert info.cache is None
+        assert info.keys == [f"{number:03d}" for number in info.numbers]
+        assert info.is_padding.dtype == torch.bool
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(pickle.dumps(infos[0])) < 1000
+
+
+def test_shared_memory_is_given_back(cache: Any) -> None:
+    def open_ones() -> set[str]:
+        return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+    before = open_ones()
+    dataset = tc.IterableCache(cache, 4, collate="list")
+    epochs(dataset, 2, 3)
+    next(iter(DataLoader(dataset, batch_size=None, num_workers=2)))
+    del dataset
+    assert open_ones() <= before

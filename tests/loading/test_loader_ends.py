@@ -32,6 +32,7 @@ def cache(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def nothing_stays(cache: Any) -> Iterator[None]:
+    gc.collect()  # what other tests left
     files = len(os.listdir("/proc/self/fd"))
     yield
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorcache-loader")]
@@ -67,7 +68,59 @@ def test_a_new_loop_ends_the_old_one(cache: Any) -> None:
     old = iter(loader)
     next(old)
     assert len(list(loader)) == 10
-    assert not list(old)
+    with pytest.raises(RuntimeError, match="another iteration of this loader has begun"):
+        next(old)
+    with pytest.raises(RuntimeError, match="another iteration of this loader has begun"):
+        list(zip(loader, loader, strict=True))
+    gc.collect()
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2])
+def test_closing_in_a_collate_function(cache: Any, threads: int) -> None:
+    def collate(samples: list[Any]) -> Any:
+        if samples[0]["x"][0] == 12:
+            loader.close()
+        return samples
+
+    loader = tc.Loader(cache, 4, shuffle=False, threads=threads, collate=collate)
+    assert len(list(loader)) < 4
+    assert len(list(loader)) < 4  # of the next epoch
+    assert loader.epoch < 3
+
+
+def test_closing_while_another_thread_waits(cache: Any) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    def collate(samples: list[Any]) -> Any:
+        reading.set()
+        go_on.wait(30)
+        return samples
+
+    loader = tc.Loader(cache, 4, collate=collate)
+    taken: list[Any] = []
+    waiting = threading.Thread(target=lambda: taken.extend(loader))
+    waiting.start()
+    assert reading.wait(30)
+    loader.close()
+    go_on.set()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert not taken
+    assert loader.state_dict()["position"]["used"] == 0
+
+
+def test_a_fork_in_an_iteration(cache: Any) -> None:
+    iterator = iter(tc.Loader(cache, 4))
+    next(iterator)
+    child = os.fork()
+    if child == 0:
+        try:
+            next(iterator)
+        except RuntimeError as exc:
+            os._exit("of another process" in str(exc))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert len(list(iterator)) == 9
 
 
 def test_an_error_in_collate(cache: Any) -> None:

@@ -88,3 +88,36 @@ def test_weights_that_change(cache: Any, more: Any, strict: bool) -> None:
         again.load_state_dict(state)
         expected = sources[number + 1 :] if number >= 4 else ["a"] * (len(one) - number - 1)
         assert [info.source for _, info in again] == expected
+
+
+def test_old_weights_are_forgotten(cache: Any) -> None:
+    loader = tc.Loader(cache, 1, weights=np.ones(COUNT), collate="list")
+    for number, _ in enumerate(loader):
+        loader.set_weights(np.full(COUNT, number + 1), strict=number % 2 == 0)
+        assert len(loader._weights._steps) <= 8  # of what was read ahead, at most
+
+
+def test_states_have_the_weights(cache: Any) -> None:
+    first = tc.Loader(cache, 4, weights=np.eye(COUNT)[3])
+    second = tc.Loader(cache, 4, weights=np.eye(COUNT)[4], collate="list")
+    second.load_state_dict(first.state_dict())
+    assert {number for _, info in second for number in info.numbers.tolist()} == {3}
+    second.set_weights(np.eye(COUNT)[4])
+    assert {number for _, info in second for number in info.numbers.tolist()} == {4}
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [None, "abc", {"a": 1}, [1j] * COUNT, [1] * 3, [0] * COUNT, [-1] * COUNT, [float("nan")] * COUNT],
+    ids=str,
+)
+def test_what_are_no_weights(cache: Any, weights: Any) -> None:
+    loader = tc.Loader(cache, 4, weights=np.ones(COUNT))
+    with pytest.raises(ValueError, match=f"expected {COUNT} numbers"):
+        loader.set_weights(weights)
+
+
+@pytest.mark.parametrize("mix", [{}, {"a": None}, {"a": (None, 0.5, 1)}, [1]], ids=str)
+def test_what_is_no_mix(mix: Any) -> None:
+    with pytest.raises(ValueError, match="mix=.*expected {'a': "):
+        tc.Loader(mix=mix)

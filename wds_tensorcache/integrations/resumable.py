@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -10,12 +12,14 @@ import xxhash
 from torch.utils.data import IterableDataset, get_worker_info
 from webdataset.handlers import reraise_exception
 from webdataset.pipeline import DataPipeline
-from webdataset.shardlists import expand_urls
+from webdataset.shardlists import expand_urls, split_by_node, split_by_worker
+from webdataset.tariterators import tarfile_samples
 
 from wds_tensorcache.integrations.tar_samples import Stopped, TarSamples
+from wds_tensorcache.loading.opening import find_shards
 from wds_tensorcache.loading.order import EpochOrder
 from wds_tensorcache.loading.ranks import find_rank
-from wds_tensorcache.loading.shared import SharedPosition
+from wds_tensorcache.loading.shared import SharedPosition, token_of
 
 __all__ = ["ResumableStream", "resumable"]
 
@@ -28,11 +32,17 @@ def resumable(urls: str | Iterable[str], *stages: Any, **options: Any) -> Resuma
     """Return a dataset like `wds.DataPipeline(shards, tarfile_to_samples(), *stages)` that can be left and taken up again.
 
     Args:
-        urls: Of the shards; a string may have braces.
-        stages: Of webdataset, and others like them: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
+        urls: Of the shards, which are shared out among ranks and workers here: a list, a pattern with braces, a folder, or
+            `"train-*.tar"`.
+        stages: Of webdataset, and others like them: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`. What they yield
+            keeps `sample["__position__"]`, else map behind the stream.
         options: Of `ResumableStream`.
+
+    Raises:
+        TypeError: `urls` are something else.
+        ValueError: A stage does what the stream does itself, or ranks would have no shard.
     """
-    return ResumableStream(expand_urls(urls) if isinstance(urls, str) else list(urls), stages, **options)
+    return ResumableStream(_urls(urls), stages, **options)
 
 
 class ResumableStream(IterableDataset[Any]):
@@ -47,7 +57,8 @@ class ResumableStream(IterableDataset[Any]):
     come into its hands again after resuming.
 
     Works with `DataLoader` and torchdata's `StatefulDataLoader`. Shards are shared out to ranks and workers by their bytes,
-    where they are files, else by their number. Each worker has a state of its own, for as many of them as before.
+    where they are files, else by their number; ranks may so have different numbers of samples. Each worker has a state of its
+    own, for as many of them as before.
 
     Args:
         urls: Of the shards.
@@ -80,52 +91,88 @@ class ResumableStream(IterableDataset[Any]):
         if not self._urls:
             raise ValueError("no shards")
         self._stages = list(stages)
-        self._order = EpochOrder(len(self._urls), shuffle=shuffle, seed=seed)
+        for stage in self._stages:
+            if getattr(stage, "f", stage) in (split_by_node, split_by_worker, tarfile_samples) or isinstance(
+                stage, TarSamples
+            ):
+                raise ValueError(
+                    f"stage {stage!r:.200}: the stream shares out and reads the shards itself; leave it out"
+                )
+        self._order = EpochOrder(len(self._urls), shuffle=shuffle, seed=operator.index(seed))
         self._rank, self._world_size = find_rank(rank, world_size, group)
+        if len(self._urls) < self._world_size:
+            raise ValueError(f"{len(self._urls)} shards for {self._world_size} ranks: some would have none")
         self._handler = handler
         self._read = TarSamples(handler, select_files, rename_files)
         self._loads = _loads(self._urls)
+        self._shared = SharedPosition([0])
+        self._num_iterations = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
         self._epoch = 0
         self._done: dict[int, _Done] = {}  # by shard
         self._is_resumed = False
         self._is_over = False
-        self._shared = SharedPosition([0])
         self._num_given = 0
-        self._has_begun = False
+
+    def _come_into(self) -> Any:
+        """Return torch's `WorkerInfo`; in a worker that was forked, where this process stood means nothing."""
+        if self._pid != os.getpid():
+            if self._is_resumed:
+                raise RuntimeError(
+                    "the state was loaded by one process, for itself; StatefulDataLoader gives workers theirs"
+                )
+            self._reset()
+        return get_worker_info()
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch; after `load_state_dict`, go on in the one that was left."""
-        if self._is_over and self._is_resumed and get_worker_info() is not None:
-            self._is_resumed = False
+        """Begin an epoch; after `load_state_dict`, go on in the one that was left. Ends what is still iterating."""
+        self._num_iterations += 1
+        info = self._come_into()
+        if info is not None and not self._is_resumed:  # before torchdata asks for the state
+            self._epoch, self._done, self._is_over = self._shared.begin(token_of(info), info.id)[0], {}, False
+        return self._items(self._num_iterations, info)
+
+    def _items(self, iteration: int, info: Any) -> Iterator[Any]:
+        shared, is_resumed = self._shared, self._is_resumed
+        if info is None:
+            if self._is_over or (self._done and not is_resumed):
+                self._epoch, self._done = self._epoch + 1, {}
+            if shared.is_begun:
+                shared.give(shared.next)  # behind what workers have done
+            if shared.num_given != self._num_given and not is_resumed:
+                self._epoch, self._done = shared.given[0], {}
+            self._num_given = shared.num_given
+        shared.put([self._epoch + 1])
+        self._is_resumed = False
+        if is_resumed and self._is_over and info is not None:
             return  # this worker had given all of its own, other ones had not
-        if self._is_over or (self._done and not self._is_resumed):
-            self._epoch, self._done = self._epoch + 1, {}
-        info, shared = get_worker_info(), self._shared
-        if not self._is_resumed and info is not None and not self._has_begun:
-            self._epoch = shared.begin(info.seed - info.id, info.id)[0]  # the same number in all workers of an epoch
-        elif not self._is_resumed and shared.num_given != self._num_given:
-            self._epoch = shared.given[0]
-        self._num_given, self._has_begun = shared.num_given, True
-        self._is_resumed = self._is_over = False
+        self._is_over = False
         for item in DataPipeline(self._samples, *self._stages):
+            if iteration != self._num_iterations:
+                raise RuntimeError("another iteration of this stream has begun, which ended this one")
             found = list(_positions(item))
             if not found:
                 raise KeyError(
-                    f"what the stages yield has no {POSITION!r}, by which the stream knows what came out of them"
+                    f"what the stages yield has no {POSITION!r}, by which the stream knows what came out of them: let them "
+                    "pass it on, or map behind the stream"
                 )
             for shard, number in found:
                 self._done.setdefault(shard, _Done()).add(number)
             yield item
         self._is_over = True
-        shared.end([self._epoch + 1])
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration begin that epoch; after `load_state_dict` with that one, nothing changes."""
-        if epoch < 0:
+        epoch = operator.index(epoch)
+        if not 0 <= epoch < 1 << 62:
             raise ValueError(f"epoch={epoch}, expected 0 or more")
         if self._is_resumed and epoch == self._epoch and not self._is_over:
             return
-        self._done, self._is_resumed, self._is_over = {}, False, False
+        self._num_iterations += 1
+        self._epoch, self._done, self._is_resumed, self._is_over = epoch, {}, False, False
         self._shared.give([epoch])
 
     def _samples(self) -> Iterator[dict[str, Any]]:
@@ -166,8 +213,14 @@ class ResumableStream(IterableDataset[Any]):
         return mine
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what came out of the stages in this epoch, for JSON."""
-        info = get_worker_info()
+        """Return what came out of the stages in this epoch, for JSON.
+
+        Raises:
+            RuntimeError: Workers have the samples, and this is not one: their loader has the state.
+        """
+        info = self._come_into()
+        if info is None and self._shared.is_begun:
+            raise RuntimeError("the workers have the state: StatefulDataLoader's state_dict collects it")
         done = {str(shard): [list(map(list, one.ranges)), one.count] for shard, one in self._done.items() if one.ranges}
         state = {"version": VERSION, "epoch": self._epoch, "over": self._is_over, "done": done}
         return state | {"of": self._identity(info)}
@@ -176,20 +229,28 @@ class ResumableStream(IterableDataset[Any]):
         """Go on where `state_dict` was taken.
 
         Raises:
-            ValueError: It is of other shards, of another order, or of another number of ranks or workers.
+            ValueError: It is of other shards, of another order, or of another number of ranks or workers, or no state at all.
         """
-        mine = self._identity(get_worker_info())
-        if state.get("version") != VERSION or state["of"] != mine:
-            raise ValueError(f"the state is of another stream: of {state.get('of')}, this one is {mine}")
-        self._epoch, self._is_over = int(state["epoch"]), bool(state["over"])
-        self._done = {int(shard): _Done(ranges, count) for shard, (ranges, count) in state["done"].items()}
-        self._is_resumed = True
+        mine = self._identity(self._come_into())
+        if not isinstance(state, Mapping) or state.get("version") != VERSION or state.get("of") != mine:
+            of = state.get("of") if isinstance(state, Mapping) else state
+            raise ValueError(f"the state is of another stream: of {of!r:.500}, this one is {mine}")
+        epoch, is_over = state.get("epoch"), state.get("over")
+        if type(epoch) is not int or not 0 <= epoch < 1 << 62 or type(is_over) is not bool:
+            raise ValueError(f"the state is damaged: epoch {epoch!r:.100}, over {is_over!r:.100}")
+        done = _done_from(state.get("done"), len(self._urls))
+        self._num_iterations += 1
+        self._epoch, self._is_over, self._done, self._is_resumed = epoch, is_over, done, True
+        if get_worker_info() is None and self._shared.is_begun:
+            self._shared.give([epoch])
+            self._num_given = self._shared.num_given
 
     def _identity(self, info: Any) -> dict[str, Any]:
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         return {
             "shards": len(self._urls),
             "urls": xxhash.xxh3_64_hexdigest("\n".join(self._urls).encode("utf-8", "surrogateescape")),
+            "nbytes": xxhash.xxh3_64_hexdigest(repr(self._loads).encode()),  # by which they are shared out
             "seed": self._order.seed if self._order.shuffle else None,
             "rank": self._rank,
             "world_size": self._world_size,
@@ -222,6 +283,37 @@ class _Done:
             self.ranges.insert(at, [number, number + 1])
         if at + 1 < len(self.ranges) and self.ranges[at][1] >= self.ranges[at + 1][0]:
             self.ranges[at][1] = max(self.ranges[at][1], self.ranges.pop(at + 1)[1])
+
+
+def _done_from(state: Any, num_shards: int) -> dict[int, _Done]:
+    """Return what a state says came out."""
+    done = {}
+    try:
+        for shard, (ranges, count) in state.items():
+            flat = [number for each in ranges for number in each]
+            if any(len(each) != 2 for each in ranges) or not all(type(number) is int for number in flat):
+                raise ValueError("expected [first, last + 1]")
+            if not 0 <= int(shard) < num_shards or flat != sorted(set(flat)) or any(number < 0 for number in flat):
+                raise ValueError("numbers that no samples have")
+            if count is not None and (type(count) is not int or (flat and count < flat[-1])):
+                raise ValueError(f"count {count!r}")
+            done[int(shard)] = _Done(ranges, count)
+    except (AttributeError, TypeError, ValueError) as exc:
+        raise ValueError(f"the state does not say what came out of the stages: {exc}: {state!r:.200}") from exc
+    return done
+
+
+def _urls(urls: Any) -> list[str]:
+    if isinstance(urls, str):
+        is_local = "://" not in urls and not urls.startswith("pipe:")
+        if is_local and (os.path.isdir(urls) or (glob.has_magic(urls) and not os.path.exists(urls))):
+            return [path for path, _ in find_shards(urls)]
+        return list(expand_urls(urls))
+    is_list = isinstance(urls, Iterable) and not isinstance(urls, (DataPipeline, Mapping))
+    found: list[Any] = list(urls) if is_list else [None]
+    if not all(isinstance(url, str) for url in found):
+        raise TypeError(f"urls={urls!r:.200}: expected a list of them, a pattern or a folder; the stages follow")
+    return found
 
 
 def _positions(item: Any) -> Iterator[tuple[int, int]]:

@@ -14,6 +14,8 @@ from wds_tensorcache.shards.tar_stream import TarStream
 
 __all__ = ["Stopped", "TarSamples", "tarfile_to_samples"]
 
+_RESERVED = frozenset({"__key__", "__url__", "__local_path__"})
+
 Handler = Callable[[Exception], bool]
 
 
@@ -99,6 +101,10 @@ class TarSamples:
                 if found is None:
                     continue
                 key, suffix = found
+                if suffix in _RESERVED:
+                    raise FormatError(
+                        f"{url}: sample {key!r} has a member {suffix!r}, which is webdataset's name for another"
+                    )
                 if sample is not None and key == sample["__key__"] and suffix in sample:
                     raise FormatError(f"{url}: sample {key!r} has two members {suffix!r}")
             except Exception as exc:  # of one member: the handler decides, and the shard goes on

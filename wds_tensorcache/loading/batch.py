@@ -19,7 +19,7 @@ from wds_tensorcache.codec.realize import realize
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.views import check_array
 from wds_tensorcache.errors import BatchError, FormatError
-from wds_tensorcache.loading.collate import fill
+from wds_tensorcache.loading.collate import check_collate, fill
 from wds_tensorcache.loading.columns import Columns, check_same_names, layouts_of
 from wds_tensorcache.loading.leaves import Decoded, Leaves
 from wds_tensorcache.loading.memory import Memory, filler_of, nbytes_of, to_device
@@ -62,8 +62,7 @@ def read_batch(
     request: Request, device: Any = None, pin: bool = False, collate: Any = "stack", pad_value: Any = 0
 ) -> Any:
     """Return a batch; see `TensorCache.read_batch`."""
-    if not callable(collate) and collate not in ("stack", "list", "pad"):
-        raise ValueError(f"collate={collate!r}, expected 'stack', 'list', 'pad' or a function of a list of samples")
+    check_collate(collate)
     reading = Reading(request, pin, device)
     if callable(collate):
         reading.take_common()

@@ -24,6 +24,7 @@ def buckets_of(cache: Any, by: str | Callable[[Any], Any]) -> dict[Any, Array]:
 
     Raises:
         KeyError: A sample has no such tensor.
+        ValueError: The function gave a NaN.
     """
     if isinstance(by, str):
         if by not in cache.schema:
@@ -34,7 +35,10 @@ def buckets_of(cache: Any, by: str | Callable[[Any], Any]) -> dict[Any, Array]:
             return {shape: np.flatnonzero(which == number) for number, shape in enumerate(shapes)}
     found: dict[Any, list[int]] = {}
     for number, entry in enumerate(cache._entries()):
-        found.setdefault(tuple(entry.shapes[by]) if isinstance(by, str) else by(entry), []).append(number)
+        label = tuple(entry.shapes[by]) if isinstance(by, str) else by(entry)
+        if label != label:
+            raise ValueError(f"bucket_by gave {label!r} for sample {entry.key!r}, which is not equal to itself")
+        found.setdefault(label, []).append(number)
     return {label: np.array(numbers, np.int64) for label, numbers in found.items()}
 
 

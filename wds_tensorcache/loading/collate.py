@@ -10,11 +10,17 @@ from typing import Any
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.template import assemble, taker
 
-__all__ = ["Path", "Recipe", "fill", "places_of", "project", "recipe_of"]
+__all__ = ["Path", "Recipe", "check_collate", "fill", "places_of", "project", "recipe_of"]
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, tuple, deque)
 Path = tuple[Any, ...]
+
+
+def check_collate(collate: Any) -> None:
+    """Raise ValueError unless `read_batch` knows this way to make a batch of samples."""
+    if not callable(collate) and collate not in ("stack", "list", "pad"):
+        raise ValueError(f"collate={collate!r}, expected 'stack', 'list', 'pad' or a function of a list of samples")
 
 
 def fill(sample: Any, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any]) -> Any:

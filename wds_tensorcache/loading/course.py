@@ -141,6 +141,12 @@ class Course:
         """Where training begins."""
         return Position(0, (0,) * len(self._streams))
 
+    def has(self, at: Position) -> bool:
+        """Return whether training can stand there."""
+        if len(at.counts) != len(self._streams) or at.began > at.step:
+            return False
+        return self._weights is not None or sum(at.counts) == at.used
+
     def next_epoch(self, at: Position) -> Position:
         """Return the beginning of the next epoch."""
         counts = at.counts if self._weights else (0,) * len(at.counts)

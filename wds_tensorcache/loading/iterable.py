@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from wds_tensorcache.loading.loader import Loader
 from wds_tensorcache.loading.ranks import find_rank
-from wds_tensorcache.loading.shared import SharedPosition
+from wds_tensorcache.loading.shared import SharedPosition, token_of
 
 __all__ = ["IterableCache", "WorkerSetup"]
 
@@ -41,16 +41,19 @@ class IterableCache(IterableDataset[Any]):
     order whatever their number. Threads in one process (`Loader` itself) are faster; this is for pipelines that are built
     on workers, and for work in Python on each batch.
 
-    `state_dict` and `load_state_dict` are for `torchdata.stateful_dataloader.StatefulDataLoader`, which calls them in each
-    worker and so needs as many of these as before.
+    Each iteration is the next epoch, also after one that was left; `set_epoch` says which, and of a mix that workers left, each
+    cache begins again where that epoch did.
+
+    `torchdata.stateful_dataloader.StatefulDataLoader` calls `state_dict` and `load_state_dict` in each worker, and so needs as
+    many of these as before; batch size and number of ranks may be others. A state taken at the end of an epoch goes on with the
+    next one. Where `set_epoch` was called since the last iteration, with another epoch than the state's, that one begins.
 
     Args:
         cache, batch_size: As of `Loader`.
         setup: Called in each worker, with a `WorkerSetup`, before its first batch; for libraries that need setting up.
         options: Others of `Loader`. Its threads read in the main process only: workers are read ahead by torch.
 
-    Threads/fork/pickle: for fork and spawn; ranks are those of the process that made it. An epoch that workers end counts, also
-        where they live for one epoch; `set_epoch` says which one is next after one that was left.
+    Threads/fork/pickle: for fork and spawn, ranks are those of the process that made it.
     """
 
     def __init__(
@@ -66,64 +69,114 @@ class IterableCache(IterableDataset[Any]):
         )
         self._options = {"cache": cache, "batch_size": batch_size, "rank": rank, "world_size": world_size, **options}
         self._setup = setup
-        self._loader: Loader | None = None
-        loader = self._make()
-        self._length = len(loader)
-        self._shared = SharedPosition(loader.position())
+        self._loader: Loader | None = Loader(**self._options)
+        self._length = len(self._loader)
+        self._shared = SharedPosition(self._loader.position())
         self._num_given = 0
-        self._began: list[int] = []
+        self._dealt: Loader | None = None
+        self._state: Mapping[str, Any] | None = None  # the last that was loaded
+        self._is_resumed = False
+        self._chosen: list[int] | None = None  # by set_epoch, before the state was loaded
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_loader": None}
+        return vars(self) | {"_loader": None, "_dealt": None}
 
     def __len__(self) -> int:
         """Return how many batches an epoch has, of all workers together."""
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        is_new = self._loader is None
-        loader, shared, info = self._current(), self._shared, get_worker_info()
-        if not loader.is_resumed:
-            if is_new and info is not None:
-                loader.go_to(shared.begin(info.seed - info.id, info.id))  # the same number in all workers of an epoch
-            elif shared.num_given != self._num_given:
-                loader.go_to(shared.given)
-            elif loader.is_in_epoch:  # it was left, by each worker somewhere else
-                loader.go_to(self._began)
-                loader.set_epoch(self._began[0] + 1)
-        self._began = loader.position()
-        self._num_given = shared.num_given
+        loader, info = self._current(), get_worker_info()
+        if info is None:
+            return self._of_one_process(loader)
+        if not self._is_resumed:
+            loader.go_to(self._shared.begin(token_of(info), info.id))  # before torchdata asks for the state
+        return self._of_worker(loader, info)
+
+    def _of_one_process(self, loader: Loader) -> Iterator[Any]:
+        shared = self._shared
+        if shared.is_begun:
+            shared.give(shared.next)  # behind what workers have done
+        if shared.num_given != self._num_given and not self._is_resumed:
+            loader.go_to(shared.given)
+        self._num_given, self._is_resumed = shared.num_given, False
+        shared.put(loader.after_this_epoch())
         yield from loader
-        shared.end(loader.position())
+        shared.put(loader.position())
+
+    def _of_worker(self, loader: Loader, info: Any) -> Iterator[Any]:
+        shared, first, if_left = self._shared, 0, None
+        if self._is_resumed:
+            self._is_resumed = False
+            first = self._take_up(loader, info)
+            if not loader.is_in_epoch:
+                # where torchdata's state was taken behind a loop, it begins this epoch, leaves it, and begins it again
+                if_left = loader.position()
+        loader.deal((info.id - first) % info.num_workers, info.num_workers)
+        shared.put(if_left or loader.after_this_epoch())
+        yield from loader
+        shared.end(info.id, info.num_workers, loader.position())
+
+    def _take_up(self, loader: Loader, info: Any) -> int:
+        """Go to where all workers together were, and return which of them has the next step."""
+        positions = self._shared.resumed(token_of(info), info.num_workers)
+        at = max(positions, key=lambda position: (position[0], position[2]))
+        first = (positions.index(at) + 1) % info.num_workers if positions.count(at) == 1 else 0
+        if self._chosen is not None and self._chosen[0] != at[0]:
+            at = self._chosen
+        loader.go_to(self._shared.begin(token_of(info), info.id, at))
+        return first
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that epoch."""
-        loader = self._make()
-        loader.go_to(self._shared.next)
+        """Let the next iteration be that epoch; after `load_state_dict` with that one, nothing changes."""
+        loader = self._current()
+        if self._is_resumed and epoch == loader.epoch:
+            return
+        if self._shared.is_begun:
+            loader.go_to(self._shared.next)
         loader.set_epoch(epoch)
+        self._is_resumed = False
         self._shared.give(loader.position())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this worker stands."""
+        """Return where this process stands.
+
+        Raises:
+            RuntimeError: Workers have the batches, and this is not one: their loader has the state.
+        """
+        if get_worker_info() is None and self._shared.is_begun:
+            raise RuntimeError("the workers have the state: StatefulDataLoader's state_dict collects it")
         return self._current().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; see `Loader.load_state_dict`."""
-        self._current().load_state_dict(state)
-
-    def _make(self) -> Loader:
-        info = get_worker_info()
-        return Loader(**(self._options | ({} if info is None else {"threads": 0, "prefetch": 0})))
+        loader, shared, info = self._current(), self._shared, get_worker_info()
+        is_chosen = shared.num_given != self._num_given and not shared.is_begun
+        loader.load_state_dict(state)
+        self._state, self._is_resumed = state, True
+        self._chosen = shared.given if is_chosen else None
+        if info is not None:
+            shared.resume(token_of(info), info.id, loader.position())
+            return
+        if is_chosen and shared.given[0] != loader.epoch:
+            loader.go_to(shared.given)
+        shared.give(loader.position())
+        self._num_given = shared.num_given
 
     def _current(self) -> Loader:
         """Return this process's loader."""
+        info = get_worker_info()
+        if self._dealt is not None:
+            return self._dealt
         if self._loader is None:
-            info = get_worker_info()
-            worker, num_workers = (0, 0) if info is None else (info.id, info.num_workers)
-            self._loader = self._make()
-            self._loader.stride = worker, max(1, num_workers)
-            if self._setup is not None:
-                rank, world_size = self._options["rank"], self._options["world_size"]
-                seed = (self._options.get("seed", 0) * world_size + rank) * max(1, num_workers) + worker
-                self._setup(WorkerSetup(rank, world_size, worker, num_workers, seed, self))
-        return self._loader
+            self._loader = Loader(**self._options)
+            if self._state is not None:
+                self._loader.load_state_dict(self._state)  # its weights, too
+        if info is None:
+            return self._loader
+        self._dealt, self._is_resumed = self._loader.for_worker(), False
+        if self._setup is not None:
+            rank, world_size = self._options["rank"], self._options["world_size"]
+            seed = (self._options.get("seed", 0) * world_size + rank) * info.num_workers + info.id
+            self._setup(WorkerSetup(rank, world_size, info.id, info.num_workers, seed, self))
+        return self._dealt

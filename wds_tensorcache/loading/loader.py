@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import operator
 import weakref
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,13 +16,15 @@ import torch
 
 from wds_tensorcache.loading.batch_info import BatchInfo
 from wds_tensorcache.loading.buckets import block_sizes, buckets_of
+from wds_tensorcache.loading.collate import check_collate
 from wds_tensorcache.loading.course import Course, Permuted, Position, Step
 from wds_tensorcache.loading.dataset import TensorCache
+from wds_tensorcache.loading.iteration import Iteration, close_at_exit
 from wds_tensorcache.loading.join import JoinedCache
 from wds_tensorcache.loading.order import BlockOrder, EpochOrder
 from wds_tensorcache.loading.ranks import find_rank
 from wds_tensorcache.loading.state import check_state, fingerprint_of, order_digest, position_from, state_of
-from wds_tensorcache.loading.weights import Weights
+from wds_tensorcache.loading.weights import Weights, caches_of
 
 __all__ = ["Loader"]
 
@@ -55,7 +56,8 @@ class Loader:
         prefetch: How many batches are read ahead.
         weights: One for each sample: they are drawn in proportion, with replacement, as many as the cache has per epoch.
         mix: `{"a": (cache, 0.7), "b": (other, 0.3)}`: each step has samples of one of these, chosen in proportion. Each cache
-            begins its next epoch when it is used up; an epoch has as many samples as all caches together.
+            begins its next epoch when it is used up; an epoch has as many samples as all caches together, rounded up to
+            whole steps, without padding, as with `weights`.
         bucket_by: The name of a tensor: the samples of a step have one shape of it. Or a function of what `cache.filter`'s
             predicate is given. Every bucket's last step is filled up.
         window: Of `shuffle="blocks"`, in samples.
@@ -64,8 +66,8 @@ class Loader:
         ValueError: What excludes each other, or is out of range.
 
     Memory: `prefetch` batches and one, besides the caller's.
-    Threads/fork/pickle: one thread iterates; use it in the process that made it. An iteration that is left, or `close`, ends
-        its threads.
+    Threads/fork/pickle: one thread iterates, any may `close`; use it in the process that made it. An iteration that is left,
+        or `close`, ends its threads, and the next one is the next epoch.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class Loader:
         modes = {"weights": weights, "mix": mix, "buckets": bucket_by}
         if sum(each is not None for each in modes.values()) > 1:
             raise ValueError("weights, mix and bucket_by exclude each other")
-        batch_size, seed, window = map(operator.index, (batch_size, seed, window))
+        batch_size, seed, window, threads, prefetch = map(operator.index, (batch_size, seed, window, threads, prefetch))
         if batch_size < 1 or threads < 0 or prefetch < 0:
             raise ValueError(f"batch_size={batch_size}, threads={threads}, prefetch={prefetch}: out of range")
         if last not in LAST or (drop_last and last == "wrap"):
@@ -104,9 +106,10 @@ class Loader:
         if shuffle not in (True, False, "blocks"):
             raise ValueError(f"shuffle={shuffle!r}, expected True, False or 'blocks'")
         shuffle = shuffle if isinstance(shuffle, str) else bool(shuffle)
+        check_collate(collate)
         last = "drop" if drop_last else last
         rank, world_size = find_rank(rank, world_size, group)
-        caches = [cache] if mix is None else [each for each, _ in mix.values()]
+        caches = [cache] if mix is None else caches_of(mix)
         for each in caches:
             if not isinstance(each, (TensorCache, JoinedCache)) or not len(each):
                 raise ValueError(f"{each!r:.200} is no cache with samples; open it with tc.open")
@@ -147,9 +150,10 @@ class Loader:
         self._is_resumed = False
         self._is_flushed = False
         self._fingerprint: str | None = None
-        self.stride = (0, 1)  # which of how many workers, who deal the steps of an epoch out in turn
+        self._dealt = (0, 1)
         self._running: Any = None
-        _LOADERS.add(self)
+        self._num_iterations = 0
+        close_at_exit(self)
 
     def __len__(self) -> int:
         """Return how many batches an epoch has, on every rank."""
@@ -165,17 +169,13 @@ class Loader:
         """Whether the epoch has begun."""
         return self._position.used > 0
 
-    @property
-    def is_resumed(self) -> bool:
-        """Whether the next iteration goes on where a state was taken."""
-        return self._is_resumed
-
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration begin that epoch; after `load_state_dict` with that one, nothing changes.
 
         Of a mix, each cache goes on where it stands.
         """
-        if epoch < 0:
+        epoch = operator.index(epoch)
+        if not 0 <= epoch < 1 << 62:
             raise ValueError(f"epoch={epoch}, expected 0 or more")
         if self._is_resumed and epoch == self._position.epoch:
             return
@@ -183,18 +183,20 @@ class Loader:
         self._position = replace(self._course.next_epoch(self._position), epoch=epoch)
         self._is_resumed = False
 
-    def __iter__(self) -> Generator[tuple[Any, BatchInfo]]:
+    def __iter__(self) -> Iteration:
         """Begin an epoch; after `load_state_dict`, go on in the one that was left. Ends what is still iterating."""
         self.close()
-        running = self._batches()
+        self._num_iterations += 1
+        running = Iteration(self._batches, self._num_iterations, lambda: self._num_iterations)
         self._running = weakref.ref(running)
         return running
 
-    def _batches(self) -> Generator[tuple[Any, BatchInfo]]:
+    def _batches(self, is_closing: Callable[[], bool]) -> Generator[tuple[Any, BatchInfo]]:
         if self._position.used and not self._is_resumed:
             self._position = self._course.next_epoch(self._position)
         self._is_resumed = False
-        epoch, planned = self._position.epoch, self._position
+        epoch, planned, begins = self._position.epoch, self._position, self._position.step
+        mine, of_workers = self._dealt
         waiting: deque[tuple[Step, Future[Any] | None]] = deque()
         pool = ThreadPoolExecutor(self._threads, "tensorcache-loader") if self._threads else None
         stream = _stream_of(self._read_options["device"])
@@ -210,16 +212,18 @@ class Loader:
                     step = self._course.step(planned, self._weights.drawn(planned.step))
                     planned = self._settled(step.after)
                     self._planned = planned.step
-                    if (step.at.step - step.at.began) % self.stride[1] == self.stride[0]:
+                    if (step.at.step - begins) % of_workers == mine:
                         waiting.append((step, pool.submit(self._read, step, stream) if pool is not None else None))
                 if not waiting:
                     self._position = planned
                     break
                 step, future = waiting.popleft()
                 batch = self._read(step, stream) if future is None else future.result()
-                self._position = self._settled(step.after)
-                given = [(batch, self._info(step))]
+                if is_closing():
+                    break
+                given, after = [(batch, self._info(step))], self._settled(step.after)
                 del batch, step, future
+                self._position = after  # only now: an interrupt is to find the caller and the state where they were
                 yield given.pop()  # the caller's alone: it is gone when the caller lets go of it
         finally:
             if pool is not None:
@@ -236,6 +240,8 @@ class Loader:
 
     def _info(self, step: Step) -> BatchInfo:
         padding = torch.from_numpy(step.is_padding)
+        if self._read_options["device"] is not None:
+            padding = padding.to(self._read_options["device"])
         name, cache = self._names[step.stream], self._caches[step.stream]
         return BatchInfo(step.numbers, padding, step.at.epoch, step.at.step, name, cache)
 
@@ -249,25 +255,31 @@ class Loader:
             ValueError: The loader has no weights, or these do not fit.
         """
         step = self._position.step if strict else max(self._planned, self._position.step)
-        self._weights.change(step, weights)
+        self._weights.change(step, weights, self._position.step)
         self._is_flushed |= strict
         return step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands, behind the last batch that it gave; for JSON, and the same on all ranks."""
+        """Return where the loader stands, behind the last batch that it gave; for JSON, and the same on all ranks.
+
+        A few integers, and the weights of samples, where there are any: some bytes for each.
+        """
         weights = self._weights.state(self._position.step)
         return state_of(self._position, self._settings, self._identity(), weights)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, with whatever batch size and number of ranks this loader has.
 
+        Weights are those of the state: `set_weights` afterwards, where they are to be others.
+
         Raises:
-            ValueError: It is of another dataset, or of a loader with another seed, shuffle or mix.
+            ValueError: It is of another dataset, or of a loader with another seed, shuffle or mix, or no state at all.
         """
         check_state(state, self._settings, self._identity())
-        self.close()
+        position = position_from(state, self._course)
         self._weights.load(state["weights"])
-        self._position = self._settled(position_from(state, len(self._names)))  # a larger step may not be left
+        self.close()
+        self._position = self._settled(position)  # a larger step may not be left
         self._planned = self._position.step
         self._is_resumed = True
 
@@ -286,6 +298,23 @@ class Loader:
         """Let the next iteration begin where another loader like this one stands."""
         epoch, used, step, began, *counts = position
         self._position = Position(epoch, tuple(counts), used, step, began)
+        self._is_resumed = True
+
+    def after_this_epoch(self) -> list[int]:
+        """Return where the next epoch begins if this one is left where the loader stands."""
+        at = self._course.next_epoch(self._position)
+        return [at.epoch, at.used, at.step, at.began, *at.counts]
+
+    def for_worker(self) -> Loader:
+        """Return a loader like this one for a worker process, which reads when it is asked."""
+        made = object.__new__(Loader)
+        vars(made).update(vars(self), _threads=0, _prefetch=0, _running=None, _is_flushed=False, _is_resumed=False)
+        close_at_exit(made)
+        return made
+
+    def deal(self, worker: int, num_workers: int) -> None:
+        """From where the loader stands, have only every `num_workers`-th step, the first after `worker` others."""
+        self._dealt = worker, num_workers
 
     def __reduce__(self) -> Any:
         raise TypeError("a Loader stays in its process; IterableCache goes to workers, state_dict into checkpoints")
@@ -302,16 +331,6 @@ class Loader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-_LOADERS: weakref.WeakSet[Loader] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """End what is iterating still, while there is an interpreter for it."""
-    for loader in list(_LOADERS):
-        loader.close()
 
 
 def _stream_of(device: Any) -> Any:

@@ -22,7 +22,7 @@ from wds_tensorcache.shards.names import cache_name
 from wds_tensorcache.shards.reader import Shard
 from wds_tensorcache.shards.storage import Files, file_system, memory_nbytes, overcommit_is_off
 
-__all__ = ["Io", "open"]
+__all__ = ["Io", "find_shards", "open"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def open(
         raise ValueError(f"io={io!r}, expected 'auto', 'mmap' or 'pread'")
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads}, expected at least 1")
-    found = _find(source)
+    found = find_shards(source)
     files, pool = Files(max_open_files), Pool(pool_nbytes)
     table = allow_table(allow)
     try:
@@ -110,12 +110,13 @@ def open(
 Found = tuple[str, "Mapping[str, int] | None"]  # a shard, and how many samples each of its caches has
 
 
-def _find(source: Any) -> list[Found]:
+def find_shards(source: Any) -> list[Found]:
+    """Return the shards of what `open` takes; a manifest says how many samples each has."""
     if isinstance(source, (str, os.PathLike)):
         return _find_one(os.fspath(source))
     if isinstance(source, (TensorCache, JoinedCache)) or not isinstance(source, Sequence):
         raise TypeError(f"expected a path, a pattern or a list of them, got {type(source).__name__}")
-    found = [shard for part in source for shard in _find(part)]
+    found = [shard for part in source for shard in find_shards(part)]
     if not found:
         raise FileNotFoundError("no shards: the list is empty")
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from wds_tensorcache.loading.course import Position
+from wds_tensorcache.loading.course import Course, Position
 from wds_tensorcache.loading.dataset import TensorCache
 
 __all__ = ["check_state", "fingerprint_of", "order_digest", "position_from", "state_of"]
@@ -25,8 +25,11 @@ def state_of(position: Position, settings: Mapping[str, Any], fingerprint: str, 
 
 def check_state(state: Mapping[str, Any], settings: Mapping[str, Any], fingerprint: str) -> None:
     """Raise ValueError unless a state is of a loader with these settings and samples."""
-    if state.get("version") != VERSION:
-        raise ValueError(f"a loader's state of version {state.get('version')!r}; this release has {VERSION}")
+    if not isinstance(state, Mapping) or state.get("version") != VERSION:
+        raise ValueError(f"this release takes a loader's state of version {VERSION}, not {state!r:.200}")
+    missing = {"dataset", "settings", "position", "weights"} - set(state)
+    if missing or not isinstance(state["settings"], Mapping):
+        raise ValueError(f"the state of a loader is damaged: {', '.join(sorted(missing)) or 'settings'}")
     if state["dataset"] != fingerprint:
         raise ValueError(f"the state is of another dataset: of {state['dataset']}, this one is {fingerprint}")
     for name, value in settings.items():
@@ -34,19 +37,22 @@ def check_state(state: Mapping[str, Any], settings: Mapping[str, Any], fingerpri
             raise ValueError(f"the state is of a loader with {name}={state['settings'].get(name)!r}, not {value!r}")
 
 
-def position_from(state: Mapping[str, Any], num_streams: int) -> Position:
+def position_from(state: Mapping[str, Any], course: Course) -> Position:
     """Return where a loader with this state stands.
 
     Raises:
-        ValueError: It has counts of another number of streams, or counts below 0.
+        ValueError: There is no such place.
     """
     at = state["position"]
-    counts = tuple(map(int, at["counts"]))
-    numbers = [int(at[name]) for name in ("epoch", "used", "step", "began")]
-    if len(counts) != num_streams or min(*counts, *numbers) < 0:
-        raise ValueError(f"the state has no position of {num_streams} streams: {at!r:.200}")
-    epoch, used, step, began = numbers
-    return Position(epoch, counts, used, step, began)
+    names = ("epoch", "used", "step", "began")
+    if isinstance(at, Mapping) and set(at) == {*names, "counts"} and isinstance(at["counts"], (list, tuple)):
+        numbers, counts = [at[name] for name in names], tuple(at["counts"])
+        if all(type(number) is int and 0 <= number < 1 << 62 for number in (*numbers, *counts)):
+            epoch, used, step, began = numbers
+            position = Position(epoch, counts, used, step, began)
+            if course.has(position):
+                return position
+    raise ValueError(f"the state has a position that this loader cannot have: {at!r:.200}")
 
 
 def fingerprint_of(caches: Sequence[Any]) -> str:
