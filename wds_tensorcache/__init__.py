@@ -1,5 +1,6 @@
 """Caches of nested tensors in ordinary WebDataset tar shards: lazy, safe, and readable by every stock tool."""
 
+from wds_tensorcache.building.build import build
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
 from wds_tensorcache.codec.realize import realize
@@ -9,6 +10,7 @@ from wds_tensorcache.errors import (
     EncodeError,
     FormatError,
     KeyRuleError,
+    StaleCacheError,
     TensorCacheError,
     UnsafeSkeletonError,
 )
@@ -42,10 +44,12 @@ __all__ = [
     "Loader",
     "PackedMembers",
     "ShardWriter",
+    "StaleCacheError",
     "TensorCache",
     "TensorCacheError",
     "UnsafeSkeletonError",
     "WorkerSetup",
+    "build",
     "decode",
     "decode_sample",
     "encode_sample",

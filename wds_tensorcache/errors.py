@@ -5,6 +5,7 @@ TensorCacheError
 │   └── UnsafeSkeletonError (pickle.UnpicklingError) a skeleton asks for something that is never executed
 ├── EncodeError             (TypeError)             a Python value that the format cannot hold
 ├── BatchError              (ValueError)            samples that do not fit into one batch
+├── StaleCacheError         (ValueError)            a cache was made otherwise than is expected
 └── KeyRuleError            (ValueError)            a sample key or cache name that some reader of tar shards gets wrong
 """
 
@@ -13,7 +14,15 @@ from __future__ import annotations
 import pickle
 from typing import TypeVar
 
-__all__ = ["BatchError", "EncodeError", "FormatError", "KeyRuleError", "TensorCacheError", "UnsafeSkeletonError"]
+__all__ = [
+    "BatchError",
+    "EncodeError",
+    "FormatError",
+    "KeyRuleError",
+    "StaleCacheError",
+    "TensorCacheError",
+    "UnsafeSkeletonError",
+]
 
 _Error = TypeVar("_Error", bound="TensorCacheError")
 
@@ -40,6 +49,10 @@ class EncodeError(TensorCacheError, TypeError):
 
 class BatchError(TensorCacheError, ValueError):
     """Samples of one batch differ where they must not; the message names the tensor and two keys."""
+
+
+class StaleCacheError(TensorCacheError, ValueError):
+    """A cache was made with another model, dtype, … than is expected; the message names the field and both values."""
 
 
 class KeyRuleError(TensorCacheError, ValueError):

@@ -86,7 +86,9 @@ def test_shards_that_are_there(tmp_path: Path) -> None:
     write(tmp_path / "a-%03d.tar", count=4, max_samples=1)
     write(tmp_path / "a-b-%03d.tar", count=1)
     (tmp_path / "a-002.tar.index").write_bytes(b"old")
-    with pytest.raises(FileExistsError, match="a-000.tar exists; pass overwrite=True, or write to another folder"):
+    with pytest.raises(
+        FileExistsError, match="a-000.tar exists; pass overwrite=True or resume=True, or write to another folder"
+    ):
         write(tmp_path / "a-%03d.tar")
     write(tmp_path / "a-%03d.tar", count=2, max_samples=1, overwrite=True)
     assert listed(tmp_path) == {"a-000.tar": 1, "a-001.tar": 1, "a-b-000.tar": 1}

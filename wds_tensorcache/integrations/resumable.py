@@ -307,7 +307,7 @@ def _urls(urls: Any) -> list[str]:
     if isinstance(urls, str):
         is_local = "://" not in urls and not urls.startswith("pipe:")
         if is_local and (os.path.isdir(urls) or (glob.has_magic(urls) and not os.path.exists(urls))):
-            return [path for path, _ in find_shards(urls)]
+            return [path for path, *_ in find_shards(urls)]
         return list(expand_urls(urls))
     is_list = isinstance(urls, Iterable) and not isinstance(urls, (DataPipeline, Mapping))
     found: list[Any] = list(urls) if is_list else [None]

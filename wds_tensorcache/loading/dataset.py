@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import glob
 import operator
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from wds_tensorcache.loading.batch import Request, fill_batch, read_batch, read_tensors
 from wds_tensorcache.loading.collate import project
 from wds_tensorcache.loading.keys import KeysView
-from wds_tensorcache.loading.schema import Entry, TensorSchema, entries, members_of, schema_of
+from wds_tensorcache.loading.schema import Entry, TensorSchema, entries, members_of, name_matcher, schema_of
 from wds_tensorcache.loading.store import Store
 from wds_tensorcache.loading.structure import Structure, structure_of
 
@@ -42,7 +41,7 @@ class TensorCache(Sequence[Any]):
         self._patterns = patterns
         self._structures: dict[int, tuple[Any, Structure]] = {}
         self._narrowed: dict[tuple[str, ...], TensorCache] = {}  # views for fill_batch
-        self._wanted = _matcher(patterns) if patterns is not None else None
+        self._wanted = name_matcher(patterns) if patterns is not None else None
 
     def __reduce__(self) -> Any:
         return TensorCache, (self._store, self._order, self._patterns)
@@ -105,6 +104,11 @@ class TensorCache(Sequence[Any]):
         return self._store.io
 
     @property
+    def fingerprint(self) -> dict[str, Any]:
+        """How the cache was made: the fields on which all of its shards agree."""
+        return dict(self._store.fingerprint)
+
+    @property
     def num_shards(self) -> int:
         """Number of shards behind this cache."""
         return len(self._store.shards)
@@ -123,7 +127,7 @@ class TensorCache(Sequence[Any]):
             if names and not fnmatch.filter(names, pattern):
                 raise KeyError(f"no tensor is called {pattern!r}; there are {', '.join(map(repr, names))}")
         if self._patterns is not None:
-            patterns = tuple(glob.escape(name) for name in names if _matcher(patterns)(name))
+            patterns = tuple(glob.escape(name) for name in names if name_matcher(patterns)(name))
         return TensorCache(self._store, self._order, patterns)
 
     def filter(self, predicate: Callable[[Entry], Any]) -> TensorCache:
@@ -343,8 +347,3 @@ class TensorCache(Sequence[Any]):
 def _suffix(suffix: str) -> str:
     """Return a member's suffix as the index has it: in small letters, as webdataset does."""
     return suffix.lower().removeprefix(".")
-
-
-def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    match = re.compile("|".join(f"(?:{fnmatch.translate(pattern)})" for pattern in patterns) or r"(?!)").match
-    return lambda name: match(name) is not None

@@ -85,7 +85,7 @@ class Loader:
         device: torch.device | str | None = None,
         pin: bool = False,
         threads: int = 2,
-        prefetch: int = 4,
+        prefetch: int = 2,
         weights: Any = None,
         mix: Mapping[str, tuple[Any, float]] | None = None,
         bucket_by: Any = None,

@@ -17,6 +17,7 @@ from wds_tensorcache.loading.join import JoinedCache
 from wds_tensorcache.loading.store import Store
 from wds_tensorcache.shards.arena import Pool
 from wds_tensorcache.shards.catalog import MANIFEST
+from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint, common_fields
 from wds_tensorcache.shards.manifest import read_manifest
 from wds_tensorcache.shards.names import cache_name
 from wds_tensorcache.shards.reader import Shard
@@ -43,6 +44,7 @@ def open(
     allow: Iterable[type] = (),
     pool_nbytes: int = 1 << 30,
     max_open_files: int | None = None,
+    expect: Mapping[str, Any] | None = None,
 ) -> Any:
     """Open shards for random access.
 
@@ -61,6 +63,7 @@ def open(
         allow: Classes that skeletons may build; only for shards that you trust.
         pool_nbytes: Idle memory that is kept for the next batches.
         max_open_files: A quarter of what the system allows by default, at most 256.
+        expect: Fields that the fingerprint of every shard must have, with these values; it may have others.
 
     Returns:
         A `TensorCache`; with `join`, a `JoinedCache`, which has the same methods.
@@ -68,13 +71,14 @@ def open(
     Raises:
         FileNotFoundError: There is no such file, or no shard.
         FormatError: A shard or manifest is damaged, or not of the other's state.
+        StaleCacheError: A shard was made otherwise than `expect` says, or says nothing of it.
         KeyError: The shards have no cache of that name, or several and none was named; joined caches lack keys.
     """
     if join is not None:
         if join != "key":
             raise ValueError(f"join={join!r}, expected 'key'")
         options: dict[str, Any] = {"name": name, "io": io, "threads": threads, "allow": allow}
-        options |= {"pool_nbytes": pool_nbytes, "max_open_files": max_open_files}
+        options |= {"pool_nbytes": pool_nbytes, "max_open_files": max_open_files, "expect": expect}
         if isinstance(source, (str, os.PathLike)):
             raise TypeError(f"join={join!r} needs a list or a dict of what is joined, got {source!r}")
         named = isinstance(source, Mapping)
@@ -94,20 +98,36 @@ def open(
     table = allow_table(allow)
     try:
         # a manifest says which caches there are; without one, the indexes do
-        indexes = {path: Shard(path, "", files, pool, table).index for path, counts in found if counts is None}
-        name = _choose_name(name, {path: indexes[path].caches if counts is None else counts for path, counts in found})
+        indexes = {path: Shard(path, "", files, pool, table).index for path, counts, _ in found if counts is None}
+        name = _choose_name(
+            name, {path: indexes[path].caches if counts is None else counts for path, counts, _ in found}
+        )
+        made = {path: indexes[path].fingerprint if path in indexes else listed for path, _, listed in found}
+        for path, fingerprint in made.items():
+            if expect is not None:
+                check_fingerprint(path, fingerprint, as_fingerprint(expect))
         shards = []
-        for path, counts in found:
+        for path, counts, _ in found:
             count = counts.get(name, 0) if counts is not None else None
             shards.append(Shard(path, name, files, pool, table, count, indexes.get(path)))
             files.expect(shards[-1].path)
-        return TensorCache(Store(shards, files, pool, _choose_io(io, found), threads or min(4, _num_cores())))
+        return TensorCache(
+            Store(
+                shards,
+                files,
+                pool,
+                _choose_io(io, found),
+                threads or min(4, _num_cores()),
+                common_fields(made.values()),
+            )
+        )
     except BaseException:
         files.close()
         raise
 
 
-Found = tuple[str, "Mapping[str, int] | None"]  # a shard, and how many samples each of its caches has
+# a shard; how many samples each of its caches has, and how it was made, if a manifest says so
+Found = tuple[str, "Mapping[str, int] | None", "Mapping[str, Any] | None"]
 
 
 def find_shards(source: Any) -> list[Found]:
@@ -132,11 +152,11 @@ def _find_one(source: str) -> list[Found]:
         shards = sorted(file for file in os.listdir(source) if file.endswith(".tar") and not file.startswith("."))
         if not shards:
             raise FileNotFoundError(f"{source} has neither {MANIFEST} nor *.tar")
-        return [(os.path.join(source, file), None) for file in shards]
+        return [(os.path.join(source, file), None, None) for file in shards]
     if source.endswith(".json") and (os.path.exists(source) or not glob.has_magic(source)):
         return _from_manifest(source)
     if os.path.exists(source):
-        return [(source, None)]
+        return [(source, None, None)]
     found: list[Found] = []
     for path in braceexpand(source):
         matches = [path] if os.path.exists(path) else sorted(glob.glob(_escape_existing(path)))
@@ -159,7 +179,7 @@ def _escape_existing(pattern: str) -> str:
 def _from_manifest(path: str) -> list[Found]:
     """Return what a manifest lists: it alone says what is finished."""
     entries, extra = read_manifest(path)
-    caches = extra.get("caches", {})
+    caches, fingerprints = extra.get("caches", {}), extra.get("fingerprints", {})
     found: list[Found] = []
     for entry in entries:
         if "://" in entry.url:
@@ -172,7 +192,10 @@ def _from_manifest(path: str) -> list[Found]:
         counts = caches.get(entry.url) if isinstance(caches, dict) else None
         if counts is not None and not _are_counts(counts):
             raise FormatError(f"{path}: {entry.url} has caches {counts!r:.100}, expected numbers of samples by name")
-        found.append((shard, counts))
+        fingerprint = fingerprints.get(entry.url) if isinstance(fingerprints, dict) else None
+        if fingerprint is not None and not isinstance(fingerprint, dict):
+            raise FormatError(f"{path}: {entry.url} has a fingerprint {fingerprint!r:.100}, expected fields by name")
+        found.append((shard, counts, fingerprint))
     if not found:
         raise FileNotFoundError(f"{path} lists no shards")
     return found
@@ -211,7 +234,7 @@ def _choose_io(io: str, found: Sequence[Found]) -> Io:
     kind, is_network = file_system(found[0][0])
     if is_network:
         return Io("pread", f"{kind} is a network file system, through whose maps one waits page by page")
-    nbytes, memory = sum(os.path.getsize(path) for path, _ in found), memory_nbytes()
+    nbytes, memory = sum(os.path.getsize(path) for path, *_ in found), memory_nbytes()
     if memory is not None and nbytes > memory:
         return Io("pread", f"{nbytes:,} bytes of shards do not stay in {memory:,} bytes of memory")
     reason = f"on {kind or 'a local file system'}: maps for small tensors that are in memory, preadv for all else"

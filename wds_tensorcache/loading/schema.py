@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ from wds_tensorcache.loading.store import Store
 from wds_tensorcache.loading.structure import structure_of
 from wds_tensorcache.shards.reader import Shard
 
-__all__ = ["Entry", "TensorSchema", "entries", "members_of", "schema_of", "shapes_of"]
+__all__ = ["Entry", "TensorSchema", "entries", "members_of", "name_matcher", "schema_of", "shapes_of"]
 
 Array = np.ndarray[Any, Any]
 
@@ -184,3 +186,9 @@ def _by_shard(store: Store, positions: Array) -> Iterator[tuple[Shard, Array, Ar
     for at in np.unique(number).tolist():
         which = np.flatnonzero(number == at)
         yield store.shards[at], which, positions[which] - store.starts[at]
+
+
+def name_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Return a function that says whether a tensor's name is one of the patterns, of `fnmatch`."""
+    match = re.compile("|".join(f"(?:{fnmatch.translate(pattern)})" for pattern in patterns) or r"(?!)").match
+    return lambda name: match(name) is not None

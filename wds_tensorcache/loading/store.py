@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -13,15 +13,14 @@ import numpy as np
 
 from wds_tensorcache.loading.plan import Places
 from wds_tensorcache.shards.arena import Pool
+from wds_tensorcache.shards.lookup import KeyTable
 from wds_tensorcache.shards.reader import Shard
 from wds_tensorcache.shards.storage import Files
 
 __all__ = ["Store"]
 
 Array = np.ndarray[Any, Any]
-_FACTOR = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 _ALL = slice(None)
-_MASK = (1 << 64) - 1
 
 
 class Store:
@@ -31,29 +30,38 @@ class Store:
         files.
     """
 
-    def __init__(self, shards: Sequence[Shard], files: Files, pool: Pool, io: Any, threads: int) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        files: Files,
+        pool: Pool,
+        io: Any,
+        threads: int,
+        fingerprint: Mapping[str, Any],
+    ) -> None:
         self.shards = list(shards)
         self.files = files
         self.pool = pool
         self.io = io
         self.threads = threads
+        self.fingerprint = fingerprint
         self.starts = np.concatenate(
             [np.zeros(1, np.int64), np.cumsum([len(shard) for shard in shards], dtype=np.int64)]
         )
         self._starts = self.starts.tolist()
         self._number_dtype = np.min_scalar_type(len(self.shards))
-        self._table: tuple[Array, Array] | None = None
+        self._table: KeyTable | None = None
         self._executor: tuple[int, ThreadPoolExecutor] | None = None
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def __reduce__(self) -> Any:
-        return Store, (self.shards, self.files, self.pool, self.io, self.threads)
+        return Store, (self.shards, self.files, self.pool, self.io, self.threads, self.fingerprint)
 
     def with_threads(self, threads: int) -> Store:
         """Return the same, read by so many threads; files and memory are shared."""
-        return Store(self.shards, self.files, self.pool, self.io, threads)
+        return Store(self.shards, self.files, self.pool, self.io, threads, self.fingerprint)
 
     def locate(self, position: int) -> tuple[Shard, int]:
         """Return the shard of a sample, and which of its samples it is."""
@@ -99,23 +107,8 @@ class Store:
     def find(self, key: str) -> list[int]:
         """Return the positions of the samples with this key, ascending: one at most, unless shards share a key."""
         if self._table is None:
-            self._table = self._build_table()
-        hashes, order = self._table
-        wanted = np.uint64(_hash(key.encode("utf-8", "surrogateescape")))
-        first, last = np.searchsorted(hashes, wanted, "left"), np.searchsorted(hashes, wanted, "right")
-        return sorted(position for position in order[first:last].tolist() if self.key(position) == key)
-
-    def _build_table(self) -> tuple[Array, Array]:
-        """Return the hashes of all keys in ascending order, and the positions of their samples: 12 bytes per sample."""
-        hashes = np.empty(len(self), np.uint64)
-        for number, shard in enumerate(self.shards):
-            if not len(shard):
-                continue
-            rows = shard.columns.rows
-            of_shard = _hashes(shard.index.keys)
-            hashes[self._starts[number] : self._starts[number + 1]] = of_shard if rows is None else of_shard[rows]
-        order = np.argsort(hashes, kind="stable")
-        return hashes[order], order.astype(np.min_scalar_type(len(self)))
+            self._table = KeyTable((shard.index.keys, shard.columns.rows) for shard in self.shards if len(shard))
+        return self._table.find(key)
 
     def executor(self) -> Executor | None:
         """Return what runs all threads but the caller's; None for one thread."""
@@ -134,26 +127,3 @@ class Store:
             executor[1].shutdown()
         self.files.close()
         self.pool.close()
-
-
-def _hash(key: bytes) -> int:
-    """Return the sum of each byte plus one times a power of an odd number, modulo 2^64."""
-    result, factor = 0, 1
-    for byte in key:
-        result += (byte + 1) * factor
-        factor = factor * _FACTOR & _MASK
-    return result & _MASK
-
-
-def _hashes(keys: Any) -> Array:
-    """Return `_hash` of every key of a shard, from prefix sums over their common text."""
-    factors = np.full(len(keys.text) + 1, _FACTOR, np.uint64)
-    factors[:1] = 1
-    factors = np.multiply.accumulate(factors)
-    sums = np.zeros(len(keys.text) + 1, np.uint64)
-    np.cumsum((keys.text.astype(np.uint64) + np.uint64(1)) * factors[:-1], out=sums[1:])
-    begins, ends = keys.begins(), keys.ends.astype(np.int64)
-    inverse = np.full(len(keys.text) + 1, pow(_FACTOR, -1, 1 << 64), np.uint64)
-    inverse[:1] = 1
-    inverse = np.multiply.accumulate(inverse)
-    return (sums[ends] - sums[begins]) * inverse[begins]  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ from wds_tensorcache.shards.indexing import scan_shard
 from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_atomically, write_idx, write_manifest
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.reader import load_index, sidecar_path
+from wds_tensorcache.shards.rewrite import rewrite_without
 from wds_tensorcache.shards.storage import ShardFile
 
-__all__ = ["MANIFEST", "Catalog", "dali_index_path", "index", "write_dali_index"]
+__all__ = ["MANIFEST", "Catalog", "dali_index_path", "index", "remove_samples", "write_dali_index"]
 
 MANIFEST = "manifest.json"
 _EXTRA = 1  # version of our part of the manifest
@@ -33,35 +34,48 @@ class Catalog:
         self._path = os.path.join(folder, MANIFEST)
         self._fsync = fsync
 
-    def add(self, entry: ShardEntry, counts: dict[str, int]) -> None:
-        """Add or replace a shard; `counts`: samples of each of its caches."""
-        with self._changed() as (entries, caches):
+    def add(self, entry: ShardEntry, index: ShardIndex) -> None:
+        """Add or replace a shard."""
+        with self._changed() as (entries, caches, fingerprints):
             entries[entry.url] = entry
-            caches[entry.url] = counts
+            caches[entry.url] = {name: len(columns) for name, columns in index.caches.items()}
+            fingerprints.pop(entry.url, None)
+            if index.fingerprint is not None:
+                fingerprints[entry.url] = dict(index.fingerprint)
+
+    def lists(self, entry: ShardEntry) -> bool:
+        """Return whether the manifest has a shard, in this state."""
+        return entry in self._read()[0]
+
+    def fingerprint(self, url: str) -> Any:
+        """Return how a shard was made, None if the manifest does not say so."""
+        return self._read()[1].get("fingerprints", {}).get(url)
+
+    def _read(self) -> tuple[list[ShardEntry], dict[str, Any]]:
+        return read_manifest(self._path) if os.path.exists(self._path) else ([], {})
 
     def remove(self, urls: Sequence[str]) -> None:
         """Remove shards."""
-        with self._changed() as (entries, caches):
+        with self._changed() as tables:
             for url in urls:
-                entries.pop(url, None)
-                caches.pop(url, None)
+                for table in tables:
+                    table.pop(url, None)
 
     @contextlib.contextmanager
-    def _changed(self) -> Iterator[tuple[dict[str, ShardEntry], dict[str, dict[str, int]]]]:
+    def _changed(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+        """Give what the manifest says by shard, to change it: entries, counts by cache, fingerprints."""
         with _locked(self._folder):
             for stray in glob.glob(os.path.join(glob.escape(self._folder), f".{MANIFEST}.*.tmp")):
                 os.remove(stray)  # of a killed writer: nobody else writes while this one holds the lock
-            entries: list[ShardEntry] = []
-            extra: dict[str, Any] = {}
-            if os.path.exists(self._path):
-                entries, extra = read_manifest(self._path)
+            entries, extra = self._read()
             by_url = {entry.url: entry for entry in entries}
-            caches = dict(extra.get("caches", {}))
-            yield by_url, caches
+            caches, fingerprints = dict(extra.pop("caches", {})), dict(extra.pop("fingerprints", {}))
+            yield by_url, caches, fingerprints
+            ours = {"caches": caches} | ({"fingerprints": fingerprints} if fingerprints else {})
             write_manifest(
                 self._path,
                 [by_url[url] for url in sorted(by_url)],
-                {**extra, "version": _EXTRA, "caches": {url: caches[url] for url in sorted(caches)}},
+                {**extra, "version": _EXTRA, **{name: dict(sorted(table.items())) for name, table in ours.items()}},
                 fsync=self._fsync,
             )
 
@@ -117,13 +131,38 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
         folder, name = os.path.split(os.path.abspath(path))
         manifest = os.path.join(folder, MANIFEST)
         if os.path.exists(manifest) and any(entry.url == name for entry in read_manifest(manifest)[0]):
-            counts = {cache: len(columns) for cache, columns in found.caches.items()}
-            Catalog(folder).add(ShardEntry(name, len(found.keys), os.path.getsize(path)), counts)
+            Catalog(folder).add(ShardEntry(name, len(found.keys), os.path.getsize(path)), found)
     else:
         write_atomically(sidecar_path(path), [build_footer(found, file.nbytes)])
     if idx:
         write_dali_index(dali_index_path(path), found)
     return load_index(ShardFile(path))
+
+
+def remove_samples(
+    path: str, keys: Collection[str], *, footer: bool = True, idx: bool = True, fsync: bool = True
+) -> None:
+    """Write a shard again without the samples of some keys, with what lies beside it; it goes if no other is left.
+
+    A crash in between leaves a manifest that does not fit, which readers refuse and the next writer with `resume=True` mends.
+
+    Raises:
+        FormatError: It is no tar, or a damaged one.
+    """
+    folder, name = os.path.split(path)
+    catalog = Catalog(folder or ".", fsync) if os.path.exists(os.path.join(folder, MANIFEST)) else None
+    index = rewrite_without(path, keys, footer=footer, fsync=fsync)
+    if index is None:
+        if catalog is not None:
+            catalog.remove([name])
+        for file in (path, dali_index_path(path), sidecar_path(path)):
+            if os.path.exists(file):
+                os.remove(file)
+        return
+    if idx:
+        write_dali_index(dali_index_path(path), index, fsync)
+    if catalog is not None:
+        catalog.add(ShardEntry(name, len(index.keys), os.path.getsize(path)), index)
 
 
 def dali_index_path(path: str) -> str:

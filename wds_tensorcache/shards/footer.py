@@ -44,12 +44,14 @@ def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
         named |= {f"cache.{number}.{column}": getattr(cache, column) for column in _CACHE}
     for number, member in enumerate(index.members.values()):
         named |= {f"member.{number}.{column}": getattr(member, column) for column in _MEMBER}
-    names = {
+    names: dict[str, Any] = {
         "caches": list(index.caches),
         "members": list(index.members),
         "forms": [form.entries for form in layouts.forms],
         "references": layouts.references,
     }
+    if index.fingerprint is not None:
+        names["fingerprint"] = index.fingerprint
     named["names"] = np.frombuffer(json.dumps(names, separators=(",", ":")).encode(), np.uint8)
     # wide elements first, as in every other member
     arrays = sorted(((k, v) for k, v in named.items() if v is not None), key=lambda item: -item[1].itemsize)
@@ -149,6 +151,8 @@ def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
         raise FormatError(f"impossible members {names['members']!r:.100}")
     if not all(name == "" or is_cache_name(name) for name in names["caches"]):
         raise FormatError(f"impossible cache names {names['caches']!r:.100}")
+    if not isinstance(names.get("fingerprint", {}), dict):
+        raise FormatError(f"impossible fingerprint {names['fingerprint']!r:.100}")
     forms = []
     for entries in names["forms"]:
         entries = tuple((name, dtype, ndim) for name, dtype, ndim in entries)
@@ -178,6 +182,7 @@ def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
             tuple(forms), references, arrays["layouts.form"], arrays["layouts.data_begin"], arrays["layouts.dims"]
         ),
         end,
+        names.get("fingerprint"),
     )
 
 

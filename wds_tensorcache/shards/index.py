@@ -159,6 +159,7 @@ class ShardIndex:
         members: All other members by suffix.
         layouts: What the caches' `layout` numbers mean.
         end: Byte offset of the end-of-archive marker.
+        fingerprint: How the cache was made, if its footer says so.
     """
 
     keys: Keys
@@ -166,6 +167,7 @@ class ShardIndex:
     members: Mapping[str, MemberColumns]
     layouts: LayoutTable
     end: int
+    fingerprint: Mapping[str, Any] | None = None
 
     @property
     def nbytes(self) -> int:

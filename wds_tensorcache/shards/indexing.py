@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,12 +13,10 @@ from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Form, Layout, is_bou
 from wds_tensorcache.codec.sample import check_binding, list_references
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.index import CacheColumns, Keys, LayoutTable, MemberColumns, ShardIndex, narrow
-from wds_tensorcache.shards.names import SKELETON, TENSORS, is_cache_name
+from wds_tensorcache.shards.names import SKELETON, TENSORS, is_cache_name, split_member
 from wds_tensorcache.shards.tar import Scanner
 
 __all__ = ["CacheEntry", "IndexBuilder", "scan_shard"]
-
-_KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)  # as webdataset splits names
 
 
 @dataclass(slots=True)
@@ -143,14 +140,14 @@ def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
     key: str | None = None
     members: dict[str, tuple[int, int]] = {}
     for name, begin, size in scanner:
-        match = _KEY_AND_SUFFIX.fullmatch(name)
-        if match is None:
+        split = split_member(name)
+        if split is None:
             continue
-        suffix = match[2].lower()
-        if match[1] != key:
+        suffix = split[1].lower()
+        if split[0] != key:
             if key is not None:
                 _add(builder, scanner, key, members)
-            key, members = match[1], {}
+            key, members = split[0], {}
             if key in seen:
                 raise FormatError(f"key {key!r:.100} occurs twice, again at byte {begin - 512}")
             seen.add(key)

@@ -13,7 +13,7 @@ from typing import Any
 
 from wds_tensorcache.errors import FormatError, KeyRuleError
 
-__all__ = ["ShardEntry", "read_manifest", "write_atomically", "write_idx", "write_manifest"]
+__all__ = ["ShardEntry", "fsync_folder", "read_manifest", "write_atomically", "write_idx", "write_manifest"]
 
 _KIND = "wids-shard-index-v1"
 _WIDS_VERSION = 1
@@ -171,9 +171,16 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
         with contextlib.suppress(OSError):
             os.remove(temporary)
         raise
-    if fsync and os.name == "posix":  # elsewhere folders cannot be opened
-        descriptor = os.open(folder or ".", os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    if fsync:
+        fsync_folder(folder)
+
+
+def fsync_folder(folder: str) -> None:
+    """Wait until the names in a folder are on disk."""
+    if os.name != "posix":  # elsewhere folders cannot be opened
+        return
+    descriptor = os.open(folder or ".", os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from wds_tensorcache.errors import KeyRuleError
 
-__all__ = ["FIELD", "SKELETON", "TENSORS", "cache_name", "check_key", "check_suffixes", "is_cache_name"]
+__all__ = ["FIELD", "SKELETON", "TENSORS", "cache_name", "check_key", "check_suffixes", "is_cache_name", "split_member"]
 
 FIELD = "tensorcache"  # what a cache is called in a sample
 SKELETON = "skel.pyd"
@@ -15,6 +15,7 @@ TENSORS = "safetensors"
 MAX_MEMBER_NBYTES = 100
 _CACHE_NAME = re.compile(r"[a-z0-9-][a-z0-9_-]*", re.ASCII)
 _RESERVED = frozenset({"skel", "pyd", "safetensors"})
+_KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)  # as webdataset splits names
 _BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -53,6 +54,12 @@ def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
                 f"member name {key!r:.100}.{suffix} has {nbytes} bytes: "
                 f"DALI without an index reads at most {MAX_MEMBER_NBYTES}"
             )
+
+
+def split_member(name: str) -> tuple[str, str] | None:
+    """Return key and suffix of a member; None if it is of no sample."""
+    match = _KEY_AND_SUFFIX.fullmatch(name)
+    return None if match is None else (match[1], match[2])
 
 
 def cache_name(name: str) -> str:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import glob
+import dataclasses
 import json
 import os
-import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from wds_tensorcache.codec.header import is_bound, parse_header
 from wds_tensorcache.codec.sample import encode_views
-from wds_tensorcache.errors import EncodeError, KeyRuleError, TensorCacheError
+from wds_tensorcache.errors import EncodeError, KeyRuleError, StaleCacheError, TensorCacheError
 from wds_tensorcache.shards.catalog import Catalog, dali_index_path, write_dali_index
+from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint
+from wds_tensorcache.shards.finished import FinishedShards
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import CacheEntry, IndexBuilder
 from wds_tensorcache.shards.manifest import ShardEntry
 from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes
 from wds_tensorcache.shards.output import Output
-from wds_tensorcache.shards.reader import sidecar_path
+from wds_tensorcache.shards.pattern import ShardPattern
+from wds_tensorcache.shards.reader import load_index
+from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.tar import END_OF_ARCHIVE, build_header, padding
 
 __all__ = ["ShardWriter"]
 
-_NUMBER = re.compile(r"%(?:0\d+)?d")
 _NOTHING: Any = object()
 
 
@@ -46,7 +48,11 @@ class ShardWriter:
         idx: Write `NAME.idx` for DALI beside each shard.
         manifest: Write `manifest.json` beside the shards; entries of other writers' shards in the folder are kept.
         overwrite: Delete shards of this pattern that are there. Otherwise they are an error.
+        resume: Go on behind those that are there: keys that they have are skipped. Written again from the start with the same
+            options, the shards are those of a run that was never broken, byte for byte.
         fsync: Wait for the disk before a shard gets its name.
+        fingerprint: How the samples are made (model, revision, dtype, crop, …), in what JSON holds. It is kept in the footers
+            and the manifest, for `tc.open(…, expect=…)`.
         allow: Classes to write besides the listed types of FORMAT.md.
         align: The tensors' bytes begin at a multiple of this many bytes of the member; itself a multiple of 8.
         encoder: Makes bytes of a sample's other members, a dict by extension, as webdataset's encoders do
@@ -54,6 +60,7 @@ class ShardWriter:
 
     Raises:
         FileExistsError: A shard of that name is there.
+        StaleCacheError: `resume=True` finds shards that were made otherwise.
         ValueError: The pattern has more than one number.
 
     Threads/fork/pickle: one thread; several writers, of other patterns, may share a folder.
@@ -69,49 +76,67 @@ class ShardWriter:
         idx: bool = True,
         manifest: bool = True,
         overwrite: bool = False,
+        resume: bool = False,
         fsync: bool = True,
         allow: Iterable[type] = (),
+        fingerprint: Mapping[str, Any] | None = None,
         align: int = 64,
         encoder: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
-        self._pattern = os.fspath(pattern)
-        folder, name = os.path.split(self._pattern)
-        self._numbered = len(_NUMBER.findall(name)) == 1
-        if "%" in _NUMBER.sub("", name, count=1) or "%" in folder:
-            raise ValueError(f"pattern {self._pattern!r}: expected at most one number, such as %06d, in its last part")
+        self._pattern = ShardPattern(os.fspath(pattern))
+        if overwrite and resume:
+            raise ValueError("overwrite=True begins again, resume=True goes on: not both")
         if max_samples < 1 or max_nbytes < 1:
             raise ValueError(f"max_samples={max_samples}, max_nbytes={max_nbytes}, expected at least 1")
         self._max_samples, self._max_nbytes = max_samples, max_nbytes
         self._footer, self._idx, self._fsync = footer, idx, fsync
+        self._fingerprint = None if fingerprint is None else as_fingerprint(fingerprint)
         self._allow, self._align, self._encoder = tuple(allow), align, encoder or _encode_plain
-        os.makedirs(folder or ".", exist_ok=True)
-        self._catalog = Catalog(folder or ".", fsync) if manifest else None
-        existing = self._existing()
-        if existing and not overwrite:
-            raise FileExistsError(f"{existing[0]} exists; pass overwrite=True, or write to another folder")
-        if self._catalog is not None and existing:
-            self._catalog.remove([os.path.basename(path) for path in existing])  # before the shards themselves go
-        stale = [stale for path in existing for stale in (path, dali_index_path(path), sidecar_path(path))]
-        for path in [*stale, *(_left_behind(self._pattern) if overwrite else ())]:
-            if os.path.exists(path):
-                os.remove(path)
+        folder = self._pattern.folder or "."
+        os.makedirs(folder, exist_ok=True)
+        self._catalog = Catalog(folder, fsync) if manifest else None
+        existing = self._pattern.existing()
+        paths = list(existing.values())
+        if existing and not overwrite and not resume:
+            raise FileExistsError(f"{paths[0]} exists; pass overwrite=True or resume=True, or write to another folder")
+        self._pattern.remove_strays()
         self._number = 0
+        self.finished = FinishedShards({path: self._take_over(path) for path in paths} if resume else {})
+        self._replaced: set[str] = set()
+        if resume and existing:
+            self._number = max(existing) + 1
+        elif existing:
+            if self._catalog is not None:
+                self._catalog.remove([os.path.basename(path) for path in paths])  # before the shards themselves go
+            self._pattern.remove(paths)
         self._shard: _OpenShard | None = None
         self._closed = False
         self._pid = os.getpid()
 
-    def _path(self, number: int) -> str:
-        return self._pattern % number if self._numbered else self._pattern
+    def _take_over(self, path: str) -> ShardIndex:
+        """Make up for what a writer that was killed had not written beside a shard; return the shard's index."""
+        index = load_index(ShardFile(path))
+        found = index.fingerprint
+        if found is None and self._catalog is not None:
+            found = self._catalog.fingerprint(os.path.basename(path))  # there is no footer
+        if found != self._fingerprint:
+            check_fingerprint(path, found, self._fingerprint or {})
+            raise StaleCacheError(f"{path} was made with {found}, this writer has {self._fingerprint}")
+        index = dataclasses.replace(index, fingerprint=found)
+        is_listed = self._catalog is None or self._catalog.lists(_entry(path, index))
+        if self._idx and not (is_listed and os.path.exists(dali_index_path(path))):
+            write_dali_index(dali_index_path(path), index, self._fsync)
+        if self._catalog is not None and not is_listed:
+            self._catalog.add(_entry(path, index), index)
+        return index
 
-    def _existing(self) -> list[str]:
-        """Return the shards of this pattern that are there."""
-        if not self._numbered:
-            return [self._pattern] if os.path.exists(self._pattern) else []
-        first, last = _NUMBER.split(self._pattern, maxsplit=1)
-        found = glob.glob(glob.escape(first) + "*" + glob.escape(last))
-        digits = re.compile(re.escape(first) + r"(\d+)" + re.escape(last))
-        matches = ((path, digits.fullmatch(path)) for path in sorted(found))
-        return [path for path, match in matches if match and self._path(int(match[1])) == path]
+    def __contains__(self, key: object) -> bool:
+        """Return whether a finished shard has the key, of those that `resume=True` found: `write` would skip it."""
+        return isinstance(key, str) and key not in self._replaced and key in self.finished
+
+    def replace(self, key: str) -> None:
+        """Let a key be written again that a finished shard has; removing it there is up to the caller."""
+        self._replaced.add(key)
 
     def write(self, key: str, sample: Any = _NOTHING, /, **members: Any) -> None:
         """Write one sample.
@@ -120,6 +145,8 @@ class ShardWriter:
             key: Names it, once in a shard.
             sample: The nested structure; leave it out for a sample without, or with named caches only.
             members: By extension: `json=…`, `jpg=…`; and `**{"NAME.tensorcache": …}` for several caches in one sample.
+
+        A key that finished shards have is skipped with `resume=True`; `key in writer` says so beforehand.
 
         Raises:
             EncodeError: A value cannot be represented; the message gives key and path. Nothing of the sample is written.
@@ -132,6 +159,8 @@ class ShardWriter:
         if isinstance(key, dict):
             raise TypeError("write(key, sample, **members); a dict is what webdataset's writers take")
         check_key(key)
+        if key in self:
+            return
         caches = {"": sample} if sample is not _NOTHING else {}
         others = {}
         for field, value in members.items():
@@ -157,11 +186,17 @@ class ShardWriter:
             except TensorCacheError as exc:
                 raise exc.at(f"sample {key!r}" + (f", cache {name!r}" if name else "")) from exc
         plain = self._encode_others(key, others) if others else {}
-        if self._shard is not None and self._shard.is_full(self._max_samples, self._max_nbytes) and self._numbered:
+        if (
+            self._shard is not None
+            and self._shard.is_full(self._max_samples, self._max_nbytes)
+            and self._pattern.is_numbered
+        ):
             self._finish()
         if self._shard is None:
-            path = self._path(self._number)
+            path = self._pattern.path(self._number)
             if os.path.exists(path):
+                if not self._pattern.is_numbered and self._number:
+                    raise FileExistsError(f"{path} is finished; only a pattern with a number goes on")
                 raise FileExistsError(f"{path} exists; it was not there when this writer began")
             self._shard = _OpenShard(path)
             self._number += 1
@@ -187,13 +222,11 @@ class ShardWriter:
         shard, self._shard = self._shard, None
         if shard is None:
             return
-        index = shard.finish(self._footer, self._fsync)
+        index = shard.finish(self._footer, self._fsync, self._fingerprint)
         if self._idx:
             write_dali_index(dali_index_path(shard.path), index, self._fsync)
         if self._catalog is not None:
-            counts = {name: len(columns) for name, columns in index.caches.items()}
-            entry = ShardEntry(os.path.basename(shard.path), len(index.keys), os.path.getsize(shard.path))
-            self._catalog.add(entry, counts)
+            self._catalog.add(_entry(shard.path, index), index)
 
     def close(self) -> None:
         """Finish the shard that is being written, and write no more."""
@@ -219,14 +252,8 @@ class ShardWriter:
             self._shard = None
 
 
-def _left_behind(pattern: str) -> list[str]:
-    """Return what killed writers of this pattern had not finished."""
-    folder, name = os.path.split(pattern)
-    found = []
-    for written in (name, dali_index_path(name)):
-        parts = [glob.escape(part) for part in _NUMBER.split(written)]
-        found += glob.glob(os.path.join(glob.escape(folder), "." + "[0-9]*".join(parts) + ".*.tmp"))
-    return found
+def _entry(path: str, index: ShardIndex) -> ShardEntry:
+    return ShardEntry(os.path.basename(path), len(index.keys), os.path.getsize(path))
 
 
 def _member(name: str, suffix: str) -> str:
@@ -302,9 +329,9 @@ class _OpenShard:
         self._keys.add(key)
         self._builder.add(key, entries, members)
 
-    def finish(self, footer: bool, fsync: bool) -> ShardIndex:
+    def finish(self, footer: bool, fsync: bool, fingerprint: Mapping[str, Any] | None) -> ShardIndex:
         try:
-            index = self._builder.finish(self._position)
+            index = dataclasses.replace(self._builder.finish(self._position), fingerprint=fingerprint)
             if os.path.exists(self.path):
                 raise FileExistsError(f"{self.path} exists; it was not there when this writer began")
             tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")

@@ -1,0 +1,97 @@
+"""Kill writers at random, let others go on, and look at what is there each time."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import wds_tensorcache as tc
+from tests.same import assert_same
+from wds_tensorcache.shards.manifest import read_manifest
+
+COUNT = 23
+
+
+def sample(i: int) -> dict[str, Any]:
+    # small enough for one thread: those of OpenMP hang in a forked child
+    return {"x": torch.full((50 + 1500 * (i % 3), 8), i).bfloat16(), "i": i, "text": "é" * i}
+
+
+def check(folder: Path) -> list[str]:
+    """Assert that all the manifest lists is there and right, and return the keys."""
+    if not (folder / "manifest.json").exists():
+        return []
+    for entry in read_manifest(str(folder / "manifest.json"))[0]:
+        assert os.path.getsize(folder / entry.url) == entry.nbytes
+    with tc.open(folder) as cache:
+        keys = list(cache.keys())
+        for key in keys:
+            assert_same(sample(int(key)), tc.realize(cache[key]))
+    return keys
+
+
+def compare(folder: Path, expected: Path) -> None:
+    """Assert that two folders have the same files."""
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(expected))
+    for name in os.listdir(expected):
+        assert (folder / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+def _write(folder: Path) -> None:
+    with tc.ShardWriter(folder / "%03d.tar", max_samples=5, resume=True, fsync=False) as sink:
+        for i in range(COUNT):
+            sink.write(f"{i:03d}", sample(i))
+
+
+def _killed(folder: Path, seconds: float) -> bool:
+    """Write in another process for some seconds at most, and return whether it had to be killed."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            _write(folder)
+            status = 0
+        finally:
+            os._exit(status)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
+def write_until_killed(folder: Path, num_kills: int, seed: int) -> int:
+    """Kill `num_kills` writers, each of which goes on where the last was; return how often all samples were written."""
+    chance, whole = random.Random(seed), 0
+    begun = time.perf_counter()
+    _write(folder / "expected")
+    longest = time.perf_counter() - begun
+    while num_kills > 0:
+        into, keys = folder / f"{whole}", list[str]()
+        while _killed(into, chance.uniform(0, longest)):
+            num_kills -= 1
+            longest *= 1.02  # so that it ends on a machine that has become busy
+            if into.exists():
+                found = check(into)
+                assert found[: len(keys)] == keys  # what was finished stays
+                assert len(found) % 5 == 0 or len(found) == COUNT
+                keys = found
+        compare(into, folder / "expected")
+        longest *= 0.8
+        whole += 1
+    return whole
+
+
+if __name__ == "__main__":
+    kills = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    with tempfile.TemporaryDirectory() as made:
+        times = write_until_killed(Path(made), kills, seed=random.randrange(1 << 30))
+    print(f"{kills} writers killed; {times} times all {COUNT} samples were written in the end, byte for byte the same")

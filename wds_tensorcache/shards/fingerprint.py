@@ -1,0 +1,43 @@
+"""How a cache was made: model, revision, dtype, scaling, crop, …, compared with what its reader expects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from wds_tensorcache.errors import StaleCacheError
+
+__all__ = ["as_fingerprint", "check_fingerprint", "common_fields"]
+
+_NONE: Any = object()
+
+
+def as_fingerprint(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields as they come back from JSON, in which they are kept: tuples as lists.
+
+    Raises:
+        TypeError, ValueError: JSON cannot hold them.
+    """
+    if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
+        raise TypeError(f"a fingerprint is a dict by field's name, got {fields!r:.200}")
+    found: dict[str, Any] = json.loads(json.dumps(dict(fields), allow_nan=False, sort_keys=True))
+    return found
+
+
+def check_fingerprint(where: str, found: Mapping[str, Any] | None, expected: Mapping[str, Any]) -> None:
+    """Raise StaleCacheError unless a cache has all the expected fields; it may have others, too."""
+    if found is None:
+        raise StaleCacheError(f"{where}: nothing says how it was made; expected {expected!r:.500}")
+    for name, value in expected.items():
+        other = found.get(name, _NONE)
+        if other is _NONE or type(other) is not type(value) or other != value:
+            has = "has no such field" if other is _NONE else f"was made with {other!r:.200}"
+            raise StaleCacheError(f"{where}: expected {name}={value!r:.200}, but the cache {has}")
+
+
+def common_fields(fingerprints: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
+    """Return the fields on which all agree."""
+    every = [fingerprint or {} for fingerprint in fingerprints]
+    first = every[0] if every else {}
+    return {name: value for name, value in first.items() if all(other.get(name, _NONE) == value for other in every)}

@@ -1,0 +1,77 @@
+"""The files that a writer's pattern stands for: shards, what lies beside them, and what killed writers have left."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from wds_tensorcache.shards.catalog import dali_index_path
+from wds_tensorcache.shards.reader import sidecar_path
+
+__all__ = ["ShardPattern"]
+
+_NUMBER = re.compile(r"%(?:0\d+)?d")
+
+
+class ShardPattern:
+    """A path with one `%d`-style number in its last part, or without one for a single shard.
+
+    Raises:
+        ValueError: It has more than one number, or one in a folder's name.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self.folder, self._name = os.path.split(pattern)
+        self._pattern = pattern
+        self.is_numbered = len(_NUMBER.findall(self._name)) == 1
+        if "%" in _NUMBER.sub("", self._name, count=1) or "%" in self.folder:
+            raise ValueError(f"pattern {pattern!r}: expected at most one number, such as %06d, in its last part")
+
+    def __str__(self) -> str:
+        return self._pattern
+
+    def path(self, number: int) -> str:
+        """Return where a shard is."""
+        return self._pattern % number if self.is_numbered else self._pattern
+
+    def existing(self) -> dict[int, str]:
+        """Return the shards that are there, by their numbers, ascending."""
+        if not self.is_numbered:
+            return {0: self._pattern} if os.path.exists(self._pattern) else {}
+        found = {int(match[1]): os.path.join(self.folder, match[0]) for match in self._matches(self._name)}
+        return {number: path for number, path in sorted(found.items()) if self.path(number) == path}
+
+    def _matches(self, name: str, *, before: str = "", behind: str = "") -> list[re.Match[str]]:
+        """Return the files of the folder that are called like this, with any number for the pattern's."""
+        parts = [re.escape(part) for part in _NUMBER.split(name)]
+        matches = map(re.compile(before + r"(\d+)".join(parts) + behind).fullmatch, os.listdir(self.folder or "."))
+        return [match for match in matches if match]
+
+    def remove(self, paths: list[str]) -> None:
+        """Delete shards and what lies beside them."""
+        for path in paths:
+            for file in (path, dali_index_path(path), sidecar_path(path)):
+                if os.path.exists(file):
+                    os.remove(file)
+
+    def remove_strays(self) -> None:
+        """Delete what killed writers had not finished. What a living one is writing stays, where the system has locks."""
+        for name in (self._name, dali_index_path(self._name)):
+            for match in self._matches(name, before=r"\.", behind=r"\.[0-9a-f]+\.tmp"):
+                stray = os.path.join(self.folder, match[0])
+                if not _is_locked(stray):
+                    os.remove(stray)
+
+
+def _is_locked(path: str) -> bool:
+    """Return whether a living process holds a lock on a file."""
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,82 @@
+"""A shard again without some of its samples; the bytes of the others stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from wds_tensorcache.shards.footer import build_footer
+from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.indexing import scan_shard
+from wds_tensorcache.shards.names import split_member
+from wds_tensorcache.shards.output import Output
+from wds_tensorcache.shards.reader import load_index
+from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE, Scanner, padding
+
+__all__ = ["rewrite_without"]
+
+_CHUNK_NBYTES = 1 << 22
+
+
+def rewrite_without(
+    path: str, keys: Collection[str], into: str | None = None, *, footer: bool = True, fsync: bool = True
+) -> ShardIndex | None:
+    """Write a shard without the samples of some keys, and return its index; None, and no file, if no other is left.
+
+    Args:
+        path: Of the shard.
+        keys: Of those samples.
+        into: Where to; the shard itself by default, which is replaced as a whole.
+        footer: Put the index behind it.
+        fsync: Wait for the disk.
+
+    Raises:
+        FormatError: It is no tar, or a damaged one.
+    """
+    file = ShardFile(path)
+    pieces: list[tuple[int, int]] = []  # [begin, end) of what stays
+    end = 0
+    for name, begin, nbytes in Scanner(file.read, file.nbytes):
+        # headers of a member, also extended ones, lie between the end of the one before and its content
+        piece = end, begin + nbytes + padding(nbytes)
+        end = piece[1]
+        split = split_member(name)
+        if split is not None and split[0] in keys:
+            continue
+        if pieces and pieces[-1][1] == piece[0]:
+            pieces[-1] = pieces[-1][0], piece[1]
+        else:
+            pieces.append(piece)
+    if not pieces:
+        return None
+    total = sum(last - first for first, last in pieces) + 2 * BLOCK
+    index = replace(scan_shard(_joined(file.read, pieces), total), fingerprint=load_index(file).fingerprint)
+    output = Output(into or path)
+    try:
+        for first, last in pieces:
+            for begin in range(first, last, _CHUNK_NBYTES):
+                chunk = file.read(begin, min(begin + _CHUNK_NBYTES, last))
+                output.append([chunk], len(chunk))
+        tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")
+        output.append([tail], len(tail))
+        output.finish(fsync)
+    except BaseException:
+        output.drop()
+        raise
+    return index
+
+
+def _joined(read: Callable[[int, int], bytes], pieces: list[tuple[int, int]]) -> Callable[[int, int], bytes]:
+    """Return a function that reads pieces of a file as if they were one, with the end-of-archive marker behind them."""
+
+    def read_joined(begin: int, end: int) -> bytes:
+        found, at = [], 0
+        for first, last in pieces:
+            low, high = max(begin, at), min(end, at + last - first)
+            if low < high:
+                found.append(read(first + low - at, first + high - at))
+            at += last - first
+        return b"".join(found).ljust(end - begin, b"\0")
+
+    return read_joined
