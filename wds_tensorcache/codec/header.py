@@ -42,6 +42,7 @@ DIGITS_END = DIGITS_BEGIN + 16
 MAX_HEADER_NBYTES = 100_000_000  # the bound of the safetensors specification
 MAX_NDIM = 64  # numpy's
 _PREFIX = b'{"__metadata__":{"tensorcache":"1 '
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _METADATA = re.compile(r"([1-9]\d{0,8}) [0-9a-f]{16}", re.ASCII)
 
 # Layouts by every header byte behind the digits. Entries come from files, so both their number and size are bounded.
@@ -268,12 +269,14 @@ def check_version(version: int) -> None:
 def _parse_entry(name: str, entry: Any, data_begin: int) -> StoredTensor:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise FormatError(f"tensor {name!r}: expected dtype, shape and data_offsets, got {entry!r:.100}")
+    if not name.isascii() and _SURROGATE.search(name):  # from an escape
+        raise FormatError(f"tensor {name!r:.100}: the name is not UTF-8")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if type(dtype) is not str or dtype not in STORED:
         raise FormatError(f"tensor {name!r}: unknown dtype {dtype!r:.100}")
     if not _are_sizes(shape) or len(shape) > MAX_NDIM or math.prod(filter(None, shape)) * 16 >= 1 << 63:
         raise FormatError(f"tensor {name!r}: impossible shape {shape!r:.100}")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not _are_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] < 1 << 63:
         raise FormatError(f"tensor {name!r}: impossible data_offsets {offsets!r:.100}")
     begin, end = offsets
     needed = math.prod(shape) * STORED[dtype][0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from webdataset.writer import make_encoder
 from wds_tensorcache.codec.builder import allow_table
 from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import decode_members, decode_plain_pickle, encode_sample
-from wds_tensorcache.errors import FormatError, KeyRuleError, TensorCacheError
+from wds_tensorcache.errors import FormatError, KeyRuleError, TensorCacheError, UnsafeSkeletonError
 from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes, is_cache_name
 
 __all__ = ["FIELD", "Decode", "decode", "encoder"]
@@ -188,7 +189,11 @@ class Decode:
         """Take the extensions that webdataset would hand to an unpickler which runs anything."""
         kind = extension.rpartition(".")[2]
         if kind == "pth":
-            return torch.load(io.BytesIO(raw), weights_only=True)
+            try:
+                return torch.load(io.BytesIO(raw), weights_only=True)
+            except Exception as exc:  # torch raises what it happens to
+                error = UnsafeSkeletonError if isinstance(exc, pickle.UnpicklingError) else FormatError
+                raise error(f"member {extension[1:]!r}: torch.load refuses it: {exc!r:.300}") from exc
         if kind not in ("pyd", "pickle", "pkl"):
             return None
         try:

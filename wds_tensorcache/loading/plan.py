@@ -124,8 +124,18 @@ class Plan:
         Raises:
             FormatError: A shard is not what its index says, or was cut short.
         """
-        if io != "pread" and self._gather(memory, io):
-            return True
+        mapped = io != "pread" and self._gather(memory, io)
+        if not mapped:
+            self._read(memory, threads, executor)
+        self._check_unchanged()
+        return mapped
+
+    def _check_unchanged(self) -> None:
+        """Raise FormatError if a shard was written to since it was opened; one system call for each."""
+        for number, *_ in self.places.parts:
+            self.places.shards[number].file.check_unchanged()
+
+    def _read(self, memory: Array, threads: int, executor: Executor | None) -> None:
         places = self.places
         order = np.lexsort((places.begin, places.number)) if len(places.shards) > 1 else np.arange(len(places))
         nbytes = self.extents.nbytes.sum(0)
@@ -140,7 +150,6 @@ class Plan:
             wait(futures)  # when this returns, nobody may be writing into the memory any more
         while futures:
             futures.pop(0).result()  # an error refers to this frame, which then must not refer to it
-        return False
 
     def _begin_of(self, tensor: int) -> Any:
         """Return where a tensor begins in its member: [samples], or one number for all."""
@@ -155,6 +164,7 @@ class Plan:
             return False  # forked: if torch's threads were used before, a call that wants them waits forever
         if len(places.parts) > places.shards[0].files.max_open or (io == "auto" and not self._is_resident()):
             return False
+        self._check_unchanged()
         for number, _, rows in places.parts:
             places.shards[number].check_mapped(rows)
         whole, origin = self._maps()

@@ -106,8 +106,10 @@ class LayoutTable:
             raise FormatError("the index has a layout of an impossible size")
         total = self.data_begin.astype(np.float64)  # exact below 2^53, and far above that it only has to be seen
         result = self.data_begin.astype(np.int64)
-        for number, form in enumerate(self.forms):
-            which = np.flatnonzero(self.form == number)
+        order = np.argsort(self.form, kind="stable")
+        edges = np.searchsorted(self.form[order], np.arange(len(self.forms) + 1)).tolist()
+        for number in np.unique(self.form).tolist():  # not one pass over all layouts for each form
+            form, which = self.forms[number], order[edges[number] : edges[number + 1]]
             begin = self.dims_begin[which]
             for _, dtype, ndim in form.entries:
                 shapes = self.dims[begin[:, None] + np.arange(ndim)].astype(np.int64)
@@ -185,17 +187,22 @@ class ShardIndex:
             raise FormatError("the index has empty keys")
         if num_samples and (np.any(ends[1:] < ends[:-1]) or int(ends[-1]) != len(self.keys.text)):
             raise FormatError("the index has keys that overlap")
+        total = 0.0
         for columns in self.caches.values():
             self._check_rows(columns.rows, columns.layout, num_samples)
             if len(columns) and int(columns.layout.max()) >= len(self.layouts):
                 raise FormatError("the index has a sample with a layout that it does not have")
             self._check_extent(columns.skeleton_begin, columns.skeleton_nbytes)
             self._check_extent(columns.tensors_begin, self.layouts.nbytes[columns.layout])
+            total += columns.skeleton_nbytes.sum(dtype=float) + self.layouts.nbytes[columns.layout].sum(dtype=float)
             if len(columns.digest) != len(columns):
                 raise FormatError("the index has columns of unequal lengths")
         for member in self.members.values():
             self._check_rows(member.rows, member.begin, num_samples)
             self._check_extent(member.begin, member.nbytes)
+            total += member.nbytes.sum(dtype=float)
+        if total > self.end:  # else reading all of them could take the archive's size for each
+            raise FormatError("the index has members that overlap")
 
     def _check_rows(self, rows: Array | None, column: Array, num_samples: int) -> None:
         if rows is None:

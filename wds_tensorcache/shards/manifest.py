@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wds_tensorcache.errors import FormatError, KeyRuleError
+from wds_tensorcache.shards.storage import ShardFile
 
 __all__ = ["ShardEntry", "fsync_folder", "read_manifest", "write_atomically", "write_idx", "write_manifest"]
 
@@ -86,8 +87,8 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
         FormatError: The file is no such manifest; the message names it and says what is wrong.
         OSError: It cannot be read.
     """
-    with open(path, "rb") as file:
-        content = file.read()
+    file = ShardFile(path)
+    content = file.read(0, file.nbytes)
     try:
         return _parse_manifest(content)
     except FormatError as exc:

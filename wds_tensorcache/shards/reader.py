@@ -48,8 +48,8 @@ def load_index(file: ShardFile) -> ShardIndex:
         index = read_footer(file.read, file.nbytes)
         if index is None:
             try:
-                with open(sidecar_path(file.path), "rb") as sidecar:
-                    index = parse_footer(sidecar.read(), file.nbytes)
+                sidecar = ShardFile(sidecar_path(file.path))
+                index = parse_footer(sidecar.read(0, sidecar.nbytes), file.nbytes)
             except FileNotFoundError:
                 index = None
         return scan_shard(file.read, file.nbytes) if index is None else index
@@ -250,6 +250,8 @@ class Shard:
         bound = np.stack([nbytes, columns.digest[rows].astype("<u8")], 1).tobytes()
         key_begins, key_ends = self._key_extents(rows)
         text, suffix = self.index.keys.text.data, self._suffixes[0]
+        if mapped:
+            file.check_unchanged()
         bytes_of = file.map() if mapped else None
         skeletons, bodies = [], []
         extents = zip(begins.tolist(), ends.tolist(), key_begins.tolist(), key_ends.tolist(), strict=True)

@@ -39,10 +39,10 @@ class ShardSource:
         return _read(self._file(), self._begin + begin, end - begin, self._shard.pool)
 
     def read_into(self, buffer: memoryview, begin: int) -> None:
-        self._file().read_into([buffer], self._begin + begin)
+        _read_into(self._file(), [buffer], self._begin + begin)
 
     def view(self, begin: int, end: int) -> Array:
-        return self._file().array()[self._begin + begin : self._begin + end]
+        return _view(self._file(), self._begin + begin, self._begin + end)
 
     def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
         return FileSource(self._shard.path, self._file().identity), self._begin + begin
@@ -50,8 +50,18 @@ class ShardSource:
 
 def _read(file: ShardFile, begin: int, nbytes: int, pool: Pool) -> bytearray | Array:
     buffer = pool.lease(nbytes) if nbytes >= LEASED_NBYTES else bytearray(nbytes)
-    file.read_into([buffer], begin)
+    _read_into(file, [buffer], begin)
     return buffer
+
+
+def _read_into(file: ShardFile, buffers: list[Any], begin: int) -> None:
+    file.read_into(buffers, begin)
+    file.check_unchanged()
+
+
+def _view(file: ShardFile, begin: int, end: int) -> Array:
+    file.check_unchanged()
+    return file.array()[begin:end]
 
 
 class FileSource:
@@ -75,10 +85,10 @@ class FileSource:
         return _read(self._file(), begin, end - begin, _POOL)
 
     def read_into(self, buffer: memoryview, begin: int) -> None:
-        self._file().read_into([buffer], begin)
+        _read_into(self._file(), [buffer], begin)
 
     def view(self, begin: int, end: int) -> Array:
-        return self._file().array()[begin:end]
+        return _view(self._file(), begin, end)
 
     def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
         return self, begin

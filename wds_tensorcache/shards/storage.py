@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 import sys
 import threading
 import weakref
@@ -40,10 +41,13 @@ class ShardFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        # O_NONBLOCK: opening a FIFO that is called like a shard would wait for somebody to write into it
+        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
         self.fd = os.open(path, flags)
         weakref.finalize(self, os.close, self.fd).atexit = False
         status = os.fstat(self.fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(f"{path}: expected a file, not a folder, pipe or device")
         self.nbytes = status.st_size
         self.identity = _identity(status)
         self._lock = threading.Lock()
@@ -73,6 +77,17 @@ class ShardFile:
 
     def _cut_short(self, end: int) -> FormatError:
         return FormatError(f"{self.path}: the file ends at byte {end}, inside of a member: it was cut short")
+
+    def check_unchanged(self) -> None:
+        """Raise FormatError if the file was written to since it was opened: what is known of its bytes is no longer true.
+
+        Before maps are used, since where a file was cut short they kill the process; behind reads. One system call.
+        """
+        found = _identity(os.fstat(self.fd))
+        if found[1] < self.nbytes:
+            raise self._cut_short(found[1])
+        if found != self.identity:
+            raise FormatError(f"{self.path}: the shard was changed while it was open: open it again")
 
     def read_into(self, buffers: Sequence[Any], begin: int) -> None:
         """Fill `buffers` (1-D, of bytes), one behind the other, from `begin`: as few calls as the system allows.
@@ -159,8 +174,7 @@ class ShardFile:
                 if self._map is None:
                     # a map keeps a descriptor of its own unless it is told not to
                     untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-                    if os.fstat(self.fd).st_size < self.nbytes:
-                        raise self._cut_short(os.fstat(self.fd).st_size)
+                    self.check_unchanged()
                     self._map = mmap.mmap(self.fd, self.nbytes, access=mmap.ACCESS_READ, **untracked)
         return self._map
 

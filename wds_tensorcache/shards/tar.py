@@ -25,6 +25,7 @@ END_OF_ARCHIVE = bytes(2 * BLOCK)
 
 _MAX_OCTAL_NBYTES = 8**11  # 11 digits: 8 GiB and more need a pax record
 _MAX_RECORDS_NBYTES = 1 << 20
+_MAX_NAME_NBYTES = 1 << 12  # Linux's: a global pax header names all members that follow, and each name takes its time
 _MAX_EXTENDED_BLOCKS = 10  # in front of a header that one looks back from
 _MAX_WINDOW_NBYTES = 1 << 18
 _MIN_WINDOW_NBYTES = 1 << 13
@@ -222,6 +223,10 @@ class Scanner:
             path = own.get(b"path", common.get(b"path", prefix + b"/" + path if prefix else path))
             nbytes = 0 if kind in _EMPTY_TYPES else int(own.get(b"size", nbytes))
             own.clear()
+        if len(path) > _MAX_NAME_NBYTES:
+            raise FormatError(
+                f"byte {header_begin}: a name of {len(path)} bytes, expected at most {_MAX_NAME_NBYTES}: {path!r:.120}"
+            )
         if nbytes < 0:
             field = header[124:136]
             raise FormatError(

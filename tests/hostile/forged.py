@@ -1,0 +1,103 @@
+"""Shards that lie: put together by hand, with a right digest where one is asked for, and read in every way there is."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import webdataset as wds
+
+import wds_tensorcache as tc
+from tests.shards.lying import put_footer
+from tests.shards.tars import build
+from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.indexing import scan_shard
+from wds_tensorcache.shards.storage import ShardFile
+
+COUNT = 4
+
+
+def sample(i: int) -> dict[str, Any]:
+    """Return a sample that is told apart from all others by every byte."""
+    return {"x": torch.full((6,), i, dtype=torch.uint8), "b": torch.ones(2, dtype=torch.bool), "i": i}
+
+
+def is_right(value: Any, i: int) -> bool:
+    value = tc.realize(value)
+    return bool((value["x"] == i).all()) and value["x"].shape == (6,) and value["b"].all() and value["i"] == i
+
+
+def write(path: Path, *, footer: bool = True, text: bool = False) -> Path:
+    """Write a shard of samples k0, k1, …, each with a member `txt` if it is asked for."""
+    with tc.ShardWriter(path, manifest=False, idx=False, fsync=False, footer=footer) as sink:
+        for i in range(COUNT):
+            sink.write(f"k{i}", sample(i), **({"txt": b"text %d" % i} if text else {}))
+    return path
+
+
+def scanned(path: Path) -> ShardIndex:
+    """Return the index that the shard's own bytes give."""
+    file = ShardFile(str(path))
+    return scan_shard(file.read, file.nbytes)
+
+
+def forge(path: Path, change: Callable[[ShardIndex], ShardIndex]) -> None:
+    """Give a shard a footer that says something else than its bytes; digest and lengths are right."""
+    put_footer(path, change(scanned(path)))
+
+
+def header(entries: Any, content: bytes = b"ab", length: int | None = None) -> bytes:
+    """Return a `.safetensors` member of any header."""
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + content
+
+
+def put(path: Path, members: dict[str, bytes]) -> Path:
+    """Write a tar of these members."""
+    path.write_bytes(build(list(members.items())))
+    return path
+
+
+def by_stream(path: Path, **options: Any) -> list[Any]:
+    """Return the samples as a pipeline gives them, everything loaded."""
+    pipeline = wds.DataPipeline(wds.SimpleShardList([str(path)]), tc.tarfile_to_samples(), tc.decode(**options))
+    return [tc.realize(found) for found in pipeline]
+
+
+def by_samples(path: Path) -> list[Any]:
+    with tc.open(path) as cache:
+        return [tc.realize(found) for found in cache]
+
+
+def by_batch(path: Path) -> Any:
+    with tc.open(path) as cache:
+        batch = cache.read_batch(range(len(cache)), collate="list")
+        return repr(batch)
+
+
+def by_tensors(path: Path) -> Any:
+    with tc.open(path) as cache:
+        return cache.read_tensors(range(len(cache)), collate="list")
+
+
+def by_members(path: Path) -> Any:
+    with tc.open(path) as cache:
+        return [cache.read_members(range(len(cache)), suffix) for suffix in cache.members]
+
+
+def by_index(path: Path) -> Any:
+    return tc.index(path, idx=False)
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "samples": by_samples,
+    "batch": by_batch,
+    "tensors": by_tensors,
+    "members": by_members,
+    "stream": by_stream,
+    "index": by_index,
+}

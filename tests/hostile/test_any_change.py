@@ -1,0 +1,124 @@
+"""Any byte or slice of a shard may change: what comes back is right, or a TensorCacheError comes."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from tests.hostile.forged import COUNT, by_stream, is_right, scanned, write
+
+
+def _shard() -> tuple[bytes, list[bytes], list[tuple[int, int]], int]:
+    """Return a shard, the members of each of its samples, where what nobody verifies lies, and the archive's end."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write(Path(folder) / "x.tar", text=True)
+        shard, index = path.read_bytes(), scanned(path)
+    (cache,) = index.caches.values()
+    skeletons = list(zip(cache.skeleton_begin.tolist(), cache.skeleton_nbytes.tolist(), strict=True))
+    tensors = list(zip(cache.tensors_begin.tolist(), index.layouts.nbytes[cache.layout].tolist(), strict=True))
+    members = [shard[begin : begin + nbytes] for begin, nbytes in (*skeletons, *tensors)]
+    header = int(index.layouts.data_begin[0])
+    unverified = [(begin + 33, begin + nbytes) for begin, nbytes in skeletons]
+    unverified += [(begin + header, begin + nbytes) for begin, nbytes in tensors]
+    return shard, members, unverified, index.end
+
+
+SHARD, MEMBERS, UNVERIFIED, END = _shard()
+KINDS = ["flip", "flip", "delete", "repeat", "zero", "swap", "cut"]
+PLACES = st.one_of(st.integers(0, len(SHARD) - 1), st.integers(0, len(SHARD) // 512 - 1).map(lambda at: at * 512))
+LENGTHS = st.one_of(st.integers(1, 700), st.sampled_from([512, 1024, 2048, 3072, 4096]))
+CHANGES = st.tuples(st.sampled_from(KINDS), PLACES, LENGTHS, st.integers(1, 255))
+
+
+def changed(kind: str, at: int, length: int, bits: int) -> bytes:
+    """Return the shard with a byte flipped, or a slice deleted, repeated, zeroed, or swapped with the next one; or cut."""
+    shard = bytearray(SHARD)
+    part = shard[at : at + length]
+    if kind == "flip":
+        shard[at] ^= bits
+    elif kind == "delete":
+        del shard[at : at + length]
+    elif kind == "repeat":
+        shard[at:at] = part
+    elif kind == "zero":
+        shard[at : at + length] = bytes(len(part))
+    elif kind == "swap":
+        shard[at : at + 2 * length] = shard[at + length : at + 2 * length] + part
+    else:
+        del shard[at:]
+    return bytes(shard)
+
+
+@settings(max_examples=400)
+@given(CHANGES)
+def test_streams_that_verify(change: tuple[str, int, int, int]) -> None:
+    """Names of members have nothing but the tar's checksum, which is a sum: keys are not looked at where it still holds."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.tar"
+        path.write_bytes(changed(*change))
+        try:
+            found = by_stream(path, verify=True)
+        except tc.TensorCacheError as exc:
+            assert str(path) in str(exc)  # noqa: PT017
+            return
+        for one in found:
+            if "tensorcache" in one:
+                assert is_right(one["tensorcache"], one["tensorcache"]["i"])
+
+
+def read_all(path: Path) -> list[Any]:
+    with tc.open(path, io="auto") as cache:
+        found = []
+        for number, key in enumerate(cache.keys()):
+            batch = cache.read_tensors([number])
+            found.append((key, tc.realize(cache[number]), batch))
+            for suffix in cache.members:
+                cache._has_member(number, suffix) and cache.read_members([number], suffix)
+        return found
+
+
+@settings(max_examples=400)
+@given(CHANGES)
+def test_open(change: tuple[str, int, int, int]) -> None:
+    """tc.open reads no byte twice to verify it: where a skeleton's body or a tensor's bytes were changed, others come back."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.tar"
+        path.write_bytes(shard := changed(*change))
+        try:
+            found = read_all(path)
+        except tc.TensorCacheError:
+            return
+        except KeyError as exc:  # no cache is left in it
+            assert "no cache in it" in str(exc)  # noqa: PT017
+            return
+    for key, sample, batch in found:
+        assert batch["x"].shape == (1, 6)
+        number = "k0 k1 k2 k3".split().index(key)
+        if MEMBERS[number] in shard and MEMBERS[COUNT + number] in shard:
+            assert is_right(sample, number)
+            assert bool((batch["x"] == number).all())
+
+
+@pytest.mark.parametrize("at", range(0, len(SHARD), 97))
+def test_flipped_bytes_of_a_shard(tmp_path: Path, at: int) -> None:
+    """Not in a tensor's bytes or a skeleton's body: right, or an error, through the footer and through a scan."""
+    if any(begin <= at < end for begin, end in UNVERIFIED):
+        return
+    shard = bytearray(SHARD)
+    shard[at] ^= 0x41
+    path = tmp_path / "x.tar"
+    for content in (bytes(shard), bytes(shard[: END + 1024])):
+        path.write_bytes(content)
+        try:
+            found = read_all(path)
+        except (tc.TensorCacheError, KeyError):
+            continue
+        for key, sample, batch in found:
+            assert is_right(sample, int(key[1:]))
+            assert bool((batch["x"] == int(key[1:])).all())

@@ -1,0 +1,181 @@
+"""What scanners of pickles know as gadgets, by every opcode and from every place: none is called, all are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import io
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.hostile.forged import READERS, by_stream, put
+from tests.hostile.pickles import NO_TENSORS, call, text
+
+GADGETS = """
+os.system os.popen os.execvp os.spawnlp posix.system nt.system subprocess.Popen subprocess.call subprocess.run
+subprocess.check_output subprocess.getoutput commands.getoutput
+builtins.eval builtins.exec builtins.compile builtins.getattr builtins.setattr builtins.__import__ builtins.open
+builtins.input builtins.breakpoint builtins.globals __builtin__.eval __builtin__.apply __main__.exploit
+importlib.import_module importlib._bootstrap._call_with_frames_removed runpy._run_code runpy.run_path pty.spawn
+code.InteractiveInterpreter code.interact codeop.compile_command webbrowser.open webbrowser._open
+torch.load torch.save torch.hub.load torch.jit.load torch.serialization.load torch._inductor.codecache.compile_file
+torch._inductor.codecache.PyCodeCache.load torch.utils.bottleneck.__main__.run_cprofile torch.utils.cpp_extension.load
+torch.utils.collect_env.run torch.utils.data.datapipes.utils.decoder.basichandlers torch.fx.graph_module._exec_with_source
+torch._dynamo.guards.GuardBuilder.get torch.storage._load_from_bytes torch.distributed.rpc.rpc_sync
+numpy.load numpy.fromfile numpy.testing._private.utils.runstring numpy.f2py.crackfortran.myeval
+numpy.f2py.crackfortran.param_eval numpy._core.multiarray._reconstruct numpy.lib.npyio.NpzFile
+operator.attrgetter operator.methodcaller operator.itemgetter operator.call _operator.attrgetter
+functools.partial functools.reduce itertools.starmap types.FunctionType types.CodeType types.MethodType
+copyreg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__ copyreg.add_extension copy_reg._reconstructor
+shutil.rmtree shutil.copyfile shutil.move socket.socket socket.create_connection ssl.SSLContext http.client.HTTPConnection
+urllib.request.urlopen requests.api.get ftplib.FTP smtplib.SMTP telnetlib.Telnet ctypes.CDLL ctypes.cast _ctypes.dlopen
+marshal.loads pickle.loads pickle.load _pickle.loads _pickle.Unpickler cloudpickle.loads dill.loads joblib.load
+site.main site.execsitecustomize pip.main pip._internal.main venv.create ensurepip._run_pip ensurepip.bootstrap
+asyncio.subprocess.create_subprocess_shell asyncio.unix_events._UnixSubprocessTransport._start
+idlelib.pyshell.ModifiedInterpreter.runcommand idlelib.run.Executive.runcode idlelib.debugobj.ObjectTreeItem.SetText
+idlelib.calltip.get_entity idlelib.autocomplete.AutoComplete.get_entity
+lib2to3.pgen2.pgen.ParserGenerator.make_label lib2to3.pgen2.grammar.Grammar.loads
+cProfile.run cProfile.runctx profile.run profile.Profile.runctx timeit.timeit timeit.main trace.Trace.run
+doctest.debug_script bdb.Bdb.run pdb.run pydoc.pipepager pydoc.locate pydoc.tempfilepager distutils.file_util.write_file
+distutils.spawn.spawn setuptools.sandbox.run_setup zipimport.zipimporter imp.load_source pkgutil.resolve_name
+multiprocessing.util.spawnv_passfds multiprocessing.Process threading.Thread concurrent.futures.ThreadPoolExecutor
+logging.config.fileConfig logging.config.listen tempfile.mktemp linecache.getline uuid._get_command_stdout
+getpass.getpass signal.signal sys.exit sys.setrecursionlimit gc.get_objects inspect.getsource ast.literal_eval
+sqlite3.connect dbm.open shelve.open mailcap.findmatch crypt.crypt tkinter.Tcl turtle.done antigravity.geohash
+collections.namedtuple collections.OrderedDict.fromkeys weakref.finalize atexit.register
+""".split()
+
+CALLED: list[object] = []
+
+
+def sentinel(*args: object, **kwargs: object) -> str:
+    """Leave a trace that tests look for."""
+    CALLED.append(args)
+    return "called"
+
+
+class Trap:
+    def __init__(self, *args: object) -> None:
+        CALLED.append(args)
+
+    def __setstate__(self, state: object) -> None:
+        CALLED.append(state)
+
+
+@dataclasses.dataclass
+class Allowed:
+    value: object = None
+
+
+HERE = __name__
+NAMES = [*GADGETS, f"{HERE}.sentinel", f"{HERE}.Trap"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_called() -> Iterator[None]:
+    CALLED.clear()
+    yield
+    assert CALLED == []
+
+
+def line(value: str) -> bytes:
+    return value.encode() + b"\n"
+
+
+def ways(module: str, name: str) -> dict[str, bytes]:
+    """Return what calls, or fetches, a global by each opcode that can."""
+    old, new = b"c" + line(module) + line(name), text(module) + text(name) + b"\x93"
+    argument = text("echo executed")
+    made = {}
+    for how, found in (("GLOBAL", old), ("STACK_GLOBAL", new)):
+        made |= {
+            how: found,
+            f"{how} REDUCE": found + argument + b"\x85R",
+            f"{how} REDUCE, no arguments": found + b")R",
+            f"{how} NEWOBJ": found + argument + b"\x85\x81",
+            f"{how} NEWOBJ_EX": found + argument + b"\x85}\x92",
+            f"{how} OBJ": b"(" + found + argument + b"o",
+            f"{how} BUILD": found + b")R}" + text("x") + argument + b"sb",
+            f"{how} in a list": b"](" + found + argument + b"\x85Re",
+            f"{how} in a tuple": found + argument + b"\x85R\x85",
+            f"{how} in a dict": b"}" + text("a") + found + argument + b"\x85Rs",
+            f"{how} as a key": b"}" + found + b"Ns",
+            f"{how} called as a key": b"}" + found + argument + b"\x85RNs",
+            f"{how} in a set": b"\x8f(" + found + b"\x90",
+            f"{how} in a frozenset": b"(" + found + argument + b"\x85R\x91",
+            f"{how} as a factory": call("collections", "defaultdict", found + b"\x85"),
+            f"{how} as an argument": call("decimal", "Decimal", found + b"\x85"),
+            f"{how} as a reference": call("builtins", "format", found + b"\x85"),
+            f"{how} called for an argument": call("builtins", "range", found + argument + b"\x85R\x85"),
+            f"{how} as a class's argument": call(HERE, "Allowed", found + b"\x85"),
+            f"{how} dropped": found + argument + b"\x85R0N",
+            f"{how} memoised": b"N\x94" + found + b"\x940h\x01" + argument + b"\x85R\x86",
+        }
+    made["INST"] = b"(S'echo executed'\ni" + line(module) + line(name)
+    return made
+
+
+@pytest.mark.parametrize("gadget", NAMES)
+def test_no_gadget_by_no_opcode(gadget: str) -> None:
+    module, _, name = gadget.rpartition(".")
+    for how, body in ways(module, name).items():
+        for begin in (b"", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+            for allow in ([], [Allowed]):
+                with pytest.raises(tc.FormatError) as caught:
+                    tc.decode_sample(begin + body + b".", NO_TENSORS, allow=allow)
+                if begin >= b"\x80\x04" and how.endswith(("REDUCE", "GLOBAL", "INST", "OBJ")):
+                    assert isinstance(caught.value, tc.UnsafeSkeletonError), how
+
+
+@pytest.mark.parametrize("code", [b"\x82\x01", b"\x83\x01\x00", b"\x84\x01\x00\x00\x00"], ids=["EXT1", "EXT2", "EXT4"])
+def test_extensions(code: bytes) -> None:
+    import copyreg
+
+    copyreg.add_extension(HERE, "sentinel", 1)
+    try:
+        for body in (code, code + b")R", b"](" + code + b")Re", code + b")\x81"):
+            with pytest.raises(tc.UnsafeSkeletonError, match="opcode EXT"):
+                tc.decode_sample(b"\x80\x04" + body + b".", NO_TENSORS, allow=[Allowed])
+    finally:
+        copyreg.remove_extension(HERE, "sentinel", 1)
+
+
+@pytest.mark.parametrize("suffix", ["pyd", "pkl", "pickle", "pth", "a.pyd", "x.y.pkl", "PKL", "skel.pyd"])
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("how", ["GLOBAL REDUCE", "STACK_GLOBAL REDUCE", "INST", "STACK_GLOBAL as a factory"])
+def test_other_members(tmp_path: Path, suffix: str, zipped: bool, how: str) -> None:
+    for number, module, name in ((0, "builtins", "eval"), (1, HERE, "sentinel"), (2, "os", "system")):
+        raw = b"\x80\x04" + ways(module, name)[how] + b"."
+        member = {f"a.{suffix}.gz": gzip.compress(raw)} if zipped else {f"a.{suffix}": raw}
+        path = put(tmp_path / f"{number}.tar", member | {"a.txt": b"text"})
+        with pytest.raises(tc.FormatError, match=f"{number}.tar: sample 'a'"):
+            by_stream(path)
+
+
+@pytest.mark.parametrize("raw", [b"", b"x" * 100, b"\x80\x02}.", b"PK\x03\x04" + bytes(60)])
+def test_other_members_that_are_damaged(tmp_path: Path, raw: bytes) -> None:
+    for suffix in ("pyd", "pkl", "pickle", "pth"):
+        if raw[:2] == b"\x80\x02" and suffix == "pth":
+            continue
+        with pytest.raises(tc.FormatError, match="x.tar: sample 'a'.*member"):
+            by_stream(put(tmp_path / "x.tar", {f"a.{suffix}": raw}))
+
+
+def test_pth_members_of_tensors(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    torch.save({"a": torch.arange(3)}, file)
+    (found,) = by_stream(put(tmp_path / "x.tar", {"a.pth": file.getvalue()}))
+    assert found["pth"]["a"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("reader", ["samples", "batch", "stream"])
+def test_in_shards(tmp_path: Path, reader: str) -> None:
+    raw = b"\x80\x04" + call(HERE, "sentinel", b")") + b"."
+    path = put(tmp_path / "x.tar", {"a.skel.pyd": raw, "a.safetensors": struct.pack("<Q", 2) + b"{}"})
+    with pytest.raises(tc.UnsafeSkeletonError, match="x.tar: sample 'a'.*sentinel' ?, which is not allowed"):
+        READERS[reader](path)

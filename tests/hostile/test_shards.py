@@ -1,0 +1,141 @@
+"""Rows of FORMAT.md's table of attacks, each in a shard: no reader takes it, and each says where it is."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.hostile.forged import READERS, by_stream, header, put
+from tests.hostile.pickles import PROTO, call, text
+from tests.shards.tars import build
+
+X = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
+BOOLS = {"dtype": "BOOL", "shape": [2], "data_offsets": [0, 2]}
+WIDE = {"dtype": "U32", "shape": [1], "data_offsets": [0, 4]}
+
+
+def refer(*names: str) -> bytes:
+    references = [call("builtins", "format", text(name) + b"\x85") for name in names]
+    return PROTO + b"(" + b"".join(references) + b"t."
+
+
+SKELETON = refer("tensor:x")
+HUGE = "9" * 4300
+# refused by all that open a shard
+HEADERS: dict[str, bytes] = {
+    "header beyond the member": header({"x": X}, length=1000),
+    "header of 2^31": header({"x": X}, length=1 << 31),
+    "header of 2^63": header({"x": X}, length=1 << 63),
+    "header of 2^64 - 1": header({"x": X}, length=(1 << 64) - 1),
+    "no header": b"abc",
+    "empty": b"",
+    "overlapping offsets": header({"x": X, "y": {**X, "data_offsets": [1, 3]}}, b"abc"),
+    "a hole": header({"x": {**X, "data_offsets": [1, 3]}}, b"abc"),
+    "missing offsets": header({"x": {"dtype": "U8", "shape": [2]}}),
+    "negative offsets": header({"x": {**X, "data_offsets": [-2, 0]}}),
+    "offsets of 4,300 digits": header(
+        b'{"x":{"dtype":"U8","shape":[2],"data_offsets":[%s7,%s9]}}' % ((HUGE[1:].encode(),) * 2)
+    ),
+    "offsets of 2^63": header({"x": {**X, "data_offsets": [(1 << 63) - 2, 1 << 63]}}),
+    "offsets beyond": header({"x": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}),
+    "bytes that are no tensor's": header({"x": X}, b"abc"),
+    "wrong shape": header({"x": {**X, "shape": [3]}}),
+    "overflowing shape": header({"x": {**X, "shape": [1 << 32, 1 << 32]}}),
+    "negative shape": header({"x": {**X, "shape": [-1, -2]}}),
+    "duplicate names": header(b'{"x":%s,"x":%s}' % ((b'{"dtype":"U8","shape":[2],"data_offsets":[0,2]}',) * 2)),
+    "duplicate names, escaped": header(b'{"x":%s,"\\u0078":%s}' % ((b'{"dtype":"U8","shape":[2],"data_offsets":[0,2]}',) * 2)),
+    "not UTF-8": header(b'{"x\xff":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'),
+    "a surrogate": header(b'{"\\ud800":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'),
+    "deep JSON": header(b'{"x":' + b"[" * 100_000),
+    "deep JSON of objects": header(b'{"a":' * 100_000),
+    "JSON as deep as it goes": header(b'{"x":' + b"[" * 900 + b"]" * 900 + b"}"),
+    "a number": header(b"1234567890123"),
+}  # fmt: skip
+# refused by all that decode the sample
+DECODED: dict[str, tuple[bytes, bytes]] = {
+    "tensors that are not there": (refer("tensor:x", "tensor:y"), header({"x": X})),
+    "tensors that no skeleton names": (refer("tensor:x"), header({"x": X, "y": {**X, "data_offsets": [2, 4]}}, b"abcd")),
+    "no tensor named": (PROTO + b"N.", header({"x": X})),
+    "one in two ways": (refer("tensor:x", "ndarray:x"), header({"x": X})),
+    "unknown attributes": (refer("tensor:x?strides=1"), header({"x": X})),
+    "bools that are 7": (SKELETON, header({"x": BOOLS}, b"\x00\x07")),
+    "text beyond Unicode": (refer("ndarray:x?dtype=U1"), header({"x": {**WIDE, "shape": [1]}}, b"\0\0\x11\0")),
+    "a view of other shape": (refer("tensor:x?dtype=complex128"), header({"x": X})),
+    "bytes behind STOP": (SKELETON + b"evil", header({"x": X})),
+    "no skeleton": (b"", header({"x": X})),
+    "protocol 2": (b"\x80\x02N.", header({})),
+}  # fmt: skip
+
+
+def refused(path: Path, reader: str, **limits: Any) -> tc.TensorCacheError:
+    tracemalloc.start()
+    started = time.perf_counter()
+    with pytest.raises(tc.TensorCacheError) as caught:
+        READERS[reader](path)
+    assert time.perf_counter() - started < 10
+    assert tracemalloc.get_traced_memory()[1] < 20 * path.stat().st_size + 4_000_000
+    tracemalloc.stop()
+    assert str(path) in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("what", HEADERS)
+def test_headers(tmp_path: Path, what: str, reader: str) -> None:
+    path = put(tmp_path / "x.tar", {"a.skel.pyd": SKELETON, "a.safetensors": HEADERS[what]})
+    assert "'a'" in str(refused(path, reader))
+
+
+@pytest.mark.parametrize("what", DECODED)
+def test_skeletons_and_tensors(tmp_path: Path, what: str) -> None:
+    skeleton, tensors = DECODED[what]
+    path = put(tmp_path / "x.tar", {"a.skel.pyd": skeleton, "a.safetensors": tensors})
+    for reader in ("samples", "batch", "stream"):
+        if what == "bools that are 7" or what.startswith("text"):
+            with pytest.raises(tc.FormatError, match="other than 0 and 1|Unicode|code point"):
+                READERS[reader](path)
+        else:
+            assert "'a'" in str(refused(path, reader))
+
+
+def test_halves_of_two_samples(tmp_path: Path) -> None:
+    one, two = (tc.encode_sample(torch.full((3,), i)) for i in range(2))
+    path = put(tmp_path / "x.tar", {"a.skel.pyd": one[0], "a.safetensors": two[1]})
+    for reader in READERS:
+        assert "do not belong together" in str(refused(path, reader))
+
+
+@pytest.mark.parametrize("there", ["skel.pyd", "safetensors", "NAME.safetensors"])
+def test_half_a_sample(tmp_path: Path, there: str) -> None:
+    skeleton, tensors = tc.encode_sample(torch.ones(3))
+    path = put(tmp_path / "x.tar", {f"a.{there.lower()}": skeleton if there == "skel.pyd" else tensors})
+    for reader in READERS:
+        assert "is missing beside" in str(refused(path, reader))
+
+
+@pytest.mark.parametrize("again", ["a.skel.pyd", "a.SKEL.PYD", "a.safetensors", "a.txt"])
+def test_a_member_twice(tmp_path: Path, again: str) -> None:
+    skeleton, tensors = tc.encode_sample(torch.ones(3))
+    members = [("a.skel.pyd", skeleton), ("a.safetensors", tensors), ("a.txt", b"1"), (again, b"2")]
+    (tmp_path / "x.tar").write_bytes(build(members))
+    for reader in READERS:
+        refused(tmp_path / "x.tar", reader)
+
+
+def test_a_key_twice_apart(tmp_path: Path) -> None:
+    """A stream has forgotten the first one: it gives two samples, each whole; an index refuses."""
+    members = []
+    for key, value in (("a", 1), ("b", 2), ("a", 3)):
+        skeleton, tensors = tc.encode_sample(torch.tensor([value]))
+        members += [(f"{key}.skel.pyd", skeleton), (f"{key}.safetensors", tensors)]
+    path = tmp_path / "x.tar"
+    path.write_bytes(build(members))
+    for reader in set(READERS) - {"stream"}:
+        assert "key 'a' occurs twice" in str(refused(path, reader))
+    assert [int(found["tensorcache"]) for found in by_stream(path)] == [1, 2, 3]
