@@ -142,7 +142,7 @@ class _Manifest:
         if entry.num_samples != found.num_samples:
             found.fault(None, None, f"it has {found.num_samples} samples, but {where} says {entry.num_samples}")
         counts, caches = self._caches.get(entry.url), {name: len(columns) for name, columns in index.caches.items()}
-        if counts is not None and counts != caches and not found.num_damaged:
+        if counts is not None and counts != caches and len(index.keys) == entry.num_samples:
             found.fault(None, None, f"its caches have {caches} samples, but {where} says {counts!r:.200}")
         listed = self._fingerprints.get(entry.url)
         if listed is not None and not isinstance(listed, dict):

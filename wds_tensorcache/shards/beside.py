@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.errors import FormatError, KeyRuleError
 from wds_tensorcache.shards.catalog import dali_index_path, dali_samples
 from wds_tensorcache.shards.footer import build_footer, parse_footer, read_footer
 from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.manifest import build_idx
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.reader import sidecar_path
 from wds_tensorcache.shards.storage import ShardFile
@@ -126,7 +128,7 @@ def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
     where = os.path.basename(path)
     try:
         with open(path, "rb") as file:
-            lines = file.read().decode("utf-8", "surrogateescape").splitlines()
+            content = file.read()
     except FileNotFoundError:
         if needs_idx:
             found.fault(None, None, f"{where} is missing, which other shards have")
@@ -134,12 +136,17 @@ def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
     except OSError as exc:
         found.fault(None, None, f"{where}: {exc}")
         return
+    samples = dali_samples(found.index)
+    with contextlib.suppress(KeyRuleError):  # such as other writers' names
+        if build_idx(samples) == content:
+            return
+    lines = content.decode("utf-8", "surrogateescape").splitlines()
     head = lines[0].split() if lines else []
     if len(head) != 2 or head[0] not in ("v1.1", "v1.2") or head[1] != str(len(lines) - 1):
         found.fault(None, None, f"{where} is damaged: it begins with {lines[0][:40] if lines else ''!r}")
         return
     has: _Places = {}
-    for sample, key in zip(dali_samples(found.index), found.index.keys, strict=True):
+    for sample, key in zip(samples, found.index.keys, strict=True):
         has |= {(key, suffix): (begin, nbytes) for suffix, begin, nbytes, _ in sample}
     width = 4 if head[0] == "v1.2" else 3
     by_place = {place: member for member, place in has.items()}

@@ -65,13 +65,18 @@ def copy_pieces(
     Raises:
         FormatError: They are no tar, or a damaged one. Nothing is written.
     """
+
+    def read(begin: int, end: int) -> bytes:
+        # a shard may have been cut short inside of the padding behind a member
+        return file.read(begin, max(begin, min(end, file.nbytes))).ljust(end - begin, b"\0")
+
     total = sum(last - first for first, last in pieces) + 2 * BLOCK
-    index = replace(scan_shard(_joined(file.read, pieces), total), fingerprint=fingerprint)
+    index = replace(scan_shard(_joined(read, pieces), total), fingerprint=fingerprint)
     output = Output(into)
     try:
         for first, last in pieces:
             for begin in range(first, last, _CHUNK_NBYTES):
-                chunk = file.read(begin, min(begin + _CHUNK_NBYTES, last))
+                chunk = read(begin, min(begin + _CHUNK_NBYTES, last))
                 output.append([chunk], len(chunk))
         tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")
         output.append([tail], len(tail))

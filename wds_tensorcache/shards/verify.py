@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from wds_tensorcache.codec.header import DIGITS_END, MAX_HEADER_NBYTES, Layout, is_bound, parse_header
-from wds_tensorcache.codec.preamble import parse_preamble
+from wds_tensorcache.codec.preamble import had_preamble, parse_preamble
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, list_references
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
@@ -223,6 +223,11 @@ class _Window:
             digest.update(self._memory[: self._end - at])
         return digest.intdigest()
 
+    def touch(self, begin: int, end: int) -> None:
+        """Read bytes of which nothing says what they should be: that they can be read is all there is to know."""
+        if not (self._begin <= begin and end <= self._end):
+            self.digest(begin, end)
+
 
 def _check_all(file: ShardFile, job: list[_Sample], allow: Mapping[tuple[str, str], type]) -> list[_Sample]:
     window, loaded = _Window(file), 0
@@ -242,10 +247,14 @@ def _check_all(file: ShardFile, job: list[_Sample], allow: Mapping[tuple[str, st
 def _check(window: _Window, sample: _Sample, allow: Mapping[tuple[str, str], type]) -> None:
     for suffix, (begin, nbytes) in sample.members.items():
         prefix, kind = split_suffix(suffix)
-        skeleton, tensors = (sample.members.get(prefix + half) for half in (SKELETON, TENSORS))
         try:
-            if kind is None or (kind == TENSORS and skeleton is None and not _declares(window, begin, nbytes)):
-                window.digest(begin, begin + nbytes)  # nothing to compare it with, but it can be read
+            if kind is None:
+                window.touch(begin, begin + nbytes)
+                sample.others.append((suffix, begin, nbytes))
+                continue
+            skeleton, tensors = sample.members.get(prefix + SKELETON), sample.members.get(prefix + TENSORS)
+            if kind == TENSORS and skeleton is None and not _declares(window, begin, nbytes):
+                window.touch(begin, begin + nbytes)
                 sample.others.append((suffix, begin, nbytes))
             elif skeleton is None or tensors is None:
                 missing = prefix + (TENSORS if kind == SKELETON else SKELETON)
@@ -288,7 +297,9 @@ def _check_cache(
         elif digest is None and found == declared:
             sample.faults.append((begin, "the safetensors member is damaged where it declares its digest"))
     else:
-        window.digest(begin, begin + nbytes)
+        window.touch(begin, begin + nbytes)
+    if declared is None and digest is not None and had_preamble(text, nbytes, digest):
+        sample.faults.append((skeleton[0], "the skeleton is damaged where its preamble begins"))
     if body_digest is not None and xxhash.xxh3_64_intdigest(memoryview(text)[body:]) != body_digest:
         sample.faults.append((skeleton[0], "the skeleton is damaged: its digest does not match its bytes"))
         return CacheEntry(name, *skeleton, begin, layout, digest, None)
@@ -300,13 +311,14 @@ def _decode(
 ) -> tuple[str, ...] | None:
     """Return how a skeleton refers to its tensors, None if it needs classes in `allow=`."""
     try:
+        return list_references(text, body, layout)  # decodes it, or matches it with a template of one that was
+    except UnsafeSkeletonError as exc:
+        if "allow=" not in str(exc):
+            raise
+    try:
         decode_body(text, body, layout, _NOWHERE, True, allow)
     except UnsafeSkeletonError as exc:
         if "allow=" not in str(exc):
             raise
         sample.is_unread = True
-        return None
-    try:
-        return list_references(text, body, layout)
-    except UnsafeSkeletonError:
-        return None  # as every index has it, of a sample that needs `allow=`
+    return None  # as every index has it, of a sample that needs `allow=`

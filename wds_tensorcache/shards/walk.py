@@ -89,17 +89,20 @@ def _resume(read: Callable[[int, int], bytes], nbytes: int, first: int, what: st
     if match is None or "truncated" in what or "compressed" in what:
         return None  # what is left is the inside of a member
     at = int(match[1]) // BLOCK * BLOCK
-    header = read(at, min(at + BLOCK, nbytes))
-    found = _next_header(read, max(at, first) + BLOCK, nbytes)
-    if found is not None and ("pax record" in what or "long name" in what or header[_KIND] in _NAMING):
-        # without its extended header, the next member has another name or size
+    if at + BLOCK > nbytes:
+        return None
+    header = read(at, at + BLOCK)
+    is_extended = "pax record" in what or "long name" in what or header[_KIND] in _NAMING
+    found = _next_header(read, max(at, first) + BLOCK, nbytes, named=not is_extended)
+    if found is not None and is_extended:
+        # without its extended header, the next member has another name, cut short perhaps, or another size
         size = parse_number(read(found + 124, found + 136))
         found = _next_header(read, found + BLOCK + max(0, size + padding(size)), nbytes)
     return found
 
 
-def _next_header(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> int | None:
-    """Return the first block from byte `begin` on that is a header, None if there is none."""
+def _next_header(read: Callable[[int, int], bytes], begin: int, nbytes: int, named: bool = True) -> int | None:
+    """Return the first block from byte `begin` on that is a header, `named` as a member is; None if there is none."""
     for chunk_begin in range(begin, nbytes - BLOCK + 1, _CHUNK_NBYTES):
         count = (min(chunk_begin + _CHUNK_NBYTES, nbytes) - chunk_begin) // BLOCK
         content = read(chunk_begin, chunk_begin + count * BLOCK)
@@ -107,15 +110,15 @@ def _next_header(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> 
         magic = blocks[:, _MAGIC_BEGIN : _MAGIC_BEGIN + len(_MAGIC)] == np.frombuffer(_MAGIC, np.uint8)
         for number in np.flatnonzero(magic.all(1)).tolist():
             header = content[number * BLOCK : (number + 1) * BLOCK]
-            if _is_header(header):
+            if _is_header(header, named):
                 return chunk_begin + int(number) * BLOCK
     return None
 
 
-def _is_header(header: bytes) -> bool:
+def _is_header(header: bytes, named: bool) -> bool:
     try:
         check_checksum(header, BLOCK)
     except FormatError:
         return False
     name = header[:100].partition(b"\0")[0].decode("utf-8", "surrogateescape")
-    return split_member(name) is not None or header[_KIND] in _NAMING or header[_KIND] == ord("g")
+    return not named or split_member(name) is not None or header[_KIND] in _NAMING or header[_KIND] == ord("g")
