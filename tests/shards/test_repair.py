@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import wds_tensorcache as tc
+from tests.conftest import Seeded
 from tests.same import assert_same
 from tests.shards.damage import flip, member, members, sample, write
 from tests.shards.tars import ZOO, build, build_with_tarfile, by_tarfile_in
@@ -88,6 +89,38 @@ def test_truncated_anywhere(tmp_path: Path) -> None:
         assert lost <= {fault.key for fault in report.faults}  # by the .idx
 
 
+def test_any_damage(tmp_path: Path, rng: Seeded) -> None:
+    """Whatever was done to a shard, what is written passes `verify`, and has all samples that nothing was done to."""
+    path = write(tmp_path / "a", 6, caches=("text",))
+    whole, places = path.read_bytes(), members(path)
+    for number in range(120):
+        begin = rng.randrange(len(whole))
+        end = min(len(whole), begin + rng.choice([1, 100, 700, 5000]))
+        other = rng.randrange(0, len(whole), 512)
+        instead = {
+            "noise": rng.randbytes(end - begin),
+            "zeros": bytes(end - begin),
+            "nothing": b"",
+            "other blocks": whole[other : other + 2048],
+        }
+        kind = rng.choice(list(instead))
+        if kind == "other blocks":
+            begin, end = begin // 512 * 512, -(-end // 512) * 512
+        path.write_bytes(whole[:begin] + instead[kind] + whole[end:])
+        _, keys = repaired(path, tmp_path / f"out{number}")
+        if kind in ("noise", "zeros"):
+            touched = {
+                name[:3]
+                for name, (first, last) in places.items()
+                if name.endswith(("pyd", "tensors", "json", "jpg")) and begin < last and end > first - 512
+            }
+            ends = kind == "zeros" and end - begin >= 512  # which is what ends a tar
+            first = min(touched, default="999") if ends else "999"
+            assert {f"{i:03d}" for i in range(6)} - touched <= set(keys) | {
+                k for k in map("{:03d}".format, range(6)) if k >= first
+            }
+
+
 def test_nothing_is_left(tmp_path: Path) -> None:
     path = write(tmp_path / "a", 1)
     flip(path, members(path)["000.skel.pyd"][0] + 60)
@@ -127,6 +160,15 @@ def test_other_members_stay(tmp_path: Path) -> None:
     end = tc.index(path, idx=False).end
     assert (tmp_path / "out" / "zoo.tar").read_bytes()[:end] == content[:end]
     assert tc.verify(tmp_path / "out")
+
+
+def test_names_that_dali_cannot_hold(tmp_path: Path) -> None:
+    write(tmp_path / "a", 2)
+    (tmp_path / "a" / "000001.tar").write_bytes(build([("a b.json", b"1")]))
+    report = tc.repair(tmp_path / "a", tmp_path / "out")
+    assert [fault.what for fault in report.faults] == ["manifest.json does not list it"]
+    assert not (tmp_path / "out" / "000001.idx").exists()
+    assert tc.verify(tmp_path / "out").num_samples == 3
 
 
 def test_an_extended_header_is_damaged(tmp_path: Path) -> None:

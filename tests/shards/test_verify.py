@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import pickle
@@ -293,6 +294,12 @@ def test_classes(tmp_path: Path) -> None:
     report = tc.verify(tmp_path, allow=[Pose])
     assert report, report
     assert report.num_unread == 0
+    flip(tmp_path / "0.tar", members(tmp_path / "0.tar")["1.skel.pyd"][1] - 3)
+    for allow in ([], [Pose]):
+        report = tc.verify(tmp_path, allow=allow)
+        assert [fault.key for fault in report.faults] == ["1"]
+    tc.repair(tmp_path, tmp_path / "out")
+    assert tc.verify(tmp_path / "out", allow=[Pose]).num_samples == 2
 
 
 def test_large_samples_in_little_memory(tmp_path: Path) -> None:
@@ -306,6 +313,46 @@ def test_large_samples_in_little_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
     flip(tmp_path / "0.tar", members(tmp_path / "0.tar")["1.safetensors"][1] - 1)
     assert [key for key, _ in faults(tmp_path)] == ["1"]
+
+
+def test_a_disk_that_cannot_be_read_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, 6, footer=False, idx=False)
+    begin, _ = members(path)["002.safetensors"]
+    read, read_into = ShardFile.read, ShardFile.read_into
+
+    def fail(first: int, last: int) -> None:
+        if first < begin + 150 and last > begin + 130:
+            raise OSError(errno.EIO, "Input/output error")
+
+    def bad_read(self: ShardFile, first: int, last: int) -> bytes:
+        if last - first < 1 << 13:  # the scanner's windows are larger
+            fail(first, last)
+        return read(self, first, last)
+
+    def bad_read_into(self: ShardFile, buffers: Any, first: int) -> None:
+        fail(first, first + sum(map(len, buffers)))
+        read_into(self, buffers, first)
+
+    monkeypatch.setattr(ShardFile, "read", bad_read)
+    monkeypatch.setattr(ShardFile, "read_into", bad_read_into)
+    assert faults(path) == [("002", "'skel.pyd': [Errno 5] Input/output error")]
+    monkeypatch.setattr(ShardFile, "read", lambda self, first, last: fail(0, self.nbytes))
+    assert [what[:29] for _, what in faults(path)] == ["cannot be read: [Errno 5] Inp", "the index behind it: [Errno 5"]
+
+
+def test_many_shards_and_folders(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        write(tmp_path / name, 20, per_shard=2)
+    folders = [tmp_path / name for name in ("b", "a", "c")]
+    for folder in folders:
+        flip(folder / "000007.tar", members(folder / "000007.tar")["014.skel.pyd"][1] - 1)
+    report = tc.verify(folders, threads=3)
+    assert report.faults == tc.verify(folders, threads=1).faults
+    assert [Path(fault.shard).parent.name for fault in report.faults] == ["b", "a", "c"]
+    assert (report.num_shards, report.num_samples, report.num_damaged) == (30, 60, 3)
+    (tmp_path / "a" / "000003.tar").chmod(0)
+    if not os.access(tmp_path / "a" / "000003.tar", os.R_OK):
+        assert "cannot be opened" in str(tc.verify(folders))
 
 
 def test_what_is_no_shard(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from typing import Any
 
 from wds_tensorcache.building.verify import check_all
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.errors import FormatError, KeyRuleError
 from wds_tensorcache.shards.catalog import Catalog, dali_index_path, write_dali_index
 from wds_tensorcache.shards.manifest import ShardEntry
 from wds_tensorcache.shards.report import Report
@@ -28,8 +29,9 @@ def repair(
     """Write shards again, without samples that are damaged, with new indexes and a manifest; `source` stays as it is.
 
     Samples without a fault, and members that belong to none, keep their bytes, tar headers included. Behind a damaged header
-    the tar goes on at the next one that is whole; a tail that was cut off is lost. Of two samples of one key in a shard, the
-    first that is whole stays. Shards keep their names and fingerprints; one of which nothing is left is not written.
+    the tar goes on at the next one that is whole; a tail that was cut off is lost. A sample that has lost but another member,
+    say a `jpg`, stays without it. Of two samples of one key in a shard, the first that is whole stays. Shards keep their names
+    and fingerprints; one of which nothing is left is not written.
 
     Args:
         source: As of `verify`.
@@ -71,6 +73,7 @@ def repair(
         if file.identity != checked.identity:
             raise FormatError(f"{checked.path}: the shard was changed while it was repaired")
         index = copy_pieces(file, checked.pieces, path, fingerprint)
-        write_dali_index(dali_index_path(path), index)
+        with contextlib.suppress(KeyRuleError):  # names that DALI's index cannot hold
+            write_dali_index(dali_index_path(path), index)
         catalog.add(ShardEntry(name, len(index.keys), os.path.getsize(path)), index)
     return report

@@ -15,7 +15,7 @@ from wds_tensorcache.shards.beside import check_beside
 from wds_tensorcache.shards.catalog import MANIFEST, dali_index_path
 from wds_tensorcache.shards.manifest import ShardEntry, read_manifest
 from wds_tensorcache.shards.report import Fault, Report
-from wds_tensorcache.shards.verify import Checked, check_shard
+from wds_tensorcache.shards.verify import Checked, check_shard, in_order
 
 __all__ = ["check_all", "verify"]
 
@@ -39,7 +39,7 @@ def verify(source: Any, *, threads: int | None = None, allow: Iterable[type] = (
     Raises:
         FileNotFoundError: There is no such file, or no shard.
 
-    Memory: half a mebibyte for each thread, and one shard's index; nothing of what is decoded is kept.
+    Memory: half a mebibyte for each thread, and the indexes of as many shards; nothing of what is decoded is kept.
     """
     report, _ = check_all(source, threads, allow)
     return report
@@ -64,14 +64,24 @@ def check_all(
     needs_idx = any(os.path.exists(dali_index_path(path)) for path in paths)
     kept = []
     with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(threads, "tensorcache-verify")) if threads > 1 else None
-        for path in paths:
+        # two pools: those who go through shards wait for those who check parts of them
+        walking, checking = (
+            stack.enter_context(ThreadPoolExecutor(threads, "tensorcache-verify")) if threads > 1 else None
+            for _ in range(2)
+        )
+
+        def check(path: str) -> tuple[Checked, Mapping[str, Any] | None] | Fault:
             try:
-                found = check_shard(path, table, pool, threads)
+                found = check_shard(path, table, checking, threads)
             except OSError as exc:
-                report.faults.append(Fault(path, None, None, f"cannot be opened: {exc}"))
+                return Fault(path, None, None, f"cannot be opened: {exc}")
+            return found, check_beside(found, needs_idx)
+
+        for result in in_order(paths, check, walking, threads):
+            if isinstance(result, Fault):
+                report.faults.append(result)
                 continue
-            fingerprint = check_beside(found, needs_idx)
+            found, fingerprint = result
             for manifest in manifests.values():
                 fingerprint = manifest.check(found, fingerprint)
             report.faults += found.faults

@@ -51,8 +51,8 @@ def check_beside(found: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
 
 
 def _check_footer(found: Checked, reported: set[str]) -> ShardIndex | None:
-    file = ShardFile(found.path)
     try:
+        file = ShardFile(found.path)
         index = read_footer(file.read, file.nbytes)
     except (FormatError, OSError) as exc:
         found.fault(None, None, f"the index behind it: {exc}")
@@ -62,7 +62,10 @@ def _check_footer(found: Checked, reported: set[str]) -> ShardIndex | None:
             found.fault(None, found.end, f"the index behind it has the end of the archive at byte {index.end}")
         _compare(found, index, "the index behind it", reported)
     elif found.end is not None:
-        at = _next_byte(file, found.end + 1024)
+        try:
+            at = _next_byte(file, found.end + 1024)
+        except OSError:
+            at = found.end + 1024
         if at is not None:
             what = "what lies behind the end-of-archive marker is no index, a damaged one, or of another state"
             found.fault(None, at, what)
@@ -85,7 +88,7 @@ def _compare(found: Checked, index: ShardIndex, where: str, reported: set[str]) 
         return
     says, has = dict(_places(index)), dict(_places(found.index))
     before = len(found.faults)
-    for key, suffix in says.keys() | has.keys() if says != has else ():
+    for key, suffix in sorted(says.keys() | has.keys()) if says != has else ():
         if key in reported:
             continue
         one, other = says.get((key, suffix)), has.get((key, suffix))
@@ -131,7 +134,9 @@ def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
             content = file.read()
     except FileNotFoundError:
         if needs_idx:
-            found.fault(None, None, f"{where} is missing, which other shards have")
+            with contextlib.suppress(KeyRuleError):  # it cannot have one
+                build_idx(dali_samples(found.index))
+                found.fault(None, None, f"{where} is missing, which other shards have")
         return
     except OSError as exc:
         found.fault(None, None, f"{where}: {exc}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import xxhash
 
@@ -24,7 +24,10 @@ from wds_tensorcache.shards.report import Fault
 from wds_tensorcache.shards.storage import Identity, ShardFile
 from wds_tensorcache.shards.walk import Break, End, Member, walk
 
-__all__ = ["Checked", "check_shard"]
+__all__ = ["Checked", "check_shard", "in_order"]
+
+_Job = TypeVar("_Job")
+_Result = TypeVar("_Result")
 
 _WINDOW_NBYTES = 1 << 19  # what a thread reads at once, and has in its core's cache when it is hashed
 _JOB_NBYTES = 1 << 23
@@ -101,7 +104,7 @@ def check_shard(
     builder = IndexBuilder()
     loose: list[tuple[int, int]] = []
     good: set[str] = set()
-    for job in _in_order(_jobs(found, file, loose), lambda job: _check_all(file, job, allow), pool, threads):
+    for job in in_order(_jobs(found, file, loose), lambda job: _check_all(file, job, allow), pool, threads):
         for sample in job:
             found.num_samples += 1
             if sample.key in good:
@@ -181,9 +184,11 @@ def _jobs(found: Checked, file: ShardFile, loose: list[tuple[int, int]]) -> Iter
         yield job
 
 
-def _in_order(jobs: Any, run: Any, pool: ThreadPoolExecutor | None, threads: int) -> Iterator[list[_Sample]]:
-    """Yield each job when it was run, in their order; twice as many as threads wait."""
-    waiting: deque[Future[Any]] = deque()
+def in_order(
+    jobs: Iterable[_Job], run: Callable[[_Job], _Result], pool: ThreadPoolExecutor | None, threads: int
+) -> Iterator[_Result]:
+    """Yield what `run` returns of each job, in their order; at most twice as many as threads are ahead of the caller."""
+    waiting: deque[Future[_Result]] = deque()
     for job in jobs:
         if pool is None:
             yield run(job)

@@ -73,7 +73,10 @@ def walk(read: Callable[[int, int], bytes], nbytes: int) -> Iterator[Member | Br
                 yield member
                 first = member.end
         except FormatError as exc:
-            at = _resume(read, nbytes, first, str(exc))
+            try:
+                at = _resume(read, nbytes, first, str(exc))
+            except OSError:
+                at = None
             yield Break(first, nbytes if at is None else at, str(exc))
         except OSError as exc:
             yield Break(first, nbytes, f"byte {first}: cannot be read: {exc}")
