@@ -17,6 +17,7 @@ from wds_tensorcache.codec.preamble import had_preamble, parse_preamble
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, list_references
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
+from wds_tensorcache.shards.footer import declared_end
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import CacheEntry, IndexBuilder, split_suffix
 from wds_tensorcache.shards.names import SKELETON, TENSORS, split_member
@@ -142,7 +143,10 @@ def _append(pieces: list[tuple[int, int]], piece: tuple[int, int]) -> None:
 def _samples(found: Checked, file: ShardFile, loose: list[tuple[int, int]]) -> Iterator[_Sample]:
     """Yield a shard's samples; put into `found` where it is no tar, and into `loose` what is of no sample."""
     sample: _Sample | None = None
-    for part in walk(file.read, file.nbytes):
+    end = None
+    with contextlib.suppress(OSError, FormatError):
+        end = declared_end(file.read, file.nbytes)
+    for part in walk(file.read, file.nbytes, end):
         if isinstance(part, Member):
             split = split_member(part.name)
             if split is None:

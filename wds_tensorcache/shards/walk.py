@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class End:
     offset: int
 
 
-def walk(read: Callable[[int, int], bytes], nbytes: int) -> Iterator[Member | Break | End]:
+def walk(read: Callable[[int, int], bytes], nbytes: int, end: int | None = None) -> Iterator[Member | Break | End]:
     """Yield what is in a tar, in its order.
 
     Behind a header that is damaged it goes on at the next block that is one: with a right checksum, and a member's name. So
@@ -62,6 +63,7 @@ def walk(read: Callable[[int, int], bytes], nbytes: int) -> Iterator[Member | Br
     Args:
         read: Returns the bytes `[begin, end)` of the file.
         nbytes: Of the file.
+        end: Where the archive is said to end: zeros in front of that are damage if members follow.
     """
     at: int | None = 0
     while at is not None:
@@ -82,8 +84,14 @@ def walk(read: Callable[[int, int], bytes], nbytes: int) -> Iterator[Member | Br
             yield Break(first, nbytes, f"byte {first}: cannot be read: {exc}")
             return
         else:
-            yield End(first, scanner.end)
-            return
+            at = None
+            if end is not None and scanner.end < end:
+                with contextlib.suppress(OSError):
+                    at = _next_header(read, scanner.end + BLOCK, min(end, nbytes))
+            if at is None:
+                yield End(first, scanner.end)
+            else:
+                yield Break(first, at, f"byte {scanner.end}: zeros, where the archive does not end")
 
 
 def _resume(read: Callable[[int, int], bytes], nbytes: int, first: int, what: str) -> int | None:
