@@ -296,10 +296,10 @@ def _check_cache(
     layout, digest = parse_header(window.read(begin, begin + min(8 + length, nbytes, MAX_HEADER_NBYTES)), nbytes)
     text = bytes(window.read(skeleton[0], skeleton[0] + skeleton[1]))
     body, body_digest = check_binding(text, nbytes, digest)
-    declared = parse_preamble(text)[2]
+    declared = parse_preamble(text)[2] if digest is None else digest
     if digest is None or body_digest is None:
         sample.is_unverified = True
-    if digest is not None or declared is not None:
+    if declared is not None:
         found = window.digest(begin + DIGITS_END, begin + nbytes) if nbytes >= DIGITS_END else 0
         if digest is not None and found != digest:
             sample.faults.append((begin, "the safetensors member is damaged: its digest does not match its bytes"))
@@ -307,7 +307,7 @@ def _check_cache(
             sample.faults.append((begin, "the safetensors member is damaged where it declares its digest"))
     else:
         window.touch(begin, begin + nbytes)
-    if declared is None and digest is not None and had_preamble(text, nbytes, digest):
+    if body_digest is None and digest is not None and had_preamble(text, nbytes, digest):
         sample.faults.append((skeleton[0], "the skeleton is damaged where its preamble begins"))
     if body_digest is not None and xxhash.xxh3_64_intdigest(memoryview(text)[body:]) != body_digest:
         sample.faults.append((skeleton[0], "the skeleton is damaged: its digest does not match its bytes"))
