@@ -30,6 +30,7 @@ _OWN_ROWS = (
     "wds_decode",
     "worker_handoff",
     "loader",
+    "verify",
     "dali_cpu",
     "dali_gpu",
     "loader_gpu",

@@ -1,6 +1,8 @@
 """Caches of nested tensors in ordinary WebDataset tar shards: lazy, safe, and readable by every stock tool."""
 
 from wds_tensorcache.building.build import build
+from wds_tensorcache.building.repair import repair
+from wds_tensorcache.building.verify import verify
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
 from wds_tensorcache.codec.realize import realize
@@ -28,6 +30,7 @@ from wds_tensorcache.loading.order import EpochOrder
 from wds_tensorcache.loading.packed import PackedMembers
 from wds_tensorcache.loading.samples import fill_samples, named_tensors
 from wds_tensorcache.shards.catalog import index
+from wds_tensorcache.shards.report import Fault, Report
 from wds_tensorcache.shards.writer import ShardWriter
 
 __all__ = [
@@ -35,6 +38,7 @@ __all__ = [
     "BatchInfo",
     "EncodeError",
     "EpochOrder",
+    "Fault",
     "FormatError",
     "IterableCache",
     "JoinedCache",
@@ -43,6 +47,7 @@ __all__ = [
     "LazyTensor",
     "Loader",
     "PackedMembers",
+    "Report",
     "ShardWriter",
     "StaleCacheError",
     "TensorCache",
@@ -59,8 +64,10 @@ __all__ = [
     "named_tensors",
     "open",
     "realize",
+    "repair",
     "resumable",
     "tarfile_to_samples",
+    "verify",
 ]
 
 collate.register()

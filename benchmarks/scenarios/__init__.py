@@ -11,6 +11,7 @@ from benchmarks.scenarios.gpu import dali_gpu, loader_gpu
 from benchmarks.scenarios.loader import loader
 from benchmarks.scenarios.opening import opened
 from benchmarks.scenarios.samples import iterate_lazy, iterate_touch, random_get
+from benchmarks.scenarios.verifying import verify
 from benchmarks.scenarios.wds_decode import wds_decode
 from benchmarks.scenarios.worker_handoff import worker_handoff
 from benchmarks.scenarios.writing import write, write_fsync
@@ -33,6 +34,7 @@ SCENARIOS: dict[str, Callable[[Context], Rounds]] = {
     "wds_decode": wds_decode,
     "worker_handoff": worker_handoff,
     "loader": loader,
+    "verify": verify,
     "dali_cpu": dali_cpu,
     "dali_gpu": dali_gpu,
     "loader_gpu": loader_gpu,

@@ -9,7 +9,7 @@ import xxhash
 from wds_tensorcache.codec.header import FORMAT_VERSION, check_version
 from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
 
-__all__ = ["PREAMBLE_NBYTES", "build_preamble", "is_preamble", "parse_preamble"]
+__all__ = ["PREAMBLE_NBYTES", "build_preamble", "had_preamble", "is_preamble", "parse_preamble"]
 
 MAGIC = b"tensorcache"
 _FIELDS = Struct("<HQQQ")
@@ -41,6 +41,12 @@ def is_preamble(skeleton: bytes, bound: bytes) -> bool:
         and len(skeleton) > PREAMBLE_NBYTES
         and skeleton[PREAMBLE_NBYTES - 1] == _POP
     )
+
+
+def had_preamble(skeleton: bytes, tensors_nbytes: int, tensors_digest: int) -> bool:
+    """Return whether the fields of a preamble are there, in front of which its beginning is perhaps damaged."""
+    fields = _FIELDS.pack(FORMAT_VERSION, tensors_nbytes, tensors_digest, 0)[:-8]
+    return skeleton[len(_PREAMBLE_BEGIN) :].startswith(fields)
 
 
 # where the pickle goes on, bytes of the safetensors member, its digest, digest of the body; None: written by stock pickle

@@ -219,6 +219,7 @@ def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[str, .
     """
     template = layout.form.template
     if template is not None and template.match(skeleton, begin) is not MISS:
+        resolve_template(layout, template)  # raises where these shapes cannot be
         return _in_order(layout.form.entries, template.references)
     return _in_order(layout.form.entries, tuple(_interpret(skeleton, begin, layout, _NOWHERE, True, {})[1]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from wds_tensorcache.shards.names import cache_name
 from wds_tensorcache.shards.reader import Shard
 from wds_tensorcache.shards.storage import Files, file_system, memory_nbytes, overcommit_is_off
 
-__all__ = ["Io", "find_shards", "open"]
+__all__ = ["Io", "find_shards", "num_cores", "open"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def open(
                 files,
                 pool,
                 _choose_io(io, found),
-                threads or min(4, _num_cores()),
+                threads or min(4, num_cores()),
                 common_fields(made.values()),
             )
         )
@@ -130,31 +130,32 @@ def open(
 Found = tuple[str, "Mapping[str, int] | None", "Mapping[str, Any] | None"]
 
 
-def find_shards(source: Any) -> list[Found]:
-    """Return the shards of what `open` takes; a manifest says how many samples each has."""
+def find_shards(source: Any, listed: Callable[[str], list[Found]] | None = None) -> list[Found]:
+    """Return the shards of what `open` takes; `listed` returns those of a manifest, which says how many samples each has."""
+    listed = listed or _from_manifest
     if isinstance(source, (str, os.PathLike)):
-        return _find_one(os.fspath(source))
+        return _find_one(os.fspath(source), listed)
     if isinstance(source, (TensorCache, JoinedCache)) or not isinstance(source, Sequence):
         raise TypeError(f"expected a path, a pattern or a list of them, got {type(source).__name__}")
-    found = [shard for part in source for shard in find_shards(part)]
+    found = [shard for part in source for shard in find_shards(part, listed)]
     if not found:
         raise FileNotFoundError("no shards: the list is empty")
     return found
 
 
-def _find_one(source: str) -> list[Found]:
+def _find_one(source: str, listed: Callable[[str], list[Found]]) -> list[Found]:
     if "://" in source:
         raise ValueError(f"{source}: not a local path; stream it with wds.DataPipeline and tc.decode")
     if os.path.isdir(source):
         manifest = os.path.join(source, MANIFEST)
         if os.path.exists(manifest):
-            return _from_manifest(manifest)
+            return listed(manifest)
         shards = sorted(file for file in os.listdir(source) if file.endswith(".tar") and not file.startswith("."))
         if not shards:
             raise FileNotFoundError(f"{source} has neither {MANIFEST} nor *.tar")
         return [(os.path.join(source, file), None, None) for file in shards]
     if source.endswith(".json") and (os.path.exists(source) or not glob.has_magic(source)):
-        return _from_manifest(source)
+        return listed(source)
     if os.path.exists(source):
         return [(source, None, None)]
     found: list[Found] = []
@@ -163,7 +164,7 @@ def _find_one(source: str) -> list[Found]:
         if not matches:
             raise FileNotFoundError(f"{path} matches no file" if glob.has_magic(path) else f"{path} does not exist")
         for match in matches:
-            found += _find_one(match)
+            found += _find_one(match, listed)
     return found
 
 
@@ -221,7 +222,7 @@ def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str:
     return there[0] if name is None else name
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

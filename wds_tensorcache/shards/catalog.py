@@ -20,7 +20,7 @@ from wds_tensorcache.shards.reader import load_index, sidecar_path
 from wds_tensorcache.shards.rewrite import rewrite_without
 from wds_tensorcache.shards.storage import ShardFile
 
-__all__ = ["MANIFEST", "Catalog", "dali_index_path", "index", "remove_samples", "write_dali_index"]
+__all__ = ["MANIFEST", "Catalog", "dali_index_path", "dali_samples", "index", "remove_samples", "write_dali_index"]
 
 MANIFEST = "manifest.json"
 _EXTRA = 1  # version of our part of the manifest
@@ -171,7 +171,12 @@ def dali_index_path(path: str) -> str:
 
 
 def write_dali_index(path: str, found: ShardIndex, fsync: bool = True) -> None:
-    """Write DALI's index of a shard to `path`: each sample's members in the order of the shard."""
+    """Write DALI's index of a shard to `path`."""
+    write_idx(path, dali_samples(found), fsync=fsync)
+
+
+def dali_samples(found: ShardIndex) -> list[list[tuple[str, int, int, str]]]:
+    """Return what DALI's index has of each sample, its members in the order of the shard: suffix, begin, bytes and name."""
     suffixes: list[str] = []
     parts: list[tuple[Any, Any, Any]] = []
     everything = np.arange(len(found.keys))
@@ -192,4 +197,4 @@ def write_dali_index(path: str, found: ShardIndex, fsync: bool = True) -> None:
         for at in np.argsort(begins).tolist():
             row, suffix = rows.item(at), suffixes[kinds.item(at)]
             samples[row].append((suffix, begins.item(at), sizes.item(at), f"{keys[row]}.{suffix}"))
-    write_idx(path, samples, fsync=fsync)
+    return samples

@@ -18,7 +18,7 @@ from wds_tensorcache.shards.index import CacheColumns, Keys, LayoutTable, Member
 from wds_tensorcache.shards.names import is_cache_name
 from wds_tensorcache.shards.tar import padding
 
-__all__ = ["TRAILER_NBYTES", "build_footer", "parse_footer", "read_footer"]
+__all__ = ["TRAILER_NBYTES", "build_footer", "declared_end", "parse_footer", "read_footer"]
 
 MAGIC = b"tcindex1"
 # bytes of the index, offset of the end-of-archive marker, bytes of the whole shard, digest of the index and those three
@@ -97,6 +97,12 @@ def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int) -> ShardIn
     if read(end, end + 1024).strip(b"\0"):
         return None  # the archive has grown since, inside of what was padding
     return parse_footer(tail, shard_nbytes)
+
+
+def declared_end(read: Callable[[int, int], bytes], shard_nbytes: int) -> int | None:
+    """Return where a shard's trailer says that the archive ends, None if it has none; it may be of another state."""
+    trailer = _parse_trailer(read(max(0, shard_nbytes - TRAILER_NBYTES), shard_nbytes), shard_nbytes)
+    return None if trailer is None else trailer[1]
 
 
 def _parse_trailer(tail: bytes, shard_nbytes: int) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from wds_tensorcache.shards.index import CacheColumns, Keys, LayoutTable, Member
 from wds_tensorcache.shards.names import SKELETON, TENSORS, is_cache_name, split_member
 from wds_tensorcache.shards.tar import Scanner
 
-__all__ = ["CacheEntry", "IndexBuilder", "scan_shard"]
+__all__ = ["CacheEntry", "IndexBuilder", "scan_shard", "split_suffix"]
 
 
 @dataclass(slots=True)
@@ -164,7 +164,7 @@ def _add(builder: IndexBuilder, scanner: Scanner, key: str, members: dict[str, t
     others: list[tuple[str, int, int]] = []
     try:
         for suffix, (begin, nbytes) in members.items():
-            prefix, kind = _split(suffix)
+            prefix, kind = split_suffix(suffix)
             pair = members.get(prefix + SKELETON), members.get(prefix + TENSORS)
             if kind is None or (kind == TENSORS and pair[0] is None and not _declares(scanner, begin, nbytes)):
                 others.append((suffix, begin, nbytes))
@@ -178,7 +178,8 @@ def _add(builder: IndexBuilder, scanner: Scanner, key: str, members: dict[str, t
     builder.add(key, caches, others)
 
 
-def _split(suffix: str) -> tuple[str, str | None]:
+def split_suffix(suffix: str) -> tuple[str, str | None]:
+    """Return the prefix of a cache's member, `NAME.` or nothing, and which half it is; None for other members."""
     for kind in (SKELETON, TENSORS):
         if suffix == kind:
             return "", kind

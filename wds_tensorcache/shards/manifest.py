@@ -14,7 +14,15 @@ from typing import Any
 from wds_tensorcache.errors import FormatError, KeyRuleError
 from wds_tensorcache.shards.storage import ShardFile
 
-__all__ = ["ShardEntry", "fsync_folder", "read_manifest", "write_atomically", "write_idx", "write_manifest"]
+__all__ = [
+    "ShardEntry",
+    "build_idx",
+    "fsync_folder",
+    "read_manifest",
+    "write_atomically",
+    "write_idx",
+    "write_manifest",
+]
 
 _KIND = "wids-shard-index-v1"
 _WIDS_VERSION = 1
@@ -32,13 +40,25 @@ class ShardEntry:
 
 
 def write_idx(path: str, samples: Iterable[Sequence[tuple[str, int, int, str]]], *, fsync: bool = True) -> None:
-    """Write DALI's index of one shard, version 1.2: the bytes that DALI's own `wds2idx` writes.
+    """Write DALI's index of one shard; DALI finds it by nothing but its `index_paths`.
 
     Args:
-        path: Of the index; DALI finds it by nothing but its `index_paths`.
+        path: Of the index.
+        samples: As of `build_idx`.
+        fsync: Wait for the disk.
+
+    Raises:
+        KeyRuleError: As `build_idx`.
+    """
+    write_atomically(path, [build_idx(samples)], fsync)
+
+
+def build_idx(samples: Iterable[Sequence[tuple[str, int, int, str]]]) -> bytes:
+    """Return DALI's index of one shard, version 1.2: the bytes that DALI's own `wds2idx` writes.
+
+    Args:
         samples: For each, in the order of the shard, its members: (extension, offset of the content in the tar in bytes,
             length in bytes, member name).
-        fsync: Wait for the disk.
 
     Raises:
         KeyRuleError: A name or an extension is empty or has white space, which separates fields in this format; or a sample
@@ -54,7 +74,7 @@ def write_idx(path: str, samples: Iterable[Sequence[tuple[str, int, int, str]]],
                 f"expected at least one member, and neither white space nor empty extensions"
             )
         lines.append(encoded)
-    write_atomically(path, [b"v1.2 %d\n" % len(lines), *[line + b"\n" for line in lines]], fsync)
+    return b"".join([b"v1.2 %d\n" % len(lines), *[line + b"\n" for line in lines]])
 
 
 def write_manifest(path: str, shards: Sequence[ShardEntry], extra: dict[str, Any], *, fsync: bool = True) -> None:

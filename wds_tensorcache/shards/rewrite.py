@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
@@ -14,7 +15,7 @@ from wds_tensorcache.shards.reader import load_index
 from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE, Scanner, padding
 
-__all__ = ["rewrite_without"]
+__all__ = ["copy_pieces", "rewrite_without"]
 
 _CHUNK_NBYTES = 1 << 22
 
@@ -48,15 +49,34 @@ def rewrite_without(
             pieces[-1] = pieces[-1][0], piece[1]
         else:
             pieces.append(piece)
-    if not pieces:
-        return None
+    return None if not pieces else copy_pieces(file, pieces, into or path, load_index(file).fingerprint, footer, fsync)
+
+
+def copy_pieces(
+    file: ShardFile,
+    pieces: Sequence[tuple[int, int]],
+    into: str,
+    fingerprint: Mapping[str, Any] | None,
+    footer: bool = True,
+    fsync: bool = True,
+) -> ShardIndex:
+    """Write a shard of pieces `[begin, end)` of another, whole members in their order, and return its index.
+
+    Raises:
+        FormatError: They are no tar, or a damaged one. Nothing is written.
+    """
+
+    def read(begin: int, end: int) -> bytes:
+        # a shard may have been cut short inside of the padding behind a member
+        return file.read(begin, max(begin, min(end, file.nbytes))).ljust(end - begin, b"\0")
+
     total = sum(last - first for first, last in pieces) + 2 * BLOCK
-    index = replace(scan_shard(_joined(file.read, pieces), total), fingerprint=load_index(file).fingerprint)
-    output = Output(into or path)
+    index = replace(scan_shard(_joined(read, pieces), total), fingerprint=fingerprint)
+    output = Output(into)
     try:
         for first, last in pieces:
             for begin in range(first, last, _CHUNK_NBYTES):
-                chunk = file.read(begin, min(begin + _CHUNK_NBYTES, last))
+                chunk = read(begin, min(begin + _CHUNK_NBYTES, last))
                 output.append([chunk], len(chunk))
         tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")
         output.append([tail], len(tail))
@@ -67,7 +87,7 @@ def rewrite_without(
     return index
 
 
-def _joined(read: Callable[[int, int], bytes], pieces: list[tuple[int, int]]) -> Callable[[int, int], bytes]:
+def _joined(read: Callable[[int, int], bytes], pieces: Sequence[tuple[int, int]]) -> Callable[[int, int], bytes]:
     """Return a function that reads pieces of a file as if they were one, with the end-of-archive marker behind them."""
 
     def read_joined(begin: int, end: int) -> bytes:

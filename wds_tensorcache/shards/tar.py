@@ -14,6 +14,7 @@ __all__ = [
     "END_OF_ARCHIVE",
     "Scanner",
     "build_header",
+    "check_checksum",
     "is_meta_name",
     "names_of",
     "padding",
@@ -95,6 +96,7 @@ class Scanner:
     Args:
         read: `read(begin, end)` returns exactly those bytes of the file.
         nbytes: Length of the file.
+        begin: Of the first header.
 
     Raises:
         FormatError: While iterating; its message begins with the offset in the tar. The tar is compressed, truncated
@@ -103,10 +105,11 @@ class Scanner:
     Threads: not safe; one iteration at a time.
     """
 
-    def __init__(self, read: Callable[[int, int], bytes], nbytes: int) -> None:
+    def __init__(self, read: Callable[[int, int], bytes], nbytes: int, begin: int = 0) -> None:
         self.end = -1  # offset of the end-of-archive block, when an iteration has reached it
         self._read = read
         self._nbytes = nbytes
+        self._begin = begin
         self._window = b""
         self._window_begin = 0
         self._next_window_nbytes = _MAX_WINDOW_NBYTES
@@ -153,7 +156,7 @@ class Scanner:
         common: dict[bytes, bytes] = {}  # path of all members, likewise
         window, base, last = b"", 0, -1  # `last`: where the last header begins that is whole in the window
         known_rest, known_sum, expected_at = b"", 0, -1
-        total, header_begin, nbytes = self._nbytes, 0, 0
+        total, header_begin, nbytes = self._nbytes, self._begin, 0
         self.end = -1
         self._next_window_nbytes = _MAX_WINDOW_NBYTES
         while True:
@@ -210,7 +213,7 @@ class Scanner:
         self, header: bytes, header_begin: int, own: dict[bytes, bytes], common: dict[bytes, bytes]
     ) -> tuple[int, str, int]:
         """Return type, name and length of content; put into `own` and `common` what extended headers say, and use it."""
-        _check_checksum(header, header_begin)
+        check_checksum(header, header_begin)
         begin, kind = header_begin + BLOCK, header[156]
         path = header[:100].partition(b"\0")[0]
         nbytes = parse_number(header[124:136])
@@ -281,7 +284,8 @@ def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iter
             continue  # no header at this place
 
 
-def _check_checksum(header: bytes, header_begin: int) -> None:
+def check_checksum(header: bytes, header_begin: int) -> None:
+    """Raise FormatError unless the bytes of a header, at byte `header_begin` of the tar, add up to what it says."""
     field = header[148:156]
     total = (adler32(header[:256]) & 0xFFFF) + (adler32(header[256:]) & 0xFFFF) - 2 - sum(field) + 8 * 32
     checksum = parse_number(field)

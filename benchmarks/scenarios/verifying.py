@@ -1,0 +1,43 @@
+"""Scenario `verify`: every byte of our own shards checked, beside plain reads of the same files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import wds_tensorcache as tc
+from benchmarks.scenarios.context import CEILING, Context
+from benchmarks.timing import Rounds, Variant, interleaved
+
+__all__ = ["READINTO", "VERIFIED", "VERIFIED_BY_ALL", "verify"]
+
+READINTO = f"{CEILING}, readinto of the same files"
+VERIFIED = "tensorcache, verify on 1 thread"
+VERIFIED_BY_ALL = "tensorcache, verify on all cores"
+_PIECE_NBYTES = 1 << 20
+
+
+def verify(context: Context) -> Rounds:
+    """All shards, with their indexes and manifest; in the page cache."""
+    paths, count = sorted(context.ours.glob("*.tar")), context.workload.count
+
+    def plain() -> int:
+        buffer = bytearray(_PIECE_NBYTES)
+        for path in paths:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+        return count
+
+    def checked(threads: int) -> Callable[[], int]:
+        def run() -> int:
+            report = tc.verify(context.ours, threads=threads)
+            if not report or report.num_unverified or report.num_unread:
+                raise AssertionError(str(report))
+            return report.num_samples
+
+        return run
+
+    rows = {READINTO: plain, VERIFIED: checked(1), VERIFIED_BY_ALL: checked(len(os.sched_getaffinity(0)))}
+    variants = {name: Variant(run, count, context.warm(name)) for name, run in rows.items()}
+    return interleaved(variants, context.rounds)

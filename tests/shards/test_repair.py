@@ -1,0 +1,203 @@
+"""`repair` keeps every whole sample byte for byte, and what it writes passes `verify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.conftest import Seeded
+from tests.same import assert_same
+from tests.shards.damage import flip, member, members, sample, write
+from tests.shards.tars import ZOO, build, build_with_tarfile, by_tarfile_in
+
+
+def repaired(source: Any, out: Path, **options: Any) -> tuple[tc.Report, list[str]]:
+    """Return the report, and the keys of what was written, which passes `verify` and reads as it was written."""
+    report = tc.repair(source, out, **options)
+    if not list(out.glob("*.tar")):
+        return report, []
+    again = tc.verify(out)
+    assert again, again
+    keys: list[str] = []
+    for path in sorted(out.glob("*.tar")):
+        assert path.with_suffix(".idx").exists()
+        cache = tc.open(path, name="")
+        for key, value in zip(cache.keys(), cache, strict=True):
+            assert_same(tc.realize(value), sample(int(key)))
+        keys += cache.keys()
+        cache.close()
+    return report, keys
+
+
+def test_whole_shards_stay_as_they_are(tmp_path: Path) -> None:
+    source, out = tmp_path / "a", tmp_path / "out"
+    write(source, 7, per_shard=3, fingerprint={"model": "x", "crop": [1, 2]}, caches=("text",))
+    report, keys = repaired(source, out)
+    assert report
+    assert len(keys) == 7
+    for file in source.iterdir():
+        assert (out / file.name).read_bytes() == file.read_bytes()
+
+
+def test_damaged_samples_go(tmp_path: Path) -> None:
+    source, out = tmp_path / "a", tmp_path / "out"
+    path = write(source, 8, per_shard=4, fingerprint={"model": "x"})
+    places = members(path)
+    flip(path, places["000.safetensors"][1] - 1)
+    flip(path, places["002.skel.pyd"][1] - 1)
+    before = {file.name: file.read_bytes() for file in source.iterdir()}
+    report, keys = repaired(source, out)
+    assert [fault.key for fault in report.faults] == ["000", "002"]
+    assert keys == ["001", "003", "004", "005", "006", "007"]
+    assert {file.name: file.read_bytes() for file in source.iterdir()} == before
+    for name in members(out / "000000.tar"):
+        assert member(out / "000000.tar", name) == member(path, name)
+    tc.open(out, expect={"model": "x"}).close()
+    with pytest.raises(tc.FormatError, match="2 faults, and drop=False; the first: .*sample '000'"):
+        tc.repair(source, tmp_path / "never", drop=False)
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("name", ["002.skel.pyd", "002.safetensors", "002.json", "002.jpg", "005.jpg", "000.skel.pyd"])
+@pytest.mark.parametrize("footer", [True, False])
+def test_a_damaged_tar_header(tmp_path: Path, name: str, footer: bool) -> None:
+    source, out = tmp_path / "a", tmp_path / "out"
+    path = write(source, 6, footer=footer)
+    flip(path, members(path)[name][0] - 300)
+    report, keys = repaired(source, out)
+    lost = name[:3]
+    wanted = [f"{i:03d}" for i in range(6)]
+    if "skel" in name or "safetensors" in name:
+        wanted.remove(lost)
+    assert keys == wanted
+    assert any(fault.what.startswith("bad checksum") for fault in report.faults)
+    assert lost in {fault.key for fault in report.faults}  # from the index or the .idx
+
+
+def test_truncated_anywhere(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", 4)
+    whole, places = path.read_bytes(), members(path)
+    for number, nbytes in enumerate(range(700, len(whole), 1700)):
+        path.write_bytes(whole[:nbytes])
+        report, keys = repaired(tmp_path / "a", tmp_path / f"out{number}")
+        assert not report
+        assert keys == [f"{i:03d}" for i in range(4) if places[f"{i:03d}.safetensors"][1] <= nbytes]
+        lost = {f"{i:03d}" for i in range(4)} - set(keys)
+        assert lost <= {fault.key for fault in report.faults}  # by the .idx
+
+
+def test_any_damage(tmp_path: Path, rng: Seeded) -> None:
+    """Whatever was done to a shard, what is written passes `verify`, and has all samples that nothing was done to."""
+    path = write(tmp_path / "a", 6, caches=("text",))
+    whole, places = path.read_bytes(), members(path)
+    for number in range(120):
+        begin = rng.randrange(len(whole))
+        end = min(len(whole), begin + rng.choice([1, 100, 700, 5000]))
+        other = rng.randrange(0, len(whole), 512)
+        instead = {
+            "noise": rng.randbytes(end - begin),
+            "zeros": bytes(end - begin),
+            "nothing": b"",
+            "other blocks": whole[other : other + 2048],
+        }
+        kind = rng.choice(list(instead))
+        if kind == "other blocks":
+            begin, end = begin // 512 * 512, -(-end // 512) * 512
+        path.write_bytes(whole[:begin] + instead[kind] + whole[end:])
+        _, keys = repaired(path, tmp_path / f"out{number}")
+        if kind in ("noise", "zeros"):
+            touched = {
+                name[:3]
+                for name, (first, last) in places.items()
+                if name.endswith(("pyd", "tensors", "json", "jpg")) and begin < last and end > first - 512
+            }
+            assert {f"{i:03d}" for i in range(6)} - touched <= set(keys)
+
+
+@pytest.mark.parametrize("footer", [True, False])
+def test_zeros_are_the_end_unless_an_index_knows_better(tmp_path: Path, footer: bool) -> None:
+    source, out = tmp_path / "a", tmp_path / "out"
+    path = write(source, 6, footer=footer)
+    begin = members(path)["002.skel.pyd"][0] - 512
+    content = bytearray(path.read_bytes())
+    content[begin : begin + 1024] = bytes(1024)
+    path.write_bytes(content)
+    report, keys = repaired(source, out)
+    assert keys == (["000", "001", "003", "004", "005"] if footer else ["000", "001"])
+    what = "zeros, where the archive does not end" if footer else "what lies behind the end-of-archive marker"
+    assert any(fault.what.startswith(what) for fault in report.faults)
+
+
+def test_nothing_is_left(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", 1)
+    flip(path, members(path)["000.skel.pyd"][0] + 60)
+    flip(path, members(path)["000.jpg"][0] - 300)
+    report = tc.repair(path, tmp_path / "out")
+    assert report.num_damaged == 1
+    assert list((tmp_path / "out").glob("*.tar")) == []
+
+
+def test_indexes_and_manifest_are_made_again(tmp_path: Path) -> None:
+    source, out = tmp_path / "a", tmp_path / "out"
+    path = write(source, 6, per_shard=3)
+    whole = {file.name: file.read_bytes() for file in source.iterdir()}
+    flip(path, path.stat().st_size - 30)  # the footer
+    (source / "000001.idx").unlink()
+    (source / "manifest.json").write_text("{")
+    report, keys = repaired(source, out)
+    assert len(report.faults) == 3
+    assert len(keys) == 6
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == whole
+
+
+def test_keys_that_occur_twice(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(build([("a.json", b"1"), ("b.json", b"2"), ("a.json", b"3"), ("c.json", b"4")]))
+    report = tc.repair(path, tmp_path / "out")
+    assert [fault.key for fault in report.faults] == ["a"]
+    assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / "a.tar")] == ["a.json", "b.json", "c.json"]
+    assert tc.verify(tmp_path / "out")
+
+
+def test_other_members_stay(tmp_path: Path) -> None:
+    path = tmp_path / "zoo.tar"
+    content = build_with_tarfile([("README", b"hi"), *ZOO, ("__last__", b"meta")])
+    path.write_bytes(content)
+    assert tc.repair(path, tmp_path / "out")
+    end = tc.index(path, idx=False).end
+    assert (tmp_path / "out" / "zoo.tar").read_bytes()[:end] == content[:end]
+    assert tc.verify(tmp_path / "out")
+
+
+def test_names_that_dali_cannot_hold(tmp_path: Path) -> None:
+    write(tmp_path / "a", 2)
+    (tmp_path / "a" / "000001.tar").write_bytes(build([("a b.json", b"1")]))
+    report = tc.repair(tmp_path / "a", tmp_path / "out")
+    assert [fault.what for fault in report.faults] == ["manifest.json does not list it"]
+    assert not (tmp_path / "out" / "000001.idx").exists()
+    assert tc.verify(tmp_path / "out").num_samples == 3
+
+
+def test_an_extended_header_is_damaged(tmp_path: Path) -> None:
+    long = "d" * 60 + "/" + "e" * 60 + "/f.json"
+    path = tmp_path / "a.tar"
+    content = bytearray(build_with_tarfile([("a.json", b"1"), (long, b"2"), ("c.json", b"3")]))
+    content[1024 + 130] ^= 1
+    path.write_bytes(content)
+    tc.repair(path, tmp_path / "out")
+    assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / "a.tar")] == ["a.json", "c.json"]
+    assert tc.verify(tmp_path / "out")
+
+
+def test_where_it_may_write(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", 2)
+    with pytest.raises(FileExistsError, match="is not empty; shards are repaired into a folder of their own"):
+        tc.repair(tmp_path / "a", tmp_path / "a")
+    with pytest.raises(FileExistsError, match="is not empty"):
+        tc.repair(path, path)
+    write(tmp_path / "b", 2)
+    with pytest.raises(ValueError, match="shards of several folders are called '000000.tar'"):
+        tc.repair([tmp_path / "a", tmp_path / "b"], tmp_path / "out")

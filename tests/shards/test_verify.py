@@ -1,0 +1,367 @@
+"""`verify` notices every kind of damage, names where it is, and finds nothing wrong with what is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import pickle
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import webdataset as wds
+
+import wds_tensorcache as tc
+from tests.shards.damage import flip, member, members, sample, write
+from tests.shards.tars import FORMATS, ZOO, build, build_with_tarfile
+from wds_tensorcache.shards.footer import build_footer
+from wds_tensorcache.shards.indexing import scan_shard
+from wds_tensorcache.shards.reader import load_index
+from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.shards.tar import BLOCK
+
+
+@dataclasses.dataclass
+class Pose:
+    """A class of ours that skeletons name."""
+
+    x: int
+
+
+def faults(source: Any, **options: Any) -> list[tuple[str | None, str]]:
+    """Return key and text of each fault; with one thread and with three, which must find the same."""
+    report = tc.verify(source, threads=1, **options)
+    assert report.faults == tc.verify(source, threads=3, **options).faults
+    assert bool(report) is (not report.faults)
+    return [(fault.key, fault.what) for fault in report.faults]
+
+
+def test_whole_shards(tmp_path: Path) -> None:
+    path = write(tmp_path, 250, per_shard=100, caches=("text", "image"))
+    report = tc.verify(tmp_path)
+    assert report
+    assert (report.num_shards, report.num_samples, report.num_unverified, report.num_unread) == (3, 250, 0, 0)
+    assert report.nbytes == sum(shard.stat().st_size for shard in tmp_path.glob("*.tar"))
+    assert str(report) == f"3 shards, 250 samples, {report.nbytes:,} bytes: nothing is wrong"
+    for source in (
+        path,
+        tmp_path / "manifest.json",
+        str(tmp_path / "*.tar"),
+        [path],
+        str(tmp_path / "{000000..000002}.tar"),
+    ):
+        assert faults(source) == []
+
+
+def test_every_byte_of_a_shard(tmp_path: Path) -> None:
+    """What is not noticed: padding, contents that have no digest, and the end of a checksum's field, which readers skip."""
+    path = write(tmp_path, 1)
+    whole = path.read_bytes()
+    places = members(path)
+    harmless = set(range(len(whole)))
+    for name, (begin, end) in places.items():
+        # six digits; the NUL and the space behind them end the number, whatever they are
+        harmless -= {*range(begin - BLOCK, begin - BLOCK + 154), *range(begin - BLOCK + 156, begin)}
+        if not name.endswith(("jpg", "json")):
+            harmless -= set(range(begin, end))
+    archive_end = max(end + -end % BLOCK for _, end in places.values())
+    harmless -= set(range(archive_end, archive_end + 2 * BLOCK))
+    footer = archive_end + 2 * BLOCK
+    footer += len(whole[footer:]) - len(whole[footer:].lstrip(b"\0"))
+    harmless -= set(range(footer, len(whole)))
+    noticed = set()
+    for at in range(len(whole)):
+        if at in harmless and whole[at - 8 : at + 8] == bytes(16):
+            continue  # in the middle of padding, to save time
+        flip(path, at)
+        if tc.verify(path, threads=1).faults:
+            noticed.add(at)
+        flip(path, at)
+    assert path.read_bytes() == whole
+    assert set(range(len(whole))) - harmless <= noticed
+    spare = {begin - BLOCK + at for begin, _ in places.values() for at in (154, 155)}
+    assert noticed & harmless <= spare
+
+
+@pytest.mark.parametrize("mask", [0x01, 0x20, 0x80])
+def test_every_byte_of_the_halves(tmp_path: Path, mask: int) -> None:
+    path = write(tmp_path, 1)
+    for name in ("000.skel.pyd", "000.safetensors"):
+        begin, end = members(path)[name]
+        for at in range(begin, end):
+            flip(path, at, mask)
+            report = tc.verify(path, threads=1)
+            flip(path, at, mask)
+            assert [fault.key for fault in report.faults][:1] == ["000"], at
+            assert report.num_damaged == 1
+
+
+def test_every_fault_is_reported(tmp_path: Path) -> None:
+    path = write(tmp_path, 6, idx=False)
+    places = members(path)
+    flip(path, places["001.safetensors"][1] - 1)
+    flip(path, places["003.skel.pyd"][1] - 2)
+    flip(path, places["004.json"][0] - 500)  # its tar header
+    report = tc.verify(path)
+    found = [(fault.key, fault.offset) for fault in report.faults]
+    assert found == [
+        ("001", places["001.safetensors"][0]),
+        ("003", places["003.skel.pyd"][0]),
+        (None, places["004.json"][0] - BLOCK),
+        ("004", places["004.json"][0]),
+    ]
+    texts = [fault.what for fault in report.faults]
+    assert texts[0] == "the safetensors member is damaged: its digest does not match its bytes"
+    assert "the skeleton is damaged" in texts[1]
+    assert texts[2].startswith("bad checksum")
+    assert texts[3] == "its 'json' is in the index behind it, but not in the shard"
+    assert (report.num_samples, report.num_damaged) == (6, 2)
+    assert f"{path}: sample '001': byte {places['001.safetensors'][0]}: the safetensors member" in str(report)
+    assert "4 faults, 2 samples damaged" in str(report)
+
+
+def test_long_reports_are_cut(tmp_path: Path) -> None:
+    path = write(tmp_path, 30, footer=False, idx=False)
+    for name, (begin, _) in members(path).items():
+        if name.endswith("skel.pyd"):
+            flip(path, begin + 60)
+    assert str(tc.verify(path)).endswith("  … and 10 more")
+
+
+@pytest.mark.parametrize("footer", [True, False])
+def test_truncated_anywhere(tmp_path: Path, footer: bool) -> None:
+    path = write(tmp_path, 3, footer=footer)
+    whole = path.read_bytes()
+    begins = [begin for span in members(path).values() for begin in span]
+    places = {*begins, *range(0, len(whole), 256), *range(len(whole) - 70, len(whole))}
+    for nbytes in sorted(places):
+        path.write_bytes(whole[:nbytes])
+        found = faults(tmp_path)
+        assert any("has it" in what or f"it has {nbytes} bytes" in what for _, what in found), nbytes
+        missing = {f"{i:03d}" for i in range(3)} if nbytes < 512 else {"002"} if nbytes < begins[-2] else set()
+        assert missing <= {key for key, _ in found}, nbytes
+        if nbytes < begins[-1]:  # also without what lies beside it
+            assert faults(path)
+
+
+def test_halves_of_two_samples(tmp_path: Path) -> None:
+    path = write(tmp_path, 4, footer=False, idx=False)
+    one, other = members(path)["000.safetensors"], members(path)["003.safetensors"]
+    content = bytearray(path.read_bytes())
+    content[slice(*one)], content[slice(*other)] = content[slice(*other)], content[slice(*one)]
+    path.write_bytes(content)
+    found = faults(path)
+    assert [key for key, _ in found] == ["000", "003"]
+    assert all("do not belong together" in what for _, what in found)
+
+
+def test_a_half_is_missing(tmp_path: Path) -> None:
+    path = write(tmp_path, 3, footer=False, idx=False)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(member(path, "001.skel.pyd"), b""))
+    assert faults(path) == [("001", "member 'skel.pyd' is missing beside 'safetensors'")]
+    path.write_bytes(content.replace(member(write(tmp_path / "b", 3), "002.safetensors"), b""))
+    assert faults(path) == [("002", "member 'safetensors' is missing beside 'skel.pyd'")]
+
+
+def test_keys_that_occur_twice(tmp_path: Path) -> None:
+    content = [("a.json", b"1"), ("b.json", b"2"), ("a.txt", b"3"), ("b.json", b"4"), ("b.json", b"5")]
+    path = tmp_path / "a.tar"
+    path.write_bytes(build(content))
+    report = tc.verify(path)
+    assert [(fault.key, fault.offset, fault.what) for fault in report.faults] == [
+        ("a", 2048, "another sample before it has the same key"),
+        ("b", 3072, "another sample before it has the same key"),
+        ("b", 4096, "member 'b.json' occurs twice"),
+    ]
+    assert report.num_damaged == 2
+
+
+def test_a_footer_of_another_state(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", 3, idx=False)
+    other = write(tmp_path / "b", 3, idx=False, caches=("text",))
+    index, end = load_index(ShardFile(str(other))), load_index(ShardFile(str(path))).end
+    whole = path.read_bytes()
+    path.write_bytes(whole[: end + 1024] + build_footer(dataclasses.replace(index, end=end)))
+    assert faults(path) == [(None, "the index behind it: the index has a member that reaches beyond the archive")]
+    path.write_bytes(other.read_bytes()[: index.end + 1024] + build_footer(dataclasses.replace(index, caches={})))
+    assert [key for key, _ in faults(path)] == ["000", "001", "002"]
+    assert all("is not in the index behind it" in what for _, what in faults(path))
+    own = load_index(ShardFile(str(write(tmp_path / "c", 3, idx=False))))
+    own = dataclasses.replace(own, caches={"": dataclasses.replace(own.caches[""], digest=own.caches[""].digest + 1)})
+    path.write_bytes(whole[: end + 1024] + build_footer(own))
+    assert [key for key, _ in faults(path)] == ["000", "001", "002"]
+    assert faults(path)[0][1] == "the index behind it says something else of its 'safetensors' than the shard"
+    path.write_bytes(whole[: end + 1024] + other.read_bytes()[index.end + 1024 :])
+    assert faults(path) == [
+        (None, "what lies behind the end-of-archive marker is no index, a damaged one, or of another state")
+    ]
+
+
+def test_an_index_beside_the_shard(tmp_path: Path) -> None:
+    path = write(tmp_path, 3, footer=False, idx=False)
+    tc.index(path, idx=False)
+    assert faults(path) == []
+    sidecar = Path(f"{path}.index")
+    flip(sidecar, 200)
+    assert faults(path) == [(None, "000000.tar.index is damaged, or of another state of the shard")]
+    index = scan_shard(ShardFile(str(path)).read, path.stat().st_size)
+    keys = dataclasses.replace(index.keys, text=index.keys.text.copy())
+    keys.text[4] += 5
+    sidecar.write_bytes(build_footer(dataclasses.replace(index, keys=keys), path.stat().st_size))
+    assert sorted({key for key, _ in faults(path)}) == ["001", "051"]
+
+
+def test_dali_index(tmp_path: Path) -> None:
+    path = write(tmp_path, 4, per_shard=2)
+    idx = path.with_suffix(".idx")
+    text = idx.read_text()
+    idx.write_text(text.replace("001.json", "007.json"))
+    assert {key for key, _ in faults(path)} == {"001", "007"}
+    idx.write_text(text.replace("v1.2 2", "v1.2 3"))
+    assert faults(path) == [(None, "000000.idx is damaged: it begins with 'v1.2 3'")]
+    idx.write_text(text.replace("json 2", "json x2", 1))
+    assert (None, "000000.idx, line 2") in [(key, what[:18]) for key, what in faults(path)]
+    lines = text.splitlines()
+    older = ["v1.1 2"] + [" ".join(f for at, f in enumerate(line.split()) if at % 4 != 3) for line in lines[1:]]
+    idx.write_text("\n".join(older) + "\n")
+    assert faults(path) == []
+    idx.unlink()
+    assert faults(path) == []
+    assert faults(tmp_path) == [(None, "000000.idx is missing, which other shards have")]
+
+
+def test_manifest_of_another_state(tmp_path: Path) -> None:
+    path = write(tmp_path, 6, per_shard=2, fingerprint={"model": "a"})
+    manifest = tmp_path / "manifest.json"
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"nsamples": 2', '"nsamples": 3', 1))
+    assert faults(tmp_path) == [(None, "it has 2 samples, but manifest.json says 3")]
+    manifest.write_text(text.replace('"filesize": ', '"filesize": 1', 1))
+    assert "bytes, but manifest.json says" in faults(tmp_path)[0][1]
+    manifest.write_text(text.replace('{"": 2}', '{"": 2, "x": 1}', 1))
+    assert "its caches have {'': 2} samples" in faults(tmp_path)[0][1]
+    manifest.write_text(text.replace('{"model": "a"}', '{"model": "b"}', 1))
+    assert "it was made with {'model': 'a'}, but manifest.json says {'model': 'b'}" in faults(tmp_path)[0][1]
+    manifest.write_text(text)
+    os.rename(path, tmp_path / "000007.tar")
+    report = tc.verify(tmp_path)
+    assert [(Path(fault.shard).name, fault.what[:26]) for fault in report.faults[:2]] == [
+        ("000000.tar", "it is missing; manifest.js"),
+        ("000007.tar", "manifest.json does not lis"),
+    ]
+    manifest.write_text(text[:50])
+    assert "not JSON" in faults(tmp_path)[0][1]
+    assert tc.verify(tmp_path).num_shards == 3
+
+
+def test_shards_of_other_writers(tmp_path: Path) -> None:
+    for at, format in enumerate(FORMATS.values()):
+        (tmp_path / f"zoo{at}.tar").write_bytes(build_with_tarfile(ZOO, format))
+    with wds.TarWriter(str(tmp_path / "ours.tar"), encoder=tc.encoder(), mtime=0) as sink:
+        sink.write({"__key__": "a", "text.tensorcache": sample(0), "json": {}, "JPG": b"x"} | {"txt": "é"})
+    assert faults(tmp_path) == []
+    skeleton, tensors = tc.encode_sample({"a": torch.ones(3)})
+    stock = safetensors.torch.save({"a": torch.ones(3)})
+    content = [("x.safetensors", stock), ("y.skel.pyd", skeleton), ("y.safetensors", tensors)]
+    (tmp_path / "foreign.tar").write_bytes(build(content))
+    assert faults(tmp_path) == []
+
+
+def test_members_written_by_hand(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    skeleton = pickle.dumps({"x": 1}, 4)
+    path.write_bytes(build([("000.skel.pyd", skeleton), ("000.safetensors", safetensors.torch.save({}))]))
+    report = tc.verify(path)
+    assert report
+    assert report.num_unverified == 1
+    assert "1 samples have no digests" in str(report)
+
+
+def test_classes(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "%d.tar", allow=[Pose]) as writer:
+        for i in range(3):
+            writer.write(f"{i}", {"pose": Pose(i), "x": torch.ones(2)})
+    report = tc.verify(tmp_path)
+    assert report, report
+    assert report.num_unread == 3
+    assert "3 samples have skeletons that need allow=" in str(report)
+    report = tc.verify(tmp_path, allow=[Pose])
+    assert report, report
+    assert report.num_unread == 0
+    flip(tmp_path / "0.tar", members(tmp_path / "0.tar")["1.skel.pyd"][1] - 3)
+    for allow in ([], [Pose]):
+        report = tc.verify(tmp_path, allow=allow)
+        assert [fault.key for fault in report.faults] == ["1"]
+    tc.repair(tmp_path, tmp_path / "out")
+    assert tc.verify(tmp_path / "out", allow=[Pose]).num_samples == 2
+
+
+def test_large_samples_in_little_memory(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as writer:
+        for i in range(3):
+            writer.write(f"{i}", {"video": torch.full((4 << 20,), i).half()}, mp4=bytes(3 << 20))
+    assert faults(tmp_path) == []
+    tracemalloc.start()
+    assert tc.verify(tmp_path, threads=1)
+    assert tracemalloc.get_traced_memory()[1] < 3 << 20
+    tracemalloc.stop()
+    flip(tmp_path / "0.tar", members(tmp_path / "0.tar")["1.safetensors"][1] - 1)
+    assert [key for key, _ in faults(tmp_path)] == ["1"]
+
+
+def test_a_disk_that_cannot_be_read_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, 6, footer=False, idx=False)
+    begin, _ = members(path)["002.safetensors"]
+    read, read_into = ShardFile.read, ShardFile.read_into
+
+    def fail(first: int, last: int) -> None:
+        if first < begin + 150 and last > begin + 130:
+            raise OSError(errno.EIO, "Input/output error")
+
+    def bad_read(self: ShardFile, first: int, last: int) -> bytes:
+        if last - first < 1 << 13:  # the scanner's windows are larger
+            fail(first, last)
+        return read(self, first, last)
+
+    def bad_read_into(self: ShardFile, buffers: Any, first: int) -> None:
+        fail(first, first + sum(map(len, buffers)))
+        read_into(self, buffers, first)
+
+    monkeypatch.setattr(ShardFile, "read", bad_read)
+    monkeypatch.setattr(ShardFile, "read_into", bad_read_into)
+    assert faults(path) == [("002", "'skel.pyd': [Errno 5] Input/output error")]
+    monkeypatch.setattr(ShardFile, "read", lambda self, first, last: fail(0, self.nbytes))
+    assert [what[:29] for _, what in faults(path)] == ["cannot be read: [Errno 5] Inp", "the index behind it: [Errno 5"]
+
+
+def test_many_shards_and_folders(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        write(tmp_path / name, 20, per_shard=2)
+    folders = [tmp_path / name for name in ("b", "a", "c")]
+    for folder in folders:
+        flip(folder / "000007.tar", members(folder / "000007.tar")["014.skel.pyd"][1] - 1)
+    report = tc.verify(folders, threads=3)
+    assert report.faults == tc.verify(folders, threads=1).faults
+    assert [Path(fault.shard).parent.name for fault in report.faults] == ["b", "a", "c"]
+    assert (report.num_shards, report.num_samples, report.num_damaged) == (30, 60, 3)
+    (tmp_path / "a" / "000003.tar").chmod(0)
+    if not os.access(tmp_path / "a" / "000003.tar", os.R_OK):
+        assert "cannot be opened" in str(tc.verify(folders))
+
+
+def test_what_is_no_shard(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="neither manifest.json nor"):
+        tc.verify(tmp_path)
+    with pytest.raises(ValueError, match="threads=-1, expected at least 1"):
+        tc.verify(write(tmp_path), threads=-1)
+    for name, content in {"empty": b"", "gzip": b"\x1f\x8b" + bytes(2000), "text": b"hello" * 300}.items():
+        path = tmp_path / f"{name}.tar"
+        path.write_bytes(content)
+        assert len(faults(path)) == 1
+    assert json.loads((tmp_path / "manifest.json").read_text())

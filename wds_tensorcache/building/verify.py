@@ -1,0 +1,164 @@
+"""Check shards and everything that lies beside them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+from wds_tensorcache.codec.builder import allow_table
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.loading.opening import Found, find_shards, num_cores
+from wds_tensorcache.shards.beside import check_beside
+from wds_tensorcache.shards.catalog import MANIFEST, dali_index_path
+from wds_tensorcache.shards.manifest import ShardEntry, read_manifest
+from wds_tensorcache.shards.report import Fault, Report
+from wds_tensorcache.shards.verify import Checked, check_shard, in_order
+
+__all__ = ["check_all", "verify"]
+
+
+def verify(source: Any, *, threads: int | None = None, allow: Iterable[type] = ()) -> Report:
+    """Check every byte of shards that something tells of, and whether what lies beside them is true.
+
+    Recomputed are the checksums of all tar headers and both digests of every sample; every skeleton is decoded. Compared are
+    the two halves, the index (behind the shard, or in a file beside it), DALI's `.idx`, and where `source` is a folder or a
+    manifest, that. Of other members (`jpg`, …) nothing says what their bytes should be: they are only read.
+
+    Args:
+        source: What `open` takes: a folder, a manifest, a shard, a pattern, or a list of those.
+        threads: How many check at a time, parts of one shard or several shards; by default as many as there are cores.
+        allow: Classes that skeletons may build; only for shards that you trust. Without, samples that need them are counted
+            in `num_unread`, and only their digests are compared.
+
+    Returns:
+        All faults, not just the first; true when there are none.
+
+    Raises:
+        FileNotFoundError: There is no such file, or no shard.
+
+    Memory: half a mebibyte for each thread, and the indexes of as many shards; nothing of what is decoded is kept.
+    """
+    report, _ = check_all(source, threads, allow)
+    return report
+
+
+def check_all(
+    source: Any, threads: int | None, allow: Iterable[type], keep: bool = False
+) -> tuple[Report, list[tuple[Checked, Mapping[str, Any] | None]]]:
+    """Return the report, and with `keep` what was found of each shard, with its fingerprint."""
+    threads = threads or num_cores()
+    if threads < 1:
+        raise ValueError(f"threads={threads}, expected at least 1")
+    table = allow_table(allow)
+    report = Report()
+    manifests: dict[str, _Manifest] = {}
+
+    def listed(path: str) -> list[Found]:
+        manifests[path] = _Manifest(path)
+        return [(shard, None, None) for shard in manifests[path].shards(report)]
+
+    paths = list(dict.fromkeys(path for path, *_ in find_shards(source, listed)))
+    needs_idx = any(os.path.exists(dali_index_path(path)) for path in paths)
+    kept = []
+    with ExitStack() as stack:
+        # two pools: those who go through shards wait for those who check parts of them
+        walking, checking = (
+            stack.enter_context(ThreadPoolExecutor(threads, "tensorcache-verify")) if threads > 1 else None
+            for _ in range(2)
+        )
+
+        def check(path: str) -> tuple[Checked, Mapping[str, Any] | None] | Fault:
+            try:
+                found = check_shard(path, table, checking, threads)
+            except OSError as exc:
+                return Fault(path, None, None, f"cannot be opened: {exc}")
+            return found, check_beside(found, needs_idx)
+
+        for result in in_order(paths, check, walking, threads):
+            if isinstance(result, Fault):
+                report.faults.append(result)
+                continue
+            found, fingerprint = result
+            for manifest in manifests.values():
+                fingerprint = manifest.check(found, fingerprint)
+            report.faults += found.faults
+            report.num_shards += 1
+            report.num_samples += found.num_samples
+            report.num_damaged += found.num_damaged
+            report.num_unverified += found.num_unverified
+            report.num_unread += found.num_unread
+            report.nbytes += found.nbytes
+            if keep:
+                kept.append((found, fingerprint))
+    return report, kept
+
+
+class _Manifest:
+    """What a manifest says of shards, compared with what they are."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._entries: dict[str, ShardEntry] = {}  # by absolute path
+        self._caches: dict[str, Any] = {}
+        self._fingerprints: dict[str, Any] = {}
+
+    def shards(self, report: Report) -> list[str]:
+        """Return the shards that are listed or in the manifest's folder; put into `report` those that are not both."""
+        folder = os.path.dirname(self._path)
+
+        def fault(shard: str, what: str) -> None:
+            report.faults.append(Fault(shard, None, None, what))
+
+        paths: list[str] = []
+        unread = False
+        try:
+            entries, extra = read_manifest(self._path)
+        except (FormatError, OSError) as exc:
+            entries, extra, unread = [], {}, True
+            fault(self._path, str(exc).removeprefix(f"{self._path}: "))
+        for table, name in ((self._caches, "caches"), (self._fingerprints, "fingerprints")):
+            if isinstance(extra.get(name, {}), dict):
+                table.update(extra.get(name, {}))
+            else:
+                fault(self._path, f"{name} is a {type(extra[name]).__name__}, expected an object")
+        for entry in entries:
+            path = os.path.join(folder, entry.url)
+            if "://" in entry.url:
+                fault(self._path, f"{entry.url} is not a local path: it was not looked at")
+            elif not os.path.exists(path):
+                fault(path, f"it is missing; {os.path.basename(self._path)} has it, with {entry.num_samples} samples")
+            else:
+                paths.append(path)
+                self._entries[os.path.abspath(path)] = entry
+        for name in sorted(os.listdir(folder or ".")):
+            path = os.path.join(folder, name)
+            if name.endswith(".tar") and not name.startswith(".") and os.path.abspath(path) not in self._entries:
+                paths.append(path)
+                if not unread and os.path.basename(self._path) == MANIFEST:
+                    fault(path, f"{MANIFEST} does not list it")
+        return paths
+
+    def check(self, found: Checked, fingerprint: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Add to `found` what the manifest says otherwise of a shard; return its fingerprint, if need be the manifest's."""
+        entry = self._entries.get(os.path.abspath(found.path))
+        if entry is None:
+            return fingerprint
+        where, index = os.path.basename(self._path), found.index
+        if entry.nbytes != found.nbytes:
+            found.fault(None, None, f"it has {found.nbytes} bytes, but {where} says {entry.nbytes}")
+        if entry.num_samples != found.num_samples:
+            found.fault(None, None, f"it has {found.num_samples} samples, but {where} says {entry.num_samples}")
+        counts, caches = self._caches.get(entry.url), {name: len(columns) for name, columns in index.caches.items()}
+        if counts is not None and counts != caches and len(index.keys) == entry.num_samples:
+            found.fault(None, None, f"its caches have {caches} samples, but {where} says {counts!r:.200}")
+        listed = self._fingerprints.get(entry.url)
+        if listed is not None and not isinstance(listed, dict):
+            found.fault(None, None, f"{where} has a fingerprint {listed!r:.100}, expected fields by name")
+        elif fingerprint is None:
+            return listed
+        elif listed != fingerprint:
+            found.fault(None, None, f"it was made with {fingerprint!r:.200}, but {where} says {listed!r:.200}")
+        return fingerprint
