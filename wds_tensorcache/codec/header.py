@@ -237,6 +237,8 @@ def _parse_layout(text: bytes, data_begin: int, nbytes: int) -> Layout:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in pairs:
+        if not name.isascii():
+            name.encode()  # raises for a lone surrogate, which UTF-8 does not have
         if name in result:
             raise FormatError(f"{name!r} occurs twice")
         result[name] = value
@@ -284,4 +286,4 @@ def _parse_entry(name: str, entry: Any, data_begin: int) -> StoredTensor:
 
 
 def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
