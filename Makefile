@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 BENCH := .venv-bench
 BENCH_PIP := $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints/bench.txt
 
-.PHONY: demo demo-text test test-oldest check bench bench-quick format clean
+.PHONY: demo demo-text test test-oldest fuzz check bench bench-quick format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/demo
@@ -22,6 +22,11 @@ test: $(VENV)/dev
 
 test-oldest: $(VENV)/dev $(VENV)/oldest
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n 2 tests/codec tests/hostile tests/integrations
+
+# for each target; what breaks one is in fuzz_out
+SECONDS := 60
+fuzz: $(VENV)/dev $(VENV)/fuzz
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --jobs 2 --findings fuzz_out
 
 check: $(VENV)/dev
 	$(BIN)/ruff format --check .
@@ -51,6 +56,10 @@ $(VENV)/dev: $(BIN)/python setup.cfg constraints/dev.txt
 	$(PIP) --editable '.[dev,dali]'
 	touch $@
 
+$(VENV)/fuzz: $(VENV)/dev
+	$(PIP) --editable '.[fuzz]'
+	touch $@
+
 $(VENV)/oldest: constraints/oldest.txt
 	rm -rf $@
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ --requirement constraints/oldest.txt
@@ -69,4 +78,4 @@ $(BENCH)/peers: setup.cfg constraints/bench.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH) bench_out demo_out build *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH) bench_out demo_out fuzz_out build *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
