@@ -145,6 +145,11 @@ def test_the_cache_of_layouts_is_bounded() -> None:
     skeleton, tensors = tc.encode_sample({"a" * 70_000: torch.ones(1)})
     tc.decode_sample(skeleton, tensors)
     assert max(map(len, header._LAYOUTS)) <= header._MAX_CACHED_NBYTES
+    assert max(len(name) for entries in header._FORMS for name, *_ in entries) < 70_000
+    many = header.form_of(tuple((str(i), "U8", 1) for i in range(2000)))
+    assert header.make_layout(many, [1] * 2000, 8).nbytes == 2008
+    assert max(map(len, header._FORMS)) < 2000
+    assert all(len(layout.tensors) < 2000 for layout in header._MADE.values())
 
 
 def test_halves_of_two_samples() -> None:
