@@ -14,7 +14,7 @@ import numpy as np
 
 import wds_tensorcache as tc
 from tests.fuzz.forge import ARRAYS, RECORD
-from tests.fuzz.targets import SAMPLES, shard
+from tests.fuzz.targets import ALLOW, SAMPLES, Colour, Trusted, shard
 from tests.hostile.pickles import call, text
 from tests.shards.tars import UNUSUAL, build, pax, raw_header, record
 from wds_tensorcache.codec.header import parse_header
@@ -73,6 +73,7 @@ def skeletons() -> dict[str, bytes]:
     made["loop"] = PROTO + b"]\x94h\x00\x85a."
     made["sets"] = PROTO + b"\x8f(K\x01N\x85\x90}(\x8a\x09" + bytes(8) + b"\x01N(K\x01K\x02\x91Nu\x86."
     made["lengths"] = PROTO + b"(X\1\0\0\0aB\1\0\0\0b\x96\1\0\0\0\0\0\0\0c\x8b\2\0\0\0\xff\x7f\x95\1\0\0\0\0\0\0\0Nt."
+    made["allowed"] = tc.encode_sample([Trusted(1, "a"), Colour.RED], allow=ALLOW)[0]
     made["references"] = PROTO + b"(" + REFERENCES + b"t."
     return made
 

@@ -12,6 +12,7 @@ import io
 import shutil
 import tempfile
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import wds_tensorcache as tc
 from tests.fuzz.forge import bound, footer_of, tar_of
 from wds_tensorcache.codec import header as headers
+from wds_tensorcache.codec.builder import allow_table
 from wds_tensorcache.codec.listed import BUILDERS
 from wds_tensorcache.codec.preamble import parse_preamble
 from wds_tensorcache.codec.reference import MemorySource, resolve
@@ -33,7 +35,7 @@ from wds_tensorcache.shards.footer import build_footer, parse_footer
 from wds_tensorcache.shards.indexing import scan_shard
 from wds_tensorcache.shards.tar_stream import TarStream
 
-__all__ = ["SAMPLES", "TARGETS", "run", "shard"]
+__all__ = ["ALLOW", "SAMPLES", "TARGETS", "Colour", "Trusted", "run", "shard"]
 
 REFUSED: Any = object()
 SAMPLES: list[Any] = [
@@ -78,17 +80,36 @@ def header(data: bytes) -> None:
                 attempt(open_tensor, reference, MemorySource(data), False)
 
 
+class Trusted:
+    """A class that skeletons may build."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+class Colour(Enum):
+    """Members of it are the process's own."""
+
+    RED = 1
+
+
+ALLOW = [Trusted, Colour]
+
+
 def skeleton(data: bytes) -> None:
-    """The skeleton alone: what it gives can be written, and what was written is read as the same."""
+    """The skeleton alone: what it gives can be written, and is read again; classes that it may build stay what they are."""
     layout, _ = headers.parse_header(_MEMBER)
 
     def reference(text: str) -> Any:
         return open_tensor(resolve(layout, text), MemorySource(_MEMBER), True)
 
-    def read() -> Any:
-        return unpickle(data, parse_preamble(data)[0], reference, BUILDERS, {})
+    def read(allow: list[type]) -> Any:
+        return unpickle(data, parse_preamble(data)[0], reference, BUILDERS, allow_table(allow))
 
-    _round_trip(attempt(read))
+    _round_trip(attempt(read, []))
+    before = repr([dict(vars(Trusted)), dict(vars(Colour)), vars(Colour.RED)])
+    attempt(read, ALLOW)
+    assert repr([dict(vars(Trusted)), dict(vars(Colour)), vars(Colour.RED)]) == before
 
 
 def _round_trip(value: Any) -> Any:
