@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 BENCH := .venv-bench
 BENCH_PIP := $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints/bench.txt
 
-.PHONY: demo demo-text test test-oldest kills check bench bench-quick format clean
+.PHONY: demo demo-text test test-oldest kills fuzz check bench bench-quick format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/demo
@@ -26,6 +26,11 @@ test-oldest: $(VENV)/dev $(VENV)/oldest
 # Writers that are killed at random, and others that go on: nothing is lost, and the bytes are the same in the end.
 kills: $(VENV)/dev
 	$(BIN)/python -m tests.kills 1000
+
+# for each target; what breaks one is in fuzz_out
+SECONDS := 60
+fuzz: $(VENV)/dev $(VENV)/fuzz
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --jobs 2 --findings fuzz_out
 
 check: $(VENV)/dev
 	$(BIN)/ruff format --check .
@@ -55,6 +60,10 @@ $(VENV)/dev: $(BIN)/python setup.cfg constraints/dev.txt
 	$(PIP) --editable '.[dev,dali]'
 	touch $@
 
+$(VENV)/fuzz: $(VENV)/dev
+	$(PIP) --editable '.[fuzz]'
+	touch $@
+
 $(VENV)/oldest: constraints/oldest.txt
 	rm -rf $@
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ --requirement constraints/oldest.txt
@@ -73,4 +82,4 @@ $(BENCH)/peers: setup.cfg constraints/bench.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH) bench_out demo_out build *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH) bench_out demo_out fuzz_out build *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -64,6 +64,7 @@ ENTRIES: list[tuple[str, Any, str]] = [
     ("cut", b'{"x": {"dtype', "not JSON"),
     ("not UTF-8", b'{"\xff": 1}', "not JSON"),
     ("surrogates", b'{"\xed\xa0\x80": 1}', "not JSON"),
+    ("surrogates that are escaped", b'{"\\ud800": 1}', "surrogates not allowed"),
     ("deep", b'{"x":' + b"[" * 100_000, "not JSON"),
     ("two objects", b"{}{}", "not JSON"),
     ("huge number", b'{"x": {"dtype": "U8", "shape": [' + b"9" * 5000 + b'], "data_offsets": [0, 2]}}', "not JSON"),
@@ -96,6 +97,11 @@ ENTRIES: list[tuple[str, Any, str]] = [
     ("65 dimensions", {"x": {**X, "shape": [1] * 64 + [2]}}, "impossible shape"),
     ("negative offsets", {"x": {**X, "data_offsets": [-2, 0]}}, "impossible data_offsets"),
     ("offsets that turn back", {"x": {**X, "data_offsets": [2, 0]}}, "impossible data_offsets"),
+    (
+        "offsets of 4,300 digits",  # Python prints no longer ones, and where they lie in the member is one
+        {"x": {"dtype": "U8", "shape": [0], "data_offsets": [10**4300 - 1] * 2}},
+        "impossible data_offsets",
+    ),
     ("three offsets", {"x": {**X, "data_offsets": [0, 1, 2]}}, "impossible data_offsets"),
     ("offsets of another size", {"x": {**X, "data_offsets": [0, 1]}}, r"hold 1 bytes, but U8\[2\] needs 2"),
     ("beyond the member", {"x": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}, "the tensors end at byte"),
@@ -139,6 +145,11 @@ def test_the_cache_of_layouts_is_bounded() -> None:
     skeleton, tensors = tc.encode_sample({"a" * 70_000: torch.ones(1)})
     tc.decode_sample(skeleton, tensors)
     assert max(map(len, header._LAYOUTS)) <= header._MAX_CACHED_NBYTES
+    assert max(len(name) for entries in header._FORMS for name, *_ in entries) < 70_000
+    many = header.form_of(tuple((str(i), "U8", 1) for i in range(2000)))
+    assert header.make_layout(many, [1] * 2000, 8).nbytes == 2008
+    assert max(map(len, header._FORMS)) < 2000
+    assert all(len(layout.tensors) < 2000 for layout in header._MADE.values())
 
 
 def test_halves_of_two_samples() -> None:

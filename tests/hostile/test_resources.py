@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import io
 import struct
 import time
 import tracemalloc
@@ -12,6 +13,9 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.hostile.pickles import call, decode, refused, text
+from tests.shards.tars import LAST, pax, raw_header, record
+from wds_tensorcache.codec.header import Form
+from wds_tensorcache.shards.index import LayoutTable
 
 BAD_ARGUMENTS = {
     "a Fraction of a text": ("fractions", "Fraction", text("1e2000000") + b"\x85"),
@@ -173,3 +177,23 @@ def test_int_keys_that_share_a_hash() -> None:
         tc.encode_sample(dict.fromkeys(keys[:1001]))
     ordinary = {hash(str(i)) * 7 for i in range(5000)}
     assert tc.decode_sample(*tc.encode_sample(ordinary)) == ordinary
+
+
+def test_names_of_many_slashes() -> None:
+    """webdataset's own pattern takes half an hour for this one."""
+    long = pax(record(b"path", b"a/" * 500_000)) + raw_header(b"a", b"0", b"1") + b"1".ljust(512, b"\0")
+    started = time.perf_counter()
+    found = list(tc.tarfile_to_samples()([{"url": "x.tar", "stream": io.BytesIO(long + LAST)}]))
+    assert found == []
+    assert time.perf_counter() - started < 5
+
+
+def test_an_index_of_many_forms_and_layouts() -> None:
+    empty, scalars = Form(()), Form(tuple((str(i), "U8", 0) for i in range(50_000)))
+    number = np.full(200_000, 50_000, np.uint16)
+    started = time.perf_counter()
+    table = LayoutTable(
+        (empty,) * 50_000 + (scalars,), (None,) * 50_001, number, np.full(200_000, 8, np.uint8), np.empty(0, np.uint8)
+    )
+    assert time.perf_counter() - started < 5
+    assert table[7].nbytes == table.nbytes[7] == 50_008

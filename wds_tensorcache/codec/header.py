@@ -102,18 +102,24 @@ class Layout:
 
 # Layouts that an index describes. Two of the same may be two objects once the table was full.
 _MADE: dict[tuple[Form, tuple[int, ...], int, tuple[str, ...] | None], Layout] = {}
-# By entries. Bounded as _LAYOUTS is; a form that falls out only loses its template.
+# By entries. Bounded as _LAYOUTS is; a form that falls out only loses its template, and large ones have none.
 _FORMS: dict[tuple[tuple[str, str, int], ...], Form] = {}
 
 
 def form_of(entries: tuple[tuple[str, str, int], ...]) -> Form:
-    """Return the one form with these entries."""
+    """Return the one form with these entries; another one each time if they are many."""
     form = _FORMS.get(entries)
     if form is None:
+        if not _is_small(entries):
+            return Form(entries)
         if len(_FORMS) >= _MAX_LAYOUTS:
             _FORMS.clear()
         form = _FORMS.setdefault(entries, Form(entries))
     return form
+
+
+def _is_small(entries: tuple[tuple[str, str, int], ...]) -> bool:
+    return sum(len(name) + 64 for name, *_ in entries) <= _MAX_CACHED_NBYTES
 
 
 def make_layout(form: Form, dims: Sequence[int], data_begin: int, texts: tuple[str, ...] | None = None) -> Layout:
@@ -129,9 +135,12 @@ def make_layout(form: Form, dims: Sequence[int], data_begin: int, texts: tuple[s
         end = begin + math.prod(shape) * STORED[dtype][0]
         tensors[name] = StoredTensor(name, dtype, shape, begin, end)
         begin, first = end, first + ndim
+    layout = Layout(tensors, data_begin, begin, form, texts)
+    if not _is_small(form.entries):
+        return layout
     if len(_MADE) >= _MAX_LAYOUTS:
         _MADE.clear()
-    return _MADE.setdefault(place, Layout(tensors, data_begin, begin, form, texts))
+    return _MADE.setdefault(place, layout)
 
 
 def is_bound(member: Any) -> bool:
@@ -238,6 +247,8 @@ def _parse_layout(text: bytes, data_begin: int, nbytes: int) -> Layout:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in pairs:
+        if not name.isascii():
+            name.encode()  # raises for a lone surrogate, which UTF-8 does not have
         if name in result:
             raise FormatError(f"{name!r} occurs twice")
         result[name] = value
@@ -287,4 +298,4 @@ def _parse_entry(name: str, entry: Any, data_begin: int) -> StoredTensor:
 
 
 def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)

@@ -218,10 +218,11 @@ def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[str, .
         UnsafeSkeletonError, FormatError: It cannot be read without `allow=`, or not at all.
     """
     template = layout.form.template
+    in_order = _in_order if len(layout.tensors) <= 64 else _in_order.__wrapped__  # what is kept comes from files
     if template is not None and template.match(skeleton, begin) is not MISS:
         resolve_template(layout, template)  # raises where these shapes cannot be
-        return _in_order(layout.form.entries, template.references)
-    return _in_order(layout.form.entries, tuple(_interpret(skeleton, begin, layout, _NOWHERE, True, {})[1]))
+        return in_order(layout.form.entries, template.references)
+    return in_order(layout.form.entries, tuple(_interpret(skeleton, begin, layout, _NOWHERE, True, {})[1]))
 
 
 @lru_cache(256)

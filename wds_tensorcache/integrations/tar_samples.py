@@ -129,8 +129,11 @@ class TarSamples:
         name = self._rename(name) if self._rename is not None else name
         if self._select is not None and not self._select(name):
             return None
-        key, suffix = base_plus_ext(name)
-        return None if key is None or suffix is None else (key, suffix.lower())
+        # its pattern takes time quadratic in the number of slashes; the last two of the first line decide
+        line = name.partition("\n")[0]
+        begin = line.rfind("/", 0, max(0, line.rfind("/"))) + 1
+        key, suffix = base_plus_ext(name[begin:])
+        return None if key is None or suffix is None else (name[:begin] + key, suffix.lower())
 
 
 class Stopped(Exception):

@@ -106,12 +106,21 @@ class LayoutTable:
             raise FormatError("the index has a layout of an impossible size")
         total = self.data_begin.astype(np.float64)  # exact below 2^53, and far above that it only has to be seen
         result = self.data_begin.astype(np.int64)
+        # linear in what the file has, whatever it announces: one pass over the layouts, and one over their dimensions
         order = np.argsort(self.form, kind="stable")
-        edges = np.searchsorted(self.form[order], np.arange(len(self.forms) + 1)).tolist()
-        for number in np.unique(self.form).tolist():  # not one pass over all layouts for each form
-            form, which = self.forms[number], order[edges[number] : edges[number + 1]]
+        ends = np.cumsum(np.bincount(self.form.astype(np.int64), minlength=len(self.forms)))
+        first = 0
+        for form, end in zip(self.forms, ends.tolist(), strict=True):
+            which, first = order[first:end], end
+            if not len(which):
+                continue
+            scalars = sum(STORED[dtype][0] for _, dtype, ndim in form.entries if not ndim)
+            total[which] += scalars
+            result[which] += scalars
             begin = self.dims_begin[which]
             for _, dtype, ndim in form.entries:
+                if not ndim:
+                    continue
                 shapes = self.dims[begin[:, None] + np.arange(ndim)].astype(np.int64)
                 with np.errstate(over="ignore"):
                     total[which] += np.where(shapes == 0, 1.0, shapes).prod(1) * STORED[dtype][0]

@@ -15,6 +15,7 @@ __all__ = [
     "Scanner",
     "build_header",
     "check_checksum",
+    "is_extended",
     "is_meta_name",
     "names_of",
     "padding",
@@ -56,6 +57,11 @@ def padding(nbytes: int) -> int:
 def is_meta_name(name: str) -> bool:
     """Return whether webdataset takes a member of this name for metadata, and skips it."""
     return _IS_META(name) is not None
+
+
+def is_extended(header: bytes) -> bool:
+    """Return whether a header is of pax records or a long name: what they are of follows."""
+    return header[156] in _EXTENDED_TYPES
 
 
 def build_header(name: str, nbytes: int) -> bytes:

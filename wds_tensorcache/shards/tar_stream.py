@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.tar import BLOCK, Scanner, is_meta_name, padding
+from wds_tensorcache.shards.tar import BLOCK, Scanner, is_extended, is_meta_name, padding
 
 __all__ = ["TarStream"]
 
@@ -52,6 +52,7 @@ class TarStream:
         scanner = Scanner(self._read_range, _UNKNOWN)
         own: dict[bytes, bytes] = {}
         common: dict[bytes, bytes] = {}
+        is_expected = False  # another header
         self._decompress()
         while True:
             header_begin = self._at
@@ -61,10 +62,11 @@ class TarStream:
             if len(header) < BLOCK:
                 raise FormatError(f"byte {header_begin}: truncated: the stream ends without an end-of-archive block")
             if header.count(0) == BLOCK:
-                if own:
+                if is_expected:
                     raise FormatError(f"byte {header_begin}: the archive ends behind an extended header")
                 return
             is_file, name, nbytes = scanner.read_header(header, header_begin, own, common)
+            is_expected = is_extended(header)
             begin = header_begin + BLOCK
             if is_file and not is_meta_name(name):
                 yield name, partial(self._read_range, begin, begin + nbytes)

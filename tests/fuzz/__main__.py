@@ -1,0 +1,83 @@
+"""Fuzz by coverage: `python -m tests.fuzz [TARGET …] --seconds 60 --findings DIR`; without targets, all of them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+MAX_NBYTES = 4096  # of an input
+MAX_SECONDS = 2  # of processor time that one input may take, under the fuzzer's instruments
+MAX_GROWTH_NBYTES = 100_000_000  # of the process by one input
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help="default: all of them")
+    parser.add_argument("--seconds", type=int, default=60, help="for each target")
+    parser.add_argument(
+        "--findings", type=Path, default=Path("fuzz_out"), help="new inputs, and those that break a target"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="targets at a time")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.inside:
+        fuzz(options.targets[0], options.seconds, options.findings)
+        return 0
+    if importlib.util.find_spec("atheris") is None:
+        print(f"atheris is missing, and has no wheel for every Python: nothing is fuzzed on {sys.version.split()[0]}")
+        return 0
+    targets = options.targets or [path.name for path in sorted((HERE / "corpus").iterdir())]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        codes = list(pool.map(lambda target: start(target, options.seconds, options.findings), targets))
+    return max(codes)
+
+
+def start(target: str, seconds: int, findings: Path) -> int:
+    """Fuzz one target in a process of its own; return its exit status, 0 if nothing was found."""
+    (findings / target).mkdir(parents=True, exist_ok=True)
+    log = findings / f"{target}.log"
+    command = [sys.executable, "-m", "tests.fuzz", target, "--inside", f"--seconds={seconds}", f"--findings={findings}"]
+    with log.open("wb") as file:
+        code = subprocess.run(command, stdout=file, stderr=file, cwd=HERE.parent.parent, check=False).returncode
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(("Done", "==", " ==="))]
+    print(f"{target}: {'; '.join(lines) or 'no end'}{'' if code == 0 else f': FOUND SOMETHING, see {log}'}", flush=True)
+    return code
+
+
+def fuzz(target: str, seconds: int, findings: Path) -> None:
+    """Never return: the fuzzer ends the process."""
+    import atheris
+    import torch
+    import webdataset  # noqa: F401  what is not ours is not instrumented
+
+    torch.set_num_threads(1)
+    with atheris.instrument_imports(include=["wds_tensorcache"]):
+        from tests.fuzz.targets import run
+    warnings.simplefilter("error")
+
+    def one(data: bytes) -> None:
+        began, size = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        run(target, data)
+        took = time.process_time() - began
+        growth = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - size)
+        assert took < MAX_SECONDS, f"{took:.1f} s for {len(data)} bytes"
+        assert growth < MAX_GROWTH_NBYTES, f"{growth} bytes more for {len(data)} bytes"
+
+    settings = [f"-max_total_time={seconds}", f"-max_len={MAX_NBYTES}", "-timeout=20", "-rss_limit_mb=4096"]
+    settings += [f"-dict={HERE / 'tokens.dict'}", f"-artifact_prefix={findings}/{target}-", "-print_final_stats=1"]
+    atheris.Setup([sys.argv[0], *settings, str(findings / target), str(HERE / "corpus" / target)], one)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""What is fuzzed: each target takes any bytes and holds one reader to its contract.
+
+A reader returns or raises a TensorCacheError. What it returns agrees with what the same bytes give by other ways: read again,
+by a template, loaded at once, through a stream, written and read back. Bytes that a digest or a checksum would refuse at the
+door are given a right one, where the first byte of the input asks for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import shutil
+import tempfile
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import wds_tensorcache as tc
+from tests.fuzz.forge import bound, footer_of, tar_of
+from wds_tensorcache.codec import header as headers
+from wds_tensorcache.codec.builder import allow_table
+from wds_tensorcache.codec.listed import BUILDERS
+from wds_tensorcache.codec.preamble import parse_preamble
+from wds_tensorcache.codec.reference import MemorySource, resolve
+from wds_tensorcache.codec.sample import decode_body, open_tensor
+from wds_tensorcache.codec.template import learn
+from wds_tensorcache.codec.unpickle import unpickle
+from wds_tensorcache.integrations.tar_samples import tarfile_to_samples
+from wds_tensorcache.shards import tar as tars
+from wds_tensorcache.shards.footer import build_footer, parse_footer
+from wds_tensorcache.shards.indexing import scan_shard
+from wds_tensorcache.shards.tar_stream import TarStream
+
+__all__ = ["ALLOW", "SAMPLES", "TARGETS", "Colour", "Trusted", "run", "shard"]
+
+REFUSED: Any = object()
+SAMPLES: list[Any] = [
+    {"latent": torch.arange(4.0).half(), "size": (2, 3), "prompt": "a"},
+    {"latent": torch.arange(6.0).half(), "size": (2, 3), "prompt": "bc"},
+    [np.arange(3), torch.tensor([True, False]), {"x": torch.zeros(2, dtype=torch.complex32), "y": {1, 2}}],
+]
+_MEMBER = tc.encode_sample(SAMPLES[2])[1]
+_MAX_ROWS = 16
+
+
+def run(name: str, data: bytes) -> None:
+    """Give `data` to a target, which finds no state of earlier inputs."""
+    for cache in (headers._LAYOUTS, headers._FORMS, headers._MADE):
+        cache.clear()
+    TARGETS[name](data)
+
+
+def attempt(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return what `call` returns, REFUSED if it raises an error of ours; every other error is a finding."""
+    try:
+        return call(*args, **options)
+    except tc.TensorCacheError:
+        return REFUSED
+
+
+def header(data: bytes) -> None:
+    """The `.safetensors` member: its tensors cover it, and a header of the same entries gives the same layout."""
+    parsed = attempt(headers.parse_header, data)
+    assert attempt(headers.parse_header, data[:-1], len(data)) is REFUSED or parsed is not REFUSED
+    if parsed is REFUSED:
+        return
+    layout, _ = parsed
+    entries = [(t.name, t.dtype, t.shape, t.end - t.begin) for t in layout.tensors.values()]
+    assert layout.nbytes == len(data) == layout.data_begin + sum(nbytes for *_, nbytes in entries)
+    again, _ = headers.parse_header(headers.build_header(entries, 8) + data[layout.data_begin :])
+    assert [(t.name, t.dtype, t.shape, t.end - t.begin) for t in again.tensors.values()] == entries
+    for kind in ("tensor", "ndarray"):
+        for name in layout.tensors:
+            reference = attempt(resolve, layout, f"{kind}:{name}")
+            if reference is not REFUSED:
+                attempt(open_tensor, reference, MemorySource(data), False)
+
+
+class Trusted:
+    """A class that skeletons may build."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+class Colour(Enum):
+    """Members of it are the process's own."""
+
+    RED = 1
+
+
+ALLOW = [Trusted, Colour]
+
+
+def skeleton(data: bytes) -> None:
+    """The skeleton alone: what it gives can be written, and is read again; classes that it may build stay what they are."""
+    layout, _ = headers.parse_header(_MEMBER)
+
+    def reference(text: str) -> Any:
+        return open_tensor(resolve(layout, text), MemorySource(_MEMBER), True)
+
+    def read(allow: list[type]) -> Any:
+        return unpickle(data, parse_preamble(data)[0], reference, BUILDERS, allow_table(allow))
+
+    _round_trip(attempt(read, []))
+    before = repr([dict(vars(Trusted)), dict(vars(Colour)), vars(Colour.RED)])
+    attempt(read, ALLOW)
+    assert repr([dict(vars(Trusted)), dict(vars(Colour)), vars(Colour.RED)]) == before
+
+
+def _round_trip(value: Any) -> Any:
+    """Return what `value` is written as."""
+    written = REFUSED if value is REFUSED else attempt(tc.encode_sample, value)
+    if written is not REFUSED:
+        assert tc.encode_sample(tc.decode_sample(*written)) == written
+    return written
+
+
+def sample(data: bytes) -> None:
+    """Both members: lazy, eager and verified agree, and so do the first readings and those by a template."""
+    skeleton, tensors, is_bound = bound(data)
+    lazy = attempt(tc.decode_sample, skeleton, tensors)
+    eager = attempt(tc.decode_sample, skeleton, tensors, lazy=False)
+    verified = attempt(tc.decode_sample, skeleton, tensors, verify=True)
+    loaded = REFUSED if lazy is REFUSED else attempt(tc.realize, lazy)
+    assert (verified is REFUSED) == (lazy is REFUSED) or not is_bound
+    assert verified is REFUSED or lazy is not REFUSED
+    if eager is not REFUSED:  # otherwise a tensor may be bad that the sample does not have
+        assert _round_trip(loaded) == _round_trip(eager) == _round_trip(lazy)
+
+
+def template(data: bytes) -> None:
+    """Two skeletons: the second one read by a template of the first is what the interpreter reads."""
+    begin, end = 2, 2 + int.from_bytes(data[:2], "little")
+    first, second = b"\x80\x04" + data[begin:end], b"\x80\x04" + data[end:]
+    layout, _ = headers.parse_header(_MEMBER)
+
+    def read(skeleton: bytes) -> Any:
+        return _round_trip(attempt(decode_body, skeleton, 2, layout, MemorySource(_MEMBER), True, {}))
+
+    if read(first) is REFUSED:
+        return
+    layout.form.template, layout.form.num_interpreted = None, 100  # learns nothing by itself any more
+    interpreted = read(second)
+    layout.form.template = learn(first, 2)
+    assert read(second) == interpreted
+
+
+def index(data: bytes) -> None:
+    """The index as bytes: everything that it announces can be looked at, and writing it again gives the same."""
+    footer, shard_nbytes = footer_of(data)
+    found = attempt(parse_footer, footer, shard_nbytes)
+    if found is REFUSED or found is None:
+        return
+    assert found.nbytes <= 1000 + 40 * len(footer)
+    assert len(list(found.keys)) == len(found.keys)
+    for number in range(min(len(found.layouts), _MAX_ROWS)):
+        assert found.layouts[number].nbytes == found.layouts.nbytes.item(number)
+    for row in range(min(len(found.keys), _MAX_ROWS)):
+        for member in found.members.values():
+            member.find(np.array([row]))
+    written = build_footer(found, shard_nbytes)
+    again = parse_footer(written, shard_nbytes)
+    assert again is not None
+    assert build_footer(again, shard_nbytes) == written
+
+
+def shard() -> tuple[bytes, int]:
+    """Return a shard without an index, and where its end-of-archive marker begins."""
+    members = []
+    for number, sample in enumerate(SAMPLES[:2]):
+        skeleton, tensors = tc.encode_sample(sample)
+        members += [(f"{number}.skel.pyd", skeleton), (f"{number}.safetensors", tensors), (f"{number}.json", b"{}")]
+    parts = [tars.build_header(n, len(c)) + c + bytes(tars.padding(len(c))) for n, c in members]
+    return b"".join(parts) + tars.END_OF_ARCHIVE, sum(map(len, parts))
+
+
+_SHARD, _SHARD_END = shard()
+_FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-"))
+atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+
+
+def footer(data: bytes) -> None:
+    """An index behind a shard: a sample that is read through it is the one that the shard has under that key."""
+    path = _FOLDER / "shard.tar"
+    path.write_bytes(_SHARD + footer_of(data, _SHARD_END)[0])
+    cache = attempt(tc.open, path)
+    if cache is REFUSED:
+        return
+    with cache as opened:
+        keys = attempt(lambda: list(opened.keys()))
+        attempt(lambda: opened.members)
+        for row in range(0 if keys is REFUSED else min(len(keys), _MAX_ROWS)):
+            found = attempt(lambda row=row: tc.encode_sample(opened[row]))
+            assert found is REFUSED or found == tc.encode_sample(SAMPLES[int(keys[row])])
+            for suffix in list(opened.members)[:_MAX_ROWS]:
+                try:
+                    assert opened.read_members([row], suffix) == [b"{}"]
+                except (tc.TensorCacheError, KeyError):  # KeyError: another sample has it
+                    pass
+        attempt(lambda: opened.read_batch(range(len(opened)), collate="list"))
+
+
+def tar(data: bytes) -> None:
+    """A tar as a file: its index can be written and read, and what it points to is there."""
+    archive = tar_of(data)
+    found = attempt(scan_shard, lambda begin, end: archive[begin:end], len(archive))
+    if found is REFUSED:
+        return
+    shard_nbytes = max(len(archive), found.end + 1024)  # one block of zeros ends a tar, but an index needs two
+    again = parse_footer(build_footer(found, shard_nbytes), shard_nbytes)
+    assert again is not None
+    assert build_footer(again, shard_nbytes) == build_footer(found, shard_nbytes)
+    assert list(again.keys) == list(found.keys)
+
+
+def stream(data: bytes) -> None:
+    """A tar as a stream, in pieces: it has the members that the same bytes have as a file."""
+    archive, step = tar_of(data), 1 + (data[0] if data else 0) * 8
+
+    class Pieces(io.BytesIO):
+        def read(self, nbytes: int | None = -1) -> bytes:
+            return super().read(min(nbytes, step) if nbytes is not None and nbytes >= 0 else step)
+
+    def scanned() -> list[tuple[str, bytes]]:
+        found = tars.Scanner(lambda begin, end: archive[begin:end], len(archive))
+        return [(name, archive[begin : begin + nbytes]) for name, begin, nbytes in found]
+
+    def streamed() -> list[tuple[str, bytes]]:
+        found = TarStream(Pieces(archive))
+        members = [(name, read()) for name, read in found]
+        found.finish()
+        return members
+
+    by_stream, by_file = attempt(streamed), attempt(scanned)
+    if by_file is not REFUSED:
+        assert by_stream == by_file
+    elif not archive.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0")):
+        assert by_stream is REFUSED
+    stage = tarfile_to_samples()
+    attempt(lambda: list(stage([{"url": "x.tar", "stream": Pieces(archive)}])))
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    target.__name__: target for target in (header, skeleton, sample, template, index, footer, tar, stream)
+}
