@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 BENCH := .venv-bench
 BENCH_PIP := $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints/bench.txt
 
-.PHONY: demo demo-text test test-oldest check bench bench-quick format clean
+.PHONY: demo demo-text test test-oldest kills check bench bench-quick format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/demo
@@ -22,6 +22,10 @@ test: $(VENV)/dev
 
 test-oldest: $(VENV)/dev $(VENV)/oldest
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n 2 tests/codec tests/hostile tests/integrations
+
+# Writers that are killed at random, and others that go on: nothing is lost, and the bytes are the same in the end.
+kills: $(VENV)/dev
+	$(BIN)/python -m tests.kills 1000
 
 check: $(VENV)/dev
 	$(BIN)/ruff format --check .

@@ -41,3 +41,9 @@ def test_ranks_share_an_epoch(tmp_path: Path) -> None:
 def test_training_that_is_killed_goes_on(tmp_path: Path) -> None:
     out = run(sys.executable, "examples/resume_training.py", "--out", str(tmp_path))
     assert "1000 samples, the same as those of the run that was not broken" in out
+
+
+def test_a_whole_cache_in_bulk(tmp_path: Path) -> None:
+    out = run(sys.executable, "examples/bulk_loading.py", "--out", str(tmp_path))
+    assert "1000 samples; mean [-1.0, -0.87, -0.73, -0.6]…, deviation [0.5, 0.6, 0.7, 0.8]…" in out
+    assert "the two ways differ by 0.000" in out

@@ -145,7 +145,7 @@ class ResumableStream(IterableDataset[Any]):
             if shared.num_given != self._num_given and not is_resumed:
                 self._epoch, self._done = shared.given[0], {}
             self._num_given = shared.num_given
-        shared.put([self._epoch + 1])
+        shared.put([self._epoch + 1], None if info is None else token_of(info))
         self._is_resumed = False
         if is_resumed and self._is_over and info is not None:
             return  # this worker had given all of its own, other ones had not
@@ -241,7 +241,10 @@ class ResumableStream(IterableDataset[Any]):
         done = _done_from(state.get("done"), len(self._urls))
         self._num_iterations += 1
         self._epoch, self._is_over, self._done, self._is_resumed = epoch, is_over, done, True
-        if get_worker_info() is None and self._shared.is_begun:
+        info = get_worker_info()
+        if info is not None:
+            self._shared.resume(token_of(info), info.id, [epoch])
+        elif self._shared.is_begun:
             self._shared.give([epoch])
             self._num_given = self._shared.num_given
 

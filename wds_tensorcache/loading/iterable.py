@@ -105,7 +105,7 @@ class IterableCache(IterableDataset[Any]):
         shared.put(loader.position())
 
     def _of_worker(self, loader: Loader, info: Any) -> Iterator[Any]:
-        shared, first, if_left = self._shared, 0, None
+        shared, token, first, if_left = self._shared, token_of(info), 0, None
         if self._is_resumed:
             self._is_resumed = False
             first = self._take_up(loader, info)
@@ -113,9 +113,9 @@ class IterableCache(IterableDataset[Any]):
                 # where torchdata's state was taken behind a loop, it begins this epoch, leaves it, and begins it again
                 if_left = loader.position()
         loader.deal((info.id - first) % info.num_workers, info.num_workers)
-        shared.put(if_left or loader.after_this_epoch())
+        shared.put(if_left or loader.after_this_epoch(), token)
         yield from loader
-        shared.end(info.id, info.num_workers, loader.position())
+        shared.end(token, info.id, info.num_workers, loader.position())
 
     def _take_up(self, loader: Loader, info: Any) -> int:
         """Go to where all workers together were, and return which of them has the next step."""
@@ -151,14 +151,13 @@ class IterableCache(IterableDataset[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; see `Loader.load_state_dict`."""
         loader, shared, info = self._current(), self._shared, get_worker_info()
-        is_chosen = shared.num_given != self._num_given and not shared.is_begun
         loader.load_state_dict(state)
         self._state, self._is_resumed = state, True
-        self._chosen = shared.given if is_chosen else None
         if info is not None:
-            shared.resume(token_of(info), info.id, loader.position())
+            is_chosen = shared.resume(token_of(info), info.id, loader.position(), self._num_given)
+            self._chosen = shared.given if is_chosen else None
             return
-        if is_chosen and shared.given[0] != loader.epoch:
+        if not shared.is_begun and shared.num_given != self._num_given and shared.given[0] != loader.epoch:
             loader.go_to(shared.given)
         shared.give(loader.position())
         self._num_given = shared.num_given

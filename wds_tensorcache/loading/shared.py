@@ -10,6 +10,7 @@ import torch
 __all__ = ["SharedPosition", "token_of"]
 
 _MAX_WORKERS = 256
+_NUM_RECORDS = 61
 _NO_TOKEN = -1  # torch's are not negative
 
 
@@ -20,73 +21,94 @@ class SharedPosition:
     have ended it before the last has begun. So the first that begins writes down where, and no lock is needed: what comes next
     is read before the question who was first, and whoever else believes to be the first writes the same.
 
-    A token is a number that the workers of one iteration share, and others mostly do not. Workers that live on count their
-    epochs, for one may be late for an epoch that was left already.
+    A token is a number that the workers of one iteration share, and others mostly do not; each has a record, for the workers of
+    an iteration that was left may be late, while those of another have begun. Workers that live on count their epochs.
     """
 
     def __init__(self, position: Sequence[int]) -> None:
-        table = torch.tensor([position] * 3, dtype=torch.int64, device="cpu")
-        # the token, how often a position was given, epochs begun, those before the workers that there are now
-        numbers = torch.zeros(4, dtype=torch.int64, device="cpu")
-        numbers[0] = _NO_TOKEN
-        workers = torch.zeros((2, _MAX_WORKERS), dtype=torch.int64, device="cpu")  # which of these each began and ended
-        resumed = torch.full((_MAX_WORKERS, 1 + len(position)), _NO_TOKEN, dtype=torch.int64, device="cpu")
-        self.__setstate__((table, numbers, workers, resumed))
+        def filled(*shape: int, value: int = 0) -> torch.Tensor:
+            return torch.full(shape, value, dtype=torch.int64, device="cpu")
+
+        places = torch.tensor([position] * 2, dtype=torch.int64, device="cpu")
+        records = filled(_NUM_RECORDS, 3 + len(position), value=_NO_TOKEN)
+        records[:, 1:3] = 0
+        resumed = filled(_MAX_WORKERS, 1 + len(position), value=_NO_TOKEN)
+        marks = filled(_NUM_RECORDS, 2, _MAX_WORKERS)
+        self.__setstate__((places, torch.tensor([_NO_TOKEN, 0, _NO_TOKEN]), records, marks, resumed))
 
     def __getstate__(self) -> tuple[torch.Tensor, ...]:
-        return self._table, self._numbers, self._workers, self._resumed
+        return self._places, self._numbers, self._records, self._marks, self._resumed
 
     def __setstate__(self, state: tuple[torch.Tensor, ...]) -> None:
         # what torch sends to its workers is shared still; what was pickled or copied otherwise begins a life of its own
         shared = [each if each.is_shared() else each.clone().share_memory_() for each in state]  # type: ignore[no-untyped-call]
-        self._table, self._numbers, self._workers, self._resumed = shared
-        self._next, self._began, self._given = self._table
-        self._has_begun, self._has_ended = self._workers
+        # next and given; the last token, how often a position was given, and for which token it counts; by record its token,
+        # epochs begun, those before the workers that there are now, and where the last began; by record and worker which of
+        # these it began, and ended; by worker where a state was taken
+        self._places, self._numbers, self._records, self._marks, self._resumed = shared
         self._num_mine = 0  # epochs that this process began
 
-    next = property(lambda self: self._next.tolist(), doc="Where the next epoch begins.")
-    given = property(lambda self: self._given.tolist(), doc="Where the user has put it last.")
+    next = property(lambda self: self._places[0].tolist(), doc="Where the next epoch begins.")
+    given = property(lambda self: self._places[1].tolist(), doc="Where the user has put it last.")
     num_given = property(lambda self: self._numbers[1].item(), doc="How often that was.")
     is_begun = property(lambda self: self._numbers[0].item() != _NO_TOKEN, doc="Whether workers have begun since then.")
+
+    def is_last(self, token: int) -> bool:
+        """Return whether no workers of another iteration came later, and no position was given."""
+        return bool(self._numbers[0] == token)
 
     def begin(self, token: int, worker: int, position: Sequence[int] | None = None) -> list[int]:
         """Return where an epoch begins whose workers all have this token; `position` is where, if it is not the next one."""
         found: list[int] = self.next if position is None else list(position)
-        row = self._row(worker)
+        row, record = _row(worker), token % _NUM_RECORDS
         self._num_mine += 1
-        # in this order, and written in the other one
-        token_of_all, _, number, before = self._numbers.tolist()
+        # in one piece, and written the other way round
+        token_of_all, number, before, *began = self._records[record].tolist()
         mine = before + self._num_mine
-        is_another = self._num_mine == 1 and self._has_begun[row] >= mine  # process with this worker's id
+        is_another = self._num_mine == 1 and self._marks[record, 0, row] >= mine  # process with this worker's id
         if token_of_all == token and mine <= number and not is_another:
-            self._has_begun[row] = mine
-            return list(self._began.tolist())
-        self._began.copy_(torch.tensor(found))
-        self._numbers[0] = token
-        self._numbers[3] = number + 1 - self._num_mine
-        self._numbers[2] = self._has_begun[row] = number + 1
+            self._marks[record, 0, row] = mine
+            return list(began)
+        self._records[record, 3:] = torch.tensor(found)
+        self._records[record, 0] = token
+        self._records[record, 2] = number + 1 - self._num_mine
+        self._records[record, 1] = self._marks[record, 0, row] = number + 1
+        if position is None:
+            self._numbers[0] = token
         return found
 
-    def end(self, worker: int, num_workers: int, position: Sequence[int]) -> None:
+    def end(self, token: int, worker: int, num_workers: int, position: Sequence[int]) -> None:
         """Let the next epoch begin there, once all workers have ended the one that they began last."""
-        self._has_ended[worker] = self._has_begun[worker]
-        if bool((self._has_ended[:num_workers] == self._numbers[2]).all()):
-            self.put(position)
+        record = token % _NUM_RECORDS
+        begun, ended = self._marks[record]
+        ended[worker] = begun[worker]
+        if bool((ended[:num_workers] == self._records[record, 1]).all()):
+            self.put(position, token)
 
-    def put(self, position: Sequence[int]) -> None:
-        """Let the next epoch begin there."""
-        self._next.copy_(torch.tensor(position))
+    def put(self, position: Sequence[int], token: int | None = None) -> None:
+        """Let the next epoch begin there, unless workers of a later iteration than the token's have begun."""
+        if token is None or self.is_last(token):
+            self._places[0] = torch.tensor(position)
 
     def give(self, position: Sequence[int]) -> None:
         """Let the next epoch begin there, for workers that live on, too."""
-        self._given.copy_(torch.tensor(position))
+        self._places[1] = torch.tensor(position)
         self._numbers[1] += 1
         self._numbers[0] = _NO_TOKEN
         self.put(position)
 
-    def resume(self, token: int, worker: int, position: Sequence[int]) -> None:
-        """Note where the state of a worker was taken."""
-        self._resumed[self._row(worker)] = torch.tensor([token, *position])
+    def resume(self, token: int, worker: int, position: Sequence[int], num_seen: int = 0) -> bool:
+        """Note where the state of a worker was taken; return whether the user has put the iteration elsewhere before.
+
+        Args:
+            num_seen: How many of the positions that were given are dealt with.
+        """
+        is_given = (not self.is_begun and self.num_given != num_seen) or bool(self._numbers[2] == token)
+        if is_given:
+            self._numbers[2] = token  # before the next line, which the other workers will see
+        self._numbers[0] = token
+        self._resumed[_row(worker)] = torch.tensor([token, *position])
+        return is_given
 
     def resumed(self, token: int, num_workers: int) -> list[list[int]]:
         """Return where the states of all workers were taken."""
@@ -95,12 +117,13 @@ class SharedPosition:
             raise RuntimeError("some workers were given a state and others none")
         return [row[1:] for row in rows]
 
-    def _row(self, worker: int) -> int:
-        if worker >= _MAX_WORKERS:
-            raise ValueError(f"worker {worker}: there may be {_MAX_WORKERS}")
-        return worker
-
 
 def token_of(info: Any) -> int:
     """Return a number that all workers of an iteration share, from torch's `WorkerInfo`."""
     return int(info.seed - info.id) ^ int(info.num_workers)
+
+
+def _row(worker: int) -> int:
+    if worker >= _MAX_WORKERS:
+        raise ValueError(f"worker {worker}: there may be {_MAX_WORKERS}")
+    return worker
