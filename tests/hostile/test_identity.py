@@ -153,7 +153,7 @@ import wds_tensorcache as tc
 from wds_tensorcache.shards.storage import ShardFile
 
 ShardFile.is_resident = lambda self, begin: True  # as where all is in memory, on any file system
-path, what = sys.argv[1:]
+(path,) = sys.argv[1:]
 with tc.ShardWriter(path, manifest=False, idx=False, fsync=False) as sink:
     for i in range(100):
         sink.write(f"{i:03d}", {"x": torch.full((64,), i), "i": i})
@@ -171,19 +171,21 @@ uses = {
     "write": lambda: tc.encode_sample(lazy),
     "sample": lambda: cache[99]["x"].load(),
 }
-try:
-    uses[what]()
-except tc.TensorCacheError as exc:
-    assert "cut short" in str(exc), exc
-    sys.exit(7)
+for what, use in uses.items():
+    print(what, flush=True)
+    try:
+        use()
+    except tc.TensorCacheError as exc:
+        assert "cut short" in str(exc), exc
+    else:
+        raise AssertionError(what)
 """
 
 
-@pytest.mark.parametrize("what", ["batch", "tensors", "leaves", "load", "view", "write", "sample"])
-def test_no_signal_where_a_mapped_shard_was_cut(tmp_path: Path, what: str) -> None:
-    command = [sys.executable, "-c", SIGBUS, str(tmp_path / "x.tar"), what]
+def test_no_signal_where_a_mapped_shard_was_cut(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SIGBUS, str(tmp_path / "x.tar")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 7, f"{done.returncode} ({-signal.SIGBUS} is SIGBUS): {done.stderr[-500:]}"
+    assert not done.returncode, f"{done.returncode} ({-signal.SIGBUS} is SIGBUS) in {done.stdout}: {done.stderr[-500:]}"
 
 
 def test_closed_under_lazy_tensors_and_batches(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests import strategies
-from tests.loading.batches import COUNT, LARGE, SMALL, assert_all_same, assert_batch, write
+from tests.loading.batches import COUNT, LARGE, SMALL, assert_all_same, assert_batch, damage, write
 from tests.same import tensor_bytes
 from wds_tensorcache.loading import plan as plan_module
 from wds_tensorcache.loading.plan import Plan
@@ -262,17 +262,11 @@ def test_an_error_in_a_thread_is_raised_once_and_nothing_is_written_later(tmp_pa
         with tc.open(folder, threads=threads) as cache:
             shard = cache._store.shards[0]
             last = shard.columns.tensors_begin.item(11)
-            with open(shard.path, "r+b") as file:
-                file.seek(last - 512)
-                name = file.read(100)
-                file.seek(last - 512)
-                file.write(b"someone-else\0" + bytes(87))
+            name = damage(shard.path, last - 512, b"someone-else\0" + bytes(87))
             with pytest.raises(tc.FormatError, match="someone-else"):
                 cache.read_batch(range(12))
             assert cache.read_batch(range(11)).sum(1).tolist() == [i * 1e5 for i in range(11)]
-            with open(shard.path, "r+b") as file:
-                file.seek(last - 512)
-                file.write(name)
+            damage(shard.path, last - 512, name)
 
 
 def test_a_shard_that_was_cut_short(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.loading.batches import write
+from tests.loading.batches import damage, write
 
 ABC = ["a", "b", "c"]
 
@@ -61,11 +61,7 @@ def test_leaves_are_decoded_on_first_use_only(cache: Any) -> None:
         batch = cache.read_batch([0, 1, 2, 1])
         shard = cache._store.shards[0]
         begin, nbytes = shard.columns.skeleton_begin.item(1), shard.columns.skeleton_nbytes.item(1)
-        with open(shard.path, "r+b") as file:
-            file.seek(begin)
-            before = file.read(nbytes)
-            file.seek(begin + nbytes - 10)
-            file.write(b"\xff" * 10)
+        before = damage(shard.path, begin + nbytes - 10, b"\xff" * 10)
         again = cache.read_batch([0, 1, 2, 1])
         assert again["x"].tolist() == batch["x"].tolist() == [[0], [1], [2], [1]]
         for one in (batch, again):
@@ -73,9 +69,7 @@ def test_leaves_are_decoded_on_first_use_only(cache: Any) -> None:
                 one["name"][0]
             with pytest.raises(tc.FormatError, match="sample '001'"):
                 repr(one["size"])
-        with open(shard.path, "r+b") as file:
-            file.seek(begin)
-            file.write(before)
+        damage(shard.path, begin + nbytes - 10, before)
         assert batch["name"] == ["a", "b", "c", "b"]
         cache.read_batch([2, 2])["name"].tolist()
 
@@ -323,9 +317,7 @@ def test_bools_that_are_none(tmp_path: Path, collate: Any, kind: str) -> None:
     folder = write(tmp_path, [{"ok": flags if kind == "tensor" else flags.numpy(), "i": i} for i in range(3)])
     with tc.open(folder) as cache:
         shard = cache._store.shards[0]
-        with open(shard.path, "r+b") as file:
-            file.seek(shard.columns.tensors_begin.item(1) + shard.layout(1).data_begin + 3)
-            file.write(b"\x07")
+        damage(shard.path, shard.columns.tensors_begin.item(1) + shard.layout(1).data_begin + 3, b"\x07")
         assert len(cache.read_batch([0, 2], collate=collate)) == 2
         with pytest.raises(
             tc.FormatError, match="tensor 'ok' of a batch with sample '000': a bool .* other than 0 and 1"
