@@ -50,7 +50,7 @@ REFUSED: dict[str, bytes] = {
     "a path of a megabyte for all": pax(record(b"path", b"p" * 1_000_000), kind=b"g")
     + raw_header(b"b", b"0", b"0") * 20_000
     + END,
-    "a key of 5,000 bytes": pax(record(b"path", b"k" * 5000 + b".txt")) + raw_header(b"b", b"0", b"0") + GOOD + END,
+    "a key of 50,000 bytes": pax(record(b"path", b"k" * 50000 + b".txt")) + raw_header(b"b", b"0", b"0") + GOOD + END,
     "no end": GOOD,
     "the tensors are a link": tensors(SIZE, kind=b"2"),
     "the tensors are a hard link": SKEL + raw_header(b"a.safetensors", b"1", b"0") + END,

@@ -27,7 +27,7 @@ END_OF_ARCHIVE = bytes(2 * BLOCK)
 
 _MAX_OCTAL_NBYTES = 8**11  # 11 digits: 8 GiB and more need a pax record
 _MAX_RECORDS_NBYTES = 1 << 20
-_MAX_NAME_NBYTES = 1 << 14  # no file system has longer ones
+_MAX_NAME_NBYTES = 1 << 14  # a global pax header names all members that follow, and each name takes its time
 _MAX_EXTENDED_BLOCKS = 10  # in front of a header that one looks back from
 _MAX_WINDOW_NBYTES = 1 << 18
 _MIN_WINDOW_NBYTES = 1 << 13
