@@ -10,7 +10,7 @@ import torch
 import wds_tensorcache as tc
 from wds_tensorcache.shards.tar import BLOCK, Scanner
 
-__all__ = ["flip", "member", "members", "sample", "write"]
+__all__ = ["faults", "flip", "member", "members", "sample", "write"]
 
 
 def sample(index: int) -> dict[str, Any]:
@@ -48,3 +48,11 @@ def flip(path: Path, at: int, mask: int = 0xFF) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ mask]))
+
+
+def faults(source: Any, **options: Any) -> list[tuple[str | None, str]]:
+    """Return key and text of each fault; with one thread and with three, which must find the same."""
+    report = tc.verify(source, threads=1, **options)
+    assert report.faults == tc.verify(source, threads=3, **options).faults
+    assert bool(report) is (not report.faults)
+    return [(fault.key, fault.what) for fault in report.faults]

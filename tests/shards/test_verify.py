@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
-import os
 import pickle
 import tracemalloc
 from pathlib import Path
@@ -17,11 +15,8 @@ import torch
 import webdataset as wds
 
 import wds_tensorcache as tc
-from tests.shards.damage import flip, member, members, sample, write
+from tests.shards.damage import faults, flip, member, members, sample, write
 from tests.shards.tars import FORMATS, ZOO, build, build_with_tarfile
-from wds_tensorcache.shards.footer import build_footer
-from wds_tensorcache.shards.indexing import scan_shard
-from wds_tensorcache.shards.reader import load_index
 from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.tar import BLOCK
 
@@ -31,14 +26,6 @@ class Pose:
     """A class of ours that skeletons name."""
 
     x: int
-
-
-def faults(source: Any, **options: Any) -> list[tuple[str | None, str]]:
-    """Return key and text of each fault; with one thread and with three, which must find the same."""
-    report = tc.verify(source, threads=1, **options)
-    assert report.faults == tc.verify(source, threads=3, **options).faults
-    assert bool(report) is (not report.faults)
-    return [(fault.key, fault.what) for fault in report.faults]
 
 
 def test_whole_shards(tmp_path: Path) -> None:
@@ -182,84 +169,6 @@ def test_keys_that_occur_twice(tmp_path: Path) -> None:
     assert report.num_damaged == 2
 
 
-def test_a_footer_of_another_state(tmp_path: Path) -> None:
-    path = write(tmp_path / "a", 3, idx=False)
-    other = write(tmp_path / "b", 3, idx=False, caches=("text",))
-    index, end = load_index(ShardFile(str(other))), load_index(ShardFile(str(path))).end
-    whole = path.read_bytes()
-    path.write_bytes(whole[: end + 1024] + build_footer(dataclasses.replace(index, end=end)))
-    assert faults(path) == [(None, "the index behind it: the index has a member that reaches beyond the archive")]
-    path.write_bytes(other.read_bytes()[: index.end + 1024] + build_footer(dataclasses.replace(index, caches={})))
-    assert [key for key, _ in faults(path)] == ["000", "001", "002"]
-    assert all("is not in the index behind it" in what for _, what in faults(path))
-    own = load_index(ShardFile(str(write(tmp_path / "c", 3, idx=False))))
-    own = dataclasses.replace(own, caches={"": dataclasses.replace(own.caches[""], digest=own.caches[""].digest + 1)})
-    path.write_bytes(whole[: end + 1024] + build_footer(own))
-    assert [key for key, _ in faults(path)] == ["000", "001", "002"]
-    assert faults(path)[0][1] == "the index behind it says something else of its 'safetensors' than the shard"
-    path.write_bytes(whole[: end + 1024] + other.read_bytes()[index.end + 1024 :])
-    assert faults(path) == [
-        (None, "what lies behind the end-of-archive marker is no index, a damaged one, or of another state")
-    ]
-
-
-def test_an_index_beside_the_shard(tmp_path: Path) -> None:
-    path = write(tmp_path, 3, footer=False, idx=False)
-    tc.index(path, idx=False)
-    assert faults(path) == []
-    sidecar = Path(f"{path}.index")
-    flip(sidecar, 200)
-    assert faults(path) == [(None, "000000.tar.index is damaged, or of another state of the shard")]
-    index = scan_shard(ShardFile(str(path)).read, path.stat().st_size)
-    keys = dataclasses.replace(index.keys, text=index.keys.text.copy())
-    keys.text[4] += 5
-    sidecar.write_bytes(build_footer(dataclasses.replace(index, keys=keys), path.stat().st_size))
-    assert sorted({key for key, _ in faults(path)}) == ["001", "051"]
-
-
-def test_dali_index(tmp_path: Path) -> None:
-    path = write(tmp_path, 4, per_shard=2)
-    idx = path.with_suffix(".idx")
-    text = idx.read_text()
-    idx.write_text(text.replace("001.json", "007.json"))
-    assert {key for key, _ in faults(path)} == {"001", "007"}
-    idx.write_text(text.replace("v1.2 2", "v1.2 3"))
-    assert faults(path) == [(None, "000000.idx is damaged: it begins with 'v1.2 3'")]
-    idx.write_text(text.replace("json 2", "json x2", 1))
-    assert (None, "000000.idx, line 2") in [(key, what[:18]) for key, what in faults(path)]
-    lines = text.splitlines()
-    older = ["v1.1 2"] + [" ".join(f for at, f in enumerate(line.split()) if at % 4 != 3) for line in lines[1:]]
-    idx.write_text("\n".join(older) + "\n")
-    assert faults(path) == []
-    idx.unlink()
-    assert faults(path) == []
-    assert faults(tmp_path) == [(None, "000000.idx is missing, which other shards have")]
-
-
-def test_manifest_of_another_state(tmp_path: Path) -> None:
-    path = write(tmp_path, 6, per_shard=2, fingerprint={"model": "a"})
-    manifest = tmp_path / "manifest.json"
-    text = manifest.read_text()
-    manifest.write_text(text.replace('"nsamples": 2', '"nsamples": 3', 1))
-    assert faults(tmp_path) == [(None, "it has 2 samples, but manifest.json says 3")]
-    manifest.write_text(text.replace('"filesize": ', '"filesize": 1', 1))
-    assert "bytes, but manifest.json says" in faults(tmp_path)[0][1]
-    manifest.write_text(text.replace('{"": 2}', '{"": 2, "x": 1}', 1))
-    assert "its caches have {'': 2} samples" in faults(tmp_path)[0][1]
-    manifest.write_text(text.replace('{"model": "a"}', '{"model": "b"}', 1))
-    assert "it was made with {'model': 'a'}, but manifest.json says {'model': 'b'}" in faults(tmp_path)[0][1]
-    manifest.write_text(text)
-    os.rename(path, tmp_path / "000007.tar")
-    report = tc.verify(tmp_path)
-    assert [(Path(fault.shard).name, fault.what[:26]) for fault in report.faults[:2]] == [
-        ("000000.tar", "it is missing; manifest.js"),
-        ("000007.tar", "manifest.json does not lis"),
-    ]
-    manifest.write_text(text[:50])
-    assert "not JSON" in faults(tmp_path)[0][1]
-    assert tc.verify(tmp_path).num_shards == 3
-
-
 def test_shards_of_other_writers(tmp_path: Path) -> None:
     for at, format in enumerate(FORMATS.values()):
         (tmp_path / f"zoo{at}.tar").write_bytes(build_with_tarfile(ZOO, format))
@@ -338,30 +247,3 @@ def test_a_disk_that_cannot_be_read_somewhere(tmp_path: Path, monkeypatch: pytes
     assert faults(path) == [("002", "'skel.pyd': [Errno 5] Input/output error")]
     monkeypatch.setattr(ShardFile, "read", lambda self, first, last: fail(0, self.nbytes))
     assert [what[:29] for _, what in faults(path)] == ["cannot be read: [Errno 5] Inp", "the index behind it: [Errno 5"]
-
-
-def test_many_shards_and_folders(tmp_path: Path) -> None:
-    for name in ("b", "a", "c"):
-        write(tmp_path / name, 20, per_shard=2)
-    folders = [tmp_path / name for name in ("b", "a", "c")]
-    for folder in folders:
-        flip(folder / "000007.tar", members(folder / "000007.tar")["014.skel.pyd"][1] - 1)
-    report = tc.verify(folders, threads=3)
-    assert report.faults == tc.verify(folders, threads=1).faults
-    assert [Path(fault.shard).parent.name for fault in report.faults] == ["b", "a", "c"]
-    assert (report.num_shards, report.num_samples, report.num_damaged) == (30, 60, 3)
-    (tmp_path / "a" / "000003.tar").chmod(0)
-    if not os.access(tmp_path / "a" / "000003.tar", os.R_OK):
-        assert "cannot be opened" in str(tc.verify(folders))
-
-
-def test_what_is_no_shard(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="neither manifest.json nor"):
-        tc.verify(tmp_path)
-    with pytest.raises(ValueError, match="threads=-1, expected at least 1"):
-        tc.verify(write(tmp_path), threads=-1)
-    for name, content in {"empty": b"", "gzip": b"\x1f\x8b" + bytes(2000), "text": b"hello" * 300}.items():
-        path = tmp_path / f"{name}.tar"
-        path.write_bytes(content)
-        assert len(faults(path)) == 1
-    assert json.loads((tmp_path / "manifest.json").read_text())
