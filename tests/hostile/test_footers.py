@@ -192,10 +192,10 @@ def test_forms_and_layouts_without_number(tmp_path: Path) -> None:
         return replace(index, layouts=lying)
 
     forge(path, many)
-    started = time.perf_counter()
+    started = time.process_time()
     with tc.open(path) as cache:
         assert all(is_right(cache[i], i) for i in range(COUNT))
-    assert time.perf_counter() - started < 3
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")

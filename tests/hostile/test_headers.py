@@ -25,10 +25,10 @@ def member(entries: Any, content: bytes = b"ab", length: int | None = None) -> b
 
 def refused(raw: bytes, match: str) -> None:
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(tc.FormatError, match=match):
         parse_header(raw)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20 * len(raw) + 2_000_000

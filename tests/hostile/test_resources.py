@@ -103,10 +103,10 @@ def test_keys_that_overflow_or_exhaust_hash() -> None:
 
 def test_lists_that_share_their_parts_are_walked_once() -> None:
     body = b"]\x94" + b"".join(b"0]\x94(h" + bytes([i]) + b"h" + bytes([i]) + b"e" for i in range(60))
-    started = time.perf_counter()
+    started = time.process_time()
     tc.realize(decode(body))
     tc.encode_sample(decode(body))
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 DEQUE = text("collections") + text("deque") + b"\x93\x940"
@@ -182,18 +182,18 @@ def test_int_keys_that_share_a_hash() -> None:
 def test_names_of_many_slashes() -> None:
     """webdataset's own pattern takes half an hour for this one."""
     long = pax(record(b"path", b"a/" * 500_000)) + raw_header(b"a", b"0", b"1") + b"1".ljust(512, b"\0")
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(tc.FormatError, match="a name of 999999 bytes, expected at most 16384"):
         list(tc.tarfile_to_samples()([{"url": "x.tar", "stream": io.BytesIO(long + LAST)}]))
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_an_index_of_many_forms_and_layouts() -> None:
     empty, scalars = Form(()), Form(tuple((str(i), "U8", 0) for i in range(50_000)))
     number = np.full(200_000, 50_000, np.uint16)
-    started = time.perf_counter()
+    started = time.process_time()
     table = LayoutTable(
         (empty,) * 50_000 + (scalars,), (None,) * 50_001, number, np.full(200_000, 8, np.uint8), np.empty(0, np.uint8)
     )
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     assert table[7].nbytes == table.nbytes[7] == 50_008

@@ -75,10 +75,10 @@ DECODED: dict[str, tuple[bytes, bytes]] = {
 
 def refused(path: Path, reader: str, **limits: Any) -> tc.TensorCacheError:
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(tc.TensorCacheError) as caught:
         READERS[reader](path)
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
     assert tracemalloc.get_traced_memory()[1] < 20 * path.stat().st_size + 4_000_000
     tracemalloc.stop()
     assert str(path) in str(caught.value)

@@ -64,10 +64,10 @@ def test_refused(tmp_path: Path, what: str, reader: str) -> None:
     path = tmp_path / "x.tar"
     path.write_bytes(REFUSED[what])
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(tc.FormatError, match=r"x\.tar: "):
         READERS[reader](path)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     assert tracemalloc.get_traced_memory()[1] < 10 * len(REFUSED[what]) + 80_000_000 * (reader == "stream") + 4_000_000
     tracemalloc.stop()
 
@@ -115,10 +115,10 @@ def test_many_extended_headers(tmp_path: Path) -> None:
     bomb = pax(*[record(b"comment", b"c" * 90)] * 9_000)
     path = tmp_path / "x.tar"
     path.write_bytes(SKEL + bomb * 20 + raw_header(b"a.safetensors", b"0", SIZE) + CONTENT + END)
-    started = time.perf_counter()
+    started = time.process_time()
     for found in (by_samples(path), [one["tensorcache"] for one in by_stream(path)]):
         assert [one.tolist() for one in found] == [[0, 1, 2, 3, 4]]
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_base_256_sizes_that_are_right(tmp_path: Path) -> None:

@@ -213,6 +213,6 @@ def test_any_members_in_any_order(members: list[bytes], tail: bytes) -> None:
     ids=["records", "digits", "short", "no length", "no equals sign"],
 )
 def test_large_records_take_no_time(content: bytes) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert_right_or_refused(pax(content) + LAST)
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
