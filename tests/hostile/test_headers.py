@@ -159,6 +159,15 @@ def test_halves_of_two_samples() -> None:
             tc.decode_sample(skeleton, tensors)
 
 
+@pytest.mark.parametrize("at", range(3, 15))
+def test_a_preamble_that_is_damaged_is_no_stock_pickle(at: int) -> None:
+    skeleton, tensors = tc.encode_sample({"x": torch.ones(3)})
+    damaged = bytearray(skeleton)
+    damaged[at] ^= 0x20
+    with pytest.raises(tc.FormatError):
+        tc.decode_sample(bytes(damaged), tensors)
+
+
 def test_verify_finds_what_binding_does_not_look_at() -> None:
     skeleton, tensors = tc.encode_sample({"x": torch.ones(2), "n": 1})
     flipped = tensors[:-1] + bytes([tensors[-1] ^ 1])

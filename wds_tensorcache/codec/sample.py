@@ -14,7 +14,7 @@ from wds_tensorcache.codec.header import Layout, build_header, parse_header, sig
 from wds_tensorcache.codec.lazy import LazyTensor, read_tensor
 from wds_tensorcache.codec.lazy_array import LazyArray, read_array
 from wds_tensorcache.codec.listed import BUILDERS
-from wds_tensorcache.codec.preamble import build_preamble, parse_preamble
+from wds_tensorcache.codec.preamble import build_preamble, had_preamble, parse_preamble
 from wds_tensorcache.codec.reference import (
     MemorySource,
     Reference,
@@ -167,6 +167,8 @@ def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int
         FormatError: The two members do not belong together.
     """
     begin, expected_nbytes, expected_digest, body_digest = parse_preamble(skeleton)
+    if expected_digest is None and digest is not None and had_preamble(skeleton, nbytes, digest):
+        raise FormatError("the preamble is damaged where it begins")
     if (expected_digest != digest or expected_nbytes != nbytes) and None not in (expected_digest, digest):
         raise FormatError(
             "the two members do not belong together: the skeleton was written with a safetensors member of "
