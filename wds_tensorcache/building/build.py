@@ -98,7 +98,8 @@ def build(
                 places.pop()
                 bar.skip()
             else:
-                sink.replace(item.key)
+                if places:
+                    sink.replace(item.key)
                 pending.append(item)
             for shard, _ in places:
                 old.setdefault(shard, set()).add(item.key)

@@ -53,7 +53,7 @@ class IterableCache(IterableDataset[Any]):
         setup: Called in each worker, with a `WorkerSetup`, before its first batch; for libraries that need setting up.
         options: Others of `Loader`. Its threads read in the main process only: workers are read ahead by torch.
 
-    Threads/fork/pickle: for fork and spawn, ranks are those of the process that made it.
+    Threads/fork/pickle: for fork and spawn, with up to 256 workers; ranks are those of the process that made it.
     """
 
     def __init__(
