@@ -224,6 +224,21 @@ def test_large_samples_in_little_memory(tmp_path: Path) -> None:
     assert [key for key, _ in faults(tmp_path)] == ["1"]
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_large_sample_in_front_of_a_missing_end(tmp_path: Path, threads: int) -> None:
+    with tc.ShardWriter(tmp_path / "0.tar", footer=False, idx=False, manifest=False) as sink:
+        for number in range(3):
+            sink.write(str(number), {"x": torch.full((1_700_000 + number,), number)})
+    path = tmp_path / "0.tar"
+    end = members(path)["2.safetensors"][1]
+    path.write_bytes(path.read_bytes()[: end + -end % BLOCK])
+    report = tc.verify(path, threads=threads)
+    assert [(fault.key, fault.what[:26]) for fault in report.faults] == [(None, "truncated: the file ends a")]
+    assert (report.num_samples, report.num_damaged) == (3, 0)
+    flip(path, end - 1)
+    assert [key for key, _ in faults(path)] == ["2", None]
+
+
 def test_a_disk_that_cannot_be_read_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, 6, footer=False, idx=False)
     begin, _ = members(path)["002.safetensors"]
@@ -244,6 +259,6 @@ def test_a_disk_that_cannot_be_read_somewhere(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(ShardFile, "read", bad_read)
     monkeypatch.setattr(ShardFile, "read_into", bad_read_into)
-    assert faults(path) == [("002", "'skel.pyd': [Errno 5] Input/output error")]
+    assert faults(path) == [("002", "'safetensors': [Errno 5] Input/output error")]
     monkeypatch.setattr(ShardFile, "read", lambda self, first, last: fail(0, self.nbytes))
     assert [what[:29] for _, what in faults(path)] == ["cannot be read: [Errno 5] Inp", "the index behind it: [Errno 5"]

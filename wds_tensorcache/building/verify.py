@@ -11,11 +11,12 @@ from typing import Any
 from wds_tensorcache.codec.builder import allow_table
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.loading.opening import Found, find_shards, num_cores
+from wds_tensorcache.shards.ahead import Readers, in_order
 from wds_tensorcache.shards.beside import check_beside
 from wds_tensorcache.shards.catalog import MANIFEST, dali_index_path
 from wds_tensorcache.shards.manifest import ShardEntry, read_manifest
 from wds_tensorcache.shards.report import Fault, Report
-from wds_tensorcache.shards.verify import Checked, check_shard, in_order
+from wds_tensorcache.shards.verify import Checked, check_shard
 
 __all__ = ["check_all", "verify"]
 
@@ -29,7 +30,7 @@ def verify(source: Any, *, threads: int | None = None, allow: Iterable[type] = (
 
     Args:
         source: What `open` takes: a folder, a manifest, a shard, a pattern, or a list of those.
-        threads: How many check at a time, parts of one shard or several shards; by default as many as there are cores.
+        threads: How many check shards, or read ahead in them; by default as many as there are cores.
         allow: Classes that skeletons may build; only for shards that you trust. Without, samples that need them are counted
             in `num_unread`, and only their digests are compared.
 
@@ -39,7 +40,7 @@ def verify(source: Any, *, threads: int | None = None, allow: Iterable[type] = (
     Raises:
         FileNotFoundError: There is no such file, or no shard.
 
-    Memory: half a mebibyte for each thread, and the indexes of as many shards; nothing of what is decoded is kept.
+    Memory: at most 8 MiB for each thread, and the indexes of as many shards; nothing of what is decoded is kept.
     """
     report, _ = check_all(source, threads, allow)
     return report
@@ -63,21 +64,26 @@ def check_all(
     paths = list(dict.fromkeys(path for path, *_ in find_shards(source, listed)))
     needs_idx = any(os.path.exists(dali_index_path(path)) for path in paths)
     kept = []
+    # where there are fewer shards than threads, the others read ahead
+    walkers = min(threads, len(paths))
     with ExitStack() as stack:
-        # two pools: those who go through shards wait for those who check parts of them
-        walking, checking = (
-            stack.enter_context(ThreadPoolExecutor(threads, "tensorcache-verify")) if threads > 1 else None
-            for _ in range(2)
+
+        def start(count: int) -> ThreadPoolExecutor | None:
+            return stack.enter_context(ThreadPoolExecutor(count, "tensorcache-verify")) if count else None
+
+        readers, walking = (
+            Readers(start(threads - walkers), max(1, threads // walkers - 1)),
+            start(walkers if threads > 1 else 0),
         )
 
         def check(path: str) -> tuple[Checked, Mapping[str, Any] | None] | Fault:
             try:
-                found = check_shard(path, table, checking, threads)
+                found = check_shard(path, table, readers)
             except OSError as exc:
                 return Fault(path, None, None, f"cannot be opened: {exc}")
             return found, check_beside(found, needs_idx)
 
-        for result in in_order(paths, check, walking, threads):
+        for result in in_order(paths, check, walking, walkers):
             if isinstance(result, Fault):
                 report.faults.append(result)
                 continue

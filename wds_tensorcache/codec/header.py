@@ -88,7 +88,7 @@ class Layout:
         form: The same for all layouts that differ in their shapes alone.
         texts: How the skeletons refer to the tensors, in the same order; None if only the header is known.
         references: What the text of a reference stands for, once it was resolved; filled by `resolve`.
-        resolved: The references of a template, and that template.
+        resolved: A template, what its references stand for in its order, and their texts in the tensors' order.
     """
 
     tensors: dict[str, StoredTensor]
@@ -97,7 +97,7 @@ class Layout:
     form: Form = field(compare=False, repr=False)
     texts: tuple[str, ...] | None = field(default=None, compare=False)
     references: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    resolved: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False)
+    resolved: tuple[Any, Any, Any] = field(default=(None, None, None), compare=False, repr=False)
 
 
 # Layouts that an index describes. Two of the same may be two objects once the table was full.

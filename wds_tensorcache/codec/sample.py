@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import xxhash
@@ -220,17 +219,15 @@ def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[str, .
         UnsafeSkeletonError, FormatError: It cannot be read without `allow=`, or not at all.
     """
     template = layout.form.template
-    in_order = _in_order if len(layout.tensors) <= 64 else _in_order.__wrapped__  # what is kept comes from files
     if template is not None and template.match(skeleton, begin) is not MISS:
         resolve_template(layout, template)  # raises where these shapes cannot be
-        return in_order(layout.form.entries, template.references)
-    return in_order(layout.form.entries, tuple(_interpret(skeleton, begin, layout, _NOWHERE, True, {})[1]))
+        return layout.resolved[2]  # type: ignore[no-any-return]
+    return _in_order(layout, _interpret(skeleton, begin, layout, _NOWHERE, True, {})[1])
 
 
-@lru_cache(256)
-def _in_order(entries: tuple[tuple[str, str, int], ...], texts: tuple[str, ...]) -> tuple[str, ...]:
+def _in_order(layout: Layout, texts: Iterable[str]) -> tuple[str, ...]:
     by_name = {named_by(text)[1]: text for text in texts}
-    return tuple(by_name[name] for name, *_ in entries)
+    return tuple(by_name[name] for name in layout.tensors)
 
 
 _NOWHERE = MemorySource(b"")
@@ -238,10 +235,10 @@ _NOWHERE = MemorySource(b"")
 
 def resolve_template(layout: Layout, template: Template) -> tuple[Reference, ...]:
     """Return what the references of a template, learnt from another sample of the form, are in this layout."""
-    known, references = layout.resolved
+    known, references, _ = layout.resolved
     if known is not template:
         references = tuple(resolve(layout, text) for text in template.references)
-        layout.resolved = template, references
+        layout.resolved = template, references, _in_order(layout, template.references)
     return references  # type: ignore[no-any-return]
 
 

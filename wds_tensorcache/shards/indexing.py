@@ -32,18 +32,15 @@ class CacheEntry:
     references: tuple[str, ...] | None  # how the skeleton refers to the tensors, None if it cannot be read
 
 
-def _columns(count: int) -> tuple[array[int], ...]:
-    return tuple(array("Q") for _ in range(count))
-
-
 @dataclass(slots=True)
 class IndexBuilder:
     """Takes samples in the order of the shard; `finish` gives the index. The same samples always give the same one."""
 
     _text: bytearray = field(default_factory=bytearray)
     _ends: array[int] = field(default_factory=lambda: array("Q"))
-    _caches: dict[str, tuple[array[int], ...]] = field(default_factory=dict)
-    _members: dict[str, tuple[array[int], ...]] = field(default_factory=dict)
+    # by name or suffix, one row of numbers behind the other
+    _caches: dict[str, array[int]] = field(default_factory=dict)
+    _members: dict[str, array[int]] = field(default_factory=dict)
     # by id(layout), which _layouts keeps alive, and references
     _numbers: dict[tuple[int, tuple[str, ...] | None], int] = field(default_factory=dict)
     _layouts: list[Layout] = field(default_factory=list)
@@ -62,20 +59,17 @@ class IndexBuilder:
         self._text += key.encode("utf-8", "surrogateescape")
         self._ends.append(len(self._text))
         for cache in caches:
-            columns = self._caches.get(cache.name)
-            if columns is None:
-                columns = self._caches[cache.name] = _columns(6)
             number = self._numbers.get((id(cache.layout), cache.references))
             if number is None:
                 number = self._number(cache.layout, cache.references)
-            values = (row, cache.skeleton_begin, cache.skeleton_nbytes, cache.tensors_begin, number, cache.digest or 0)
-            for column, value in zip(columns, values, strict=True):
-                column.append(value)
+            table = self._caches.get(cache.name)
+            if table is None:
+                table = self._caches[cache.name] = array("Q")
+            table.extend(
+                (row, cache.skeleton_begin, cache.skeleton_nbytes, cache.tensors_begin, number, cache.digest or 0)
+            )
         for suffix, begin, nbytes in members:
-            if suffix not in self._members:
-                self._members[suffix] = _columns(3)
-            for column, value in zip(self._members[suffix], (row, begin, nbytes), strict=True):
-                column.append(value)
+            self._members.setdefault(suffix, array("Q")).extend((row, begin, nbytes))
 
     def _number(self, layout: Layout, references: tuple[str, ...] | None) -> int:
         """Return the number of a layout that this builder has not met as this object."""
@@ -100,19 +94,21 @@ class IndexBuilder:
         forms, form, data_begin, dims = self._table
         count = len(self)
 
-        def rows(column: array[int]) -> Any:
-            return None if len(column) == count else narrow(column)
+        def columns(table: array[int], width: int) -> Any:
+            first, *others = np.array(table, np.uint64).reshape(-1, width).T
+            return None if len(first) == count else narrow(first), *others
 
+        caches, members = {}, {}
+        for name, table in self._caches.items():
+            rows, a, b, c, layout, digest = columns(table, 6)
+            caches[name] = CacheColumns(rows, narrow(a), narrow(b), narrow(c), narrow(layout), digest.copy())
+        for suffix, table in self._members.items():
+            rows, begin, nbytes = columns(table, 3)
+            members[suffix] = MemberColumns(rows, narrow(begin), narrow(nbytes))
         return ShardIndex(
             Keys(np.frombuffer(bytes(self._text), np.uint8), narrow(self._ends)),
-            {
-                name: CacheColumns(rows(first), narrow(a), narrow(b), narrow(c), narrow(d), np.array(digest, np.uint64))
-                for name, (first, a, b, c, d, digest) in self._caches.items()
-            },
-            {
-                suffix: MemberColumns(rows(first), narrow(begin), narrow(nbytes))
-                for suffix, (first, begin, nbytes) in self._members.items()
-            },
+            caches,
+            members,
             LayoutTable(
                 tuple(known for known, _ in forms),
                 tuple(references for _, references in forms),

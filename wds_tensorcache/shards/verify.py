@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import xxhash
 
@@ -17,6 +14,7 @@ from wds_tensorcache.codec.preamble import had_preamble, parse_preamble
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, list_references
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
+from wds_tensorcache.shards.ahead import Digest, ReadAhead, Readers
 from wds_tensorcache.shards.footer import declared_end
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import CacheEntry, IndexBuilder, split_suffix
@@ -25,16 +23,24 @@ from wds_tensorcache.shards.report import Fault
 from wds_tensorcache.shards.storage import Identity, ShardFile
 from wds_tensorcache.shards.walk import Break, End, Member, walk
 
-__all__ = ["Checked", "check_shard", "in_order"]
+__all__ = ["Checked", "check_shard"]
 
-_Job = TypeVar("_Job")
-_Result = TypeVar("_Result")
-
-_WINDOW_NBYTES = 1 << 19  # what a thread reads at once, and has in its core's cache when it is hashed
-_JOB_NBYTES = 1 << 23
-_JOB_SAMPLES = 256
 _NOWHERE = MemorySource(b"")
-_LOCAL = threading.local()
+_MAX_WAITING = 32  # samples
+_HEADER_NBYTES = 1 << 10  # most headers of tensors are shorter
+
+
+@dataclass(slots=True)
+class _Member:
+    """A member of a sample, read once: what is needed of its bytes when the sample is complete."""
+
+    begin: int
+    nbytes: int
+    prefix: str  # `NAME.` or nothing
+    kind: str | None  # which half of a cache it is
+    text: bytes = b""  # the skeleton, or the header of the tensors
+    digest: Digest | None = None  # of all bytes, but those up to the tensors' own digits
+    error: Exception | None = None
 
 
 @dataclass(slots=True)
@@ -42,13 +48,11 @@ class _Sample:
     """Members of one key that lie side by side, and what was found of them."""
 
     key: str
+    stem: str  # what names of its members begin with
     first: int
-    end: int = 0
-    members: dict[str, tuple[int, int]] = field(default_factory=dict)
+    members: dict[str, _Member] = field(default_factory=dict)
     pieces: list[tuple[int, int]] = field(default_factory=list)  # of the shard, headers included
     faults: list[tuple[int, str]] = field(default_factory=list)
-    caches: list[CacheEntry] = field(default_factory=list)
-    others: list[tuple[str, int, int]] = field(default_factory=list)
     is_unverified: bool = False
     is_unread: bool = False
 
@@ -85,28 +89,27 @@ class Checked:
         self.faults.append(Fault(self.path, key, offset, what))
 
 
-def check_shard(
-    path: str, allow: Mapping[tuple[str, str], type], pool: ThreadPoolExecutor | None = None, threads: int = 1
-) -> Checked:
+def check_shard(path: str, allow: Mapping[tuple[str, str], type], readers: Readers) -> Checked:
     """Return what one pass over all bytes of a shard finds.
 
     Args:
         path: Of the shard.
         allow: `allow_table`'s result.
-        pool: Runs `threads` parts of the shard at a time; None checks in this thread.
+        readers: Who read it.
 
     Raises:
         OSError: It cannot be opened. One that cannot be read somewhere has a fault there.
 
-    Memory: half a mebibyte for each thread, the index, and one skeleton at a time.
+    Memory: what is read ahead, the index, and the skeletons and headers of one sample.
     """
     file = ShardFile(path)
     found = Checked(path, file.nbytes, file.identity)
     builder = IndexBuilder()
     loose: list[tuple[int, int]] = []
     good: set[str] = set()
-    for job in in_order(_jobs(found, file, loose), lambda job: _check_all(file, job, allow), pool, threads):
-        for sample in job:
+    with ReadAhead(file, readers) as ahead:
+        for sample in _read_ones(_samples(found, file, ahead, loose), ahead):
+            caches, others = _check(sample, allow)
             found.num_samples += 1
             if sample.key in good:
                 sample.faults.append((sample.first, "another sample before it has the same key"))
@@ -119,7 +122,7 @@ def check_shard(
             good.add(sample.key)
             found.num_unverified += sample.is_unverified
             found.num_unread += sample.is_unread
-            builder.add(sample.key, sample.caches, sample.others)
+            builder.add(sample.key, caches, others)
             for piece in sample.pieces:
                 _append(found.pieces, piece)
     found.damaged -= good  # the key of two samples, of which one is good
@@ -133,6 +136,19 @@ def check_shard(
     return found
 
 
+def _read_ones(samples: Iterator[_Sample], ahead: ReadAhead) -> Iterator[_Sample]:
+    """Yield samples whose bytes are all done, as soon as they are."""
+    waiting: deque[_Sample] = deque()
+    for sample in samples:
+        waiting.append(sample)
+        if len(waiting) == _MAX_WAITING:
+            ahead.hash()
+        while waiting and waiting[0].pieces[-1][1] <= ahead.done:
+            yield waiting.popleft()
+    ahead.finish()
+    yield from waiting
+
+
 def _append(pieces: list[tuple[int, int]], piece: tuple[int, int]) -> None:
     if pieces and pieces[-1][1] == piece[0]:
         pieces[-1] = pieces[-1][0], piece[1]
@@ -140,28 +156,30 @@ def _append(pieces: list[tuple[int, int]], piece: tuple[int, int]) -> None:
         pieces.append(piece)
 
 
-def _samples(found: Checked, file: ShardFile, loose: list[tuple[int, int]]) -> Iterator[_Sample]:
+def _samples(found: Checked, file: ShardFile, ahead: ReadAhead, loose: list[tuple[int, int]]) -> Iterator[_Sample]:
     """Yield a shard's samples; put into `found` where it is no tar, and into `loose` what is of no sample."""
     sample: _Sample | None = None
     end = None
     with contextlib.suppress(OSError, FormatError):
         end = declared_end(file.read, file.nbytes)
-    for part in walk(file.read, file.nbytes, end):
+    for part in walk(ahead.read, file.nbytes, end):
         if isinstance(part, Member):
-            split = split_member(part.name)
-            if split is None:
-                loose.append((part.first, part.end))
-                continue
-            key, suffix = split[0], split[1].lower()
-            if sample is None or sample.key != key:
+            name, first, begin, nbytes, behind = part
+            if sample is not None and name.startswith(sample.stem) and "/" not in name[len(sample.stem) :]:
+                suffix = name[len(sample.stem) :].lower()
+            else:
+                split = split_member(name)
+                if split is None:
+                    loose.append((first, behind))
+                    continue
                 if sample is not None:
                     yield sample
-                sample = _Sample(key, part.first)
-            if suffix in sample.members:
-                sample.faults.append((part.first, f"member {part.name!r:.100} occurs twice"))
-            sample.members.setdefault(suffix, (part.begin, part.nbytes))
-            _append(sample.pieces, (part.first, part.end))
-            sample.end = part.begin + part.nbytes
+                sample = _Sample(split[0], f"{split[0]}.", first)
+                suffix = split[1].lower()
+            member = _read(ahead, suffix, begin, nbytes)
+            if sample.members.setdefault(suffix, member) is not member:
+                sample.faults.append((first, f"member {name!r:.100} occurs twice"))
+            _append(sample.pieces, (first, behind))
         elif isinstance(part, Break):
             what = part.what.partition(": ")[2] if part.what.startswith("byte ") else part.what
             lost = f"; nothing could be read from byte {part.offset} to {part.end}"
@@ -177,142 +195,81 @@ def _samples(found: Checked, file: ShardFile, loose: list[tuple[int, int]]) -> I
         yield sample
 
 
-def _jobs(found: Checked, file: ShardFile, loose: list[tuple[int, int]]) -> Iterator[list[_Sample]]:
-    job: list[_Sample] = []
-    for sample in _samples(found, file, loose):
-        job.append(sample)
-        if sample.end - job[0].first >= _JOB_NBYTES or len(job) >= _JOB_SAMPLES:
-            yield job
-            job = []
-    if job:
-        yield job
+def _read(ahead: ReadAhead, suffix: str, begin: int, nbytes: int) -> _Member:
+    """Read every byte of a member."""
+    member = _Member(begin, nbytes, *split_suffix(suffix))
+    try:
+        if member.kind == SKELETON:
+            member.text = ahead.read(begin, begin + nbytes)
+            return member
+        rest = begin
+        if member.kind == TENSORS:
+            member.text = ahead.read(begin, begin + min(_HEADER_NBYTES, nbytes))
+            length = 8 + int.from_bytes(member.text[:8], "little")
+            if length > _HEADER_NBYTES:
+                member.text = ahead.read(begin, begin + min(length, nbytes, MAX_HEADER_NBYTES))
+            rest = begin + min(DIGITS_END, nbytes)
+        # of other members nothing says what their bytes should be: that they can be read is all there is to know
+        member.digest = ahead.digest(rest, begin + nbytes)
+    except (TensorCacheError, OSError) as exc:
+        member.error = exc
+    return member
 
 
-def in_order(
-    jobs: Iterable[_Job], run: Callable[[_Job], _Result], pool: ThreadPoolExecutor | None, threads: int
-) -> Iterator[_Result]:
-    """Yield what `run` returns of each job, in their order; at most twice as many as threads are ahead of the caller."""
-    waiting: deque[Future[_Result]] = deque()
-    for job in jobs:
-        if pool is None:
-            yield run(job)
-            continue
-        waiting.append(pool.submit(run, job))
-        if len(waiting) > 2 * threads:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
-
-
-class _Window:
-    """What was read of a shard, in memory that its thread uses again."""
-
-    def __init__(self, file: ShardFile) -> None:
-        if not hasattr(_LOCAL, "memory"):
-            _LOCAL.memory = memoryview(bytearray(_WINDOW_NBYTES))
-        self._file, self._memory = file, _LOCAL.memory
-        self._begin = self._end = 0
-
-    def load(self, begin: int, end: int) -> None:
-        self._begin = self._end = begin
-        self._file.read_into([self._memory[: end - begin]], begin)
-        self._end = end
-
-    def read(self, begin: int, end: int) -> memoryview:
-        if self._begin <= begin and end <= self._end:
-            return self._memory[begin - self._begin : end - self._begin]  # type: ignore[no-any-return]
-        return memoryview(self._file.read(begin, end))
-
-    def digest(self, begin: int, end: int) -> int:
-        if self._begin <= begin and end <= self._end:
-            return xxhash.xxh3_64_intdigest(self._memory[begin - self._begin : end - self._begin])
-        digest = xxhash.xxh3_64()
-        for at in range(begin, end, _WINDOW_NBYTES):
-            self.load(at, min(at + _WINDOW_NBYTES, end))
-            digest.update(self._memory[: self._end - at])
-        return digest.intdigest()
-
-    def touch(self, begin: int, end: int) -> None:
-        """Read bytes of which nothing says what they should be: that they can be read is all there is to know."""
-        if not (self._begin <= begin and end <= self._end):
-            self.digest(begin, end)
-
-
-def _check_all(file: ShardFile, job: list[_Sample], allow: Mapping[tuple[str, str], type]) -> list[_Sample]:
-    window, loaded = _Window(file), 0
-    for number, sample in enumerate(job):
-        if number >= loaded:
-            loaded = number + 1
-            while loaded < len(job) and job[loaded].end - sample.first <= _WINDOW_NBYTES:
-                loaded += 1
-            if sample.end - sample.first <= _WINDOW_NBYTES:
-                # if this fails, each sample is read by itself, so that the one that cannot be is known
-                with contextlib.suppress(OSError, FormatError):
-                    window.load(sample.first, job[loaded - 1].end)
-        _check(window, sample, allow)
-    return job
-
-
-def _check(window: _Window, sample: _Sample, allow: Mapping[tuple[str, str], type]) -> None:
-    for suffix, (begin, nbytes) in sample.members.items():
-        prefix, kind = split_suffix(suffix)
+def _check(
+    sample: _Sample, allow: Mapping[tuple[str, str], type]
+) -> tuple[list[CacheEntry], list[tuple[str, int, int]]]:
+    """Return caches and other members as the index keeps them; put into `sample` what is wrong with it."""
+    caches: list[CacheEntry] = []
+    others: list[tuple[str, int, int]] = []
+    members = sample.members
+    for suffix, member in members.items():
+        begin, kind, digest = member.begin, member.kind, member.digest
         try:
-            if kind is None:
-                window.touch(begin, begin + nbytes)
-                sample.others.append((suffix, begin, nbytes))
-                continue
-            skeleton, tensors = sample.members.get(prefix + SKELETON), sample.members.get(prefix + TENSORS)
-            if kind == TENSORS and skeleton is None and not _declares(window, begin, nbytes):
-                window.touch(begin, begin + nbytes)
-                sample.others.append((suffix, begin, nbytes))
-            elif skeleton is None or tensors is None:
-                missing = prefix + (TENSORS if kind == SKELETON else SKELETON)
+            error = member.error or (digest and digest.error)
+            if error:
+                raise error
+            half = None if kind is None else members.get(member.prefix + (TENSORS if kind == SKELETON else SKELETON))
+            if kind is None or (half is None and kind == TENSORS and not is_bound(member.text[:64])):
+                others.append((suffix, begin, member.nbytes))
+            elif half is None:
+                missing = member.prefix + (TENSORS if kind == SKELETON else SKELETON)
                 sample.faults.append((begin, f"member {missing!r} is missing beside {suffix!r}"))
-            elif kind == SKELETON:
-                sample.caches.append(_check_cache(window, sample, prefix[:-1], skeleton, tensors, allow))
+            elif kind == SKELETON and half.digest is not None:
+                caches.append(_check_cache(sample, member, half, half.digest.value, allow))
         except (TensorCacheError, OSError) as exc:
             sample.faults.append((begin, f"{suffix!r}: {exc}"))
-
-
-def _declares(window: _Window, begin: int, nbytes: int) -> bool:
-    return is_bound(window.read(begin, begin + min(64, nbytes)))
+    return caches, others
 
 
 def _check_cache(
-    window: _Window,
-    sample: _Sample,
-    name: str,
-    skeleton: tuple[int, int],
-    tensors: tuple[int, int],
-    allow: Mapping[tuple[str, str], type],
+    sample: _Sample, skeleton: _Member, tensors: _Member, found: int, allow: Mapping[tuple[str, str], type]
 ) -> CacheEntry:
     """Return a cache as the index keeps it; put into `sample` what is wrong with it.
 
     Raises:
         FormatError: One half cannot be understood.
     """
-    begin, nbytes = tensors
-    length = int.from_bytes(window.read(begin, begin + min(8, nbytes)), "little")
-    layout, digest = parse_header(window.read(begin, begin + min(8 + length, nbytes, MAX_HEADER_NBYTES)), nbytes)
-    text = bytes(window.read(skeleton[0], skeleton[0] + skeleton[1]))
+    begin, nbytes, text = tensors.begin, tensors.nbytes, skeleton.text
+    entry = CacheEntry(
+        skeleton.prefix[:-1], skeleton.begin, skeleton.nbytes, begin, *parse_header(tensors.text, nbytes), None
+    )
+    digest = entry.digest
     body, body_digest = check_binding(text, nbytes, digest)
     declared = parse_preamble(text)[2] if digest is None else digest
     if digest is None or body_digest is None:
         sample.is_unverified = True
-    if declared is not None:
-        found = window.digest(begin + DIGITS_END, begin + nbytes) if nbytes >= DIGITS_END else 0
-        if digest is not None and found != digest:
-            sample.faults.append((begin, "the safetensors member is damaged: its digest does not match its bytes"))
-        elif digest is None and found == declared:
-            sample.faults.append((begin, "the safetensors member is damaged where it declares its digest"))
-    else:
-        window.touch(begin, begin + nbytes)
+    if digest is not None and found != digest:
+        sample.faults.append((begin, "the safetensors member is damaged: its digest does not match its bytes"))
+    elif digest is None and found == declared:
+        sample.faults.append((begin, "the safetensors member is damaged where it declares its digest"))
     if body_digest is None and digest is not None and had_preamble(text, nbytes, digest):
-        sample.faults.append((skeleton[0], "the skeleton is damaged where its preamble begins"))
+        sample.faults.append((skeleton.begin, "the skeleton is damaged where its preamble begins"))
     if body_digest is not None and xxhash.xxh3_64_intdigest(memoryview(text)[body:]) != body_digest:
-        sample.faults.append((skeleton[0], "the skeleton is damaged: its digest does not match its bytes"))
-        return CacheEntry(name, *skeleton, begin, layout, digest, None)
-    return CacheEntry(name, *skeleton, begin, layout, digest, _decode(sample, text, body, layout, allow))
+        sample.faults.append((skeleton.begin, "the skeleton is damaged: its digest does not match its bytes"))
+    else:
+        entry.references = _decode(sample, text, body, entry.layout, allow)
+    return entry
 
 
 def _decode(

@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,19 +23,14 @@ _NAMING = frozenset(b"xXL")  # extended headers that may hold the next member's 
 _OFFSET = re.compile(r"byte (\d+): ")
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """An ordinary file: its headers begin at byte `first`, its content at `begin`."""
+class Member(NamedTuple):
+    """An ordinary file: its headers begin at byte `first`, its content at `begin`; its padding ends at byte `end`."""
 
     name: str
     first: int
     begin: int
     nbytes: int
-
-    @property
-    def end(self) -> int:
-        """Byte behind the content's padding."""
-        return self.begin + self.nbytes + padding(self.nbytes)
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +67,9 @@ def walk(read: Callable[[int, int], bytes], nbytes: int, end: int | None = None)
         first = at
         try:
             for name, begin, size in scanner:
-                member = Member(name, first, begin, size)
-                yield member
-                first = member.end
+                end_of_member = begin + size + padding(size)
+                yield Member(name, first, begin, size, end_of_member)
+                first = end_of_member
         except FormatError as exc:
             try:
                 at = _resume(read, nbytes, first, str(exc))
