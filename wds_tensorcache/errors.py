@@ -32,7 +32,9 @@ class TensorCacheError(Exception):
 
     def at(self: _Error, where: str) -> _Error:
         """Return the same error with `where` in front of its message, for callers that know shard and key."""
-        return type(self)(f"{where}: {self}")
+        error = type(self)(f"{where}: {self}")
+        error.__dict__.update(self.__dict__)
+        return error
 
 
 class FormatError(TensorCacheError, ValueError):
@@ -40,7 +42,13 @@ class FormatError(TensorCacheError, ValueError):
 
 
 class UnsafeSkeletonError(FormatError, pickle.UnpicklingError):
-    """A skeleton needs a callable, class or opcode that is outside the format; nothing of it was executed."""
+    """A skeleton needs a callable, class or opcode that is outside the format; nothing of it was executed.
+
+    Attributes:
+        needs: `MODULE.NAME` of what it names, if that is not in `allow=`; None if anything else is wrong.
+    """
+
+    needs: str | None = None
 
 
 class EncodeError(TensorCacheError, TypeError):

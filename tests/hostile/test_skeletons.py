@@ -271,3 +271,21 @@ def test_callables_do_not_hide_in_slots() -> None:
         cls + b")\x81" + leak + b"\x85b",
     ):
         refused(body, "callable as a value", tc.UnsafeSkeletonError, allow=[Slotted])
+
+
+def test_damage_is_not_called_an_attack() -> None:
+    skeleton, tensors = tc.encode_sample({"x": torch.ones(2)})
+    damaged = skeleton.replace(b"builtins", b"builthns")
+    assert damaged != skeleton
+    with pytest.raises(tc.FormatError, match="the skeleton is damaged: its digest does not match its bytes; .*builthns"):
+        tc.decode_sample(damaged, tensors)
+
+
+def test_an_error_says_what_it_would_need_also_further_up() -> None:
+    _, tensors = tc.encode_sample({})
+    with pytest.raises(tc.UnsafeSkeletonError) as caught:
+        tc.decode_sample(b"\x80\x04\x8c\x02os\x8c\x06system\x93.", tensors)
+    assert caught.value.needs == caught.value.at("x.tar").needs == "os.system"
+    with pytest.raises(tc.UnsafeSkeletonError) as caught:
+        tc.decode_sample(b"\x80\x04i.", tensors)
+    assert caught.value.needs is None

@@ -189,7 +189,7 @@ def test_members_written_by_hand(tmp_path: Path) -> None:
     report = tc.verify(path)
     assert report
     assert report.num_unverified == 1
-    assert "1 samples have no digests" in str(report)
+    assert "no digests: 1 sample;" in str(report)
 
 
 def test_classes(tmp_path: Path) -> None:
@@ -199,7 +199,9 @@ def test_classes(tmp_path: Path) -> None:
     report = tc.verify(tmp_path)
     assert report, report
     assert report.num_unread == 3
-    assert "3 samples have skeletons that need allow=" in str(report)
+    assert "not decoded: 3 samples" in str(report)
+    assert report.needs == {f"{Pose.__module__}.Pose"}
+    assert f"{Pose.__module__}.Pose" in str(report)
     report = tc.verify(tmp_path, allow=[Pose])
     assert report, report
     assert report.num_unread == 0
@@ -262,3 +264,59 @@ def test_a_disk_that_cannot_be_read_somewhere(tmp_path: Path, monkeypatch: pytes
     assert faults(path) == [("002", "'safetensors': [Errno 5] Input/output error")]
     monkeypatch.setattr(ShardFile, "read", lambda self, first, last: fail(0, self.nbytes))
     assert [what[:29] for _, what in faults(path)] == ["cannot be read: [Errno 5] Inp", "the index behind it: [Errno 5"]
+
+
+@pytest.mark.parametrize("byte", [b"\0", b"\xff"])
+@pytest.mark.parametrize("first", [2, 4, 5, 20, 41])
+def test_skeletons_of_which_nothing_is_left(tmp_path: Path, first: int, byte: bytes) -> None:
+    """Also where so much of the preamble is destroyed that it could be one of stock pickle, which has no digest."""
+    path = write(tmp_path, 3)
+    begin, end = members(path)["001.skel.pyd"]
+    content = path.read_bytes()
+    path.write_bytes(content[: begin + first] + byte * (end - begin - first) + content[end:])
+    report = tc.verify(path)
+    assert {fault.key for fault in report.faults} == {"001"}
+    assert (report.num_damaged, report.num_unread) == (1, 0)
+    tc.repair(path, tmp_path / "out")
+    assert list(tc.open(tmp_path / "out").keys()) == ["000", "002"]
+
+
+def test_a_skeleton_that_became_one_that_needs_a_class(tmp_path: Path) -> None:
+    """The index behind the shard knows that it needed none."""
+    path = write(tmp_path, 3)
+    begin, end = members(path)["001.skel.pyd"]
+    content = path.read_bytes()
+    needy = pickle.dumps(tc.open, 4)
+    path.write_bytes(content[:begin] + needy + content[begin + len(needy) : end] + content[end:])
+    assert [key for key, _ in faults(path)] == ["001"]
+    short = b"\x80\x04\x8c\x02os\x8c\x06system\x93"
+    short += b"\x8c" + bytes([end - begin - len(short) - 5]) + b"x" * (end - begin - len(short) - 5) + b"\x85R."
+    path.write_bytes(content[:begin] + short + content[end:])
+    report = tc.verify(path)
+    assert [fault.key for fault in report.faults] == ["001"]
+    assert report.needs == {"os.system"}
+
+
+def test_an_attack_is_named_and_not_called_damage(tmp_path: Path) -> None:
+    attack = b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R."
+    path = tmp_path / "a.tar"
+    path.write_bytes(build([("000.skel.pyd", attack), ("000.safetensors", safetensors.torch.save({}))]))
+    report = tc.verify(path)
+    assert (report.num_unread, report.needs) == (1, {"os.system"})
+    assert "os.system" in str(report)
+
+
+def test_a_damaged_header_is_told_of_the_member_that_has_it(tmp_path: Path) -> None:
+    path = write(tmp_path, 2)
+    begin, _ = members(path)["001.safetensors"]
+    flip(path, begin + 12)
+    (fault,) = tc.verify(path).faults
+    assert (fault.key, fault.offset) == ("001", begin)
+    assert fault.what.startswith("'safetensors': ")
+
+
+def test_numbers_of_threads(tmp_path: Path) -> None:
+    path = write(tmp_path, 2)
+    for threads in (0, -1):
+        with pytest.raises(ValueError, match="threads="):
+            tc.verify(path, threads=threads)

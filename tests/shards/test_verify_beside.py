@@ -120,3 +120,122 @@ def test_what_is_no_shard(tmp_path: Path) -> None:
         path.write_bytes(content)
         assert len(faults(path)) == 1
     assert json.loads((tmp_path / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["000000.tar.index", "000000.idx", "000001.tar"])
+def test_pipes_beside_shards_are_not_waited_for(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, 2, footer=False, idx=False, manifest=False)
+    os.mkfifo(tmp_path / name)
+    (what,) = [what for _, what in faults(tmp_path)]
+    assert "not a folder, pipe or device" in what
+    assert name.endswith(".tar") or faults(path) == faults(tmp_path)
+
+
+@pytest.mark.parametrize("number", ["²", "9" * 5000, "-1", "0x1"])
+def test_impossible_numbers_in_a_dali_index(tmp_path: Path, number: str) -> None:
+    path = write(tmp_path, 2)
+    idx = path.with_suffix(".idx")
+    lines = idx.read_text().splitlines()
+    lines[1] = " ".join(["json", number, *lines[1].split()[2:]])
+    idx.write_text("\n".join(lines) + "\n")
+    assert any("line 2" in what for _, what in faults(path))
+
+
+def test_a_wrong_letter_in_a_dali_index(tmp_path: Path) -> None:
+    path = write(tmp_path, 2)
+    idx = path.with_suffix(".idx")
+    idx.write_text(idx.read_text().replace("001.safetensors", "001.safetensorr"))
+    assert any("line 3" in what for _, what in faults(path))
+
+
+def test_an_index_of_another_shard_is_one_fault(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", 50)
+    with tc.ShardWriter(tmp_path / "b" / "%06d.tar", fsync=False) as sink:
+        for number in range(50):
+            sink.write(f"other{number}", {"x": 1})
+    (tmp_path / "b" / "000000.idx").replace(path.with_suffix(".idx"))
+    assert faults(path) == [(None, "000000.idx is of another shard: none of its samples is in this one")]
+
+
+def test_samples_that_are_lost_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path, 30, per_shard=10)
+    begin, _ = members(path)["004.skel.pyd"]
+    path.write_bytes(path.read_bytes()[: begin - 512])
+    report = tc.verify(tmp_path)
+    assert (report.num_samples, report.num_damaged, report.num_lost, report.num_missing) == (24, 0, 6, 0)
+    assert "0 samples damaged, 6 lost" in str(report)
+    assert sum("it is lost: 000000.idx has it" in fault.what for fault in report.faults) == 6
+    (tmp_path / "000001.tar").unlink()
+    report = tc.verify(tmp_path)
+    assert (report.num_samples, report.num_damaged, report.num_lost, report.num_missing) == (14, 0, 16, 1)
+
+
+def test_the_end_of_the_archive_is_two_blocks(tmp_path: Path) -> None:
+    path = write(tmp_path, 2, footer=False, idx=False, manifest=False)
+    end = load_index(ShardFile(str(path))).end
+    flip(path, end + 700)
+    assert faults(path) == [(None, "the end-of-archive marker is damaged")]
+
+
+def test_manifests_that_open_refuses(tmp_path: Path) -> None:
+    path = write(tmp_path, 2, fingerprint={"revision": 1})
+    manifest = tmp_path / "manifest.json"
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"revision": 1}', '"revision": 1.0}'))
+    assert "it was made with {'revision': 1}, but manifest.json says {'revision': 1.0}" in faults(path.parent)[0][1]
+    manifest.write_text(text.replace('{"": 2}', '{"": true}'))
+    assert "expected numbers of samples" in faults(path.parent)[0][1]
+    document = json.loads(text)
+    document["shardlist"] = []
+    manifest.write_text(json.dumps(document))
+    path.unlink()
+    for source in (manifest, tmp_path, tmp_path / "other.json"):
+        with pytest.raises(FileNotFoundError):
+            tc.verify(source)
+
+
+def test_a_manifest_of_another_tool_says_nothing_of_fingerprints(tmp_path: Path) -> None:
+    write(tmp_path, 2, fingerprint={"revision": 1})
+    manifest = tmp_path / "manifest.json"
+    document = json.loads(manifest.read_text())
+    del document["tensorcache"]
+    manifest.write_text(json.dumps(document))
+    assert faults(tmp_path) == []
+
+
+def test_an_idx_is_missing_only_beside_others_of_its_folder(tmp_path: Path) -> None:
+    with_idx, without = write(tmp_path / "a", 2), write(tmp_path / "b", 2, idx=False)
+    assert faults([with_idx, without]) == []
+
+
+def test_a_shard_under_two_names_is_one(tmp_path: Path) -> None:
+    path = write(tmp_path, 2, idx=False)
+    (tmp_path / "link.tar").symlink_to(path)
+    report = tc.verify([path, f"{tmp_path}/./000000.tar", tmp_path / "link.tar"])
+    assert report
+    assert (report.num_shards, report.num_repeated) == (1, 0)
+
+
+def test_keys_that_several_shards_have_are_counted(tmp_path: Path) -> None:
+    paths = [write(tmp_path / name, 3) for name in "abc"]
+    report = tc.verify(paths)
+    assert report
+    assert report.num_repeated == 3
+    assert "in several shards: the keys of 3 samples" in str(report)
+    assert tc.verify(paths[:1]).num_repeated == 0
+
+
+def test_a_shard_is_cut_short_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, 2, footer=False, idx=False, manifest=False)
+    with path.open("ab") as file:
+        file.write(bytes(3 << 20))
+    read = ShardFile.read
+
+    def truncate_and_read(self: ShardFile, begin: int, end: int) -> bytes:
+        if begin >= 1 << 20:
+            os.truncate(path, 1 << 20)
+        return read(self, begin, end)
+
+    monkeypatch.setattr(ShardFile, "read", truncate_and_read)
+    (fault,) = tc.verify(path, threads=1).faults
+    assert fault.what.endswith("the shard was changed while it was looked at")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +11,11 @@ from typing import Any
 
 from wds_tensorcache.codec.builder import allow_table
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.loading.opening import Found, find_shards, num_cores
+from wds_tensorcache.loading.opening import Found, are_counts, find_shards, num_cores
 from wds_tensorcache.shards.ahead import Readers, in_order
 from wds_tensorcache.shards.beside import check_beside
 from wds_tensorcache.shards.catalog import MANIFEST, dali_index_path
+from wds_tensorcache.shards.lookup import KeyTable
 from wds_tensorcache.shards.manifest import ShardEntry, read_manifest
 from wds_tensorcache.shards.report import Fault, Report
 from wds_tensorcache.shards.verify import Checked, check_shard
@@ -40,6 +42,9 @@ def verify(source: Any, *, threads: int | None = None, allow: Iterable[type] = (
     Raises:
         FileNotFoundError: There is no such file, or no shard.
 
+    What it finds is damage, not malice: who writes a shard can give a wrong sample a right digest. `open` and `decode` are safe
+    with any, and refuse what `Report.needs` names.
+
     Memory: at most 8 MiB for each thread, and the indexes of as many shards; nothing of what is decoded is kept.
     """
     report, _ = check_all(source, threads, allow)
@@ -50,7 +55,7 @@ def check_all(
     source: Any, threads: int | None, allow: Iterable[type], keep: bool = False
 ) -> tuple[Report, list[tuple[Checked, Mapping[str, Any] | None]]]:
     """Return the report, and with `keep` what was found of each shard, with its fingerprint."""
-    threads = threads or num_cores()
+    threads = num_cores() if threads is None else threads
     if threads < 1:
         raise ValueError(f"threads={threads}, expected at least 1")
     table = allow_table(allow)
@@ -61,9 +66,12 @@ def check_all(
         manifests[path] = _Manifest(path)
         return [(shard, None, None) for shard in manifests[path].shards(report)]
 
-    paths = list(dict.fromkeys(path for path, *_ in find_shards(source, listed)))
-    needs_idx = any(os.path.exists(dali_index_path(path)) for path in paths)
-    kept = []
+    spellings: dict[str, str] = {}
+    for path, *_ in find_shards(source, listed):
+        spellings.setdefault(os.path.realpath(path), path)
+    paths = list(spellings.values())
+    with_idx = {os.path.dirname(path) for path in paths if os.path.exists(dali_index_path(path))}
+    kept, keys = [], []
     # where there are fewer shards than threads, the others read ahead
     walkers = min(threads, len(paths))
     with ExitStack() as stack:
@@ -79,13 +87,15 @@ def check_all(
         def check(path: str) -> tuple[Checked, Mapping[str, Any] | None] | Fault:
             try:
                 found = check_shard(path, table, readers)
-            except OSError as exc:
+            except (FormatError, OSError) as exc:
                 return Fault(path, None, None, f"cannot be opened: {exc}")
-            return found, check_beside(found, needs_idx)
+            return found, check_beside(found, os.path.dirname(path) in with_idx)
 
         for result in in_order(paths, check, walking, walkers):
             if isinstance(result, Fault):
                 report.faults.append(result)
+                report.num_missing += 1
+                report.num_lost += sum(manifest.num_samples(result.shard) for manifest in manifests.values())
                 continue
             found, fingerprint = result
             for manifest in manifests.values():
@@ -94,11 +104,15 @@ def check_all(
             report.num_shards += 1
             report.num_samples += found.num_samples
             report.num_damaged += found.num_damaged
+            report.num_lost += len(found.lost)
             report.num_unverified += found.num_unverified
             report.num_unread += found.num_unread
+            report.needs |= found.needs
             report.nbytes += found.nbytes
+            keys.append((found.index.keys, None))
             if keep:
                 kept.append((found, fingerprint))
+    report.num_repeated = KeyTable(keys).num_repeated()
     return report, kept
 
 
@@ -110,6 +124,7 @@ class _Manifest:
         self._entries: dict[str, ShardEntry] = {}  # by absolute path
         self._caches: dict[str, Any] = {}
         self._fingerprints: dict[str, Any] = {}
+        self._is_ours = False
 
     def shards(self, report: Report) -> list[str]:
         """Return the shards that are listed or in the manifest's folder; put into `report` those that are not both."""
@@ -122,9 +137,12 @@ class _Manifest:
         unread = False
         try:
             entries, extra = read_manifest(self._path)
+        except FileNotFoundError:
+            raise
         except (FormatError, OSError) as exc:
             entries, extra, unread = [], {}, True
             fault(self._path, str(exc).removeprefix(f"{self._path}: "))
+        self._is_ours = bool(extra)
         for table, name in ((self._caches, "caches"), (self._fingerprints, "fingerprints")):
             if isinstance(extra.get(name, {}), dict):
                 table.update(extra.get(name, {}))
@@ -136,6 +154,8 @@ class _Manifest:
                 fault(self._path, f"{entry.url} is not a local path: it was not looked at")
             elif not os.path.exists(path):
                 fault(path, f"it is missing; {os.path.basename(self._path)} has it, with {entry.num_samples} samples")
+                report.num_missing += 1
+                report.num_lost += entry.num_samples
             else:
                 paths.append(path)
                 self._entries[os.path.abspath(path)] = entry
@@ -145,7 +165,14 @@ class _Manifest:
                 paths.append(path)
                 if not unread and os.path.basename(self._path) == MANIFEST:
                     fault(path, f"{MANIFEST} does not list it")
+        if not paths and not report.faults:
+            raise FileNotFoundError(f"{self._path} lists no shards")
         return paths
+
+    def num_samples(self, path: str) -> int:
+        """Return how many samples a shard has, as far as the manifest tells."""
+        entry = self._entries.get(os.path.abspath(path))
+        return 0 if entry is None else entry.num_samples
 
     def check(self, found: Checked, fingerprint: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         """Add to `found` what the manifest says otherwise of a shard; return its fingerprint, if need be the manifest's."""
@@ -158,13 +185,15 @@ class _Manifest:
         if entry.num_samples != found.num_samples:
             found.fault(None, None, f"it has {found.num_samples} samples, but {where} says {entry.num_samples}")
         counts, caches = self._caches.get(entry.url), {name: len(columns) for name, columns in index.caches.items()}
-        if counts is not None and counts != caches and len(index.keys) == entry.num_samples:
+        if counts is not None and not are_counts(counts):
+            found.fault(None, None, f"{where} has caches {counts!r:.200}, expected numbers of samples by name")
+        elif counts is not None and counts != caches and len(index.keys) == entry.num_samples:
             found.fault(None, None, f"its caches have {caches} samples, but {where} says {counts!r:.200}")
         listed = self._fingerprints.get(entry.url)
         if listed is not None and not isinstance(listed, dict):
             found.fault(None, None, f"{where} has a fingerprint {listed!r:.100}, expected fields by name")
-        elif fingerprint is None:
-            return listed
-        elif listed != fingerprint:
+        elif fingerprint is None or (listed is None and not self._is_ours):
+            return fingerprint or listed
+        elif json.dumps(listed, sort_keys=True) != json.dumps(fingerprint, sort_keys=True):  # 1 is not 1.0
             found.fault(None, None, f"it was made with {fingerprint!r:.200}, but {where} says {listed!r:.200}")
         return fingerprint

@@ -9,7 +9,7 @@ import xxhash
 from wds_tensorcache.codec.header import FORMAT_VERSION, check_version
 from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
 
-__all__ = ["PREAMBLE_NBYTES", "build_preamble", "had_preamble", "is_preamble", "parse_preamble"]
+__all__ = ["PREAMBLE_NBYTES", "build_preamble", "had_preamble", "is_damaged", "is_preamble", "parse_preamble"]
 
 MAGIC = b"tensorcache"
 _FIELDS = Struct("<HQQQ")
@@ -47,6 +47,14 @@ def had_preamble(skeleton: bytes, tensors_nbytes: int, tensors_digest: int) -> b
     """Return whether the fields of a preamble are there, in front of which its beginning is perhaps damaged."""
     fields = _FIELDS.pack(FORMAT_VERSION, tensors_nbytes, tensors_digest, 0)[:-8]
     return skeleton[len(_PREAMBLE_BEGIN) :].startswith(fields)
+
+
+def is_damaged(skeleton: bytes) -> bool:
+    """Return whether a skeleton that has a preamble is not what its digest says."""
+    if not skeleton.startswith(_FIXED) or len(skeleton) <= PREAMBLE_NBYTES:
+        return False
+    *_, body = _FIELDS.unpack_from(skeleton, len(_PREAMBLE_BEGIN))
+    return bool(xxhash.xxh3_64_intdigest(memoryview(skeleton)[PREAMBLE_NBYTES:]) != body)
 
 
 # where the pickle goes on, bytes of the safetensors member, its digest, digest of the body; None: written by stock pickle

@@ -13,7 +13,7 @@ from wds_tensorcache.codec.header import Layout, build_header, parse_header, sig
 from wds_tensorcache.codec.lazy import LazyTensor, read_tensor
 from wds_tensorcache.codec.lazy_array import LazyArray, read_array
 from wds_tensorcache.codec.listed import BUILDERS
-from wds_tensorcache.codec.preamble import build_preamble, had_preamble, parse_preamble
+from wds_tensorcache.codec.preamble import build_preamble, had_preamble, is_damaged, parse_preamble
 from wds_tensorcache.codec.reference import (
     MemorySource,
     Reference,
@@ -203,7 +203,12 @@ def _interpret(
             value = met[text] = open_tensor(resolve(layout, text), source, lazy)
         return value
 
-    sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
+    try:
+        sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
+    except FormatError as exc:
+        if is_damaged(skeleton):
+            raise type(exc)(f"the skeleton is damaged: its digest does not match its bytes; {exc}") from exc
+        raise
     check_named(layout, met)
     form = layout.form
     form.num_interpreted += 1

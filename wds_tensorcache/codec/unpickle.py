@@ -294,9 +294,12 @@ def _find(
         return Builder(lambda args: _call(cls, args), cls=cls)
     if key in builders:
         return builders[key]
-    raise UnsafeSkeletonError(
-        f"the skeleton needs '{module:.80}.{name:.80}', which is not allowed; pass allow=[…] only if you trust the file"
+    needs = f"{module:.80}.{name:.80}"
+    error = UnsafeSkeletonError(
+        f"the skeleton needs {needs!r}, which is not allowed; pass allow=[…] only if you trust the file"
     )
+    error.needs = needs
+    raise error
 
 
 def _call(cls: type, args: tuple[Any, ...]) -> Any:

@@ -23,7 +23,7 @@ from wds_tensorcache.shards.names import cache_name
 from wds_tensorcache.shards.reader import Shard
 from wds_tensorcache.shards.storage import Files, file_system, memory_nbytes, overcommit_is_off
 
-__all__ = ["Io", "find_shards", "num_cores", "open"]
+__all__ = ["Io", "are_counts", "find_shards", "num_cores", "open"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def _from_manifest(path: str) -> list[Found]:
                 f"{shard} has {os.path.getsize(shard)} bytes, but {path} says {entry.nbytes}: it is of another state"
             )
         counts = caches.get(entry.url) if isinstance(caches, dict) else None
-        if counts is not None and not _are_counts(counts):
+        if counts is not None and not are_counts(counts):
             raise FormatError(f"{path}: {entry.url} has caches {counts!r:.100}, expected numbers of samples by name")
         fingerprint = fingerprints.get(entry.url) if isinstance(fingerprints, dict) else None
         if fingerprint is not None and not isinstance(fingerprint, dict):
@@ -202,7 +202,8 @@ def _from_manifest(path: str) -> list[Found]:
     return found
 
 
-def _are_counts(counts: Any) -> bool:
+def are_counts(counts: Any) -> bool:
+    """Return whether a value of a manifest is a number of samples for each cache by name."""
     return isinstance(counts, dict) and all(type(count) is int and 0 <= count < 1 << 63 for count in counts.values())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from wds_tensorcache.shards.verify import Checked
 __all__ = ["check_beside"]
 
 _CHUNK_NBYTES = 1 << 20
+_NUMBER = re.compile(r"[0-9]{1,19}")
 _Places = dict[tuple[str, str], Any]  # where a member, or what an index says of it, is, by key and suffix
 
 
@@ -34,26 +36,34 @@ def check_beside(found: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
     path, reported = found.path, set(found.damaged)
     behind = _check_footer(found, reported)
     beside = None
-    if os.path.exists(sidecar_path(path)):
-        where = os.path.basename(sidecar_path(path))
-        try:
-            with open(sidecar_path(path), "rb") as file:
-                beside = parse_footer(file.read(), found.nbytes)
-            if beside is None:
-                found.fault(None, None, f"{where} is damaged, or of another state of the shard")
-            else:
-                _compare(found, beside, where, reported)
-        except (FormatError, OSError) as exc:
-            found.fault(None, None, f"{where}: {exc}")
+    where = os.path.basename(sidecar_path(path))
+    try:
+        beside = parse_footer(_content(sidecar_path(path)), found.nbytes)
+        if beside is None:
+            found.fault(None, None, f"{where} is damaged, or of another state of the shard")
+        else:
+            _compare(found, beside, where, reported)
+    except FileNotFoundError:
+        beside = None
+    except (FormatError, OSError) as exc:
+        found.fault(None, None, f"{where}: {exc}")
     _check_idx(found, needs_idx, reported)
     index = behind or beside
     return None if index is None else index.fingerprint
 
 
+def _content(path: str) -> bytes:
+    file = ShardFile(path)  # which opens nothing but ordinary files
+    return file.read(0, file.nbytes)
+
+
 def _check_footer(found: Checked, reported: set[str]) -> ShardIndex | None:
     try:
         file = ShardFile(found.path)
+        if file.identity != found.identity:
+            raise FormatError("the shard was changed while it was looked at")
         index = read_footer(file.read, file.nbytes)
+        at = None if index is not None or found.end is None else _next_byte(file, found.end + 512)
     except (FormatError, OSError) as exc:
         found.fault(None, None, f"the index behind it: {exc}")
         return None
@@ -61,14 +71,9 @@ def _check_footer(found: Checked, reported: set[str]) -> ShardIndex | None:
         if found.end is not None and index.end != found.end:
             found.fault(None, found.end, f"the index behind it has the end of the archive at byte {index.end}")
         _compare(found, index, "the index behind it", reported)
-    elif found.end is not None:
-        try:
-            at = _next_byte(file, found.end + 1024)
-        except OSError:
-            at = found.end + 1024
-        if at is not None:
-            what = "what lies behind the end-of-archive marker is no index, a damaged one, or of another state"
-            found.fault(None, at, what)
+    elif found.end is not None and at is not None:
+        what = "what lies behind the end-of-archive marker is no index, a damaged one, or of another state"
+        found.fault(None, at, what if at >= found.end + 1024 else "the end-of-archive marker is damaged")
     return index
 
 
@@ -87,16 +92,18 @@ def _compare(found: Checked, index: ShardIndex, where: str, reported: set[str]) 
     if not found.faults and build_footer(plain) == build_footer(found.index):
         return
     says, has = dict(_places(index)), dict(_places(found.index))
-    before = len(found.faults)
+    before, known = len(found.faults), {key for key, _ in has}
     for key, suffix in sorted(says.keys() | has.keys()) if says != has else ():
         if key in reported:
             continue
         one, other = says.get((key, suffix)), has.get((key, suffix))
-        if one is None:
+        if other is None and key not in known:
+            _lost(found, key, where)
+        elif one is None:
             found.fault(key, None if other is None else other[0], f"its {suffix!r} is not in {where}")
         elif other is None:
             found.fault(key, one[0], f"its {suffix!r} is in {where}, but not in the shard")
-        elif one != other and not _differ_in_references(one, other):
+        elif one != other and not (key not in found.doubtful and _differ_in_references(one, other)):
             found.fault(key, other[0], f"{where} says something else of its {suffix!r} than the shard")
         else:
             continue
@@ -105,6 +112,11 @@ def _compare(found: Checked, index: ShardIndex, where: str, reported: set[str]) 
         found.fault(None, None, f"{where} has the samples in another order, or one twice")
     added = found.faults[before:]
     found.faults[before:] = sorted(added, key=lambda fault: fault.offset if fault.offset is not None else -1)
+
+
+def _lost(found: Checked, key: str, where: str) -> None:
+    found.lost.add(key)
+    found.fault(key, None, f"it is lost: {where} has it, the shard has not")
 
 
 def _differ_in_references(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -130,15 +142,14 @@ def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
     path = dali_index_path(found.path)
     where = os.path.basename(path)
     try:
-        with open(path, "rb") as file:
-            content = file.read()
+        content = _content(path)
     except FileNotFoundError:
         if needs_idx:
             with contextlib.suppress(KeyRuleError):  # it cannot have one
                 build_idx(dali_samples(found.index))
                 found.fault(None, None, f"{where} is missing, which other shards have")
         return
-    except OSError as exc:
+    except (FormatError, OSError) as exc:
         found.fault(None, None, f"{where}: {exc}")
         return
     samples = dali_samples(found.index)
@@ -159,7 +170,7 @@ def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
     for number, line in enumerate(lines[1:], 2):
         fields = line.split()
         groups = [fields[at : at + width] for at in range(0, len(fields), width)]
-        if not groups or len(fields) % width or not all(b.isdigit() and n.isdigit() for _, b, n, *_ in groups):
+        if not groups or len(fields) % width or not all(_is_member(*group) for group in groups):
             found.fault(None, None, f"{where}, line {number}: {line[:80]!r} is no sample")
             continue
         for suffix, begin, nbytes, *name in groups:
@@ -167,9 +178,22 @@ def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
             # version 1.1 has no names
             key = name[0][: -len(suffix) - 1] if name else by_place.get(place, ("", ""))[0]
             says[key, suffix.lower()] = place
+    known = {key for key, _ in has}
+    if known and says and not any(key in known for key, _ in says):
+        found.fault(None, None, f"{where} is of another shard: none of its samples is in this one")
+        return
     for key, suffix in sorted(says.keys() | has.keys()) if says != has else ():
         if key in reported or says.get((key, suffix)) == has.get((key, suffix)):
             continue
         reported.add(key)
+        if key and key not in known:
+            _lost(found, key, where)
+            continue
         what = "not in" if (key, suffix) not in says else "elsewhere in" if (key, suffix) in has else "only in"
         found.fault(key, None, f"its {suffix!r} is {what} {where}, which is of another state of the shard")
+
+
+def _is_member(suffix: str, begin: str, nbytes: str, name: str = "") -> bool:
+    """Return whether fields of a line describe a member; `name` is empty in version 1.1."""
+    are_numbers = _NUMBER.fullmatch(begin) is not None and _NUMBER.fullmatch(nbytes) is not None
+    return are_numbers and (not name or name.endswith(f".{suffix}"))

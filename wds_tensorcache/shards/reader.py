@@ -180,8 +180,8 @@ class Shard:
                 return
         there = data[:_NAME_NBYTES].partition(b"\0")[0].decode(errors="replace")
         raise FormatError(
-            f"{self.path}: the index has member {name.decode(errors='replace')!r} where {there!r:.120} is; "
-            "it is of another state of the shard: make a new one with tc.index"
+            f"{self.path}: the index has member {name.decode(errors='replace')!r} where {there!r:.120} is: "
+            "the shard was changed or damaged; tc.verify tells which"
         )
 
     def find_members(self, rows: Array, suffix: str) -> Array:
@@ -229,7 +229,7 @@ class Shard:
         if not good:
             raise FormatError(
                 f"{self.path}: sample {self.key(row)!r}: its tensors are not those that were indexed: "
-                "make a new index with tc.index"
+                "the shard was changed or damaged; tc.verify tells which"
             )
         checked[row] = True
 

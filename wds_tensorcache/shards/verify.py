@@ -54,7 +54,7 @@ class _Sample:
     pieces: list[tuple[int, int]] = field(default_factory=list)  # of the shard, headers included
     faults: list[tuple[int, str]] = field(default_factory=list)
     is_unverified: bool = False
-    is_unread: bool = False
+    needs: list[str] = field(default_factory=list)  # names of classes that are not in `allow=`
 
 
 @dataclass(slots=True)
@@ -65,6 +65,9 @@ class Checked:
         faults: In the order in which they were met.
         index: Of the samples without fault.
         damaged: Keys of samples with a fault.
+        needs: Names of classes that skeletons need and `allow=` has not.
+        doubtful: Keys of samples that need some, and have no digest that tells whether that is as it was written.
+        lost: Keys of samples of which an index tells, and which are not in the shard; filled by `check_beside`.
         pieces: What is to be kept, as ranges of bytes: whole members, of samples without fault and of no sample.
         end: Offset of the end-of-archive marker, None if none was found.
         is_broken: Whether there are bytes in which no member could be read.
@@ -76,6 +79,9 @@ class Checked:
     faults: list[Fault] = field(default_factory=list)
     index: ShardIndex = None  # type: ignore[assignment]  # when all is checked
     damaged: set[str] = field(default_factory=set)
+    needs: set[str] = field(default_factory=set)
+    doubtful: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
     pieces: list[tuple[int, int]] = field(default_factory=list)
     end: int | None = None
     is_broken: bool = False
@@ -121,7 +127,11 @@ def check_shard(path: str, allow: Mapping[tuple[str, str], type], readers: Reade
                 continue
             good.add(sample.key)
             found.num_unverified += sample.is_unverified
-            found.num_unread += sample.is_unread
+            if sample.needs:
+                found.num_unread += 1
+                found.needs.update(sample.needs)
+                if sample.is_unverified:
+                    found.doubtful.add(sample.key)
             builder.add(sample.key, caches, others)
             for piece in sample.pieces:
                 _append(found.pieces, piece)
@@ -236,7 +246,8 @@ def _check(
                 missing = member.prefix + (TENSORS if kind == SKELETON else SKELETON)
                 sample.faults.append((begin, f"member {missing!r} is missing beside {suffix!r}"))
             elif kind == SKELETON and half.digest is not None:
-                caches.append(_check_cache(sample, member, half, half.digest.value, allow))
+                found = _check_cache(sample, member, half, half.digest.value, allow)
+                caches += () if found is None else (found,)
         except (TensorCacheError, OSError) as exc:
             sample.faults.append((begin, f"{suffix!r}: {exc}"))
     return caches, others
@@ -244,17 +255,19 @@ def _check(
 
 def _check_cache(
     sample: _Sample, skeleton: _Member, tensors: _Member, found: int, allow: Mapping[tuple[str, str], type]
-) -> CacheEntry:
-    """Return a cache as the index keeps it; put into `sample` what is wrong with it.
+) -> CacheEntry | None:
+    """Return a cache as the index keeps it; put into `sample` what is wrong with it. None if its header is no header.
 
     Raises:
-        FormatError: One half cannot be understood.
+        FormatError: The skeleton cannot be understood, or does not belong to the tensors.
     """
     begin, nbytes, text = tensors.begin, tensors.nbytes, skeleton.text
-    entry = CacheEntry(
-        skeleton.prefix[:-1], skeleton.begin, skeleton.nbytes, begin, *parse_header(tensors.text, nbytes), None
-    )
-    digest = entry.digest
+    try:
+        layout, digest = parse_header(tensors.text, nbytes)
+    except FormatError as exc:
+        sample.faults.append((begin, f"{skeleton.prefix + TENSORS!r}: {exc}"))
+        return None
+    entry = CacheEntry(skeleton.prefix[:-1], skeleton.begin, skeleton.nbytes, begin, layout, digest, None)
     body, body_digest = check_binding(text, nbytes, digest)
     declared = parse_preamble(text)[2] if digest is None else digest
     if digest is None or body_digest is None:
@@ -279,12 +292,12 @@ def _decode(
     try:
         return list_references(text, body, layout)  # decodes it, or matches it with a template of one that was
     except UnsafeSkeletonError as exc:
-        if "allow=" not in str(exc):
+        if exc.needs is None:
             raise
     try:
         decode_body(text, body, layout, _NOWHERE, True, allow)
     except UnsafeSkeletonError as exc:
-        if "allow=" not in str(exc):
+        if exc.needs is None:
             raise
-        sample.is_unread = True
+        sample.needs.append(exc.needs)
     return None  # as every index has it, of a sample that needs `allow=`
