@@ -77,11 +77,13 @@ def schema_of(store: Store, positions: Array) -> dict[str, TensorSchema]:
     for shard, _, rows in _by_shard(store, positions):
         table = shard.index.layouts
         counts = np.bincount(shard.columns.layout[rows], minlength=len(table))
-        for number, form in enumerate(table.forms):
-            used = np.flatnonzero((table.form == number) & (counts > 0))
-            if not len(used):
-                continue
-            sample = rows[np.argmax(np.isin(shard.columns.layout[rows], used))].item()
+        first = np.zeros(len(table), np.int64)  # a sample of each layout
+        first[shard.columns.layout[rows[::-1]]] = rows[::-1]
+        layouts = np.flatnonzero(counts)
+        layouts = layouts[np.argsort(table.form[layouts], kind="stable")]
+        numbers, cuts = np.unique(table.form[layouts], return_index=True)
+        for number, used in zip(numbers.tolist(), np.split(layouts, cuts[1:]), strict=True):
+            form, sample = table.forms[number], first[used].min().item()
             references = forms.references(shard, sample)
             begin = table.dims_begin[used]
             for name, _, ndim in form.entries:
