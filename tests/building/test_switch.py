@@ -215,6 +215,21 @@ def test_changed_again_before_it_was_done(tmp_path: Path, step: int) -> None:
         assert tc.verify(old)
 
 
+def test_a_switch_that_was_killed_goes_first(tmp_path: Path) -> None:
+    """Readers do not wait for what the next writer has to do besides."""
+    source = CHANGES["some"]
+    old, whole = prepare(tmp_path, source)
+    num_refused, step = 0, 0
+    while killed_at(step, folder := shutil.copytree(old, tmp_path / f"{step}"), source):
+        state, step = look(folder, source), step + 1
+        tc.ShardWriter(folder / "%06d.tar", fingerprint=MADE, resume=True, fsync=False)  # and dies
+        assert look(folder, source) == (2 if state else 0)
+        num_refused += state == 1
+        if state:
+            compare(folder, whole)
+    assert num_refused > 5
+
+
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While old shards are written again: they stay, and what was written goes."""
     source = CHANGES["some"]

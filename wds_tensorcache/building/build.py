@@ -52,8 +52,8 @@ def build(
             `"__key__"` if it is a dict that has one, else its number.
         digest: Returns a text that differs when an item does. It is kept as a member `digest.txt`; items whose text is
             another one than the cache's are computed again, and take the old ones' place at once when all are written: until
-            then the folder reads as before, and while files are renamed it is refused. With `manifest=False`, readers see both
-            until then.
+            then the folder reads as before, and while files are renamed (killed there: until the next call) it is refused. With
+            `manifest=False`, readers see both until then.
         workers: Processes that read a map-style dataset, as of torch's `DataLoader`.
         progress: Show rate and time left, with `tqdm`; by default where it is installed and stderr is a terminal.
         pattern: Of the shards' names in the folder.

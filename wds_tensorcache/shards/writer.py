@@ -124,12 +124,15 @@ class ShardWriter:
         unlisted = {path: index for path, index in indexes.items() if not listing.lists(path, index)}
         held = [path for path in unlisted if os.path.basename(path) in listing.held]
         if held:
-            # a switch may have begun: shards whose sizes are not the manifest's lack what the held ones have
             for path, index in unlisted.items():
                 self._switch.hold(path, index)
             for key, places in finished.shared().items():
                 if any(path in held for path, _ in places):
                     self._switch.leave(key, _older(places))
+            if any(os.path.basename(path) in listing.entries for path in unlisted):
+                # a switch had begun, so all it needs is written: until it is finished, readers refuse the folder
+                self._switch.run(self._fingerprint)
+                return self._take_over(list(self._pattern.existing().values()))
         elif unlisted:
             with self._catalog.changed() as listing:
                 for path, index in unlisted.items():
