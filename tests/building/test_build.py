@@ -205,26 +205,6 @@ def test_inputs_that_changed(tmp_path: Path, changed: tuple[int, ...]) -> None:
     assert called == []
 
 
-def test_a_change_that_is_killed(tmp_path: Path) -> None:
-    build(Numbers(), tmp_path, digest=digest).close()
-    chance = random.Random(2)
-    changed = (0, 7, 8, 9, 13, 22)
-    for _ in range(15):
-        child = os.fork()
-        if child == 0:
-            try:
-                build(Numbers(changed), tmp_path, digest=digest, max_samples=2)
-            finally:
-                os._exit(0)
-        time.sleep(chance.uniform(0, 0.05))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    cache = build(Numbers(changed), tmp_path, digest=digest, max_samples=2)
-    assert sorted(cache.keys()) == [f"{i:09d}" for i in range(COUNT)]
-    for i in range(COUNT):
-        assert_same(double([Numbers(changed)[i]])[0], tc.realize(cache[f"{i:09d}"]))
-
-
 def test_what_was_made_otherwise(tmp_path: Path) -> None:
     build(Numbers(), tmp_path).close()
     with pytest.raises(tc.StaleCacheError, match="expected revision=2, but the cache was made with 1"):

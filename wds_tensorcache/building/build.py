@@ -12,7 +12,6 @@ from wds_tensorcache.building.progress import Progress
 from wds_tensorcache.building.source import Item, Source
 from wds_tensorcache.building.unbatch import unbatch
 from wds_tensorcache.loading.opening import open
-from wds_tensorcache.shards.catalog import remove_samples
 from wds_tensorcache.shards.writer import ShardWriter
 
 __all__ = ["build"]
@@ -52,7 +51,9 @@ def build(
         keys: The samples' keys: one for each item of a map-style dataset, or a function of an item. By default an item's
             `"__key__"` if it is a dict that has one, else its number.
         digest: Returns a text that differs when an item does. It is kept as a member `digest.txt`; items whose text is
-            another one than the cache's are computed again, and take the old ones' place when all are written.
+            another one than the cache's are computed again, and take the old ones' place at once when all are written: until
+            then the folder reads as before, and while files are renamed (killed there: until the next call) it is refused. With
+            `manifest=False`, readers see both until then.
         workers: Processes that read a map-style dataset, as of torch's `DataLoader`.
         progress: Show rate and time left, with `tqdm`; by default where it is installed and stderr is a terminal.
         pattern: Of the shards' names in the folder.
@@ -66,12 +67,12 @@ def build(
         ValueError: `fn` returned something else than as many samples; two items have one key.
         Whatever `source` and `fn` raise: finished shards stay, and the next call goes on behind them.
 
-    Memory: of two batches on their way to the shards, besides those of `fn`.
+    Memory: of two batches on their way to the shards, besides those of `fn`. On disk, shards that lose samples are there
+        twice until all of them are written.
     """
     failed: list[BaseException] = []
     wanted = Source(source, keys, digest, batch_size, workers)
     path = os.path.join(os.fspath(out), pattern)
-    old: dict[str, set[str]] = {}  # samples that newer ones replace, by shard
     seen: set[str] = set()
     with (
         ShardWriter(path, fingerprint=fingerprint, resume=True, **options) as sink,
@@ -95,24 +96,19 @@ def build(
             seen.add(item.key)
             places = sink.finished.find(item.key)
             if places and _is_same(sink, places[-1], item.digest):
-                places.pop()
+                if len(places) > 1:
+                    sink.keep_newest(item.key)
                 bar.skip()
             else:
                 if places:
                     sink.replace(item.key)
                 pending.append(item)
-            for shard, _ in places:
-                old.setdefault(shard, set()).add(item.key)
             if len(pending) == batch_size:
                 compute()
         if pending:
             compute()
         while waiting:
             waiting.popleft().result()
-    for shard, replaced in old.items():
-        remove_samples(
-            shard, replaced, **{name: options[name] for name in ("footer", "idx", "fsync") if name in options}
-        )
     return open(out, expect=fingerprint)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from wds_tensorcache.building.verify import check_all
 from wds_tensorcache.errors import FormatError, KeyRuleError
 from wds_tensorcache.shards.catalog import Catalog, dali_index_path, write_dali_index
-from wds_tensorcache.shards.manifest import ShardEntry
 from wds_tensorcache.shards.report import Report
 from wds_tensorcache.shards.rewrite import copy_pieces
 from wds_tensorcache.shards.storage import ShardFile
@@ -75,5 +74,5 @@ def repair(
         index = copy_pieces(file, checked.pieces, path, fingerprint)
         with contextlib.suppress(KeyRuleError):  # names that DALI's index cannot hold
             write_dali_index(dali_index_path(path), index)
-        catalog.add(ShardEntry(name, len(index.keys), os.path.getsize(path)), index)
+        catalog.add(path, index)
     return report

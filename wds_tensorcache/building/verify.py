@@ -112,7 +112,7 @@ def check_all(
             keys.append((found.index.keys, None))
             if keep:
                 kept.append((found, fingerprint))
-    report.num_repeated = KeyTable(keys).num_repeated()
+    report.num_repeated = len(KeyTable(keys).shared())
     return report, kept
 
 

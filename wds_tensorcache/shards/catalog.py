@@ -5,79 +5,108 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.errors import TensorCacheError
+from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import scan_shard
 from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_atomically, write_idx, write_manifest
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.reader import load_index, sidecar_path
-from wds_tensorcache.shards.rewrite import rewrite_without
 from wds_tensorcache.shards.storage import ShardFile
 
-__all__ = ["MANIFEST", "Catalog", "dali_index_path", "dali_samples", "index", "remove_samples", "write_dali_index"]
+__all__ = ["MANIFEST", "Catalog", "Listing", "dali_index_path", "dali_samples", "index", "write_dali_index"]
 
 MANIFEST = "manifest.json"
 _EXTRA = 1  # version of our part of the manifest
 
 
+@dataclass(slots=True)
+class Listing:
+    """What a manifest says, each by shard."""
+
+    entries: dict[str, ShardEntry]
+    caches: dict[str, dict[str, int]]
+    fingerprints: dict[str, Any]
+    held: dict[str, Any]  # finished or about to be, but not listed before others are changed; and how they are made
+    gone: list[str]  # not listed any more, and about to be deleted
+    extra: dict[str, Any]
+
+    def lists(self, path: str, index: ShardIndex) -> bool:
+        """Return whether a shard is listed, in this state."""
+        entry = _entry(path, index)
+        return self.entries.get(entry.url) == entry
+
+    def add(self, path: str, index: ShardIndex) -> None:
+        """List a shard, or replace what is said of it."""
+        entry = _entry(path, index)
+        self.remove(entry.url)
+        self.entries[entry.url] = entry
+        self.caches[entry.url] = {name: len(columns) for name, columns in index.caches.items()}
+        if index.fingerprint is not None:
+            self.fingerprints[entry.url] = dict(index.fingerprint)
+
+    def remove(self, *urls: str) -> None:
+        """Say nothing of some shards."""
+        for url in urls:
+            for table in (self.entries, self.caches, self.fingerprints, self.held):
+                table.pop(url, None)
+        self.gone = [url for url in self.gone if url not in urls]
+
+
 class Catalog:
-    """The manifest of one folder, changed one shard at a time; several processes may do so at once."""
+    """The manifest of one folder, changed by one process at a time; several may do so."""
 
     def __init__(self, folder: str, fsync: bool = True) -> None:
-        self._folder = folder
+        self.folder = folder
         self._path = os.path.join(folder, MANIFEST)
         self._fsync = fsync
 
-    def add(self, entry: ShardEntry, index: ShardIndex) -> None:
+    def read(self) -> Listing:
+        """Return what the manifest says."""
+        entries, extra = read_manifest(self._path) if os.path.exists(self._path) else ([], {})
+        tables = [extra.pop(name, {}) for name in ("caches", "fingerprints", "held")]
+        gone = extra.pop("gone", [])
+        if not all(isinstance(table, dict) for table in tables) or not isinstance(gone, list):
+            raise FormatError(f"{self._path}: caches, fingerprints and held are not all objects, or gone is no list")
+        caches, fingerprints, held = map(dict, tables)
+        return Listing({entry.url: entry for entry in entries}, caches, fingerprints, held, list(map(str, gone)), extra)
+
+    def add(self, path: str, index: ShardIndex) -> None:
         """Add or replace a shard."""
-        with self._changed() as (entries, caches, fingerprints):
-            entries[entry.url] = entry
-            caches[entry.url] = {name: len(columns) for name, columns in index.caches.items()}
-            fingerprints.pop(entry.url, None)
-            if index.fingerprint is not None:
-                fingerprints[entry.url] = dict(index.fingerprint)
+        with self.changed() as listing:
+            listing.add(path, index)
 
-    def lists(self, entry: ShardEntry) -> bool:
-        """Return whether the manifest has a shard, in this state."""
-        return entry in self._read()[0]
-
-    def fingerprint(self, url: str) -> Any:
-        """Return how a shard was made, None if the manifest does not say so."""
-        return self._read()[1].get("fingerprints", {}).get(url)
-
-    def _read(self) -> tuple[list[ShardEntry], dict[str, Any]]:
-        return read_manifest(self._path) if os.path.exists(self._path) else ([], {})
-
-    def remove(self, urls: Sequence[str]) -> None:
+    def remove(self, *urls: str) -> None:
         """Remove shards."""
-        with self._changed() as tables:
-            for url in urls:
-                for table in tables:
-                    table.pop(url, None)
+        with self.changed() as listing:
+            listing.remove(*urls)
 
     @contextlib.contextmanager
-    def _changed(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-        """Give what the manifest says by shard, to change it: entries, counts by cache, fingerprints."""
-        with _locked(self._folder):
-            for stray in glob.glob(os.path.join(glob.escape(self._folder), f".{MANIFEST}.*.tmp")):
+    def changed(self) -> Iterator[Listing]:
+        """Keep other writers off, and write the manifest again as the caller has changed it, unless that failed."""
+        with _locked(self.folder):
+            for stray in glob.glob(os.path.join(glob.escape(self.folder), f".{MANIFEST}.*.tmp")):
                 os.remove(stray)  # of a killed writer: nobody else writes while this one holds the lock
-            entries, extra = self._read()
-            by_url = {entry.url: entry for entry in entries}
-            caches, fingerprints = dict(extra.pop("caches", {})), dict(extra.pop("fingerprints", {}))
-            yield by_url, caches, fingerprints
-            ours = {"caches": caches} | ({"fingerprints": fingerprints} if fingerprints else {})
-            write_manifest(
-                self._path,
-                [by_url[url] for url in sorted(by_url)],
-                {**extra, "version": _EXTRA, **{name: dict(sorted(table.items())) for name, table in ours.items()}},
-                fsync=self._fsync,
-            )
+            listing = self.read()
+            yield listing
+            ours: dict[str, Any] = {"version": _EXTRA, "caches": dict(sorted(listing.caches.items()))}
+            for name, table in (("fingerprints", listing.fingerprints), ("held", listing.held)):
+                if table:
+                    ours[name] = dict(sorted(table.items()))
+            if listing.gone:
+                ours["gone"] = sorted(listing.gone)
+            shards = [listing.entries[url] for url in sorted(listing.entries)]
+            write_manifest(self._path, shards, {**listing.extra, **ours}, fsync=self._fsync)
+
+
+def _entry(path: str, index: ShardIndex) -> ShardEntry:
+    return ShardEntry(os.path.basename(path), len(index.keys), os.path.getsize(path))
 
 
 @contextlib.contextmanager
@@ -131,38 +160,12 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
         folder, name = os.path.split(os.path.abspath(path))
         manifest = os.path.join(folder, MANIFEST)
         if os.path.exists(manifest) and any(entry.url == name for entry in read_manifest(manifest)[0]):
-            Catalog(folder).add(ShardEntry(name, len(found.keys), os.path.getsize(path)), found)
+            Catalog(folder).add(path, found)
     else:
         write_atomically(sidecar_path(path), [build_footer(found, file.nbytes)])
     if idx:
         write_dali_index(dali_index_path(path), found)
     return load_index(ShardFile(path))
-
-
-def remove_samples(
-    path: str, keys: Collection[str], *, footer: bool = True, idx: bool = True, fsync: bool = True
-) -> None:
-    """Write a shard again without the samples of some keys, with what lies beside it; it goes if no other is left.
-
-    A crash in between leaves a manifest that does not fit, which readers refuse and the next writer with `resume=True` mends.
-
-    Raises:
-        FormatError: It is no tar, or a damaged one.
-    """
-    folder, name = os.path.split(path)
-    catalog = Catalog(folder or ".", fsync) if os.path.exists(os.path.join(folder, MANIFEST)) else None
-    index = rewrite_without(path, keys, footer=footer, fsync=fsync)
-    if index is None:
-        if catalog is not None:
-            catalog.remove([name])
-        for file in (path, dali_index_path(path), sidecar_path(path)):
-            if os.path.exists(file):
-                os.remove(file)
-        return
-    if idx:
-        write_dali_index(dali_index_path(path), index, fsync)
-    if catalog is not None:
-        catalog.add(ShardEntry(name, len(index.keys), os.path.getsize(path)), index)
 
 
 def dali_index_path(path: str) -> str:

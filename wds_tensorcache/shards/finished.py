@@ -31,6 +31,10 @@ class FinishedShards:
         numbers = [(position, bisect_right(self._starts, position) - 1) for position in self._table.find(key)]
         return [(self._paths[number], position - self._starts[number]) for position, number in numbers]
 
+    def shared(self) -> dict[str, list[tuple[str, int]]]:
+        """Return the keys that are there more than once, each with what `find` returns."""
+        return {key: self.find(key) for key in self._table.shared()}
+
     def read_member(self, path: str, row: int, suffix: str) -> bytes | None:
         """Return a member of a sample, None if it has none of that suffix."""
         member = self._indexes[self._paths.index(path)].members.get(suffix)

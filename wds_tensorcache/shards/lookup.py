@@ -39,15 +39,11 @@ class KeyTable:
         first, last = np.searchsorted(self._hashes, wanted, "left"), np.searchsorted(self._hashes, wanted, "right")
         return sorted(position for position in self._order[first:last].tolist() if self._raw(position) == raw)
 
-    def num_repeated(self) -> int:
-        """Return how many keys occur more than once."""
-        again = self._hashes[1:] == self._hashes[:-1]
-        count = 0
-        for wanted in np.unique(self._hashes[1:][again]):
-            first, last = np.searchsorted(self._hashes, wanted, "left"), np.searchsorted(self._hashes, wanted, "right")
-            keys = [self._raw(position) for position in self._order[first:last].tolist()]
-            count += sum(keys.count(key) > 1 for key in set(keys))
-        return count
+    def shared(self) -> list[str]:
+        """Return the keys that are there more than once."""
+        same = self._order[1:][self._hashes[1:] == self._hashes[:-1]]
+        keys = {self._raw(position).decode("utf-8", "surrogateescape") for position in same.tolist()}
+        return sorted(key for key in keys if len(self.find(key)) > 1)
 
     def _raw(self, position: int) -> bytes:
         number = bisect_right(self._starts, position) - 1

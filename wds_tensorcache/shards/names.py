@@ -7,7 +7,17 @@ from collections.abc import Iterable
 
 from wds_tensorcache.errors import KeyRuleError
 
-__all__ = ["FIELD", "SKELETON", "TENSORS", "cache_name", "check_key", "check_suffixes", "is_cache_name", "split_member"]
+__all__ = [
+    "FIELD",
+    "SKELETON",
+    "TENSORS",
+    "cache_name",
+    "check_key",
+    "check_suffixes",
+    "is_cache_name",
+    "member_suffix",
+    "split_member",
+]
 
 FIELD = "tensorcache"  # what a cache is called in a sample
 SKELETON = "skel.pyd"
@@ -54,6 +64,11 @@ def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
                 f"member name {key!r:.100}.{suffix} has {nbytes} bytes: "
                 f"DALI without an index reads at most {MAX_MEMBER_NBYTES}"
             )
+
+
+def member_suffix(name: str, suffix: str) -> str:
+    """Return the suffix of a member of the cache `name`."""
+    return f"{name}.{suffix}" if name else suffix
 
 
 def split_member(name: str) -> tuple[str, str] | None:

@@ -116,11 +116,23 @@ class Output:
 
     def finish(self, fsync: bool) -> None:
         """Give the file its name; with `fsync` after it is on disk, else a crash may leave the name with other bytes."""
+        self.complete(fsync)
+        self.publish(fsync)
+
+    def complete(self, fsync: bool) -> None:
+        """Return when all is written, with `fsync` on disk; the file has no name yet, and nothing can be appended."""
         self.flush()
         if fsync:
             os.fsync(self._file.fileno())
         self._close()
-        os.replace(self._temporary, self.path)
+
+    def publish(self, fsync: bool) -> None:
+        """Give the complete file its name; with `fsync` wait until that is on disk."""
+        try:
+            os.replace(self._temporary, self.path)
+        except BaseException:
+            self.drop()
+            raise
         if fsync:
             fsync_folder(os.path.dirname(self.path))
 

@@ -34,6 +34,13 @@ class ShardPattern:
         """Return where a shard is."""
         return self._pattern % number if self.is_numbered else self._pattern
 
+    def covers(self, name: str) -> bool:
+        """Return whether a file of the folder that is called so is a shard of this pattern."""
+        if not self.is_numbered:
+            return name == self._name
+        match = _regex(self._name).fullmatch(name)
+        return match is not None and self.path(int(match[1])) == os.path.join(self.folder, name)
+
     def existing(self) -> dict[int, str]:
         """Return the shards that are there, by their numbers, ascending."""
         if not self.is_numbered:
@@ -43,8 +50,7 @@ class ShardPattern:
 
     def _matches(self, name: str, *, before: str = "", behind: str = "") -> list[re.Match[str]]:
         """Return the files of the folder that are called like this, with any number for the pattern's."""
-        parts = [re.escape(part) for part in _NUMBER.split(name)]
-        matches = map(re.compile(before + r"(\d+)".join(parts) + behind).fullmatch, os.listdir(self.folder or "."))
+        matches = map(_regex(name, before, behind).fullmatch, os.listdir(self.folder or "."))
         return [match for match in matches if match]
 
     def remove(self, paths: list[str]) -> None:
@@ -61,6 +67,10 @@ class ShardPattern:
                 stray = os.path.join(self.folder, match[0])
                 if not _is_locked(stray):
                     os.remove(stray)
+
+
+def _regex(name: str, before: str = "", behind: str = "") -> re.Pattern[str]:
+    return re.compile(before + r"(\d+)".join(re.escape(part) for part in _NUMBER.split(name)) + behind)
 
 
 def _is_locked(path: str) -> bool:

@@ -11,26 +11,28 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import scan_shard
 from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.output import Output
-from wds_tensorcache.shards.reader import load_index
 from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE, Scanner, padding
 
-__all__ = ["copy_pieces", "rewrite_without"]
+__all__ = ["copy_pieces", "stage_without"]
 
 _CHUNK_NBYTES = 1 << 22
 
 
-def rewrite_without(
-    path: str, keys: Collection[str], into: str | None = None, *, footer: bool = True, fsync: bool = True
-) -> ShardIndex | None:
-    """Write a shard without the samples of some keys, and return its index; None, and no file, if no other is left.
+def stage_without(
+    path: str, keys: Collection[str], fingerprint: Mapping[str, Any] | None, footer: bool = True, fsync: bool = True
+) -> tuple[Output, ShardIndex] | None:
+    """Write a shard without the samples of some keys; return it, complete, to be published in the shard's place, and its index.
 
     Args:
         path: Of the shard.
         keys: Of those samples.
-        into: Where to; the shard itself by default, which is replaced as a whole.
+        fingerprint: How it was made.
         footer: Put the index behind it.
         fsync: Wait for the disk.
+
+    Returns:
+        None, and there is no file, if no other sample is left.
 
     Raises:
         FormatError: It is no tar, or a damaged one.
@@ -49,7 +51,7 @@ def rewrite_without(
             pieces[-1] = pieces[-1][0], piece[1]
         else:
             pieces.append(piece)
-    return None if not pieces else copy_pieces(file, pieces, into or path, load_index(file).fingerprint, footer, fsync)
+    return None if not pieces else _stage_pieces(file, pieces, path, fingerprint, footer, fsync)
 
 
 def copy_pieces(
@@ -65,7 +67,19 @@ def copy_pieces(
     Raises:
         FormatError: They are no tar, or a damaged one. Nothing is written.
     """
+    output, index = _stage_pieces(file, pieces, into, fingerprint, footer, fsync)
+    output.publish(fsync)
+    return index
 
+
+def _stage_pieces(
+    file: ShardFile,
+    pieces: Sequence[tuple[int, int]],
+    into: str,
+    fingerprint: Mapping[str, Any] | None,
+    footer: bool,
+    fsync: bool,
+) -> tuple[Output, ShardIndex]:
     def read(begin: int, end: int) -> bytes:
         # a shard may have been cut short inside of the padding behind a member
         return file.read(begin, max(begin, min(end, file.nbytes))).ljust(end - begin, b"\0")
@@ -80,11 +94,11 @@ def copy_pieces(
                 output.append([chunk], len(chunk))
         tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")
         output.append([tail], len(tail))
-        output.finish(fsync)
+        output.complete(fsync)
     except BaseException:
         output.drop()
         raise
-    return index
+    return output, index
 
 
 def _joined(read: Callable[[int, int], bytes], pieces: Sequence[tuple[int, int]]) -> Callable[[int, int], bytes]:

@@ -10,22 +10,19 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from wds_tensorcache.codec.header import is_bound, parse_header
+from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import encode_views
 from wds_tensorcache.errors import EncodeError, KeyRuleError, StaleCacheError, TensorCacheError
-from wds_tensorcache.shards.catalog import Catalog, dali_index_path, write_dali_index
+from wds_tensorcache.shards.catalog import Catalog, Listing, dali_index_path, write_dali_index
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint
 from wds_tensorcache.shards.finished import FinishedShards
-from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.indexing import CacheEntry, IndexBuilder
-from wds_tensorcache.shards.manifest import ShardEntry
-from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes
-from wds_tensorcache.shards.output import Output
+from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes, member_suffix
+from wds_tensorcache.shards.open_shard import OpenShard
 from wds_tensorcache.shards.pattern import ShardPattern
 from wds_tensorcache.shards.reader import load_index
 from wds_tensorcache.shards.storage import ShardFile
-from wds_tensorcache.shards.tar import END_OF_ARCHIVE, build_header, padding
+from wds_tensorcache.shards.switch import Switch
 
 __all__ = ["ShardWriter"]
 
@@ -95,39 +92,66 @@ class ShardWriter:
         folder = self._pattern.folder or "."
         os.makedirs(folder, exist_ok=True)
         self._catalog = Catalog(folder, fsync) if manifest else None
+        self._switch = Switch(self._pattern, self._catalog, footer=footer, idx=idx, fsync=fsync)
+        existing = self._pattern.existing()
+        if existing and not overwrite and not resume:
+            first = next(iter(existing.values()))
+            raise FileExistsError(f"{first} exists; pass overwrite=True or resume=True, or write to another folder")
+        self._pattern.remove_strays()
+        self._switch.clear()
         existing = self._pattern.existing()
         paths = list(existing.values())
-        if existing and not overwrite and not resume:
-            raise FileExistsError(f"{paths[0]} exists; pass overwrite=True or resume=True, or write to another folder")
-        self._pattern.remove_strays()
         self._number = 0
-        self.finished = FinishedShards({path: self._take_over(path) for path in paths} if resume else {})
+        self.finished = self._take_over(paths if resume else [])
         self._replaced: set[str] = set()
         if resume and existing:
             self._number = max(existing) + 1
         elif existing:
             if self._catalog is not None:
-                self._catalog.remove([os.path.basename(path) for path in paths])  # before the shards themselves go
+                self._catalog.remove(*map(os.path.basename, paths))  # before the shards themselves go
             self._pattern.remove(paths)
-        self._shard: _OpenShard | None = None
+        self._shard: OpenShard | None = None
         self._closed = False
         self._pid = os.getpid()
 
-    def _take_over(self, path: str) -> ShardIndex:
-        """Make up for what a writer that was killed had not written beside a shard; return the shard's index."""
+    def _take_over(self, paths: list[str]) -> FinishedShards:
+        """Make up for what a writer that was killed had not written beside its shards."""
+        listing = self._catalog.read() if self._catalog is not None else None
+        indexes = {path: self._load(path, listing) for path in paths}
+        finished = FinishedShards(indexes)
+        if self._catalog is None or listing is None:
+            return finished
+        unlisted = {path: index for path, index in indexes.items() if not listing.lists(path, index)}
+        held = [path for path in unlisted if os.path.basename(path) in listing.held]
+        if held:
+            for path, index in unlisted.items():
+                self._switch.hold(path, index)
+            for key, places in finished.shared().items():
+                if any(path in held for path, _ in places):
+                    self._switch.leave(key, _older(places))
+            if any(os.path.basename(path) in listing.entries for path in unlisted):
+                # a switch had begun, so all it needs is written: until it is finished, readers refuse the folder
+                self._switch.run(self._fingerprint)
+                return self._take_over(list(self._pattern.existing().values()))
+        elif unlisted:
+            with self._catalog.changed() as listing:
+                for path, index in unlisted.items():
+                    listing.add(path, index)
+        return finished
+
+    def _load(self, path: str, listing: Listing | None) -> ShardIndex:
+        """Return the index of a shard that is there; write its `.idx` if that may be of another state."""
         index = load_index(ShardFile(path))
-        found = index.fingerprint
-        if found is None and self._catalog is not None:
-            found = self._catalog.fingerprint(os.path.basename(path))  # there is no footer
+        found, name = index.fingerprint, os.path.basename(path)
+        if found is None and listing is not None:
+            found = listing.fingerprints.get(name, listing.held.get(name))  # there is no footer
         if found != self._fingerprint:
             check_fingerprint(path, found, self._fingerprint or {})
             raise StaleCacheError(f"{path} was made with {found}, this writer has {self._fingerprint}")
         index = dataclasses.replace(index, fingerprint=found)
-        is_listed = self._catalog is None or self._catalog.lists(_entry(path, index))
+        is_listed = listing is None or listing.lists(path, index)
         if self._idx and not (is_listed and os.path.exists(dali_index_path(path))):
             write_dali_index(dali_index_path(path), index, self._fsync)
-        if self._catalog is not None and not is_listed:
-            self._catalog.add(_entry(path, index), index)
         return index
 
     def __contains__(self, key: object) -> bool:
@@ -135,8 +159,15 @@ class ShardWriter:
         return isinstance(key, str) and key not in self._replaced and key in self.finished
 
     def replace(self, key: str) -> None:
-        """Let a key be written again that a finished shard has; removing it there is up to the caller."""
+        """Let a key be written again that finished shards have: the older samples go when the writer is closed.
+
+        Until then, the manifest lists neither the new sample nor whatever is finished behind it.
+        """
         self._replaced.add(key)
+
+    def keep_newest(self, key: str) -> None:
+        """Where several finished shards have a key, let all but the newest sample go when the writer is closed."""
+        self._switch.leave(key, _older(self.finished.find(key)))
 
     def write(self, key: str, sample: Any = _NOTHING, /, **members: Any) -> None:
         """Write one sample.
@@ -172,9 +203,9 @@ class ShardWriter:
                 caches[cache_name(field[: -len(FIELD) - 1]) if field != FIELD else ""] = value
         if not caches and not others:
             raise KeyRuleError(f"sample {key!r} has no members")
-        check_suffixes(key, [*others, *(_member(name, SKELETON) for name in caches)])
-        check_suffixes(key, [_member(name, TENSORS) for name in caches])
-        lowered = [field.lower() for field in others] + [_member(name, TENSORS) for name in caches]
+        check_suffixes(key, [*others, *(member_suffix(name, SKELETON) for name in caches)])
+        check_suffixes(key, [member_suffix(name, TENSORS) for name in caches])
+        lowered = [field.lower() for field in others] + [member_suffix(name, TENSORS) for name in caches]
         if len(set(lowered)) < len(lowered) or any(field.endswith((SKELETON, FIELD)) for field in lowered):
             raise KeyRuleError(
                 f"sample {key!r} has members {sorted(lowered)}: names that only caches have, or one twice"
@@ -198,9 +229,11 @@ class ShardWriter:
                 if not self._pattern.is_numbered and self._number:
                     raise FileExistsError(f"{path} is finished; only a pattern with a number goes on")
                 raise FileExistsError(f"{path} exists; it was not there when this writer began")
-            self._shard = _OpenShard(path)
+            self._shard = OpenShard(path)
             self._number += 1
         self._shard.write(key, encoded, plain)
+        if key in self._replaced:
+            self._switch.leave(key, [path for path, _ in self.finished.find(key)])
 
     def _encode_others(self, key: str, others: dict[str, Any]) -> dict[str, bytes]:
         try:
@@ -222,16 +255,22 @@ class ShardWriter:
         shard, self._shard = self._shard, None
         if shard is None:
             return
+        is_held = self._catalog is not None and self._switch.is_due
+        if is_held:
+            self._switch.announce(shard.path, self._fingerprint)
         index = shard.finish(self._footer, self._fsync, self._fingerprint)
         if self._idx:
             write_dali_index(dali_index_path(shard.path), index, self._fsync)
-        if self._catalog is not None:
-            self._catalog.add(_entry(shard.path, index), index)
+        if is_held:
+            self._switch.hold(shard.path, index)
+        elif self._catalog is not None:
+            self._catalog.add(shard.path, index)
 
     def close(self) -> None:
         """Finish the shard that is being written, and write no more."""
         self._closed = True
         self._finish()
+        self._switch.run(self._fingerprint)
 
     def __del__(self) -> None:
         shard = getattr(self, "_shard", None)
@@ -246,18 +285,15 @@ class ShardWriter:
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         self._closed = True
         if kind is None:
-            self._finish()
+            self.close()
         elif self._shard is not None:
             self._shard.drop()
             self._shard = None
 
 
-def _entry(path: str, index: ShardIndex) -> ShardEntry:
-    return ShardEntry(os.path.basename(path), len(index.keys), os.path.getsize(path))
-
-
-def _member(name: str, suffix: str) -> str:
-    return f"{name}.{suffix}" if name else suffix
+def _older(places: list[tuple[str, int]]) -> list[str]:
+    """Return the shards of `places` but the newest one, which may have a key twice if another writer made it."""
+    return [path for path, _ in places if path != places[-1][0]]
 
 
 def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
@@ -283,64 +319,3 @@ def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
             except (TypeError, ValueError, RecursionError) as exc:
                 raise EncodeError(f"member {extension!r} is not what JSON can hold: {exc}") from exc
     return result
-
-
-class _OpenShard:
-    """The shard that is being written, under a temporary name."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._output = Output(path)
-        self._builder = IndexBuilder()
-        self._keys: set[str] = set()
-        self._position = 0
-
-    def is_full(self, max_samples: int, max_nbytes: int) -> bool:
-        return len(self._keys) >= max_samples or self._position >= max_nbytes
-
-    def write(self, key: str, caches: list[tuple[str, Any]], others: dict[str, bytes]) -> None:
-        if key in self._keys:
-            raise KeyRuleError(f"key {key!r} is in {self.path} already")
-        parts: list[Any] = []
-        position = self._position
-        entries: list[CacheEntry] = []
-        members: list[tuple[str, int, int]] = []
-
-        def member(suffix: str, nbytes: int, *content: Any) -> int:
-            nonlocal position
-            header = build_header(f"{key}.{suffix}", nbytes)
-            begin = position + len(header)
-            parts.extend((header, *content, bytes(padding(nbytes))))
-            position = begin + nbytes + padding(nbytes)
-            return begin
-
-        for name, encoded in caches:
-            skeleton_begin = member(_member(name, SKELETON), len(encoded.skeleton), encoded.skeleton)
-            nbytes = len(encoded.header) + sum(map(len, encoded.buffers))
-            begin = member(_member(name, TENSORS), nbytes, encoded.header, *encoded.buffers)
-            layout, digest = parse_header(encoded.header, nbytes)
-            entries.append(
-                CacheEntry(name, skeleton_begin, len(encoded.skeleton), begin, layout, digest, encoded.references)
-            )
-        for extension, raw in others.items():
-            members.append((extension.lower(), member(extension, len(raw), raw), len(raw)))
-        self._output.append(parts, position - self._position)
-        self._position = position
-        self._keys.add(key)
-        self._builder.add(key, entries, members)
-
-    def finish(self, footer: bool, fsync: bool, fingerprint: Mapping[str, Any] | None) -> ShardIndex:
-        try:
-            index = dataclasses.replace(self._builder.finish(self._position), fingerprint=fingerprint)
-            if os.path.exists(self.path):
-                raise FileExistsError(f"{self.path} exists; it was not there when this writer began")
-            tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")
-            self._output.append([tail], len(tail))
-            self._output.finish(fsync)
-        except BaseException:
-            self.drop()
-            raise
-        return index
-
-    def drop(self) -> None:
-        self._output.drop()
