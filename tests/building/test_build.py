@@ -28,8 +28,8 @@ MADE = {"model": "double", "revision": 1}
 class Numbers(Dataset[dict[str, Any]]):
     """Items whose inputs may change."""
 
-    def __init__(self, changed: tuple[int, ...] = (), count: int = COUNT) -> None:
-        self.changed, self.count = changed, count
+    def __init__(self, changed: tuple[int, ...] = (), count: int = COUNT, keyed: bool = False) -> None:
+        self.changed, self.count, self.keyed = changed, count, keyed
         self.num_read = 0
 
     def __len__(self) -> int:
@@ -37,7 +37,8 @@ class Numbers(Dataset[dict[str, Any]]):
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         self.num_read += 1
-        return {"__key__": f"n{i}", "value": i + 100 * (i in self.changed)}
+        own = {"__key__": f"own{i}"} if self.keyed else {}
+        return {"name": f"n{i}", "value": i + 100 * (i in self.changed)} | own
 
 
 def double(items: list[dict[str, Any]]) -> list[Any]:
@@ -62,7 +63,7 @@ def counted(fn: Any = double) -> tuple[Any, list[int]]:
 
 
 def key(item: dict[str, Any]) -> str:
-    return str(item["__key__"])
+    return str(item["name"])
 
 
 def digest(item: dict[str, Any]) -> str:
@@ -84,11 +85,16 @@ def test_a_map_style_dataset(tmp_path: Path, workers: int) -> None:
     assert_doubled(build(Numbers(), tmp_path / "keyed", keys=key, workers=workers), [f"n{i}" for i in range(COUNT)])
     names = [f"k{i}" for i in range(COUNT)]
     assert_doubled(build(Numbers(), tmp_path / "named", keys=names, workers=workers), names)
+    own = [f"own{i}" for i in range(COUNT)]
+    for _ in range(2):
+        fn, called = counted()
+        assert_doubled(build(Numbers(keyed=True), tmp_path / "own", fn, workers=workers), own)
+    assert called == []
 
 
 def test_an_iterable(tmp_path: Path) -> None:
-    items = [Numbers()[i] for i in range(COUNT)]
-    assert_doubled(build(iter(items), tmp_path / "a"), [f"n{i}" for i in range(COUNT)])
+    items = [Numbers(keyed=True)[i] for i in range(COUNT)]
+    assert_doubled(build(iter(items), tmp_path / "a"), [f"own{i}" for i in range(COUNT)])
     plain = build(iter(range(5)), tmp_path / "b", lambda batch: [{"i": i} for i in batch])
     assert list(plain.keys()) == [f"{i:09d}" for i in range(5)]
 
@@ -124,6 +130,8 @@ def test_what_a_model_returns(tmp_path: Path) -> None:
         (lambda items: {"x": {"y": 5}}, r"\['x'\]\['y'\] is a int"),
         (lambda items: torch.tensor(1), "is a Tensor"),
         (lambda items: None, "is a NoneType"),
+        (lambda items: (torch.ones(4, 2), torch.ones(4, 3)), "is a tuple: of several tensors return a dict"),
+        (lambda items: {"x": tuple(torch.ones(2) for _ in items)}, r"\['x'\] is a tuple"),
     ],
 )
 def test_what_is_not_one_for_each(tmp_path: Path, made: Any, message: str) -> None:
@@ -157,13 +165,13 @@ def test_broken_off(tmp_path: Path, fails_at: int, where: str) -> None:
     whole = build(Numbers(), tmp_path / "whole", lambda items: [{"i": item["value"]} for item in items], keys=key)
     whole.close()
     with pytest.raises((ZeroDivisionError, tc.EncodeError)):
-        build(items(), tmp_path / "x", broken)
+        build(items(), tmp_path / "x", broken, keys=key)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorcache-build")]
     finished = {name for name in os.listdir(tmp_path / "x") if name.endswith(".tar")}
     assert finished <= {f"{i:06d}.tar" for i in range(5)}
     fn, called = counted(lambda items: [{"i": item["value"]} for item in items])
     build(Numbers(), tmp_path / "x", fn, keys=key).close()
-    assert called == list(range(5 * len(finished), COUNT))
+    assert called == list(range(5 * len(finished) // 4 * 4, COUNT))  # whole batches
     compare(tmp_path / "x", tmp_path / "whole")
 
 

@@ -277,7 +277,9 @@ def test_damage_is_not_called_an_attack() -> None:
     skeleton, tensors = tc.encode_sample({"x": torch.ones(2)})
     damaged = skeleton.replace(b"builtins", b"builthns")
     assert damaged != skeleton
-    with pytest.raises(tc.FormatError, match="the skeleton is damaged: its digest does not match its bytes; .*builthns"):
+    with pytest.raises(
+        tc.FormatError, match="the skeleton is damaged: its digest does not match its bytes; .*builthns"
+    ):
         tc.decode_sample(damaged, tensors)
 
 

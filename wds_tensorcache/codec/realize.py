@@ -1,18 +1,22 @@
-"""Load every lazy tensor of a nested structure."""
+"""Nested structures with other tensors in them: with every lazy one loaded, say."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
 
-__all__ = ["realize"]
+__all__ = ["realize", "rebuild"]
+
+_LEAVES = (LazyTensor, LazyArray, torch.Tensor, np.ndarray)
 
 
 def realize(obj: Any, device: torch.device | str | None = None) -> Any:
@@ -29,12 +33,25 @@ def realize(obj: Any, device: torch.device | str | None = None) -> Any:
 
     Memory: loaded tensors are fresh and the caller's own; everything that is not a container is shared with `obj`.
     """
-    return _Realizer(device).visit(obj)
+
+    def load(leaf: Any) -> Any:
+        if isinstance(leaf, LazyTensor):
+            return leaf.load(device)
+        if isinstance(leaf, LazyArray):
+            return leaf.load()
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) and device is not None else leaf
+
+    return rebuild(obj, load)
 
 
-class _Realizer:
-    def __init__(self, device: torch.device | str | None) -> None:
-        self._device = device
+def rebuild(obj: Any, replace: Callable[[Any], Any]) -> Any:
+    """Return `obj` with every tensor and array, lazy or not, replaced, each once; as of `realize`."""
+    return _Rebuilder(replace).visit(obj)
+
+
+class _Rebuilder:
+    def __init__(self, replace: Callable[[Any], Any]) -> None:
+        self._replace = replace
         self._done: dict[int, tuple[Any, Any]] = {}  # by id: (the object, so that the id stays its own; what it became)
 
     def visit(self, value: Any) -> Any:
@@ -48,12 +65,8 @@ class _Realizer:
     def _build(self, value: Any) -> Any:
         cls = type(value)
         result: Any
-        if cls is LazyTensor:
-            return value.load(self._device)
-        if cls is LazyArray:
-            return value.load()
-        if isinstance(value, torch.Tensor):
-            return value if self._device is None else value.to(self._device)
+        if isinstance(value, _LEAVES):
+            return self._replace(value)
         if cls is list or cls is deque:
             result = [] if cls is list else deque(maxlen=value.maxlen)
             self._done[id(value)] = (value, result)

@@ -21,7 +21,15 @@ def as_fingerprint(fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
         raise TypeError(f"a fingerprint is a dict by field's name, got {fields!r:.200}")
-    found: dict[str, Any] = json.loads(json.dumps(dict(fields), allow_nan=False, sort_keys=True))
+    found: dict[str, Any] = {}
+    for name in sorted(fields):
+        try:
+            found[name] = json.loads(json.dumps(fields[name], allow_nan=False, sort_keys=True))
+        except (TypeError, ValueError, RecursionError) as exc:
+            error, hint = (
+                (TypeError, f"; write {str(fields[name])!r:.100}") if isinstance(exc, TypeError) else (ValueError, "")
+            )
+            raise error(f"fingerprint[{name!r}] is nothing that JSON holds: {exc}{hint}") from exc
     return found
 
 

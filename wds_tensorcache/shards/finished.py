@@ -23,6 +23,9 @@ class FinishedShards:
             self._starts.append(self._starts[-1] + len(index.keys))
         self._files = Files()
 
+    def __len__(self) -> int:
+        return self._starts[-1]
+
     def __contains__(self, key: str) -> bool:
         return bool(self._table.find(key))
 

@@ -45,8 +45,8 @@ class ShardPattern:
         """Return the shards that are there, by their numbers, ascending."""
         if not self.is_numbered:
             return {0: self._pattern} if os.path.exists(self._pattern) else {}
-        found = {int(match[1]): os.path.join(self.folder, match[0]) for match in self._matches(self._name)}
-        return {number: path for number, path in sorted(found.items()) if self.path(number) == path}
+        numbers = sorted(int(match[1]) for match in self._matches(self._name) if self.covers(match[0]))
+        return {number: self.path(number) for number in numbers}
 
     def _matches(self, name: str, *, before: str = "", behind: str = "") -> list[re.Match[str]]:
         """Return the files of the folder that are called like this, with any number for the pattern's."""

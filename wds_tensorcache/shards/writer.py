@@ -12,7 +12,7 @@ from typing import Any
 
 from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import encode_views
-from wds_tensorcache.errors import EncodeError, KeyRuleError, StaleCacheError, TensorCacheError
+from wds_tensorcache.errors import EncodeError, FormatError, KeyRuleError, StaleCacheError, TensorCacheError
 from wds_tensorcache.shards.catalog import Catalog, Listing, dali_index_path, write_dali_index
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint
 from wds_tensorcache.shards.finished import FinishedShards
@@ -103,6 +103,7 @@ class ShardWriter:
         paths = list(existing.values())
         self._number = 0
         self.finished = self._take_over(paths if resume else [])
+        self.num_finished = len(self.finished)  # samples in finished shards
         self._replaced: set[str] = set()
         if resume and existing:
             self._number = max(existing) + 1
@@ -121,6 +122,11 @@ class ShardWriter:
         finished = FinishedShards(indexes)
         if self._catalog is None or listing is None:
             return finished
+        lost = [url for url in listing.entries if self._pattern.covers(url) and not os.path.exists(self._path(url))]
+        if lost:
+            what = f"{self._path(lost[0])} is not there any more"
+            warnings.warn(f"{what}, nor are {len(lost) - 1} others" if lost[1:] else what, stacklevel=3)
+            self._catalog.remove(*lost)
         unlisted = {path: index for path, index in indexes.items() if not listing.lists(path, index)}
         held = [path for path in unlisted if os.path.basename(path) in listing.held]
         if held:
@@ -141,7 +147,12 @@ class ShardWriter:
 
     def _load(self, path: str, listing: Listing | None) -> ShardIndex:
         """Return the index of a shard that is there; write its `.idx` if that may be of another state."""
-        index = load_index(ShardFile(path))
+        try:
+            index = load_index(ShardFile(path))
+        except FormatError as exc:
+            raise FormatError(
+                f"{exc}; tc.verify says what is wrong, tc.repair saves the rest, on which to go on"
+            ) from exc
         found, name = index.fingerprint, os.path.basename(path)
         if found is None and listing is not None:
             found = listing.fingerprints.get(name, listing.held.get(name))  # there is no footer
@@ -153,6 +164,9 @@ class ShardWriter:
         if self._idx and not (is_listed and os.path.exists(dali_index_path(path))):
             write_dali_index(dali_index_path(path), index, self._fsync)
         return index
+
+    def _path(self, url: str) -> str:
+        return os.path.join(self._pattern.folder, url)
 
     def __contains__(self, key: object) -> bool:
         """Return whether a finished shard has the key, of those that `resume=True` found: `write` would skip it."""
@@ -259,6 +273,7 @@ class ShardWriter:
         if is_held:
             self._switch.announce(shard.path, self._fingerprint)
         index = shard.finish(self._footer, self._fsync, self._fingerprint)
+        self.num_finished += len(index.keys)
         if self._idx:
             write_dali_index(dali_index_path(shard.path), index, self._fsync)
         if is_held:

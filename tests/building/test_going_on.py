@@ -1,0 +1,180 @@
+"""Caches of datasets: what memory they keep, what happens to batches that are broken off, and what is refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.building.test_build import COUNT, Numbers, build, counted, double, key
+from tests.kills import compare
+
+
+class Colour(Enum):
+    """A class of ours."""
+
+    RED = 1
+    GREEN = 2
+    BLUE = 3
+
+
+def test_memory_that_fn_uses_again(tmp_path: Path) -> None:
+    """What is written is what fn returned, whatever it does to its own memory afterwards."""
+    tensor, array, rows = torch.empty(4, 200_000), np.empty((4, 50_000), np.float32), [torch.empty(3) for _ in range(4)]
+
+    def fn(items: list[int]) -> Any:
+        for row, item in enumerate(items):
+            tensor[row], array[row] = item, item
+            rows[row].fill_(item)
+        return {"x": tensor[: len(items)], "more": {"y": array[: len(items)], "z": rows[: len(items)]}}
+
+    def samples(items: list[int]) -> Any:
+        fn(items)
+        return [{"x": tensor[row], "y": [array[row], {"z": (rows[row],)}]} for row in range(len(items))]
+
+    nested = build(list(range(80)), tmp_path / "a", fn)
+    listed = build(list(range(80)), tmp_path / "b", samples)
+    for i in range(80):
+        found = tc.realize(nested[i])
+        assert (found["x"] == i).all()
+        assert (found["more"]["y"] == i).all()
+        assert (found["more"]["z"] == i).all()
+        found = tc.realize(listed[i])
+        assert (found["x"] == i).all()
+        assert (found["y"][0] == i).all()
+        assert (found["y"][1]["z"][0] == i).all()
+
+
+def test_batches_stay_the_same_ones(tmp_path: Path) -> None:
+    """Also where what fn makes of an item depends on the others of its batch."""
+
+    def fn(items: list[dict[str, Any]]) -> list[Any]:
+        return [{"x": torch.full((max(other["value"] for other in items) + 1,), item["value"])} for item in items]
+
+    def broken(items: list[dict[str, Any]]) -> list[Any]:
+        if any(item["value"] == fails_at for item in items):
+            raise ZeroDivisionError
+        return fn(items)
+
+    build(Numbers(), tmp_path / "whole", fn).close()
+    for fails_at in (22, 17, 11, 6):
+        for source in (lambda: Numbers(), lambda: iter(Numbers()[i] for i in range(COUNT))):
+            out = tmp_path / f"{fails_at}{source().__class__.__name__}"
+            with pytest.raises(ZeroDivisionError):
+                build(source(), out, broken)
+            build(source(), out, fn).close()
+            compare(out, tmp_path / "whole")
+
+
+def test_a_shard_that_was_deleted(tmp_path: Path) -> None:
+    build(Numbers(), tmp_path).close()
+    (tmp_path / "000001.tar").unlink()
+    fn, called = counted()
+    with pytest.warns(UserWarning, match=r"000001\.tar is not there any more"):
+        cache = build(Numbers(), tmp_path, fn)
+    assert called == list(range(4, 12))
+    assert sorted(cache.keys()) == [f"{i:09d}" for i in range(COUNT)]
+    assert tc.verify(tmp_path)
+
+
+def test_classes(tmp_path: Path) -> None:
+    cache = build(range(3), tmp_path, lambda items: [{"c": Colour(i + 1)} for i in items], allow=[Colour])
+    assert cache[2]["c"] is Colour.BLUE
+
+
+def test_a_break_says_what_is_there(tmp_path: Path) -> None:
+    def broken(items: list[dict[str, Any]]) -> list[Any]:
+        if any(item["value"] == 17 for item in items):
+            raise ZeroDivisionError
+        return double(items)
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        build(Numbers(), tmp_path, broken)
+    if hasattr(caught.value, "__notes__"):
+        assert caught.value.__notes__ == [
+            f"tc.build: 15 samples are in finished shards of {str(tmp_path)!r}; called again, it goes on behind them."
+        ]
+
+
+class Endless(torch.utils.data.IterableDataset[int]):
+    """Has a length, and no `[i]`."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+def test_an_iterable_with_a_length(tmp_path: Path) -> None:
+    assert list(build(Endless(), tmp_path, lambda items: [{"i": i} for i in items]).keys()) == [
+        f"{i:09d}" for i in range(6)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "error", "message"),
+    [
+        (torch.utils.data.DataLoader(Numbers()), {}, TypeError, "its dataset: build makes the batches"),
+        ({"a": 1}, {}, TypeError, "a dict is no dataset"),
+        (7, {}, TypeError, "a int has neither"),
+        ([], {}, ValueError, "the source has no items"),
+        (iter(()), {}, ValueError, "the source has no items"),
+        (iter([1]), {"keys": ["a"]}, ValueError, "a list of keys is for a map-style dataset"),
+        (Numbers(), {"keys": list(range(COUNT))}, tc.KeyRuleError, "__key__ is 0, expected a non-empty str"),
+        (Numbers(), {"keys": [*map(str, range(22)), "a.b"]}, tc.KeyRuleError, "'a.b' has a dot"),
+        (Numbers(), {"keys": lambda item: item["value"]}, tc.KeyRuleError, "__key__ is 0"),
+        (Numbers(), {"digest": lambda item: None}, TypeError, "digest returned a NoneType of item '000000000'"),
+        (Numbers(), {"digest": lambda item: b"x"}, TypeError, "digest returned a bytes"),
+        (Numbers(), {"fingerprint": None}, TypeError, "a fingerprint is a dict"),
+        (
+            Numbers(),
+            {"fingerprint": {"a": 1, "dtype": torch.bfloat16}},
+            TypeError,
+            r"fingerprint\['dtype'\] .* write 'torch.bfloat16'",
+        ),
+        (Numbers(), {"fingerprint": {"a": float("nan")}}, ValueError, r"fingerprint\['a'\]"),
+        (Numbers(), {"overwrite": True}, TypeError, "overwrite= has no place here"),
+        (Numbers(), {"footer": False, "manifest": False}, ValueError, "nothing keeps the fingerprint"),
+        (Numbers(), {"pattern": "sub/%d.tar"}, ValueError, "expected a file's name"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_is_refused_before_anything_is_computed(
+    tmp_path: Path, source: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    def fn(items: list[Any]) -> Any:
+        raise AssertionError("computed")
+
+    with pytest.raises(error, match=message):
+        build(source, tmp_path, fn, **options)
+
+
+def test_a_folder_of_other_shards(tmp_path: Path) -> None:
+    build(Numbers(), tmp_path, pattern="a-%d.tar").close()
+    with pytest.raises(ValueError, match=r"has a-0.tar, which is none of pattern='b-%d.tar'"):
+        build(Numbers(), tmp_path, pattern="b-%d.tar")
+    with pytest.raises(tc.StaleCacheError, match="build into another folder, or delete this one"):
+        build(Numbers(), tmp_path, pattern="a-%d.tar", fingerprint={"model": "triple"})
+    (tmp_path / "a-0.tar").write_bytes((tmp_path / "a-0.tar").read_bytes()[:700])
+    with pytest.raises(tc.FormatError, match=r"tc\.verify says what is wrong, tc\.repair saves the rest"):
+        build(Numbers(), tmp_path, pattern="a-%d.tar")
+
+
+def test_going_on_with_what_was_repaired(tmp_path: Path) -> None:
+    build(Numbers(), tmp_path / "x", keys=key).close()
+    with (tmp_path / "x" / "000002.tar").open("r+b") as file:
+        file.truncate(3000)
+    assert not tc.repair(tmp_path / "x", tmp_path / "mended")
+    fn, called = counted()
+    cache = build(Numbers(), tmp_path / "mended", fn, keys=key)
+    assert set(called) >= set(range(12, 15))
+    assert set(called) <= set(range(8, 16))
+    assert sorted(cache.keys()) == sorted(f"n{i}" for i in range(COUNT))
+    assert tc.verify(tmp_path / "mended")
