@@ -144,7 +144,6 @@ def test_an_iterable_with_a_length(tmp_path: Path) -> None:
         (Numbers(), {"footer": False, "manifest": False}, ValueError, "nothing keeps the fingerprint"),
         (Numbers(), {"pattern": "sub/%d.tar"}, ValueError, "expected a file's name"),
     ],
-    ids=lambda value: str(value)[:30],
 )
 def test_what_is_refused_before_anything_is_computed(
     tmp_path: Path, source: Any, options: dict[str, Any], error: type[Exception], message: str

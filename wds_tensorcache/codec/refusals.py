@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 __all__ = ["remedy"]
@@ -33,4 +33,6 @@ def remedy(value: Any) -> str:
     for base in (dict, list, tuple, set, frozenset, str, bytes, int, float):
         if isinstance(value, base):
             return f"{name} is no plain {base.__name__}; store {base.__name__}(x), or pass allow=[{cls.__name__}]"
+    if isinstance(value, Mapping):  # NumPy's NpzFile, say
+        return f"{name} is no dict; store dict(x)"
     return f"{name} is not a type of the format; store plain values, or pass allow=[{cls.__name__}] when writing and reading"

@@ -180,6 +180,9 @@ class ShardIndex:
     end: int
     fingerprint: Mapping[str, Any] | None = None
 
+    def __repr__(self) -> str:
+        return f"ShardIndex({len(self.keys)} samples, caches {list(self.caches)}, other members {list(self.members)})"
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the arrays take."""

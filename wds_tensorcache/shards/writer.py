@@ -26,7 +26,13 @@ from wds_tensorcache.shards.switch import Switch
 
 __all__ = ["ShardWriter"]
 
-_NOTHING: Any = object()
+
+class _Nothing:
+    def __repr__(self) -> str:
+        return "…"
+
+
+_NOTHING: Any = _Nothing()
 
 
 class ShardWriter:
