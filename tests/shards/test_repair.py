@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import wds_tensorcache as tc
 from tests.conftest import Seeded
 from tests.same import assert_same
 from tests.shards.damage import flip, member, members, sample, write
-from tests.shards.tars import ZOO, build, build_with_tarfile, by_tarfile_in
+from tests.shards.tars import FORMATS, ZOO, build, build_with_tarfile, by_tarfile_in, pax, record, special
 
 
 def repaired(source: Any, out: Path, **options: Any) -> tuple[tc.Report, list[str]]:
@@ -192,12 +194,133 @@ def test_an_extended_header_is_damaged(tmp_path: Path) -> None:
     assert tc.verify(tmp_path / "out")
 
 
-def test_where_it_may_write(tmp_path: Path) -> None:
+def test_where_it_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a", 2)
     with pytest.raises(FileExistsError, match="is not empty; shards are repaired into a folder of their own"):
         tc.repair(tmp_path / "a", tmp_path / "a")
     with pytest.raises(FileExistsError, match="is not empty"):
         tc.repair(path, path)
     write(tmp_path / "b", 2)
-    with pytest.raises(ValueError, match="shards of several folders are called '000000.tar'"):
+    with pytest.raises(ValueError, match="shards of several folders are called '000000.tar': .*/a/000.* and .*/b/000"):
         tc.repair([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+    for name in ("x.tar", "x.bin", "y.idx"):
+        (tmp_path / name).write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match=r"x\.bin: its index for DALI would be 'x.idx', as .*x\.tar has it"):
+        tc.repair([tmp_path / "x.tar", tmp_path / "x.bin"], tmp_path / "out")
+    with pytest.raises(ValueError, match=r"its index for DALI would be 'y.idx'"):
+        tc.repair(tmp_path / "y.idx", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "mount").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "mount")
+    with pytest.raises(FileExistsError, match="is where a disk is mounted, and cannot be replaced"):
+        tc.repair(path, tmp_path / "mount")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("damage", ["content", "header", "cut"])
+def test_what_is_of_no_sample_stays_in_front_of_damage(tmp_path: Path, format: str, damage: str) -> None:
+    prefix = "" if format == "ustar" else "é" * 60 + "/"  # in an extended header
+    front: list[Any] = [
+        special("folder", tarfile.DIRTYPE),
+        ("__license__", b"free"),
+        special("folder/link", tarfile.SYMTYPE, linkname="x" * (50 if format == "ustar" else 150)),
+        ("__note__/x.txt", b"y" * 600),
+    ]
+    skeleton, tensors = tc.encode_sample(sample(0))
+    tensors = tensors[:-1] + bytes([tensors[-1] ^ (damage == "content")])
+    cache = [(f"{prefix}000.skel.pyd", skeleton), (f"{prefix}000.safetensors", tensors)]
+    path = tmp_path / "x.tar"
+    path.write_bytes(build_with_tarfile([("README", b"hi"), ("a.json", b"1"), *front], FORMATS[format]))
+    begin = tc.index(path, idx=False).end
+    Path(f"{path}.index").unlink()
+    content = build_with_tarfile([("README", b"hi"), ("a.json", b"1"), *front, *cache], FORMATS[format])
+    path.write_bytes(content[: begin + 200] if damage == "cut" else content)
+    if damage == "header":
+        flip(path, begin + 20)
+    assert not tc.repair(path, tmp_path / "out")
+    after = (tmp_path / "out" / "x.tar").read_bytes()
+    assert after[:begin] == content[:begin]
+    assert after[begin : begin + 1024] == bytes(1024)
+    assert tc.verify(tmp_path / "out")
+
+
+def test_a_header_of_all_members_stays(tmp_path: Path) -> None:
+    path = tmp_path / "x.tar"
+    one, other = build([("a.json", b"1"), ("b.json", b"2")])[:2048], build([("a.json", b"3"), ("c.json", b"4")])
+    common = pax(record(b"comment", b"x"), kind=b"g")
+    path.write_bytes(one + common + pax(record(b"path", b"a.json")) + other)
+    assert [fault.key for fault in tc.repair(path, tmp_path / "out").faults] == ["a"]
+    wanted = one + common + other[1024:2048]
+    assert (tmp_path / "out" / "x.tar").read_bytes()[: len(wanted)] == wanted
+
+
+def test_of_two_samples_the_one_with_a_cache_stays(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", 2, footer=False, idx=False)
+    content = path.read_bytes()
+    halves = {name: content[slice(*place)] for name, place in members(path).items()}
+    cache = [(name, halves[name]) for name in ("000.skel.pyd", "000.safetensors")]
+    bad = [cache[0], (cache[1][0], cache[1][1][:-1] + b"!")]
+    other, lone = ("001.json", b"1"), ("000.jpg", b"x")
+    path = tmp_path / "x.tar"
+    for number, (samples, kept) in enumerate(
+        [
+            ([[lone], [other], cache], [other, *cache]),
+            ([[lone], [other], bad, [("002.json", b"1")], cache], [other, ("002.json", b"1"), *cache]),
+            ([cache, [other], [lone]], [*cache, other]),
+            ([[lone], [other], bad], [lone, other]),
+            ([[lone], [other], cache, [("002.json", b"1")], cache], [other, *cache, ("002.json", b"1")]),
+        ]
+    ):
+        path.write_bytes(build([member for each in samples for member in each]))
+        report = tc.repair(path, tmp_path / f"{number}")
+        assert {fault.key for fault in report.faults} == {"000"}
+        assert report.num_damaged == sum(each[0][0][:3] == "000" for each in samples) - 1
+        assert [name for name, *_ in by_tarfile_in(tmp_path / f"{number}" / "x.tar")] == [name for name, _ in kept]
+        assert tc.verify(tmp_path / f"{number}")
+
+
+def test_the_order_of_shards_stays(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    path = write(source, 6, per_shard=2, fingerprint={"model": "x"})
+    manifest = source / "manifest.json"
+    lines = manifest.read_text().splitlines()
+    first, last = (next(at for at, line in enumerate(lines) if f'"00000{i}.tar", ' in line) for i in (0, 2))
+    lines[first], lines[last] = lines[last].rstrip(",") + ",", lines[first].rstrip(",")
+    manifest.write_text("\n".join(lines) + "\n")
+    assert tc.repair(source, tmp_path / "out")
+    assert (tmp_path / "out" / "manifest.json").read_bytes() == manifest.read_bytes()
+    assert list(tc.open(tmp_path / "out").keys()) == ["004", "005", "002", "003", "000", "001"]
+    flip(path, members(path)["001.skel.pyd"][1] - 1)
+    tc.repair(source, tmp_path / "again")
+    assert list(tc.open(tmp_path / "again").keys()) == ["004", "005", "002", "003", "000"]
+    paths = [source / f"00000{i}.tar" for i in (1, 2, 0)]
+    tc.repair(paths, tmp_path / "listed")
+    assert list(tc.open(tmp_path / "listed").keys()) == ["002", "003", "004", "005", "000"]
+
+
+def test_shards_without_samples(tmp_path: Path) -> None:
+    (tmp_path / "empty.tar").write_bytes(bytes(10240))
+    assert tc.repair(tmp_path / "empty.tar", tmp_path / "one", drop=False)
+    assert tc.verify(tmp_path / "one").num_shards == 1
+    write(tmp_path / "a", 2, per_shard=1)
+    (tmp_path / "a" / "000001.tar").write_bytes(bytes(1024))
+    (tmp_path / "a" / "000002.tar").write_bytes(b"not a tar")
+    tc.repair(tmp_path / "a", tmp_path / "out")
+    assert sorted(file.name for file in (tmp_path / "out").glob("*.tar")) == ["000000.tar", "000001.tar"]
+    assert tc.verify(tmp_path / "out")
+    tc.repair(tmp_path / "a" / "000002.tar", tmp_path / "never")  # nothing is left
+    assert not (tmp_path / "never").exists()
+
+
+def test_shards_that_are_not_there_are_lost_samples(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", 6, per_shard=2)
+    path.unlink()
+    for source in (tmp_path / "a", tmp_path / "a" / "manifest.json"):
+        with pytest.raises(tc.FormatError, match="drop=False"):
+            tc.repair(source, tmp_path / "out", drop=False)
+    path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(tc.FormatError, match="drop=False"):
+        tc.repair(tmp_path / "a", tmp_path / "out", drop=False)
+    assert not (tmp_path / "out").exists()
+    assert tc.repair(tmp_path / "a", tmp_path / "out").num_lost == 2
+    assert len(tc.open(tmp_path / "out")) == 4

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from wds_tensorcache.building.verify import check_all
 from wds_tensorcache.errors import FormatError, KeyRuleError
-from wds_tensorcache.shards.catalog import Catalog, dali_index_path, write_dali_index
+from wds_tensorcache.shards.catalog import MANIFEST, Listing, dali_index_path, write_dali_index
+from wds_tensorcache.shards.manifest import fsync_folder
 from wds_tensorcache.shards.report import Report
 from wds_tensorcache.shards.rewrite import copy_pieces
 from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.shards.verify import Checked
 
 __all__ = ["repair"]
 
@@ -28,13 +33,20 @@ def repair(
     """Write shards again, without samples that are damaged, with new indexes and a manifest; `source` stays as it is.
 
     Samples without a fault, and members that belong to none, keep their bytes, tar headers included. Behind a damaged header
-    the tar goes on at the next one that is whole; a tail that was cut off is lost. A sample that has lost but another member,
-    say a `jpg`, stays without it. Of two samples of one key in a shard, the first that is whole stays. Shards keep their names
-    and fingerprints; one of which nothing is left is not written.
+    the tar goes on at the next one that is whole; a tail that was cut off is lost. So it does behind a single block of zeros,
+    or more where an index says that the archive ends later; else what is behind two, the end-of-archive marker, goes: no reader
+    sees it. A sample that has lost but another member, say a `jpg`, stays without it. Of two samples of one key in a shard, the
+    first that is whole and has a cache stays, or the first that is whole if none has one.
+
+    Shards keep their names, their order and their fingerprints. One of which nothing is left is not written; one that has no
+    samples, but no fault either, is.
+
+    All is written into a hidden folder beside `out`, which becomes `out` when it is complete: whatever happens, `out` is whole
+    or as it was. What a call that was killed left beside `out` goes at the next call.
 
     Args:
         source: As of `verify`.
-        out: A folder that is empty, or not there.
+        out: A folder that is empty, which is replaced, or not there. If nothing at all is left, it stays as it is.
         drop: Leave damaged samples out. False writes nothing if there are any, or anything of the tar is lost.
         threads: As of `verify`.
         allow: As of `verify`.
@@ -44,35 +56,110 @@ def repair(
         the tar tells them.
 
     Raises:
-        FileExistsError: `out` is not empty, or is where a shard is.
+        FileExistsError: `out` is not empty, or is where a shard is, or where a disk is mounted.
         FileNotFoundError: There is no such file, or no shard.
         FormatError: With `drop=False`, a sample is damaged. A shard was changed meanwhile.
-        ValueError: Two shards have one name, in different folders.
+        OSError: The disk is full, …
+        ValueError: Two shards have one name, in different folders, or one `.idx`.
 
     Memory: as of `verify`, with the indexes of all shards at once.
     """
-    out = os.fspath(out)
     if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
         raise FileExistsError(f"{out} is not empty; shards are repaired into a folder of their own")
+    if os.path.ismount(out):
+        raise FileExistsError(f"{out} is where a disk is mounted, and cannot be replaced; choose a folder in it")
+    out = os.path.realpath(out)
     report, found = check_all(source, threads, allow, keep=True)
-    names = [os.path.basename(checked.path) for checked, _ in found]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"shards of several folders are called {twice[0]!r}; repair one folder at a time")
-    if not drop:
-        for checked, _ in found:
-            if checked.faults and (checked.num_damaged or checked.is_broken):
-                raise FormatError(f"{len(checked.faults)} faults, and drop=False; the first: {checked.faults[0]}")
-    os.makedirs(out, exist_ok=True)
-    catalog = Catalog(out)
-    for name, (checked, fingerprint) in zip(names, found, strict=True):
-        if not checked.pieces:
-            continue
-        path, file = os.path.join(out, name), ShardFile(checked.path)
+    _check_names([checked.path for checked, _ in found])
+    if not drop and (report.num_lost or report.num_missing or any(_has_lost(checked) for checked, _ in found)):
+        first = report.faults[0]
+        raise FormatError(f"{len(report.faults)} faults, and drop=False; the first: {first}")
+    left = [(checked, made) for checked, made in found if checked.pieces or not _has_lost(checked)]
+    if left:
+        with _complete_or_nothing(out) as folder:
+            _write(left, folder)
+    return report
+
+
+def _has_lost(checked: Checked) -> bool:
+    return checked.num_damaged > 0 or checked.is_broken
+
+
+def _check_names(paths: list[str]) -> None:
+    """Raise ValueError if shards cannot be in one folder."""
+    by_name: dict[str, str] = {}
+    for path in paths:
+        name = os.path.basename(path)
+        other = by_name.setdefault(name, path)
+        if other is not path:
+            both = f"shards of several folders are called {name!r}: {other} and {path}"
+            raise ValueError(f"{both}; repair one folder at a time")
+    by_idx: dict[str, str] = {}
+    for path in paths:
+        idx = os.path.basename(dali_index_path(path))
+        if idx in by_name or by_idx.setdefault(idx, path) is not path:
+            other = by_name.get(idx) or by_idx[idx]
+            raise ValueError(f"{path}: its index for DALI would be {idx!r}, as {other} has it; repair them one by one")
+
+
+def _write(found: list[tuple[Checked, Mapping[str, Any] | None]], folder: str) -> None:
+    listing = Listing()
+    for checked, fingerprint in found:
+        name, file = os.path.basename(checked.path), ShardFile(checked.path)
         if file.identity != checked.identity:
             raise FormatError(f"{checked.path}: the shard was changed while it was repaired")
+        path = os.path.join(folder, name)
         index = copy_pieces(file, checked.pieces, path, fingerprint)
         with contextlib.suppress(KeyRuleError):  # names that DALI's index cannot hold
             write_dali_index(dali_index_path(path), index)
-        catalog.add(path, index)
-    return report
+        listing.add(path, index)
+    listing.write(os.path.join(folder, MANIFEST), listing.entries)  # in the order in which samples were numbered
+
+
+@contextlib.contextmanager
+def _complete_or_nothing(out: str) -> Iterator[str]:
+    """Give a folder that becomes `out` at the end of the `with` block, and goes if that fails."""
+    parent, name = os.path.split(out)
+    os.makedirs(parent, exist_ok=True)
+    for stray in os.listdir(parent):
+        if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp", stray):
+            with contextlib.suppress(FileNotFoundError), _locked(os.path.join(parent, stray)) as is_ours:
+                if is_ours:
+                    shutil.rmtree(os.path.join(parent, stray), ignore_errors=True)
+    folder = os.path.join(parent, f".{name}.{secrets.token_hex(4)}.tmp")
+    os.mkdir(folder)
+    try:
+        with _locked(folder):
+            yield folder
+            if os.path.isdir(out):
+                shutil.copymode(out, folder)
+                if os.name != "posix":
+                    os.rmdir(out)  # elsewhere a folder cannot take an empty one's place
+            # Hazard: a name may reach the disk before what it names; but all of it is there by now.
+            os.rename(folder, out)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    fsync_folder(parent)
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[bool]:
+    """Say that a living process writes a folder, which the system takes back when it ends; give whether no other does."""
+    try:
+        import fcntl
+    except ImportError:
+        yield True
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = True
+        except BlockingIOError:
+            is_ours = False
+        except OSError:  # file systems without locks
+            is_ours = True
+        yield is_ours
+    finally:
+        os.close(descriptor)

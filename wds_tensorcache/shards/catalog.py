@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,13 @@ _EXTRA = 1  # version of our part of the manifest
 class Listing:
     """What a manifest says, each by shard."""
 
-    entries: dict[str, ShardEntry]
-    caches: dict[str, dict[str, int]]
-    fingerprints: dict[str, Any]
-    held: dict[str, Any]  # finished or about to be, but not listed before others are changed; and how they are made
-    gone: list[str]  # not listed any more, and about to be deleted
-    extra: dict[str, Any]
+    entries: dict[str, ShardEntry] = field(default_factory=dict)
+    caches: dict[str, dict[str, int]] = field(default_factory=dict)
+    fingerprints: dict[str, Any] = field(default_factory=dict)
+    # finished or about to be, but not listed before others are changed; and how they are made
+    held: dict[str, Any] = field(default_factory=dict)
+    gone: list[str] = field(default_factory=list)  # not listed any more, and about to be deleted
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def lists(self, path: str, index: ShardIndex) -> bool:
         """Return whether a shard is listed, in this state."""
@@ -57,6 +58,16 @@ class Listing:
             for table in (self.entries, self.caches, self.fingerprints, self.held):
                 table.pop(url, None)
         self.gone = [url for url in self.gone if url not in urls]
+
+    def write(self, path: str, urls: Iterable[str], fsync: bool = True) -> None:
+        """Write the manifest, with the shards in the order of `urls`."""
+        ours: dict[str, Any] = {"version": _EXTRA, "caches": dict(sorted(self.caches.items()))}
+        for name, table in (("fingerprints", self.fingerprints), ("held", self.held)):
+            if table:
+                ours[name] = dict(sorted(table.items()))
+        if self.gone:
+            ours["gone"] = sorted(self.gone)
+        write_manifest(path, [self.entries[url] for url in urls], {**self.extra, **ours}, fsync=fsync)
 
 
 class Catalog:
@@ -95,14 +106,7 @@ class Catalog:
                 os.remove(stray)  # of a killed writer: nobody else writes while this one holds the lock
             listing = self.read()
             yield listing
-            ours: dict[str, Any] = {"version": _EXTRA, "caches": dict(sorted(listing.caches.items()))}
-            for name, table in (("fingerprints", listing.fingerprints), ("held", listing.held)):
-                if table:
-                    ours[name] = dict(sorted(table.items()))
-            if listing.gone:
-                ours["gone"] = sorted(listing.gone)
-            shards = [listing.entries[url] for url in sorted(listing.entries)]
-            write_manifest(self._path, shards, {**listing.extra, **ours}, fsync=self._fsync)
+            listing.write(self._path, sorted(listing.entries), self._fsync)
 
 
 def _entry(path: str, index: ShardIndex) -> ShardEntry:

@@ -99,9 +99,9 @@ def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int) -> ShardIn
     return parse_footer(tail, shard_nbytes)
 
 
-def declared_end(read: Callable[[int, int], bytes], shard_nbytes: int) -> int | None:
-    """Return where a shard's trailer says that the archive ends, None if it has none; it may be of another state."""
-    trailer = _parse_trailer(read(max(0, shard_nbytes - TRAILER_NBYTES), shard_nbytes), shard_nbytes)
+def declared_end(tail: bytes, shard_nbytes: int) -> int | None:
+    """Return where a trailer says that the archive ends, None if the last bytes are none; it may be of another state."""
+    trailer = _parse_trailer(tail[-TRAILER_NBYTES:], shard_nbytes)
     return None if trailer is None else trailer[1]
 
 

@@ -114,7 +114,7 @@ class Switch:
     @contextlib.contextmanager
     def _changed(self) -> Any:
         if self._catalog is None:
-            yield Listing({}, {}, {}, {}, [], {})
+            yield Listing()
         else:
             with self._catalog.changed() as listing:
                 yield listing

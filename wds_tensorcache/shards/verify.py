@@ -15,13 +15,14 @@ from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, list_references
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 from wds_tensorcache.shards.ahead import Digest, ReadAhead, Readers
-from wds_tensorcache.shards.footer import declared_end
+from wds_tensorcache.shards.footer import TRAILER_NBYTES, declared_end
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import CacheEntry, IndexBuilder, split_suffix
 from wds_tensorcache.shards.names import SKELETON, TENSORS, split_member
+from wds_tensorcache.shards.reader import sidecar_path
 from wds_tensorcache.shards.report import Fault
 from wds_tensorcache.shards.storage import Identity, ShardFile
-from wds_tensorcache.shards.walk import Break, End, Member, walk
+from wds_tensorcache.shards.walk import Break, End, Member, Skipped, walk
 
 __all__ = ["Checked", "check_shard"]
 
@@ -70,7 +71,7 @@ class Checked:
         lost: Keys of samples of which an index tells, and which are not in the shard; filled by `check_beside`.
         pieces: What is to be kept, as ranges of bytes: whole members, of samples without fault and of no sample.
         end: Offset of the end-of-archive marker, None if none was found.
-        is_broken: Whether there are bytes in which no member could be read.
+        is_broken: Whether there are bytes in which no member could be read, or members behind the end-of-archive marker.
     """
 
     path: str
@@ -96,7 +97,7 @@ class Checked:
 
 
 def check_shard(path: str, allow: Mapping[tuple[str, str], type], readers: Readers) -> Checked:
-    """Return what one pass over all bytes of a shard finds.
+    """Return what one pass over all bytes of a shard finds; two where a key's first whole sample has no cache, but another.
 
     Args:
         path: Of the shard.
@@ -109,23 +110,40 @@ def check_shard(path: str, allow: Mapping[tuple[str, str], type], readers: Reade
     Memory: what is read ahead, the index, and the skeletons and headers of one sample.
     """
     file = ShardFile(path)
-    found = Checked(path, file.nbytes, file.identity)
+    better: dict[str, int] = {}
+    found = _check_all(file, allow, readers, better)
+    return _check_all(file, allow, readers, better) if better else found
+
+
+def _check_all(
+    file: ShardFile, allow: Mapping[tuple[str, str], type], readers: Readers, better: dict[str, int]
+) -> Checked:
+    """Return what a pass finds. Of two samples of one key, the first without fault counts, or where `better` says.
+
+    Put into `better` where that has no cache, but another has.
+    """
+    found = Checked(file.path, file.nbytes, file.identity)
     builder = IndexBuilder()
     loose: list[tuple[int, int]] = []
-    good: set[str] = set()
+    good: dict[str, bool] = {}  # whether it has a cache
+    wanted = dict(better)
     with ReadAhead(file, readers) as ahead:
         for sample in _read_ones(_samples(found, file, ahead, loose), ahead):
             caches, others = _check(sample, allow)
             found.num_samples += 1
             if sample.key in good:
+                if caches and not sample.faults and not good[sample.key]:
+                    better.setdefault(sample.key, sample.first)
                 sample.faults.append((sample.first, "another sample before it has the same key"))
+            elif wanted.get(sample.key, sample.first) != sample.first:
+                sample.faults.append((sample.first, "another sample has the same key, and a whole cache"))
             for offset, what in sample.faults:
                 found.fault(sample.key, offset, what)
             if sample.faults:
                 found.num_damaged += 1
                 found.damaged.add(sample.key)
                 continue
-            good.add(sample.key)
+            good[sample.key] = bool(caches)
             found.num_unverified += sample.is_unverified
             if sample.needs:
                 found.num_unread += 1
@@ -135,7 +153,7 @@ def check_shard(path: str, allow: Mapping[tuple[str, str], type], readers: Reade
             builder.add(sample.key, caches, others)
             for piece in sample.pieces:
                 _append(found.pieces, piece)
-    found.damaged -= good  # the key of two samples, of which one is good
+    found.damaged -= good.keys()  # the key of two samples, of which one is good
     if loose:
         merged: list[tuple[int, int]] = []
         for piece in sorted(found.pieces + loose):
@@ -169,10 +187,7 @@ def _append(pieces: list[tuple[int, int]], piece: tuple[int, int]) -> None:
 def _samples(found: Checked, file: ShardFile, ahead: ReadAhead, loose: list[tuple[int, int]]) -> Iterator[_Sample]:
     """Yield a shard's samples; put into `found` where it is no tar, and into `loose` what is of no sample."""
     sample: _Sample | None = None
-    end = None
-    with contextlib.suppress(OSError, FormatError):
-        end = declared_end(file.read, file.nbytes)
-    for part in walk(ahead.read, file.nbytes, end):
+    for part in walk(ahead.read, file.nbytes, _declared_end(file)):
         if isinstance(part, Member):
             name, first, begin, nbytes, behind = part
             if sample is not None and name.startswith(sample.stem) and "/" not in name[len(sample.stem) :]:
@@ -192,17 +207,34 @@ def _samples(found: Checked, file: ShardFile, ahead: ReadAhead, loose: list[tupl
             _append(sample.pieces, (first, behind))
         elif isinstance(part, Break):
             what = part.what.partition(": ")[2] if part.what.startswith("byte ") else part.what
-            lost = f"; nothing could be read from byte {part.offset} to {part.end}"
+            lost = f"; nothing could be read from byte {part.offset} to {part.end}" if part.offset < part.end else ""
             found.fault(None, part.offset, what + lost)
             found.is_broken = True
+        elif isinstance(part, Skipped):
+            loose.append((part.begin, part.end))
         elif isinstance(part, End):
             found.end = part.offset
-            if part.first < part.offset:
-                loose.append((part.first, part.offset))
+            if part.behind is not None:
+                what = (
+                    f"members behind the end-of-archive marker, which is at byte {part.offset}: readers do not see them"
+                )
+                found.fault(None, part.behind, what)
+                found.is_broken = True
             if file.nbytes < part.offset + 1024:
                 found.fault(None, part.offset, "the file ends inside of the end-of-archive marker")
     if sample is not None:
         yield sample
+
+
+def _declared_end(file: ShardFile) -> int | None:
+    """Return where the index behind a shard, or else the one beside it, says that the archive ends."""
+    end = None
+    with contextlib.suppress(OSError, FormatError):
+        end = declared_end(file.read(max(0, file.nbytes - TRAILER_NBYTES), file.nbytes), file.nbytes)
+        if end is None:
+            beside = ShardFile(sidecar_path(file.path))
+            end = declared_end(beside.read(max(0, beside.nbytes - TRAILER_NBYTES), beside.nbytes), file.nbytes)
+    return end
 
 
 def _read(ahead: ReadAhead, suffix: str, begin: int, nbytes: int) -> _Member:

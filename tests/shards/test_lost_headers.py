@@ -1,0 +1,171 @@
+"""Headers that were overwritten by zeros: what lies behind them is found, and the end of an archive stays its end."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.shards.damage import faults, flip, members, write
+from tests.shards.tars import FORMATS, build, build_with_tarfile, by_tarfile, by_tarfile_in
+from wds_tensorcache.shards.walk import Break, End, Member, walk
+
+ZEROS = "zeros, where the archive does not end; nothing could be read from byte"
+BEHIND = "members behind the end-of-archive marker"
+
+
+def erase(path: Path, begin: int, end: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[begin:end] = bytes(end - begin)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("beside", ["nothing", "index", "footer"])
+@pytest.mark.parametrize("name", ["003.skel.pyd", "003.safetensors", "003.json", "000.skel.pyd", "009.jpg"])
+def test_one_header(tmp_path: Path, name: str, beside: str) -> None:
+    path = write(tmp_path / "a", 10, footer=beside == "footer", idx=False)
+    if beside == "index":
+        tc.index(path, idx=False)
+    (tmp_path / "a" / "manifest.json").unlink()
+    whole = members(path)
+    begin, _ = whole[name]
+    erase(path, begin - 512, begin)
+    found = [what for key, what in faults(path) if key is None]
+    # behind the last header there is no other, and without an index nothing says that there should be
+    is_known = name != "009.jpg" or beside != "nothing"
+    assert found[0].startswith(ZEROS if is_known else "the end-of-archive marker is damaged"), found
+    tc.repair(path, tmp_path / "out")
+    assert tc.verify(tmp_path / "out")
+    lost = {name} if name.endswith(("json", "jpg")) else {each for each in whole if each[:3] == name[:3]}
+    assert list(members(tmp_path / "out" / "000000.tar")) == [each for each in whole if each not in lost]
+
+
+@pytest.mark.parametrize("footer", [True, False])
+def test_up_to_the_marker(tmp_path: Path, footer: bool) -> None:
+    path = write(tmp_path / "a", 10, footer=footer, idx=False)
+    begin, end = members(path)["009.json"][0], tc.index(path, idx=False, footer=footer).end
+    erase(path, begin + 3, end)
+    if not footer:
+        Path(f"{path}.index").unlink()
+    report = tc.verify(path)
+    # zeros up to the marker are a longer marker, unless an index says where it is
+    assert [fault.what.startswith(ZEROS) for fault in report.faults if fault.key is None] == ([True] if footer else [])
+    if footer:
+        with pytest.raises(tc.FormatError, match="drop=False"):
+            tc.repair(path, tmp_path / "never", drop=False)
+    tc.repair(path, tmp_path / "out")
+    assert tc.verify(tmp_path / "out").num_samples == 10  # the json of the last one is whole but for its bytes
+    assert list(members(tmp_path / "out" / "000000.tar"))[-1] == "009.json"
+
+
+def test_members_behind_the_marker(tmp_path: Path) -> None:
+    one, other = build([("a.json", b"1"), ("b.json", b"2")]), build([("c.json", b"3")])
+    path = tmp_path / "x.tar"
+    path.write_bytes(one + other)
+    assert by_tarfile(io.BytesIO(one + other)) == by_tarfile(io.BytesIO(one))
+    found = faults(path)
+    assert found[0] == (None, f"{BEHIND}, which is at byte 2048: readers do not see them")
+    with pytest.raises(tc.FormatError, match=f"drop=False; the first: .*{BEHIND}"):
+        tc.repair(path, tmp_path / "out", drop=False)
+    tc.repair(path, tmp_path / "out")
+    assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / "x.tar")] == ["a.json", "b.json"]
+    path.write_bytes(one[:2560] + other)  # one block of zeros is no marker
+    assert faults(path) == [(None, f"{ZEROS} 2048 to 2560")]
+    tc.repair(path, tmp_path / "again")
+    assert [name for name, *_ in by_tarfile_in(tmp_path / "again" / "x.tar")] == ["a.json", "b.json", "c.json"]
+
+
+@pytest.mark.skipif(shutil.which("tar") is None, reason="needs tar")
+def test_tars_that_are_whole(tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_bytes(b"1")
+        subprocess.run(["tar", "-cf", f"{name[0]}.tar", name], check=True, cwd=tmp_path)
+    assert (tmp_path / "a.tar").stat().st_size == 10240
+    assert faults(tmp_path / "a.tar") == []
+    subprocess.run(["tar", "-Af", "a.tar", "b.tar"], check=True, cwd=tmp_path)
+    assert faults(tmp_path / "a.tar") == []
+    assert tc.verify(tmp_path / "a.tar").num_samples == 2
+    path = write(tmp_path / "x", 3, idx=False, manifest=False)
+    subprocess.run(["tar", "-rf", path, "a.json"], check=True, cwd=tmp_path)
+    assert tc.verify(path).num_samples == 4
+
+
+@pytest.mark.parametrize("behind", [b"x" * 3000, bytes(600) + b"x" * 3000], ids=["garbage", "zeros and garbage"])
+def test_what_is_no_member_is_not_searched_twice(tmp_path: Path, behind: bytes) -> None:
+    path = tmp_path / "x.tar"
+    archive = build([("a.json", b"1")])
+    path.write_bytes(archive + behind)
+    assert [what[:39] for _, what in faults(path)] == ["what lies behind the end-of-archive mar"]
+    tc.repair(path, tmp_path / "out", drop=False)
+    assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / "x.tar")] == ["a.json"]
+
+
+def reading(content: bytes) -> tuple[list[tuple[int, int]], Callable[[int, int], bytes]]:
+    reads: list[tuple[int, int]] = []
+
+    def read(begin: int, end: int) -> bytes:
+        reads.append((begin, end))
+        return content[begin:end]
+
+    return reads, read
+
+
+def test_a_footer_is_not_searched(tmp_path: Path) -> None:
+    path = write(tmp_path, 10, idx=False, manifest=False)
+    content = path.read_bytes()
+    end = tc.index(path, idx=False, footer=True).end
+    reads, read = reading(content)
+    assert list(walk(read, len(content), end))[-1] == End(end)
+    assert len(reads) == 1
+    header = members(path)["009.safetensors"][0] - 512
+    content = content[:header] + bytes(end - header) + content[end:]
+    reads, read = reading(content)
+    *_, last, broken, marker = walk(read, len(content), end)
+    assert isinstance(last, Member)
+    assert broken == Break(header, end, f"byte {header}: zeros, where the archive does not end")
+    assert marker == End(end)
+
+
+@pytest.mark.parametrize("format", ["gnu", "pax"])
+def test_an_extended_header_is_lost(tmp_path: Path, format: str) -> None:
+    """The member behind it has another name then: it is lost, too."""
+    long = "d" * 60 + "/" + "é" * 60 + ".json"
+    content = build_with_tarfile([("a.json", b"1"), (long, b"2"), ("c.json", b"3")], FORMATS[format])
+    path = tmp_path / "x.tar"
+    path.write_bytes(content)
+    assert content[1024 + 156 : 1024 + 157] in (b"x", b"L")
+    erase(path, 1024, 1536)
+    tc.repair(path, tmp_path / "out")
+    assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / "x.tar")] == ["a.json", "c.json"]
+
+
+def test_breaks_at_the_end_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.tar"
+    for content in (b"", build([("a.json", b"1"), ("b.json", b"2" * 20)])[:1600]):
+        path.write_bytes(content)
+        (fault,) = tc.verify(path).faults
+        assert fault.what.startswith(("truncated", "the file is empty"))
+        assert "nothing could be read" not in fault.what
+        assert fault.offset is not None
+        assert fault.offset <= len(content)
+
+
+def test_many_breaks_take_linear_time(tmp_path: Path) -> None:
+    reads, read = reading((build([("a.json", b"1")])[:1024] + bytes(512)) * 500)
+    assert sum(isinstance(part, Break) for part in walk(read, 500 * 1536)) == 499
+    assert sum(end - begin for begin, end in reads if end - begin < 1 << 16) < 500 * 3 * 1536 * 10
+
+
+def test_a_damaged_trailer_says_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path, 3, idx=False, manifest=False)
+    for at in range(path.stat().st_size - 32, path.stat().st_size - 24):  # where it has the end of the archive
+        for mask in (1, 2, 4, 0x80):
+            flip(path, at, mask)
+            report = tc.verify(path, threads=1)
+            assert [fault.what[:39] for fault in report.faults] == ["what lies behind the end-of-archive mar"]
+            flip(path, at, mask)
