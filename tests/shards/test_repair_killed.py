@@ -15,6 +15,7 @@ import pytest
 import wds_tensorcache as tc
 from tests.kills import compare
 from tests.shards.damage import flip, members, write
+from wds_tensorcache.building import repair as room
 from wds_tensorcache.shards import catalog
 
 
@@ -103,7 +104,7 @@ def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = damaged(tmp_path / "a"), tmp_path / "out"
     out.mkdir(mode=0o750)
 
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
