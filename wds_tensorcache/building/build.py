@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from wds_tensorcache.building.progress import Progress
@@ -83,14 +84,14 @@ def build(
     """
     made = as_fingerprint(fingerprint)
     path = _check(out, pattern, options)
-    wanted = Source(source, keys, digest, batch_size, workers)
+    items = Source(source, keys, digest, batch_size, workers)
     try:
         sink = ShardWriter(path, fingerprint=made, resume=True, **options)
     except StaleCacheError as exc:
         raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
     try:
-        with sink, Progress(wanted.count, progress) as bar:
-            count = _fill(sink, wanted, fn, batch_size, digest is not None, bar)
+        with sink, Progress(items.count, progress) as bar:
+            count = _fill(sink, items, fn, batch_size, digest is not None, bar)
             if not count and not sink.num_finished:
                 raise ValueError("the source has no items")
     except BaseException as exc:
@@ -120,50 +121,68 @@ def _check(out: str | os.PathLike[str], pattern: str, options: Mapping[str, Any]
     return os.path.join(folder, pattern)
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """An item, and what is known of its sample.
+
+    Attributes:
+        needed: It is not there, or was made of something else.
+        is_new: It was not there before this build, be it broken off any number of times, began to replace samples.
+        is_changed: It was, made of something else.
+    """
+
+    item: Item
+    needed: bool
+    is_new: bool
+    is_changed: bool
+
+
 def _fill(
-    sink: ShardWriter, wanted: Source, fn: Callable[[list[Any]], Any], batch_size: int, has_digests: bool, bar: Progress
+    sink: ShardWriter, source: Source, fn: Callable[[list[Any]], Any], batch_size: int, has_digests: bool, bar: Progress
 ) -> int:
     """Write what is not there yet; return how many items there are."""
     failed: list[BaseException] = []
     waiting: deque[Future[None]] = deque()
-    changed: list[Item] = []  # what older samples were made of
+    changed: list[_Wanted] = []  # what older samples were made of, whose batches are of such items alone
     seen: set[str] = set()
 
-    def is_done(item: Item) -> bool:
-        """Return whether a sample is there, and is still right."""
+    def look(item: Item) -> _Wanted:
         if item.key in seen:
             raise ValueError(f"two items have the key {item.key!r}")
         seen.add(item.key)
         places = sink.finished.find(item.key)
-        if places and (item.digest is None or sink.finished.read_member(*places[-1], DIGEST) == item.digest.encode()):
+        held = [sink.is_held(shard) for shard, _ in places]
+        needed = not places or not (
+            item.digest is None or sink.finished.read_member(*places[-1], DIGEST) == item.digest.encode()
+        )
+        if not needed:
             if len(places) > 1:
                 sink.keep_newest(item.key)
             bar.skip()
-            return True
-        if places:
+        elif places:
             sink.replace(item.key)
-        return False
+        return _Wanted(item, needed, is_new=all(held), is_changed=not all(held) and (needed or any(held)))
 
-    def compute(items: list[Item], needed: list[bool]) -> None:
-        batch = Batch(fn([item.value for item in items]), len(items))
-        names = [(item.key, item.digest) if need else None for item, need in zip(items, needed, strict=True)]
+    def compute(batch: list[_Wanted]) -> None:
+        if not any(wanted.needed for wanted in batch):
+            return
+        made = Batch(fn([wanted.item.value for wanted in batch]), len(batch))
         while len(waiting) >= _MAX_WRITING:
             waiting.popleft().result()
-        waiting.append(writing.submit(_write, sink, names, batch, bar, failed))
+        names = [(wanted.item.key, wanted.item.digest) if wanted.needed else None for wanted in batch]
+        waiting.append(writing.submit(_write, sink, names, made, bar, failed))
 
     with ThreadPoolExecutor(1, "tensorcache-build") as writing:
-        for batch in wanted.batches(lambda key: not has_digests and key in sink):
-            needed = [not is_done(item) for item in batch]
-            are_new = [need and item.key not in sink.finished for item, need in zip(batch, needed, strict=True)]
-            if any(are_new):
-                compute(batch, needed)
+        for items in source.batches(lambda key: not has_digests and key in sink):
+            batch = [look(item) for item in items]
+            if any(wanted.is_new for wanted in batch):
+                compute(batch)
             else:
-                changed += [item for item, need in zip(batch, needed, strict=True) if need]
+                changed += [wanted for wanted in batch if wanted.is_changed]
             while len(changed) >= batch_size:
-                compute(changed[:batch_size], [True] * batch_size)
+                compute(changed[:batch_size])
                 del changed[:batch_size]
-        if changed:
-            compute(changed, [True] * len(changed))
+        compute(changed)
         while waiting:
             waiting.popleft().result()
     return len(seen)

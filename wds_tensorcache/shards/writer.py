@@ -189,6 +189,10 @@ class ShardWriter:
         """Where several finished shards have a key, let all but the newest sample go when the writer is closed."""
         self._switch.leave(key, _older(self.finished.find(key)))
 
+    def is_held(self, path: str) -> bool:
+        """Return whether a finished shard is not listed before older samples have made room for its own."""
+        return self._switch.holds(path)
+
     def write(self, key: str, sample: Any = _NOTHING, /, **members: Any) -> None:
         """Write one sample.
 
