@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.tar import BLOCK, Scanner, is_extended, is_meta_name, padding
+from wds_tensorcache.shards.tar import BLOCK, Scanner, check_checksum, is_extended, is_meta_name, padding
 
 __all__ = ["TarStream"]
 
@@ -156,4 +156,10 @@ class _Rejoined:
 
 
 def _is_header(head: bytes) -> bool:
-    return len(head) == BLOCK and head[257:262] == b"ustar"
+    if len(head) < BLOCK or head[257:262] == b"ustar":
+        return len(head) == BLOCK
+    try:
+        check_checksum(head, BLOCK)  # tars from before POSIX have no magic
+    except FormatError:
+        return False
+    return True
