@@ -8,6 +8,7 @@ door are given a right one, where the first byte of the input asks for it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import io
 import shutil
 import tempfile
@@ -188,11 +189,9 @@ def footer(data: bytes) -> None:
     """An index behind a shard: a sample that is read through it is the one that the shard has under that key."""
     path = _FOLDER / "shard.tar"
     path.write_bytes(_SHARD + footer_of(data, _SHARD_END)[0])
-    try:
+    cache = REFUSED
+    with contextlib.suppress(KeyError):  # as documented, of an index that knows of no cache, or of several
         cache = attempt(tc.open, path)
-    except KeyError as exc:  # as documented, of an index that knows of no cache
-        assert "no cache in it" in str(exc) or "choose one with name=" in str(exc)
-        return
     if cache is REFUSED:
         return
     with cache as opened:
@@ -202,10 +201,8 @@ def footer(data: bytes) -> None:
             found = attempt(lambda row=row: tc.encode_sample(opened[row]))
             assert found is REFUSED or found == tc.encode_sample(SAMPLES[int(keys[row])])
             for suffix in list(opened.members)[:_MAX_ROWS]:
-                try:
+                with contextlib.suppress(tc.TensorCacheError, KeyError):  # KeyError: another sample has it
                     assert opened.read_members([row], suffix) == [b"{}"]
-                except (tc.TensorCacheError, KeyError):  # KeyError: another sample has it
-                    pass
         attempt(lambda: opened.read_batch(range(len(opened)), collate="list"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 from pathlib import Path
@@ -175,12 +176,19 @@ def test_batches_from_workers_are_light(cache: Any) -> None:
 
 
 def test_shared_memory_is_given_back(cache: Any) -> None:
-    def open_ones() -> set[str]:
-        return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    def held() -> tuple[int, int, list[str]]:
+        """Return how many files in shared memory this process has open and mapped, and which are called after it."""
+        maps = Path("/proc/self/maps").read_text().count("/dev/shm/")
+        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        names = [name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name]
+        return maps, sum(link.startswith("/dev/shm/") for link in links), names
 
-    before = open_ones()
+    gc.collect()
+    before = held()
     dataset = tc.IterableCache(cache, 4, collate="list")
     epochs(dataset, 2, 3)
+    assert held() != before
     next(iter(DataLoader(dataset, batch_size=None, num_workers=2)))
     del dataset
-    assert open_ones() <= before
+    gc.collect()
+    assert held() == before

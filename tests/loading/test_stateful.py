@@ -7,7 +7,7 @@ import pickle
 from typing import Any
 
 import pytest
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader, stateful_dataloader
 
 import wds_tensorcache as tc
 from tests.loading.loaders import modes, steps
@@ -100,6 +100,28 @@ def test_states_that_are_taken_now_and_then(cache: Any, num_workers: int, every:
             again.load_state_dict(state)
             assert infos(again) == whole[0][number:]
             assert infos(again) == whole[1]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_resumed_behind_a_loop_by_workers_that_are_late(
+    cache: Any, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchdata starts workers of the epoch that is over, and others right away; the first may be asked for nothing."""
+    whole = expected({"cache": cache}, 3)
+    made = begun({"cache": cache}, num_workers)
+    infos(made)
+    again = begun({"cache": cache}, num_workers)
+    again.load_state_dict(copy.deepcopy(made.state_dict()))
+    workers = stateful_dataloader._StatefulMultiProcessingDataLoaderIter
+    start, ask = workers.__init__, workers._try_put_index
+
+    def start_late(self: Any, loader: Any, state: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(workers, "_try_put_index", (lambda self: None) if state else ask)
+            start(self, loader, state)
+
+    monkeypatch.setattr(workers, "__init__", start_late)
+    assert [infos(again), infos(again)] == whole[1:]
 
 
 @pytest.mark.parametrize(("num_workers", "persistent"), KINDS)

@@ -91,6 +91,12 @@ class IterableCache(IterableDataset[Any]):
             return self._of_one_process(loader)
         if not self._is_resumed:
             loader.go_to(self._shared.begin(token_of(info), info.id))  # before torchdata asks for the state
+            return self._of_worker(loader, info)
+        reached = self._reached(info)
+        if reached is not None and not reached[0][1]:
+            # the last worker to be given its state. Where that was taken behind a loop, torchdata leaves this epoch, perhaps
+            # before any worker was asked for a batch, and begins it again
+            self._shared.put(reached[0], token_of(info))
         return self._of_worker(loader, info)
 
     def _of_one_process(self, loader: Loader) -> Iterator[Any]:
@@ -105,27 +111,32 @@ class IterableCache(IterableDataset[Any]):
         shared.put(loader.position())
 
     def _of_worker(self, loader: Loader, info: Any) -> Iterator[Any]:
-        shared, token, first, if_left = self._shared, token_of(info), 0, None
+        shared, token, first = self._shared, token_of(info), 0
         if self._is_resumed:
             self._is_resumed = False
-            first = self._take_up(loader, info)
-            if not loader.is_in_epoch:
-                # where torchdata's state was taken behind a loop, it begins this epoch, leaves it, and begins it again
-                if_left = loader.position()
+            reached = self._reached(info)
+            if reached is None:
+                raise RuntimeError("some workers were given a state and others none")
+            loader.go_to(shared.begin(token, info.id, reached[0]))
+            first = reached[1]
+            if_left = loader.after_this_epoch() if loader.is_in_epoch else loader.position()
+        else:
+            if_left = loader.after_this_epoch()
         loader.deal((info.id - first) % info.num_workers, info.num_workers)
-        shared.put(if_left or loader.after_this_epoch(), token)
+        shared.put(if_left, token)
         yield from loader
         shared.end(token, info.id, info.num_workers, loader.position())
 
-    def _take_up(self, loader: Loader, info: Any) -> int:
-        """Go to where all workers together were, and return which of them has the next step."""
+    def _reached(self, info: Any) -> tuple[list[int], int] | None:
+        """Return where all workers together were, and which of them has the next step; None if not all were given a state."""
         positions = self._shared.resumed(token_of(info), info.num_workers)
+        if positions is None:
+            return None
         at = max(positions, key=lambda position: (position[0], position[2]))
         first = (positions.index(at) + 1) % info.num_workers if positions.count(at) == 1 else 0
         if self._chosen is not None and self._chosen[0] != at[0]:
             at = self._chosen
-        loader.go_to(self._shared.begin(token_of(info), info.id, at))
-        return first
+        return at, first
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that epoch; after `load_state_dict` with that one, nothing changes."""

@@ -110,12 +110,10 @@ class SharedPosition:
         self._resumed[_row(worker)] = torch.tensor([token, *position])
         return is_given
 
-    def resumed(self, token: int, num_workers: int) -> list[list[int]]:
-        """Return where the states of all workers were taken."""
+    def resumed(self, token: int, num_workers: int) -> list[list[int]] | None:
+        """Return where the states of all workers were taken; None if some have not noted it."""
         rows: list[list[int]] = self._resumed[:num_workers].tolist()
-        if any(row[0] != token for row in rows):
-            raise RuntimeError("some workers were given a state and others none")
-        return [row[1:] for row in rows]
+        return [row[1:] for row in rows] if all(row[0] == token for row in rows) else None
 
 
 def token_of(info: Any) -> int:
