@@ -163,10 +163,23 @@ def streams() -> dict[str, bytes]:
     return some | {"gzip": b"\x10" + packed, "gzip-cut": b"\x10" + packed[:-9], "pair": struct.pack("<B", 255)}
 
 
+def verified() -> dict[str, bytes]:
+    """Shards: a whole one, a lone half, a key twice, and one that lost a header. The target pads them and puts an end behind."""
+    skeleton, tensors = tc.encode_sample({"x": np.arange(2)})
+    empty = [("a.json", b""), ("b.json", b""), ("a.txt", b"1")]
+    few = build(empty)[: 3 * 512 + 1]
+    return {
+        "whole": b"\3" + build([("k.skel.pyd", skeleton), ("k.safetensors", tensors)])[: 3 * 512 + len(tensors)],
+        "a-half": b"\3" + build([("k.safetensors", tensors)])[: 512 + len(tensors)],
+        "a-key-twice": b"\3" + few,
+        "lost-header": b"\3" + few[:512] + bytes(512) + few[1024:],
+    }
+
+
 def seeds() -> dict[str, dict[str, bytes]]:
     """Return every seed by its target."""
-    tables = (headers(), skeletons(), samples(), templates(), indexes(), indexes(), archives(), streams())
-    names = ("header", "skeleton", "sample", "template", "index", "footer", "tar", "stream")
+    tables = (headers(), skeletons(), samples(), templates(), indexes(), indexes(), archives(), streams(), verified())
+    names = ("header", "skeleton", "sample", "template", "index", "footer", "tar", "stream", "verify")
     return dict(zip(names, tables, strict=True))
 
 

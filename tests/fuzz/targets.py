@@ -246,6 +246,25 @@ def stream(data: bytes) -> None:
     attempt(lambda: list(stage([{"url": "x.tar", "stream": Pieces(archive)}])))
 
 
+def verify(data: bytes) -> None:
+    """A shard that may be damaged: one in which nothing is wrong can be read, and what is left of another one is whole."""
+    path, out = _FOLDER / "verified.tar", _FOLDER / "repaired"
+    path.write_bytes(tar_of(data))
+    report = tc.verify(path, threads=1)
+    if not report:
+        shutil.rmtree(out, ignore_errors=True)
+        attempt(tc.repair, path, out)
+        if not out.exists():
+            return
+        report, path = tc.verify(out, threads=1), out / path.name
+        assert report, str(report)
+    cache = REFUSED
+    with contextlib.suppress(KeyError):  # there is no cache in it
+        cache = tc.open(path)
+    for row in range(0 if cache is REFUSED or report.num_unread else len(cache)):
+        _round_trip(attempt(tc.realize, cache[row]))
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (header, skeleton, sample, template, index, footer, tar, stream)
+    target.__name__: target for target in (header, skeleton, sample, template, index, footer, tar, stream, verify)
 }

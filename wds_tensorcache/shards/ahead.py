@@ -102,9 +102,12 @@ class ReadAhead:
             self._memory = memoryview(b"")
 
     def _load(self, begin: int) -> tuple[int, memoryview, bool]:
-        memory = self._spare.pop() if self._spare else memoryview(bytearray(_PIECE_NBYTES))
+        nbytes = min(_PIECE_NBYTES, self._file.nbytes - begin)
+        memory = self._spare.pop() if self._spare else memoryview(b"")
+        if len(memory) < nbytes:
+            memory = memoryview(bytearray(min(_PIECE_NBYTES, self._file.nbytes)))
         try:
-            self._file.read_into([memory[: self._file.nbytes - begin]], begin)
+            self._file.read_into([memory[:nbytes]], begin)
         except (OSError, FormatError):
             return begin, memory, False
         return begin, memory, True
