@@ -164,7 +164,7 @@ def streams() -> dict[str, bytes]:
 
 
 def verified() -> dict[str, bytes]:
-    """Shards: a whole one, a lone half, a key twice, and one that lost a header. The target pads them and puts an end behind."""
+    """Shards without their end, which the first byte asks for: a whole one, a half, a key twice, one that lost a header."""
     skeleton, tensors = tc.encode_sample({"x": np.arange(2)})
     empty = [("a.json", b""), ("b.json", b""), ("a.txt", b"1")]
     few = build(empty)[: 3 * 512 + 1]
