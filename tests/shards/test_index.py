@@ -319,3 +319,13 @@ def test_a_footer_for_a_shard_in_a_manifest(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(tc.FormatError, match=r"0.tar: byte \d+: "):
         tc.index(path)
+
+
+def test_an_index_beside_a_tar_that_ends_after_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.tar"
+    with tc.ShardWriter(path, footer=False, idx=False, manifest=False) as sink:
+        sink.write("a", {"x": torch.ones(3)})
+    path.write_bytes(path.read_bytes()[:-512])
+    tc.index(path, idx=False)
+    monkeypatch.setattr("wds_tensorcache.shards.reader.scan_shard", None)
+    assert list(tc.open(path).keys()) == ["a"]

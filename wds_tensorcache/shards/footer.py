@@ -111,7 +111,7 @@ def _parse_trailer(tail: bytes, shard_nbytes: int) -> tuple[int, int] | None:
     index_nbytes, end, expected_nbytes, _, _ = _TRAILER.unpack(tail[-TRAILER_NBYTES:])
     if expected_nbytes != shard_nbytes or index_nbytes + TRAILER_NBYTES > max(shard_nbytes, len(tail)):
         return None
-    return (index_nbytes, end) if end + 1024 <= shard_nbytes else None
+    return (index_nbytes, end) if end + 512 <= shard_nbytes else None
 
 
 def parse_footer(footer: bytes, shard_nbytes: int) -> ShardIndex | None:
