@@ -36,13 +36,14 @@ def build(
     workers: int = 0,
     progress: bool | None = None,
     pattern: str = "%06d.tar",
+    max_samples: int = 1000,
     **options: Any,
 ) -> Any:
     """Make a cache of what a function, say a model on a GPU, makes of a dataset.
 
-    Called again, it goes on behind the last finished shard: `max_samples` and `max_nbytes` of `ShardWriter` say how much a
-    break can cost. Items whose samples are there are not computed again, but for those that share a batch with one that is:
-    batches are the same however often it was broken off, and so are the shards' bytes if `fn` makes the same of the same batch.
+    Called again, it goes on behind the last finished shard. Items whose samples are there are not computed again, but for those
+    that share a batch with one that is: batches are the same however often it was broken off, and so are the shards' bytes if
+    `fn` makes the same of the same batch.
 
     Args:
         source: A map-style dataset (`len`, `[i]`), or any iterable. Samples of items that are no longer in it stay.
@@ -65,6 +66,7 @@ def build(
         workers: Processes that read a map-style dataset, as of torch's `DataLoader`.
         progress: Show rate and time left, with `tqdm`; by default where it is installed and stderr is a terminal.
         pattern: Of the shards' names in the folder.
+        max_samples: Of a shard: what a break costs at most. More of them make fewer files.
         options: Others of `ShardWriter`; `allow` is `open`'s, too.
 
     Returns:
@@ -86,7 +88,7 @@ def build(
     path = _check(out, pattern, options)
     items = Source(source, keys, digest, batch_size, workers)
     try:
-        sink = ShardWriter(path, fingerprint=made, resume=True, **options)
+        sink = ShardWriter(path, fingerprint=made, resume=True, max_samples=max_samples, **options)
     except StaleCacheError as exc:
         raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
     try:
