@@ -22,7 +22,8 @@ class SharedPosition:
     is read before the question who was first, and whoever else believes to be the first writes the same.
 
     A token is a number that the workers of one iteration share, and others mostly do not; each has a record, for the workers of
-    an iteration that was left may be late, while those of another have begun. Workers that live on count their epochs.
+    an iteration that was left may be late, while those of another have begun. Workers that live on count their epochs. Records
+    are used in turn: whoever finds none of its token takes the one behind the last, which it has looked up before.
     """
 
     def __init__(self, position: Sequence[int]) -> None:
@@ -34,7 +35,7 @@ class SharedPosition:
         records[:, 1:3] = 0
         resumed = filled(_MAX_WORKERS, 1 + len(position), value=_NO_TOKEN)
         marks = filled(_NUM_RECORDS, 2, _MAX_WORKERS)
-        self.__setstate__((places, torch.tensor([_NO_TOKEN, 0, _NO_TOKEN]), records, marks, resumed))
+        self.__setstate__((places, torch.tensor([_NO_TOKEN, 0, _NO_TOKEN, 0]), records, marks, resumed))
 
     def __getstate__(self) -> tuple[torch.Tensor, ...]:
         return self._places, self._numbers, self._records, self._marks, self._resumed
@@ -42,9 +43,9 @@ class SharedPosition:
     def __setstate__(self, state: tuple[torch.Tensor, ...]) -> None:
         # what torch sends to its workers is shared still; what was pickled or copied otherwise begins a life of its own
         shared = [each if each.is_shared() else each.clone().share_memory_() for each in state]  # type: ignore[no-untyped-call]
-        # next and given; the last token, how often a position was given, and for which token it counts; by record its token,
-        # epochs begun, those before the workers that there are now, and where the last began; by record and worker which of
-        # these it began, and ended; by worker where a state was taken
+        # next and given; the last token, how often a position was given, for which token it counts, and the last record; by
+        # record its token, epochs begun, those before the workers that there are now, and where the last began; by record and
+        # worker which of these it began, and ended; by worker where a state was taken
         self._places, self._numbers, self._records, self._marks, self._resumed = shared
         self._num_mine = 0  # epochs that this process began
 
@@ -60,10 +61,10 @@ class SharedPosition:
     def begin(self, token: int, worker: int, position: Sequence[int] | None = None) -> list[int]:
         """Return where an epoch begins whose workers all have this token; `position` is where, if it is not the next one."""
         found: list[int] = self.next if position is None else list(position)
-        row, record = _row(worker), token % _NUM_RECORDS
+        row, record = _row(worker), self._record(token)
         self._num_mine += 1
-        # in one piece, and written the other way round
-        token_of_all, number, before, *began = self._records[record].tolist()
+        number = self._records[record, 1].item()  # first, since it is written last
+        token_of_all, _, before, *began = self._records[record].tolist()
         mine = before + self._num_mine
         is_another = self._num_mine == 1 and self._marks[record, 0, row] >= mine  # process with this worker's id
         if token_of_all == token and mine <= number and not is_another:
@@ -73,17 +74,24 @@ class SharedPosition:
         self._records[record, 0] = token
         self._records[record, 2] = number + 1 - self._num_mine
         self._records[record, 1] = self._marks[record, 0, row] = number + 1
+        self._numbers[3] = record
         if position is None:
             self._numbers[0] = token
         return found
 
     def end(self, token: int, worker: int, num_workers: int, position: Sequence[int]) -> None:
         """Let the next epoch begin there, once all workers have ended the one that they began last."""
-        record = token % _NUM_RECORDS
+        record = self._record(token)
         begun, ended = self._marks[record]
         ended[worker] = begun[worker]
         if bool((ended[:num_workers] == self._records[record, 1]).all()):
             self.put(position, token)
+
+    def _record(self, token: int) -> int:
+        """Return the record of a token, or the one that it may take."""
+        last = int(self._numbers[3].item())
+        found = (self._records[:, 0] == token).nonzero()
+        return int(found[0].item()) if len(found) else (last + 1) % _NUM_RECORDS
 
     def put(self, position: Sequence[int], token: int | None = None) -> None:
         """Let the next epoch begin there, unless workers of a later iteration than the token's have begun."""
