@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import threading
+import time
+import weakref
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -12,8 +17,9 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.building.test_build import COUNT, Numbers, build, counted, double, key
+from tests.building.test_build import COUNT, Numbers, build, counted, digest, double, key
 from tests.kills import compare
+from wds_tensorcache.building.unbatch import Batch
 
 
 class Colour(Enum):
@@ -27,6 +33,7 @@ class Colour(Enum):
 def test_memory_that_fn_uses_again(tmp_path: Path) -> None:
     """What is written is what fn returned, whatever it does to its own memory afterwards."""
     tensor, array, rows = torch.empty(4, 200_000), np.empty((4, 50_000), np.float32), [torch.empty(3) for _ in range(4)]
+    raw = bytearray(1)
 
     def fn(items: list[int]) -> Any:
         for row, item in enumerate(items):
@@ -36,7 +43,8 @@ def test_memory_that_fn_uses_again(tmp_path: Path) -> None:
 
     def samples(items: list[int]) -> Any:
         fn(items)
-        return [{"x": tensor[row], "y": [array[row], {"z": (rows[row],)}]} for row in range(len(items))]
+        raw[0] = items[0]
+        return [{"x": tensor[row], "y": [array[row], {"z": (rows[row],)}], "raw": raw} for row in range(len(items))]
 
     nested = build(list(range(80)), tmp_path / "a", fn)
     listed = build(list(range(80)), tmp_path / "b", samples)
@@ -46,30 +54,127 @@ def test_memory_that_fn_uses_again(tmp_path: Path) -> None:
         assert (found["more"]["y"] == i).all()
         assert (found["more"]["z"] == i).all()
         found = tc.realize(listed[i])
+        assert found["raw"] == bytes([i // 4 * 4])
         assert (found["x"] == i).all()
         assert (found["y"][0] == i).all()
         assert (found["y"][1]["z"][0] == i).all()
 
 
-def test_batches_stay_the_same_ones(tmp_path: Path) -> None:
-    """Also where what fn makes of an item depends on the others of its batch."""
+def grouped(items: list[dict[str, Any]]) -> list[Any]:
+    """What depends on the others of the batch: a model that pads, say."""
+    longest = max(other["value"] for other in items) % 100
+    return [{"x": torch.full((longest + 1,), item["value"])} for item in items]
+
+
+def broken_at(name: str) -> Any:
+    def fn(items: list[dict[str, Any]]) -> list[Any]:
+        if any(item["name"] == name for item in items):
+            raise ZeroDivisionError
+        return grouped(items)
+
+    return fn
+
+
+@pytest.mark.parametrize("fails_at", ["n6", "n11", "n17", "n22"])
+@pytest.mark.parametrize("kind", [Numbers, lambda: iter(Numbers()[i] for i in range(COUNT))], ids=["map", "iterable"])
+def test_batches_stay_the_same_ones(tmp_path: Path, kind: Any, fails_at: str) -> None:
+    build(Numbers(), tmp_path / "whole", grouped).close()
+    with pytest.raises(ZeroDivisionError):
+        build(kind(), tmp_path / "x", broken_at(fails_at))
+    build(kind(), tmp_path / "x", grouped).close()
+    compare(tmp_path / "x", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+@pytest.mark.parametrize("max_samples", [1, 3])
+def test_batches_of_new_and_changed_items_stay_the_same_ones(tmp_path: Path, manifest: bool, max_samples: int) -> None:
+    """Wherever it breaks off, also twice."""
+    old = [item for item in (Numbers()[i] for i in range(COUNT)) if item["value"] % 5]
+    new = [Numbers((1, 2, 6, 7, 11, 16, 17, 18, 21))[i] for i in range(COUNT)]
+    options: dict[str, Any] = {"keys": key, "digest": digest, "max_samples": max_samples, "manifest": manifest}
+    build(old, tmp_path / "old", grouped, **options).close()
+    shutil.copytree(tmp_path / "old", tmp_path / "whole")
+    fn, called = counted(grouped)
+    build(new, tmp_path / "whole", fn, **options).close()
+    assert len(called) < len(new) + 9
+    for fails_at in range(0, COUNT, 2):
+        folder = tmp_path / f"{fails_at}"
+        shutil.copytree(tmp_path / "old", folder)
+        for name in (f"n{fails_at}", f"n{min(COUNT - 1, fails_at + 5)}"):
+            try:
+                build(new, folder, broken_at(name), **options).close()
+            except ZeroDivisionError:
+                continue
+        build(new, folder, grouped, **options).close()
+        compare(folder, tmp_path / "whole")
+
+
+def test_a_rebuild_is_finished_before_anything_else(tmp_path: Path) -> None:
+    changed = Numbers(tuple(range(COUNT)))
+    build(Numbers(), tmp_path, grouped, keys=key, digest=digest).close()
+    with pytest.raises(ZeroDivisionError):
+        build(changed, tmp_path, broken_at("n17"), keys=key, digest=digest)
+    with pytest.raises(ValueError, match="a build with digest= was broken off"):
+        build(changed, tmp_path, grouped, keys=key)
+    assert tc.open(tmp_path)["n0"]["x"].load()[0] == 0
+    assert build(changed, tmp_path, grouped, keys=key, digest=digest)["n0"]["x"].load()[0] == 100
+
+
+def test_own_keys_that_look_like_numbers(tmp_path: Path) -> None:
+    def items(numbers: Any) -> list[dict[str, Any]]:
+        return [{"__key__": f"{number:09d}", "value": number} for number in numbers]
+
+    build(items(range(10)), tmp_path).close()
+    fn, called = counted()
+    cache = build(items([0, *range(100, 109)]), tmp_path, fn)
+    assert called == [0, *range(100, 109)]  # the first batch whole
+    assert len(cache) == 19
+    gaps = [number for number in range(40) if number % 7 != 5]
+    for _ in range(2):
+        assert len(build(items(gaps), tmp_path / "gaps")) == len(gaps)
+    mixed = [*items(range(5)), {"value": 5}]
+    with pytest.raises(ValueError, match="some items have a '__key__', others have none, such as '000000005'"):
+        build(mixed, tmp_path / "mixed")
+
+
+def test_the_first_error_is_raised(tmp_path: Path) -> None:
+    """Of the thread that writes, too."""
+    written = threading.Event()
+
+    def encoder(members: dict[str, Any]) -> dict[str, Any]:
+        try:
+            raise OSError("the disk is gone")
+        finally:
+            written.set()
 
     def fn(items: list[dict[str, Any]]) -> list[Any]:
-        return [{"x": torch.full((max(other["value"] for other in items) + 1,), item["value"])} for item in items]
+        if items[0]["value"]:
+            written.wait(10)
+            raise RuntimeError("the device is lost")
+        return double(items)
 
-    def broken(items: list[dict[str, Any]]) -> list[Any]:
-        if any(item["value"] == fails_at for item in items):
-            raise ZeroDivisionError
-        return fn(items)
+    with pytest.raises(OSError, match="the disk is gone"):
+        build(Numbers(), tmp_path, fn, digest=digest, encoder=encoder)
 
-    build(Numbers(), tmp_path / "whole", fn).close()
-    for fails_at in (22, 17, 11, 6):
-        for source in (lambda: Numbers(), lambda: iter(Numbers()[i] for i in range(COUNT))):
-            out = tmp_path / f"{fails_at}{source().__class__.__name__}"
-            with pytest.raises(ZeroDivisionError):
-                build(source(), out, broken)
-            build(source(), out, fn).close()
-            compare(out, tmp_path / "whole")
+
+def test_few_batches_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two on their way to the shards, while fn makes the next."""
+    alive: weakref.WeakSet[Batch] = weakref.WeakSet()
+    counts = []
+
+    class Counted(Batch):
+        def __init__(self, made: Any, count: int) -> None:
+            super().__init__(made, count)
+            alive.add(self)
+            counts.append(len(alive))
+
+    def encoder(members: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(0.005)
+        return {name: value.encode() for name, value in members.items()}
+
+    monkeypatch.setattr("wds_tensorcache.building.fill.Batch", Counted)
+    build(Numbers(count=60), tmp_path, digest=digest, encoder=encoder)
+    assert max(counts) == 2
 
 
 def test_a_shard_that_was_deleted(tmp_path: Path) -> None:
@@ -96,9 +201,9 @@ def test_a_break_says_what_is_there(tmp_path: Path) -> None:
 
     with pytest.raises(ZeroDivisionError) as caught:
         build(Numbers(), tmp_path, broken)
-    if hasattr(caught.value, "__notes__"):
+    if sys.version_info >= (3, 11):
         assert caught.value.__notes__ == [
-            f"tc.build: 15 samples are in finished shards of {str(tmp_path)!r}; called again, it goes on behind them."
+            f"tc.build: finished shards stay in {str(tmp_path)!r}, 15 samples of this call; called again, it goes on there"
         ]
 
 

@@ -139,7 +139,12 @@ def test_strays(tmp_path: Path) -> None:
     strays = [".x.y.0123abcd.tmp", ".x.y.99999999.tmp"]
     others = [".x.y.tmp", ".x.y.0123abcd.tmp2", ".xzy.0123abcd.tmp", ".y.0123abcd.tmp", "x.y.0123abcd.tmp"]
     for name in [*strays, *others]:
-        (tmp_path / name / "folder").mkdir(parents=True)
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "000000.tar").touch()
+    others += [".x.y.aaaaaaaa.tmp", ".x.y.bbbbbbbb.tmp", ".x.y.cccccccc.tmp"]
+    (tmp_path / others[-3] / "folder").mkdir(parents=True)  # somebody's own
+    os.mkfifo(tmp_path / others[-2])
+    (tmp_path / others[-1]).symlink_to(tmp_path / others[0])
     with room._locked(str(tmp_path / strays[0])) as is_ours:  # a living repair
         assert is_ours
         tc.repair(source, out)

@@ -206,6 +206,9 @@ def test_a_manifest_of_another_tool_says_nothing_of_fingerprints(tmp_path: Path)
 def test_an_idx_is_missing_only_beside_others_of_its_folder(tmp_path: Path) -> None:
     with_idx, without = write(tmp_path / "a", 2), write(tmp_path / "b", 2, idx=False)
     assert faults([with_idx, without]) == []
+    with tc.ShardWriter(tmp_path / "a" / "other-%d.tar", idx=False, fsync=False) as sink:
+        sink.write("other", {"x": 1})
+    assert faults(tmp_path / "a") == []
 
 
 def test_a_shard_under_two_names_is_one(tmp_path: Path) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
+from wds_tensorcache.building.fill import fill
 from wds_tensorcache.building.progress import Progress
-from wds_tensorcache.building.source import Item, Source
-from wds_tensorcache.building.unbatch import Batch
+from wds_tensorcache.building.source import Source
 from wds_tensorcache.errors import StaleCacheError
 from wds_tensorcache.loading.opening import open
 from wds_tensorcache.shards.fingerprint import as_fingerprint
@@ -19,9 +16,6 @@ from wds_tensorcache.shards.pattern import ShardPattern
 from wds_tensorcache.shards.writer import ShardWriter
 
 __all__ = ["build"]
-
-DIGEST = "digest.txt"  # the member that says of what a sample was made
-_MAX_WRITING = 2  # batches on their way to the shards, while the next one is computed
 
 
 def build(
@@ -49,8 +43,8 @@ def build(
         source: A map-style dataset (`len`, `[i]`), or any iterable. Samples of items that are no longer in it stay.
         fn: Called with a list of up to `batch_size` items, in the caller's thread; returns as many samples in a list, or
             a nest of dicts of tensors, arrays and lists `[B, …]`, which is cut along the first dimension. What it returns is
-            copied, from a device on its current stream, so that `fn` may use its memory again; samples are written by
-            another thread while it computes the next.
+            copied, from a device on its current stream, so that `fn` may use its memory again (objects of classes in `allow`
+            that are no dataclasses are not); samples are written by another thread while it computes the next.
         out: The folder.
         fingerprint: How `fn` makes them: model, revision, dtype, scaling, crop, …, in what JSON holds. A folder with another
             one is refused: `tc.open(out, expect=fingerprint)` is how readers check it.
@@ -85,27 +79,34 @@ def build(
         shards that lose samples are there twice until all of them are written.
     """
     made = as_fingerprint(fingerprint)
-    path = _check(out, pattern, options)
+    folder = os.fspath(out)
+    _check(folder, pattern, options)
     items = Source(source, keys, digest, batch_size, workers)
     try:
-        sink = ShardWriter(path, fingerprint=made, resume=True, max_samples=max_samples, **options)
+        sink = ShardWriter(
+            os.path.join(folder, pattern), fingerprint=made, resume=True, max_samples=max_samples, **options
+        )
     except StaleCacheError as exc:
         raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
     try:
         with sink, Progress(items.count, progress) as bar:
-            count = _fill(sink, items, fn, batch_size, digest is not None, bar)
+            if digest is None and sink.is_replacing:
+                raise ValueError(f"a build with digest= was broken off in {folder!r}: finish it with digest= first")
+            count = fill(sink, items, fn, batch_size, digest is not None, bar)
             if not count and not sink.num_finished:
                 raise ValueError("the source has no items")
     except BaseException as exc:
         if hasattr(exc, "add_note"):  # from Python 3.11 on
-            there = f"{sink.num_finished} samples are in finished shards of {os.fspath(out)!r}"
-            exc.add_note(f"tc.build: {there}; called again, it goes on behind them.")
+            count = sink.num_finished - len(sink.finished)
+            exc.add_note(
+                f"tc.build: finished shards stay in {folder!r}, {count} samples of this call; called again, it goes on there"
+            )
         raise
-    return open(out, expect=made, allow=options.get("allow", ()))
+    return open(folder, expect=made, allow=options.get("allow", ()))
 
 
-def _check(out: str | os.PathLike[str], pattern: str, options: Mapping[str, Any]) -> str:
-    """Return the pattern with its folder, if a cache can be built there."""
+def _check(folder: str, pattern: str, options: Mapping[str, Any]) -> None:
+    """Raise unless a cache can be built there."""
     for name in ("resume", "overwrite"):
         if name in options:
             raise TypeError(f"build always goes on with what is in the folder: {name}= has no place here")
@@ -113,98 +114,11 @@ def _check(out: str | os.PathLike[str], pattern: str, options: Mapping[str, Any]
         raise ValueError("without footer and manifest, nothing keeps the fingerprint")
     if os.path.basename(pattern) != pattern:
         raise ValueError(f"pattern={pattern!r}, expected a file's name, such as '%06d.tar'")
-    folder = os.fspath(out)
+    if not folder:
+        raise ValueError("out='', expected a folder")
     ours = ShardPattern(pattern)
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
         if name.endswith(".tar") and not name.startswith(".") and not ours.covers(name):
             raise ValueError(
                 f"{folder} has {name}, which is none of pattern={pattern!r}: build into a folder of its own"
             )
-    return os.path.join(folder, pattern)
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """An item, and what is known of its sample.
-
-    Attributes:
-        needed: It is not there, or was made of something else.
-        is_new: It was not there before this build, be it broken off any number of times, began to replace samples.
-        is_changed: It was, made of something else.
-    """
-
-    item: Item
-    needed: bool
-    is_new: bool
-    is_changed: bool
-
-
-def _fill(
-    sink: ShardWriter, source: Source, fn: Callable[[list[Any]], Any], batch_size: int, has_digests: bool, bar: Progress
-) -> int:
-    """Write what is not there yet; return how many items there are."""
-    failed: list[BaseException] = []
-    waiting: deque[Future[None]] = deque()
-    changed: list[_Wanted] = []  # what older samples were made of, whose batches are of such items alone
-    seen: set[str] = set()
-
-    def look(item: Item) -> _Wanted:
-        if item.key in seen:
-            raise ValueError(f"two items have the key {item.key!r}")
-        seen.add(item.key)
-        places = sink.finished.find(item.key)
-        held = [sink.is_held(shard) for shard, _ in places]
-        needed = not places or not (
-            item.digest is None or sink.finished.read_member(*places[-1], DIGEST) == item.digest.encode()
-        )
-        if not needed:
-            if len(places) > 1:
-                sink.keep_newest(item.key)
-            bar.skip()
-        elif places:
-            sink.replace(item.key)
-        return _Wanted(item, needed, is_new=all(held), is_changed=not all(held) and (needed or any(held)))
-
-    def compute(batch: list[_Wanted]) -> None:
-        if not any(wanted.needed for wanted in batch):
-            return
-        made = Batch(fn([wanted.item.value for wanted in batch]), len(batch))
-        while len(waiting) >= _MAX_WRITING:
-            waiting.popleft().result()
-        names = [(wanted.item.key, wanted.item.digest) if wanted.needed else None for wanted in batch]
-        waiting.append(writing.submit(_write, sink, names, made, bar, failed))
-
-    with ThreadPoolExecutor(1, "tensorcache-build") as writing:
-        for items in source.batches(lambda key: not has_digests and key in sink):
-            batch = [look(item) for item in items]
-            if any(wanted.is_new for wanted in batch):
-                compute(batch)
-            else:
-                changed += [wanted for wanted in batch if wanted.is_changed]
-            while len(changed) >= batch_size:
-                compute(changed[:batch_size])
-                del changed[:batch_size]
-        compute(changed)
-        while waiting:
-            waiting.popleft().result()
-    return len(seen)
-
-
-def _write(
-    sink: ShardWriter,
-    names: list[tuple[str, str | None] | None],
-    batch: Batch,
-    bar: Progress,
-    failed: list[BaseException],
-) -> None:
-    if failed:
-        return  # a sample before these is not there: shards are to end in front of it
-    try:
-        for name, sample in zip(names, batch.rows(), strict=True):
-            if name is not None:
-                key, digest = name
-                sink.write(key, sample, **({} if digest is None else {DIGEST: digest}))
-                bar.step()
-    except BaseException as exc:
-        failed.append(exc)
-        raise

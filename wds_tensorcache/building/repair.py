@@ -21,6 +21,8 @@ from wds_tensorcache.shards.verify import Checked
 
 __all__ = ["repair"]
 
+_WRITTEN = re.compile(r".*\.(tar|idx|tmp)|manifest\.json", re.DOTALL).fullmatch  # what repair writes into its folder
+
 
 def repair(
     source: Any,
@@ -42,7 +44,8 @@ def repair(
     samples, but no fault either, is.
 
     All is written into a hidden folder beside `out`, which becomes `out` when it is complete: whatever happens, `out` is whole
-    or as it was. What a call that was killed left beside `out` goes at the next call.
+    or as it was. What a call that was killed left beside `out` goes at the next call, where the file system has locks. Shards
+    of a rebuild that was broken off (`build(digest=…)`) are no part of what readers see, and are left out.
 
     Args:
         source: As of `verify`.
@@ -59,16 +62,21 @@ def repair(
         FileExistsError: `out` is not empty, or is where a shard is, or where a disk is mounted.
         FileNotFoundError: There is no such file, or no shard.
         FormatError: With `drop=False`, a sample is damaged. A shard was changed meanwhile.
-        OSError: The disk is full, …
-        ValueError: Two shards have one name, in different folders, or one `.idx`.
+        OSError: The disk is full, the folder around `out` cannot be written to, …
+        ValueError: Two shards have one name, in different folders, or one `.idx`; `out` is empty.
 
     Memory: as of `verify`, with the indexes of all shards at once.
     """
+    out = os.fsdecode(out)
+    if not out:
+        raise ValueError("out='', expected a folder")
+    out = os.path.realpath(out)
+    if os.path.isdir(out) and os.path.samefile(out, os.curdir):
+        raise FileExistsError(f"{out} is the current folder, and cannot be replaced; choose a folder in it")
     if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
         raise FileExistsError(f"{out} is not empty; shards are repaired into a folder of their own")
     if os.path.ismount(out):
         raise FileExistsError(f"{out} is where a disk is mounted, and cannot be replaced; choose a folder in it")
-    out = os.path.realpath(out)
     report, found = check_all(source, threads, allow, keep=True)
     _check_names([checked.path for checked, _ in found])
     if not drop and (report.num_lost or report.num_missing or any(_has_lost(checked) for checked, _ in found)):
@@ -122,10 +130,12 @@ def _complete_or_nothing(out: str) -> Iterator[str]:
     parent, name = os.path.split(out)
     os.makedirs(parent, exist_ok=True)
     for stray in os.listdir(parent):
+        path = os.path.join(parent, stray)
         if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp", stray):
-            with contextlib.suppress(FileNotFoundError), _locked(os.path.join(parent, stray)) as is_ours:
-                if is_ours:
-                    shutil.rmtree(os.path.join(parent, stray), ignore_errors=True)
+            # OSError: another user's, no folder, or one that goes at this moment
+            with contextlib.suppress(OSError), _locked(path) as is_ours:
+                if is_ours and all(map(_WRITTEN, os.listdir(path))):
+                    shutil.rmtree(path, ignore_errors=True)
     folder = os.path.join(parent, f".{name}.{secrets.token_hex(4)}.tmp")
     os.mkdir(folder)
     try:
@@ -151,15 +161,15 @@ def _locked(folder: str) -> Iterator[bool]:
     except ImportError:
         yield True
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_ours = True
         except BlockingIOError:
             is_ours = False
-        except OSError:  # file systems without locks
-            is_ours = True
+        except OSError:  # file systems without locks: it may be a living one's
+            is_ours = False
         yield is_ours
     finally:
         os.close(descriptor)

@@ -69,7 +69,12 @@ class Source:
     def batches(self, is_done: Callable[[str], bool]) -> Iterator[list[Item]]:
         """Yield the items in batches, always the same ones; without values where the keys tell that all are done."""
         batch: list[Item] = []
+        has_key: bool | None = None
         for item in self._read_some(is_done) if self._is_map else self._read_all():
+            if self._keys is None and item.value is not None:
+                if has_key not in (None, _has_key(item.value)):
+                    raise ValueError(f"some items have a '__key__', others have none, such as {item.key!r}: pass keys=")
+                has_key = _has_key(item.value)
             batch.append(item)
             if len(batch) == self._batch_size:
                 yield batch
@@ -103,9 +108,10 @@ class Source:
         if self._keys is not None:
             return self._keys  # type: ignore[no-any-return]
         keys = [_number(number) for number in range(self.count or 0)]
-        if any(map(is_done, keys)):  # they may still be others than numbers: an item says so, read as all are
+        if any(map(is_done, keys)):
+            # keys of the items' own may look like numbers
             (first,) = self._load([0], min(1, self._workers))
-            return keys if first.key == keys[0] else None
+            return None if _has_key(first.value) else keys
         return keys
 
     def _load(self, numbers: list[int], workers: int) -> Iterator[Item]:
@@ -131,12 +137,16 @@ def _item(value: Any, number: int, keys: Any, digest: Callable[[Any], str] | Non
     elif keys is not None:
         key = keys[number]
     else:
-        key = value["__key__"] if isinstance(value, Mapping) and "__key__" in value else _number(number)
+        key = value["__key__"] if _has_key(value) else _number(number)
     check_key(key)
     text = None if digest is None else digest(value)
     if digest is not None and not isinstance(text, str):
         raise TypeError(f"digest returned a {type(text).__name__} of item {key!r:.100}, expected a str")
     return Item(key, value, text)
+
+
+def _has_key(value: Any) -> bool:
+    return isinstance(value, Mapping) and "__key__" in value
 
 
 def _number(number: int) -> str:

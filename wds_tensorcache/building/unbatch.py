@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.realize import rebuild
+from wds_tensorcache.errors import EncodeError
 
 __all__ = ["Batch"]
 
@@ -20,6 +21,7 @@ class Batch:
     pinned memory, behind what its current stream has to do, and nobody waits for them here.
 
     Raises:
+        EncodeError: It is nested too deeply.
         ValueError: There is not one for each.
     """
 
@@ -27,7 +29,7 @@ class Batch:
         devices: set[torch.device] = set()
 
         def copied(leaf: Any) -> Any:
-            if isinstance(leaf, np.ndarray):
+            if isinstance(leaf, (np.ndarray, bytearray)):
                 return leaf.copy()
             if not isinstance(leaf, torch.Tensor):
                 return leaf  # lazy: of a cache, whose bytes do not change
@@ -41,8 +43,11 @@ class Batch:
                 return {name: own(part) for name, part in value.items()}
             return rebuild(value, copied)
 
-        _check(made, count)
-        self._made, self._count = own(made), count
+        try:
+            _check(made, count)
+            self._made, self._count = own(made), count
+        except RecursionError:
+            raise EncodeError("what fn returned is nested too deeply, or holds itself") from None
         self._events = [torch.accelerator.current_stream(device).record_event() for device in devices]
 
     def rows(self) -> list[Any]:

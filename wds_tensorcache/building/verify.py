@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -70,7 +71,7 @@ def check_all(
     for path, *_ in find_shards(source, listed):
         spellings.setdefault(os.path.realpath(path), path)
     paths = list(spellings.values())
-    with_idx = {os.path.dirname(path) for path in paths if os.path.exists(dali_index_path(path))}
+    with_idx = {_without_number(path) for path in paths if os.path.exists(dali_index_path(path))}
     kept, keys = [], []
     # where there are fewer shards than threads, the others read ahead
     walkers = min(threads, len(paths))
@@ -79,17 +80,15 @@ def check_all(
         def start(count: int) -> ThreadPoolExecutor | None:
             return stack.enter_context(ThreadPoolExecutor(count, "tensorcache-verify")) if count else None
 
-        readers, walking = (
-            Readers(start(threads - walkers), max(1, threads // walkers - 1)),
-            start(walkers if threads > 1 else 0),
-        )
+        readers = Readers(start(threads - walkers), max(1, threads // walkers - 1))
+        walking = start(walkers if threads > 1 else 0)
 
         def check(path: str) -> tuple[Checked, Mapping[str, Any] | None] | Fault:
             try:
                 found = check_shard(path, table, readers)
             except (FormatError, OSError) as exc:
                 return Fault(path, None, None, f"cannot be opened: {exc}")
-            return found, check_beside(found, os.path.dirname(path) in with_idx)
+            return found, check_beside(found, _without_number(path) in with_idx)
 
         for result in in_order(paths, check, walking, walkers):
             if isinstance(result, Fault):
@@ -114,6 +113,15 @@ def check_all(
                 kept.append((found, fingerprint))
     report.num_repeated = len(KeyTable(keys).shared())
     return report, kept
+
+
+def _without_number(path: str) -> str:
+    """Return what the shards of one writer have in common."""
+    return re.sub(r"[0-9]+", "#", path)
+
+
+def _names(value: Any) -> list[str]:
+    return [name for name in value if isinstance(name, str)] if isinstance(value, (dict, list)) else []
 
 
 class _Manifest:
@@ -159,8 +167,12 @@ class _Manifest:
             else:
                 paths.append(path)
                 self._entries[os.path.abspath(path)] = entry
+        # those wait until they replace others, or have been replaced: readers of the manifest do not see them
+        waiting = {*_names(extra.get("held")), *_names(extra.get("gone"))}
         for name in sorted(os.listdir(folder or ".")):
             path = os.path.join(folder, name)
+            if name in waiting:
+                continue
             if name.endswith(".tar") and not name.startswith(".") and os.path.abspath(path) not in self._entries:
                 paths.append(path)
                 if not unread and os.path.basename(self._path) == MANIFEST:

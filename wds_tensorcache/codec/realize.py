@@ -16,7 +16,7 @@ from wds_tensorcache.codec.lazy_array import LazyArray
 
 __all__ = ["realize", "rebuild"]
 
-_LEAVES = (LazyTensor, LazyArray, torch.Tensor, np.ndarray)
+_LEAVES = (LazyTensor, LazyArray, torch.Tensor, np.ndarray, bytearray)
 
 
 def realize(obj: Any, device: torch.device | str | None = None) -> Any:
@@ -45,7 +45,7 @@ def realize(obj: Any, device: torch.device | str | None = None) -> Any:
 
 
 def rebuild(obj: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return `obj` with every tensor and array, lazy or not, replaced, each once; as of `realize`."""
+    """Return `obj` with every tensor and array, lazy or not, and bytearray replaced, each once; as of `realize`."""
     return _Rebuilder(replace).visit(obj)
 
 

@@ -25,7 +25,7 @@ class Digest:
     """The XXH3-64 of bytes of a file.
 
     Attributes:
-        value: 64 bits, as soon as the bytes are done; 0 before.
+        value: 64 bits, of the bytes that are done; 0 if there are none.
         error: Why they could not be read.
     """
 

@@ -86,6 +86,8 @@ class Catalog:
         if not all(isinstance(table, dict) for table in tables) or not isinstance(gone, list):
             raise FormatError(f"{self._path}: caches, fingerprints and held are not all objects, or gone is no list")
         caches, fingerprints, held = map(dict, tables)
+        if not all(value is None or isinstance(value, dict) for value in held.values()):
+            raise FormatError(f"{self._path}: held has something else than fingerprints: {held!r:.200}")
         return Listing({entry.url: entry for entry in entries}, caches, fingerprints, held, list(map(str, gone)), extra)
 
     def add(self, path: str, index: ShardIndex) -> None:

@@ -25,11 +25,11 @@ def as_fingerprint(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name in sorted(fields):
         try:
             found[name] = json.loads(json.dumps(fields[name], allow_nan=False, sort_keys=True))
-        except (TypeError, ValueError, RecursionError) as exc:
-            error, hint = (
-                (TypeError, f"; write {str(fields[name])!r:.100}") if isinstance(exc, TypeError) else (ValueError, "")
-            )
-            raise error(f"fingerprint[{name!r}] is nothing that JSON holds: {exc}{hint}") from exc
+        except TypeError as exc:
+            hint = f"write {str(fields[name])!r:.100}"
+            raise TypeError(f"fingerprint[{name!r}] is nothing that JSON holds: {exc}; {hint}") from exc
+        except (ValueError, RecursionError) as exc:
+            raise ValueError(f"fingerprint[{name!r}] is nothing that JSON holds: {exc}") from exc
     return found
 
 

@@ -70,7 +70,7 @@ class ShardPattern:
 
 
 def _regex(name: str, before: str = "", behind: str = "") -> re.Pattern[str]:
-    return re.compile(before + r"(\d+)".join(re.escape(part) for part in _NUMBER.split(name)) + behind)
+    return re.compile(before + r"([0-9]{1,18})".join(re.escape(part) for part in _NUMBER.split(name)) + behind)
 
 
 def _is_locked(path: str) -> bool:

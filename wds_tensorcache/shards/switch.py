@@ -37,10 +37,6 @@ class Switch:
         """Whether anything is to be switched: what is finished from now on is held."""
         return bool(self._held or self._leaving)
 
-    def holds(self, path: str) -> bool:
-        """Return whether a shard is listed only when all is switched."""
-        return path in self._held
-
     def leave(self, key: str, shards: Iterable[str]) -> None:
         """Let samples of a key leave some shards."""
         for shard in shards:

@@ -277,7 +277,7 @@ def _check(
             elif half is None:
                 missing = member.prefix + (TENSORS if kind == SKELETON else SKELETON)
                 sample.faults.append((begin, f"member {missing!r} is missing beside {suffix!r}"))
-            elif kind == SKELETON and half.digest is not None:
+            elif kind == SKELETON and half.digest is not None and half.digest.error is None:
                 found = _check_cache(sample, member, half, half.digest.value, allow)
                 caches += () if found is None else (found,)
         except (TensorCacheError, OSError) as exc:

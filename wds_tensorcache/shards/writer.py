@@ -178,6 +178,11 @@ class ShardWriter:
         """Return whether a finished shard has the key, of those that `resume=True` found: `write` would skip it."""
         return isinstance(key, str) and key not in self._replaced and key in self.finished
 
+    @property
+    def is_replacing(self) -> bool:
+        """Whether finished samples wait for older ones to go, at the end of this writer or of one that was broken off."""
+        return self._switch.is_due
+
     def replace(self, key: str) -> None:
         """Let a key be written again that finished shards have: the older samples go when the writer is closed.
 
@@ -188,10 +193,6 @@ class ShardWriter:
     def keep_newest(self, key: str) -> None:
         """Where several finished shards have a key, let all but the newest sample go when the writer is closed."""
         self._switch.leave(key, _older(self.finished.find(key)))
-
-    def is_held(self, path: str) -> bool:
-        """Return whether a finished shard is not listed before older samples have made room for its own."""
-        return self._switch.holds(path)
 
     def write(self, key: str, sample: Any = _NOTHING, /, **members: Any) -> None:
         """Write one sample.
@@ -257,6 +258,7 @@ class ShardWriter:
             self._number += 1
         self._shard.write(key, encoded, plain)
         if key in self._replaced:
+            self._replaced.discard(key)
             self._switch.leave(key, [path for path, _ in self.finished.find(key)])
 
     def _encode_others(self, key: str, others: dict[str, Any]) -> dict[str, bytes]:
