@@ -202,8 +202,10 @@ def dali_samples(found: ShardIndex) -> list[list[tuple[str, int, int, str]]]:
     if parts:
         kinds = np.concatenate([np.full(len(part[0]), number) for number, part in enumerate(parts)])
         rows, begins, sizes = (np.concatenate([part[i].astype(np.int64) for part in parts]) for i in range(3))
-        keys = list(found.keys)
-        for at in np.argsort(begins).tolist():
-            row, suffix = rows.item(at), suffixes[kinds.item(at)]
-            samples[row].append((suffix, begins.item(at), sizes.item(at), f"{keys[row]}.{suffix}"))
+        keys, order = list(found.keys), np.argsort(begins)
+        for row, kind, begin, nbytes in zip(
+            *(each[order].tolist() for each in (rows, kinds, begins, sizes)), strict=True
+        ):
+            suffix = suffixes[kind]
+            samples[row].append((suffix, begin, nbytes, f"{keys[row]}.{suffix}"))
     return samples

@@ -19,6 +19,9 @@ from wds_tensorcache.shards.tar import Scanner
 __all__ = ["CacheEntry", "IndexBuilder", "scan_shard", "split_suffix"]
 
 
+_KINDS = (SKELETON, TENSORS)
+
+
 @dataclass(slots=True)
 class CacheEntry:
     """One cache of one sample: byte offsets of its members in the shard, and what the index keeps of them."""
@@ -176,9 +179,9 @@ def _add(builder: IndexBuilder, scanner: Scanner, key: str, members: dict[str, t
 
 def split_suffix(suffix: str) -> tuple[str, str | None]:
     """Return the prefix of a cache's member, `NAME.` or nothing, and which half it is; None for other members."""
-    for kind in (SKELETON, TENSORS):
-        if suffix == kind:
-            return "", kind
+    if suffix in _KINDS:
+        return "", suffix
+    for kind in _KINDS:
         if suffix.endswith("." + kind) and is_cache_name(suffix[: -len(kind) - 1]):
             return suffix[: -len(kind)], kind
     return "", None
