@@ -17,6 +17,10 @@ __all__ = ["Digest", "ReadAhead", "Readers", "in_order"]
 
 _PIECE_NBYTES = 1 << 21  # a thread that waits for one has so much to do that being woken costs little beside it
 
+# So few bytes are hashed without giving up the interpreter. Where threads go through files of their own, one that gave it up would
+# wait each time until another does; where one goes through a file that others read, those do little else.
+_HELD_NBYTES = 1 << 16
+
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
 
@@ -85,6 +89,7 @@ class ReadAhead:
         self._file = file
         self._digests: list[Digest] = []
         self._spare = readers.spare
+        self._step = _HELD_NBYTES if readers.pool is None else _PIECE_NBYTES
         self._memory = memoryview(b"")
         self._begin = self._end = 0
         self._pieces = in_order(range(0, file.nbytes, _PIECE_NBYTES), self._load, readers.pool, readers.threads)
@@ -152,12 +157,13 @@ class ReadAhead:
         """Do what is left to do for digests, with the bytes up to the end of the piece that is here."""
         for digest in self._digests:
             while digest.error is None and digest.begin < min(digest.end, self._end):
-                begin, stop = digest.begin, min(digest.end, self._end)
+                begin = digest.begin
+                stop = min(digest.end, self._end, begin + self._step)
                 try:
                     if begin >= self._begin:
                         digest.add(self._memory[begin - self._begin : stop - self._begin])
                     else:
-                        digest.add(memoryview(self._file.read(begin, min(stop, begin + _PIECE_NBYTES))))
+                        digest.add(memoryview(self._file.read(begin, stop)))
                 except (OSError, FormatError) as exc:
                     digest.error = exc
         self._digests = [digest for digest in self._digests if digest.end > self._end and digest.error is None]
