@@ -17,8 +17,8 @@ __all__ = ["Digest", "ReadAhead", "Readers", "in_order"]
 
 _PIECE_NBYTES = 1 << 21  # a thread that waits for one has so much to do that being woken costs little beside it
 
-# So few bytes are hashed without giving up the interpreter. Where threads go through files of their own, one that gave it up would
-# wait each time until another does; where one goes through a file that others read, those do little else.
+# So few bytes are hashed without giving up the interpreter. Where threads go through files of their own, one that gave it up
+# would wait each time until another does; where one goes through a file that others read, those do little else.
 _HELD_NBYTES = 1 << 16
 
 _Job = TypeVar("_Job")
