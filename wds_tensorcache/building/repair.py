@@ -13,6 +13,7 @@ from typing import Any
 from wds_tensorcache.building.verify import check_all
 from wds_tensorcache.errors import FormatError, KeyRuleError
 from wds_tensorcache.shards.catalog import MANIFEST, Listing, dali_index_path, write_dali_index
+from wds_tensorcache.shards.locks import lock
 from wds_tensorcache.shards.manifest import fsync_folder
 from wds_tensorcache.shards.report import Report
 from wds_tensorcache.shards.rewrite import copy_pieces
@@ -155,21 +156,16 @@ def _complete_or_nothing(out: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[bool]:
-    """Say that a living process writes a folder, which the system takes back when it ends; give whether no other does."""
-    try:
-        import fcntl
-    except ImportError:
-        yield True
+    """Say that a living process writes a folder; give whether it is known that no other does.
+
+    Raises:
+        OSError: It is no folder, or another user's.
+    """
+    if os.name != "posix":
+        yield False
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = True
-        except BlockingIOError:
-            is_ours = False
-        except OSError:  # file systems without locks: it may be a living one's
-            is_ours = False
-        yield is_ours
+        yield lock(descriptor) is True
     finally:
         os.close(descriptor)

@@ -15,6 +15,7 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import scan_shard
+from wds_tensorcache.shards.locks import lock
 from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_atomically, write_idx, write_manifest
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.reader import load_index, sidecar_path
@@ -117,15 +118,13 @@ def _entry(path: str, index: ShardIndex) -> ShardEntry:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """Keep other writers off the manifest of a folder."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: one writer per folder
+    """Keep other writers off the manifest of a folder, where the system has locks."""
+    if os.name != "posix":
         yield
         return
     fd = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        lock(fd, wait=True)
         yield
     finally:
         os.close(fd)

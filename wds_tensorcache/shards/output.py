@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections import deque
@@ -11,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from wds_tensorcache.shards.arena import Pool
+from wds_tensorcache.shards.locks import lock
 from wds_tensorcache.shards.manifest import fsync_folder
 
 __all__ = ["Output"]
@@ -36,7 +36,7 @@ class Output:
         self.path = path
         self._temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
         self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115 closed by finish and drop
-        _lock(self._file)
+        lock(self._file)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorcache-output")
         self._writing: deque[Future[None]] = deque()
         self._stage: Any = None
@@ -146,13 +146,3 @@ class Output:
         self._thread.shutdown(cancel_futures=True)
         self._file.close()
         self._stage = None
-
-
-def _lock(file: Any) -> None:
-    """Say that a living process writes the file; the system takes this back when the process ends."""
-    try:
-        import fcntl
-    except ImportError:
-        return
-    with contextlib.suppress(OSError):  # file systems without locks
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

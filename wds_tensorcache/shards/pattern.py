@@ -6,6 +6,7 @@ import os
 import re
 
 from wds_tensorcache.shards.catalog import dali_index_path
+from wds_tensorcache.shards.locks import lock
 from wds_tensorcache.shards.reader import sidecar_path
 
 __all__ = ["ShardPattern"]
@@ -74,14 +75,6 @@ def _regex(name: str, before: str = "", behind: str = "") -> re.Pattern[str]:
 
 
 def _is_locked(path: str) -> bool:
-    """Return whether a living process holds a lock on a file."""
-    try:
-        import fcntl
-    except ImportError:
-        return False
+    """Return whether a living process is known to write a file."""
     with open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        return lock(file) is False
