@@ -136,7 +136,9 @@ class ReadAhead:
 
         Memory: a copy.
         """
-        if begin < self._file.nbytes and self._holds(begin) and end <= self._end:
+        if end > self._end and begin < self._file.nbytes:
+            self._holds(begin)
+        if self._begin <= begin and end <= self._end:
             return bytes(self._memory[begin - self._begin : end - self._begin])
         return self._file.read(begin, end)
 
@@ -155,19 +157,24 @@ class ReadAhead:
 
     def hash(self) -> None:
         """Do what is left to do for digests, with the bytes up to the end of the piece that is here."""
+        first, end, memory, step = self._begin, self._end, self._memory, self._step
+        rest: list[Digest] = []
         for digest in self._digests:
-            while digest.error is None and digest.begin < min(digest.end, self._end):
-                begin = digest.begin
-                stop = min(digest.end, self._end, begin + self._step)
-                try:
-                    if begin >= self._begin:
-                        digest.add(self._memory[begin - self._begin : stop - self._begin])
+            begin, last = digest.begin, min(digest.end, end)
+            try:
+                while begin < last:
+                    stop = min(last, begin + step)
+                    if begin >= first:
+                        digest.add(memory[begin - first : stop - first])
                     else:
                         digest.add(memoryview(self._file.read(begin, stop)))
-                except (OSError, FormatError) as exc:
-                    digest.error = exc
-        self._digests = [digest for digest in self._digests if digest.end > self._end and digest.error is None]
-        self.done = self._end
+                    begin = stop
+            except (OSError, FormatError) as exc:
+                digest.error = exc
+            else:
+                if digest.end > end:
+                    rest.append(digest)
+        self._digests, self.done = rest, end
 
 
 def in_order(
