@@ -23,6 +23,8 @@ CONTENT = Random(0).randbytes(10 * PIECE + 123)
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ShardFile:
     monkeypatch.setattr(module, "_PIECE_NBYTES", PIECE)
+    monkeypatch.setattr(module, "_AHEAD_NBYTES", PIECE)
+    monkeypatch.setattr(module, "_HELD_NBYTES", 300)
     (tmp_path / "x").write_bytes(CONTENT)
     return ShardFile(str(tmp_path / "x"))
 

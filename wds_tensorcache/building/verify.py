@@ -46,7 +46,7 @@ def verify(source: Any, *, threads: int | None = None, allow: Iterable[type] = (
     What it finds is damage, not malice: who writes a shard can give a wrong sample a right digest. `open` and `decode` are safe
     with any, and refuse what `Report.needs` names.
 
-    Memory: at most 8 MiB for each thread, and the indexes of as many shards; nothing of what is decoded is kept.
+    Memory: at most 16 MiB for each thread, and the indexes of as many shards; nothing of what is decoded is kept.
     """
     report, _ = check_all(source, threads, allow)
     return report

@@ -15,7 +15,8 @@ from wds_tensorcache.shards.storage import ShardFile
 
 __all__ = ["Digest", "ReadAhead", "Readers", "in_order"]
 
-_PIECE_NBYTES = 1 << 21  # a thread that waits for one has so much to do that being woken costs little beside it
+_PIECE_NBYTES = 1 << 21
+_AHEAD_NBYTES = 1 << 22  # of a piece that another thread reads: handing it over costs little beside that
 
 # So few bytes are hashed without giving up the interpreter. Where threads go through files of their own, one that gave it up
 # would wait each time until another does; where one goes through a file that others read, those do little else.
@@ -89,10 +90,11 @@ class ReadAhead:
         self._file = file
         self._digests: list[Digest] = []
         self._spare = readers.spare
-        self._step = _HELD_NBYTES if readers.pool is None else _PIECE_NBYTES
+        self._piece_nbytes = _PIECE_NBYTES if readers.pool is None else _AHEAD_NBYTES
+        self._step = _HELD_NBYTES if readers.pool is None else self._piece_nbytes
         self._memory = memoryview(b"")
         self._begin = self._end = 0
-        self._pieces = in_order(range(0, file.nbytes, _PIECE_NBYTES), self._load, readers.pool, readers.threads)
+        self._pieces = in_order(range(0, file.nbytes, self._piece_nbytes), self._load, readers.pool, readers.threads)
 
     def __enter__(self) -> ReadAhead:
         return self
@@ -107,10 +109,10 @@ class ReadAhead:
             self._memory = memoryview(b"")
 
     def _load(self, begin: int) -> tuple[int, memoryview, bool]:
-        nbytes = min(_PIECE_NBYTES, self._file.nbytes - begin)
+        nbytes = min(self._piece_nbytes, self._file.nbytes - begin)
         memory = self._spare.pop() if self._spare else memoryview(b"")
         if len(memory) < nbytes:
-            memory = memoryview(bytearray(min(_PIECE_NBYTES, self._file.nbytes)))
+            memory = memoryview(bytearray(min(self._piece_nbytes, self._file.nbytes)))
         try:
             self._file.read_into([memory[:nbytes]], begin)
         except (OSError, FormatError):
@@ -123,7 +125,7 @@ class ReadAhead:
             self.hash()
             self._keep()
             begin, self._memory, is_here = next(self._pieces)
-            self._end = min(begin + _PIECE_NBYTES, self._file.nbytes)
+            self._end = min(begin + self._piece_nbytes, self._file.nbytes)
             self._begin = begin if is_here else self._end
         return at >= self._begin
 
