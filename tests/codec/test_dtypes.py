@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -172,3 +173,11 @@ def test_text_beyond_unicode_is_an_error() -> None:
     skeleton, tensors = tc.encode_sample(np.array(["a"]))
     with pytest.raises(tc.FormatError, match="Unicode"):
         tc.decode_sample(skeleton, tensors[:-1] + b"\x01").load()
+
+
+def test_an_open_npz_is_told_to_be_a_dict(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", a=np.ones(2))
+    with np.load(tmp_path / "x.npz") as arrays:
+        with pytest.raises(tc.EncodeError, match=r"NpzFile is no dict; store dict\(x\)"):
+            tc.encode_sample(arrays)
+        assert tc.decode_sample(*tc.encode_sample(dict(arrays)))["a"].shape == (2,)
