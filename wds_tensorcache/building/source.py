@@ -48,7 +48,7 @@ class Source:
         self._is_map = (
             self.count is not None and hasattr(items, "__getitem__") and not isinstance(items, IterableDataset)
         )
-        if not self._is_map and not _is_iterable(items):
+        if not self._is_map and not isinstance(items, Iterable):
             raise TypeError(f"a {type(items).__name__} has neither a length and [i] nor an iterator: it is no dataset")
         if not self._is_map and workers:
             raise ValueError(f"{type(items).__name__} has no length and [i], by which workers={workers} could read it")
@@ -167,7 +167,3 @@ def _length(items: Any) -> int | None:
         return len(items)
     except (TypeError, NotImplementedError):
         return None
-
-
-def _is_iterable(items: Any) -> bool:
-    return isinstance(items, (Iterable, IterableDataset))

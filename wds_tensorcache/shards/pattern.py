@@ -35,12 +35,16 @@ class ShardPattern:
         """Return where a shard is."""
         return self._pattern % number if self.is_numbered else self._pattern
 
+    def locate(self, name: str) -> str:
+        """Return the path of a file of the folder."""
+        return os.path.join(self.folder, name)
+
     def covers(self, name: str) -> bool:
         """Return whether a file of the folder that is called so is a shard of this pattern."""
         if not self.is_numbered:
             return name == self._name
         match = _regex(self._name).fullmatch(name)
-        return match is not None and self.path(int(match[1])) == os.path.join(self.folder, name)
+        return match is not None and self.path(int(match[1])) == self.locate(name)
 
     def existing(self) -> dict[int, str]:
         """Return the shards that are there, by their numbers, ascending."""
@@ -65,7 +69,7 @@ class ShardPattern:
         """Delete what killed writers had not finished. What a living one is writing stays, where the system has locks."""
         for name in (self._name, dali_index_path(self._name)):
             for match in self._matches(name, before=r"\.", behind=r"\.[0-9a-f]+\.tmp"):
-                stray = os.path.join(self.folder, match[0])
+                stray = self.locate(match[0])
                 if not _is_locked(stray):
                     os.remove(stray)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from wds_tensorcache.shards.catalog import Catalog, Listing, dali_index_path, dali_samples
@@ -58,8 +58,10 @@ class Switch:
             return
         listing = self._catalog.read()
         gone = [url for url in listing.gone if self._pattern.covers(url) and url not in listing.entries]
-        never = [url for url in listing.held if self._pattern.covers(url) and not os.path.exists(self._path(url))]
-        self._pattern.remove([self._path(url) for url in gone])
+        never = [
+            url for url in listing.held if self._pattern.covers(url) and not os.path.exists(self._pattern.locate(url))
+        ]
+        self._pattern.remove([self._pattern.locate(url) for url in gone])
         if gone or never:
             self._catalog.remove(*gone, *never)
 
@@ -112,7 +114,7 @@ class Switch:
         return found[1]
 
     @contextlib.contextmanager
-    def _changed(self) -> Any:
+    def _changed(self) -> Iterator[Listing]:
         if self._catalog is None:
             yield Listing()
         else:
@@ -123,6 +125,3 @@ class Switch:
         for file in (dali_index_path(path), sidecar_path(path)):
             if os.path.exists(file):
                 os.remove(file)
-
-    def _path(self, url: str) -> str:
-        return os.path.join(self._pattern.folder, url)

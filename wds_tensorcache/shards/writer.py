@@ -128,9 +128,13 @@ class ShardWriter:
         finished = FinishedShards(indexes)
         if self._catalog is None or listing is None:
             return finished
-        lost = [url for url in listing.entries if self._pattern.covers(url) and not os.path.exists(self._path(url))]
+        lost = [
+            url
+            for url in listing.entries
+            if self._pattern.covers(url) and not os.path.exists(self._pattern.locate(url))
+        ]
         if lost:
-            what = f"{self._path(lost[0])} is not there any more"
+            what = f"{self._pattern.locate(lost[0])} is not there any more"
             warnings.warn(f"{what}, nor are {len(lost) - 1} others" if lost[1:] else what, stacklevel=3)
             self._catalog.remove(*lost)
         unlisted = {path: index for path, index in indexes.items() if not listing.lists(path, index)}
@@ -170,9 +174,6 @@ class ShardWriter:
         if self._idx and not (is_listed and os.path.exists(dali_index_path(path))):
             write_dali_index(dali_index_path(path), index, self._fsync)
         return index
-
-    def _path(self, url: str) -> str:
-        return os.path.join(self._pattern.folder, url)
 
     def __contains__(self, key: object) -> bool:
         """Return whether a finished shard has the key, of those that `resume=True` found: `write` would skip it."""
