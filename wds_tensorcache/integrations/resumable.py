@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,11 +11,11 @@ import xxhash
 from torch.utils.data import IterableDataset, get_worker_info
 from webdataset.handlers import reraise_exception
 from webdataset.pipeline import DataPipeline
-from webdataset.shardlists import expand_urls, split_by_node, split_by_worker
+from webdataset.shardlists import split_by_node, split_by_worker
 from webdataset.tariterators import tarfile_samples
 
-from wds_tensorcache.integrations.tar_samples import Stopped, TarSamples
-from wds_tensorcache.loading.opening import find_shards
+from wds_tensorcache.integrations.tar_samples import Stopped, TarSamples, open_path
+from wds_tensorcache.integrations.urls import find_urls
 from wds_tensorcache.loading.order import EpochOrder
 from wds_tensorcache.loading.ranks import find_rank
 from wds_tensorcache.loading.shared import SharedPosition, token_of
@@ -32,8 +31,10 @@ def resumable(urls: str | Iterable[str], *stages: Any, **options: Any) -> Resuma
     """Return a dataset like `wds.DataPipeline(shards, tarfile_to_samples(), *stages)` that can be left and taken up again.
 
     Args:
-        urls: Of the shards, which are shared out among ranks and workers here: a list, a pattern with braces, a folder, or
-            `"train-*.tar"`.
+        urls: Of the shards, which are shared out among ranks and workers here: a list, a pattern with braces, a folder, a
+            manifest, or `"train-*.tar"`. Names that a folder, a manifest, a wildcard or braces give are paths, whatever they
+            begin with. What you type goes to webdataset's `gopen`, unless a file has just this name; `pipe:` runs a command
+            only where your text, or one of its parts between `::`, begins with it.
         stages: Of webdataset, and others like them: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`. What they yield
             keeps `sample["__position__"]`, else map behind the stream.
         options: Of `ResumableStream`.
@@ -42,7 +43,7 @@ def resumable(urls: str | Iterable[str], *stages: Any, **options: Any) -> Resuma
         TypeError: `urls` are something else.
         ValueError: A stage does what the stream does itself, or ranks would have no shard.
     """
-    return ResumableStream(_urls(urls), stages, **options)
+    return ResumableStream(urls, stages, **options)
 
 
 class ResumableStream(IterableDataset[Any]):
@@ -61,7 +62,7 @@ class ResumableStream(IterableDataset[Any]):
     own, for as many of them as before.
 
     Args:
-        urls: Of the shards.
+        urls: As of `resumable`.
         stages: As of `resumable`.
         shuffle: The shards, in a new order in each epoch.
         seed: Of that order, the same on all ranks.
@@ -75,7 +76,7 @@ class ResumableStream(IterableDataset[Any]):
 
     def __init__(
         self,
-        urls: Iterable[str],
+        urls: str | Iterable[str],
         stages: Iterable[Any],
         *,
         shuffle: bool = True,
@@ -87,7 +88,9 @@ class ResumableStream(IterableDataset[Any]):
         select_files: Callable[[str], bool] | None = None,
         rename_files: Callable[[str], str] | None = None,
     ) -> None:
-        self._urls = list(urls)
+        found = find_urls(urls)
+        self._urls = [url for url, _ in found]
+        self._is_path = [is_path for _, is_path in found]
         if not self._urls:
             raise ValueError("no shards")
         self._stages = list(stages)
@@ -104,7 +107,7 @@ class ResumableStream(IterableDataset[Any]):
             raise ValueError(f"{len(self._urls)} shards for {self._world_size} ranks: some would have none")
         self._handler = handler
         self._read = TarSamples(handler, select_files, rename_files)
-        self._loads = _loads(self._urls)
+        self._loads = _loads(found)
         self._shared = SharedPosition([0])
         self._num_iterations = 0
         self._reset()
@@ -189,7 +192,7 @@ class ResumableStream(IterableDataset[Any]):
                 return number not in before
 
             try:
-                for number, sample in self._read.samples_of({"url": self._urls[shard]}, is_wanted):
+                for number, sample in self._read.samples_of(self._opened(shard), is_wanted):
                     yield {**sample, POSITION: f"{_PREFIX}{shard}:{number}"}
             except Stopped:
                 return
@@ -198,6 +201,10 @@ class ResumableStream(IterableDataset[Any]):
                     return
             else:
                 self._done.setdefault(shard, _Done()).count = count
+
+    def _opened(self, shard: int) -> dict[str, Any]:
+        url = self._urls[shard]
+        return {"url": url, "stream": open_path(url)} if self._is_path[shard] else {"url": url}
 
     def _shards(self) -> list[int]:
         """Return the shards of this rank and worker, in the epoch's order: each goes to who has least until then."""
@@ -306,19 +313,6 @@ def _done_from(state: Any, num_shards: int) -> dict[int, _Done]:
     return done
 
 
-def _urls(urls: Any) -> list[str]:
-    if isinstance(urls, str):
-        is_local = "://" not in urls and not urls.startswith("pipe:")
-        if is_local and (os.path.isdir(urls) or (glob.has_magic(urls) and not os.path.exists(urls))):
-            return [path for path, *_ in find_shards(urls)]
-        return list(expand_urls(urls))
-    is_list = isinstance(urls, Iterable) and not isinstance(urls, (DataPipeline, Mapping))
-    found: list[Any] = list(urls) if is_list else [None]
-    if not all(isinstance(url, str) for url in found):
-        raise TypeError(f"urls={urls!r:.200}: expected a list of them, a pattern or a folder; the stages follow")
-    return found
-
-
 def _positions(item: Any) -> Iterator[tuple[int, int]]:
     """Yield shard and number of each sample that `item` is made of."""
     if isinstance(item, str):
@@ -332,7 +326,7 @@ def _positions(item: Any) -> Iterator[tuple[int, int]]:
             yield from _positions(one)
 
 
-def _loads(urls: list[str]) -> list[int]:
+def _loads(shards: list[tuple[str, bool]]) -> list[int]:
     """Return the bytes of each shard, or ones if not all are files."""
-    paths = [url.removeprefix("file:") for url in urls]
-    return [os.path.getsize(path) for path in paths] if all(map(os.path.isfile, paths)) else [1] * len(urls)
+    paths = [url if is_path else url.removeprefix("file:") for url, is_path in shards]
+    return [os.path.getsize(path) for path in paths] if all(map(os.path.isfile, paths)) else [1] * len(shards)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 from webdataset.gopen import Pipe, gopen
 from webdataset.handlers import reraise_exception
 from webdataset.tariterators import base_plus_ext
 
 from wds_tensorcache.errors import FormatError
+from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.tar_stream import TarStream
 
-__all__ = ["Stopped", "TarSamples", "tarfile_to_samples"]
+__all__ = ["Stopped", "TarSamples", "is_named", "open_path", "tarfile_to_samples"]
 
 _RESERVED = frozenset({"__key__", "__url__", "__local_path__"})
 
@@ -29,6 +31,9 @@ def tarfile_to_samples(
     What differs: it takes about a quarter of the time; the shards are closed when they are read; and what is cut off is never
     half delivered. A shard that ends without its end-of-archive block is an error, whose sample that was being read is not
     delivered, as nobody can know whether it is whole. webdataset's own stage can join it with the first one of the next shard.
+
+    Urls are opened by webdataset's `gopen`, which runs `pipe:…` as a command: they must come from the caller. A url that is the
+    name of a file that is there is that file, whatever it begins with. `resumable` lists folders and manifests safely.
 
     Args:
         handler: Called with the exception of a shard, or of one of its members; re-raises by default. If it says so, the next
@@ -77,7 +82,7 @@ class TarSamples:
             is_wanted: Says of the number of a sample whether it is; the bytes of others are skipped.
         """
         url = shard["url"]
-        stream = shard["stream"] if "stream" in shard else gopen(url)
+        stream = shard["stream"] if "stream" in shard else _open_url(url)
         is_over = False
         try:
             yield from self._group(TarStream(stream), url, shard.get("local_path"), is_wanted)
@@ -134,6 +139,26 @@ class TarSamples:
         begin = line.rfind("/", 0, max(0, line.rfind("/"))) + 1
         key, suffix = base_plus_ext(name[begin:])
         return None if key is None or suffix is None else (name[:begin] + key, suffix.lower())
+
+
+def open_path(path: str) -> BinaryIO:
+    """Open an ordinary file. Its name is but a name: `gopen` would run it where it begins with `pipe:`.
+
+    Raises:
+        FormatError: It is a folder, a pipe or a device, which would not end.
+        OSError: It cannot be opened.
+    """
+    file = ShardFile(path)  # closes with the last reference
+    return open(os.dup(file.fd), "rb")
+
+
+def is_named(url: Any) -> bool:
+    """Return whether what `gopen` would take for a url with a scheme is the name of a file that is there."""
+    return isinstance(url, str) and ":" in url and os.path.lexists(url)
+
+
+def _open_url(url: Any) -> Any:
+    return open_path(url) if is_named(url) else gopen(url)
 
 
 class Stopped(Exception):

@@ -23,7 +23,7 @@ from wds_tensorcache.shards.names import cache_name
 from wds_tensorcache.shards.reader import Shard
 from wds_tensorcache.shards.storage import Files, file_system, memory_nbytes, overcommit_is_off
 
-__all__ = ["Io", "are_counts", "find_shards", "num_cores", "open"]
+__all__ = ["Io", "are_counts", "expand_braces", "find_shards", "num_cores", "open"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,37 +144,61 @@ def find_shards(source: Any, listed: Callable[[str], list[Found]] | None = None)
 
 
 def _find_one(source: str, listed: Callable[[str], list[Found]]) -> list[Found]:
+    """Return the shards of what the caller typed: the only text in which braces and wildcards mean something."""
     if "://" in source:
         raise ValueError(f"{source}: not a local path; stream it with wds.DataPipeline and tc.decode")
-    if os.path.isdir(source):
-        manifest = os.path.join(source, MANIFEST)
-        if os.path.exists(manifest):
-            return listed(manifest)
-        shards = sorted(file for file in os.listdir(source) if file.endswith(".tar") and not file.startswith("."))
-        if not shards:
-            raise FileNotFoundError(f"{source} has neither {MANIFEST} nor *.tar")
-        return [(os.path.join(source, file), None, None) for file in shards]
-    if source.endswith(".json") and (os.path.exists(source) or not glob.has_magic(source)):
-        return listed(source)
     if os.path.exists(source):
-        return [(source, None, None)]
+        return _find_path(source, listed)
     found: list[Found] = []
-    for path in braceexpand(source):
+    for path in expand_braces(source):
         matches = [path] if os.path.exists(path) else sorted(glob.glob(_escape_existing(path)))
         if not matches:
             raise FileNotFoundError(f"{path} matches no file" if glob.has_magic(path) else f"{path} does not exist")
         for match in matches:
-            found += _find_one(match, listed)
+            found += _find_path(match, listed)
     return found
+
+
+def _find_path(path: str, listed: Callable[[str], list[Found]]) -> list[Found]:
+    """Return the shards of a folder, a manifest or a shard; the path stands for itself, whatever characters it has."""
+    if os.path.isdir(path):
+        manifest = os.path.join(path, MANIFEST)
+        if os.path.exists(manifest):
+            return listed(manifest)
+        shards = sorted(file for file in os.listdir(path) if file.endswith(".tar") and not file.startswith("."))
+        if not shards:
+            raise FileNotFoundError(f"{path} has neither {MANIFEST} nor *.tar")
+        return [(os.path.join(path, file), None, None) for file in shards]
+    return listed(path) if path.endswith(".json") else [(path, None, None)]
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Return what a pattern with braces stands for; folders that are there under just these names keep their braces."""
+    rest = pattern[len(_existing_folder(pattern)) :]
+    if "{" not in rest:
+        return [pattern]
+    head = pattern[: len(pattern) - len(rest)]
+    try:
+        return [head + expanded for expanded in braceexpand(rest)]
+    except ValueError:  # unbalanced: a file may be called so
+        return [pattern]
 
 
 def _escape_existing(pattern: str) -> str:
     """Return a glob pattern whose first folders, as many as are there under just these names, stand for themselves."""
-    folder, rest = os.path.split(pattern)
+    folder = _existing_folder(pattern)
+    return glob.escape(folder) + pattern[len(folder) :]
+
+
+def _existing_folder(pattern: str) -> str:
+    """Return the longest beginning of a pattern that is a folder's path, with the slash behind it."""
+    folder = os.path.dirname(pattern)
     while folder and not os.path.isdir(folder) and folder != os.path.dirname(folder):
-        folder, part = os.path.split(folder)
-        rest = os.path.join(part, rest)
-    return os.path.join(glob.escape(folder), rest)
+        folder = os.path.dirname(folder)
+    end = len(folder)
+    while folder and end < len(pattern) and pattern[end] in (os.sep, os.altsep):
+        end += 1
+    return pattern[:end] if os.path.isdir(folder) else ""
 
 
 def _from_manifest(path: str) -> list[Found]:

@@ -1,0 +1,194 @@
+"""Names of files are names: whatever a listing gives is opened as a local path, never run, fetched or expanded again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import webdataset as wds
+
+import wds_tensorcache as tc
+
+RUN = "pipe:touch OWNED;cat good.tar #.tar"
+NAMES = [
+    RUN,
+    "http:x.tar",
+    "https:#.tar",
+    "file:x.tar",
+    "hf:datasets.tar",
+    "gs:bucket.tar",
+    "ais:x.tar",
+    "unknown+scheme:x.tar",
+    "-rf.tar",
+    "a::pipe:touch OWNED #.tar",
+    "${HOME}.tar",
+    "${base}.tar",
+    "{a,b}.tar",
+    "{pipe:touch OWNED #,b}.tar",
+    "x{1..3}.tar",
+    "half{.tar",
+    "star*.tar",
+    "q?.tar",
+    "[ab].tar",
+    "line\nfeed.tar",
+    "100%d.tar",
+    "a#b.tar",
+    "a%41.tar",
+    "{0}{url}.tar",
+    "back\\slash\\{.tar",
+    " blank .tar",
+    "surrogate\udcff.tar",
+    "é.tar",
+    "a.index.tar",
+]
+
+
+def write(path: str, of: str = "") -> None:
+    with open(path, "wb") as file, wds.TarWriter(file, encoder=tc.encoder(), mtime=0) as sink:
+        sink.write({"__key__": "0", "tensorcache": {"x": torch.ones(2), "of": of or os.path.basename(path)}})
+
+
+def streamed(source: Any) -> list[str]:
+    """Return the names of the files that a stream's samples are of."""
+    return [sample["tensorcache"]["of"] for sample in tc.resumable(source, tc.decode(), shuffle=False)]
+
+
+def opened(source: Any) -> list[str]:
+    with tc.open(source) as cache:
+        return [sample["of"] for sample in cache]
+
+
+READERS = [streamed, opened]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, into which a command that a name holds would write."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("WDS_base", "pipe:touch OWNED #")
+    return tmp_path / "here"
+
+
+def fill(names: list[str]) -> list[str]:
+    for name in names:
+        write(name, *hexed([name]))
+    return sorted(names)
+
+
+def hexed(names: Iterable[str]) -> list[str]:
+    return [name.encode("utf-8", "replace").hex() for name in names]
+
+
+def list_in_manifest(path: str, urls: list[str]) -> None:
+    shards = [{"url": url, "nsamples": 1, "filesize": os.path.getsize(url)} for url in urls]
+    Path(path).write_text(json.dumps({"wids_version": 1, "shardlist": shards}))
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("source", [".", "*.tar", "./*.tar", "{*,}.tar", "*"], ids=str)
+def test_listings(here: Path, read: Any, source: str) -> None:
+    names = fill(["good.tar", *NAMES])
+    if source == "{*,}.tar":
+        source = "{[!.]*,good}.tar"
+        names = [*names, "good.tar"]
+    assert sorted(read(source)) == sorted(hexed(names))
+    assert not (here / "OWNED").exists()
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("source", ["manifest.json", "*.json", ".", "manifest.{json,}"])
+def test_manifests(here: Path, read: Any, source: str) -> None:
+    names = [name for name in fill(["good.tar", *NAMES]) if "\udcff" not in name]
+    list_in_manifest("manifest.json", names)
+    if source == "manifest.{json,}":
+        source = "manifest.{json,json}"
+        names = [*names, *names]
+    assert sorted(read(source)) == sorted(hexed(names))
+    assert not (here / "OWNED").exists()
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_braces(here: Path, read: Any) -> None:
+    fill(["a.tar", "good.tar", RUN, "pipe:touch OWNED #.tar"])
+    assert read("{pipe:touch OWNED #,a}.tar") == hexed(["pipe:touch OWNED #.tar", "a.tar"])
+    assert read("{a,pipe:touch OWNED;cat good.tar #}.tar") == hexed(["a.tar", RUN])
+    os.remove("pipe:touch OWNED #.tar")
+    with pytest.raises(FileNotFoundError):
+        read("{pipe:touch OWNED #,a}.tar")
+    assert not (here / "OWNED").exists()
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_lists_of_names_that_are_there(here: Path, read: Any) -> None:
+    """What `os.listdir` or `glob` gave to the caller, and the caller to us."""
+    names = fill(["good.tar", *NAMES])
+    assert read(names) == hexed(names)
+    assert [name for each in names for name in read(each)] == hexed(names)
+    assert not (here / "OWNED").exists()
+
+
+def test_names_that_webdatasets_pipeline_gives(here: Path) -> None:
+    names = fill(["good.tar", *NAMES])
+    pipeline = wds.DataPipeline(wds.SimpleShardList(names), tc.tarfile_to_samples(), tc.decode())
+    assert [sample["tensorcache"]["of"] for sample in pipeline] == hexed(names)
+    assert not (here / "OWNED").exists()
+
+
+def test_links_that_lead_nowhere_are_not_expanded(here: Path) -> None:
+    fill(["a.tar", "b.tar"])
+    for name in ("{a,b}.tar", "[ab].tar", "{pipe:touch OWNED #,a}.tar"):
+        os.symlink("nowhere", name)
+        for read in READERS:
+            for source in ("[{]*.tar", "[[]*.tar") if "{" not in name else ("[{]*.tar",):
+                if name[0] == source[1]:
+                    with pytest.raises(FileNotFoundError):
+                        read(source)
+        os.remove(name)
+    assert not (here / "OWNED").exists()
+
+
+def test_files_that_vanish_are_not_taken_for_commands(here: Path) -> None:
+    fill(["good.tar", RUN])
+    list_in_manifest("list.json", ["good.tar", RUN])
+    streams = [tc.resumable(source, tc.decode()) for source in ("*.tar", ".", "*.json")]
+    os.remove(RUN)
+    for stream in streams:
+        with pytest.raises(FileNotFoundError):
+            list(stream)
+    assert not (here / "OWNED").exists()
+
+
+@pytest.mark.parametrize("source", ["*.tar", "."])
+def test_pipes_and_devices_that_a_listing_gives_are_refused(here: Path, source: str) -> None:
+    os.mkfifo("a.tar")
+    with pytest.raises(tc.FormatError, match="expected a file, not a folder, pipe or device"):
+        streamed(source)
+
+
+def test_what_the_caller_types_is_opened_by_webdataset(here: Path) -> None:
+    fill(["0.tar", "1.tar"])
+    both = hexed(["0.tar", "1.tar"])
+    assert streamed("pipe:cat {0..1}.tar") == both
+    assert streamed(["pipe:cat 0.tar", f"file:{here}/1.tar"]) == both
+    assert streamed("0.tar::pipe:cat 1.tar") == both
+    assert streamed(f"file:{here}/{{0,1}}.tar") == both
+    assert streamed("{0..1}.tar") == both
+    assert streamed("pipe:touch OWNED; cat 0.tar") == both[:1]
+    assert (here / "OWNED").exists()
+
+
+def test_folders_that_look_like_patterns(here: Path) -> None:
+    for folder in ("{a,b}", "x{1..2}", "{", "back\\slash", "pipe:touch OWNED #", "a::b", "[ab]"):
+        os.mkdir(folder)
+        write(f"{folder}/0.tar")
+        for read in READERS:
+            typed = [f"{here}/{folder}/*.tar", f"{folder}/*.tar", f"{folder}/{{0..0}}.tar"] if ":" not in folder else []
+            for source in (f"{folder}/0.tar", folder, f"./{folder}", *typed):
+                assert read(source) == ["0.tar"], source
+    assert not (here / "OWNED").exists()
