@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -316,3 +317,128 @@ def test_others_may_read_the_file(tmp_path: Path) -> None:
     (tmp_path / "usual").touch()
     write_atomically(str(tmp_path / "x"), [b""])
     assert (tmp_path / "x").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+# --- what a manifest lists ---
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with tc.ShardWriter(tmp_path / "d" / "%d.tar", max_samples=2, fsync=False) as writer:
+        for i in range(4):
+            writer.write(f"{i}", diffusion_sample(i))
+    (tmp_path / "d" / "sub").mkdir()
+    return tmp_path / "d"
+
+
+def relist(folder: Path, *urls: str) -> None:
+    """List other urls, each with what the manifest said of its file."""
+    document = json.loads((folder / "manifest.json").read_text())
+    said = {entry["url"]: entry for entry in document["shardlist"]}
+    document["shardlist"] = [{**said.get(os.path.basename(url), said["0.tar"]), "url": url} for url in urls]
+    (folder / "manifest.json").write_text(json.dumps(document))
+
+
+SPELLINGS = [
+    "./0.tar",
+    "sub/../0.tar",
+    ".//0.tar",
+    "{folder}/0.tar",
+    "../d/0.tar",
+    "soft.tar",
+    "hard.tar",
+    "sub/link/0.tar",
+]
+
+
+@pytest.mark.parametrize("url", SPELLINGS)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_file_listed_under_two_names(folder: Path, url: str, is_first: bool) -> None:
+    if url == "soft.tar":
+        (folder / url).symlink_to("0.tar")
+    if url == "hard.tar":
+        (folder / url).hardlink_to(folder / "0.tar")
+    (folder / "sub" / "link").symlink_to(folder)
+    url = url.format(folder=folder)
+    relist(folder, *([url, "0.tar"] if is_first else ["0.tar", url]), "1.tar")
+    twice = "0.tar" if is_first else url
+    for source in (folder, folder / "manifest.json", str(folder / "*.json"), [folder]):
+        with pytest.raises(tc.FormatError, match=re.escape(f"manifest.json: {twice!r} is the same file as ")):
+            tc.open(source)
+        with pytest.raises(tc.FormatError, match="is the same file as "):
+            tc.resumable(source if isinstance(source, str) else str(folder), tc.decode())
+    report = tc.verify(folder)
+    found = [fault for fault in report.faults if "manifest.json lists it twice" in fault.what]
+    assert [os.path.normpath(fault.shard) for fault in found] == [os.path.normpath(folder / twice)]
+    assert (report.num_shards, report.num_samples, report.num_lost) == (2, 4, 0)
+    relist(folder, url, "1.tar")  # once, by whatever name
+    with tc.open(folder) as cache:
+        assert list(cache.keys()) == ["0", "1", "2", "3"]
+
+
+def test_what_the_caller_lists_twice_comes_twice(folder: Path) -> None:
+    with tc.open([folder, folder / "0.tar"]) as cache:
+        assert [sample["cond"][0][1]["prompt"][-1] for sample in cache] == list("012301")
+
+
+UNREADABLE = {
+    "http://example.org/0.tar": "is not a local path",
+    "file:///0.tar": "is not a local path",
+    "s3://bucket/0.tar": "is not a local path",
+    "0.tar/": "no file can be called '0.tar/'",
+    "0.tar/x": "no file can be called '0.tar/x'",
+    "0.tar/../1.tar": "no file can be called",
+    "x" * 5000: "no file can be called 'xxxx",
+    "x" * 256 + ".tar": "no file can be called 'xxxx",
+    "/".join(["y" * 200] * 30): "no file can be called 'yyyy",
+    "loop.tar": "no file can be called 'loop.tar'",
+    "sub": "is a folder, pipe or device, expected a file",
+    ".": "is a folder, pipe or device, expected a file",
+    "pipe.tar": "is a folder, pipe or device, expected a file",
+    "/dev/zero": "is a folder, pipe or device, expected a file",
+}
+
+
+@pytest.mark.parametrize(("url", "message"), UNREADABLE.items(), ids=lambda value: value[:30])
+def test_urls_that_are_no_files(folder: Path, url: str, message: str) -> None:
+    (folder / "loop.tar").symlink_to("loop.tar")
+    os.mkfifo(folder / "pipe.tar")
+    relist(folder, "0.tar", url)
+    for use in (lambda: tc.open(folder), lambda: tc.resumable(str(folder), tc.decode())):
+        with pytest.raises(tc.FormatError, match=f"manifest.json: .*{message}"):
+            use()
+    os.remove(folder / "loop.tar")
+    os.remove(folder / "pipe.tar")
+    report = tc.verify(folder)
+    assert report.num_samples == 4
+    assert any(url[:100] in str(fault) for fault in report.faults)
+
+
+def test_files_that_are_not_there(folder: Path) -> None:
+    for url in ("pipe:touch OWNED", "nowhere.tar", "nowhere/0.tar", "http:x.tar"):
+        relist(folder, "0.tar", url)
+        with pytest.raises(FileNotFoundError, match=url):
+            tc.open(folder)
+
+
+def test_the_longest_names(folder: Path) -> None:
+    """Beside which no index can lie: its name would be longer than the file system allows."""
+    for nbytes in (240, 249, 251, 252, 255):
+        name = "n" * (nbytes - 4) + ".tar"
+        os.link(folder / "0.tar", folder / name)
+        for source in (folder / name, str(folder / "n*.tar")):
+            with tc.open(source) as cache:
+                assert list(cache.keys()) == ["0", "1"]
+        assert tc.verify(folder / name)
+        os.remove(folder / name)
+
+
+def test_what_is_listed_by_another_spelling_is_replaced(folder: Path) -> None:
+    samples = [{"__key__": f"{i}", "tensorcache": diffusion_sample(i)} for i in range(3)]
+    with open(folder / "0.tar", "wb") as file, wds.TarWriter(file, encoder=tc.encoder(), mtime=0) as sink:
+        for sample in samples:
+            sink.write(sample)
+    relist(folder, "./0.tar", "1.tar")
+    tc.index(folder / "0.tar", footer=True)
+    with tc.open(folder) as cache:
+        assert len(cache) == 5

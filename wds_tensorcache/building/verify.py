@@ -17,7 +17,7 @@ from wds_tensorcache.shards.ahead import Readers, in_order
 from wds_tensorcache.shards.beside import check_beside
 from wds_tensorcache.shards.catalog import MANIFEST, dali_index_path
 from wds_tensorcache.shards.lookup import KeyTable
-from wds_tensorcache.shards.manifest import ShardEntry, read_manifest
+from wds_tensorcache.shards.manifest import ShardEntry, locate_shards, read_manifest
 from wds_tensorcache.shards.report import Fault, Report
 from wds_tensorcache.shards.verify import Checked, check_shard
 
@@ -156,12 +156,17 @@ class _Manifest:
                 table.update(extra.get(name, {}))
             else:
                 fault(self._path, f"{name} is a {type(extra[name]).__name__}, expected an object")
-        for entry in entries:
-            path = os.path.join(folder, entry.url)
-            if "://" in entry.url:
+        for located in locate_shards(self._path, entries):
+            entry, path = located.entry, located.path
+            if located.same_as is not None:
+                fault(path, f"{os.path.basename(self._path)} lists it twice, also as {located.same_as!r:.200}")
+                self._entries.setdefault(os.path.abspath(path), entry)
+            elif "://" in entry.url:
                 fault(self._path, f"{entry.url} is not a local path: it was not looked at")
-            elif not os.path.exists(path):
-                fault(path, f"it is missing; {os.path.basename(self._path)} has it, with {entry.num_samples} samples")
+            elif located.error is not None:
+                where, is_there = os.path.basename(self._path), not isinstance(located.error, FileNotFoundError)
+                what = f"it cannot be read ({located.error})" if is_there else "it is missing"
+                fault(path, f"{what}; {where} has it, with {entry.num_samples} samples")
                 report.num_missing += 1
                 report.num_lost += entry.num_samples
             else:

@@ -18,7 +18,7 @@ from wds_tensorcache.loading.store import Store
 from wds_tensorcache.shards.arena import Pool
 from wds_tensorcache.shards.catalog import MANIFEST
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint, common_fields
-from wds_tensorcache.shards.manifest import read_manifest
+from wds_tensorcache.shards.manifest import locate_shards, read_manifest
 from wds_tensorcache.shards.names import cache_name
 from wds_tensorcache.shards.reader import Shard
 from wds_tensorcache.shards.storage import Files, file_system, memory_nbytes, overcommit_is_off
@@ -51,7 +51,8 @@ def open(
     Args:
         source: A folder (its `manifest.json`, or else its `*.tar` in the order of their names), a manifest, a shard, a
             pattern (`"train-{000000..000099}.tar"`, `"train-*.tar"`), or a list of those; uncompressed local tars of any
-            writer.
+            writer. Only what you type is a pattern: names that it leads to stand for themselves. A shard that you list twice,
+            or that a folder has under two names, gives its samples twice.
         name: Which cache, where samples have several (`NAME.tensorcache`), `""` for the one without a name. By default the
             only one. Samples that lack it are not counted.
         join: `"key"` joins several caches of the same keys, sample by sample: `source` is a list of what `open` takes, or of
@@ -70,7 +71,8 @@ def open(
 
     Raises:
         FileNotFoundError: There is no such file, or no shard.
-        FormatError: A shard or manifest is damaged, or not of the other's state.
+        FormatError: A shard or manifest is damaged, or not of the other's state. A manifest lists what is no local file, or one
+            file twice, under whatever names.
         StaleCacheError: A shard was made otherwise than `expect` says, or says nothing of it.
         KeyError: The shards have no cache of that name, or several and none was named; joined caches lack keys.
     """
@@ -206,13 +208,13 @@ def _from_manifest(path: str) -> list[Found]:
     entries, extra = read_manifest(path)
     caches, fingerprints = extra.get("caches", {}), extra.get("fingerprints", {})
     found: list[Found] = []
-    for entry in entries:
-        if "://" in entry.url:
-            raise ValueError(f"{path}: {entry.url} is not a local path; stream it with wds.DataPipeline and tc.decode")
-        shard = os.path.join(os.path.dirname(path), entry.url)
-        if os.path.getsize(shard) != entry.nbytes:
+    for located in locate_shards(path, entries):
+        entry, shard = located.entry, located.path
+        if located.error is not None:
+            raise located.error
+        if located.nbytes != entry.nbytes:
             raise FormatError(
-                f"{shard} has {os.path.getsize(shard)} bytes, but {path} says {entry.nbytes}: it is of another state"
+                f"{shard} has {located.nbytes} bytes, but {path} says {entry.nbytes}: it is of another state"
             )
         counts = caches.get(entry.url) if isinstance(caches, dict) else None
         if counts is not None and not are_counts(counts):

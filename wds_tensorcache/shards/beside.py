@@ -15,7 +15,7 @@ from wds_tensorcache.shards.footer import build_footer, parse_footer, read_foote
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import build_idx
 from wds_tensorcache.shards.names import SKELETON, TENSORS
-from wds_tensorcache.shards.reader import sidecar_path
+from wds_tensorcache.shards.reader import is_absent, sidecar_path
 from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.verify import Checked
 
@@ -43,10 +43,9 @@ def check_beside(found: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
             found.fault(None, None, f"{where} is damaged, or of another state of the shard")
         else:
             _compare(found, beside, where, reported)
-    except FileNotFoundError:
-        beside = None
     except (FormatError, OSError) as exc:
-        found.fault(None, None, f"{where}: {exc}")
+        if not (isinstance(exc, OSError) and is_absent(exc)):
+            found.fault(None, None, f"{where}: {exc}")
     _check_idx(found, needs_idx, reported)
     index = behind or beside
     return None if index is None else index.fingerprint

@@ -47,7 +47,7 @@ class Listing:
     def add(self, path: str, index: ShardIndex) -> None:
         """List a shard, or replace what is said of it."""
         entry = _entry(path, index)
-        self.remove(entry.url)
+        self.remove(*[url for url in self.entries if os.path.normpath(url) == entry.url])
         self.entries[entry.url] = entry
         self.caches[entry.url] = {name: len(columns) for name, columns in index.caches.items()}
         if index.fingerprint is not None:
@@ -164,7 +164,9 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
             os.remove(sidecar_path(path))
         folder, name = os.path.split(os.path.abspath(path))
         manifest = os.path.join(folder, MANIFEST)
-        if os.path.exists(manifest) and any(entry.url == name for entry in read_manifest(manifest)[0]):
+        if os.path.exists(manifest) and any(
+            os.path.normpath(entry.url) == name for entry in read_manifest(manifest)[0]
+        ):
             Catalog(folder).add(path, found)
     else:
         write_atomically(sidecar_path(path), [build_footer(found, file.nbytes)])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +17,11 @@ from wds_tensorcache.errors import FormatError, KeyRuleError
 from wds_tensorcache.shards.storage import ShardFile
 
 __all__ = [
+    "Located",
     "ShardEntry",
     "build_idx",
     "fsync_folder",
+    "locate_shards",
     "read_manifest",
     "write_atomically",
     "write_idx",
@@ -27,6 +31,7 @@ __all__ = [
 _KIND = "wids-shard-index-v1"
 _WIDS_VERSION = 1
 _OURS = "tensorcache"
+_NO_NAME = frozenset({errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ})
 _NO_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # what no file name holds, even with surrogateescape
 
 
@@ -37,6 +42,17 @@ class ShardEntry:
     url: str  # relative ones are relative to the manifest's folder
     num_samples: int
     nbytes: int  # of the whole file
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where a shard of a manifest is."""
+
+    entry: ShardEntry
+    path: str
+    nbytes: int  # of the file; 0 if there is an error
+    same_as: str | None  # the url of an earlier entry that is the same file
+    error: FormatError | OSError | None  # why it cannot be read
 
 
 def write_idx(path: str, samples: Iterable[Sequence[tuple[str, int, int, str]]], *, fsync: bool = True) -> None:
@@ -113,6 +129,51 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
         return _parse_manifest(content)
     except FormatError as exc:
         raise exc.at(path) from exc
+
+
+def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]:
+    """Yield where each shard of a manifest is.
+
+    Args:
+        path: Of the manifest.
+        entries: Of the manifest, in its order.
+    """
+    urls: dict[Any, str] = {}  # by file
+    for entry in entries:
+        shard, same_as = os.path.join(os.path.dirname(path), entry.url), None
+        status: os.stat_result | None = None
+        error: FormatError | OSError | None = None
+        try:
+            status = _status(entry, shard)
+        except FormatError as exc:
+            error = exc.at(path)
+        except OSError as exc:
+            error = exc
+        else:
+            # `./a.tar`, links and absolute paths are other spellings of one file
+            identity = (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(shard)
+            same_as = urls.setdefault(identity, entry.url)
+        if same_as == entry.url:
+            same_as = None
+        if same_as is not None:
+            error = FormatError(
+                f"{path}: {entry.url!r:.200} is the same file as {same_as!r:.200}, and would come twice; list it once"
+            )
+        yield Located(entry, shard, 0 if status is None else status.st_size, same_as, error)
+
+
+def _status(entry: ShardEntry, shard: str) -> os.stat_result:
+    if "://" in entry.url:
+        raise FormatError(f"{entry.url:.200} is not a local path; stream it with wds.DataPipeline and tc.decode")
+    try:
+        status = os.stat(shard)
+    except (OSError, ValueError) as exc:
+        if isinstance(exc, OSError) and exc.errno not in _NO_NAME:
+            raise
+        raise FormatError(f"no file can be called {entry.url!r:.200}: {getattr(exc, 'strerror', exc)}") from exc
+    if not stat.S_ISREG(status.st_mode):
+        raise FormatError(f"{entry.url!r:.200} is a folder, pipe or device, expected a file")
+    return status
 
 
 def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:

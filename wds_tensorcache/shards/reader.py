@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +25,7 @@ from wds_tensorcache.shards.sources import ShardSource
 from wds_tensorcache.shards.storage import Files, ShardFile
 from wds_tensorcache.shards.tar import BLOCK, names_of, parse_number
 
-__all__ = ["Shard", "gather", "load_index", "sidecar_path"]
+__all__ = ["Shard", "gather", "is_absent", "load_index", "sidecar_path"]
 
 Array = np.ndarray[Any, Any]
 _NAME_NBYTES = 100  # of the tar header's field
@@ -50,11 +51,17 @@ def load_index(file: ShardFile) -> ShardIndex:
             try:
                 sidecar = ShardFile(sidecar_path(file.path))
                 index = parse_footer(sidecar.read(0, sidecar.nbytes), file.nbytes)
-            except FileNotFoundError:
-                index = None
+            except OSError as exc:
+                if not is_absent(exc):
+                    raise
         return scan_shard(file.read, file.nbytes) if index is None else index
     except TensorCacheError as exc:
         raise exc.at(file.path) from exc
+
+
+def is_absent(error: OSError) -> bool:
+    """Return whether a file beside a shard is not there, perhaps as no file can have so long a name."""
+    return error.errno in (errno.ENOENT, errno.ENAMETOOLONG)
 
 
 class Shard:
