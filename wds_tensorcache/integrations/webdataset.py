@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import operator
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from webdataset.autodecode import Decoder, imagehandler
+from webdataset.autodecode import imagehandler
 from webdataset.handlers import reraise_exception
 from webdataset.writer import make_encoder
 
@@ -16,11 +17,13 @@ from wds_tensorcache.codec.builder import allow_table
 from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import decode_members, decode_plain_pickle, encode_sample
 from wds_tensorcache.errors import FormatError, KeyRuleError, TensorCacheError, UnsafeSkeletonError
+from wds_tensorcache.integrations.decoders import MAX_EXPANDED_NBYTES, MemberDecoder, check_zip
 from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes, is_cache_name
 
 __all__ = ["FIELD", "Decode", "decode", "encoder"]
 
 Handler = Callable[[Exception], bool]
+_ZIP = b"PK\x03\x04"
 
 
 def encoder(base: Any = True, *, allow: Iterable[type] = ()) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -75,6 +78,7 @@ def decode(
     verify: bool = False,
     allow: Iterable[type] = (),
     handler: Handler = reraise_exception,
+    max_expanded_nbytes: int = MAX_EXPANDED_NBYTES,
     **decoder: Any,
 ) -> Decode:
     """Return a stage that decodes samples, for `wds.DataPipeline`, `.compose` and `.map`.
@@ -90,13 +94,17 @@ def decode(
         verify: Recompute both digests of every sample.
         allow: Classes that skeletons may build; only for shards that you trust.
         handler: Called with the exception of a sample that cannot be decoded; re-raises by default.
+        max_expanded_nbytes: What a compressed member (`gz`, `npz`, `pth`) may become; 64 times its own length, if that is more.
+            Pictures have Pillow's own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
         decoder: `pre`, `post`, `only` and `partial` of `webdataset.autodecode.Decoder`.
 
     Raises (when iterating):
-        FormatError: A half is missing, damaged, or of another sample; the message names shard, key and member.
+        FormatError: A half is missing, damaged, or of another sample; or webdataset's own decoders cannot read a member, or it
+            would become too large. The message names shard, key and member; `__cause__` is what the decoder raised. What
+            functions of yours raise is not changed.
         UnsafeSkeletonError: A member asks for anything outside the format; nothing was executed.
     """
-    return Decode(handlers, lazy, verify, tuple(allow), handler, decoder)
+    return Decode(handlers, lazy, verify, tuple(allow), handler, max_expanded_nbytes, decoder)
 
 
 class Decode:
@@ -112,14 +120,18 @@ class Decode:
         verify: bool,
         allow: tuple[type, ...],
         handler: Handler,
+        max_expanded_nbytes: int,
         decoder: dict[str, Any],
     ) -> None:
+        if operator.index(max_expanded_nbytes) < 0:
+            raise ValueError(f"max_expanded_nbytes={max_expanded_nbytes}, expected 0 or more")
         self._lazy = lazy
         self._verify = verify
         self._allow = allow_table(allow)
         self._handler = handler
         steps = [imagehandler(step) if isinstance(step, str) else step for step in handlers]
-        self._decoder = Decoder([*steps, self._decode_pickle], **decoder)
+        self._max_expanded_nbytes = max_expanded_nbytes
+        self._decoder = MemberDecoder([*steps, self._decode_pickle], max_expanded_nbytes, **decoder)
 
     def __call__(self, samples: Any) -> Any:
         return self._decode(samples) if isinstance(samples, dict) else self._iterate(samples)
@@ -182,24 +194,21 @@ class Decode:
         except Exception as exc:  # newer webdataset releases wrap what a handler raises
             cause = exc if isinstance(exc, TensorCacheError) else exc.__cause__
             if isinstance(cause, TensorCacheError):
-                raise cause.at(_where(sample)) from cause
+                raise cause.at(_where(sample)) from cause.__cause__ or cause
             raise
 
     def _decode_pickle(self, extension: str, raw: bytes) -> Any:
         """Take the extensions that webdataset would hand to an unpickler which runs anything."""
         kind = extension.rpartition(".")[2]
         if kind == "pth":
+            if raw.startswith(_ZIP):  # else an older format, which is not compressed
+                check_zip(raw, self._max_expanded_nbytes, is_numpy=False)
             try:
                 return torch.load(io.BytesIO(raw), weights_only=True)
             except Exception as exc:  # torch raises what it happens to
                 error = UnsafeSkeletonError if isinstance(exc, pickle.UnpicklingError) else FormatError
-                raise error(f"member {extension[1:]!r}: torch.load refuses it: {exc!r:.300}") from exc
-        if kind not in ("pyd", "pickle", "pkl"):
-            return None
-        try:
-            return decode_plain_pickle(raw, self._allow)
-        except TensorCacheError as exc:
-            raise exc.at(f"member {extension[1:]!r}") from exc
+                raise error(f"torch.load refuses it: {exc!r:.300}") from exc
+        return decode_plain_pickle(raw, self._allow) if kind in ("pyd", "pickle", "pkl") else None
 
 
 def _prefix(field: str, suffix: str) -> str | None:

@@ -1,0 +1,172 @@
+"""webdataset's own decoders, behind which bad bytes are FormatErrors, and a small member never takes large memory."""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import io
+import math
+import struct
+import sys
+import types
+import zipfile
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import numpy as np
+from webdataset import autodecode
+from webdataset.autodecode import Continue, Decoder
+
+from wds_tensorcache.errors import FormatError, TensorCacheError
+
+__all__ = ["MAX_EXPANDED_NBYTES", "MemberDecoder", "bound", "check_zip"]
+
+MAX_EXPANDED_NBYTES = 1 << 26
+_MAX_RATIO = 64
+_MAX_DEFLATE_RATIO = 1032
+_MAX_NPY_HEADER_NBYTES = 10_000  # numpy's own limit
+_PIECE_NBYTES = 1 << 20
+_NPY = b"\x93NUMPY"
+
+Handler = Callable[[str, bytes], Any]
+
+
+class MemberDecoder(Decoder):
+    """webdataset's `Decoder`, whose own decoders raise FormatError for bad bytes. Errors of the caller's functions stay theirs.
+
+    Args:
+        handlers: The caller's functions and webdataset's, in the order in which they are asked.
+        max_expanded_nbytes: As of `decode`.
+        options: Of webdataset's `Decoder`.
+    """
+
+    def __init__(self, handlers: list[Handler], max_expanded_nbytes: int, **options: Any) -> None:
+        super().__init__(handlers, **options)
+        self.handlers = [
+            _Stock(handler, max_expanded_nbytes) if _is_stock(handler) else handler for handler in self.handlers
+        ]
+
+    def decode1(self, key: str, data: bytes) -> Any:
+        """Decode one member, `key` without the first dot."""
+        try:
+            return super().decode1(key, data)
+        except TensorCacheError as exc:
+            raise exc.at(f"member {key!r}") from exc.__cause__ or exc
+
+
+def _is_stock(handler: Any) -> bool:
+    """Return whether a handler is webdataset's own code, in which the bytes alone decide what is raised."""
+    is_function = isinstance(handler, types.FunctionType) and handler.__module__ == autodecode.__name__
+    return is_function or isinstance(handler, autodecode.ImageHandler)
+
+
+class _Stock:
+    """One of webdataset's decoders."""
+
+    def __init__(self, handler: Handler, max_expanded_nbytes: int) -> None:
+        self._handler = handler
+        self._max_expanded_nbytes = max_expanded_nbytes
+
+    def __call__(self, key: str, data: bytes) -> Any:
+        try:
+            if self._handler is autodecode.gzfilter:
+                return Continue(key[:-3], self._expand(data)) if key.endswith(".gz") else None
+            if self._handler is autodecode.basichandlers:
+                kind = key.rpartition(".")[2]
+                if kind == "npz":
+                    check_zip(data, self._max_expanded_nbytes, is_numpy=True)
+                elif kind == "npy":
+                    _check_npy(io.BytesIO(data), len(data))
+                elif kind in ("ten", "tb"):
+                    _check_ten(data)
+            return self._handler(key, data)
+        except (TensorCacheError, ImportError):  # a package that is not installed is no matter of the bytes
+            raise
+        except Exception as exc:  # whatever numpy, json, Pillow, … make of bytes that are not theirs
+            raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
+
+    def _expand(self, data: bytes) -> bytes:
+        limit = bound(len(data), self._max_expanded_nbytes)
+        if len(data) * _MAX_DEFLATE_RATIO <= limit:
+            return gzip.decompress(data)
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            # counted before it is kept: what is refused takes no more memory than a piece
+            count = sum(map(len, iter(lambda: file.read(_PIECE_NBYTES) if file.tell() <= limit else b"", b"")))
+        if count > limit:
+            raise _too_large(len(data), f"more than {limit}", limit)
+        return gzip.decompress(data)
+
+
+def bound(nbytes: int, max_expanded_nbytes: int) -> int:
+    """Return how many bytes a compressed member of `nbytes` bytes may become."""
+    return max(max_expanded_nbytes, _MAX_RATIO * nbytes)
+
+
+def _too_large(nbytes: int, count: Any, limit: int) -> FormatError:
+    return FormatError(
+        f"{nbytes} compressed bytes become {count}, expected at most {limit}; if you trust the shard, use "
+        "tc.decode(max_expanded_nbytes=…)"
+    )
+
+
+def check_zip(data: bytes, max_expanded_nbytes: int, *, is_numpy: bool) -> None:
+    """Raise FormatError if the files of a zip are larger together than they may be.
+
+    Args:
+        data: The zip.
+        max_expanded_nbytes: As of `decode`.
+        is_numpy: They are arrays, whose sizes are checked, too.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            files = archive.infolist()
+            limit, count = bound(len(data), max_expanded_nbytes), sum(file.file_size for file in files)
+            if count > limit:
+                raise _too_large(len(data), count, limit)
+            if len({file.filename for file in files}) < len(files):
+                # each name would be read as the last file of that name, again and again
+                raise FormatError("two files of the zip have one name")
+            for file in files:
+                if file.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    # others ask for gigabytes before the first byte, as LZMA does for its dictionary
+                    raise FormatError(f"{file.filename!r:.100} is neither stored nor deflated in the zip")
+                if is_numpy:
+                    with archive.open(file) as stream:
+                        _check_npy(stream, file.file_size)
+    except FormatError:
+        raise
+    except Exception as exc:  # zipfile raises what it happens to
+        raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
+
+
+def _check_ten(data: bytes) -> None:
+    """Raise FormatError if a chunk of tensors is not within its member: at lengths below 0 webdataset goes back, for ever."""
+    at = 0
+    while at < len(data):
+        nbytes = int.from_bytes(data[at + 8 : at + 16], sys.byteorder, signed=True)
+        if not 0 <= nbytes <= len(data) - at - 16:
+            raise FormatError(f"a chunk of {nbytes} bytes at byte {at}, of {len(data)}")
+        at += 16 + nbytes + -nbytes % 64
+
+
+def _check_npy(stream: Any, nbytes: int) -> None:
+    """Raise FormatError if an array announces more elements than its file has; numpy would first take memory for them."""
+    head = stream.read(8)
+    if not head.startswith(_NPY) or len(head) < 8:
+        return  # for numpy to refuse
+    shape, dtype = _read_npy_header(stream, head[6])
+    count = math.prod(shape)
+    if not dtype.hasobject and (min(shape, default=0) < 0 or count * max(1, dtype.itemsize) > max(nbytes, 0)):
+        raise FormatError(f"an array of {dtype} {list(shape)!r:.200} in {nbytes} bytes")
+
+
+def _read_npy_header(stream: BinaryIO, version: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    read_known = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}.get(version)
+    if read_known is not None:
+        shape, _, dtype = read_known(stream)
+        return shape, dtype
+    (length,) = struct.unpack("<I", stream.read(4))
+    if length > _MAX_NPY_HEADER_NBYTES:
+        raise FormatError(f"an npy header of {length} bytes, expected at most {_MAX_NPY_HEADER_NBYTES}")
+    header = ast.literal_eval(stream.read(length).decode("utf-8"))
+    return tuple(header["shape"]), np.lib.format.descr_to_dtype(header["descr"])
