@@ -51,8 +51,9 @@ def shaped(shape: str, descr: str = "'<f4'", version: int = 1) -> bytes:
     return header(f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}", version)
 
 
-def zipped(files: list[tuple[str, bytes]], kind: int = zipfile.ZIP_DEFLATED) -> bytes:
-    stream = io.BytesIO()
+def zipped(files: list[tuple[str, bytes]], kind: int = zipfile.ZIP_DEFLATED, padding: int = 0) -> bytes:
+    stream = io.BytesIO(b"PK\x03\x04" * (padding // 4))
+    stream.seek(padding)
     with zipfile.ZipFile(stream, "w", kind) as archive:
         for name, content in files:
             archive.writestr(name, content)
@@ -85,6 +86,8 @@ def chunks(*lengths: int) -> bytes:
 
 ZEROS = bytes(80 << 20)
 LARGE_GZ, LARGE_NPZ = gzip.compress(ZEROS), npz(a=np.frombuffer(ZEROS, np.uint8))
+# a megabyte and more that a gzip makes small, of which 64 times is more than what the zip becomes
+PADDED_NPZ = zipped([("a.npy", npy(np.frombuffer(ZEROS, np.uint8)))], padding=2 << 20)
 BAD = {
     "npy: nothing": ("npy", b""),
     "npy: text": ("npy", b"something else"),
@@ -109,6 +112,7 @@ BAD = {
     "npz: many": ("npz", zipped([(f"{i}.npy", npy(np.zeros(1 << 20, np.uint8))) for i in range(80)])),
     "npz: LZMA": ("npz", zipped([("a.npy", npy(np.zeros(9)))], zipfile.ZIP_LZMA)),
     "npz.gz: bomb": ("npz.gz", gzip.compress(LARGE_NPZ)),
+    "npz.gz: bomb in a bomb": ("npz.gz", gzip.compress(PADDED_NPZ)),
     "ten: text": ("ten", b"something else"),
     "ten: cut": ("ten", ten(np.arange(100))[:-100]),
     "ten: huge": ("ten", b"~TenBin~" + struct.pack("<q", 1 << 62) + bytes(64)),

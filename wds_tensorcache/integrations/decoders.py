@@ -19,7 +19,7 @@ from webdataset.autodecode import Continue, Decoder
 
 from wds_tensorcache.errors import FormatError, TensorCacheError
 
-__all__ = ["MAX_EXPANDED_NBYTES", "MemberDecoder", "bound", "check_zip"]
+__all__ = ["MAX_EXPANDED_NBYTES", "MemberDecoder", "check_zip"]
 
 MAX_EXPANDED_NBYTES = 1 << 26
 _MAX_RATIO = 64
@@ -35,23 +35,34 @@ class MemberDecoder(Decoder):
     """webdataset's `Decoder`, whose own decoders raise FormatError for bad bytes. Errors of the caller's functions stay theirs.
 
     Args:
-        handlers: The caller's functions and webdataset's, in the order in which they are asked.
+        handlers: The caller's functions, in the order in which they are asked.
+        own: Asked after those: a function of (extension, bytes, how many bytes those may become).
         max_expanded_nbytes: As of `decode`.
         options: Of webdataset's `Decoder`.
     """
 
-    def __init__(self, handlers: list[Handler], max_expanded_nbytes: int, **options: Any) -> None:
-        super().__init__(handlers, **options)
-        self.handlers = [
-            _Stock(handler, max_expanded_nbytes) if _is_stock(handler) else handler for handler in self.handlers
+    def __init__(self, handlers: list[Any], own: Any, max_expanded_nbytes: int, **options: Any) -> None:
+        super().__init__([*handlers, own], **options)
+        self._max_expanded_nbytes = max_expanded_nbytes
+        self._bounded = [
+            own if handler is own else _Stock(handler) if _is_stock(handler) else None for handler in self.handlers
         ]
 
     def decode1(self, key: str, data: bytes) -> Any:
         """Decode one member, `key` without the first dot."""
+        # of the member as it is in the tar: the bound of an `npz.gz` is not 64 times that of the `gz`
+        limit = max(self._max_expanded_nbytes, _MAX_RATIO * len(data))
+        extension = "." + key
         try:
-            return super().decode1(key, data)
+            for handler, bounded in zip(self.handlers, self._bounded, strict=True):
+                result = handler(extension, data) if bounded is None else bounded(extension, data, limit)
+                if isinstance(result, Continue):
+                    extension, data = result.key, result.data
+                elif result is not None:
+                    return result
         except TensorCacheError as exc:
             raise exc.at(f"member {key!r}") from exc.__cause__ or exc
+        return data
 
 
 def _is_stock(handler: Any) -> bool:
@@ -63,18 +74,17 @@ def _is_stock(handler: Any) -> bool:
 class _Stock:
     """One of webdataset's decoders."""
 
-    def __init__(self, handler: Handler, max_expanded_nbytes: int) -> None:
+    def __init__(self, handler: Handler) -> None:
         self._handler = handler
-        self._max_expanded_nbytes = max_expanded_nbytes
 
-    def __call__(self, key: str, data: bytes) -> Any:
+    def __call__(self, key: str, data: bytes, limit: int) -> Any:
         try:
             if self._handler is autodecode.gzfilter:
-                return Continue(key[:-3], self._expand(data)) if key.endswith(".gz") else None
+                return Continue(key[:-3], _expand(data, limit)) if key.endswith(".gz") else None
             if self._handler is autodecode.basichandlers:
                 kind = key.rpartition(".")[2]
                 if kind == "npz":
-                    check_zip(data, self._max_expanded_nbytes, is_numpy=True)
+                    check_zip(data, limit, is_numpy=True)
                 elif kind == "npy":
                     _check_npy(io.BytesIO(data), len(data))
                 elif kind in ("ten", "tb"):
@@ -85,21 +95,17 @@ class _Stock:
         except Exception as exc:  # whatever numpy, json, Pillow, … make of bytes that are not theirs
             raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
 
-    def _expand(self, data: bytes) -> bytes:
-        limit = bound(len(data), self._max_expanded_nbytes)
-        if len(data) * _MAX_DEFLATE_RATIO <= limit:
-            return gzip.decompress(data)
+
+def _expand(data: bytes, limit: int) -> bytes:
+    if len(data) * _MAX_DEFLATE_RATIO > limit:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
             # counted before it is kept: what is refused takes no more memory than a piece
-            count = sum(map(len, iter(lambda: file.read(_PIECE_NBYTES) if file.tell() <= limit else b"", b"")))
+            count = 0
+            while count <= limit and (piece := file.read(_PIECE_NBYTES)):
+                count += len(piece)
         if count > limit:
             raise _too_large(len(data), f"more than {limit}", limit)
-        return gzip.decompress(data)
-
-
-def bound(nbytes: int, max_expanded_nbytes: int) -> int:
-    """Return how many bytes a compressed member of `nbytes` bytes may become."""
-    return max(max_expanded_nbytes, _MAX_RATIO * nbytes)
+    return gzip.decompress(data)
 
 
 def _too_large(nbytes: int, count: Any, limit: int) -> FormatError:
@@ -109,18 +115,18 @@ def _too_large(nbytes: int, count: Any, limit: int) -> FormatError:
     )
 
 
-def check_zip(data: bytes, max_expanded_nbytes: int, *, is_numpy: bool) -> None:
+def check_zip(data: bytes, limit: int, *, is_numpy: bool) -> None:
     """Raise FormatError if the files of a zip are larger together than they may be.
 
     Args:
         data: The zip.
-        max_expanded_nbytes: As of `decode`.
+        limit: How many bytes they may be.
         is_numpy: They are arrays, whose sizes are checked, too.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             files = archive.infolist()
-            limit, count = bound(len(data), max_expanded_nbytes), sum(file.file_size for file in files)
+            count = sum(file.file_size for file in files)
             if count > limit:
                 raise _too_large(len(data), count, limit)
             if len({file.filename for file in files}) < len(files):

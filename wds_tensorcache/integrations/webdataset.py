@@ -130,8 +130,7 @@ class Decode:
         self._allow = allow_table(allow)
         self._handler = handler
         steps = [imagehandler(step) if isinstance(step, str) else step for step in handlers]
-        self._max_expanded_nbytes = max_expanded_nbytes
-        self._decoder = MemberDecoder([*steps, self._decode_pickle], max_expanded_nbytes, **decoder)
+        self._decoder = MemberDecoder(steps, self._decode_pickle, max_expanded_nbytes, **decoder)
 
     def __call__(self, samples: Any) -> Any:
         return self._decode(samples) if isinstance(samples, dict) else self._iterate(samples)
@@ -197,12 +196,12 @@ class Decode:
                 raise cause.at(_where(sample)) from cause.__cause__ or cause
             raise
 
-    def _decode_pickle(self, extension: str, raw: bytes) -> Any:
+    def _decode_pickle(self, extension: str, raw: bytes, limit: int) -> Any:
         """Take the extensions that webdataset would hand to an unpickler which runs anything."""
         kind = extension.rpartition(".")[2]
         if kind == "pth":
             if raw.startswith(_ZIP):  # else an older format, which is not compressed
-                check_zip(raw, self._max_expanded_nbytes, is_numpy=False)
+                check_zip(raw, limit, is_numpy=False)
             try:
                 return torch.load(io.BytesIO(raw), weights_only=True)
             except Exception as exc:  # torch raises what it happens to
