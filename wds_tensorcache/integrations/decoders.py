@@ -44,7 +44,7 @@ class MemberDecoder(Decoder):
     def __init__(self, handlers: list[Any], own: Any, max_expanded_nbytes: int, **options: Any) -> None:
         super().__init__([*handlers, own], **options)
         self._max_expanded_nbytes = max_expanded_nbytes
-        self._bounded = [
+        self._bounded: list[Any] = [
             own if handler is own else _Stock(handler) if _is_stock(handler) else None for handler in self.handlers
         ]
 

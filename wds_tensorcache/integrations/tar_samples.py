@@ -17,7 +17,7 @@ from wds_tensorcache.shards.tar_stream import TarStream
 __all__ = ["Stopped", "TarSamples", "is_named", "open_path", "tarfile_to_samples"]
 
 _RESERVED = frozenset({"__key__", "__url__", "__local_path__"})
-
+_BAD = "__bad__"  # samples that have it, and not empty, are left out, as webdataset does
 Handler = Callable[[Exception], bool]
 
 
@@ -31,6 +31,8 @@ def tarfile_to_samples(
     What differs: it takes about a quarter of the time; the shards are closed when they are read; and what is cut off is never
     half delivered. A shard that ends without its end-of-archive block is an error, whose sample that was being read is not
     delivered, as nobody can know whether it is whole. webdataset's own stage can join it with the first one of the next shard.
+    A member `NAME.__local_path__` is an error in every shard, and so is a GNU sparse member that would become more than 64 MiB
+    and than 64 times its bytes, or whose map is damaged.
 
     Urls are opened by webdataset's `gopen`, which runs `pipe:…` as a command: they must come from the caller. A url that is the
     name of a file that is there is that file, whatever it begins with. `resumable` lists folders and manifests safely.
@@ -103,31 +105,39 @@ class TarSamples:
             name, read = member
             try:
                 found = self._split(name)
-                if found is None:
-                    continue
-                key, suffix = found
-                if suffix in _RESERVED:
-                    raise FormatError(
-                        f"{url}: sample {key!r} has a member {suffix!r}, which is webdataset's name for another"
-                    )
-                if sample is not None and key == sample["__key__"] and suffix in sample:
-                    raise FormatError(f"{url}: sample {key!r} has two members {suffix!r}")
             except Exception as exc:  # of one member: the handler decides, and the shard goes on
-                if not self._handler(exc):
-                    raise Stopped from exc
+                self._go_on(exc)
                 continue
+            if found is None:
+                continue
+            key, suffix = found
             if sample is None or key != sample["__key__"]:
-                if sample is not None and is_kept:
+                if sample is not None and is_kept and not sample.get(_BAD):
                     yield number, sample
                 number += 1
                 is_kept = is_wanted is None or is_wanted(number)
                 sample = {"__key__": key, "__url__": url}
                 if local_path is not None:
                     sample["__local_path__"] = local_path
+            if suffix in _RESERVED:
+                self._go_on(
+                    FormatError(
+                        f"{url}: sample {key!r} has a member {suffix!r}, which is webdataset's name for another"
+                    )
+                )
+                continue
+            if suffix in sample:
+                self._go_on(FormatError(f"{url}: sample {key!r} has two members {suffix!r}"))
+                continue
             sample[suffix] = _located(url, read) if is_kept else None
-        if sample is not None and is_kept:  # behind the end-of-archive block: it is whole
+        if sample is not None and is_kept and not sample.get(_BAD):  # behind the end-of-archive block: it is whole
             yield number, sample
         _located(url, tar.finish)
+
+    def _go_on(self, error: Exception) -> None:
+        """Go on with the next member, if the handler says so."""
+        if not self._handler(error):
+            raise Stopped from error
 
     def _split(self, name: str) -> tuple[str, str] | None:
         """Return key and suffix of a member; None if it is not wanted."""

@@ -22,6 +22,8 @@ __all__ = [
     "parse_number",
 ]
 
+Records = dict[bytes, bytes]
+Pairs = list[tuple[bytes, bytes]]
 BLOCK = 512
 END_OF_ARCHIVE = bytes(2 * BLOCK)
 
@@ -203,32 +205,33 @@ class Scanner:
                 known_rest, known_sum = rest, sum(rest) + 8 * 32 - 1
 
     def read_header(
-        self, header: bytes, header_begin: int, own: dict[bytes, bytes], common: dict[bytes, bytes]
+        self, header: bytes, header_begin: int, own: Records, common: Records, sparse: Pairs | None = None
     ) -> tuple[bool, str, int]:
         """Return whether a header is an ordinary file's, name and length of content.
 
-        Put into `own` and `common` what extended headers say, which is of the next member and of all of them.
+        Put into `own` and `common` what extended headers say, which is of the next member and of all of them; into `sparse` the
+        records of GNU sparse members, which are refused without it.
 
         Raises:
             FormatError: It is not a header that this reads.
         """
-        kind, name, nbytes = self._read_header(header, header_begin, own, common)
-        return kind in _FILE_TYPES, name, nbytes
+        kind, name, nbytes = self._read_header(header, header_begin, own, common, sparse)
+        return kind in _FILE_TYPES or kind == ord("S"), name, nbytes
 
     def _read_header(
-        self, header: bytes, header_begin: int, own: dict[bytes, bytes], common: dict[bytes, bytes]
+        self, header: bytes, header_begin: int, own: Records, common: Records, sparse: Pairs | None = None
     ) -> tuple[int, str, int]:
         """Return type, name and length of content; put into `own` and `common` what extended headers say, and use it."""
         check_checksum(header, header_begin)
         begin, kind = header_begin + BLOCK, header[156]
         path = header[:100].partition(b"\0")[0]
         nbytes = parse_number(header[124:136])
-        if kind == ord("S"):
+        if kind == ord("S") and sparse is None:
             raise FormatError(f"byte {header_begin}: {path!r} is a GNU sparse member, expected one without holes")
         if kind == 0 and path.endswith(b"/"):
             kind = ord("5")  # a directory, as V7 wrote it
         if kind not in _EXTENDED_TYPES:
-            prefix = header[345:500].partition(b"\0")[0]
+            prefix = header[345:500].partition(b"\0")[0] if kind != ord("S") else b""  # there is its map
             path = own.get(b"path", common.get(b"path", prefix + b"/" + path if prefix else path))
             nbytes = 0 if kind in _EMPTY_TYPES else int(own.get(b"size", nbytes))
             own.clear()
@@ -261,7 +264,7 @@ class Scanner:
                 if b"size" in common:
                     raise FormatError(f"byte {header_begin}: a global pax header has a size, for all members")
             elif kind != ord("K"):
-                for key, value in _parse_records(content, begin).items():
+                for key, value in _parse_records(content, begin, sparse).items():
                     own.setdefault(key, value)  # of two extended headers tarfile obeys the first
         return kind, path.decode("utf-8", "surrogateescape"), nbytes
 
@@ -322,7 +325,7 @@ def parse_number(field: bytes) -> int:
         return -1
 
 
-def _parse_records(content: bytes, begin: int) -> dict[bytes, bytes]:
+def _parse_records(content: bytes, begin: int, sparse: Pairs | None = None) -> Records:
     """Return path and size from pax records, each `LENGTH KEY=VALUE` and a line feed, where they are among them."""
     records: dict[bytes, bytes] = {}
     at = 0
@@ -333,7 +336,11 @@ def _parse_records(content: bytes, begin: int) -> dict[bytes, bytes]:
         if not key or not equals or content[end - 1 : end] != b"\n":
             raise FormatError(f"byte {begin + at}: malformed pax record {content[at : at + 40]!r}")
         if key.startswith(b"GNU.sparse."):
-            raise FormatError(f"byte {begin + at}: a GNU sparse member, expected one without holes")
+            if sparse is None:
+                raise FormatError(f"byte {begin + at}: a GNU sparse member, expected one without holes")
+            sparse.append((key[len(b"GNU.sparse.") :], value))
+            if key == b"GNU.sparse.name":
+                key = b"path"
         if key == b"path" or key == b"size":
             if not (value.strip(b"/") if key == b"path" else value.isdigit() and len(value) < 20):
                 raise FormatError(f"byte {begin + at}: the pax record of a {key.decode()} is {value[:40]!r}")

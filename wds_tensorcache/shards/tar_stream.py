@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.tar import BLOCK, Scanner, check_checksum, is_extended, is_meta_name, padding
+from wds_tensorcache.shards.sparse import SparseMap, read_map
+from wds_tensorcache.shards.tar import BLOCK, Pairs, Scanner, check_checksum, is_extended, is_meta_name, padding
 
 __all__ = ["TarStream"]
 
@@ -30,7 +31,7 @@ class TarStream:
     """The ordinary files of a tar, also of one compressed by gzip, bzip2 or xz: iterating yields `(name, read)` for each.
 
     `read()` returns the content, in memory of its own; what is not read until the next member is asked for is skipped.
-    Directories, links, devices and webdataset's own metadata (`__…__`) are skipped.
+    Directories, links, devices and webdataset's own metadata (`__…__`) are skipped; GNU sparse members come with their holes.
 
     Args:
         stream: Has `read(n)`, which may return fewer bytes.
@@ -52,6 +53,7 @@ class TarStream:
         scanner = Scanner(self._read_range, _UNKNOWN)
         own: dict[bytes, bytes] = {}
         common: dict[bytes, bytes] = {}
+        records: Pairs = []  # of a sparse member
         is_expected = False  # another header
         self._decompress()
         while True:
@@ -65,12 +67,16 @@ class TarStream:
                 if is_expected:
                     raise FormatError(f"byte {header_begin}: the archive ends behind an extended header")
                 return
-            is_file, name, nbytes = scanner.read_header(header, header_begin, own, common)
+            is_file, name, nbytes = scanner.read_header(header, header_begin, own, common, records)
             is_expected = is_extended(header)
-            begin = header_begin + BLOCK
+            begin, end, holes = header_begin + BLOCK, header_begin + BLOCK + nbytes, None
+            if is_file and not is_expected and (records or header[156] == ord("S")):
+                holes, left = _at_byte(header_begin, partial(read_map, header, records, nbytes, self._take_exactly))
+                begin, end = self._at, self._at + left
+            records = records if is_expected else []
             if is_file and not is_meta_name(name):
-                yield name, partial(self._read_range, begin, begin + nbytes)
-            self._skip_to(begin + nbytes + padding(nbytes))
+                yield name, partial(self._read_member, begin, end, holes)
+            self._skip_to(end + padding(nbytes))
 
     def finish(self) -> None:
         """Read what is behind the archive, if it was compressed: a checksum is at the end.
@@ -97,6 +103,12 @@ class TarStream:
         if len(content) < end - begin:
             raise FormatError(f"byte {begin}: truncated: expected {end - begin} bytes, got {len(content)}")
         return content
+
+    def _take_exactly(self, nbytes: int) -> bytes:
+        return self._read_range(self._at, self._at + nbytes)
+
+    def _read_member(self, begin: int, end: int, holes: SparseMap | None) -> bytes:
+        return self._read_range(begin, end) if holes is None else holes.fill(self._read_range(begin, end))
 
     def _skip_to(self, end: int) -> None:
         while self._at < end:
@@ -130,6 +142,13 @@ class TarStream:
             return self._stream.read(nbytes)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as exc:
             raise FormatError(f"byte {self._at}: the compressed stream is cut short or damaged: {exc}") from exc
+
+
+def _at_byte(begin: int, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except FormatError as exc:
+        raise exc.at(f"byte {begin}") from exc
 
 
 class _Rejoined:
