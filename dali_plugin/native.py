@@ -52,6 +52,11 @@ class NativeReader(Source):
         for member in self.members:
             if self.cache.members[member] != count:
                 raise ValueError(f"member {member!r}: {self.cache.members[member]} of {count} samples have it")
+        for path in self._packed.paths:
+            try:
+                path.encode()
+            except UnicodeEncodeError as exc:
+                raise ValueError(f"{path!r}: DALI takes only paths in UTF-8; rename the shard") from exc
         self._index_paths = None if index_paths is None else [os.fspath(path) for path in index_paths]
         for path in self._index_paths or ():
             if not os.path.isfile(path):

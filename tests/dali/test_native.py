@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,18 @@ def test_foreign_members_and_shards_given_twice(tmp_path: Path) -> None:
     (tmp_path / "1.tar").symlink_to(tmp_path / "0.tar")
     with pytest.raises(ValueError, match="a shard is there twice"):
         reader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["pipe:touch OWNED #.tar", "file:x.tar", "s3:x.tar", "{a,b}.tar", "*.tar", "line\nfeed.tar", "a#%20.tar"]
+)
+def test_names_of_shards_are_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with open(name, "wb") as file, wds.TarWriter(file, encoder=tc.encoder()) as sink:
+        sink.write({"__key__": "a", "tensorcache": {"x": torch.ones(2)}})
+    for source in ("*.tar", "."):
+        assert [batch["x"].tolist() for batch in reader(source, 1)] == [[[1, 1]]]
+    os.rename(name, "\udcff.tar")
+    with pytest.raises(ValueError, match=r"\\udcff.tar': DALI takes only paths in UTF-8"):
+        reader(".", 1)
+    assert os.listdir() == ["\udcff.tar"]
