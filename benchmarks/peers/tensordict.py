@@ -83,7 +83,7 @@ def _open(folder: Path, workload: Workload) -> Reader:
 
 
 def _open_tuned(folder: Path, workload: Workload, *, threads: int) -> Reader:
-    """Open as plain tensors over the maps; small values are listed once, here.
+    """Open as plain tensors over the maps, and list the small values once.
 
     Memory: a batch is overwritten by the third one after it.
     """
@@ -143,7 +143,7 @@ class _Epochs:
 
 
 def peers() -> list[Peer]:
-    """Return tensordict's rows: as its tutorials use it, and as fast as it can be."""
+    """Return tensordict's rows: one that indexes a TensorDict, two that are tuned for random access."""
     padded = "padded to the longest"
     tuned = [
         Peer(name=name, open=partial(_open_tuned, threads=threads), store="tensordict", ragged=padded)
