@@ -1,4 +1,4 @@
-"""Run the scenarios for each workload: markdown tables of medians, the goals, JSON and a plot."""
+"""Run the scenarios for each workload: markdown tables of medians (least..most), the goals, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks import page_cache, peers, plot, report
 from benchmarks.goals import outcomes
 from benchmarks.peers.base import Peer
 from benchmarks.scenarios import SCENARIOS
-from benchmarks.scenarios.context import Context, Skipped
+from benchmarks.scenarios.context import CEILING, Context, Skipped
 from benchmarks.timing import Rounds
 from benchmarks.workloads import WORKLOADS, Workload, quick
 
@@ -51,22 +51,27 @@ def _log(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
-def _store(context: Context) -> None:
-    """Let every peer write its store, synced to disk."""
+def _store(context: Context) -> report.Stored:
+    """Let every peer write its store, synced to disk; return the bytes of each one's files, per sample."""
+    workload, stored = context.workload, {}
     for peer in context.peers:
         if peer.write is None:
             continue
         folder = context.store(peer)
         folder.mkdir()
         with context.attempt(peer.name):
-            peer.write(folder, context.workload, context.samples)
+            peer.write(folder, workload, context.samples)
             page_cache.sync(folder)
+            nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            stored[peer.name] = nbytes / workload.count
+    tensors = (tensor for sample in context.samples for tensor in workload.split(sample)[0].values())
+    return {CEILING: sum(tensor.nbytes for tensor in tensors) / workload.count, **stored}
 
 
 def _measure(
     workload: Workload, everyone: list[Peer], options: argparse.Namespace, folder: Path, tmpfs: Path
-) -> tuple[dict[str, Rounds], dict[str, str]]:
-    """Return the rounds of each scenario, and why something is missing."""
+) -> tuple[dict[str, Rounds], report.Stored, dict[str, str]]:
+    """Return the rounds of each scenario, the size of each store, and why something is missing."""
     _log(f"{workload.name}: {workload.count} samples, stored by each peer in {folder}")
     samples = [workload.sample(index) for index in range(workload.count)]
     expected = [workload.checksum(sample) for sample in samples]
@@ -75,7 +80,7 @@ def _measure(
         workload, samples, expected, everyone, folder / "stores", folder, tmpfs, options.rounds, missing={}
     )
     context.stores.mkdir()
-    _store(context)
+    stored = _store(context)
     results: dict[str, Rounds] = {}
     for name in SCENARIOS:
         if options.scenario and name not in options.scenario:
@@ -87,7 +92,7 @@ def _measure(
             results[name] = {}
             context.missing[f"{workload.name}, {name}"] = str(reason)
     gc.unfreeze()
-    return results, context.missing
+    return results, stored, context.missing
 
 
 def main() -> None:
@@ -104,7 +109,7 @@ def main() -> None:
     for name, reason in missing.items():
         _log(f"{name} is missing: {reason}")
     options.out.mkdir(parents=True, exist_ok=True)
-    results, texts = {}, []
+    results, sizes, texts = {}, {}, []
     for workload in WORKLOADS.values():
         if options.workload and workload.name not in options.workload:
             continue
@@ -113,17 +118,19 @@ def main() -> None:
             tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder,
             tempfile.TemporaryDirectory(prefix="bench-", dir=options.tmpfs) as tmpfs,
         ):
-            found, absent = _measure(workload, everyone, options, Path(folder), Path(tmpfs))
-        results[workload.name] = found
+            found, stored, absent = _measure(workload, everyone, options, Path(folder), Path(tmpfs))
+        results[workload.name], sizes[workload.name] = found, stored
         missing |= absent
-        texts.append(report.table(workload, found))
+        texts.append(report.table(workload, found, stored))
         texts += report.notes(workload, everyone)
     reached = outcomes(results)
     described = {name: str(value) for name, value in vars(options).items()}
-    report.write_json(options.out / "bench.json", results, reached, missing, described)
+    report.write_json(options.out / "bench.json", results, sizes, reached, missing, described)
     texts.append(report.goal_table(reached))
     texts.append("\n".join(f"Missing: {name}: {reason}" for name, reason in missing.items()) or "Missing: nobody.")
-    texts.append(f"Medians of {options.rounds} interleaved rounds. {report.machine_line()}")
+    texts.append(
+        f"Medians (least..most) of {options.rounds} interleaved rounds, each in another order. {report.machine_line()}"
+    )
     (options.out / "bench.md").write_text("\n\n".join(texts) + "\n")
     print("\n\n".join(texts))
     try:

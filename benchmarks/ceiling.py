@@ -9,13 +9,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.workloads import tensor_at
 
 __all__ = ["IN_FLIGHT", "Range", "Ranges", "plain_write"]
 
 IN_FLIGHT = 32  # reads that keep a cold disk busy
 _PIECE_NBYTES = 1 << 20
-_BUFFERS = 3  # batches in turn: one small buffer would stay in the CPU's cache, where no batch ever is
 
 
 class Range(NamedTuple):
@@ -37,23 +40,26 @@ class Ranges:
 
     Args:
         folder: Holds the shards.
-        batch_size: Samples in a buffer.
+        num_slots: Samples in memory at a time: as many as a row beside it holds, which drops each batch for the next.
         tensor: Only the bytes of this tensor, named by its path in the sample.
     """
 
-    def __init__(self, folder: Path, batch_size: int, tensor: str | None = None) -> None:
+    def __init__(self, folder: Path, num_slots: int, tensor: str | None = None) -> None:
         self._files: list[int] = []
         self._ranges: list[Range] = []
+        self._headers: list[tuple[int, int]] = []  # where the JSON of each range's member is: begin and length
+        self._tensor = tensor
         for path in sorted(folder.glob("*.tar")):
             self._files.append(os.open(path, os.O_RDONLY))
             self._ranges += [self._tensors(begin, nbytes, tensor) for begin, nbytes in _members(path)]
         self._most = max(found.nbytes for found in self._ranges)
-        self._slots = batch_size * _BUFFERS
+        self._slots = num_slots
         self._memory = memoryview(bytearray(self._slots * self._most))
 
     def _tensors(self, begin: int, nbytes: int, tensor: str | None) -> Range:
         file = self._files[-1]
         header_nbytes = int.from_bytes(os.pread(file, 8, begin), "little")
+        self._headers.append((begin + 8, header_nbytes))
         start, stop = 0, nbytes - 8 - header_nbytes
         if tensor is not None:
             start, stop = json.loads(os.pread(file, header_nbytes, begin + 8))[tensor]["data_offsets"]
@@ -72,6 +78,20 @@ class Ranges:
         if os.preadv(file, [self._memory[row : row + nbytes]], begin) != nbytes:
             raise AssertionError(f"short read of {nbytes} bytes at {begin}")
         return 1
+
+    def check(self, order: Sequence[int], samples: Sequence[Any]) -> None:
+        """Raise AssertionError unless what is read of each sample of `order` is the bytes of its tensors."""
+        for index in order:
+            self._read(0, index)
+            file, _, nbytes = self._ranges[index]
+            begin, header_nbytes = self._headers[index]
+            entries = json.loads(os.pread(file, header_nbytes, begin))
+            entries.pop("__metadata__", None)
+            names = sorted(entries, key=lambda name: entries[name]["data_offsets"])
+            tensors = [tensor_at(samples[index], name) for name in names if self._tensor in (None, name)]
+            wanted = b"".join(tensor.contiguous().view(-1).view(torch.uint8).numpy().data for tensor in tensors)
+            if self._memory[:nbytes] != wanted:
+                raise AssertionError(f"the ceiling's bytes of sample {index} are not those of its tensors")
 
     def read(self, order: Sequence[int]) -> Callable[[], int]:
         """Return what reads the samples of `order`, one `preadv` each, in one thread."""

@@ -16,7 +16,7 @@ from benchmarks.scenarios.verifying import READINTO, VERIFIED, VERIFIED_BY_ALL
 from benchmarks.scenarios.wds_decode import FAST, FAST_RAW
 from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
 from benchmarks.scenarios.writing import PLAIN
-from benchmarks.timing import Rounds, median, ratio
+from benchmarks.timing import Rounds, median, ratios
 
 __all__ = ["Outcome", "outcomes"]
 
@@ -28,7 +28,7 @@ class _Goal:
     workload: str
     scenario: str
     text: str
-    value: Callable[[Rounds], float]  # raises LookupError or ValueError where a row of it is missing
+    values: Callable[[Rounds], list[float]]  # by round; raises LookupError or ValueError if a row is missing
     limit: float
     at_least: bool = False
 
@@ -40,42 +40,44 @@ class Outcome:
     workload: str
     scenario: str
     goal: str
-    value: float | None  # None: it was not measured
+    value: float | None  # the median of the rounds; None: it was not measured
+    least: float | None
+    most: float | None
     reached: bool | None
 
 
-def _over(name: str, base: str) -> Callable[[Rounds], float]:
-    return lambda rounds: ratio(rounds, name, base)
+def _over(name: str, base: str) -> Callable[[Rounds], list[float]]:
+    return lambda rounds: ratios(rounds, name, base)
 
 
-def _us(name: str) -> Callable[[Rounds], float]:
-    return lambda rounds: median(rounds, name)
+def _us(name: str) -> Callable[[Rounds], list[float]]:
+    return lambda rounds: rounds[name]
 
 
 def _fastest(rounds: Rounds, names: list[str]) -> str:
     return min(names, key=lambda name: median(rounds, name))
 
 
-def _over_peers(name: str) -> Callable[[Rounds], float]:
+def _over_peers(name: str) -> Callable[[Rounds], list[float]]:
     """Return our row over the fastest peer's; DALI's bytes, which nobody has decoded yet, count too."""
 
-    def value(rounds: Rounds) -> float:
-        return ratio(rounds, name, _fastest(rounds, [n for n in rounds if not n.startswith((NAME, CEILING))]))
+    def values(rounds: Rounds) -> list[float]:
+        return ratios(rounds, name, _fastest(rounds, [n for n in rounds if not n.startswith((NAME, CEILING))]))
 
-    return value
-
-
-def _over_best(name: str, bases: tuple[str, ...]) -> Callable[[Rounds], float]:
-    return lambda rounds: ratio(rounds, name, _fastest(rounds, [base for base in bases if base in rounds]))
+    return values
 
 
-def _best_over(peer: str, base: str) -> Callable[[Rounds], float]:
-    return lambda rounds: ratio(rounds, _fastest(rounds, [name for name in rounds if name.startswith(peer)]), base)
+def _over_best(name: str, bases: tuple[str, ...]) -> Callable[[Rounds], list[float]]:
+    return lambda rounds: ratios(rounds, name, _fastest(rounds, [base for base in bases if base in rounds]))
 
 
-def _above_ceiling(rounds: Rounds) -> float:
+def _best_over(peer: str, base: str) -> Callable[[Rounds], list[float]]:
+    return lambda rounds: ratios(rounds, _fastest(rounds, [name for name in rounds if name.startswith(peer)]), base)
+
+
+def _above_ceiling(rounds: Rounds) -> list[float]:
     """Microseconds of a copied sample beyond 1.2 times the ceiling."""
-    return statistics.median(a - 1.2 * b for a, b in zip(rounds[NAME], rounds[CEILING], strict=True))
+    return [a - 1.2 * b for a, b in zip(rounds[NAME], rounds[CEILING], strict=True)]
 
 
 _GOALS = (
@@ -83,6 +85,7 @@ _GOALS = (
     _Goal("diffusion", "batch_random", "2 threads / ceiling", _over(TWO_THREADS, CEILING), 0.9),
     _Goal("diffusion", "batch_random", f"{PYD} / 1 thread", _over(PYD, ONE_THREAD), 12, at_least=True),
     _Goal("diffusion", "batch_random", "1 thread / fastest peer", _over_peers(ONE_THREAD), 1.0),
+    _Goal("diffusion", "batch_random", "1 thread, small values too / fastest peer", _over_peers(DECODED), 1.0),
     _Goal("diffusion", "batch_cold", "ours / best raw cold read", _over_best(NAME, COLD_CEILINGS), 1.3),
     _Goal("diffusion", "batch_cold", "ours / fastest peer", _over_peers(NAME), 1.0),
     _Goal("diffusion", "batch_cold", "Loader / best raw cold read", _over_best(LOADED, COLD_CEILINGS), 1.3),
@@ -136,10 +139,11 @@ def outcomes(results: dict[str, dict[str, Rounds]]) -> list[Outcome]:
             continue
         text = f"{goal.text}: at {'least' if goal.at_least else 'most'} {goal.limit:g}"
         try:
-            value = goal.value(results[goal.workload][goal.scenario])
+            values = goal.values(results[goal.workload][goal.scenario])
         except (LookupError, ValueError):
-            found.append(Outcome(goal.workload, goal.scenario, text, None, None))
+            found.append(Outcome(goal.workload, goal.scenario, text, None, None, None, None))
             continue
+        value = statistics.median(values)
         reached = value >= goal.limit if goal.at_least else value <= goal.limit
-        found.append(Outcome(goal.workload, goal.scenario, text, value, reached))
+        found.append(Outcome(goal.workload, goal.scenario, text, value, min(values), max(values), reached))
     return found

@@ -1,10 +1,11 @@
-"""What a run found: markdown tables, JSON, and the machine it was found on."""
+"""What a run found: markdown tables of medians (least..most), JSON, and the machine it was found on."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import statistics
 import subprocess
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -15,12 +16,25 @@ import torch
 
 from benchmarks.goals import Outcome
 from benchmarks.peers.base import Peer
-from benchmarks.timing import Rounds, median
+from benchmarks.timing import Rounds
 from benchmarks.workloads import Workload
 
-__all__ = ["Results", "goal_table", "machine", "machine_line", "notes", "number", "table", "write_json"]
+__all__ = [
+    "Results",
+    "Stored",
+    "goal_table",
+    "machine",
+    "machine_line",
+    "markdown",
+    "notes",
+    "number",
+    "spread",
+    "table",
+    "write_json",
+]
 
 Results = dict[str, dict[str, Rounds]]  # by workload, by scenario
+Stored = dict[str, float]  # bytes per sample of each store, by peer
 
 _PACKAGES = (
     *("torch", "numpy", "safetensors", "webdataset", "xxhash", "litdata", "mosaicml-streaming", "tensordict"),
@@ -89,24 +103,32 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _rows(lines: list[list[str]]) -> str:
+def spread(times: list[float]) -> str:
+    """Return the median of some rounds, and beside it the least and the most."""
+    middle = number(statistics.median(times))
+    return middle if len(times) == 1 else f"{middle} ({number(min(times))}..{number(max(times))})"
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """Return a table, whose first line is its head."""
     head, *rest = lines
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rest])
 
 
-def table(workload: Workload, found: dict[str, Rounds]) -> str:
+def table(workload: Workload, found: dict[str, Rounds], stored: Stored) -> str:
     """Return a workload's markdown tables: rows of peers against scenarios, then each scenario with rows of its own."""
     shared = [name for name in found if name not in _OWN_ROWS]
     names = list(dict.fromkeys(row for name in shared for row in found[name]))
     names.sort(key=lambda name: not name.startswith("ceiling"))  # stable: ceilings first
-    lines = [[f"{workload.title}, us/sample", *shared]]
+    lines = [[f"{workload.title}, us/sample", *shared, "store, KB/sample"]]
     for row in names:
-        lines.append([row, *(number(median(found[s], row)) if row in found[s] else "-" for s in shared)])
-    tables = [_rows(lines)] if shared else []
+        nbytes = number(stored[row] / 1000) if row in stored else "-"
+        lines.append([row, *(spread(found[s][row]) if row in found[s] else "-" for s in shared), nbytes])
+    tables = [markdown(lines)] if shared else []
     for name in _OWN_ROWS:
         if found.get(name):
-            body = [[row, number(median(found[name], row))] for row in found[name]]
-            tables.append(_rows([[f"{name}, {workload.name}", "us/sample"], *body]))
+            body = [[row, spread(found[name][row])] for row in found[name]]
+            tables.append(markdown([[f"{name}, {workload.name}", "us/sample"], *body]))
     return "\n\n".join(tables)
 
 
@@ -126,13 +148,18 @@ def goal_table(outcomes: list[Outcome]) -> str:
     words = {True: "reached", False: "**not reached**", None: "not measured"}
     lines = [["workload", "scenario", "goal", "found", ""]]
     for outcome in outcomes:
-        value = "-" if outcome.value is None else f"{outcome.value:.3g}"
+        value = "-" if outcome.value is None else f"{outcome.value:.3g} ({outcome.least:.3g}..{outcome.most:.3g})"
         lines.append([outcome.workload, outcome.scenario, outcome.goal, value, words[outcome.reached]])
-    return _rows(lines)
+    return markdown(lines)
 
 
 def write_json(
-    path: Path, results: Results, outcomes: list[Outcome], missing: dict[str, str], options: dict[str, Any]
+    path: Path,
+    results: Results,
+    stored: dict[str, Stored],
+    outcomes: list[Outcome],
+    missing: dict[str, str],
+    options: dict[str, Any],
 ) -> None:
     """Write everything that was measured, round by round, with the options and the machine."""
     content = {
@@ -141,5 +168,6 @@ def write_json(
         "missing": missing,
         "goals": [asdict(outcome) for outcome in outcomes],
         "us_per_sample": results,
+        "stored_bytes_per_sample": stored,
     }
     path.write_text(json.dumps(content, indent=1) + "\n")

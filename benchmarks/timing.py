@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Rounds", "Variant", "interleaved", "median", "ratio"]
+__all__ = ["Rounds", "Variant", "interleaved", "median", "ratios"]
 
 Rounds = dict[str, list[float]]  # microseconds per sample of each variant, round by round
 
@@ -30,7 +31,9 @@ def interleaved(variants: dict[str, Variant], rounds: int) -> Rounds:
     """
     times: Rounds = {name: [] for name in variants}
     for number in range(rounds + 1):
-        for name, variant in variants.items():
+        # Another order in each round: no variant always runs after the same neighbour.
+        for name in random.Random(number).sample(list(variants), len(variants)):
+            variant = variants[name]
             variant.prepare()
             gc.collect()
             started = time.perf_counter()
@@ -48,6 +51,6 @@ def median(rounds: Rounds, name: str) -> float:
     return statistics.median(rounds[name])
 
 
-def ratio(rounds: Rounds, name: str, base: str) -> float:
-    """Return the median over the rounds of `name` divided by `base` in the same round."""
-    return statistics.median(a / b for a, b in zip(rounds[name], rounds[base], strict=True))
+def ratios(rounds: Rounds, name: str, base: str) -> list[float]:
+    """Return `name` divided by `base` in each round."""
+    return [a / b for a, b in zip(rounds[name], rounds[base], strict=True)]

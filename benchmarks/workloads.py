@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import xxhash
 
-__all__ = ["WORKLOADS", "Small", "Tensors", "Workload", "quick"]
+__all__ = ["WORKLOADS", "Small", "Tensors", "Workload", "quick", "tensor_at"]
 
 Tensors = dict[str, Any]  # by the short names that peers store them under; lazy tensors too
 Small = dict[str, Any]  # JSON's types and tuples; "index" says which sample it is
@@ -51,6 +51,13 @@ def _digest(tensor: Any, dtype: torch.dtype) -> tuple[Any, ...]:
         raise AssertionError(f"expected {dtype}, read {loaded.dtype}")
     content = loaded.contiguous().view(-1).view(torch.uint8).numpy()
     return tuple(loaded.shape), xxhash.xxh3_64_intdigest(content)
+
+
+def tensor_at(sample: Any, path: str) -> Any:
+    """Return the tensor of a nested sample, or of a nested batch, at its path."""
+    for step in path.split("."):
+        sample = sample[int(step) if step.isdigit() else step]
+    return sample
 
 
 def _random(index: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:

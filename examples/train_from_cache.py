@@ -1,4 +1,4 @@
-"""Train a text-conditional flow model from cached latents, end to end, in under two minutes on two CPU cores.
+"""Train a text-conditional flow model from cached latents, end to end, in a few minutes on two CPU cores.
 
     python examples/train_from_cache.py [--out demo_out]
 

@@ -6,12 +6,13 @@ from importlib import import_module
 
 from benchmarks.peers.base import Peer
 
-__all__ = ["DECODED", "LOADED", "MODULES", "NAME", "ONE_THREAD", "TWO_THREADS", "VIEWS", "load"]
+__all__ = ["DECODED", "LOADED", "MODULES", "NAME", "ONE_THREAD", "READ", "TWO_THREADS", "VIEWS", "load"]
 
 NAME = "tensorcache"
 VIEWS = "tensorcache, views"
 ONE_THREAD = "tensorcache, 1 thread"
 TWO_THREADS = "tensorcache, 2 threads"
+READ = "tensorcache, small values read"
 DECODED = "tensorcache, 1 thread, small values read"
 LOADED = "tensorcache, Loader on 2 threads"
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from benchmarks.peers.base import Batch, Peer, Reader, stack
+from benchmarks.peers.base import AS_INTEGERS, Batch, Peer, Reader, as_array, as_tensor, stack
 from benchmarks.workloads import Workload
 
 __all__ = ["peers"]
@@ -22,7 +22,7 @@ def _write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
     writer = ArrayRecordWriter(str(folder / _FILE), "group_size:1,uncompressed")
     for sample in samples:
         tensors, small = workload.split(sample)
-        arrays = {n: (t.view(torch.int16) if t.dtype == torch.bfloat16 else t).numpy() for n, t in tensors.items()}
+        arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
         writer.write(pickle.dumps((arrays, small), protocol=5))
     writer.close()
 
@@ -32,7 +32,7 @@ def _open(folder: Path, workload: Workload) -> Reader:
 
     def nested(record: bytes) -> Any:
         arrays, small = pickle.loads(record)
-        tensors = {name: torch.from_numpy(arrays[name]).view(dtype) for name, dtype in workload.dtypes.items()}
+        tensors = {name: as_tensor(arrays[name], dtype) for name, dtype in workload.dtypes.items()}
         return workload.nest(tensors, small)
 
     def several(indices: Sequence[int]) -> list[Any]:
@@ -56,6 +56,4 @@ def _open(folder: Path, workload: Workload) -> Reader:
 
 def peers() -> list[Peer]:
     """Return array_record's row."""
-    return [
-        Peer(name="array_record + pickle", open=_open, write=_write, bf16="as two-byte integers, as ml_dtypes has it")
-    ]
+    return [Peer(name="array_record + pickle", open=_open, write=_write, bf16=AS_INTEGERS)]

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.peers.base import Peer, Reader, as_array, as_tensor, collect
+from benchmarks.peers.base import AS_INTEGERS, Peer, Reader, as_array, as_tensor, collect
 from benchmarks.peers.webdataset import decode_npz
 from benchmarks.workloads import Workload
 
@@ -80,6 +80,6 @@ def _open_safetensors(folder: Path, workload: Workload) -> Reader:
 def peers() -> list[Peer]:
     """Return a row for each format."""
     return [
-        Peer(name="files .npz", open=_open_npz, write=partial(_write, suffix="npz"), bf16="kept as float32"),
+        Peer(name="files .npz", open=_open_npz, write=partial(_write, suffix="npz"), bf16=AS_INTEGERS),
         Peer(name="files .safetensors", open=_open_safetensors, write=partial(_write, suffix="safetensors")),
     ]

@@ -6,13 +6,12 @@ import importlib.util
 import sys
 import types
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from benchmarks.peers.base import Peer, Reader, as_array, as_tensor, collect, collect_one
+from benchmarks.peers.base import AS_INTEGERS, Peer, Reader, as_array, as_tensor, collect, collect_one
 from benchmarks.workloads import Workload
 
 # The package's own __init__ imports what it has for pictures, and so torchvision, whose builds fit one build of torch.
@@ -36,34 +35,28 @@ def _write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
 
 
 def _open(folder: Path, workload: Workload) -> Reader:
-    # It looks for what is ready every 7 ms: with its default of 8 samples ahead, most of the time it sleeps.
-    dataset = StreamingDataset(local=str(folder), shuffle=False, batch_size=1, predownload=2 * workload.timed)
-    begun: list[Iterator[Any]] = []
+    dataset = StreamingDataset(local=str(folder), shuffle=False, batch_size=1)
 
     def nested(item: Any) -> Any:
         return workload.nest({name: as_tensor(item[name], d) for name, d in workload.dtypes.items()}, item["small"])
 
-    def rewind() -> None:
-        # The order of the whole epoch is made before its first sample; a pass may read only a part of the epoch.
-        epoch = iter(dataset)
-        begun[:] = [chain([next(epoch)], epoch)]
-
     def samples() -> Iterator[Any]:
-        return map(nested, begun.pop() if begun else dataset)
+        # By index: an iterator over the data set looks for samples that are ready every 7 ms, and sleeps in between.
+        return map(get, range(len(dataset)))
 
     def get(index: int) -> Any:
         return nested(dataset[index])
 
     def loaders() -> dict[str, Any]:
         size = workload.batch_size
+        # With its default of 8 samples ahead, most of the time it sleeps.
         shuffled = StreamingDataset(local=str(folder), shuffle=True, batch_size=size, predownload=2 * workload.count)
         return {"DataLoader, 0 workers": DataLoader(shuffled, batch_size=size)}
 
     batch, one = collect(workload, get), collect_one(workload, get)
-    close = clean_stale_shared_memory
-    return Reader(samples=samples, get=get, batch=batch, one=one, loaders=loaders, rewind=rewind, close=close)
+    return Reader(samples=samples, get=get, batch=batch, one=one, loaders=loaders, close=clean_stale_shared_memory)
 
 
 def peers() -> list[Peer]:
     """Return the row of MDS."""
-    return [Peer(name="MDS", open=_open, write=_write, bf16="kept as float32")]
+    return [Peer(name="MDS", open=_open, write=_write, bf16=AS_INTEGERS)]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import wds_tensorcache as tc
-from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, TWO_THREADS, VIEWS
+from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, READ, TWO_THREADS, VIEWS
 from benchmarks.peers.base import Batch, Peer, Reader, by_sample, unstack
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Workload, tensor_at
 
 __all__ = ["peers"]
 
@@ -41,15 +41,13 @@ def _open(folder: Path, workload: Workload, *, threads: int | None = None, decod
         return Batch(len(tensors[one]), lambda: unstack(workload, tensors, by_sample(small)))
 
     def read_one(indices: Sequence[int]) -> torch.Tensor:
-        value = narrow.read_batch(indices)
-        for step in workload.one[1].split("."):
-            value = value[int(step) if step.isdigit() else step]
-        return value
+        read: torch.Tensor = tensor_at(narrow.read_batch(indices), workload.one[1])
+        return read
 
     return Reader(samples=lambda: iter(cache), get=cache.__getitem__, batch=batch, one=read_one, close=cache.close)
 
 
-def _open_for_batches(folder: Path, workload: Workload, *, threads: int, decoded: bool = False) -> Reader:
+def _open_for_batches(folder: Path, workload: Workload, *, threads: int | None, decoded: bool = False) -> Reader:
     return replace(_open(folder, workload, threads=threads, decoded=decoded), samples=None, get=None, one=None)
 
 
@@ -104,6 +102,7 @@ def peers() -> list[Peer]:
         Peer(name=ONE_THREAD, open=partial(_open_for_batches, threads=1), store=NAME),
         Peer(name=TWO_THREADS, open=partial(_open_for_batches, threads=2), store=NAME),
         Peer(name=LOADED, open=_open_loader, store=NAME),
+        Peer(name=READ, open=partial(_open_for_batches, threads=None, decoded=True), store=NAME),
         Peer(name=DECODED, open=partial(_open_for_batches, threads=1, decoded=True), store=NAME),
     ]
     return [Peer(name=NAME, open=_open, write=write, write_synced=write_synced), *rows]

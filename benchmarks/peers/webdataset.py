@@ -17,7 +17,7 @@ import torch
 import webdataset as wds
 from torch.utils.data import default_collate
 
-from benchmarks.peers.base import Batch, Peer, Reader, as_array, as_tensor, in_batches, one_in_batches
+from benchmarks.peers.base import AS_INTEGERS, Batch, Peer, Reader, as_array, as_tensor, in_batches, one_in_batches
 from benchmarks.workloads import Workload
 
 __all__ = ["SHARD", "decode_npz", "encode_npz", "peers", "write"]
@@ -101,7 +101,7 @@ def peers() -> list[Peer]:
             name=f"webdataset .{field}",
             open=partial(_open, field=field),
             write=partial(write, field=field),
-            bf16="kept as float32" if field == "npz" else None,
+            bf16=AS_INTEGERS if field == "npz" else None,
         )
         for field in ("pyd", "pth", "npz")
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import page_cache
-from benchmarks.ceiling import IN_FLIGHT, Ranges
+from benchmarks.ceiling import IN_FLIGHT
 from benchmarks.peers.base import Batch, Peer, Reader
 from benchmarks.scenarios.context import CEILING, Context, Skipped
 from benchmarks.timing import Rounds, Variant, interleaved
@@ -22,7 +22,7 @@ COLD_CEILINGS = (f"{CEILING}, {IN_FLIGHT} threads", f"{CEILING}, WILLNEED {IN_FL
 def batch_random(context: Context) -> Rounds:
     """Batches in random order, everything in the page cache. Streams shuffle as their users do."""
     count = context.workload.timed
-    with context.readers(_has_batches) as readers, _ranges(context) as ranges:
+    with context.readers(_has_batches) as readers, context.ceiling(context.workload.batch_size) as ranges:
         variants = {CEILING: Variant(ranges.read(context.order), count, context.warm(CEILING))}
         for name, reader in readers.items():
             with context.attempt(name):
@@ -47,7 +47,7 @@ def batch_cold(context: Context) -> Rounds:
             opened.append(peer.open(store, context.workload))
             _rewind(opened[0])
 
-    with _ranges(context) as ranges:
+    with context.ceiling(context.workload.batch_size) as ranges:
         runs = (ranges.read_by_threads(context.order), ranges.read_ahead(context.order))
         before = partial(prepare, context.ours)
         variants = {name: Variant(run, count, before) for name, run in zip(COLD_CEILINGS, runs, strict=True)}
@@ -79,17 +79,13 @@ def one_tensor(context: Context) -> Rounds:
             return lambda: sum(len(reader.one(indices)) for indices in batches)
         return lambda: sum(map(len, reader.ones(count)))
 
-    with context.readers(lambda reader: reader.one or reader.ones) as readers, _ranges(context, path) as ranges:
+    with context.readers(lambda reader: reader.one or reader.ones) as readers, context.ceiling(size, path) as ranges:
         variants = {CEILING: Variant(ranges.read(context.order), count, context.warm(CEILING))}
         for name, reader in readers.items():
             with context.attempt(name):
                 check(name, reader)
                 variants[name] = Variant(variant(reader), count, context.warm(name, partial(_rewind, reader)))
         return interleaved(variants, context.rounds)
-
-
-def _ranges(context: Context, tensor: str | None = None) -> Ranges:
-    return Ranges(context.ours, context.workload.batch_size, tensor)
 
 
 def _has_batches(reader: Reader) -> object:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import page_cache
+from benchmarks.ceiling import Ranges
 from benchmarks.peers import NAME
 from benchmarks.peers.base import Peer, Reader
 from benchmarks.workloads import Workload
@@ -94,6 +95,13 @@ class Context:
             if name.startswith(NAME):
                 raise
             self.missing[f"{self.workload.name}, {name}"] = f"{type(error).__name__}: {error}"
+
+    @contextmanager
+    def ceiling(self, num_slots: int, tensor: str | None = None) -> Iterator[Ranges]:
+        """Open our own shards for plain reads into memory for `num_slots` samples, checked as every row is."""
+        with Ranges(self.ours, num_slots, tensor) as ranges:
+            ranges.check(self.order, self.samples)
+            yield ranges
 
     def check(self, name: str, samples: Iterable[Any], indices: Iterable[int]) -> None:
         """Raise AssertionError unless `samples` are those of `indices`, in this order."""

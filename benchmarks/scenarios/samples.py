@@ -7,7 +7,6 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from benchmarks.ceiling import Ranges
 from benchmarks.peers.base import Reader
 from benchmarks.scenarios.context import CEILING, Context
 from benchmarks.timing import Rounds, Variant, interleaved
@@ -87,7 +86,7 @@ def _in_order(context: Context, variant: Callable[[Reader], Callable[[], int]], 
 def _beside_ceiling(context: Context, variants: dict[str, Variant], order: list[int]) -> Rounds:
     if not order:
         return interleaved(variants, context.rounds)
-    with Ranges(context.ours, context.workload.batch_size) as ranges:
+    with context.ceiling(1) as ranges:  # each row drops a sample before it reads the next one
         return interleaved(
             {CEILING: Variant(ranges.read(order), len(order), context.warm(CEILING)), **variants}, context.rounds
         )

@@ -20,13 +20,16 @@ _PIECE_NBYTES = 1 << 20
 def verify(context: Context) -> Rounds:
     """All shards, with their indexes and manifest; in the page cache."""
     paths, count = sorted(context.ours.glob("*.tar")), context.workload.count
+    nbytes = sum(path.stat().st_size for path in paths)
 
     def plain() -> int:
-        buffer = bytearray(_PIECE_NBYTES)
+        buffer, seen = bytearray(_PIECE_NBYTES), 0
         for path in paths:
             with path.open("rb", buffering=0) as file:
-                while file.readinto(buffer):
-                    pass
+                while read := file.readinto(buffer):
+                    seen += read
+        if seen != nbytes:
+            raise AssertionError(f"{seen} bytes of {nbytes} were read")
         return count
 
     def checked(threads: int) -> Callable[[], int]:

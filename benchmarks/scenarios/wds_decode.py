@@ -93,9 +93,11 @@ def wds_decode(context: Context) -> Rounds:
 
         return once
 
+    def decoded(sample: dict[str, Any], field: str | None) -> Any:
+        return sample[field] if field else tc.decode_sample(sample["skel.pyd"], sample["safetensors"])
+
     for name, (shard, stages, field, _) in rows.items():
-        if field is not None:
-            context.check(name, (sample[field] for sample in samples(shard, stages)), range(workload.timed))
+        context.check(name, (decoded(sample, field) for sample in samples(shard, stages)), range(workload.timed))
     try:
         return interleaved(
             {

@@ -69,6 +69,9 @@ def _write(context: Context, folder: Path, *, fsync: bool) -> Rounds:
         plain_write(folder / "plain", content, fsync=fsync)
         return len(samples)
 
+    ceiling()
+    if (folder / "plain").read_bytes() != content:
+        raise AssertionError(f"{PLAIN}: what was written is not the bytes of our shards")
     try:
         return interleaved({PLAIN: Variant(ceiling, len(samples), anew), **variants}, context.rounds)
     finally:

@@ -38,8 +38,8 @@ class IterableCache(IterableDataset[Any]):
     """The batches of a `Loader` as a dataset: for `DataLoader(dataset, batch_size=None, num_workers=…)`.
 
     The workers deal the steps out in turn, so each has as much to read as the others, and the batches come in the loader's own
-    order whatever their number. Threads in one process (`Loader` itself) are faster; this is for pipelines that are built
-    on workers, and for work in Python on each batch.
+    order whatever their number. `Loader` itself needs no workers; this is for pipelines that are built on them, and for work
+    in Python on each batch.
 
     Each iteration is the next epoch, also after one that was left; `set_epoch` says which, and of a mix that workers left, each
     cache begins again where that epoch did.

@@ -21,7 +21,7 @@ class EpochOrder:
 
     A shuffled epoch is a permutation that nobody stores: a Feistel network over the next power of two, applied again to
     whatever falls outside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), with the finaliser of
-    SplitMix64 as its round function. Any position of 10^9 samples takes microseconds and no memory.
+    SplitMix64 as its round function. Positions of 10^9 samples take a fraction of a millisecond and no memory.
 
     Threads/fork/pickle: immutable, safe everywhere; the same numbers on every machine and in every release.
     """

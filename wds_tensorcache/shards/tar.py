@@ -157,7 +157,7 @@ class Scanner:
         return self._window
 
     def __iter__(self) -> Iterator[tuple[str, int, int]]:
-        # 0.9 us per small member: what is measured here is the number of Python's operations, so one header is one
+        # Hot path: what counts for small members is the number of Python's operations, so one header is one
         # struct, one int and one checksum. Every header that differs behind its checksum from the last ordinary one
         # (type, link, owner, prefix), or in any other way, goes to _read_header.
         own: dict[bytes, bytes] = {}  # path and size of the next member, where an extended header has them

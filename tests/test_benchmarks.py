@@ -1,0 +1,77 @@
+"""What the benchmark prints is what was measured, and what it measures was checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from benchmarks.ceiling import Ranges
+from benchmarks.peers.base import as_array, as_tensor
+from benchmarks.report import spread
+from benchmarks.summary import tables
+from benchmarks.timing import Variant, interleaved
+from benchmarks.workloads import WORKLOADS
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("one", [False, True], ids=["all tensors", "one tensor"])
+def test_the_ceiling_reads_the_tensors(tmp_path: Path, name: str, one: bool) -> None:
+    workload = WORKLOADS[name]
+    samples = [workload.sample(index) for index in range(4)]
+    with tc.ShardWriter(tmp_path / "%06d.tar", max_samples=3) as writer:
+        for index, sample in enumerate(samples):
+            writer.write(f"{index:08d}", sample)
+    with Ranges(tmp_path, 2, workload.one[1] if one else None) as ranges:
+        ranges.check([3, 0, 2, 1], samples)
+        assert ranges.read([3, 0, 2])() == 3
+        with pytest.raises(AssertionError, match="sample 2"):
+            ranges.check([0, 2], [samples[0], samples[1], samples[3], samples[2]])
+
+
+def test_bf16_keeps_its_size_in_formats_that_lack_it() -> None:
+    tensor = torch.randn(3, 4).bfloat16()
+    stored = as_array(tensor)
+    assert stored.nbytes == tensor.nbytes
+    assert torch.equal(as_tensor(stored, torch.bfloat16), tensor)
+
+
+def test_rounds_run_in_different_orders() -> None:
+    ran: list[str] = []
+
+    def variant(name: str) -> Variant:
+        return Variant(lambda: ran.append(name) or 1, 1)
+
+    rounds = interleaved({name: variant(name) for name in "abcd"}, 5)
+    assert {name: len(times) for name, times in rounds.items()} == dict.fromkeys("abcd", 5)
+    orders = [tuple(ran[begin : begin + 4]) for begin in range(0, len(ran), 4)]
+    assert len(orders) == 6  # the first one warms up
+    assert all(sorted(order) == list("abcd") for order in orders)
+    assert len(set(orders)) > 2
+
+
+def test_the_table_of_the_readme() -> None:
+    batches = {
+        "ceiling": [10.0, 12.0, 11.0],
+        "tensorcache": [20.0, 21.0, 22.0],
+        "tensorcache, small values read": [35.0, 30.0, 31.0],
+        "tensordict, tuned": [25.0, 28.0, 40.0],
+        "DALI, raw members": [5.0, 5.0, 5.0],
+    }
+    stored = {"ceiling": 449_024.0, "tensorcache": 451_194.0}
+    content = {
+        "us_per_sample": {"diffusion": {"batch_random": batches}},
+        "stored_bytes_per_sample": {"diffusion": stored},
+    }
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables(content).splitlines() if line]
+    head = lines[0]
+    found = {line[0]: line for line in lines if len(line) == len(head)}
+    column, size = head.index("random batch of 32"), head.index("store, KB")
+    assert found["tensorcache"][column] == "31.0 (30.0..35.0)"  # with the small values, as peers decode them
+    assert found["*tensorcache, small values not decoded*"][column] == "21.0 (20.0..22.0)"
+    assert found["tensordict, tuned"][column] == "**28.0** (25.0..40.0)"  # the fastest that decodes everything
+    assert found["*DALI's reader, bytes not decoded*"][column] == "5.00 (5.00..5.00)"
+    assert found["tensorcache"][size] == "451"
+    assert spread([7.0]) == "7.00"
