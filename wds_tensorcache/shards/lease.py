@@ -9,6 +9,8 @@ import contextlib
 import errno
 import os
 import sys
+import threading
+import weakref
 from collections.abc import Sequence
 
 from wds_tensorcache.shards.storage import ShardFile, file_system
@@ -21,11 +23,14 @@ __all__ = ["Leases", "take_leases"]
 
 # on network and stacked file systems a lease is granted, but does not bind other hosts or the layer below
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs"})
-_MAX_HELD = 64  # descriptors that leases may take of what the process may have
+_MAX_OPEN = (
+    64  # descriptors that leases may take of what the process may have; half of them stay open for the next copy
+)
 _MIN_BREAK_TIME_S = 5  # the kernel waits so long for a lease to be given back, and then cuts the file
 # a writer has the file open, or descriptors or memory are short; all else, such as another owner, stays as it is
 _PASSING = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-_held: set[int] = set()
+_open: dict[int, list[int]] = {}  # each descriptor, and the idle ones of its file
+_opening = threading.RLock()  # no fork between opening a descriptor and noting it
 
 
 class Leases:
@@ -35,7 +40,7 @@ class Leases:
     """
 
     def __init__(self) -> None:
-        self._fds: list[int] = []
+        self._taken: list[tuple[int, list[int]]] = []
 
     def add(self, file: ShardFile) -> None:
         """Take a lease on one more file.
@@ -44,9 +49,14 @@ class Leases:
             OSError: There is none to be had; EAGAIN if the file is open for writing.
         """
         if sys.platform == "linux":
-            fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            _held.add(fd)
-            self._fds.append(fd)
+            idle = file.lease_fds
+            try:
+                fd = idle.pop()
+            except IndexError:
+                with _opening:
+                    fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                    _open[fd] = idle
+            self._taken.append((fd, idle))
             # the kernel announces a break by SIGIO, which kills; SIGURG is ignored, and without an owner nothing is sent
             fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
@@ -54,29 +64,33 @@ class Leases:
 
     def are_held(self) -> bool:
         """Return False if a process waits for one of them to be released."""
-        return sys.platform == "linux" and all(fcntl.fcntl(fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK for fd in self._fds)
+        return sys.platform == "linux" and all(
+            fcntl.fcntl(fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK for fd, _ in self._taken
+        )
 
     def release(self) -> None:
         """Give all of them back."""
-        while self._fds:
-            fd = self._fds.pop()
-            _held.discard(fd)
+        while self._taken:
+            fd, idle = self._taken.pop()
             if sys.platform == "linux":
                 # closing alone would leave the lease to a child that was forked meanwhile
                 with contextlib.suppress(OSError):  # there was none, or the kernel took it back
                     fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-            os.close(fd)
+            idle.append(fd)
+            if len(_open) > _MAX_OPEN // 2:
+                _close(idle)
 
 
 def take_leases(files: Sequence[ShardFile]) -> Leases | None:
     """Return a read lease on each file; None if one of them cannot be had or trusted."""
-    if sys.platform != "linux" or len(_held) + len(files) > _MAX_HELD:
+    if sys.platform != "linux" or len(_open) + sum(not file.lease_fds for file in files) > _MAX_OPEN:
         return None
     leases = Leases()
     for file in files:
         try:
             if file.may_lease is None:
                 file.may_lease = _is_trusted(file)
+                weakref.finalize(file, _close, file.lease_fds).atexit = False
             if file.may_lease:
                 leases.add(file)
                 continue
@@ -98,11 +112,23 @@ def _is_trusted(file: ShardFile) -> bool:
     return kind in _LOCAL and not is_sparse and not 0 < break_time_s < _MIN_BREAK_TIME_S
 
 
+def _close(idle: list[int]) -> None:
+    """Close the idle descriptors of a file."""
+    with contextlib.suppress(IndexError):  # other threads take of them too
+        while True:
+            fd = idle.pop()
+            del _open[fd]
+            os.close(fd)
+
+
 def _forget() -> None:
     """Close what a forked child inherited: the leases are its parent's, and would outlive it."""
-    while _held:
-        os.close(_held.pop())
+    for fd, idle in _open.items():
+        os.close(fd)
+        idle.clear()
+    _open.clear()
+    _opening.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_forget)

@@ -57,6 +57,7 @@ class ShardFile:
         self._tells = bool(_NOWAIT)  # until the file system says that it cannot
         self._is_memory: bool | None = None  # asked when needed
         self.may_lease: bool | None = None  # whether a read lease is worth trying; asked when needed
+        self.lease_fds: list[int] = []  # idle descriptors for leases
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)`.
