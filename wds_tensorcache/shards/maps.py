@@ -130,13 +130,13 @@ class Maps:
                 bounds = sizes.cumsum()
                 copied = np.empty(int(bounds[-1]), np.uint8)
                 _copy(self._first + begins[some], sizes, copied)
-                whole: Any = copied.data
+                whole: Any = copied.tobytes()
                 extents = zip((bounds - sizes).tolist(), bounds.tolist(), strict=True)
             else:
                 self._check_leases()
                 whole = self._files[0].map()
                 extents = zip(begins[some].tolist(), ends[some].tolist(), strict=True)
-            found += [bytes(whole[begin:end]) for begin, end in extents]
+            found += [whole[begin:end] for begin, end in extents]
         return found
 
 
