@@ -235,7 +235,7 @@ def _choose_io(io: str, found: Sequence[Found]) -> Io:
     if io != "auto":
         return Io(io, "asked for")
     if not CAN_COPY:
-        return Io("pread", "on this system, a shard that is cut short under a map kills the process")
+        return Io("pread", "maps are not safe to copy from: this system has neither read leases nor process_vm_readv")
     kind, is_network = file_system(found[0][0])
     if is_network:
         return Io("pread", f"{kind} is a network file system, through whose maps one waits page by page")
