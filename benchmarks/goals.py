@@ -12,6 +12,7 @@ from benchmarks.scenarios.context import CEILING
 from benchmarks.scenarios.dali_cpu import NATIVE, NESTED, PYD_SOURCE, RAW
 from benchmarks.scenarios.gpu import AHEAD, DALI_NATIVE, DALI_NODES, PINNED_COPY
 from benchmarks.scenarios.loader import READ_BATCH
+from benchmarks.scenarios.safe_copies import BARE, WITHOUT_LEASE
 from benchmarks.scenarios.verifying import READINTO, VERIFIED, VERIFIED_BY_ALL
 from benchmarks.scenarios.wds_decode import FAST, FAST_RAW
 from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
@@ -52,6 +53,10 @@ def _over(name: str, base: str) -> Callable[[Rounds], list[float]]:
 
 def _us(name: str) -> Callable[[Rounds], list[float]]:
     return lambda rounds: rounds[name]
+
+
+def _more(name: str, base: str) -> Callable[[Rounds], float]:
+    return lambda rounds: statistics.median(a - b for a, b in zip(rounds[name], rounds[base], strict=True))
 
 
 def _fastest(rounds: Rounds, names: list[str]) -> str:
@@ -95,6 +100,9 @@ _GOALS = (
     _Goal("features", "batch_random", f"{PYD} / tensors", _over(PYD, ONE_THREAD), 100, at_least=True),
     _Goal("features", "batch_random", f"{PYD} / small values too", _over(PYD, DECODED), 25, at_least=True),
     _Goal("features", "batch_random", "small values too / fastest peer", _over_peers(DECODED), 1.0),
+    _Goal("features", "batch_random", "1 thread, more than io=mmap, us", _more(ONE_THREAD, ONE_THREAD + BARE), 0.1),
+    _Goal("features", "batch_random", "small values too, more than io=mmap, us", _more(DECODED, DECODED + BARE), 0.1),
+    _Goal("features", "batch_random", "1 thread, no lease, us", _us(ONE_THREAD + WITHOUT_LEASE), 1.5),
     _Goal("diffusion", "iterate_lazy", "us", _us(NAME), 12),
     _Goal("diffusion", "iterate_lazy", f"{PYD} / ours", _over(PYD, NAME), 40, at_least=True),
     _Goal("diffusion", "one_tensor", f"{PYD} / ours", _over(PYD, NAME), 100, at_least=True),

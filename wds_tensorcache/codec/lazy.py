@@ -34,7 +34,11 @@ class Lazy:
     nbytes = property(lambda self: self._reference.end - self._reference.begin, doc="Bytes of the elements.")
 
     def view_bytes(self) -> np.ndarray[Any, Any]:
-        """Return the elements' bytes as uint8, for writing them elsewhere. Memory: the source's; never write into it."""
+        """Return the elements' bytes as uint8.
+
+        Memory: the source's; never write into it. Of a shard, it is a map: if the shard is cut short in place, or the disk
+            cannot read it, looking at the view kills the process (SIGBUS).
+        """
         return self._source.view(self._reference.begin, self._reference.end)
 
     def _extent(self, rows: tuple[int, int]) -> tuple[int, int]:
@@ -196,7 +200,8 @@ class LazyTensor(Lazy):
         Args:
             device: Where to put it; the CPU by default.
             out: Receives the elements and is returned; its shape and dtype must be the same.
-            copy: False gives a view of the source, CPU only: never write into it, other reads of the source see it.
+            copy: False gives a view of the source, CPU only: never write into it, other reads of the source see it. Of a
+                shard, the view is a map, and **a shard that is cut short in place kills the process** (SIGBUS) that looks.
 
         Raises:
             ValueError: `out` has another shape or dtype.

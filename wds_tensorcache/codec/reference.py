@@ -28,7 +28,13 @@ class Source(Protocol):
         """Fill `buffer` (1-D, bytes) from `begin`, or raise."""
 
     def view(self, begin: int, end: int) -> np.ndarray[Any, Any]:
-        """Return the bytes `[begin, end)` as uint8 without copying them; they may not be written to, whatever numpy says."""
+        """Return the bytes `[begin, end)` as uint8 without copying them; they may not be written to, whatever numpy says.
+
+        Of a file, they are a map's: if the file is cut short in place, looking at them kills the process (SIGBUS).
+        """
+
+    def hold(self, begin: int, end: int) -> bytearray | np.ndarray[Any, Any]:
+        """Return the bytes `[begin, end)` in memory that nothing outside this process changes; they may not be written to."""
 
     def cut(self, begin: int, end: int) -> tuple[Source, int]:
         """Return what another process needs to read `[begin, end)`, and where that then begins."""
@@ -50,6 +56,8 @@ class MemorySource:
 
     def view(self, begin: int, end: int) -> np.ndarray[Any, Any]:
         return view_bytes(self.member[begin:end])
+
+    hold = view
 
     def cut(self, begin: int, end: int) -> tuple[Source, int]:
         return MemorySource(self.member[begin:end]), 0

@@ -57,7 +57,10 @@ def describe_tensor(value: Any) -> StorableTensor:
 def _describe(value: Any) -> StorableTensor:
     if isinstance(value, (LazyTensor, LazyArray)):
         kind = "tensor" if isinstance(value, LazyTensor) else "ndarray"
-        return StorableTensor(kind, _true_dtype(value.dtype), tuple(value.shape), value.view_bytes())
+        # not a view of the file, which kills the process if it is cut short
+        held = value._source.hold(value._reference.begin, value._reference.end)
+        flat = np.ndarray(value.nbytes, np.uint8, held)
+        return StorableTensor(kind, _true_dtype(value.dtype), tuple(value.shape), flat)
     is_tensor = isinstance(value, torch.Tensor)
     reason = why_not_tensor(value) if is_tensor else why_not_array(value)
     if reason is not None:

@@ -73,7 +73,7 @@ def read_batch(
         made = reading.stacked()
     else:
         made = reading.listed() if collate == "list" else reading.padded(pad_value)
-    batch = fill_batch(request, made, reading.mapped)
+    batch = fill_batch(request, made, reading.io)
     return (batch, reading.columns.shapes(reading.which())) if collate == "pad" else batch
 
 
@@ -89,10 +89,10 @@ def read_tensors(request: Request, device: Any = None, pin: bool = False, collat
     return listed if collate == "list" else listed | reading.restacked()
 
 
-def fill_batch(request: Request, tensors: Mapping[str, Any], mapped: bool = False) -> Any:
-    """Return the structure of a batch with `tensors` in it; `mapped` if its samples were just read through maps."""
+def fill_batch(request: Request, tensors: Mapping[str, Any], io: str = "pread") -> Any:
+    """Return the structure of a batch with `tensors` in it; `io` is how its samples were just read."""
     like = request.structure
-    decoded = Decoded(request.places, like.template, mapped, request.sample, request.key, request.wanted, like.sample)
+    decoded = Decoded(request.places, like.template, io, request.sample, request.key, request.wanted, like.sample)
     if (
         not like.is_plain or get_worker_info() is not None
     ):  # in a worker, nobody would hear of an error when it is pickled
@@ -114,7 +114,7 @@ class Reading:
         self._layouts, self._which = layouts_of(request.places)
         self._count = len(request.places)
         self._offsets: list[Sequence[int]] = []  # [tensors][samples], once rows were read
-        self.mapped = False  # whether the samples were gathered from maps
+        self.io = "pread"  # how the samples were read
 
     def which(self) -> Array:
         """Return which layout each sample has."""
@@ -177,7 +177,7 @@ class Reading:
         self.memory = Memory(request.pool, nbytes, pin, device)
         if nbytes:
             plan = Plan(request.places, self.columns.extents, self._which, first, dest)
-            self.mapped = plan.read(self.memory.array, request.io, request.threads, request.executor)
+            self.io = plan.read(self.memory.array, request.io, request.threads, request.executor)
 
     def _check_bools(self, offsets: list[Sequence[int]]) -> None:
         """Raise FormatError if a row that is to be bools holds anything else."""

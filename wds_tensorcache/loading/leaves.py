@@ -26,7 +26,7 @@ class Decoded:
         self,
         places: Places,
         template: Template | None,
-        mapped: bool,
+        io: str,
         sample: Callable[[int], Any],
         key: Callable[[int], str],
         wanted: Callable[[str], bool] | None = None,
@@ -36,7 +36,7 @@ class Decoded:
         self._first: dict[Path, Any] | None = None
         self._places = places
         self._template = template
-        self._mapped = mapped
+        self._io = io
         self._sample = sample
         self.key = key
         self._wanted = wanted
@@ -78,7 +78,7 @@ class Decoded:
         template = self._template
         if template is not None:
             # two steps in Python per sample: its bytes, its values
-            for i, skeleton, begin in self._places.skeletons(self._mapped):
+            for i, skeleton, begin in self._places.skeletons(self._io):
                 values = template.match(skeleton, begin)
                 if values is not MISS:
                     found[i] = values

@@ -19,6 +19,7 @@ from wds_tensorcache.shards.arena import Pool
 from wds_tensorcache.shards.catalog import MANIFEST
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint, common_fields
 from wds_tensorcache.shards.manifest import locate_shards, read_manifest
+from wds_tensorcache.shards.maps import CAN_COPY
 from wds_tensorcache.shards.names import cache_name
 from wds_tensorcache.shards.reader import Shard
 from wds_tensorcache.shards.storage import Files, file_system, memory_nbytes, overcommit_is_off
@@ -58,8 +59,10 @@ def open(
         join: `"key"` joins several caches of the same keys, sample by sample: `source` is a list of what `open` takes, or of
             caches, whose samples are dicts, and gives one dict of all their items; or a dict of those, and gives each
             cache's sample under its name. The order is the first one's.
-        io: `"pread"` reads by positioned reads alone, `"mmap"` copies small tensors out of maps; `"auto"` decides batch by
-            batch by size and by what is in memory. What was decided, and why, is in `cache.io`.
+        io: `"pread"` reads by positioned reads alone. `"auto"` also copies small tensors out of maps, batch by batch by size
+            and by what is in memory, and only where a shard that is cut short meanwhile is an error: for the time of the
+            copy, other processes that want to write to the shard wait. `"mmap"` copies out of maps without that, and **a
+            shard that is cut short in place kills the process** (SIGBUS). What was decided, and why, is in `cache.io`.
         threads: How many read a batch; by default up to four, as many as there are cores.
         allow: Classes that skeletons may build; only for shards that you trust.
         pool_nbytes: Idle memory that is kept for the next batches.
@@ -257,8 +260,8 @@ def num_cores() -> int:
 def _choose_io(io: str, found: Sequence[Found]) -> Io:
     if io != "auto":
         return Io(io, "asked for")
-    if not hasattr(os, "preadv"):
-        return Io("mmap", "this system has no preadv")
+    if not CAN_COPY:
+        return Io("pread", "maps are not safe to copy from: this system has neither read leases nor process_vm_readv")
     kind, is_network = file_system(found[0][0])
     if is_network:
         return Io("pread", f"{kind} is a network file system, through whose maps one waits page by page")

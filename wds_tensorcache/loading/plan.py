@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.views import view_address
-from wds_tensorcache.shards.reader import Shard, gather
+from wds_tensorcache.shards.maps import MapLost, Maps
+from wds_tensorcache.shards.reader import Shard
 from wds_tensorcache.shards.tar import BLOCK
 
 __all__ = ["Extents", "Places", "Plan"]
@@ -42,12 +42,12 @@ class Places:
     def __len__(self) -> int:
         return len(self.row)
 
-    def skeletons(self, mapped: bool) -> Iterator[tuple[int, bytes, int]]:
+    def skeletons(self, io: str) -> Iterator[tuple[int, bytes, int]]:
         """Yield (which sample, its skeleton, where that one's body begins), shard by shard."""
         everything = range(len(self))
         for number, at, rows in self.parts:
             which = everything if isinstance(at, slice) else at.tolist()
-            yield from zip(which, *self.shards[number].skeletons(rows, mapped), strict=True)
+            yield from zip(which, *self.shards[number].skeletons(rows, io), strict=True)
 
 
 @dataclass(slots=True)
@@ -111,24 +111,25 @@ class Plan:
     first: list[int]
     dest: Array | None
 
-    def read(self, memory: Array, io: str, threads: int, executor: Executor | None) -> bool:
-        """Fill `memory` (uint8); return whether that was done through maps.
+    def read(self, memory: Array, io: str, threads: int, executor: Executor | None) -> str:
+        """Fill `memory` (uint8); return how that was done: `io`, or "pread" if not through maps.
 
         Small samples of one size that are in the page cache are gathered from maps, one torch call per tensor; all else
         takes one positioned read per sample, scattered over the tensors' places.
 
         Args:
-            io: "mmap" gathers even what may not be in memory, "pread" never gathers, "auto" as above.
+            io: "pread" never gathers, "auto" as above, and a shard that is cut short meanwhile is an error; "mmap" gathers
+                even what may not be in memory, and a shard that is cut short kills the process.
             threads: How many read at once; `executor` runs all but one.
 
         Raises:
             FormatError: A shard is not what its index says, or was cut short.
         """
-        mapped = io != "pread" and self._gather(memory, io)
-        if not mapped:
-            self._read(memory, threads, executor)
+        if io != "pread" and self._gather(memory, io):
+            return io
+        self._read(memory, threads, executor)
         self._check_unchanged()
-        return mapped
+        return "pread"
 
     def _check_unchanged(self) -> None:
         """Raise FormatError if a shard was written to since it was opened; one system call for each."""
@@ -164,14 +165,18 @@ class Plan:
             return False  # forked: if torch's threads were used before, a call that wants them waits forever
         if len(places.parts) > places.shards[0].files.max_open or (io == "auto" and not self._is_resident()):
             return False
-        self._check_unchanged()
-        for number, _, rows in places.parts:
-            places.shards[number].check_mapped(rows)
-        whole, origin = self._maps()
-        for tensor, size in enumerate(sizes):
-            if size:
-                out = memory[self.first[tensor] : self.first[tensor] + size * len(places)]
-                gather(whole, origin + self._begin_of(tensor), size, out.reshape(len(places), size))
+        try:
+            with Maps([places.shards[number].file for number, *_ in places.parts], len(places), io) as maps:
+                origin = places.begin.copy()
+                for (number, at, rows), base in zip(places.parts, maps.bases, strict=True):
+                    places.shards[number].check_mapped(rows, maps, base)
+                    origin[at] += base
+                for tensor, size in enumerate(sizes):
+                    if size:
+                        out = memory[self.first[tensor] : self.first[tensor] + size * len(places)]
+                        maps.gather(origin + self._begin_of(tensor), size, out.reshape(len(places), size))
+        except MapLost:
+            return False
         return True
 
     def _is_resident(self) -> bool:
@@ -183,21 +188,6 @@ class Plan:
             places.shards[places.number.item(i)].file.is_resident(where.item(i))
             for i in range(0, len(places), max(1, len(places) // _NUM_PROBES))
         )
-
-    def _maps(self) -> tuple[torch.Tensor, Array]:
-        """Return the maps of all files as one tensor of bytes, and where in it the samples' members begin."""
-        places = self.places
-        files = [places.shards[number].file for number, *_ in places.parts]
-        if len(files) == 1:
-            return files[0].tensor(), places.begin
-        # from the first one's address to the end of the last; what lies between is never touched
-        bases = [file.address() for file in files]
-        first = min(bases)
-        span = max(base + file.nbytes for base, file in zip(bases, files, strict=True)) - first
-        origin = places.begin.copy()
-        for (_, at, _), base in zip(places.parts, bases, strict=True):
-            origin[at] += base - first
-        return torch.from_numpy(view_address(first, span, files)), origin
 
     def _dest(self) -> list[Sequence[int]]:
         """Return where each row goes: [tensors][samples]."""

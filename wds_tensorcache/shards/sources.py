@@ -44,6 +44,8 @@ class ShardSource:
     def view(self, begin: int, end: int) -> Array:
         return _view(self._file(), self._begin + begin, self._begin + end)
 
+    hold = read
+
     def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
         return FileSource(self._shard.path, self._file().identity), self._begin + begin
 
@@ -89,6 +91,8 @@ class FileSource:
 
     def view(self, begin: int, end: int) -> Array:
         return _view(self._file(), begin, end)
+
+    hold = read
 
     def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
         return self, begin

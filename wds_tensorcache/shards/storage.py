@@ -56,6 +56,8 @@ class ShardFile:
         self._tensor: torch.Tensor | None = None
         self._tells = bool(_NOWAIT)  # until the file system says that it cannot
         self._is_memory: bool | None = None  # asked when needed
+        self.may_lease: bool | None = None  # whether a read lease is worth trying; asked when needed
+        self.lease_fds: list[int] = []  # idle descriptors for leases
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)`.
@@ -63,13 +65,10 @@ class ShardFile:
         Raises:
             FormatError: The file ends before.
         """
-        if not _HAS_PREAD:
-            if end > self.nbytes:
-                raise self._cut_short(self.nbytes)
-            return bytes(self.map()[begin:end]) if end > begin else b""
-        data = os.pread(self.fd, end - begin, begin)
+        pread = os.pread if _HAS_PREAD else _seek_and_read
+        data = pread(self.fd, end - begin, begin)
         while len(data) < end - begin:  # the system stops at 2 GiB
-            more = os.pread(self.fd, end - begin - len(data), begin + len(data))
+            more = pread(self.fd, end - begin - len(data), begin + len(data))
             if not more:
                 raise self._cut_short(begin + len(data))
             data += more
@@ -81,7 +80,7 @@ class ShardFile:
     def check_unchanged(self) -> None:
         """Raise FormatError if the file was written to since it was opened: what is known of its bytes is no longer true.
 
-        Before maps are used, since where a file was cut short they kill the process; behind reads. One system call.
+        Before maps are used, and after reads. One system call.
         """
         found = _identity(os.fstat(self.fd))
         if found[1] < self.nbytes:
@@ -168,14 +167,21 @@ class ShardFile:
                 position = 0
 
     def map(self) -> mmap.mmap:
-        """Return the whole file as a read-only map, made on first use. A file cut short under a map kills the process."""
+        """Return the whole file as a read-only map, made on first use.
+
+        A file that is cut short in place, or a page that the disk cannot read, kills who looks there (SIGBUS): see `Maps`.
+        """
         if self._map is None:
             with self._lock:
                 if self._map is None:
                     # a map keeps a descriptor of its own unless it is told not to
                     untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
                     self.check_unchanged()
-                    self._map = mmap.mmap(self.fd, self.nbytes, access=mmap.ACCESS_READ, **untracked)
+                    try:
+                        self._map = mmap.mmap(self.fd, self.nbytes, access=mmap.ACCESS_READ, **untracked)
+                    except ValueError:  # cut short since
+                        self.check_unchanged()
+                        raise
         return self._map
 
     def array(self) -> np.ndarray[Any, Any]:
@@ -196,6 +202,16 @@ class ShardFile:
     def address(self) -> int:
         """Return where the map begins in this process's memory."""
         return self.tensor().data_ptr()
+
+
+_seeking = threading.Lock()
+
+
+def _seek_and_read(fd: int, nbytes: int, begin: int) -> bytes:
+    """Do what `os.pread` does, where that is missing: threads take turns at the file's position."""
+    with _seeking:
+        os.lseek(fd, begin, os.SEEK_SET)
+        return os.read(fd, nbytes)
 
 
 class Files:
