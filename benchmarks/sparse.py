@@ -1,0 +1,98 @@
+"""A thousand shards whose indexes are real and whole, and of whose samples only those that are read have bytes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import wds_tensorcache as tc
+from wds_tensorcache.shards.footer import build_footer
+from wds_tensorcache.shards.index import CacheColumns, Keys, ShardIndex
+from wds_tensorcache.shards.manifest import ShardEntry, write_manifest
+from wds_tensorcache.shards.reader import load_index
+from wds_tensorcache.shards.storage import ShardFile
+
+__all__ = ["key_of", "numbers_read", "sample_of", "write_shards"]
+
+_MANIFEST_VERSION = 1
+_BATCH = 256
+
+
+def key_of(number: int) -> str:
+    """Return the key of a sample: they ascend through all shards."""
+    return f"{number:08d}"
+
+
+def sample_of(number: int) -> Any:
+    """Return a sample of 32 bytes, which says which one it is."""
+    return {"x": torch.full((8,), number, dtype=torch.int32), "key": key_of(number)}
+
+
+def numbers_read(count: int) -> list[int]:
+    """Return the samples that have bytes: at random, with the first and the last."""
+    return [0, count - 1, *random.Random(0).sample(range(1, count - 1), _BATCH - 2)]
+
+
+def write_shards(folder: Path, num_shards: int, per_shard: int) -> None:
+    """Write `num_shards` shards of `per_shard` samples each, and their manifest.
+
+    Every index is whole, and as `ShardWriter` would make it: offsets, layouts and keys of all samples. The first shard is
+    written by `ShardWriter`; the others are files of the same length with holes, in which those samples that are read
+    (`numbers_read`) have the headers, skeletons and tensors that `ShardWriter` gives them.
+    """
+    folder.mkdir(parents=True)
+    size = _write(folder / "000000.tar", range(per_shard))
+    whole = load_index(ShardFile(str(folder / "000000.tar")))
+    columns = whole.caches[""]
+    sample_nbytes = whole.end // per_shard
+    if sample_nbytes * per_shard != whole.end or columns.skeleton_begin.dtype != columns.tensors_begin.dtype:
+        raise AssertionError("samples of different lengths")
+    real: dict[int, list[int]] = {}
+    for number in numbers_read(num_shards * per_shard):
+        real.setdefault(number // per_shard, []).append(number)
+    entries = [ShardEntry("000000.tar", per_shard, size)]
+    for shard in range(1, num_shards):
+        path = folder / f"{shard:06d}.tar"
+        first = shard * per_shard
+        digest = columns.digest.copy()
+        with path.open("wb") as file:
+            for number in real.get(shard, []):
+                content, digest[number - first] = _one(folder, number, sample_nbytes)
+                file.seek((number - first) * sample_nbytes)
+                file.write(content)
+            file.truncate(whole.end + 1024)
+            file.seek(whole.end + 1024)
+            file.write(build_footer(_index(whole, columns, range(first, first + per_shard), digest)))
+            entries.append(ShardEntry(path.name, per_shard, file.tell()))
+    counts = {entry.url: {"": per_shard} for entry in entries}
+    write_manifest(
+        str(folder / "manifest.json"), entries, {"version": _MANIFEST_VERSION, "caches": counts}, fsync=False
+    )
+
+
+def _write(path: Path, numbers: range) -> int:
+    with tc.ShardWriter(path, manifest=False, idx=False, fsync=False) as writer:
+        for number in numbers:
+            writer.write(key_of(number), sample_of(number))
+    return path.stat().st_size
+
+
+def _one(folder: Path, number: int, nbytes: int) -> tuple[bytes, int]:
+    """Return the members of one sample with their tar headers, and its digest."""
+    path = folder / ".one.tar"
+    _write(path, range(number, number + 1))
+    index, content = load_index(ShardFile(str(path))), path.read_bytes()
+    path.unlink()
+    if index.end != nbytes:
+        raise AssertionError("samples of different lengths")
+    return content[:nbytes], index.caches[""].digest.item(0)
+
+
+def _index(whole: ShardIndex, columns: CacheColumns, numbers: range, digest: Any) -> ShardIndex:
+    text = np.frombuffer("".join(map(key_of, numbers)).encode(), np.uint8)
+    return replace(whole, keys=Keys(text, whole.keys.ends), caches={"": replace(columns, digest=digest)})

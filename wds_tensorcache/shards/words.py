@@ -1,0 +1,128 @@
+"""Keys eight bytes at a time, for all keys of a shard in a few array operations: whether they ascend, and their hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import Any
+
+import numpy as np
+
+__all__ = ["are_ascending", "hash_key", "hash_keys"]
+
+Array = np.ndarray[Any, Any]
+_LONG_NBYTES = 128  # keys beyond are rare: a loop over them
+_MASKS = np.array([(1 << 64) - (1 << 8 * (8 - nbytes)) for nbytes in range(9)], np.uint64)  # of a word's first bytes
+_LOW, _HALF = np.uint64((1 << 32) - 1), np.uint64(32)
+# Hazard: whoever knows the factors can write keys that all have one hash. They are another in each process.
+_FACTORS = np.array([secrets.randbits(64) for _ in range(1 + _LONG_NBYTES // 4)], np.uint64)
+_SECRET = secrets.token_bytes(16)
+
+
+class _Words:
+    """The keys of a shard as words: eight bytes as a big-endian number, with zeros after a key's end."""
+
+    def __init__(self, text: Array, ends: Array) -> None:
+        self._text = np.concatenate([text, np.zeros(8, np.uint8)])
+        ends = ends.astype(np.int64)
+        self._begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)]
+        self.lengths = ends - self._begins
+        self._first: Array | None = None
+        self.width = int(self.lengths[0]) if len(ends) and bool((self.lengths == self.lengths[0]).all()) else None
+
+    def __call__(self, number: int, which: Array | None = None) -> Array:
+        """Return the word from byte `8 * number` of each key, or of the keys `which`."""
+        at = 8 * number
+        if which is None and self.width is not None:
+            if at >= self.width:
+                return np.zeros(len(self.lengths), np.uint64)
+            # no gather: the words lie at equal distances
+            words = np.ndarray((len(self.lengths),), ">u8", self._text, at, (self.width,)).astype(np.uint64)
+            return words if self.width >= at + 8 else words & _MASKS[self.width - at]
+        everywhere = np.ndarray((len(self._text) - 7,), ">u8", self._text, 0, (1,))
+        if not number:
+            if self._first is None:
+                self._first = everywhere[self._begins].astype(np.uint64) & _MASKS[np.minimum(self.lengths, 8)]
+            return self._first if which is None else self._first[which]
+        begins, lengths = (self._begins, self.lengths) if which is None else (self._begins[which], self.lengths[which])
+        words = everywhere[np.minimum(begins + at, len(everywhere) - 1)].astype(np.uint64)
+        return words & _MASKS[np.clip(lengths - at, 0, 8)]
+
+
+def are_ascending(text: Array, ends: Array) -> tuple[bool, bool]:
+    """Return whether keys ascend, none twice: in the order of their bytes; and by length, then by bytes, as plain numbers do."""
+    words = _Words(text, ends)
+    by_bytes = _are_ascending(words, text, None)
+    if words.width is not None:
+        return by_bytes, by_bytes
+    if bool((words.lengths[1:] < words.lengths[:-1]).any()):
+        return by_bytes, False
+    return by_bytes, _are_ascending(words, text, np.flatnonzero(words.lengths[1:] == words.lengths[:-1]))
+
+
+def _are_ascending(words: _Words, text: Array, which: Array | None) -> bool:
+    """Return whether each key of `which` (None: all) is before the next one by its bytes; linear in the bytes of the keys."""
+    for number in range(_LONG_NBYTES // 8):
+        if which is None:
+            every = words(number)
+            left, right = every[:-1], every[1:]
+        else:
+            left, right = words(number, which), words(number, which + 1)
+        if bool((left > right).any()):
+            return False
+        same = left == right
+        if not same.all():
+            which = np.flatnonzero(same) if which is None else which[same]
+        elif which is None and words.width is not None and words.width > 8 * number + 8:
+            continue  # a prefix that all have
+        elif which is None:
+            which = np.arange(len(same))
+        longest = np.maximum(words.lengths[which], words.lengths[which + 1])
+        over = longest <= 8 * number + 8
+        if bool((words.lengths[which] >= words.lengths[which + 1])[over].any()):
+            return False
+        which = which[~over]
+        if not len(which):
+            return True
+    raw, lengths = text.tobytes(), words.lengths
+    ends = np.cumsum(lengths).tolist()
+    pairs = range(len(ends) - 1) if which is None else which.tolist()
+    return all(raw[ends[at] - lengths.item(at) : ends[at]] < raw[ends[at] : ends[at + 1]] for at in pairs)
+
+
+def hash_keys(text: Array, ends: Array) -> Array:
+    """Return `hash_key` of every key, uint64 `[n]`."""
+    words = _Words(text, ends)
+    lengths = words.lengths
+    result = lengths.astype(np.uint64) * _FACTORS[0]
+    # the longest first, so that those which have a word are the first ones
+    order = None if words.width is not None else np.argsort(-lengths, kind="stable")
+    longest = int(lengths.max()) if len(lengths) else 0
+    for number in range(-(-min(longest, _LONG_NBYTES) // 8)):
+        which = None if order is None else order[: np.searchsorted(-lengths[order], -8 * number)]
+        word = words(number, which)
+        term = (word >> _HALF) * _FACTORS[1 + 2 * number] + (word & _LOW) * _FACTORS[2 + 2 * number]
+        if which is None:
+            result += term
+        else:
+            result[which] += term
+    if longest > _LONG_NBYTES:
+        raw, last = text.tobytes(), ends.astype(np.int64)
+        for at in np.flatnonzero(lengths > _LONG_NBYTES).tolist():
+            result[at] = hash_key(raw[last.item(at) - lengths.item(at) : last.item(at)])
+    return result
+
+
+def hash_key(key: bytes) -> int:
+    """Return a hash of 64 bits, of which the upper ones are the best: the sum of the key's words times secret factors.
+
+    Two keys have the same upper 32 bits by chance alone, once in 2^32, whatever they are (Lemire and Kaser, "Strongly universal
+    string hashing is fast", 2014).
+    """
+    if len(key) > _LONG_NBYTES:
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8, key=_SECRET).digest(), "big")
+    factors = _FACTORS.tolist()
+    result = len(key) * factors[0]
+    for number, at in enumerate(range(0, len(key), 4), start=1):
+        result += int.from_bytes(key[at : at + 4].ljust(4, b"\0"), "big") * factors[number]
+    return int(result & (1 << 64) - 1)
