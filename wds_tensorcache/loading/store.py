@@ -67,8 +67,18 @@ class Store:
         """Return the shard of a sample, and which of its samples it is."""
         if len(self.shards) == 1:
             return self.shards[0], position
-        number = bisect_right(self._starts, position) - 1
+        number = self.shard_number(position)
         return self.shards[number], position - self._starts[number]
+
+    def shard_number(self, position: int) -> int:
+        """Return the number of the shard that has a sample."""
+        return bisect_right(self._starts, position) - 1
+
+    def shard_numbers(self, positions: Array) -> Array:
+        """Return the number of the shard of each sample, in as few bytes as there are shards for."""
+        numbers = np.searchsorted(self.starts, positions, "right")
+        numbers -= 1
+        return numbers.astype(self._number_dtype)
 
     def key(self, position: int) -> str:
         """Return the key of a sample."""

@@ -50,9 +50,10 @@ class Keys:
         return self.raw(row).decode("utf-8", "surrogateescape")
 
     def __iter__(self) -> Iterator[str]:
-        text, begin = self.text.tobytes(), 0
+        raw, begin = self.text.tobytes(), 0
+        text = raw.decode("ascii") if raw.isascii() else None  # a slice of a str takes half as long
         for end in self.ends.tolist():
-            yield text[begin:end].decode("utf-8", "surrogateescape")
+            yield text[begin:end] if text is not None else raw[begin:end].decode("utf-8", "surrogateescape")
             begin = end
 
     def ascend(self, by_length: bool) -> bool:
@@ -74,9 +75,12 @@ class MemberColumns:
         """Return which of these members each sample of `rows` has, -1 for none."""
         if self.rows is None:
             return rows.astype(np.int64)
-        found = np.searchsorted(self.rows, rows)
-        padded = np.append(self.rows.astype(np.int64), -1)
-        return np.where(padded[found] == rows, found, -1)
+        if not len(self.rows):
+            return np.full(len(rows), -1, np.int64)
+        # of one dtype: else numpy makes a copy of the whole column to search for a single row
+        wanted = np.minimum(rows, self.rows.item(-1)).astype(self.rows.dtype)
+        found = np.searchsorted(self.rows, wanted)
+        return np.where(self.rows[found] == rows, found, -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["are_ascending", "hash_key", "hash_keys"]
+__all__ = ["Words", "are_ascending", "are_same", "hash_key", "hash_keys"]
 
 Array = np.ndarray[Any, Any]
 _LONG_NBYTES = 128  # keys beyond are rare: a loop over them
@@ -19,16 +19,36 @@ _FACTORS = np.array([secrets.randbits(64) for _ in range(1 + _LONG_NBYTES // 4)]
 _SECRET = secrets.token_bytes(16)
 
 
-class _Words:
-    """The keys of a shard as words: eight bytes as a big-endian number, with zeros after a key's end."""
+class Words:
+    """Keys as words: eight bytes as a big-endian number, with zeros after a key's end.
 
-    def __init__(self, text: Array, ends: Array) -> None:
-        self._text = np.concatenate([text, np.zeros(8, np.uint8)])
-        ends = ends.astype(np.int64)
-        self._begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)]
-        self.lengths = ends - self._begins
+    Args:
+        text: In which the keys are, and eight bytes more.
+        begins, lengths: Where in it each key is, int64.
+        width: The length of every key, where they follow each other; None if they do not.
+    """
+
+    def __init__(self, text: Array, begins: Array, lengths: Array, width: int | None = None) -> None:
+        self._text, self._begins, self.lengths, self.width = text, begins, lengths, width
         self._first: Array | None = None
-        self.width = int(self.lengths[0]) if len(ends) and bool((self.lengths == self.lengths[0]).all()) else None
+
+    @classmethod
+    def of(cls, text: Array, ends: Array) -> Words:
+        """Return the words of keys that follow each other in `text`."""
+        ends = ends.astype(np.int64)
+        begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)]
+        lengths = ends - begins
+        width = int(lengths[0]) if len(ends) and bool((lengths == lengths[0]).all()) else None
+        return cls(np.concatenate([text, np.zeros(8, np.uint8)]), begins, lengths, width)
+
+    def at(self, numbers: Array) -> Words:
+        """Return the words of some of the keys."""
+        return Words(self._text, self._begins[numbers], self.lengths[numbers])
+
+    def raw(self, number: int) -> bytes:
+        """Return a key."""
+        begin = self._begins.item(number)
+        return self._text[begin : begin + self.lengths.item(number)].tobytes()
 
     def __call__(self, number: int, which: Array | None = None) -> Array:
         """Return the word from byte `8 * number` of each key, or of the keys `which`."""
@@ -37,8 +57,9 @@ class _Words:
             if at >= self.width:
                 return np.zeros(len(self.lengths), np.uint64)
             # no gather: the words lie at equal distances
-            words = np.ndarray((len(self.lengths),), ">u8", self._text, at, (self.width,)).astype(np.uint64)
-            return words if self.width >= at + 8 else words & _MASKS[self.width - at]
+            words: Array = np.ndarray((len(self.lengths),), ">u8", self._text, at, (self.width,)).astype(np.uint64)
+            words &= _MASKS[min(8, self.width - at)]
+            return words
         everywhere = np.ndarray((len(self._text) - 7,), ">u8", self._text, 0, (1,))
         if not number:
             if self._first is None:
@@ -46,21 +67,22 @@ class _Words:
             return self._first if which is None else self._first[which]
         begins, lengths = (self._begins, self.lengths) if which is None else (self._begins[which], self.lengths[which])
         words = everywhere[np.minimum(begins + at, len(everywhere) - 1)].astype(np.uint64)
-        return words & _MASKS[np.clip(lengths - at, 0, 8)]
+        words &= _MASKS[np.clip(lengths - at, 0, 8)]
+        return words
 
 
 def are_ascending(text: Array, ends: Array) -> tuple[bool, bool]:
-    """Return whether keys ascend, none twice: in the order of their bytes; and by length, then by bytes, as plain numbers do."""
-    words = _Words(text, ends)
-    by_bytes = _are_ascending(words, text, None)
+    """Return whether keys ascend, none twice: by their bytes; and by their lengths, then their bytes, as numbers do."""
+    words = Words.of(text, ends)
+    by_bytes = _are_ascending(words, None)
     if words.width is not None:
         return by_bytes, by_bytes
     if bool((words.lengths[1:] < words.lengths[:-1]).any()):
         return by_bytes, False
-    return by_bytes, _are_ascending(words, text, np.flatnonzero(words.lengths[1:] == words.lengths[:-1]))
+    return by_bytes, _are_ascending(words, np.flatnonzero(words.lengths[1:] == words.lengths[:-1]))
 
 
-def _are_ascending(words: _Words, text: Array, which: Array | None) -> bool:
+def _are_ascending(words: Words, which: Array | None) -> bool:
     """Return whether each key of `which` (None: all) is before the next one by its bytes; linear in the bytes of the keys."""
     for number in range(_LONG_NBYTES // 8):
         if which is None:
@@ -84,17 +106,29 @@ def _are_ascending(words: _Words, text: Array, which: Array | None) -> bool:
         which = which[~over]
         if not len(which):
             return True
-    raw, lengths = text.tobytes(), words.lengths
-    ends = np.cumsum(lengths).tolist()
-    pairs = range(len(ends) - 1) if which is None else which.tolist()
-    return all(raw[ends[at] - lengths.item(at) : ends[at]] < raw[ends[at] : ends[at + 1]] for at in pairs)
+    pairs = range(len(words.lengths) - 1) if which is None else which.tolist()
+    return all(words.raw(at) < words.raw(at + 1) for at in pairs)
+
+
+def are_same(left: Words, right: Words) -> bool:
+    """Return whether keys are the same, one by one."""
+    lengths = left.lengths
+    if len(lengths) != len(right.lengths) or not bool((lengths == right.lengths).all()):
+        return False
+    which: Array | None = None
+    for number in range(-(-min(int(lengths.max(initial=0)), _LONG_NBYTES) // 8)):
+        if number and (which is not None or bool((lengths <= 8 * number).any())):
+            which = np.flatnonzero(lengths > 8 * number) if which is None else which[lengths[which] > 8 * number]
+        if not bool((left(number, which) == right(number, which)).all()):
+            return False
+    return all(left.raw(at) == right.raw(at) for at in np.flatnonzero(lengths > _LONG_NBYTES).tolist())
 
 
 def hash_keys(text: Array, ends: Array) -> Array:
     """Return `hash_key` of every key, uint64 `[n]`."""
-    words = _Words(text, ends)
+    words = Words.of(text, ends)
     lengths = words.lengths
-    result = lengths.astype(np.uint64) * _FACTORS[0]
+    result: Array = lengths.astype(np.uint64) * _FACTORS[0]
     # the longest first, so that those which have a word are the first ones
     order = None if words.width is not None else np.argsort(-lengths, kind="stable")
     longest = int(lengths.max()) if len(lengths) else 0
@@ -107,9 +141,8 @@ def hash_keys(text: Array, ends: Array) -> Array:
         else:
             result[which] += term
     if longest > _LONG_NBYTES:
-        raw, last = text.tobytes(), ends.astype(np.int64)
         for at in np.flatnonzero(lengths > _LONG_NBYTES).tolist():
-            result[at] = hash_key(raw[last.item(at) - lengths.item(at) : last.item(at)])
+            result[at] = hash_key(words.raw(at))
     return result
 
 
