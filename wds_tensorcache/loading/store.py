@@ -21,6 +21,7 @@ __all__ = ["Store"]
 
 Array = np.ndarray[Any, Any]
 _ALL = slice(None)
+_PIECE = 1 << 16
 
 
 class Store:
@@ -76,9 +77,11 @@ class Store:
 
     def shard_numbers(self, positions: Array) -> Array:
         """Return the number of the shard of each sample, in as few bytes as there are shards for."""
-        numbers = np.searchsorted(self.starts, positions, "right")
-        numbers -= 1
-        return numbers.astype(self._number_dtype)
+        numbers = np.empty(len(positions), self._number_dtype)
+        for begin in range(0, len(positions), _PIECE):  # no array of int64 beside the positions
+            piece = slice(begin, begin + _PIECE)
+            numbers[piece] = np.searchsorted(self.starts, positions[piece], "right") - 1
+        return numbers
 
     def key(self, position: int) -> str:
         """Return the key of a sample."""

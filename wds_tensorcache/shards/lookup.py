@@ -151,7 +151,7 @@ def match_keys(parts: Parts, others: Parts) -> Array | None:
     result = np.empty(len(here), np.min_scalar_type(len(here)))
     result[here] = there
     # the few whose hash another key has by chance
-    places = {raw: position for raw, position in _raws(others, ends, there[~alone])}
+    places = dict(_raws(others, ends, there[~alone]))
     for raw, position in _raws(parts, starts, here[~alone]):
         result[position] = places.get(raw, 0)
     del matched, here, there, alone
