@@ -31,6 +31,7 @@ _OWN_ROWS = (
     "worker_handoff",
     "loader",
     "verify",
+    "many_shards",
     "dali_cpu",
     "dali_gpu",
     "loader_gpu",
@@ -106,7 +107,8 @@ def table(workload: Workload, found: dict[str, Rounds]) -> str:
     for name in _OWN_ROWS:
         if found.get(name):
             body = [[row, number(median(found[name], row))] for row in found[name]]
-            tables.append(_rows([[f"{name}, {workload.name}", "us/sample"], *body]))
+            title, unit = (name, "us or MB") if name == "many_shards" else (f"{name}, {workload.name}", "us/sample")
+            tables.append(_rows([[title, unit], *body]))
     return "\n\n".join(tables)
 
 

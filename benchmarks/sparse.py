@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import pickle
 import random
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +23,7 @@ from wds_tensorcache.shards.manifest import ShardEntry, write_manifest
 from wds_tensorcache.shards.reader import load_index
 from wds_tensorcache.shards.storage import ShardFile
 
-__all__ = ["key_of", "numbers_read", "sample_of", "write_shards"]
+__all__ = ["STEPS", "key_of", "numbers_read", "sample_of", "write_shards"]
 
 _MANIFEST_VERSION = 1
 _BATCH = 256
@@ -35,7 +41,7 @@ def sample_of(number: int) -> Any:
 
 def numbers_read(count: int) -> list[int]:
     """Return the samples that have bytes: at random, with the first and the last."""
-    return [0, count - 1, *random.Random(0).sample(range(1, count - 1), _BATCH - 2)]
+    return [0, count - 1, *random.Random(0).sample(range(1, count - 1), min(_BATCH, count) - 2)]
 
 
 def write_shards(folder: Path, num_shards: int, per_shard: int) -> None:
@@ -96,3 +102,103 @@ def _one(folder: Path, number: int, nbytes: int) -> tuple[bytes, int]:
 def _index(whole: ShardIndex, columns: CacheColumns, numbers: range, digest: Any) -> ShardIndex:
     text = np.frombuffer("".join(map(key_of, numbers)).encode(), np.uint8)
     return replace(whole, keys=Keys(text, whole.keys.ends), caches={"": replace(columns, digest=digest)})
+
+
+# --- one step in a process of its own ---
+
+
+def _expect(is_right: bool, what: str) -> None:
+    if not is_right:
+        raise AssertionError(f"{what}: what was read is not what was written")
+
+
+def _schema(cache: Any) -> None:
+    schema = cache.schema
+    _expect(list(schema) == ["x"] and schema["x"].num_samples == len(cache) and schema["x"].shape == (8,), "schema")
+
+
+def _first_key(cache: Any) -> None:
+    last = len(cache) - 1
+    _expect(cache[key_of(last)]["key"] == key_of(last), "first key")
+
+
+def _first_batch(cache: Any) -> None:
+    numbers = numbers_read(len(cache))
+    batch = cache.read_batch(numbers)
+    _expect(batch["x"][:, 0].tolist() == numbers and list(batch["key"]) == list(map(key_of, numbers)), "first batch")
+
+
+def _bucket_by(cache: Any) -> None:
+    loader = tc.Loader(cache, _BATCH, bucket_by="x")
+    _expect(len(loader) == -(-len(cache) // _BATCH), "bucket_by")
+
+
+def _half_slice(cache: Any) -> None:
+    copied = pickle.loads(pickle.dumps(cache[: len(cache) // 2]))
+    _expect(len(copied) == len(cache) // 2, "half a slice")
+
+
+def _list_keys(cache: Any) -> None:
+    keys = list(cache.keys())
+    _expect(len(keys) == len(cache) and keys[-1] == key_of(len(cache) - 1), "list(keys())")
+
+
+def _join(cache: Any) -> None:
+    joined = tc.open({"a": cache, "b": cache}, join="key")
+    _expect(len(joined) == len(cache) and joined[0]["b"]["key"] == key_of(0), "join")
+
+
+def _shuffled_schema(cache: Any) -> None:
+    view = cache[np.random.default_rng(0).permutation(len(cache))]
+    _expect(view.schema["x"].num_samples == len(cache), "schema of a shuffled view")
+
+
+_AFTER_OPEN = {
+    "open": len,
+    "open, first key": _first_key,
+    "open, first batch": _first_batch,
+}
+_AFTER_INDEXES: dict[str, Callable[[Any], object]] = {
+    "schema": _schema,
+    "first key": _first_key,
+    "first batch": _first_batch,
+    "select": lambda cache: _expect(list(cache.select("x").schema) == ["x"], "select"),
+    "members": lambda cache: _expect(cache.members == {}, "members"),
+    "bucket_by": _bucket_by,
+    "pickled half slice": _half_slice,
+    "list(keys())": _list_keys,
+    "join with itself": _join,
+    "schema of a shuffled view": _shuffled_schema,
+}
+STEPS = (*_AFTER_OPEN, "indexes", *_AFTER_INDEXES)
+
+
+def _resident(name: str) -> float:
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(name)) * 1024 / 1e6
+
+
+def main(folder: str, step: str) -> None:
+    """Print the microseconds of a step and the megabytes of memory that it took."""
+    torch.set_num_threads(1)
+    cache = None if step in _AFTER_OPEN else tc.open(folder)
+    if step in _AFTER_INDEXES:
+        _read_indexes(cache)
+    gc.collect()
+    before = _resident("VmRSS")
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as peak:
+        peak.write("5")
+    began = time.perf_counter()
+    cache = tc.open(folder) if cache is None else cache
+    run = _read_indexes if step == "indexes" else {**_AFTER_OPEN, **_AFTER_INDEXES}[step]
+    run(cache)
+    microseconds = (time.perf_counter() - began) * 1e6
+    print(json.dumps({"microseconds": microseconds, "megabytes": max(0.0, _resident("VmHWM") - before)}))
+
+
+def _read_indexes(cache: Any) -> None:
+    _expect(sum(len(shard.index.keys) for shard in cache._store.shards) == len(cache), "indexes")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

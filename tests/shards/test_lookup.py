@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tracemalloc
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,9 @@ shards = st.lists(st.tuples(st.lists(raws, max_size=6) | numbered, st.sampled_fr
 
 
 @given(shards, st.randoms(use_true_random=False), st.booleans())
-@example([[b"a", b"z", b"c"], [b"z"]], random.Random(0), False)  # the first and the last key of a shard say nothing of others
+@example(
+    [[b"a", b"z", b"c"], [b"z"]], random.Random(0), False
+)  # the first and the last key of a shard say nothing of others
 @example([[b"b", b"c"], [], [b"a"]], random.Random(0), False)
 @example([[b"a"], [b"a"]], random.Random(0), False)
 @example([[b"a", b"a"]], random.Random(0), False)
@@ -68,7 +71,7 @@ def test_as_a_dictionary_finds_them(found: list[list[bytes]], rng: random.Random
             model.setdefault(keys[row], []).append(count)
             count += 1
     table = KeyTable(parts)
-    for key in {*model, *sum(found, []), b"a", b"zz", b"\0", b"a/long/folder/00000007", b"7"}:
+    for key in {*model, *chain(*found), b"a", b"zz", b"\0", b"a/long/folder/00000007", b"7"}:
         for wanted in (key, key + b"\0", key[:-1]):
             assert table.find(text(wanted)) == model.get(wanted, []), wanted
     assert table.shared() == sorted(text(key) for key, places in model.items() if len(places) > 1)

@@ -16,6 +16,7 @@ _MASKS = np.array([(1 << 64) - (1 << 8 * (8 - nbytes)) for nbytes in range(9)], 
 _LOW, _HALF = np.uint64((1 << 32) - 1), np.uint64(32)
 # Hazard: whoever knows the factors can write keys that all have one hash. They are another in each process.
 _FACTORS = np.array([secrets.randbits(64) for _ in range(1 + _LONG_NBYTES // 4)], np.uint64)
+_MIX, _SHIFT = np.uint64(0xBF58476D1CE4E5B9), np.uint64(29)  # a factor of SplitMix64's
 _SECRET = secrets.token_bytes(16)
 
 
@@ -140,6 +141,10 @@ def hash_keys(text: Array, ends: Array) -> Array:
             result += term
         else:
             result[which] += term
+    # sums of keys at equal distances lie at equal distances: without this, one chance collision of two is one of all
+    result ^= result >> _SHIFT
+    result *= _MIX
+    result ^= result >> _SHIFT
     if longest > _LONG_NBYTES:
         for at in np.flatnonzero(lengths > _LONG_NBYTES).tolist():
             result[at] = hash_key(words.raw(at))
@@ -147,10 +152,10 @@ def hash_keys(text: Array, ends: Array) -> Array:
 
 
 def hash_key(key: bytes) -> int:
-    """Return a hash of 64 bits, of which the upper ones are the best: the sum of the key's words times secret factors.
+    """Return a hash of 64 bits: the sum of the key's words of four bytes times secret factors, mixed.
 
-    Two keys have the same upper 32 bits by chance alone, once in 2^32, whatever they are (Lemire and Kaser, "Strongly universal
-    string hashing is fast", 2014).
+    Two keys have the same one by chance alone, at most once in 2^32, whatever they are (Lemire and Kaser, "Strongly universal
+    string hashing is fast", 2014); keys that nobody has chosen for it, once in 2^64.
     """
     if len(key) > _LONG_NBYTES:
         return int.from_bytes(hashlib.blake2b(key, digest_size=8, key=_SECRET).digest(), "big")
@@ -158,4 +163,6 @@ def hash_key(key: bytes) -> int:
     result = len(key) * factors[0]
     for number, at in enumerate(range(0, len(key), 4), start=1):
         result += int.from_bytes(key[at : at + 4].ljust(4, b"\0"), "big") * factors[number]
-    return int(result & (1 << 64) - 1)
+    result &= (1 << 64) - 1
+    result = (result ^ result >> int(_SHIFT)) * int(_MIX) & (1 << 64) - 1
+    return result ^ result >> int(_SHIFT)
