@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import pickle
 import random
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -178,9 +180,12 @@ def _resident(name: str) -> float:
         return next(int(line.split()[1]) for line in status if line.startswith(name)) * 1024 / 1e6
 
 
-def main(folder: str, step: str) -> None:
-    """Print the microseconds of a step and the megabytes of memory that it took."""
-    torch.set_num_threads(1)
+def _read_indexes(cache: Any) -> None:
+    _expect(sum(len(shard.index.keys) for shard in cache._store.shards) == len(cache), "indexes")
+
+
+def _measure(folder: str, step: str) -> tuple[float, float]:
+    """Return the microseconds of a step, and the megabytes of memory that it takes at its peak."""
     cache = None if step in _AFTER_OPEN else tc.open(folder)
     if step in _AFTER_INDEXES:
         _read_indexes(cache)
@@ -193,11 +198,31 @@ def main(folder: str, step: str) -> None:
     run = _read_indexes if step == "indexes" else {**_AFTER_OPEN, **_AFTER_INDEXES}[step]
     run(cache)
     microseconds = (time.perf_counter() - began) * 1e6
-    print(json.dumps({"microseconds": microseconds, "megabytes": max(0.0, _resident("VmHWM") - before)}))
+    return microseconds, max(0.0, _resident("VmHWM") - before)
 
 
-def _read_indexes(cache: Any) -> None:
-    _expect(sum(len(shard.index.keys) for shard in cache._store.shards) == len(cache), "indexes")
+def main(folder: str, rounds: str) -> None:
+    """Print what each step took in each round, as JSON by step; each time in a process of its own, forked from this one."""
+    torch.set_num_threads(1)
+    found: dict[str, list[Any]] = {step: [] for step in STEPS}
+    for _ in range(int(rounds)):
+        for step in STEPS:
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if not pid:
+                try:
+                    os.write(writer, json.dumps(_measure(folder, step)).encode())
+                    os._exit(0)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+            os.close(writer)
+            with open(reader, "rb") as answer:
+                content = answer.read()
+            if os.waitpid(pid, 0)[1]:
+                sys.exit(f"{step} failed")
+            found[step].append(json.loads(content))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

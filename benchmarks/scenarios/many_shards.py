@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.scenarios.context import Context, Skipped
-from benchmarks.sparse import STEPS, write_shards
+from benchmarks.sparse import write_shards
 from benchmarks.timing import Rounds
 from benchmarks.workloads import WORKLOADS
 
@@ -52,22 +52,19 @@ def many_shards(context: Context) -> Rounds:
         try:
             write_shards(folder / "cache", num_shards, per_shard)
             # one round more, not counted: it brings the indexes into the page cache
-            for number in range(min(3, context.rounds) + 1):
-                for step in STEPS:
-                    microseconds, megabytes = _measure(folder / "cache", step)
-                    if number:
-                        rows.setdefault(time_row(size, step), []).append(microseconds)
-                        rows.setdefault(memory_row(size, step), []).append(megabytes)
+            for step, found in _measure(folder / "cache", min(3, context.rounds) + 1).items():
+                rows[time_row(size, step)] = [microseconds for microseconds, _ in found[1:]]
+                rows[memory_row(size, step)] = [megabytes for _, megabytes in found[1:]]
         finally:
             shutil.rmtree(folder)
     return rows
 
 
-def _measure(folder: Path, step: str) -> tuple[float, float]:
-    """Return a step's microseconds and megabytes; its process has checked what it read."""
-    command = [sys.executable, "-m", "benchmarks.sparse", str(folder), step]
+def _measure(folder: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Return microseconds and megabytes of each step in each round; what was read has been checked."""
+    command = [sys.executable, "-m", "benchmarks.sparse", str(folder), str(rounds)]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise AssertionError(f"many_shards, {step}: {done.stderr}")
-    found = json.loads(done.stdout)
-    return found["microseconds"], found["megabytes"]
+        raise AssertionError(f"many_shards: {done.stderr}")
+    measured: dict[str, list[tuple[float, float]]] = json.loads(done.stdout)
+    return measured
