@@ -146,5 +146,5 @@ class Inverse:
             self._packed = self._positions << 31
             self._packed |= np.arange(len(self._positions))
             self._packed.sort()
-        first, last = np.searchsorted(self._packed, [position << 31, position + 1 << 31]).tolist()
+        first, last = self._packed.searchsorted([position << 31, position + 1 << 31]).tolist()
         return (self._packed[first:last] & (1 << 31) - 1).tolist()  # type: ignore[no-any-return]

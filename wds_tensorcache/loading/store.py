@@ -77,7 +77,7 @@ class Store:
 
     def shard_numbers(self, positions: Array) -> Array:
         """Return the number of the shard of each sample, in as few bytes as there are shards for."""
-        numbers = np.empty(len(positions), self._number_dtype)
+        numbers: Array = np.empty_like(positions, self._number_dtype)
         for begin in range(0, len(positions), _PIECE):  # no array of int64 beside the positions
             piece = slice(begin, begin + _PIECE)
             numbers[piece] = np.searchsorted(self.starts, positions[piece], "right") - 1

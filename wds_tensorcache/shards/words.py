@@ -165,4 +165,4 @@ def hash_key(key: bytes) -> int:
         result += int.from_bytes(key[at : at + 4].ljust(4, b"\0"), "big") * factors[number]
     result &= (1 << 64) - 1
     result = (result ^ result >> int(_SHIFT)) * int(_MIX) & (1 << 64) - 1
-    return result ^ result >> int(_SHIFT)
+    return int(result ^ result >> int(_SHIFT))
