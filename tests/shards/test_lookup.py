@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from wds_tensorcache.shards.index import Keys, narrow
+from wds_tensorcache.shards.index import Keys, MemberColumns, narrow
 from wds_tensorcache.shards.lookup import KeyTable, match_keys
 from wds_tensorcache.shards.words import are_ascending, hash_key, hash_keys
 
@@ -107,6 +107,16 @@ def test_matched_keys(found: list[bytes], rng: random.Random, change: int) -> No
         assert [others[place] for place in places.tolist()] == found
     else:
         assert places is None
+
+
+@given(st.sets(st.integers(0, 300)), st.lists(st.integers(0, 70_000), max_size=9))
+@example({0}, [256, 65_536])
+def test_members_of_rows(having: set[int], asked: list[int]) -> None:
+    rows = sorted(having)
+    columns = MemberColumns(narrow(rows), narrow(rows), narrow(rows))
+    asked = [*asked, *rows[:3]]
+    expected = [rows.index(row) if row in having else -1 for row in asked]
+    assert columns.find(np.array(asked, np.int64)).tolist() == expected
 
 
 # --- what it costs ---

@@ -24,14 +24,14 @@ def are_equal(left: Any, right: Any) -> bool:
     blocks, others = _blocks(left), _blocks(right)
     lengths, text = _NONE
     other_lengths, other_text = _NONE
-    for _ in range(2 * len(left) + 2):
+    while True:
         if not len(lengths):
             lengths, text = next(blocks, _NONE)
         if not len(other_lengths):
             other_lengths, other_text = next(others, _NONE)
         count = min(len(lengths), len(other_lengths))
         if not count:
-            break
+            return True
         nbytes = int(lengths[:count].sum())
         if not np.array_equal(lengths[:count], other_lengths[:count]) or not np.array_equal(
             text[:nbytes], other_text[:nbytes]
@@ -39,7 +39,6 @@ def are_equal(left: Any, right: Any) -> bool:
             return False
         lengths, text = lengths[count:], text[nbytes:]
         other_lengths, other_text = other_lengths[count:], other_text[nbytes:]
-    return True
 
 
 _NONE: tuple[Array, Array] = np.empty(0, np.int64), np.empty(0, np.uint8)

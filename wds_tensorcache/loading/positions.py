@@ -143,8 +143,9 @@ class Inverse:
             self._num_scans += 1
             if self._num_scans <= self._MAX_SCANS or len(self._positions) >= 1 << 31:
                 return np.flatnonzero(self._positions == position).tolist()  # type: ignore[no-any-return]
-            self._packed = self._positions << 31
-            self._packed |= np.arange(len(self._positions))
-            self._packed.sort()
+            packed = self._positions << 31
+            packed |= np.arange(len(self._positions))
+            packed.sort()
+            self._packed = packed  # only now: another thread must not see it in disorder
         first, last = self._packed.searchsorted([position << 31, position + 1 << 31]).tolist()
         return (self._packed[first:last] & (1 << 31) - 1).tolist()  # type: ignore[no-any-return]

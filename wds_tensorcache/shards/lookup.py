@@ -22,8 +22,8 @@ Parts = Sequence[tuple[Keys, "Array | None"]]
 class KeyTable:
     """Where each key is, in shards one after the other.
 
-    Memory: none where keys ascend in every shard and no two shards overlap, as numbered keys do: they are searched where the
-        indexes have them. Otherwise 8 bytes per key, and as much again for no moment.
+    Memory: none where keys ascend in every shard and the ranges of two shards never overlap, as those of numbered keys:
+        the keys are searched where the indexes have them. Otherwise 8 bytes per key.
 
     Args:
         parts: Of each shard its keys, and which of them count, ascending; None for all.
