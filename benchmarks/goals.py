@@ -12,6 +12,7 @@ from benchmarks.scenarios.context import CEILING
 from benchmarks.scenarios.dali_cpu import NATIVE, NESTED, PYD_SOURCE, RAW
 from benchmarks.scenarios.gpu import AHEAD, DALI_NATIVE, DALI_NODES, PINNED_COPY
 from benchmarks.scenarios.loader import READ_BATCH
+from benchmarks.scenarios.many_shards import memory_row, time_row
 from benchmarks.scenarios.safe_copies import BARE, WITHOUT_LEASE
 from benchmarks.scenarios.verifying import READINTO, VERIFIED, VERIFIED_BY_ALL
 from benchmarks.scenarios.wds_decode import FAST, FAST_RAW
@@ -119,6 +120,10 @@ _GOALS = (
     _Goal("diffusion", "loader", "tensordict / Loader", _best_over("tensordict", LOADED), 1, at_least=True),
     _Goal("diffusion", "verify", "readinto / 1 thread", _over(READINTO, VERIFIED), 0.6, at_least=True),
     _Goal("diffusion", "verify", "readinto / all cores", _over(READINTO, VERIFIED_BY_ALL), 0.6, at_least=True),
+    _Goal("features", "many_shards", "10^7, first key, us", _us(time_row("10^7", "first key")), 10_000),
+    _Goal("features", "many_shards", "10^7, first key, MB", _us(memory_row("10^7", "first key")), 1),
+    _Goal("features", "many_shards", "10^7, schema, us", _us(time_row("10^7", "schema")), 250_000),
+    _Goal("features", "many_shards", "10^7, join with itself, MB", _us(memory_row("10^7", "join with itself")), 1),
     _Goal("diffusion", "dali_cpu", "raw members / nested batches", _over(RAW, NESTED), 1.3, at_least=True),
     _Goal("diffusion", "dali_cpu", "raw members / native reader", _over(RAW, NATIVE), 1.3, at_least=True),
     _Goal("diffusion", "dali_gpu", "pinned copy / nodes", _over(PINNED_COPY, DALI_NODES), 0.85, at_least=True),

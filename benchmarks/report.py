@@ -45,6 +45,7 @@ _OWN_ROWS = (
     "worker_handoff",
     "loader",
     "verify",
+    "many_shards",
     "dali_cpu",
     "dali_gpu",
     "loader_gpu",
@@ -128,7 +129,8 @@ def table(workload: Workload, found: dict[str, Rounds], stored: Stored) -> str:
     for name in _OWN_ROWS:
         if found.get(name):
             body = [[row, spread(found[name][row])] for row in found[name]]
-            tables.append(markdown([[f"{name}, {workload.name}", "us/sample"], *body]))
+            title, unit = (name, "us or MB") if name == "many_shards" else (f"{name}, {workload.name}", "us/sample")
+            tables.append(markdown([[title, unit], *body]))
     return "\n\n".join(tables)
 
 

@@ -9,6 +9,7 @@ from benchmarks.scenarios.context import Context
 from benchmarks.scenarios.dali_cpu import dali_cpu
 from benchmarks.scenarios.gpu import dali_gpu, loader_gpu
 from benchmarks.scenarios.loader import loader
+from benchmarks.scenarios.many_shards import many_shards
 from benchmarks.scenarios.opening import opened
 from benchmarks.scenarios.samples import iterate_lazy, iterate_touch, random_get
 from benchmarks.scenarios.verifying import verify
@@ -35,6 +36,7 @@ SCENARIOS: dict[str, Callable[[Context], Rounds]] = {
     "worker_handoff": worker_handoff,
     "loader": loader,
     "verify": verify,
+    "many_shards": many_shards,
     "dali_cpu": dali_cpu,
     "dali_gpu": dali_gpu,
     "loader_gpu": loader_gpu,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.loading.dataset import TensorCache
+from wds_tensorcache.loading.positions import shard_runs, take
 from wds_tensorcache.loading.schema import shapes_of
 
 __all__ = ["block_sizes", "buckets_of"]
@@ -32,7 +33,9 @@ def buckets_of(cache: Any, by: str | Callable[[Any], Any]) -> dict[Any, Array]:
             raise KeyError(f"no tensor is called {by!r}; there are {', '.join(map(repr, near))}")
         if isinstance(cache, TensorCache):
             shapes, which = shapes_of(cache._store, cache._positions(), by)
-            return {shape: np.flatnonzero(which == number) for number, shape in enumerate(shapes)}
+            # one pass, however many shapes there are
+            order, counts = np.argsort(which, kind="stable"), np.bincount(which, minlength=len(shapes))
+            return dict(zip(shapes, np.split(order, np.cumsum(counts)[:-1]), strict=True))
     found: dict[Any, list[int]] = {}
     for number, entry in enumerate(cache._entries()):
         label = tuple(entry.shapes[by]) if isinstance(by, str) else by(entry)
@@ -46,8 +49,5 @@ def block_sizes(cache: Any, members: Array | None = None) -> list[int]:
     """Return how many samples that follow each other, all or those of `members`, are of one shard, shard by shard."""
     if not isinstance(cache, TensorCache):  # joined caches have the order of the first
         return block_sizes(cache._caches[0], members)
-    positions = cache._positions() if members is None else cache._positions()[members]
-    shards = np.searchsorted(cache._store.starts, positions, "right")
-    edges = np.flatnonzero(np.diff(shards)) + 1
-    sizes: list[int] = np.diff(np.concatenate([[0], edges, [len(shards)]])).tolist()
-    return sizes
+    positions = cache._positions()
+    return shard_runs(cache._store, positions if members is None else take(positions, members))

@@ -14,6 +14,7 @@ import torch
 from wds_tensorcache.loading.batch import Request, fill_batch, read_batch, read_tensors
 from wds_tensorcache.loading.collate import project
 from wds_tensorcache.loading.keys import KeysView
+from wds_tensorcache.loading.positions import Inverse, Positions, as_array, numbers_of, take
 from wds_tensorcache.loading.schema import Entry, TensorSchema, entries, members_of, name_matcher, schema_of
 from wds_tensorcache.loading.store import Store
 from wds_tensorcache.loading.structure import Structure, structure_of
@@ -30,14 +31,17 @@ class TensorCache(Sequence[Any]):
     `cache[i]` reads the skeleton alone and returns the nested sample that was written, with lazy tensors in it.
     `cache[a:b]`, `select` and `filter` return views, which share files and memory with the cache.
 
-    Memory: 22 bytes per sample and its key; 12 more once something was looked up by key.
+    Memory: 22 bytes per sample and its key; 8 more once something was looked up by key, unless keys ascend from shard to shard.
     Threads/fork/pickle: safe everywhere; a copy in another process opens the shards again. `close`, or the end of a `with`
         block, closes files and threads of the cache and all its views; lazy tensors that were not loaded are lost then.
     """
 
-    def __init__(self, store: Store, order: Array | None = None, patterns: tuple[str, ...] | None = None) -> None:
+    def __init__(self, store: Store, order: Positions | None = None, patterns: tuple[str, ...] | None = None) -> None:
         self._store = store
-        self._order = order
+        everything = range(len(store))
+        self._order = None if isinstance(order, range) and order == everything else order  # None: all
+        self._where: Positions = everything if self._order is None else self._order
+        self._inverse: Inverse | None = None
         self._patterns = patterns
         self._structures: dict[int, tuple[Any, Structure]] = {}
         self._narrowed: dict[tuple[str, ...], TensorCache] = {}  # views for fill_batch
@@ -47,7 +51,7 @@ class TensorCache(Sequence[Any]):
         return TensorCache, (self._store, self._order, self._patterns)
 
     def __len__(self) -> int:
-        return len(self._store) if self._order is None else len(self._order)
+        return len(self._where)
 
     def __getitem__(self, index: Any) -> Any:
         """Return a sample by number or key; a view for a slice, or for a list or array of numbers or keys.
@@ -58,7 +62,7 @@ class TensorCache(Sequence[Any]):
             FormatError: The shard is damaged, or not what its index says.
         """
         if isinstance(index, slice):
-            return self._take(np.arange(*index.indices(len(self)), dtype=np.int64))
+            return self._take(index)
         if isinstance(index, str):
             return self._sample(self._at(self._find(index)))
         if isinstance(index, list) or getattr(index, "ndim", 0) == 1:
@@ -69,7 +73,7 @@ class TensorCache(Sequence[Any]):
         number = operator.index(index)
         if not -count <= number < count:
             raise IndexError(f"index {number} out of range [0, {count})")
-        return self._sample(self._at(number + count if number < 0 else number))
+        return self._sample(self._at(number))
 
     def __iter__(self) -> Iterator[Any]:
         for number in range(len(self)):
@@ -96,7 +100,7 @@ class TensorCache(Sequence[Any]):
     def schema(self) -> dict[str, TensorSchema]:
         """What tensors the samples have, by name: dtype, shape or its range, bytes, in how many samples."""
         wanted = self._wanted or (lambda name: True)
-        return {k: v for k, v in schema_of(self._store, self._positions()).items() if wanted(k)}
+        return {k: v for k, v in schema_of(self._store, self._where).items() if wanted(k)}
 
     @property
     def io(self) -> Any:
@@ -136,7 +140,8 @@ class TensorCache(Sequence[Any]):
         Args:
             predicate: Called with an entry: `.key`, `.nbytes` (bytes of its tensors) and `.shapes` (shape by tensor name).
         """
-        return self._take(np.array([n for n, entry in enumerate(self._entries()) if predicate(entry)], np.int64))
+        kept = (number for number, entry in enumerate(self._entries()) if predicate(entry))
+        return self._take(np.fromiter(kept, np.int64))
 
     def read_batch(
         self,
@@ -232,7 +237,7 @@ class TensorCache(Sequence[Any]):
         return {suffix: int(np.count_nonzero(having)) for suffix, having in self._having().items()}
 
     def _having(self) -> dict[str, Array]:
-        return members_of(self._store, self._positions())
+        return members_of(self._store, self._where)
 
     def read_members(self, indices: Iterable[int | str], suffix: str) -> list[bytes]:
         """Return the bytes of each sample's member `KEY.suffix`, as they are in the shard.
@@ -270,20 +275,20 @@ class TensorCache(Sequence[Any]):
     def __repr__(self) -> str:
         return f"TensorCache({len(self)} samples in {self.num_shards} shards)"
 
-    def _positions(self) -> Array:
-        return np.arange(len(self._store)) if self._order is None else self._order
+    def _positions(self) -> Positions:
+        return self._where
 
-    def _take(self, numbers: Array) -> TensorCache:
-        return TensorCache(self._store, numbers if self._order is None else self._order[numbers], self._patterns)
+    def _take(self, numbers: Any) -> TensorCache:
+        return TensorCache(self._store, take(self._where, numbers), self._patterns)
 
     def _single_threaded(self) -> TensorCache:
         return TensorCache(self._store.with_threads(1), self._order, self._patterns)
 
     def _entries(self) -> Iterator[Entry]:
-        return entries(self._store, self._positions())
+        return entries(self._store, self._where)
 
     def _at(self, number: int) -> int:
-        return number if self._order is None else self._order.item(number)
+        return self._where[number] if isinstance(self._where, range) else self._where.item(number)
 
     def _sample(self, position: int) -> Any:
         shard, row = self._store.locate(position)
@@ -309,7 +314,9 @@ class TensorCache(Sequence[Any]):
         found = self._store.find(key)
         if self._order is None:
             return found
-        return [number for position in found for number in np.flatnonzero(self._order == position).tolist()]
+        if self._inverse is None:
+            self._inverse = Inverse(self._order)
+        return [number for position in found for number in self._inverse.find(position)]
 
     def _find(self, key: str) -> int:
         found = self._found(key)
@@ -322,26 +329,7 @@ class TensorCache(Sequence[Any]):
 
     def _resolve(self, indices: Iterable[int | str]) -> Array:
         """Return the positions of samples given by number or key."""
-        if isinstance(indices, str) or not isinstance(indices, Iterable):
-            raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
-        if isinstance(indices, torch.Tensor):
-            indices = indices.numpy(force=True)
-        indices = indices if isinstance(indices, (np.ndarray, list)) else list(indices)
-        numbers = np.array(indices)  # a copy: what is decoded later still needs them
-        if numbers.dtype.kind in "UO":
-            indices = [self._find(index) if isinstance(index, str) else index for index in indices]
-            numbers = np.asarray(indices)
-        if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
-            raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
-        count = len(self)
-        if numbers.dtype != np.int64 or (len(numbers) and int(numbers.view(np.uint64).max()) >= count):
-            wrong = (numbers < -count) | (numbers >= count)  # before unsigned ones become negative
-            if wrong.any():
-                at = int(np.argmax(wrong))
-                raise IndexError(f"indices[{at}] = {numbers[at]} out of range [0, {count})")
-            numbers = numbers.astype(np.int64)
-            numbers = np.where(numbers < 0, numbers + count, numbers)
-        return numbers if self._order is None else self._order[numbers]
+        return as_array(take(self._where, numbers_of(indices, len(self), self._find)))
 
 
 def _suffix(suffix: str) -> str:

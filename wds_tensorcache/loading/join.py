@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.errors import BatchError
+from wds_tensorcache.loading.matching import are_equal, match
 from wds_tensorcache.loading.schema import Entry
 
 __all__ = ["JoinedCache"]
@@ -29,17 +30,11 @@ class JoinedCache(Sequence[Any]):
         if not caches:
             raise ValueError("nothing to join")
         self._names = names
-        keys = list(caches[0].keys())
         self._caches = [caches[0]]
         for number, cache in enumerate(caches[1:], start=1):
-            others = list(cache.keys())
-            if others != keys:
-                place = {key: at for at, key in enumerate(others)}
-                missing = [key for key in keys if key not in place] or sorted(set(others) - set(keys))
-                if missing or len(place) != len(others):
-                    what = f"sample {missing[0]!r} is not in both" if missing else "a key occurs twice"
-                    raise KeyError(f"cache 0 with {len(keys)} samples and cache {number} with {len(others)}: {what}")
-                cache = cache._take(np.array([place[key] for key in keys], np.int64))
+            first, other = _first(caches[0]), _first(cache)
+            if not are_equal(first, other):
+                cache = cache._take(_match(first, other, number))
             self._caches.append(cache)
 
     def __reduce__(self) -> Any:
@@ -105,7 +100,8 @@ class JoinedCache(Sequence[Any]):
 
     def filter(self, predicate: Callable[[Any], Any]) -> JoinedCache:
         """Return a view of the samples for which `predicate` is true; as `TensorCache.filter`, of an entry of all caches."""
-        return self._take(np.array([n for n, entry in enumerate(self._entries()) if predicate(entry)], np.int64))
+        kept = (number for number, entry in enumerate(self._entries()) if predicate(entry))
+        return self._take(np.fromiter(kept, np.int64))
 
     def read_batch(
         self,
@@ -241,6 +237,34 @@ class JoinedCache(Sequence[Any]):
 
     def _each(self, view: Callable[[Any], Any]) -> JoinedCache:
         return _joined([view(cache) for cache in self._caches], self._names)
+
+
+def _first(cache: Any) -> Any:
+    """Return the cache that has the keys of joined ones."""
+    while isinstance(cache, JoinedCache):
+        cache = cache._caches[0]
+    return cache
+
+
+def _match(first: Any, other: Any, number: int) -> Any:
+    """Return which sample of `other`, cache `number`, has the key of each sample of `first`.
+
+    Raises:
+        KeyError: A key is not in both, or twice in `other`.
+    """
+    matched = match(first, other)
+    if matched is not None:
+        return matched
+    # an error, most often
+    keys = first.keys()
+    place = {key: at for at, key in enumerate(other.keys())}
+    missing = next((key for key in keys if key not in place), None)
+    if missing is None:
+        missing = min(set(place).difference(keys), default=None)
+    if missing is not None or len(place) != len(other):
+        what = f"sample {missing!r} is not in both" if missing is not None else "a key occurs twice"
+        raise KeyError(f"cache 0 with {len(first)} samples and cache {number} with {len(other)}: {what}")
+    return np.array([place[key] for key in keys], np.int64)
 
 
 def _joined(caches: Sequence[Any], names: tuple[str, ...] | None) -> JoinedCache:

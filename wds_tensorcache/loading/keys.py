@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from wds_tensorcache.loading.positions import in_order
+
 __all__ = ["KeysView"]
 
 
@@ -21,20 +23,18 @@ class KeysView(Sequence[str]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return KeysView(self.cache[index])
-        number = range(len(self))[index]
-        return self.cache._store.key(self.cache._at(number))
+        return self.cache._store.key(self.cache._at(range(len(self))[index]))
 
     def __contains__(self, key: object) -> bool:
         return key in self.cache
 
     def __iter__(self) -> Iterator[str]:
-        if self.cache._order is None:
-            for shard in filter(len, self.cache._store.shards):
-                rows = shard.columns.rows
-                keys = shard.index.keys
-                yield from keys if rows is None else (keys[row] for row in rows.tolist())
-        else:
-            yield from (self.cache._store.key(position) for position in self.cache._order.tolist())
+        for shard, rows in in_order(self.cache._store, self.cache._positions()):
+            keys, samples = shard.index.keys, shard.columns.rows
+            if samples is None and len(rows) == len(keys) and rows.item(0) == 0:
+                yield from keys
+            else:
+                yield from map(keys.__getitem__, (rows if samples is None else samples[rows]).tolist())
 
     def __repr__(self) -> str:
         return f"KeysView({len(self)} keys)"

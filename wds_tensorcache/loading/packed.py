@@ -46,9 +46,8 @@ class PackedMembers:
         self._shards = cache._store.shards
         self._starts = cache._store.starts.tolist()
         self._begins: dict[int, tuple[list[int], list[int]]] = {}
-        self._last = 0
         self.paths = [shard.path for shard in self._shards]
-        self._heads = [path.encode("utf-8", "surrogateescape") + b":" for path in self.paths]
+        self._heads = {path.encode("utf-8", "surrogateescape"): number for number, path in enumerate(self.paths)}
         self.skeleton_suffix, self.suffix = (suffix.decode()[1:] for suffix in self._shards[0]._suffixes)
 
     def are_regular(self) -> bool:
@@ -101,21 +100,20 @@ class PackedMembers:
         return np.array([self._number(origin) for origin in origins], np.int64)
 
     def _number(self, origin: bytes) -> int:
-        # most often of the shard that the last one was of
-        for at in (self._last, *range(len(self._shards))):
-            head = self._heads[at]
-            digits = origin[len(head) :].partition(b":")[0] if origin.startswith(head) else b""
-            if digits.isdigit():
+        # a path may have colons in it, and be the beginning of another one
+        end = origin.find(b":")
+        while end >= 0:
+            at, digits = self._heads.get(origin[:end]), origin[end + 1 :].partition(b":")[0]
+            if at is not None and digits.isdigit():
                 begins, rows = self._begins_of(at)
                 found = bisect_left(begins, int(digits))
                 is_there = found < len(begins) and begins[found] == int(digits)
-                # a path may be the beginning of another one
-                name = origin[len(head) + len(digits) + 1 :]
+                name = origin[end + 1 + len(digits) + 1 :]
                 if is_there and name.startswith(
                     self._shards[at].key(rows[found]).encode("utf-8", "surrogateescape") + b"."
                 ):
-                    self._last = at
                     return int(self._starts[at] + rows[found])
+            end = origin.find(b":", end + 1)
         where = origin.decode(errors="replace")
         raise FormatError(
             f"no tensors of the cache begin at {where!r:.300}: DALI's index is of another state of the shard"

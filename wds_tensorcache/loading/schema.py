@@ -12,6 +12,7 @@ import numpy as np
 
 from wds_tensorcache.codec.header import Form
 from wds_tensorcache.codec.reference import Reference, resolve
+from wds_tensorcache.loading.positions import Positions, by_shard, in_order
 from wds_tensorcache.loading.store import Store
 from wds_tensorcache.loading.structure import structure_of
 from wds_tensorcache.shards.reader import Shard
@@ -70,19 +71,19 @@ class _Forms:
         return self._known[key][1]
 
 
-def schema_of(store: Store, positions: Array) -> dict[str, TensorSchema]:
+def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
     """Return the schema of the samples at `positions`; a few array operations per shard and form."""
     forms = _Forms()
     result: dict[str, TensorSchema] = {}
-    for shard, _, rows in _by_shard(store, positions):
-        table = shard.index.layouts
-        counts = np.bincount(shard.columns.layout[rows], minlength=len(table))
+    for shard, _, rows in by_shard(store, positions):
+        table, numbers = shard.index.layouts, shard.columns.layout[rows]
+        counts = np.bincount(numbers, minlength=len(table))
         first = np.zeros(len(table), np.int64)  # a sample of each layout
-        first[shard.columns.layout[rows[::-1]]] = rows[::-1]
+        first[numbers[::-1]] = rows[::-1]
         layouts = np.flatnonzero(counts)
         layouts = layouts[np.argsort(table.form[layouts], kind="stable")]
-        numbers, cuts = np.unique(table.form[layouts], return_index=True)
-        for number, used in zip(numbers.tolist(), np.split(layouts, cuts[1:]), strict=True):
+        present, cuts = np.unique(table.form[layouts], return_index=True)
+        for number, used in zip(present.tolist(), np.split(layouts, cuts[1:]), strict=True):
             form, sample = table.forms[number], first[used].min().item()
             references = forms.references(shard, sample)
             begin = table.dims_begin[used]
@@ -134,21 +135,21 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def entries(store: Store, positions: Array) -> Iterator[Entry]:
+def entries(store: Store, positions: Positions) -> Iterator[Entry]:
     """Yield an entry for each sample at `positions`."""
     forms = _Forms()
-    for position in positions.tolist():
-        shard, row = store.locate(position)
-        layout = shard.layout(row)
-        references = forms.references(shard, row)
-        shapes = {
-            name: tensor.shape[: len(references[name].shape)] if name in references else tensor.shape
-            for name, tensor in layout.tensors.items()
-        }
-        yield Entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
+    for shard, rows in in_order(store, positions):
+        for row in rows.tolist():
+            layout = shard.layout(row)
+            references = forms.references(shard, row)
+            shapes = {
+                name: tensor.shape[: len(references[name].shape)] if name in references else tensor.shape
+                for name, tensor in layout.tensors.items()
+            }
+            yield Entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
 
 
-def shapes_of(store: Store, positions: Array, name: str) -> tuple[list[tuple[int, ...]], Array]:
+def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple[int, ...]], Array]:
     """Return the shapes that a tensor has, and which of them each sample at `positions` has; a few operations per shard.
 
     Raises:
@@ -157,7 +158,7 @@ def shapes_of(store: Store, positions: Array, name: str) -> tuple[list[tuple[int
     forms = _Forms()
     numbers: dict[tuple[int, ...], int] = {}
     result = np.empty(len(positions), np.int64)
-    for shard, which, rows in _by_shard(store, positions):
+    for shard, which, rows in by_shard(store, positions):
         _, some, inverse = np.unique(shard.columns.layout[rows], return_index=True, return_inverse=True)
         found = []
         for row in rows[some].tolist():
@@ -171,23 +172,15 @@ def shapes_of(store: Store, positions: Array, name: str) -> tuple[list[tuple[int
     return list(numbers), result
 
 
-def members_of(store: Store, positions: Array) -> dict[str, Array]:
+def members_of(store: Store, positions: Positions) -> dict[str, Array]:
     """Return which of the samples at `positions` have each other member, bool `[len(positions)]`, by suffix."""
     result: dict[str, Array] = {}
-    for shard, which, rows in _by_shard(store, positions):
+    for shard, which, rows in by_shard(store, positions):
         for suffix in shard.index.members:
             having = shard.find_members(rows, suffix) >= 0
             if having.any():
                 result.setdefault(suffix, np.zeros(len(positions), np.bool_))[which] = having
     return result
-
-
-def _by_shard(store: Store, positions: Array) -> Iterator[tuple[Shard, Array, Array]]:
-    """Yield each shard, which of the positions are in it, and their rows."""
-    number = np.searchsorted(store.starts, positions, "right") - 1
-    for at in np.unique(number).tolist():
-        which = np.flatnonzero(number == at)
-        yield store.shards[at], which, positions[which] - store.starts[at]
 
 
 def name_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:

@@ -21,6 +21,7 @@ __all__ = ["Store"]
 
 Array = np.ndarray[Any, Any]
 _ALL = slice(None)
+_PIECE = 1 << 16
 
 
 class Store:
@@ -67,8 +68,20 @@ class Store:
         """Return the shard of a sample, and which of its samples it is."""
         if len(self.shards) == 1:
             return self.shards[0], position
-        number = bisect_right(self._starts, position) - 1
+        number = self.shard_number(position)
         return self.shards[number], position - self._starts[number]
+
+    def shard_number(self, position: int) -> int:
+        """Return the number of the shard that has a sample."""
+        return bisect_right(self._starts, position) - 1
+
+    def shard_numbers(self, positions: Array) -> Array:
+        """Return the number of the shard of each sample, in as few bytes as there are shards for."""
+        numbers: Array = np.empty_like(positions, self._number_dtype)
+        for begin in range(0, len(positions), _PIECE):  # no array of int64 beside the positions
+            piece = slice(begin, begin + _PIECE)
+            numbers[piece] = np.searchsorted(self.starts, positions[piece], "right") - 1
+        return numbers
 
     def key(self, position: int) -> str:
         """Return the key of a sample."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 
+import numpy as np
+
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.lookup import KeyTable
 from wds_tensorcache.shards.storage import Files
@@ -16,10 +18,10 @@ class FinishedShards:
     """Finished shards by path, in the order of their numbers."""
 
     def __init__(self, indexes: Mapping[str, ShardIndex]) -> None:
-        self._paths, self._indexes = list(indexes), list(indexes.values())
-        self._table = KeyTable((index.keys, None) for index in self._indexes)
+        self._paths, self._indexes = list(indexes), dict(indexes)
+        self._table = KeyTable((index.keys, None) for index in self._indexes.values())
         self._starts = [0]
-        for index in self._indexes:
+        for index in self._indexes.values():
             self._starts.append(self._starts[-1] + len(index.keys))
         self._files = Files()
 
@@ -40,11 +42,11 @@ class FinishedShards:
 
     def read_member(self, path: str, row: int, suffix: str) -> bytes | None:
         """Return a member of a sample, None if it has none of that suffix."""
-        member = self._indexes[self._paths.index(path)].members.get(suffix)
+        member = self._indexes[path].members.get(suffix)
         if member is None:
             return None
-        at = row if member.rows is None else int(member.rows.searchsorted(row))
-        if at >= len(member.begin) or (member.rows is not None and member.rows.item(at) != row):
+        at = member.find(np.array([row])).item()
+        if at < 0:
             return None
         begin = member.begin.item(at)
         return self._files.get(path).read(begin, begin + member.nbytes.item(at))
