@@ -16,7 +16,8 @@ from struct import error as StructError
 from typing import Any, NoReturn
 
 from wds_tensorcache.codec.builder import ALLOW_ONLY, MAX_DEQUES, Builder, refuse_callables
-from wds_tensorcache.codec.nesting import ATOMS, MAX_DEPTH, Collisions, check_depth, key_cost, shown, walk
+from wds_tensorcache.codec.hashing import KeyTables, are_few_texts
+from wds_tensorcache.codec.nesting import MAX_DEPTH, check_depth, shown, walk
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
 __all__ = ["unpickle"]
@@ -76,8 +77,7 @@ def _run(
     outer: list[list[Any]] = []  # the stacks below each MARK
     memo: list[Any] = []
     callables = 0  # Builders pushed and not yet called
-    key_budget = 1000 + 10 * size
-    collisions = Collisions()
+    tables = KeyTables(size)
     argument_budget = 1_000_000 + 10 * size  # one text may be fetched from the memo for many calls, which copy it
     num_deques = 0
     push = stack.append
@@ -158,13 +158,11 @@ def _run(
             target = stack[-1]
             if target.__class__ not in _DICTS and target.__class__ not in allow.values():
                 raise FormatError(f"SETITEMS at byte {pos - 1} on a {type(target).__name__}")
-            pairs = iter(items)
-            for key in pairs:
-                if key.__class__ is int:
-                    collisions.check(key)
-                elif key.__class__ is not str and key.__class__ not in ATOMS:
-                    key_budget -= key_cost(key, key_budget)
-                target[key] = next(pairs)
+            keys = items[::2]
+            if not are_few_texts(keys, len(target) if isinstance(target, dict) else 0):
+                tables.add(target, keys)
+            for key, value in zip(keys, items[1::2], strict=True):
+                target[key] = value
         elif op == 0x65 or op == 0x61:  # APPENDS, APPEND
             if op == 0x65:
                 items, stack = stack, outer.pop()
@@ -216,14 +214,11 @@ def _run(
         elif op == 0x90 or op == 0x91:  # ADDITEMS, FROZENSET
             items, stack = stack, outer.pop()
             push = stack.append
-            for item in items:
-                if item.__class__ is int:
-                    collisions.check(item)
-                elif item.__class__ not in ATOMS:
-                    key_budget -= key_cost(item, key_budget)
             if op == 0x91:
+                tables.add(None, items)
                 push(frozenset(items))
             elif stack[-1].__class__ is set:
+                tables.add(stack[-1], items)
                 stack[-1].update(items)
             else:
                 raise FormatError(f"ADDITEMS at byte {pos - 1} on a {type(stack[-1]).__name__}")
