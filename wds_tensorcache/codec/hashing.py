@@ -237,7 +237,7 @@ def _as_bytes(value: int) -> bytes:
 
 
 def comparison_cost(key: Any) -> int:
-    """Return what comparing a key with one of the same hash costs, in slots."""
+    """Return what comparing a key with one of the same hash costs, in slots; 64 bytes are one."""
     if key.__class__ in _PLAIN:
         return 1 + (key.__sizeof__() >> 6)
     cost = 16
@@ -247,6 +247,8 @@ def comparison_cost(key: Any) -> int:
         cost += 1 + (value.__sizeof__() >> 6)
         if isinstance(value, (tuple, frozenset)):
             todo.extend(value)
+        elif value.__class__ not in _PLAIN:
+            cost += 100  # compared in Python, as Fraction and UUID are, or converted first, as numpy's dates are
     return cost
 
 
