@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
@@ -17,10 +18,11 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
-        return (part for item in value.items() for part in item)
+        return chain.from_iterable(value.items())
     if isinstance(value, _CONTAINERS):
         return value
-    return getattr(value, "__dict__", {}).values()
+    # looked for in the class: a lazy tensor is asked for no attribute that it does not have
+    return value.__dict__.values() if type(value).__dictoffset__ else ()
 
 
 def shown(value: Any) -> str:
@@ -38,7 +40,8 @@ def walk(value: Any) -> Iterator[tuple[Any, int]]:
             continue
         seen.add(id(value))
         yield value, depth
-        todo.extend((child, depth + 1) for child in reversed(list(_children(value))))
+        children = [child for child in _children(value) if child.__class__ not in ATOMS]
+        todo.extend((child, depth + 1) for child in reversed(children))
 
 
 def check_depth(value: Any) -> None:

@@ -129,10 +129,10 @@ def resolve(layout: Layout, text: str) -> Reference:
 
 
 def check_named(layout: Layout, texts: Iterable[str]) -> None:
-    """Raise FormatError unless `texts` refer to every tensor of `layout`, each in one way."""
+    """Raise FormatError unless `texts`, all of which `resolve` knows, refer to every tensor of `layout`, each in one way."""
     names: set[str] = set()
     for text in texts:
-        name = resolve(layout, text).name
+        name = named_by(text)[1]
         if name in names:
             raise FormatError(f"tensor {name!r:.100} is referred to in two ways")
         names.add(name)

@@ -19,6 +19,7 @@ import torch
 
 from wds_tensorcache.codec import opcodes as op
 from wds_tensorcache.codec.builder import MAX_DEQUES
+from wds_tensorcache.codec.collector import collector_paused
 from wds_tensorcache.codec.hashing import are_few_texts, check_keys, hash_cost
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
@@ -30,7 +31,9 @@ from wds_tensorcache.codec.refusals import remedy
 from wds_tensorcache.codec.storable import StorableTensor, describe_tensor
 from wds_tensorcache.errors import EncodeError, FormatError
 
-__all__ = ["SkeletonWriter"]
+__all__ = ["MANY_ITEMS", "SkeletonWriter"]
+
+MANY_ITEMS = 1000  # in one container
 
 _write_key = lru_cache(4096)(op.ATOM_WRITERS[str])  # the keys of dicts are the same in every sample
 
@@ -129,8 +132,9 @@ class SkeletonWriter:
         values = list(values)
         if values:
             self._parts.append(op.MARK)
-            for index, item in enumerate(values):
-                self._save_item(item, path, str(index), opaque, depth)
+            with collector_paused(len(values) > MANY_ITEMS):
+                for index, item in enumerate(values):
+                    self._save_item(item, path, str(index), opaque, depth)
             self._parts.append(op.APPENDS)
 
     def _save_dict(self, value: dict[Any, Any], path: str, opaque: Counter | None, depth: int) -> None:
@@ -144,13 +148,14 @@ class SkeletonWriter:
             return
         self._check_keys([key for key, _ in pairs], path)
         self._parts.append(op.MARK)
-        for index, (key, item) in enumerate(pairs):
-            part = component(key, index)
-            if type(key) is str:
-                self._save_atom(key, str, _write_key if len(key) < 64 else op.ATOM_WRITERS[str])
-            else:
-                self.save(key, path if opaque else join(path, part), Counter(), depth + 1)
-            self._save_item(item, path, part, opaque, depth)
+        with collector_paused(len(pairs) > MANY_ITEMS):
+            for index, (key, item) in enumerate(pairs):
+                part = component(key, index)
+                if type(key) is str:
+                    self._save_atom(key, str, _write_key if len(key) < 64 else op.ATOM_WRITERS[str])
+                else:
+                    self.save(key, path if opaque else join(path, part), Counter(), depth + 1)
+                self._save_item(item, path, part, opaque, depth)
         self._parts.append(op.SETITEMS)
 
     def _check_keys(self, keys: list[Any], path: str, *, is_set: bool = False) -> None:

@@ -81,6 +81,8 @@ def _end_of(tensor: torch.Tensor) -> int:
     """Return how many bytes of its storage a tensor reaches into."""
     if not tensor.numel():
         return 0
+    if tensor.is_contiguous():
+        return int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 
