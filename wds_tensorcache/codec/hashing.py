@@ -7,6 +7,7 @@ the hashes before anything is inserted, with the steps that CPython's own tables
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
@@ -51,7 +52,7 @@ def key_cost(key: Any, budget: int) -> int:
         elif isinstance(value, (range, slice)):
             todo.extend((part, depth + 1) for part in (value.start, value.stop, value.step))
         elif value.__class__ in _NUMBERS:
-            cost += _NUMBERS[value.__class__] + (value.__sizeof__() >> 6)
+            cost += _NUMBERS[value.__class__] + (sys.getsizeof(value) >> 6)
         if cost > budget or depth > MAX_DEPTH:
             raise FormatError("a dict key or set element is too deep, too long, or shares its parts too often")
     return cost
@@ -97,7 +98,8 @@ class _Table:
             home = hashes & ((1 << len(hashes).bit_length()) - 1)
             shared = np.flatnonzero(np.bincount(home)[home] > 1)  # far fewer to sort
             shared = shared[np.argsort(hashes[shared], kind="stable")]
-            return shared[1:][hashes[shared][1:] == hashes[shared][:-1]].tolist()
+            repeated: list[int] = shared[1:][hashes[shared][1:] == hashes[shared][:-1]].tolist()
+            return repeated
         if self._known is None:
             self._known = set(map(_as_bytes, self._hashes[:begin]))
         repeats = []
@@ -239,12 +241,12 @@ def _as_bytes(value: int) -> bytes:
 def comparison_cost(key: Any) -> int:
     """Return what comparing a key with one of the same hash costs, in slots; 64 bytes are one."""
     if key.__class__ in _PLAIN:
-        return 1 + (key.__sizeof__() >> 6)
-    cost = 16
+        return 1 + (sys.getsizeof(key) >> 6)
+    cost: int = 16
     todo = [key]
     while todo:
         value = todo.pop()
-        cost += 1 + (value.__sizeof__() >> 6)
+        cost += 1 + (sys.getsizeof(value) >> 6)
         if isinstance(value, (tuple, frozenset)):
             todo.extend(value)
         elif value.__class__ not in _PLAIN:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -32,6 +33,7 @@ __all__ = [
     "build_header",
     "form_of",
     "is_bound",
+    "is_possible",
     "make_layout",
     "parse_header",
     "sign_header",
@@ -104,7 +106,7 @@ class Layout:
 
 
 # Layouts that an index describes. Two of the same may be two objects once the table was full.
-_MADE: dict[tuple[Form, tuple[int, ...], int, tuple[str, ...] | None], Layout] = {}
+_MADE: dict[tuple[Form, bytes, int, tuple[str, ...] | None], Layout] = {}
 # By entries. Bounded as _LAYOUTS is; a form that falls out only loses its template, and large ones have none.
 _FORMS: dict[tuple[tuple[str, str, int], ...], Form] = {}
 
@@ -127,7 +129,8 @@ def _is_small(entries: tuple[tuple[str, str, int], ...]) -> bool:
 
 def make_layout(form: Form, dims: Sequence[int], data_begin: int, texts: tuple[str, ...] | None = None) -> Layout:
     """Return the layout of `form` whose tensors' shapes, one behind the other, are `dims`; these are taken as valid."""
-    place = (form, tuple(dims), data_begin, texts)
+    # as bytes: hashes of numbers can be chosen by whoever wrote the index
+    place = (form, array("Q", dims).tobytes(), data_begin, texts)
     layout = _MADE.get(place)
     if layout is not None:
         return layout
@@ -180,7 +183,9 @@ def _build_header(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], al
     for name, dtype, shape, nbytes in tensors:
         end = begin + nbytes
         dims = ",".join(map(str, shape))
-        entries.append(f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":[{dims}],"data_offsets":[{begin},{end}]}}')
+        entries.append(
+            f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":[{dims}],"data_offsets":[{begin},{end}]}}'
+        )
         begin = end
     text = f"{{{','.join(entries)}}}".encode()
     text += b" " * (-(8 + len(text)) % align)
@@ -238,8 +243,8 @@ def _parse_tensors(text: bytes, data_begin: int, nbytes: int) -> Layout:
         raise FormatError(f"the header begins with {text[:1]!r}, not with '{{'")
     try:
         # JSON has two ways to write zero, and json.loads tells nobody which it was
-        spelt = {"parse_int": _parse_int} if b"-0" in text else {}
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, **spelt)
+        parse_int = _parse_int if b"-0" in text else None
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_int=parse_int)
     except (ValueError, RecursionError) as exc:  # UnicodeDecodeError, JSONDecodeError and FormatError are ValueErrors
         raise FormatError(f"the header is not JSON: {exc}") from exc
     _check_metadata(entries.pop("__metadata__", {}), text.startswith(b'{"__metadata__":{"tensorcache":"'))
@@ -304,7 +309,7 @@ def _parse_entry(name: str, entry: Any, data_begin: int) -> StoredTensor:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if type(dtype) is not str or dtype not in STORED:
         raise FormatError(f"tensor {name!r}: unknown dtype {dtype!r:.100}")
-    if not _are_sizes(shape) or len(shape) > MAX_NDIM or math.prod(filter(None, shape)) * 16 >= 1 << 63:
+    if not _are_sizes(shape) or len(shape) > MAX_NDIM or not is_possible(shape):
         raise FormatError(f"tensor {name!r}: impossible shape {shape!r:.100}")
     if not _are_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] < 1 << 63:
         raise FormatError(f"tensor {name!r}: impossible data_offsets {offsets!r:.100}")
@@ -316,10 +321,15 @@ def _parse_entry(name: str, entry: Any, data_begin: int) -> StoredTensor:
     return StoredTensor(name, dtype, tuple(shape), data_begin + begin, data_begin + end)
 
 
+def is_possible(shape: Sequence[int]) -> bool:
+    """Return whether torch and numpy can have a tensor of this shape, whose strides they compute as if no dimension were 0."""
+    return math.prod(filter(None, shape)) < 1 << 59
+
+
 def _are_sizes(values: Any) -> bool:
     if type(values) is not list:
         return False
-    for value in values:
+    for value in values:  # noqa: SIM110  a generator expression takes twice the time
         if type(value) is not int or not 0 <= value <= _MAX_SIZE:
             return False
     return True

@@ -46,13 +46,13 @@ __all__ = [
 class EncodedSample:
     """Both members, the tensors' bytes not copied yet: `buffers` follow `header` in the `.safetensors` member.
 
-    `references` are the skeleton's, in the order of the tensors' bytes.
+    `references` are the skeleton's, in the order of the tensors' bytes; None, as in every index, if it needs `allow=`.
     """
 
     skeleton: bytes
     header: bytes
     buffers: tuple[Any, ...]
-    references: tuple[str, ...]
+    references: tuple[str, ...] | None
 
 
 def encode_views(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -> EncodedSample:
@@ -70,7 +70,9 @@ def encode_views(sample: Any, *, allow: Iterable[type] = (), align: int = 64) ->
     digest = tensors_digest(header, buffers)
     nbytes = len(header) + sum(map(len, buffers))
     body = writer.body()
-    references = tuple(reference_text(t.kind, name, t.true.attribute) for name, t in tensors)
+    references = None
+    if not writer.needs_allow:
+        references = tuple(reference_text(t.kind, name, t.true.attribute) for name, t in tensors)
     return EncodedSample(build_preamble(nbytes, digest, body) + body, sign_header(header, digest), buffers, references)
 
 

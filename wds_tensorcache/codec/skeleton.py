@@ -27,7 +27,7 @@ from wds_tensorcache.codec.listed import FACTORIES, LISTED, numpy_dtype_argument
 from wds_tensorcache.codec.names import Counter, component, join, unique
 from wds_tensorcache.codec.nesting import MAX_DEPTH
 from wds_tensorcache.codec.reference import reference_text
-from wds_tensorcache.codec.refusals import remedy
+from wds_tensorcache.codec.refusals import at, checked_arguments, remedy
 from wds_tensorcache.codec.storable import StorableTensor, describe_tensor
 from wds_tensorcache.errors import EncodeError, FormatError
 
@@ -52,6 +52,7 @@ class SkeletonWriter:
         self._globals: dict[tuple[str, str], int] = {}
         self._canonicals: dict[int, tuple[object, bytes | None]] = {}  # by id, as above
         self._hash_cost = 0
+        self.needs_allow = False  # whether a reader must allow classes
         self._num_deques = 0
 
     def body(self) -> bytes:
@@ -94,7 +95,7 @@ class SkeletonWriter:
         elif value is ...:
             self._global("builtins", "Ellipsis")
         elif isinstance(value, np.dtype):
-            self._save_call("numpy", "dtype", _checked_arguments(numpy_dtype_arguments, value, path), path)
+            self._save_call("numpy", "dtype", checked_arguments(numpy_dtype_arguments, value, path), path)
         else:
             raise EncodeError(f"{at(path)}: {remedy(value)}")
 
@@ -251,7 +252,7 @@ class SkeletonWriter:
 
     def _save_listed(self, value: Any, path: str, opaque: Counter | None, depth: int) -> None:
         listed = LISTED[type(value)]
-        self._save_call(listed.module, listed.name, _checked_arguments(listed.arguments, value, path), path, depth)
+        self._save_call(listed.module, listed.name, checked_arguments(listed.arguments, value, path), path, depth)
         self._remember(value)
 
     def _save_call(self, module: str, name: str, arguments: tuple[Any, ...], path: str, depth: int = 1) -> None:
@@ -290,6 +291,7 @@ class SkeletonWriter:
 
     def _save_object(self, value: Any, path: str, depth: int) -> None:
         """Write an instance of a class in allow= as its `__reduce_ex__` describes it."""
+        self.needs_allow = True
         cls = type(value)
         inside = Counter()
         if isinstance(value, Enum):  # what Enum reduces to depends on the Python version
@@ -330,18 +332,6 @@ class SkeletonWriter:
         if state is not None:
             self.save(state, path, inside, depth + 1)
             self._parts.append(op.BUILD)
-
-
-def at(path: str) -> str:
-    """Return how an error names the place it is about."""
-    return f"value at {path!r}" if path else "the sample"
-
-
-def _checked_arguments(arguments: Callable[[Any], tuple[Any, ...]], value: Any, path: str) -> tuple[Any, ...]:
-    try:
-        return arguments(value)
-    except (TypeError, ValueError) as exc:
-        raise EncodeError(f"{at(path)}: {type(value).__name__} cannot be stored: {exc}") from exc
 
 
 _CONTAINERS: dict[type, Callable[[SkeletonWriter, Any, str, Counter | None, int], None]] = {
