@@ -22,7 +22,9 @@ from tests.hostile.colliding import CONTAINERS, KEYS, container, integer
 from tests.hostile.pickles import PROTO, call, decode, refused, text
 from tests.hostile.tables import MODULUS, count_calls, ints_on_one_orbit, work_of, work_of_keys
 from tests.shards.tars import build
-from wds_tensorcache.codec import hashing
+from wds_tensorcache.codec import hashing, header
+from wds_tensorcache.codec.header import form_of, make_layout
+from wds_tensorcache.shards.indexing import CacheEntry, IndexBuilder
 
 COLLIDING = [
     "int", "negative int", "Fraction", "Decimal", "UUID", "tuple", "tuple of tuples", "tuple of -1 and -2", "frozenset",
@@ -82,6 +84,20 @@ def test_a_shard_without_an_index(tmp_path: Path) -> None:
     report, calls = count_calls(lambda: tc.verify(shard, threads=1))
     assert not report
     assert calls < 8 * N
+
+
+def test_shapes_of_one_hash() -> None:
+    """Tables of layouts, of a scan and of an index, by their shapes: hashes of tuples of numbers can be chosen."""
+    builder = IndexBuilder()
+    form = form_of((("x", "U8", 3),))
+    for number in range(50):
+        builder.add(str(number), [CacheEntry("", 0, 1, 512, make_layout(form, (0, 1, number), 64), 1, None)], [])
+    for table in (builder._places, header._MADE):
+        assert table
+        assert not any(
+            type(part) is tuple and all(type(dim) is int for dim in part) for place in table for part in place[:3]
+        )
+    assert len(builder.finish(1024).layouts) == 50
 
 
 HONEST: dict[str, Any] = {
