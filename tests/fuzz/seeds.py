@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 import wds_tensorcache as tc
-from tests.fuzz.forge import ARRAYS, RECORD
+from tests.fuzz.forge import ARRAYS, KEY_RECORD, RECORD
 from tests.fuzz.targets import ALLOW, SAMPLES, Colour, Trusted, shard
+from tests.hostile.colliding import CONTAINERS, KEYS
 from tests.hostile.pickles import call, text
 from tests.shards.tars import UNUSUAL, build, pax, raw_header, record
 from wds_tensorcache.codec.header import parse_header
@@ -163,6 +164,14 @@ def streams() -> dict[str, bytes]:
     return some | {"gzip": b"\x10" + packed, "gzip-cut": b"\x10" + packed[:-9], "pair": struct.pack("<B", 255)}
 
 
+def keys() -> dict[str, bytes]:
+    """A few keys of each type, in each kind of container."""
+    return {
+        f"keys-{number:02}": KEY_RECORD.pack(number % len(CONTAINERS), number, 40, 0, 1, number % 3, number % 2)
+        for number in range(len(KEYS))
+    }
+
+
 def verified() -> dict[str, bytes]:
     """Shards without their end, which the first byte asks for: a whole one, a half, a key twice, one that lost a header."""
     skeleton, tensors = tc.encode_sample({"x": np.arange(2)})
@@ -178,8 +187,9 @@ def verified() -> dict[str, bytes]:
 
 def seeds() -> dict[str, dict[str, bytes]]:
     """Return every seed by its target."""
-    tables = (headers(), skeletons(), samples(), templates(), indexes(), indexes(), archives(), streams(), verified())
-    names = ("header", "skeleton", "sample", "template", "index", "footer", "tar", "stream", "verify")
+    tables = (headers(), skeletons(), samples(), templates(), indexes(), indexes(), archives(), streams(), keys())
+    tables += (verified(),)
+    names = ("header", "skeleton", "sample", "template", "index", "footer", "tar", "stream", "keys", "verify")
     return dict(zip(names, tables, strict=True))
 
 

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 import wds_tensorcache as tc
-from tests.fuzz.forge import bound, footer_of, tar_of
+from tests.fuzz.forge import bound, footer_of, keys_of, tar_of
+from tests.hostile.tables import count_calls, work_of
 from wds_tensorcache.codec import header as headers
 from wds_tensorcache.codec.builder import allow_table
 from wds_tensorcache.codec.listed import BUILDERS
@@ -45,6 +46,7 @@ SAMPLES: list[Any] = [
     [np.arange(3), torch.tensor([True, False]), {"x": torch.zeros(2, dtype=torch.complex32), "y": {1, 2}}],
 ]
 _MEMBER = tc.encode_sample(SAMPLES[2])[1]
+_NO_TENSORS = tc.encode_sample(0)[1]
 _MAX_ROWS = 16
 
 
@@ -246,6 +248,20 @@ def stream(data: bytes) -> None:
     attempt(lambda: list(stage([{"url": "x.tar", "stream": Pieces(archive)}])))
 
 
+def keys(data: bytes) -> None:
+    """Containers of keys that the input describes, which collide in all ways: building them takes a multiple of their bytes.
+
+    Counted without the package: the slots that CPython looks at, and the hashes and comparisons in Python.
+    """
+    body = keys_of(data)
+    found, calls = count_calls(lambda: attempt(tc.decode_sample, b"\x80\x04" + body + b".", _NO_TENSORS))
+    assert calls <= 1000 + 10 * len(body), f"{calls} calls for {len(body)} bytes"
+    looks, equals = work_of(None if found is REFUSED else found)
+    assert looks + 16 * equals <= 10_000 + 100 * len(body), f"{looks} slots, {equals} equal for {len(body)} bytes"
+    if found is not REFUSED:
+        _round_trip(found)
+
+
 def verify(data: bytes) -> None:
     """A shard that may be damaged: one in which nothing is wrong can be read, and what is left of another one is whole."""
     path, out = _FOLDER / "verified.tar", _FOLDER / "repaired"
@@ -266,5 +282,5 @@ def verify(data: bytes) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (header, skeleton, sample, template, index, footer, tar, stream, verify)
+    target.__name__: target for target in (header, skeleton, sample, template, index, footer, tar, stream, keys, verify)
 }

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import math
 import re
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from json.encoder import encode_basestring
 from typing import Any
 
 import xxhash
 
+from wds_tensorcache.codec.collector import LARGE_NBYTES, collector_paused
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.errors import FormatError
 
@@ -30,6 +33,7 @@ __all__ = [
     "build_header",
     "form_of",
     "is_bound",
+    "is_possible",
     "make_layout",
     "parse_header",
     "sign_header",
@@ -41,6 +45,7 @@ DIGITS_BEGIN = 8 + len(b'{"__metadata__":{"tensorcache":"1 ')
 DIGITS_END = DIGITS_BEGIN + 16
 MAX_HEADER_NBYTES = 100_000_000  # the bound of the safetensors specification
 MAX_NDIM = 64  # numpy's
+_MAX_SIZE = (1 << 63) - 1
 _PREFIX = b'{"__metadata__":{"tensorcache":"1 '
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _METADATA = re.compile(r"([1-9]\d{0,8}) [0-9a-f]{16}", re.ASCII)
@@ -101,7 +106,7 @@ class Layout:
 
 
 # Layouts that an index describes. Two of the same may be two objects once the table was full.
-_MADE: dict[tuple[Form, tuple[int, ...], int, tuple[str, ...] | None], Layout] = {}
+_MADE: dict[tuple[Form, bytes, int, tuple[str, ...] | None], Layout] = {}
 # By entries. Bounded as _LAYOUTS is; a form that falls out only loses its template, and large ones have none.
 _FORMS: dict[tuple[tuple[str, str, int], ...], Form] = {}
 
@@ -124,7 +129,8 @@ def _is_small(entries: tuple[tuple[str, str, int], ...]) -> bool:
 
 def make_layout(form: Form, dims: Sequence[int], data_begin: int, texts: tuple[str, ...] | None = None) -> Layout:
     """Return the layout of `form` whose tensors' shapes, one behind the other, are `dims`; these are taken as valid."""
-    place = (form, tuple(dims), data_begin, texts)
+    # as bytes: hashes of numbers can be chosen by whoever wrote the index
+    place = (form, array("Q", dims).tobytes(), data_begin, texts)
     layout = _MADE.get(place)
     if layout is not None:
         return layout
@@ -171,12 +177,17 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], align
 
 @lru_cache(256)  # samples of one layout have one header
 def _build_header(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], align: int) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"tensorcache": f"{FORMAT_VERSION} {0:016x}"}}
+    # put together by hand: a dict and two tuples for each tensor cost json.dumps's time again in garbage collections
+    entries = [f'"__metadata__":{{"tensorcache":"{FORMAT_VERSION} {0:016x}"}}']
     begin = 0
     for name, dtype, shape, nbytes in tensors:
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, begin + nbytes)}
-        begin += nbytes
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+        end = begin + nbytes
+        dims = ",".join(map(str, shape))
+        entries.append(
+            f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":[{dims}],"data_offsets":[{begin},{end}]}}'
+        )
+        begin = end
+    text = f"{{{','.join(entries)}}}".encode()
     text += b" " * (-(8 + len(text)) % align)
     if len(text) > MAX_HEADER_NBYTES:
         raise ValueError(f"{len(tensors)} tensors need a header of {len(text)} bytes; the limit is {MAX_HEADER_NBYTES}")
@@ -223,10 +234,17 @@ def parse_header(member: bytes | memoryview, member_nbytes: int | None = None) -
 
 
 def _parse_layout(text: bytes, data_begin: int, nbytes: int) -> Layout:
+    with collector_paused(len(text) > LARGE_NBYTES):
+        return _parse_tensors(text, data_begin, nbytes)
+
+
+def _parse_tensors(text: bytes, data_begin: int, nbytes: int) -> Layout:
     if not text.startswith(b"{"):
         raise FormatError(f"the header begins with {text[:1]!r}, not with '{{'")
     try:
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+        # JSON has two ways to write zero, and json.loads tells nobody which it was
+        parse_int = _parse_int if b"-0" in text else None
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_int=parse_int)
     except (ValueError, RecursionError) as exc:  # UnicodeDecodeError, JSONDecodeError and FormatError are ValueErrors
         raise FormatError(f"the header is not JSON: {exc}") from exc
     _check_metadata(entries.pop("__metadata__", {}), text.startswith(b'{"__metadata__":{"tensorcache":"'))
@@ -242,6 +260,12 @@ def _parse_layout(text: bytes, data_begin: int, nbytes: int) -> Layout:
         raise FormatError(f"the tensors end at byte {position}, but the member has {nbytes}")
     form = form_of(tuple((tensor.name, tensor.dtype, len(tensor.shape)) for tensor in tensors))
     return Layout({tensor.name: tensor for tensor in tensors}, data_begin, nbytes, form)
+
+
+def _parse_int(digits: str) -> int:
+    if digits.startswith("-0"):
+        raise ValueError("-0 is no size")
+    return int(digits)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -285,7 +309,7 @@ def _parse_entry(name: str, entry: Any, data_begin: int) -> StoredTensor:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if type(dtype) is not str or dtype not in STORED:
         raise FormatError(f"tensor {name!r}: unknown dtype {dtype!r:.100}")
-    if not _are_sizes(shape) or len(shape) > MAX_NDIM or math.prod(filter(None, shape)) * 16 >= 1 << 63:
+    if not _are_sizes(shape) or len(shape) > MAX_NDIM or not is_possible(shape):
         raise FormatError(f"tensor {name!r}: impossible shape {shape!r:.100}")
     if not _are_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] < 1 << 63:
         raise FormatError(f"tensor {name!r}: impossible data_offsets {offsets!r:.100}")
@@ -297,5 +321,15 @@ def _parse_entry(name: str, entry: Any, data_begin: int) -> StoredTensor:
     return StoredTensor(name, dtype, tuple(shape), data_begin + begin, data_begin + end)
 
 
+def is_possible(shape: Sequence[int]) -> bool:
+    """Return whether torch and numpy can have a tensor of this shape, whose strides they compute as if no dimension were 0."""
+    return math.prod(filter(None, shape)) < 1 << 59
+
+
 def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    if type(values) is not list:
+        return False
+    for value in values:  # noqa: SIM110  a generator expression takes twice the time
+        if type(value) is not int or not 0 <= value <= _MAX_SIZE:
+            return False
+    return True

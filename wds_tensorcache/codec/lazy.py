@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -77,11 +78,18 @@ class Lazy:
             f"a {type(self).__name__} is read-only, what is assigned would be lost; assign to what .load() returns"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # a C pickler has no frame: this is whoever has called it
+        if sys._getframe(1).f_globals.get("__name__") == "torch.serialization":
+            return self._reduce_for_torch_save(protocol)
         r = self._reference
         source, begin = self._source.cut(r.begin, r.end)
         moved = begin + r.end - r.begin
         return _rebuild, (type(self), source, r.name, r.kind, r.dtype, tuple(r.shape), begin, moved, r.attribute)
+
+    def _reduce_for_torch_save(self, protocol: Any) -> Any:
+        """Return what `torch.load` takes back with its default, weights_only=True: no class of this package."""
+        raise NotImplementedError
 
     def __copy__(self) -> Any:
         return self
@@ -221,6 +229,10 @@ class LazyTensor(Lazy):
         else:
             tensor = check_tensor(view_tensor(self.view_bytes(), reference.dtype, reference.shape))
         return tensor if device is None else tensor.to(device)
+
+    def _reduce_for_torch_save(self, protocol: Any) -> Any:
+        tensor: Any = self.load()
+        return tensor.__reduce_ex__(protocol)
 
     def _load_into(self, out: torch.Tensor) -> torch.Tensor:
         if (

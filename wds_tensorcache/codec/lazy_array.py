@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -43,6 +43,12 @@ class LazyArray(Lazy):
         if copy:
             return read_array(self._source, reference.begin, reference.end, reference.dtype, reference.shape)
         return check_array(view_array(self.view_bytes(), reference.dtype, reference.shape))
+
+    def _reduce_for_torch_save(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"torch.save of {self!r}: torch.load refuses numpy arrays; save torch.from_numpy(x.load()), or tc.realize(sample) "
+            "for torch.load(weights_only=False)"
+        )
 
     def __getitem__(self, index: Any) -> Any:
         found = self._rows(index)

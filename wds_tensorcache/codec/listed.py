@@ -96,8 +96,14 @@ def _build_datetime(args: tuple[Any, ...]) -> datetime:
 
 
 def _clock(args: tuple[Any, ...], nbytes: int) -> tuple[bytes, timezone | None]:
-    raw, tz = args if len(args) == 2 else (*args, None)
-    if raw.__class__ is not bytes or len(raw) != nbytes or not (tz is None or tz.__class__ is timezone):
+    raw, *zones = args
+    tz = zones[0] if zones else None
+    if (
+        raw.__class__ is not bytes
+        or len(raw) != nbytes
+        or len(zones) > 1
+        or any(z.__class__ is not timezone for z in zones)
+    ):
         raise TypeError(f"expected {nbytes} bytes and a datetime.timezone")
     return raw, tz
 
@@ -110,6 +116,14 @@ def _tz_arguments(value: Any) -> tuple[Any, ...]:
     return tuple(value.__reduce_ex__(4)[1])
 
 
+def _build_timedelta(args: tuple[Any, ...]) -> timedelta:
+    days, seconds, microseconds = args
+    _plain(int)(args)
+    if not (0 <= seconds < 86_400 and 0 <= microseconds < 1_000_000):
+        raise ValueError("a timedelta has fewer seconds than a day, and fewer microseconds than a second")
+    return timedelta(days, seconds, microseconds)
+
+
 def _build_timezone(args: tuple[Any, ...]) -> timezone:
     offset, *name = args
     if offset.__class__ is not timedelta or len(name) > 1:
@@ -119,7 +133,7 @@ def _build_timezone(args: tuple[Any, ...]) -> timezone:
 
 
 def _build_deque(args: tuple[Any, ...]) -> Any:
-    if args and (args[0] != () or len(args) != 2 or args[1].__class__ not in (int, type(None))):
+    if args and (len(args) != 2 or args[0].__class__ is not tuple or args[0] or args[1].__class__ is not int):
         raise TypeError("a deque is built empty, with its maximal length")
     return deque(*args)
 
@@ -128,11 +142,11 @@ FACTORIES: dict[type, str] = {cls: cls.__name__ for cls in (list, dict, set, int
 
 
 def _build_defaultdict(args: tuple[Any, ...]) -> Any:
-    (factory,) = args or (None,)
-    if factory is None:
-        return defaultdict(None)
+    if not args:
+        return defaultdict()
+    (factory,) = args
     if factory.__class__ is not Builder or factory.factory is None:
-        raise TypeError(f"a defaultdict's factory is None or one of {', '.join(FACTORIES.values())}")
+        raise TypeError(f"a defaultdict's factory is left out, or one of {', '.join(FACTORIES.values())}")
     return defaultdict(factory.factory)
 
 
@@ -236,8 +250,7 @@ def _rows() -> Iterator[_Row]:
     yield date, "datetime", "date", lambda v: v.__reduce__()[1], _build_date
     yield time, "datetime", "time", _tz_arguments, _build_time
     yield datetime, "datetime", "datetime", _tz_arguments, _build_datetime
-    three_ints = _checked(timedelta, int, counts=(3,))
-    yield timedelta, "datetime", "timedelta", lambda v: (v.days, v.seconds, v.microseconds), three_ints
+    yield timedelta, "datetime", "timedelta", lambda v: (v.days, v.seconds, v.microseconds), _build_timedelta
     yield timezone, "datetime", "timezone", lambda v: v.__getinitargs__(), _build_timezone
     yield uuid.UUID, "uuid", "UUID", lambda v: (str(v),), _checked(uuid.UUID, str, counts=(1,))
     for path in (PurePosixPath, PureWindowsPath):

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["ATOMS", "MAX_DEPTH", "Collisions", "check_depth", "key_cost", "shown", "walk"]
+__all__ = ["ATOMS", "MAX_DEPTH", "check_depth", "shown", "walk"]
 
 MAX_DEPTH = 200
-MAX_COLLISIONS = 1000
-_HASH_MODULUS = sys.hash_info.modulus
 ATOMS = frozenset({str, int, bool, float, bytes, type(None), complex})
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 
 def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
-        return (part for item in value.items() for part in item)
+        return chain.from_iterable(value.items())
     if isinstance(value, _CONTAINERS):
         return value
-    return getattr(value, "__dict__", {}).values()
+    # looked for in the class: a lazy tensor is asked for no attribute that it does not have
+    return value.__dict__.values() if type(value).__dictoffset__ else ()
 
 
 def shown(value: Any) -> str:
@@ -41,7 +40,8 @@ def walk(value: Any) -> Iterator[tuple[Any, int]]:
             continue
         seen.add(id(value))
         yield value, depth
-        todo.extend((child, depth + 1) for child in reversed(list(_children(value))))
+        children = [child for child in _children(value) if child.__class__ not in ATOMS]
+        todo.extend((child, depth + 1) for child in reversed(children))
 
 
 def check_depth(value: Any) -> None:
@@ -49,36 +49,3 @@ def check_depth(value: Any) -> None:
     for part, depth in walk(value):
         if depth > MAX_DEPTH and isinstance(part, _CONTAINERS):
             raise FormatError(f"containers nest more than {MAX_DEPTH} deep")
-
-
-def key_cost(key: Any, budget: int) -> int:
-    """Return how many objects `hash(key)` visits, shared ones each time, because hashing does not memoise.
-
-    Raises:
-        FormatError: More than `budget`, or nested so deep that hashing would overflow C's stack.
-    """
-    cost = 0
-    todo = [(key, 1)]
-    while todo:
-        value, depth = todo.pop()
-        cost += 1
-        if cost > budget or depth > MAX_DEPTH:
-            raise FormatError("a dict key or set element is too deep, or shares its parts too often")
-        if isinstance(value, (tuple, frozenset)):
-            todo.extend((child, depth + 1) for child in value)
-    return cost
-
-
-class Collisions:
-    """Counts long ints that share a hash: a dict of n such keys takes n * n comparisons to build."""
-
-    def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
-
-    def check(self, key: int) -> None:
-        """Raise FormatError if more than `MAX_COLLISIONS` different keys so far have the hash of this one."""
-        if -_HASH_MODULUS < key < _HASH_MODULUS:
-            return
-        count = self._counts[hash(key)] = self._counts.get(hash(key), 0) + 1
-        if count > MAX_COLLISIONS:
-            raise FormatError(f"more than {MAX_COLLISIONS} int keys that have one hash")

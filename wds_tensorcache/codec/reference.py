@@ -109,14 +109,14 @@ def resolve(layout: Layout, text: str) -> Reference:
     if known is not None:
         return known  # type: ignore[no-any-return]
     kind, _, rest = text.partition(":")
-    name, _, attributes = rest.partition("?")
+    name, mark, attributes = rest.partition("?")
     stored = layout.tensors.get(name)
     if kind not in ("tensor", "ndarray"):
         raise FormatError(f"reference {text!r:.100} is neither a tensor nor an ndarray")
     if stored is None:
         raise FormatError(f"the skeleton names tensor {name!r:.100}, which the safetensors member does not have")
     attribute = None
-    for pair in attributes.split("&") if attributes else ():
+    for pair in attributes.split("&") if mark else ():
         key, _, value = pair.partition("=")
         if key != "dtype" or attribute is not None:
             raise FormatError(f"tensor {name!r}: unknown attribute {pair!r:.100}; a newer release may know it")
@@ -137,10 +137,10 @@ def resolve(layout: Layout, text: str) -> Reference:
 
 
 def check_named(layout: Layout, texts: Iterable[str]) -> None:
-    """Raise FormatError unless `texts` refer to every tensor of `layout`, each in one way."""
+    """Raise FormatError unless `texts`, all of which `resolve` knows, refer to every tensor of `layout`, each in one way."""
     names: set[str] = set()
     for text in texts:
-        name = resolve(layout, text).name
+        name = named_by(text)[1]
         if name in names:
             raise FormatError(f"tensor {name!r:.100} is referred to in two ways")
         names.add(name)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import os
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["remedy"]
+from wds_tensorcache.errors import EncodeError
+
+__all__ = ["at", "checked_arguments", "remedy"]
 
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
@@ -36,3 +38,16 @@ def remedy(value: Any) -> str:
     if isinstance(value, Mapping):  # NumPy's NpzFile, say
         return f"{name} is no dict; store dict(x)"
     return f"{name} is not a type of the format; store plain values, or pass allow=[{cls.__name__}] when writing and reading"
+
+
+def at(path: str) -> str:
+    """Return how an error names the place it is about."""
+    return f"value at {path!r}" if path else "the sample"
+
+
+def checked_arguments(arguments: Callable[[Any], tuple[Any, ...]], value: Any, path: str) -> tuple[Any, ...]:
+    """Return what `arguments` makes of `value`, which lies at `path`; raise EncodeError where it refuses."""
+    try:
+        return arguments(value)
+    except (TypeError, ValueError) as exc:
+        raise EncodeError(f"{at(path)}: {type(value).__name__} cannot be stored: {exc}") from exc

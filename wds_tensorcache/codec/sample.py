@@ -9,6 +9,7 @@ from typing import Any
 import xxhash
 
 from wds_tensorcache.codec.builder import allow_table
+from wds_tensorcache.codec.collector import LARGE_NBYTES, collector_paused
 from wds_tensorcache.codec.header import Layout, build_header, parse_header, sign_header, tensors_digest
 from wds_tensorcache.codec.lazy import LazyTensor, read_tensor
 from wds_tensorcache.codec.lazy_array import LazyArray, read_array
@@ -23,7 +24,7 @@ from wds_tensorcache.codec.reference import (
     reference_text,
     resolve,
 )
-from wds_tensorcache.codec.skeleton import SkeletonWriter
+from wds_tensorcache.codec.skeleton import MANY_ITEMS, SkeletonWriter
 from wds_tensorcache.codec.template import MAX_LEARNT, MISS, Template, learn
 from wds_tensorcache.codec.unpickle import unpickle
 from wds_tensorcache.errors import EncodeError, FormatError
@@ -45,13 +46,13 @@ __all__ = [
 class EncodedSample:
     """Both members, the tensors' bytes not copied yet: `buffers` follow `header` in the `.safetensors` member.
 
-    `references` are the skeleton's, in the order of the tensors' bytes.
+    `references` are the skeleton's, in the order of the tensors' bytes; None, as in every index, if it needs `allow=`.
     """
 
     skeleton: bytes
     header: bytes
     buffers: tuple[Any, ...]
-    references: tuple[str, ...]
+    references: tuple[str, ...] | None
 
 
 def encode_views(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -> EncodedSample:
@@ -63,12 +64,15 @@ def encode_views(sample: Any, *, allow: Iterable[type] = (), align: int = 64) ->
         raise EncodeError("the sample nests too deep for what is left of this interpreter's recursion limit") from exc
     # wide elements first: then each tensor is aligned to its own element without padding, which safetensors forbids
     tensors = sorted(writer.tensors.items(), key=lambda item: -item[1].true.itemsize)
-    header = build_header([(name, t.true.stored, t.stored_shape, len(t.flat)) for name, t in tensors], align)
+    with collector_paused(len(tensors) > MANY_ITEMS):
+        header = build_header([(name, t.true.stored, t.stored_shape, len(t.flat)) for name, t in tensors], align)
     buffers = tuple(tensor.flat for _, tensor in tensors if len(tensor.flat))
     digest = tensors_digest(header, buffers)
     nbytes = len(header) + sum(map(len, buffers))
     body = writer.body()
-    references = tuple(reference_text(t.kind, name, t.true.attribute) for name, t in tensors)
+    references = None
+    if not writer.needs_allow:
+        references = tuple(reference_text(t.kind, name, t.true.attribute) for name, t in tensors)
     return EncodedSample(build_preamble(nbytes, digest, body) + body, sign_header(header, digest), buffers, references)
 
 
@@ -204,7 +208,8 @@ def _interpret(
         return value
 
     try:
-        sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
+        with collector_paused(len(skeleton) > LARGE_NBYTES):
+            sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
     except FormatError as exc:
         if is_damaged(skeleton):
             raise type(exc)(f"the skeleton is damaged: its digest does not match its bytes; {exc}") from exc

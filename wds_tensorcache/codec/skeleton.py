@@ -7,6 +7,7 @@ Python version. This one writes the same bytes for the same sample everywhere, a
 from __future__ import annotations
 
 import copyreg
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
@@ -18,20 +19,23 @@ import torch
 
 from wds_tensorcache.codec import opcodes as op
 from wds_tensorcache.codec.builder import MAX_DEQUES
+from wds_tensorcache.codec.collector import collector_paused
+from wds_tensorcache.codec.hashing import are_few_texts, check_keys, hash_cost
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
 from wds_tensorcache.codec.listed import FACTORIES, LISTED, numpy_dtype_arguments, torch_dtype_name
 from wds_tensorcache.codec.names import Counter, component, join, unique
-from wds_tensorcache.codec.nesting import MAX_DEPTH, Collisions, key_cost
+from wds_tensorcache.codec.nesting import MAX_DEPTH
 from wds_tensorcache.codec.reference import reference_text
-from wds_tensorcache.codec.refusals import remedy
+from wds_tensorcache.codec.refusals import at, checked_arguments, remedy
 from wds_tensorcache.codec.storable import StorableTensor, describe_tensor
 from wds_tensorcache.errors import EncodeError, FormatError
 
-__all__ = ["SkeletonWriter"]
+__all__ = ["MANY_ITEMS", "SkeletonWriter"]
+
+MANY_ITEMS = 1000  # in one container
 
 _write_key = lru_cache(4096)(op.ATOM_WRITERS[str])  # the keys of dicts are the same in every sample
-MAX_KEY_NODES = 1000  # of one key; of all, see `body`
 
 
 class SkeletonWriter:
@@ -47,8 +51,8 @@ class SkeletonWriter:
         self._texts: dict[type, dict[Any, int]] = {str: {}, bytes: {}}  # by value
         self._globals: dict[tuple[str, str], int] = {}
         self._canonicals: dict[int, tuple[object, bytes | None]] = {}  # by id, as above
-        self._key_nodes = 0
-        self._collisions = Collisions()
+        self._hash_cost = 0
+        self.needs_allow = False  # whether a reader must allow classes
         self._num_deques = 0
 
     def body(self) -> bytes:
@@ -58,8 +62,8 @@ class SkeletonWriter:
             self._parts[slot] = op.MEMOIZE
             self._parts[index] = op.write_get(memo[slot])
         body = b"".join(self._parts) + op.STOP
-        if self._key_nodes > 1000 + 10 * len(body):
-            raise EncodeError(f"{self._key_nodes} parts in keys and set elements, most of them shared; use a list")
+        if self._hash_cost > 1000 + 10 * len(body):
+            raise EncodeError(f"{self._hash_cost} parts in keys and set elements, most of them shared; use a list")
         if self._num_deques > MAX_DEQUES:
             raise EncodeError(f"{self._num_deques} deques, and at most {MAX_DEQUES} are read back; store list(x)")
         return body
@@ -91,7 +95,7 @@ class SkeletonWriter:
         elif value is ...:
             self._global("builtins", "Ellipsis")
         elif isinstance(value, np.dtype):
-            self._save_call("numpy", "dtype", _checked_arguments(numpy_dtype_arguments, value, path), path)
+            self._save_call("numpy", "dtype", checked_arguments(numpy_dtype_arguments, value, path), path)
         else:
             raise EncodeError(f"{at(path)}: {remedy(value)}")
 
@@ -129,8 +133,9 @@ class SkeletonWriter:
         values = list(values)
         if values:
             self._parts.append(op.MARK)
-            for index, item in enumerate(values):
-                self._save_item(item, path, str(index), opaque, depth)
+            with collector_paused(len(values) > MANY_ITEMS):
+                for index, item in enumerate(values):
+                    self._save_item(item, path, str(index), opaque, depth)
             self._parts.append(op.APPENDS)
 
     def _save_dict(self, value: dict[Any, Any], path: str, opaque: Counter | None, depth: int) -> None:
@@ -142,25 +147,27 @@ class SkeletonWriter:
         pairs = list(pairs)
         if not pairs:
             return
+        self._check_keys([key for key, _ in pairs], path)
         self._parts.append(op.MARK)
-        for index, (key, item) in enumerate(pairs):
-            part = component(key, index)
-            if type(key) is str:
-                self._save_atom(key, str, _write_key if len(key) < 64 else op.ATOM_WRITERS[str])
-            else:
-                self._save_key(key, path if opaque else join(path, part), Counter(), depth)
-            self._save_item(item, path, part, opaque, depth)
+        with collector_paused(len(pairs) > MANY_ITEMS):
+            for index, (key, item) in enumerate(pairs):
+                part = component(key, index)
+                if type(key) is str:
+                    self._save_atom(key, str, _write_key if len(key) < 64 else op.ATOM_WRITERS[str])
+                else:
+                    self.save(key, path if opaque else join(path, part), Counter(), depth + 1)
+                self._save_item(item, path, part, opaque, depth)
         self._parts.append(op.SETITEMS)
 
-    def _save_key(self, key: Any, path: str, opaque: Counter, depth: int) -> None:
+    def _check_keys(self, keys: list[Any], path: str, *, is_set: bool = False) -> None:
+        """Refuse keys that a reader would refuse, and count what they cost it."""
+        if are_few_texts(keys, 0):
+            return
         try:
-            if type(key) is int:
-                self._collisions.check(key)
-            elif type(key) not in op.ATOM_WRITERS:
-                self._key_nodes += key_cost(key, MAX_KEY_NODES)
+            self._hash_cost += hash_cost(keys, sys.maxsize)
+            check_keys(keys, is_set)
         except FormatError as exc:
-            raise EncodeError(f"{at(path)}: {exc}; use another key") from exc
-        self.save(key, path, opaque, depth + 1)
+            raise EncodeError(f"{at(path)}: {exc}; use other keys, or a list") from exc
 
     def _save_tuple(self, value: tuple[Any, ...], path: str, opaque: Counter | None, depth: int) -> None:
         if len(value) not in op.TUPLES:
@@ -193,8 +200,10 @@ class SkeletonWriter:
     def _save_elements(self, values: Iterable[Any], path: str, depth: int) -> None:
         self._parts.append(op.MARK)
         inside = Counter()  # elements have no names: tensors in them are counted
-        for item in sorted(values, key=lambda item: self._canonical(item, path, depth + 1)):
-            self._save_key(item, path, inside, depth)
+        elements = sorted(values, key=lambda item: self._canonical(item, path, depth + 1))
+        self._check_keys(elements, path, is_set=True)
+        for item in elements:
+            self.save(item, path, inside, depth + 1)
 
     def _canonical(self, value: Any, path: str, depth: int) -> bytes:
         """Return bytes that depend on nothing but the value, to sort the elements of a set by."""
@@ -243,7 +252,7 @@ class SkeletonWriter:
 
     def _save_listed(self, value: Any, path: str, opaque: Counter | None, depth: int) -> None:
         listed = LISTED[type(value)]
-        self._save_call(listed.module, listed.name, _checked_arguments(listed.arguments, value, path), path, depth)
+        self._save_call(listed.module, listed.name, checked_arguments(listed.arguments, value, path), path, depth)
         self._remember(value)
 
     def _save_call(self, module: str, name: str, arguments: tuple[Any, ...], path: str, depth: int = 1) -> None:
@@ -282,6 +291,7 @@ class SkeletonWriter:
 
     def _save_object(self, value: Any, path: str, depth: int) -> None:
         """Write an instance of a class in allow= as its `__reduce_ex__` describes it."""
+        self.needs_allow = True
         cls = type(value)
         inside = Counter()
         if isinstance(value, Enum):  # what Enum reduces to depends on the Python version
@@ -322,18 +332,6 @@ class SkeletonWriter:
         if state is not None:
             self.save(state, path, inside, depth + 1)
             self._parts.append(op.BUILD)
-
-
-def at(path: str) -> str:
-    """Return how an error names the place it is about."""
-    return f"value at {path!r}" if path else "the sample"
-
-
-def _checked_arguments(arguments: Callable[[Any], tuple[Any, ...]], value: Any, path: str) -> tuple[Any, ...]:
-    try:
-        return arguments(value)
-    except (TypeError, ValueError) as exc:
-        raise EncodeError(f"{at(path)}: {type(value).__name__} cannot be stored: {exc}") from exc
 
 
 _CONTAINERS: dict[type, Callable[[SkeletonWriter, Any, str, Counter | None, int], None]] = {

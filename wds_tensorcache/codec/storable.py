@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import TrueDtype, numpy_true_dtype, torch_true_dtype
-from wds_tensorcache.codec.header import MAX_NDIM
+from wds_tensorcache.codec.header import MAX_NDIM, is_possible
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
 from wds_tensorcache.codec.views import NUMPY_NDIM, SHARED, check_array
@@ -51,6 +51,11 @@ def describe_tensor(value: Any) -> StorableTensor:
         raise ValueError(
             f"{ndim} dimensions as they are stored, of at most {MAX_NDIM}; store it flattened, and its shape"
         )
+    if not is_possible(found.stored_shape):
+        raise ValueError(
+            f"{list(found.stored_shape)} as it is stored: its dimensions, other than 0, multiply to 2^59 and more, which "
+            "readers refuse; store an empty tensor of fewer dimensions, and its shape"
+        )
     return found
 
 
@@ -84,6 +89,8 @@ def _end_of(tensor: torch.Tensor) -> int:
     """Return how many bytes of its storage a tensor reaches into."""
     if not tensor.numel():
         return 0
+    if tensor.is_contiguous():
+        return int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 

@@ -16,7 +16,8 @@ from struct import error as StructError
 from typing import Any, NoReturn
 
 from wds_tensorcache.codec.builder import ALLOW_ONLY, MAX_DEQUES, Builder, refuse_callables
-from wds_tensorcache.codec.nesting import ATOMS, MAX_DEPTH, Collisions, check_depth, key_cost, shown, walk
+from wds_tensorcache.codec.hashing import KeyTables, are_few_texts
+from wds_tensorcache.codec.nesting import MAX_DEPTH, check_depth, shown
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
 __all__ = ["unpickle"]
@@ -27,7 +28,6 @@ _UINT32 = Struct("<I").unpack_from
 _UINT64 = Struct("<Q").unpack_from
 # every opcode that can put one container into another; absent or rare ones cannot have nested 200 deep
 _NESTING = b")]}t\x85\x86\x87\x8f\x91R\x81\x92"
-_COPIED = frozenset({str, bytes, tuple})
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
@@ -75,9 +75,8 @@ def _run(
     stack: list[Any] = []
     outer: list[list[Any]] = []  # the stacks below each MARK
     memo: list[Any] = []
-    callables = 0  # Builders pushed and not yet called
-    key_budget = 1000 + 10 * size
-    collisions = Collisions()
+    callables = 0  # Builders pushed and not yet called, alone or as the one argument that a defaultdict takes
+    tables = KeyTables(size)
     argument_budget = 1_000_000 + 10 * size  # one text may be fetched from the memo for many calls, which copy it
     num_deques = 0
     push = stack.append
@@ -106,7 +105,7 @@ def _run(
                 push(reference(_text(body[pos + 2 : end])))
                 pos = end + 2
                 continue
-            if value.__class__ is Builder:
+            if value.__class__ is Builder or (value.__class__ is tuple and _is_factory(value)):
                 callables += 1
             push(value)
         elif op == 0x28:  # MARK
@@ -124,13 +123,13 @@ def _run(
                 raise UnsafeSkeletonError(
                     f"REDUCE at byte {pos - 1} calls {shown(builder)}, which is not a listed callable"
                 )
-            callables -= 1
+            callables -= 1 + _is_factory(args)  # no builder but a defaultdict's takes a callable
             if builder is REFERENCE:
                 if len(args) != 1 or args[0].__class__ is not str:
                     raise FormatError(f"a reference takes one string, got {', '.join(map(shown, args))}")
                 stack[-1] = reference(args[0])
             else:
-                argument_budget -= sum(len(arg) for arg in args if arg.__class__ in _COPIED)
+                argument_budget -= len(args) + sum(map(_nbytes, args))
                 num_deques += builder.is_deque
                 if argument_budget < 0 or num_deques > MAX_DEQUES:
                     raise FormatError(f"calls with too much to copy, or more than {MAX_DEQUES} deques")
@@ -158,13 +157,11 @@ def _run(
             target = stack[-1]
             if target.__class__ not in _DICTS and target.__class__ not in allow.values():
                 raise FormatError(f"SETITEMS at byte {pos - 1} on a {type(target).__name__}")
-            pairs = iter(items)
-            for key in pairs:
-                if key.__class__ is int:
-                    collisions.check(key)
-                elif key.__class__ is not str and key.__class__ not in ATOMS:
-                    key_budget -= key_cost(key, key_budget)
-                target[key] = next(pairs)
+            keys = items[::2]
+            if not are_few_texts(keys, len(target) if isinstance(target, dict) else 0):
+                tables.add(target, keys)
+            for key, value in zip(keys, items[1::2], strict=True):
+                target[key] = value
         elif op == 0x65 or op == 0x61:  # APPENDS, APPEND
             if op == 0x65:
                 items, stack = stack, outer.pop()
@@ -208,7 +205,7 @@ def _run(
         elif op == 0x6A:  # LONG_BINGET
             value = memo[_UINT32(body, pos)[0]]
             pos += 4
-            if value.__class__ is Builder:
+            if value.__class__ is Builder or (value.__class__ is tuple and _is_factory(value)):
                 callables += 1
             push(value)
         elif op == 0x8F:  # EMPTY_SET
@@ -216,14 +213,11 @@ def _run(
         elif op == 0x90 or op == 0x91:  # ADDITEMS, FROZENSET
             items, stack = stack, outer.pop()
             push = stack.append
-            for item in items:
-                if item.__class__ is int:
-                    collisions.check(item)
-                elif item.__class__ not in ATOMS:
-                    key_budget -= key_cost(item, key_budget)
             if op == 0x91:
+                tables.add(None, items)
                 push(frozenset(items))
             elif stack[-1].__class__ is set:
+                tables.add(stack[-1], items)
                 stack[-1].update(items)
             else:
                 raise FormatError(f"ADDITEMS at byte {pos - 1} on a {type(stack[-1]).__name__}")
@@ -254,14 +248,26 @@ def _run(
         )
     if len(stack) != 1 or outer:
         raise FormatError("the skeleton leaves more or less than one object")
-    # every call consumed one of the callables pushed; what is left over is a defaultdict's factory, or has leaked
-    if callables and any(value.__class__ is Builder for value, _ in walk(stack[0])):
-        raise UnsafeSkeletonError("the skeleton uses a callable as a value")
+    # every call has used up one of the callables that were fetched, and a defaultdict's its factory
+    if callables:
+        raise UnsafeSkeletonError("the skeleton uses a callable as a value, or never calls it")
     return stack[0]
+
+
+def _is_factory(args: tuple[Any, ...]) -> bool:
+    """Return whether these are the arguments of a defaultdict, its factory."""
+    return len(args) == 1 and args[0].__class__ is Builder
 
 
 def _text(raw: bytes) -> str:
     return str(raw, "utf-8", "surrogatepass")
+
+
+def _nbytes(argument: Any) -> int:
+    """Return how much a call with this argument has to copy, or to compute with."""
+    if argument.__class__ is int:
+        return argument.bit_length() >> 3
+    return len(argument) if argument.__class__ in (str, bytes, tuple) else 0
 
 
 def _integer(raw: bytes) -> int:

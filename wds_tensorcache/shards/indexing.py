@@ -47,7 +47,8 @@ class IndexBuilder:
     # by id(layout), which _layouts keeps alive, and references
     _numbers: dict[tuple[int, tuple[str, ...] | None], int] = field(default_factory=dict)
     _layouts: list[Layout] = field(default_factory=list)
-    _places: dict[tuple[int, int, tuple[int, ...]], int] = field(default_factory=dict)
+    # by form, where the tensors begin, and their shapes as bytes: hashes of numbers can be chosen by whoever wrote the shard
+    _places: dict[tuple[int, int, bytes], int] = field(default_factory=dict)
     _forms: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _table: tuple[list[tuple[Form, tuple[str, ...] | None]], array[int], array[int], array[int]] = field(
         default_factory=lambda: ([], array("Q"), array("Q"), array("Q"))
@@ -80,8 +81,8 @@ class IndexBuilder:
         form_number = self._forms.setdefault((layout.form.entries, references), len(forms))
         if form_number == len(forms):
             forms.append((layout.form, references))
-        shape = tuple(dim for tensor in layout.tensors.values() for dim in tensor.shape)
-        place = (form_number, layout.data_begin, shape)
+        shape = array("Q", (dim for tensor in layout.tensors.values() for dim in tensor.shape))
+        place = (form_number, layout.data_begin, shape.tobytes())
         if place not in self._places:
             self._places[place] = len(form)
             form.append(form_number)

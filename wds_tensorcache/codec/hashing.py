@@ -1,0 +1,320 @@
+"""What keys of dicts and elements of sets cost to hash, to place and to compare (FORMAT.md 2.6).
+
+Keys come from files, and Python's hashes of everything but text can be computed by whoever wrote them. Keys that share a
+hash, or the slots that a table looks at, make the building of a dict take the square of its length. So the work is counted on
+the hashes before anything is inserted, with the steps that CPython's own tables take.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.codec.nesting import MAX_DEPTH
+from wds_tensorcache.errors import FormatError
+
+__all__ = ["KeyTables", "are_few_texts", "check_keys", "hash_cost"]
+
+MAX_KEY_PARTS = 1000
+MAX_WORK = 128  # for each key of one container
+_NEVER_COUNTED = 8  # so few keys cannot do harm
+_ONLY_COMPARED = 512  # up to so many keys, slots that are taken cost less than reading the keys
+_MIN_SLOTS = 1024
+_BY_ARRAYS = 48  # keys at a time from which on numpy's calls pay off
+_PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None)})
+_TEXTS = frozenset({str})
+_ALL_BITS = 0xFFFFFFFFFFFFFFFF
+_RUN = 10  # a set looks at so many neighbouring slots before it goes elsewhere
+_NUMBERS = {Fraction: 16, Decimal: 8}  # what their hashes cost beside a plain number's
+
+
+def key_cost(key: Any, budget: int) -> int:
+    """Return what `hash(key)` costs: the parts that it visits, shared ones each time, and 64 bits of a number each.
+
+    Raises:
+        FormatError: More than `budget`, or nested so deep that hashing would overflow C's stack.
+    """
+    cost = 0
+    todo = [(key, 1)]
+    while todo:
+        value, depth = todo.pop()
+        cost += 1
+        if isinstance(value, (tuple, frozenset)):
+            todo.extend((child, depth + 1) for child in value)
+        elif isinstance(value, int):
+            cost += value.bit_length() >> 6
+        elif isinstance(value, (range, slice)):
+            todo.extend((part, depth + 1) for part in (value.start, value.stop, value.step))
+        elif value.__class__ in _NUMBERS:
+            cost += _NUMBERS[value.__class__] + (sys.getsizeof(value) >> 6)
+        if cost > budget or depth > MAX_DEPTH:
+            raise FormatError("a dict key or set element is too deep, too long, or shares its parts too often")
+    return cost
+
+
+class _Table:
+    """CPython's table of one dict or set, without its keys: their hashes, and which of them is in which slot."""
+
+    def __init__(self, container: Any, is_set: bool) -> None:
+        self.container = container  # so that its id stays its own
+        self.is_set = is_set
+        self.work = 0
+        self._hashes = array("q")
+        self._slots = array("i")  # the key in each slot, -1 if it is free
+        self._mask = self._limit = 0
+        self._known: set[bytes] | None = None  # the hashes as bytes, whose own hashes cannot be chosen
+        self._repeated: dict[bytes, int] = {}  # by hash: how many keys are not the first that has it
+
+    def add(self, keys: Sequence[Any], hashes: Sequence[int]) -> None:
+        """Add keys, and what they cost to `work`.
+
+        Raises:
+            FormatError: It is more than `MAX_WORK` for each key.
+        """
+        first = begin = len(self._hashes)
+        self._hashes.extend(hashes)
+        for number in self._repeats(begin):
+            name = _as_bytes(self._hashes[number])
+            count = self._repeated[name] = self._repeated.get(name, 0) + 1
+            self._charge(count * comparison_cost(keys[number - begin]))
+        while first < len(self._hashes):
+            if first >= self._limit:
+                self._grow(first)
+                self._place(0, first)
+            last = min(self._limit, len(self._hashes))
+            self._place(first, last)
+            first = last
+
+    def _repeats(self, begin: int) -> Iterable[int]:
+        """Return the keys from `begin` on that are not the first with their hash."""
+        if not begin:
+            hashes = np.frombuffer(self._hashes, np.int64)
+            home = hashes & ((1 << len(hashes).bit_length()) - 1)
+            shared = np.flatnonzero(np.bincount(home)[home] > 1)  # far fewer to sort
+            shared = shared[np.argsort(hashes[shared], kind="stable")]
+            repeated: list[int] = shared[1:][hashes[shared][1:] == hashes[shared][:-1]].tolist()
+            return repeated
+        if self._known is None:
+            self._known = set(map(_as_bytes, self._hashes[:begin]))
+        repeats = []
+        for number in range(begin, len(self._hashes)):
+            name = _as_bytes(self._hashes[number])
+            if name in self._known:
+                repeats.append(number)
+            self._known.add(name)
+        return repeats
+
+    def _grow(self, used: int) -> None:
+        size = _MIN_SLOTS
+        if self.is_set:
+            while size <= used * (2 if used > 50_000 else 4):
+                size *= 2
+            self._limit = -(-3 * (size - 1) // 5)
+        else:
+            while size < 3 * used:
+                size *= 2
+            self._limit = 2 * size // 3
+        self._mask = size - 1
+        self._slots = array("i", b"\xff" * (4 * size))
+
+    def _charge(self, work: int) -> None:
+        self.work += work
+        if self.work > MAX_WORK * len(self._hashes):
+            what = "elements of a set" if self.is_set else "keys of a dict"
+            raise FormatError(f"{len(self._hashes)} {what} share too many hashes, or slots of their table")
+
+    def _place(self, first: int, last: int) -> None:
+        """Put the keys `[first, last)` into slots, behind those that are there."""
+        if last - first >= _BY_ARRAYS:
+            self._place_many(first, last)
+            return
+        self._charge(last - first)
+        for number in range(first, last):
+            perturb = self._hashes[number] & _ALL_BITS
+            self._walk(number, perturb & self._mask, perturb)
+
+    def _walk(self, number: int, home: int, perturb: int, first: int = 0, placed: Any = None) -> None:
+        """Put one key into a slot; a later one that was there, whose place in its own walk `placed` has, goes on."""
+        slots, mask = self._slots, self._mask
+        while True:
+            run = _RUN if self.is_set and home + _RUN <= mask + 1 else 1
+            for slot in range(home, home + run):
+                owner = slots[slot]
+                if owner < 0 or owner > number:
+                    break
+            else:
+                self._charge(1)
+                perturb >>= 5
+                home = (5 * home + perturb + 1) & mask
+                continue
+            slots[slot] = number
+            if placed is not None:
+                placed[0][number - first], placed[1][number - first] = home, perturb
+            if owner < 0:
+                return
+            number, home, perturb = owner, placed[0].item(owner - first), placed[1].item(owner - first)
+
+    def _place_many(self, first: int, last: int) -> None:
+        """Place as `_place` does, all keys at a time: a slot goes to the earliest that has come to it, others move on.
+
+        In the end each key has come to the slots that it would have come to one key after another.
+        """
+        mask = np.int64(self._mask)
+        slots = np.frombuffer(self._slots, np.int32)
+        moving = np.arange(first, last, dtype=np.int32)  # ascending
+        perturb = np.frombuffer(self._hashes, np.int64)[first:last].astype(np.uint64)
+        home = perturb.astype(np.int64) & mask
+        # of the keys that have a slot, as earlier ones may drive them out
+        homes, perturbs = placed = home.copy(), perturb.copy()
+        self._charge(len(moving))
+        while len(moving) >= _BY_ARRAYS:
+            place, is_open = (self._find_open if self.is_set else _look_at)(slots, home, moving)
+            new, at = moving[is_open], place[is_open]
+            before = slots[at]
+            slots[at[::-1]] = new[::-1]  # the last that is written stays: the earliest
+            won = slots[at] == new
+            number = new[won] - first
+            homes[number], perturbs[number] = home[is_open][won], perturb[is_open][won]
+            goes_on = ~is_open
+            if self.is_set:  # who lost may find another slot of the run
+                lost = np.flatnonzero(is_open)[~won]
+                stays = np.zeros(len(moving), bool)
+                stays[lost] = ~_has_many_before(home[lost]) if len(lost) > len(moving) // 2 else True
+                goes_on[lost] = ~stays[lost]
+                keep = goes_on | stays
+            else:
+                goes_on[is_open] = ~won
+                keep = goes_on
+            moving, home, perturb, goes_on = moving[keep], home[keep], perturb[keep], goes_on[keep]
+            self._charge(int(np.count_nonzero(goes_on)))
+            perturb = np.where(goes_on, perturb >> np.uint64(5), perturb)
+            home = np.where(goes_on, (5 * home + (perturb & np.uint64(mask)).astype(np.int64) + 1) & mask, home)
+            driven = before[won & (before >= 0)]
+            if len(driven):
+                moving = np.concatenate((moving, driven))
+                order = np.argsort(moving)
+                moving = moving[order]
+                home = np.concatenate((home, homes[driven - first]))[order]
+                perturb = np.concatenate((perturb, perturbs[driven - first]))[order]
+        for walker in zip(moving.tolist(), home.tolist(), perturb.tolist(), strict=True):
+            self._walk(*walker, first, placed)
+
+    def _find_open(self, slots: Any, home: Any, moving: Any) -> tuple[Any, Any]:
+        """Return the first slot of each key's run that is free or a later key's, and whether there is one."""
+        place, is_open = _look_at(slots, home, moving)
+        taken = np.flatnonzero(~is_open & (home + _RUN <= self._mask + 1))
+        if len(taken):
+            runs = home[taken, None] + np.arange(_RUN)
+            owners = slots[runs]
+            fits = (owners < 0) | (owners > moving[taken, None])
+            place[taken] += fits.argmax(1)
+            is_open[taken] = fits.any(1)
+        return place, is_open
+
+
+def _look_at(slots: Any, home: Any, moving: Any) -> tuple[Any, Any]:
+    owners = slots[home]
+    return home.copy(), (owners < 0) | (owners > moving)
+
+
+def _has_many_before(homes: Any) -> Any:
+    """Return which of these have so many of the same before them that those fill the run."""
+    order = np.argsort(homes, kind="stable")
+    ordered = homes[order]
+    begins = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+    rank = np.arange(len(homes)) - np.repeat(begins, np.diff(np.append(begins, len(homes))))
+    result = np.empty(len(homes), bool)
+    result[order] = rank >= _RUN
+    return result
+
+
+def _as_bytes(value: int) -> bytes:
+    return value.to_bytes(8, "little", signed=True)
+
+
+def comparison_cost(key: Any) -> int:
+    """Return what comparing a key with one of the same hash costs, in slots; 64 bytes are one."""
+    if key.__class__ in _PLAIN:
+        return 1 + (sys.getsizeof(key) >> 6)
+    cost: int = 16
+    todo = [key]
+    while todo:
+        value = todo.pop()
+        cost += 1 + (sys.getsizeof(value) >> 6)
+        if isinstance(value, (tuple, frozenset)):
+            todo.extend(value)
+        elif value.__class__ not in _PLAIN:
+            cost += 100  # compared in Python, as Fraction and UUID are, or converted first, as numpy's dates are
+    return cost
+
+
+def hash_cost(keys: Sequence[Any], budget: int) -> int:
+    """Return what hashing these keys costs, as `key_cost` counts it; text and bytes know their hash, floats are short.
+
+    Raises:
+        FormatError: One of them has too many parts, or all together cost more than `budget`.
+    """
+    classes = set(map(type, keys))
+    if classes <= _PLAIN:
+        ints = keys if len(classes) == 1 else [key for key in keys if isinstance(key, int)]
+        return sum(map(int.bit_length, ints)) >> 6 if int in classes else 0
+    cost = 0
+    for key in keys:
+        if key.__class__ not in _PLAIN:
+            cost += key_cost(key, min(MAX_KEY_PARTS, budget - cost))
+        elif key.__class__ is int:
+            cost += key.bit_length() >> 6
+    return cost
+
+
+def are_few_texts(keys: Sequence[Any], num_others: int) -> bool:
+    """Return whether these keys need no counting, beside `num_others`: as nearly all dicts' keys do not."""
+    return len(keys) + num_others <= _ONLY_COMPARED and _TEXTS.issuperset(map(type, keys))
+
+
+def check_keys(keys: Sequence[Any], is_set: bool) -> None:
+    """Raise FormatError unless an empty dict or set takes these keys, one after the other, in time."""
+    if len(keys) > _NEVER_COUNTED:
+        _check_new(keys, list(map(hash, keys)), is_set)
+
+
+def _check_new(keys: Sequence[Any], hashes: list[int], is_set: bool, container: Any = None) -> _Table | None:
+    if len(keys) <= _ONLY_COMPARED and len(set(hashes)) == len(hashes):
+        return None
+    table = _Table(container, is_set)
+    table.add(keys, hashes)
+    return table
+
+
+class KeyTables:
+    """Counts what the keys of one skeleton cost, before they are inserted."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._budget = 1000 + 10 * nbytes
+        self._tables: dict[int, _Table] = {}  # by the id of the container, which they keep alive
+
+    def add(self, container: Any, keys: Sequence[Any]) -> None:
+        """Raise FormatError unless `container` takes these keys too in time: a dict, a set, or None for a new frozenset."""
+        self._budget -= hash_cost(keys, self._budget)
+        if self._budget < 0:
+            raise FormatError("dict keys or set elements that take too long to hash")
+        if not isinstance(container, (dict, set, type(None))):
+            return  # of a class in allow=, which is trusted
+        if len(container or ()) + len(keys) <= _NEVER_COUNTED:
+            return
+        hashes = list(map(hash, keys))
+        is_set = not isinstance(container, dict)
+        table = self._tables.get(id(container))
+        if table is None and container:
+            table = self._tables[id(container)] = _Table(container, is_set)
+            table.add(known := list(container), list(map(hash, known)))
+        if table is not None:
+            table.add(keys, hashes)
+        elif (table := _check_new(keys, hashes, is_set, container)) is not None and container is not None:
+            self._tables[id(container)] = table
