@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.shards.threads import interrupt_again
+
 __all__ = ["Pool"]
 
 _PRIVATE = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
@@ -76,13 +78,16 @@ class Pool:
 
     def _take_back(self, lease: Any) -> None:
         # called by whoever drops the last reference, perhaps inside the garbage collector: dict and deque only
-        self._leases.pop(id(lease), None)
-        size: int = lease.size
-        self._about_idle += size
-        if self._about_idle > self.max_idle_nbytes and not self._make_room(size):
-            return
-        if not self._closed:
-            self._idle.setdefault(size, deque()).append(lease.arena)
+        try:
+            self._leases.pop(id(lease), None)
+            size: int = lease.size
+            self._about_idle += size
+            if self._about_idle > self.max_idle_nbytes and not self._make_room(size):
+                return
+            if not self._closed:
+                self._idle.setdefault(size, deque()).append(lease.arena)
+        except KeyboardInterrupt:
+            interrupt_again()
 
     def _make_room(self, nbytes: int) -> bool:
         """Give back arenas of other sizes until `nbytes` more may be idle; return whether they may."""

@@ -6,12 +6,12 @@ import errno
 import os
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from wds_tensorcache.shards.arena import Pool
 from wds_tensorcache.shards.locks import lock
 from wds_tensorcache.shards.manifest import fsync_folder
+from wds_tensorcache.shards.threads import Job, ThreadPool
 
 __all__ = ["Output"]
 
@@ -37,8 +37,8 @@ class Output:
         self._temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
         self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115 closed by finish and drop
         lock(self._file)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorcache-output")
-        self._writing: deque[Future[None]] = deque()
+        self._thread = ThreadPool(1, "tensorcache-output")
+        self._writing: deque[Job[None]] = deque()
         self._stage: Any = None
         self._filled = 0
         self._failure: BaseException | None = None
@@ -143,6 +143,6 @@ class Output:
             os.remove(self._temporary)
 
     def _close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.close(cancel=True)
         self._file.close()
         self._stage = None
