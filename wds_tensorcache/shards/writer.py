@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import os
 import sys
 import warnings
@@ -20,9 +20,11 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes, member_suffix
 from wds_tensorcache.shards.open_shard import OpenShard
 from wds_tensorcache.shards.pattern import ShardPattern
+from wds_tensorcache.shards.plain import encode_plain
 from wds_tensorcache.shards.reader import load_index
 from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.switch import Switch
+from wds_tensorcache.shards.writer_lock import WriterLock
 
 __all__ = ["ShardWriter"]
 
@@ -62,11 +64,12 @@ class ShardWriter:
             (`webdataset.writer.make_encoder(True)`). By default bytes, text, `json` and `cls` are taken.
 
     Raises:
-        FileExistsError: A shard of that name is there.
+        FileExistsError: A shard of that name is there, or another writer writes shards of such names.
         StaleCacheError: `resume=True` finds shards that were made otherwise.
         ValueError: The pattern has more than one number.
 
-    Threads/fork/pickle: one thread; several writers, of other patterns, may share a folder.
+    Threads/fork/pickle: one thread. Several writers may share a folder if their patterns have no names in common; a second
+        one of the same is refused at once, as long as the first is not closed and its process lives.
     """
 
     def __init__(
@@ -94,11 +97,20 @@ class ShardWriter:
         self._max_samples, self._max_nbytes = max_samples, max_nbytes
         self._footer, self._idx, self._fsync = footer, idx, fsync
         self._fingerprint = None if fingerprint is None else as_fingerprint(fingerprint)
-        self._allow, self._align, self._encoder = tuple(allow), align, encoder or _encode_plain
+        self._allow, self._align, self._encoder = tuple(allow), align, encoder or encode_plain
         folder = self._pattern.folder or "."
         os.makedirs(folder, exist_ok=True)
-        self._catalog = Catalog(folder, fsync) if manifest else None
-        self._switch = Switch(self._pattern, self._catalog, footer=footer, idx=idx, fsync=fsync)
+        self._lock = WriterLock(self._pattern)
+        try:
+            self._begin(folder, manifest, overwrite, resume)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _begin(self, folder: str, manifest: bool, overwrite: bool, resume: bool) -> None:
+        """Look at what is in the folder."""
+        self._catalog = Catalog(folder, self._fsync) if manifest else None
+        self._switch = Switch(self._pattern, self._catalog, footer=self._footer, idx=self._idx, fsync=self._fsync)
         existing = self._pattern.existing()
         if existing and not overwrite and not resume:
             first = next(iter(existing.values()))
@@ -114,6 +126,7 @@ class ShardWriter:
         if resume and existing:
             self._number = max(existing) + 1
         elif existing:
+            self._pattern.check_removable(paths)
             if self._catalog is not None:
                 self._catalog.remove(*map(os.path.basename, paths))  # before the shards themselves go
             self._pattern.remove(paths)
@@ -135,7 +148,7 @@ class ShardWriter:
         ]
         if lost:
             what = f"{self._pattern.locate(lost[0])} is not there any more"
-            warnings.warn(f"{what}, nor are {len(lost) - 1} others" if lost[1:] else what, stacklevel=3)
+            warnings.warn(f"{what}, nor are {len(lost) - 1} others" if lost[1:] else what, stacklevel=4)
             self._catalog.remove(*lost)
         unlisted = {path: index for path, index in indexes.items() if not listing.lists(path, index)}
         held = [path for path in unlisted if os.path.basename(path) in listing.held]
@@ -279,13 +292,18 @@ class ShardWriter:
         return plain
 
     def _finish(self) -> None:
-        shard, self._shard = self._shard, None
-        if shard is None:
+        if self._shard is None:
             return
+        shard = self._shard
         is_held = self._catalog is not None and self._switch.is_due
-        if is_held:
-            self._switch.announce(shard.path, self._fingerprint)
-        index = shard.finish(self._footer, self._fsync, self._fingerprint)
+        try:
+            if is_held:
+                self._switch.announce(shard.path, self._fingerprint)
+            index = shard.finish(self._footer, self._fsync, self._fingerprint)
+        except BaseException:
+            self._drop()
+            raise
+        self._shard = None
         self.num_finished += len(index.keys)
         if self._idx:
             write_dali_index(dali_index_path(shard.path), index, self._fsync)
@@ -294,11 +312,18 @@ class ShardWriter:
         elif self._catalog is not None:
             self._catalog.add(shard.path, index)
 
+    def _drop(self) -> None:
+        """Delete the shard that is being written."""
+        if self._shard is not None:
+            self._shard.drop()
+            self._shard = None
+
     def close(self) -> None:
-        """Finish the shard that is being written, and write no more."""
+        """Finish the shard that is being written, write no more, and let others write."""
         self._closed = True
-        self._finish()
-        self._switch.run(self._fingerprint)
+        with contextlib.closing(self._lock):
+            self._finish()
+            self._switch.run(self._fingerprint)
 
     def __del__(self) -> None:
         shard = getattr(self, "_shard", None)
@@ -314,36 +339,11 @@ class ShardWriter:
         self._closed = True
         if kind is None:
             self.close()
-        elif self._shard is not None:
-            self._shard.drop()
-            self._shard = None
+        else:
+            with contextlib.closing(self._lock):
+                self._drop()
 
 
 def _older(places: list[tuple[str, int]]) -> list[str]:
     """Return the shards of `places` but the newest one, which may have a key twice if another writer made it."""
     return [path for path, _ in places if path != places[-1][0]]
-
-
-def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
-    result = {}
-    for extension, value in members.items():
-        kind = extension.rpartition(".")[2].lower()
-        if isinstance(value, (bytes, bytearray, memoryview)):
-            result[extension] = bytes(value)
-        elif isinstance(value, str) and kind != "json":
-            try:
-                result[extension] = value.encode()
-            except UnicodeEncodeError as exc:
-                raise EncodeError(f"member {extension!r} is text that UTF-8 cannot hold: {exc}") from exc
-        elif kind == "cls" and isinstance(value, int):
-            result[extension] = b"%d" % value
-        elif kind != "json":
-            raise EncodeError(
-                f"member {extension!r} is a {type(value).__name__}; pass bytes, or encoder=webdataset.writer.make_encoder(True)"
-            )
-        else:
-            try:
-                result[extension] = json.dumps(value).encode()
-            except (TypeError, ValueError, RecursionError) as exc:
-                raise EncodeError(f"member {extension!r} is not what JSON can hold: {exc}") from exc
-    return result
