@@ -65,11 +65,13 @@ class Iteration(Iterator[Any]):
             info, after = self._loader._info(step), self._loader._settled(step.after)
             self._is_in_next = False
         except Cancelled:
+            self._end(-1)
             raise StopIteration from None
         except BaseException as exc:
             self._end(-1 if isinstance(exc, Exception) else _INTERRUPTED_WAITS_S)
             raise
         if self._is_closed:
+            self._end(-1)  # one of its threads may have closed it, which cannot wait for itself
             raise StopIteration
         # No calls from here on: an interrupt comes when the caller has the batch.
         self._loader._position = after

@@ -112,6 +112,7 @@ class _Crew:
         self.net: Any = None  # what ends the threads when the pool is dropped
         self._ends = [Job(self._work) for _ in range(count)]
         self._threads: list[threading.Thread] = []
+        self._idents: set[int] = set()
         self._name = name
         self._starting = Job(self._start)
         self._pid = os.getpid()
@@ -140,6 +141,7 @@ class _Crew:
             self._threads.append(thread)
 
     def _work(self) -> None:
+        self._idents.add(_thread.get_ident())
         while True:
             job = self.jobs.get()
             if not isinstance(job, Job):
@@ -164,7 +166,7 @@ class _Crew:
         self.jobs.put(None)
         _OPEN.discard(self)
         is_mine = self.is_begun and self._pid == os.getpid()
-        if not is_mine or any(thread.ident == _thread.get_ident() for thread in self._threads):
+        if not is_mine or _thread.get_ident() in self._idents:
             return
         if self._starting.wait(timeout_s):
             for end, thread in zip(self._ends, self._threads, strict=False):
