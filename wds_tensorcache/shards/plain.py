@@ -1,13 +1,16 @@
-"""What the writer makes of a sample's other members, unless it is given an encoder."""
+"""The bytes of a sample's other members, by the writer's own encoder or one that it is given."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
-from wds_tensorcache.errors import EncodeError
+from wds_tensorcache.codec.header import is_bound
+from wds_tensorcache.errors import EncodeError, KeyRuleError, TensorCacheError
+from wds_tensorcache.shards.names import TENSORS
 
-__all__ = ["encode_plain"]
+__all__ = ["encode_others", "encode_plain"]
 
 
 def encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
@@ -38,3 +41,28 @@ def encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
             except (TypeError, ValueError, RecursionError) as exc:
                 raise EncodeError(f"member {extension!r} is not what JSON can hold: {exc}") from exc
     return result
+
+
+def encode_others(
+    key: str, others: dict[str, Any], encoder: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, bytes]:
+    """Return what an encoder makes of a sample's other members, if that is right.
+
+    Raises:
+        EncodeError: It is not all bytes.
+        KeyRuleError: It has other names, or one half of a cache.
+    """
+    try:
+        plain = encoder(others)
+    except TensorCacheError as exc:
+        raise exc.at(f"sample {key!r}") from exc
+    for extension, raw in plain.items():
+        if extension not in others:
+            raise KeyRuleError(f"sample {key!r}: the encoder made {extension!r}, which is not among its members")
+        if not isinstance(raw, (bytes, bytearray)):
+            raise EncodeError(
+                f"sample {key!r}: the encoder made a {type(raw).__name__} of {extension!r}, expected bytes"
+            )
+        if extension.lower().endswith(TENSORS) and is_bound(bytes(raw[:64])):
+            raise KeyRuleError(f"sample {key!r}: {extension!r} is one half of a cache; pass what it was made of")
+    return plain

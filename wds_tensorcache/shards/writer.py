@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import encode_views
-from wds_tensorcache.errors import EncodeError, FormatError, KeyRuleError, StaleCacheError, TensorCacheError
+from wds_tensorcache.errors import FormatError, KeyRuleError, StaleCacheError, TensorCacheError
 from wds_tensorcache.shards.catalog import Catalog, Listing, dali_index_path, write_dali_index
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint
 from wds_tensorcache.shards.finished import FinishedShards
@@ -20,7 +19,7 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes, member_suffix
 from wds_tensorcache.shards.open_shard import OpenShard
 from wds_tensorcache.shards.pattern import ShardPattern
-from wds_tensorcache.shards.plain import encode_plain
+from wds_tensorcache.shards.plain import encode_others, encode_plain
 from wds_tensorcache.shards.reader import load_index
 from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.switch import Switch
@@ -131,8 +130,8 @@ class ShardWriter:
                 self._catalog.remove(*map(os.path.basename, paths))  # before the shards themselves go
             self._pattern.remove(paths)
         self._shard: OpenShard | None = None
+        self._net: Any = None
         self._closed = False
-        self._pid = os.getpid()
 
     def _take_over(self, paths: list[str]) -> FinishedShards:
         """Make up for what a writer that was killed had not written beside its shards."""
@@ -255,7 +254,7 @@ class ShardWriter:
                 encoded.append((name, encode_views(value, allow=self._allow, align=self._align)))
             except TensorCacheError as exc:
                 raise exc.at(f"sample {key!r}" + (f", cache {name!r}" if name else "")) from exc
-        plain = self._encode_others(key, others) if others else {}
+        plain = encode_others(key, others, self._encoder) if others else {}
         if (
             self._shard is not None
             and self._shard.is_full(self._max_samples, self._max_nbytes)
@@ -269,27 +268,12 @@ class ShardWriter:
                     raise FileExistsError(f"{path} is finished; only a pattern with a number goes on")
                 raise FileExistsError(f"{path} exists; it was not there when this writer began")
             self._shard = OpenShard(path)
+            self._net = weakref.finalize(self, _drop_forgotten, str(self._pattern), self._shard, os.getpid())
             self._number += 1
         self._shard.write(key, encoded, plain)
         if key in self._replaced:
             self._replaced.discard(key)
             self._switch.leave(key, [path for path, _ in self.finished.find(key)])
-
-    def _encode_others(self, key: str, others: dict[str, Any]) -> dict[str, bytes]:
-        try:
-            plain = self._encoder(others)
-        except TensorCacheError as exc:
-            raise exc.at(f"sample {key!r}") from exc
-        for extension, raw in plain.items():
-            if extension not in others:
-                raise KeyRuleError(f"sample {key!r}: the encoder made {extension!r}, which is not among its members")
-            if not isinstance(raw, (bytes, bytearray)):
-                raise EncodeError(
-                    f"sample {key!r}: the encoder made a {type(raw).__name__} of {extension!r}, expected bytes"
-                )
-            if extension.lower().endswith(TENSORS) and is_bound(bytes(raw[:64])):
-                raise KeyRuleError(f"sample {key!r}: {extension!r} is one half of a cache; pass what it was made of")
-        return plain
 
     def _finish(self) -> None:
         if self._shard is None:
@@ -303,7 +287,7 @@ class ShardWriter:
         except BaseException:
             self._drop()
             raise
-        self._shard = None
+        self._forget()
         self.num_finished += len(index.keys)
         if self._idx:
             write_dali_index(dali_index_path(shard.path), index, self._fsync)
@@ -316,7 +300,12 @@ class ShardWriter:
         """Delete the shard that is being written."""
         if self._shard is not None:
             self._shard.drop()
-            self._shard = None
+            self._forget()
+
+    def _forget(self) -> None:
+        self._shard = None
+        if self._net is not None:
+            self._net.detach()
 
     def close(self) -> None:
         """Finish the shard that is being written, write no more, and let others write."""
@@ -324,13 +313,6 @@ class ShardWriter:
         with contextlib.closing(self._lock):
             self._finish()
             self._switch.run(self._fingerprint)
-
-    def __del__(self) -> None:
-        shard = getattr(self, "_shard", None)
-        if shard is not None and self._pid == os.getpid() and not sys.is_finalizing():  # in a forked child it is a copy
-            what = f"{self._pattern}: the writer was not closed; what it had not finished is lost"
-            warnings.warn(what, ResourceWarning, stacklevel=2, source=self)
-            shard.drop()
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -342,6 +324,13 @@ class ShardWriter:
         else:
             with contextlib.closing(self._lock):
                 self._drop()
+
+
+def _drop_forgotten(pattern: str, shard: OpenShard, pid: int) -> None:
+    if pid == os.getpid():  # in a forked child it is a copy
+        what = f"{pattern}: the writer was not closed; what it had not finished is lost"
+        warnings.warn(what, ResourceWarning, stacklevel=2)
+        shard.drop()
 
 
 def _older(places: list[tuple[str, int]]) -> list[str]:
