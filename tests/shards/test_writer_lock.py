@@ -228,6 +228,37 @@ def test_another_folder(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("name", [".000.idx.0123abcd.tmp", ".000.tar.77.tmp", ".manifest.json.0123abcd.tmp"])
+def test_what_a_living_process_writes_stays(tmp_path: Path, name: str) -> None:
+    """`tc.index` writes beside shards without being their writer."""
+    with locks.Held(str(tmp_path / name), os.O_WRONLY | os.O_CREAT) as file:
+        assert file.lock()
+        write_one(tmp_path / "%03d.tar", "a")
+        assert (tmp_path / name).exists()
+    write_one(tmp_path / "%03d.tar", "b")
+    assert not (tmp_path / name).exists()
+
+
+def test_indexes_are_written_while_writers_begin(tmp_path: Path) -> None:
+    write_one(tmp_path / "%03d.tar", "a")
+    running = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, wds_tensorcache as tc\nprint('begins', flush=True)\nfor _ in range(300): tc.index(sys.argv[1])",
+            str(tmp_path / "000.tar"),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout is not None
+    running.stdout.readline()
+    while running.poll() is None:
+        tc.ShardWriter(tmp_path / "%03d.tar", resume=True, fsync=False).close()
+    running.stdout.close()
+    assert running.returncode == 0
+
+
 # --- builds ---
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
 
-__all__ = ["Held", "open_regular", "remove_stray"]
+__all__ = ["Held", "create_temporary", "open_regular", "remove_stray"]
 
 try:
     import fcntl
@@ -23,11 +24,12 @@ class Held:
     Threads/fork: any thread. A forked child has it closed, so that it does not keep the lock of a parent that was killed.
 
     Attributes:
+        path: Where it was opened.
         fd: The descriptor; -1 when it is closed.
     """
 
     def __init__(self, path: str, flags: int) -> None:
-        self.fd = -1
+        self.path, self.fd = path, -1
         self._pid = os.getpid()
         self._is_locked = False
         _OPEN.add(self)
@@ -66,9 +68,8 @@ class Held:
         try:
             if self._is_locked and fcntl is not None and self._pid == os.getpid():
                 # Hazard: a child that was forked meanwhile may not have closed its copy yet, and would keep the lock.
-                fcntl.flock(fd, fcntl.LOCK_UN)
-        except OSError:
-            pass  # a file system without locks
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(fd, fcntl.LOCK_UN)
         finally:
             os.close(fd)
 
@@ -92,6 +93,17 @@ def open_regular(path: str) -> Held | None:
         return file
     file.close()
     return None
+
+
+def create_temporary(path: str) -> Held:
+    """Create a file of a hidden name beside `path`, `.NAME.TOKEN.tmp`, to be written and renamed; it is locked."""
+    folder, name = os.path.split(path)
+    while True:
+        file = Held(os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp"), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        # Hazard: before it is locked, `remove_stray` takes it for what a killed writer has left.
+        if file.lock() is not False and os.path.exists(file.path):
+            return file
+        file.close()
 
 
 def remove_stray(path: str) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from wds_tensorcache.shards.arena import Pool
-from wds_tensorcache.shards.locks import Held
+from wds_tensorcache.shards.locks import create_temporary
 from wds_tensorcache.shards.manifest import fsync_folder
 from wds_tensorcache.shards.threads import Job, ThreadPool
 
@@ -34,12 +33,10 @@ class Output:
     """
 
     def __init__(self, path: str) -> None:
-        folder, name = os.path.split(path)
         self.path = path
         self._pid = os.getpid()
-        self._temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
-        self._file = Held(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)  # closed by finish and drop
-        self._file.lock()
+        self._file = create_temporary(path)  # closed by finish and drop
+        self._temporary = self._file.path
         self._thread = ThreadPool(1, "tensorcache-output")
         self._writing: deque[Job[None]] = deque()
         self._stage: Any = None

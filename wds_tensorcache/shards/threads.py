@@ -192,7 +192,11 @@ class ThreadPool:
         """Let a thread make a call. After `close`, it is cancelled at once."""
         job = Job(call, *args)
         if not self._crew.is_begun:
-            self._crew.net = weakref.ref(self, partial(_end_dropped, self._crew))
+            # Hazard: an interrupt may keep the first of these from doing anything. The other has no Python, and comes before it.
+            self._crew.net = (
+                weakref.ref(self, partial(_end_dropped, self._crew)),
+                weakref.ref(self, self._crew.jobs.put),
+            )
             self._crew.begin()
         self._crew.jobs.put(job)
         if self._is_closed:
