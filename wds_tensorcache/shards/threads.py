@@ -108,7 +108,7 @@ class _Crew:
 
     def __init__(self, count: int, name: str) -> None:
         self.jobs: SimpleQueue[Any] = SimpleQueue()  # jobs; anything else ends a thread
-        self.is_begun = False
+        self.is_begun = self.is_dropped = False
         self.net: Any = None  # what ends the threads when the pool is dropped
         self._ends = [Job(self._work) for _ in range(count)]
         self._threads: list[threading.Thread] = []
@@ -192,11 +192,9 @@ class ThreadPool:
         """Let a thread make a call. After `close`, it is cancelled at once."""
         job = Job(call, *args)
         if not self._crew.is_begun:
-            # Hazard: an interrupt may keep the first of these from doing anything. The other has no Python, and comes before it.
-            self._crew.net = (
-                weakref.ref(self, partial(_end_dropped, self._crew)),
-                weakref.ref(self, self._crew.jobs.put),
-            )
+            # Called last to first. Hazard: an interrupt may keep one in Python from doing anything; put has no Python in it.
+            ends = (partial(_end_if_interrupted, self._crew), partial(_end_dropped, self._crew), self._crew.jobs.put)
+            self._crew.net = [weakref.ref(self, end) for end in ends]
             self._crew.begin()
         self._crew.jobs.put(job)
         if self._is_closed:
@@ -227,9 +225,17 @@ class ThreadPool:
 def _end_dropped(crew: _Crew, _: object) -> None:
     """End threads when the last reference to their pool has gone, which may be anywhere in the caller's code."""
     try:
+        crew.is_dropped = True
         crew.cancel()
         crew.end(_AT_MOST_S)
     except KeyboardInterrupt:
+        interrupt_again()
+
+
+def _end_if_interrupted(crew: _Crew, _: object) -> None:
+    """Do what `_end_dropped` has not, where an interrupt came when it was called."""
+    if not crew.is_dropped:
+        _end_dropped(crew, _)
         interrupt_again()
 
 
