@@ -229,6 +229,7 @@ def _end_dropped(crew: _Crew, _: object) -> None:
         crew.cancel()
         crew.end(_AT_MOST_S)
     except KeyboardInterrupt:
+        crew.end(_AT_MOST_S)
         interrupt_again()
 
 
