@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.interrupts import LOOPS
 
 COUNT = 40
 
@@ -107,6 +110,95 @@ def test_closing_while_another_thread_waits(cache: Any) -> None:
     assert not waiting.is_alive()
     assert not taken
     assert loader.state_dict()["position"]["used"] == 0
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_closing_from_another_thread_at_any_moment(cache: Any, threads: int) -> None:
+    """Whoever iterates is told by the end of the iteration and nothing else; what it was given is where the loader stands."""
+    chance, errors = random.Random(threads), list[BaseException]()
+    loader = tc.Loader(cache, 4, threads=threads)
+    for _ in range(100):
+        begun, wait_s, first = threading.Event(), chance.uniform(0, 0.001), chance.randrange(9)
+
+        def close(begun: threading.Event = begun, wait_s: float = wait_s) -> None:
+            begun.wait(60)
+            time.sleep(wait_s)
+            try:
+                loader.close()
+                loader.close()
+            except BaseException as exc:
+                errors.append(exc)
+
+        closing = threading.Thread(target=close)
+        closing.start()
+        last = None
+        for number, (_, info) in enumerate(loader):
+            last = info
+            if number == first:
+                begun.set()
+        begun.set()
+        closing.join(60)
+        assert not closing.is_alive()
+        assert last is not None
+        at = loader.state_dict()["position"]
+        assert at["step"] == last.step + 1
+    assert not errors
+    assert len(list(loader)) == 10
+
+
+def test_iterating_in_two_threads(cache: Any) -> None:
+    """Is refused, or they get different batches."""
+    iterator, found = iter(tc.Loader(cache, 1, shuffle=False)), list[Any]()
+
+    def work(iterator: Any = iterator) -> None:
+        while True:
+            try:
+                found.append(next(iterator)[1].step)
+            except RuntimeError as exc:
+                found.append(exc)
+            except StopIteration:
+                return
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert not any(each.is_alive() for each in threads)
+    steps = [step for step in found if isinstance(step, int)]
+    assert len(steps) == len(set(steps))
+
+
+def test_closing_more_often_than_needed(cache: Any) -> None:
+    """Closing twice, and after errors and ends, is nothing; so is closing what has not begun."""
+    loader = tc.Loader(cache, 4)
+    loader.close()
+    iterator = iter(loader)
+    loader.close()
+    assert list(iterator) == []
+    iterator = iter(loader)
+    next(iterator)
+    iterator.close()
+    iterator.close()
+    assert list(iterator) == []
+    assert loader.state_dict()["position"]["used"] == 4
+
+
+@pytest.mark.parametrize("name", sorted(LOOPS))
+def test_interrupts(tmp_path: Path, name: str) -> None:
+    """At random moments, really sent; `python -m tests.interrupts 1000` does it as often as one likes."""
+    if name == "dali":
+        pytest.importorskip("nvidia.dali", reason="DALI is missing: pip install nvidia-dali-cuda120")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.interrupts", "25", name],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'KeyboardInterrupt': 25" in done.stdout
+    assert "Error" not in done.stdout, done.stdout
+    assert "threads left" not in done.stdout
 
 
 def test_a_fork_in_an_iteration(cache: Any) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import wds_tensorcache as tc
 from tests.kills import COUNT, check, compare, sample, write_until_killed
@@ -101,15 +100,6 @@ def test_temporary_files(tmp_path: Path) -> None:
         write(tmp_path, count=3, **options)  # what killed writers of this pattern left goes at every start
         assert sorted(os.listdir(tmp_path)) == sorted(["000.idx", "000.tar", "manifest.json", *others])
         check(tmp_path)
-
-
-def test_what_a_living_writer_writes_stays(tmp_path: Path) -> None:
-    first = tc.ShardWriter(tmp_path / "%03d.tar", fsync=False)
-    first.write("a", {"x": torch.ones(3)})
-    second = tc.ShardWriter(tmp_path / "%03d.tar", fsync=False, resume=True)
-    first.close()
-    second.close()
-    assert len(tc.open(tmp_path)) == 1
 
 
 def test_one_shard(tmp_path: Path) -> None:

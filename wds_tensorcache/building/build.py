@@ -68,6 +68,7 @@ def build(
 
     Raises:
         StaleCacheError: The folder has shards of another fingerprint.
+        FileExistsError: Another call, in this process or another one, builds there; nothing is read or computed.
         KeyRuleError: A key is no key.
         ValueError: `fn` returned something else than as many samples; two items have one key; the source is empty; the folder
             has shards of other names.

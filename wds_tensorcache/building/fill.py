@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from wds_tensorcache.building.progress import Progress
 from wds_tensorcache.building.source import Item, Source
 from wds_tensorcache.building.unbatch import Batch
+from wds_tensorcache.shards.threads import Job, ThreadPool
 from wds_tensorcache.shards.writer import ShardWriter
 
 __all__ = ["fill"]
@@ -29,7 +29,7 @@ def fill(
     - Items that changed: batches of these alone, in the source's order. An item whose new sample is finished, beside the old
       one, is still one of them, and is not written again.
     """
-    with ThreadPoolExecutor(1, "tensorcache-build") as thread:
+    with ThreadPool(1, "tensorcache-build") as thread:
         writing = _Writing(sink, bar, thread)
         seen: set[str] = set()
         changed: list[Item] = []
@@ -78,10 +78,10 @@ def _is_right(sink: ShardWriter, place: tuple[str, int], item: Item) -> bool:
 class _Writing:
     """Batches on their way to the shards."""
 
-    def __init__(self, sink: ShardWriter, bar: Progress, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, sink: ShardWriter, bar: Progress, thread: ThreadPool) -> None:
         self.failed: list[BaseException] = []
         self._sink, self._bar, self._thread = sink, bar, thread
-        self._waiting: deque[Future[None]] = deque()
+        self._waiting: deque[Job[None]] = deque()
 
     def add(self, made: Any, items: list[Item], wanted: list[bool]) -> None:
         """Write the samples that are wanted of what `fn` made; wait while two batches are on their way."""

@@ -13,7 +13,7 @@ from typing import Any
 from wds_tensorcache.building.verify import check_all
 from wds_tensorcache.errors import FormatError, KeyRuleError
 from wds_tensorcache.shards.catalog import MANIFEST, Listing, dali_index_path, write_dali_index
-from wds_tensorcache.shards.locks import lock
+from wds_tensorcache.shards.locks import Held
 from wds_tensorcache.shards.manifest import fsync_folder
 from wds_tensorcache.shards.report import Report
 from wds_tensorcache.shards.rewrite import copy_pieces
@@ -164,8 +164,5 @@ def _locked(folder: str) -> Iterator[bool]:
     if os.name != "posix":
         yield False
         return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        yield lock(descriptor) is True
-    finally:
-        os.close(descriptor)
+    with Held(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK) as held:
+        yield held.lock() is True

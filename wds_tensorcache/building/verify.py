@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,6 +18,7 @@ from wds_tensorcache.shards.catalog import MANIFEST, dali_index_path
 from wds_tensorcache.shards.lookup import KeyTable
 from wds_tensorcache.shards.manifest import ShardEntry, locate_shards, read_manifest
 from wds_tensorcache.shards.report import Fault, Report
+from wds_tensorcache.shards.threads import ThreadPool
 from wds_tensorcache.shards.verify import Checked, check_shard
 
 __all__ = ["check_all", "verify"]
@@ -77,11 +77,12 @@ def check_all(
     walkers = min(threads, len(paths))
     with ExitStack() as stack:
 
-        def start(count: int) -> ThreadPoolExecutor | None:
-            return stack.enter_context(ThreadPoolExecutor(count, "tensorcache-verify")) if count else None
+        def start(count: int) -> ThreadPool | None:
+            return stack.enter_context(ThreadPool(count, "tensorcache-verify")) if count else None
 
         readers = Readers(start(threads - walkers), max(1, threads // walkers - 1))
         walking = start(walkers if threads > 1 else 0)
+        stack.callback(setattr, readers, "is_stopped", True)  # an interrupt need not wait for the rest of large shards
 
         def check(path: str) -> tuple[Checked, Mapping[str, Any] | None] | Fault:
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -26,6 +25,7 @@ from wds_tensorcache.loading.memory import Memory, filler_of, nbytes_of, to_devi
 from wds_tensorcache.loading.plan import Places, Plan
 from wds_tensorcache.loading.structure import Structure, structure_of
 from wds_tensorcache.shards.arena import Pool
+from wds_tensorcache.shards.threads import ThreadPool
 
 __all__ = ["Reading", "Request", "fill_batch", "read_batch", "read_tensors"]
 
@@ -55,7 +55,7 @@ class Request:
     pool: Pool
     io: str
     threads: int
-    executor: Executor | None
+    executor: ThreadPool | None
 
 
 def read_batch(

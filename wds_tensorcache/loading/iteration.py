@@ -1,56 +1,116 @@
-"""An iteration of a loader, which another one, `close`, or a fork ends."""
+"""An iteration of a loader, which its end, another one, `close`, an error or an interrupt ends."""
 
 from __future__ import annotations
 
-import atexit
-import inspect
 import os
-import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Iteration", "close_at_exit"]
+import torch
 
-_OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
+from wds_tensorcache.loading.course import Position, Step
+from wds_tensorcache.shards.threads import Cancelled, Job, ThreadPool
+
+__all__ = ["Iteration"]
+
+_INTERRUPTED_WAITS_S = 1.0  # for batches that are being read
 
 
 class Iteration(Iterator[Any]):
-    """The items of a generator, until it is closed.
+    """The rest of an epoch, read ahead by threads.
 
-    Args:
-        make: Called with a function that says whether the generator is to end, where it cannot be closed because it runs.
-        number, current: This iteration's number, and a function that returns that of the loader's last one.
+    Any exception that `next` raises ends it, also an interrupt, at whatever line that comes. The loader's position is moved on
+    by the last line before a batch is returned: caller and state agree on which batches were given.
+
+    Threads: one calls `next`; any may `close`.
     """
 
-    def __init__(
-        self, make: Callable[[Callable[[], bool]], Generator[Any]], number: int, current: Callable[[], int]
-    ) -> None:
-        closing: list[bool] = []  # no reference to self: it is to go when the caller lets go of it
-        self._closing = closing
-        self._generator = make(lambda: bool(closing))
-        self._number, self._current = number, current
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._number = loader._num_iterations
         self._pid = os.getpid()
+        self._pool = ThreadPool(loader._threads, "tensorcache-loader") if loader._threads else None
+        self._waiting: deque[tuple[Step, Job[Any] | None]] = deque()
+        self._planned: Position | None = None  # behind the last step that was begun; None before the first `next`
+        self._epoch = self._begins = 0
+        self._stream: Any = None
+        self._is_in_next = False
+        self._is_closed = False
+
+    @property
+    def planned(self) -> int:
+        """The first step that was not begun; 0 where none was, or nothing comes any more."""
+        return 0 if self._planned is None or self._is_closed else self._planned.step
 
     def __next__(self) -> Any:
-        if self._number != self._current():
+        if self._number != self._loader._num_iterations:
             raise RuntimeError("another iteration of this loader has begun, which ended this one")
         if self._pid != os.getpid():
             raise RuntimeError("this iteration is of another process, whose threads a fork does not have")
-        return next(self._generator)
+        if self._is_closed:
+            raise StopIteration
+        if self._is_in_next:
+            raise RuntimeError("another thread, or what is called here, has asked this iteration for a batch already")
+        try:
+            self._is_in_next = True
+            waiting = self._waiting  # `close` puts another one in its place
+            self._plan(waiting)
+            if not waiting and not self._is_closed:
+                self._loader._position = self._planned
+            if not waiting:
+                raise StopIteration
+            step, job = waiting.popleft()
+            batch = self._loader._read(step, self._stream) if job is None else job.result()
+            info, after = self._loader._info(step), self._loader._settled(step.after)
+            self._is_in_next = False
+        except Cancelled:
+            self._end(-1)
+            raise StopIteration from None
+        except BaseException as exc:
+            self._end(-1 if isinstance(exc, Exception) else _INTERRUPTED_WAITS_S)
+            raise
+        if self._is_closed:
+            self._end(-1)  # one of its threads may have closed it, which cannot wait for itself
+            raise StopIteration
+        # No calls from here on: an interrupt comes when the caller has the batch.
+        self._loader._position = after
+        return batch, info
+
+    def _plan(self, waiting: deque[tuple[Step, Job[Any] | None]]) -> None:
+        """Begin steps until enough are on their way, or the epoch has no more."""
+        loader = self._loader
+        if self._planned is None:
+            self._planned = loader._begin_epoch()
+            self._epoch, self._begins = self._planned.epoch, self._planned.step
+            self._stream = _stream_of(loader._read_options["device"])
+        if loader._is_flushed:
+            while waiting:
+                _, job = waiting.popleft()
+                if job is not None:
+                    job.cancel()
+            self._planned, loader._is_flushed = loader._position, False
+        mine, of_workers = loader._dealt
+        while len(waiting) <= loader._prefetch and self._planned.epoch == self._epoch:
+            step = loader._course.step(self._planned, loader._weights.drawn(self._planned.step))
+            self._planned = loader._settled(step.after)
+            if (step.at.step - self._begins) % of_workers == mine:
+                job = self._pool.submit(loader._read, step, self._stream) if self._pool is not None else None
+                waiting.append((step, job))
 
     def close(self) -> None:
-        """End it; where it is waiting in another thread, or in a collate function, when that has its batch."""
-        self._closing.append(True)
-        if inspect.getgeneratorstate(self._generator) != inspect.GEN_RUNNING:
-            self._generator.close()
+        """End it, and its threads when they have read what they are reading; what is waiting in `next` gets no batch."""
+        self._end(-1)
+
+    def _end(self, timeout_s: float) -> None:
+        self._is_closed = True
+        if self._pool is not None and self._pid == os.getpid():
+            self._pool.close(cancel=True, timeout_s=timeout_s)
+        self._waiting = deque()
 
 
-def close_at_exit(closable: Any) -> None:
-    """Call its `close` when the interpreter ends, while there is one for its threads to end in."""
-    _OPEN.add(closable)
-
-
-@atexit.register
-def _close_all() -> None:
-    for closable in list(_OPEN):
-        closable.close()
+def _stream_of(device: Any) -> Any:
+    """Return the stream on which the caller will use the batches; None if they are not for a GPU."""
+    if device is None or torch.device(device).type != "cuda":
+        return None
+    return torch.cuda.current_stream(torch.device(device))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,7 +17,7 @@ from wds_tensorcache.loading.buckets import block_sizes, buckets_of
 from wds_tensorcache.loading.collate import check_collate
 from wds_tensorcache.loading.course import Course, Permuted, Position, Step
 from wds_tensorcache.loading.dataset import TensorCache
-from wds_tensorcache.loading.iteration import Iteration, close_at_exit
+from wds_tensorcache.loading.iteration import Iteration
 from wds_tensorcache.loading.join import JoinedCache
 from wds_tensorcache.loading.order import BlockOrder, EpochOrder
 from wds_tensorcache.loading.ranks import find_rank
@@ -146,14 +144,12 @@ class Loader:
                 f"{sum(map(len, streams))} samples do not fill one step of {batch_size} on {world_size} ranks"
             )
         self._position = self._course.start
-        self._planned = self._position.step
         self._is_resumed = False
         self._is_flushed = False
         self._fingerprint: str | None = None
         self._dealt = (0, 1)
         self._running: Any = None
         self._num_iterations = 0
-        close_at_exit(self)
 
     def __len__(self) -> int:
         """Return how many batches an epoch has, on every rank."""
@@ -187,48 +183,16 @@ class Loader:
         """Begin an epoch; after `load_state_dict`, go on in the one that was left. Ends what is still iterating."""
         self.close()
         self._num_iterations += 1
-        running = Iteration(self._batches, self._num_iterations, lambda: self._num_iterations)
+        running = Iteration(self)
         self._running = weakref.ref(running)
         return running
 
-    def _batches(self, is_closing: Callable[[], bool]) -> Generator[tuple[Any, BatchInfo]]:
+    def _begin_epoch(self) -> Position:
+        """Return where an iteration begins."""
         if self._position.used and not self._is_resumed:
             self._position = self._course.next_epoch(self._position)
         self._is_resumed = False
-        epoch, planned, begins = self._position.epoch, self._position, self._position.step
-        mine, of_workers = self._dealt
-        waiting: deque[tuple[Step, Future[Any] | None]] = deque()
-        pool = ThreadPoolExecutor(self._threads, "tensorcache-loader") if self._threads else None
-        stream = _stream_of(self._read_options["device"])
-        try:
-            while True:
-                if self._is_flushed:
-                    for _, future in waiting:
-                        if future is not None:
-                            future.cancel()
-                    waiting.clear()
-                    planned, self._is_flushed = self._position, False
-                while len(waiting) <= self._prefetch and planned.epoch == epoch:
-                    step = self._course.step(planned, self._weights.drawn(planned.step))
-                    planned = self._settled(step.after)
-                    self._planned = planned.step
-                    if (step.at.step - begins) % of_workers == mine:
-                        waiting.append((step, pool.submit(self._read, step, stream) if pool is not None else None))
-                if not waiting:
-                    self._position = planned
-                    break
-                step, future = waiting.popleft()
-                batch = self._read(step, stream) if future is None else future.result()
-                if is_closing():
-                    break
-                given, after = [(batch, self._info(step))], self._settled(step.after)
-                del batch, step, future
-                self._position = after  # only now: an interrupt is to find the caller and the state where they were
-                yield given.pop()  # the caller's alone: it is gone when the caller lets go of it
-        finally:
-            if pool is not None:
-                pool.shutdown(wait=True, cancel_futures=True)
-            self._planned = self._position.step
+        return self._position
 
     def _settled(self, at: Position) -> Position:
         """Return where training stands: at the next epoch's beginning if this one is over."""
@@ -254,7 +218,8 @@ class Loader:
         Raises:
             ValueError: The loader has no weights, or these do not fit.
         """
-        step = self._position.step if strict else max(self._planned, self._position.step)
+        running = self._running() if self._running is not None and not strict else None
+        step = max(self._position.step, running.planned if running is not None else 0)
         self._weights.change(step, weights, self._position.step)
         self._is_flushed |= strict
         return step
@@ -280,7 +245,6 @@ class Loader:
         self._weights.load(state["weights"])
         self.close()
         self._position = self._settled(position)  # a larger step may not be left
-        self._planned = self._position.step
         self._is_resumed = True
 
     def _identity(self) -> str:
@@ -309,7 +273,6 @@ class Loader:
         """Return a loader like this one for a worker process, which reads when it is asked."""
         made = object.__new__(Loader)
         vars(made).update(vars(self), _threads=0, _prefetch=0, _running=None, _is_flushed=False, _is_resumed=False)
-        close_at_exit(made)
         return made
 
     def deal(self, worker: int, num_workers: int) -> None:
@@ -331,10 +294,3 @@ class Loader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _stream_of(device: Any) -> Any:
-    """Return the stream on which the caller will use the batches; None if they are not for a GPU."""
-    if device is None or torch.device(device).type != "cuda":
-        return None
-    return torch.cuda.current_stream(torch.device(device))

@@ -160,6 +160,8 @@ def _find_one(source: str, listed: Callable[[str], list[Found]]) -> list[Found]:
         if not matches:
             raise FileNotFoundError(f"{path} matches no file" if glob.has_magic(path) else f"{path} does not exist")
         for match in matches:
+            if not os.path.exists(match):
+                raise FileNotFoundError(f"{match} is a link to what does not exist")
             found += _find_path(match, listed)
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from wds_tensorcache.shards.maps import MapLost, Maps
 from wds_tensorcache.shards.reader import Shard
 from wds_tensorcache.shards.tar import BLOCK
+from wds_tensorcache.shards.threads import ThreadPool, wait_for
 
 __all__ = ["Extents", "Places", "Plan"]
 
@@ -111,7 +111,7 @@ class Plan:
     first: list[int]
     dest: Array | None
 
-    def read(self, memory: Array, io: str, threads: int, executor: Executor | None) -> str:
+    def read(self, memory: Array, io: str, threads: int, executor: ThreadPool | None) -> str:
         """Fill `memory` (uint8); return how that was done: `io`, or "pread" if not through maps.
 
         Small samples of one size that are in the page cache are gathered from maps, one torch call per tensor; all else
@@ -136,7 +136,7 @@ class Plan:
         for number, *_ in self.places.parts:
             self.places.shards[number].file.check_unchanged()
 
-    def _read(self, memory: Array, threads: int, executor: Executor | None) -> None:
+    def _read(self, memory: Array, threads: int, executor: ThreadPool | None) -> None:
         places = self.places
         order = np.lexsort((places.begin, places.number)) if len(places.shards) > 1 else np.arange(len(places))
         nbytes = self.extents.nbytes.sum(0)
@@ -144,13 +144,13 @@ class Plan:
         threads = min(threads, len(order), max(1, total >> 18)) if executor else 1  # else handing over costs more
         parts = [part.tolist() for part in np.array_split(order, threads)]
         runs = self.extents.runs
-        futures = [executor.submit(self._scatter, memory, runs, part) for part in parts[1:]] if executor else []
+        jobs = [executor.submit(self._scatter, memory, runs, part) for part in parts[1:]] if executor else []
         try:
             self._scatter(memory, runs, parts[0])
         finally:
-            wait(futures)  # when this returns, nobody may be writing into the memory any more
-        while futures:
-            futures.pop(0).result()  # an error refers to this frame, which then must not refer to it
+            wait_for(jobs)  # when this returns, nobody may be writing into the memory any more
+        while jobs:
+            jobs.pop(0).result()  # an error refers to this frame, which then must not refer to it
 
     def _begin_of(self, tensor: int) -> Any:
         """Return where a tensor begins in its member: [samples], or one number for all."""

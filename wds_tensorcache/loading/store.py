@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +15,7 @@ from wds_tensorcache.shards.arena import Pool
 from wds_tensorcache.shards.lookup import KeyTable
 from wds_tensorcache.shards.reader import Shard
 from wds_tensorcache.shards.storage import Files
+from wds_tensorcache.shards.threads import ThreadPool
 
 __all__ = ["Store"]
 
@@ -52,7 +52,7 @@ class Store:
         self._starts = self.starts.tolist()
         self._number_dtype = np.min_scalar_type(len(self.shards))
         self._table: KeyTable | None = None
-        self._executor: tuple[int, ThreadPoolExecutor] | None = None
+        self._executor: tuple[int, ThreadPool] | None = None
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -123,13 +123,13 @@ class Store:
             self._table = KeyTable((shard.index.keys, shard.columns.rows) for shard in self.shards if len(shard))
         return self._table.find(key)
 
-    def executor(self) -> Executor | None:
+    def executor(self) -> ThreadPool | None:
         """Return what runs all threads but the caller's; None for one thread."""
         if self.threads <= 1:
             return None
         known = self._executor
         if known is None or known[0] != os.getpid():  # the threads of a forked child's parent are not there
-            made = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="tensorcache")
+            made = ThreadPool(self.threads - 1, "tensorcache")
             known = self._executor = os.getpid(), made
         return known[1]
 
@@ -137,6 +137,6 @@ class Store:
         """Close files and threads, give idle memory back."""
         executor, self._executor = self._executor, None
         if executor is not None and executor[0] == os.getpid():
-            executor[1].shutdown()
+            executor[1].close()
         self.files.close()
         self.pool.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -12,6 +11,7 @@ import xxhash
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.shards.threads import Cancelled, Job, ThreadPool
 
 __all__ = ["Digest", "ReadAhead", "Readers", "in_order"]
 
@@ -60,10 +60,12 @@ class Readers:
     Attributes:
         pool: Its threads; None reads each piece when it is asked for.
         threads: How many read in one file at a time.
+        is_stopped: Whether they are to read no more: whoever asks for the next piece gets Cancelled.
     """
 
-    pool: ThreadPoolExecutor | None = None
+    pool: ThreadPool | None = None
     threads: int = 1
+    is_stopped: bool = False
     spare: deque[memoryview] = field(default_factory=deque)
 
 
@@ -89,7 +91,7 @@ class ReadAhead:
         self.done = 0
         self._file = file
         self._digests: list[Digest] = []
-        self._spare = readers.spare
+        self._readers, self._spare = readers, readers.spare
         self._piece_nbytes = _PIECE_NBYTES if readers.pool is None else _AHEAD_NBYTES
         self._step = _HELD_NBYTES if readers.pool is None else self._piece_nbytes
         self._memory = memoryview(b"")
@@ -109,6 +111,8 @@ class ReadAhead:
             self._memory = memoryview(b"")
 
     def _load(self, begin: int) -> tuple[int, memoryview, bool]:
+        if self._readers.is_stopped:
+            raise Cancelled("nobody waits for the rest of the file any more")
         nbytes = min(self._piece_nbytes, self._file.nbytes - begin)
         memory = self._spare.pop() if self._spare else memoryview(b"")
         if len(memory) < nbytes:
@@ -180,10 +184,10 @@ class ReadAhead:
 
 
 def in_order(
-    jobs: Iterable[_Job], run: Callable[[_Job], _Result], pool: ThreadPoolExecutor | None, threads: int
+    jobs: Iterable[_Job], run: Callable[[_Job], _Result], pool: ThreadPool | None, threads: int
 ) -> Generator[_Result, None, None]:
     """Yield what `run` returns of each job, in their order; at most twice as many as threads are ahead of the caller."""
-    waiting: deque[Future[_Result]] = deque()
+    waiting: deque[Job[_Result]] = deque()
     try:
         for job in jobs:
             if pool is None:
@@ -195,5 +199,5 @@ def in_order(
         while waiting:
             yield waiting.popleft().result()
     finally:
-        for future in waiting:
-            future.cancel()
+        for each in waiting:
+            each.cancel()

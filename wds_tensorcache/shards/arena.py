@@ -42,17 +42,24 @@ class Pool:
         self.max_idle_nbytes = max_idle_nbytes
         self._idle: dict[int, deque[mmap.mmap]] = {}
         self._leases: dict[int, _Lease] = {}
+        self._returned: deque[_Lease] = deque()
         self._closed = False
+        self._about_out = 0
         self._about_idle = 0  # threads may lose an update of each other's; put right at every allocation
 
     @property
     def idle_nbytes(self) -> int:
         """Bytes that wait for the next lease."""
+        self._settle()
+        return self._sum_idle()
+
+    def _sum_idle(self) -> int:
         return sum(size * len(arenas) for size, arenas in list(self._idle.items()))
 
     @property
     def num_leases(self) -> int:
         """Arenas that something refers to."""
+        self._settle()
         return len(self._leases)
 
     def lease(self, nbytes: int) -> np.ndarray[Any, Any]:
@@ -61,14 +68,20 @@ class Pool:
         Memory: an arena's. It comes back when the array is gone; whatever numpy or torch puts over it keeps it.
         """
         size = _size_class(nbytes)
+        self._settle()
         try:
             arena = self._idle[size].pop()
             self._about_idle -= size
         except (KeyError, IndexError):
-            self._about_idle = self.idle_nbytes
+            self._about_idle = self._sum_idle()
+            self._about_out = sum(lease.size for lease in list(self._leases.values()))
             arena = _allocate(size)
         array = np.frombuffer(arena, np.uint8, nbytes)
-        lease = _Lease(array, self._take_back)
+        self._about_out += size
+        # Hazard: an interrupt that comes in a callback written in Python is printed by the interpreter, and forgotten. So the
+        # callback is none as long as all that is out may be idle; else memory has to go back to the system at once.
+        may_be_idle = self._about_out + self._about_idle <= self.max_idle_nbytes and not self._closed
+        lease = _Lease(array, self._returned.append if may_be_idle else self._take_back)
         lease.arena = arena
         lease.size = size
         self._leases[id(lease)] = lease
@@ -78,15 +91,25 @@ class Pool:
         # called by whoever drops the last reference, perhaps inside the garbage collector: dict and deque only
         self._leases.pop(id(lease), None)
         size: int = lease.size
+        self._about_out -= size
         self._about_idle += size
         if self._about_idle > self.max_idle_nbytes and not self._make_room(size):
             return
         if not self._closed:
             self._idle.setdefault(size, deque()).append(lease.arena)
 
+    def _settle(self) -> None:
+        """Deal with what has come back."""
+        while self._returned:
+            try:
+                lease = self._returned.popleft()
+            except IndexError:  # another thread has
+                return
+            self._take_back(lease)
+
     def _make_room(self, nbytes: int) -> bool:
         """Give back arenas of other sizes until `nbytes` more may be idle; return whether they may."""
-        excess = self.idle_nbytes + nbytes - self.max_idle_nbytes
+        excess = self._sum_idle() + nbytes - self.max_idle_nbytes
         for size, arenas in list(self._idle.items()):
             while excess > 0 and arenas and size != nbytes <= self.max_idle_nbytes:
                 try:
@@ -94,12 +117,14 @@ class Pool:
                 except IndexError:
                     break
                 excess -= size
-        self._about_idle = self.idle_nbytes + (nbytes if excess <= 0 else 0)
+        self._about_idle = self._sum_idle() + (nbytes if excess <= 0 else 0)
         return excess <= 0
 
     def close(self) -> None:
         """Give idle memory back to the system, and from now on also what comes back."""
         self._closed = True
+        self._leases.clear()  # their memory goes with what refers to it
+        self._returned.clear()
         self._idle.clear()
 
     def __reduce__(self) -> Any:

@@ -15,7 +15,7 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import scan_shard
-from wds_tensorcache.shards.locks import lock
+from wds_tensorcache.shards.locks import Held, remove_stray
 from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_atomically, write_idx, write_manifest
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.reader import load_index, sidecar_path
@@ -106,7 +106,7 @@ class Catalog:
         """Keep other writers off, and write the manifest again as the caller has changed it, unless that failed."""
         with _locked(self.folder):
             for stray in glob.glob(os.path.join(glob.escape(self.folder), f".{MANIFEST}.*.tmp")):
-                os.remove(stray)  # of a killed writer: nobody else writes while this one holds the lock
+                remove_stray(stray)  # of a killed writer: nobody else writes while this one holds the lock
             listing = self.read()
             yield listing
             listing.write(self._path, sorted(listing.entries), self._fsync)
@@ -122,12 +122,9 @@ def _locked(folder: str) -> Iterator[None]:
     if os.name != "posix":
         yield
         return
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        lock(fd, wait=True)
+    with Held(folder, os.O_RDONLY) as held:
+        held.lock(wait=True)
         yield
-    finally:
-        os.close(fd)
 
 
 def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = True) -> ShardIndex:

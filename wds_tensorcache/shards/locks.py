@@ -2,32 +2,124 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import os
+import secrets
+import stat
 
-__all__ = ["lock"]
+__all__ = ["Held", "create_temporary", "open_regular", "remove_stray"]
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOCTTY", 0)
+_REGULAR = os.O_RDWR | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
 
-def lock(file: Any, *, wait: bool = False) -> bool | None:
-    """Take the lock of an open file or folder, which is kept until it is closed.
 
-    Args:
-        file: A file, or its descriptor.
-        wait: Until nobody else has it.
+class Held:
+    """An open file or folder, and its lock, if it was taken: until `close`, or the end of the process.
 
-    Returns:
-        Whether it was free; None where nobody can tell, since the system or the file system has no locks.
+    Threads/fork: any thread. A forked child has it closed, so that it does not keep the lock of a parent that was killed.
+
+    Attributes:
+        path: Where it was opened.
+        fd: The descriptor; -1 when it is closed.
     """
-    if fcntl is None:
-        return None
+
+    def __init__(self, path: str, flags: int) -> None:
+        self.path, self.fd = path, -1
+        self._pid = os.getpid()
+        self._is_locked = False
+        _OPEN.add(self)
+        try:
+            self.fd = os.open(path, flags | _FLAGS, 0o666)
+        except BaseException:
+            _OPEN.discard(self)
+            raise
+
+    def lock(self, *, wait: bool = False) -> bool | None:
+        """Take the lock.
+
+        Args:
+            wait: Until nobody else has it.
+
+        Returns:
+            Whether it was free; None where nobody can tell, since the system or the file system has no locks.
+        """
+        if fcntl is None:
+            return None
+        try:
+            self._is_locked = True  # perhaps; an interrupt may come right behind the call
+            fcntl.flock(self.fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return None
+        return True
+
+    def close(self) -> None:
+        """Give it back."""
+        _OPEN.discard(self)
+        fd, self.fd = self.fd, -1
+        if fd < 0:
+            return
+        try:
+            if self._is_locked and fcntl is not None and self._pid == os.getpid():
+                # Hazard: a child that was forked meanwhile may not have closed its copy yet, and would keep the lock.
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+        finally:
+            os.close(fd)
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+_OPEN: set[Held] = set()
+
+
+def open_regular(path: str) -> Held | None:
+    """Open a file that a listing gave; None if it is a link, folder, FIFO, socket or device, has gone, or is another user's."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        file = Held(path, _REGULAR)
     except OSError:
         return None
-    return True
+    if stat.S_ISREG(os.fstat(file.fd).st_mode):
+        return file
+    file.close()
+    return None
+
+
+def create_temporary(path: str) -> Held:
+    """Create a file of a hidden name beside `path`, `.NAME.TOKEN.tmp`, to be written and renamed; it is locked."""
+    folder, name = os.path.split(path)
+    while True:
+        file = Held(os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp"), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        # Hazard: before it is locked, `remove_stray` takes it for what a killed writer has left.
+        if file.lock() is not False and os.path.exists(file.path):
+            return file
+        file.close()
+
+
+def remove_stray(path: str) -> None:
+    """Delete a temporary file, unless a living process is known to write it, or it is something else than a file."""
+    file = open_regular(path)
+    if file is not None:
+        with file:
+            if file.lock() is not False:
+                with contextlib.suppress(OSError):  # another user's, in a folder whose files only their owners delete
+                    os.remove(path)
+
+
+def _close_in_child() -> None:
+    for held in list(_OPEN):
+        held.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -7,13 +7,13 @@ import errno
 import json
 import os
 import re
-import secrets
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from wds_tensorcache.errors import FormatError, KeyRuleError
+from wds_tensorcache.shards.locks import create_temporary
 from wds_tensorcache.shards.storage import ShardFile
 
 __all__ = [
@@ -238,23 +238,27 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
     Raises:
         OSError: The disk is full, the folder is not there, … The old file is as it was and nothing else is left.
     """
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
     # Hazard: a rename may reach the disk before the bytes it names, and a crash then leaves an empty file under the name.
     # So the bytes go first, then the name, then the folder that holds it.
+    file = create_temporary(path)
     try:
-        with open(temporary, "xb") as file:
-            file.writelines(parts)
+        with file:
+            for part in parts:
+                rest = memoryview(part)
+                while len(rest):
+                    rest = rest[os.write(file.fd, rest) :]
             if fsync:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
+                os.fsync(file.fd)
+            if os.name == "posix":
+                os.replace(file.path, path)  # before the lock is gone
+        if os.name != "posix":  # elsewhere an open file keeps its name
+            os.replace(file.path, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.remove(temporary)
+            os.remove(file.path)
         raise
     if fsync:
-        fsync_folder(folder)
+        fsync_folder(os.path.dirname(path))
 
 
 def fsync_folder(folder: str) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from wds_tensorcache.shards.arena import Pool
-from wds_tensorcache.shards.locks import lock
+from wds_tensorcache.shards.locks import create_temporary
 from wds_tensorcache.shards.manifest import fsync_folder
+from wds_tensorcache.shards.threads import Job, ThreadPool
 
 __all__ = ["Output"]
 
@@ -32,13 +33,12 @@ class Output:
     """
 
     def __init__(self, path: str) -> None:
-        folder, name = os.path.split(path)
         self.path = path
-        self._temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
-        self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115 closed by finish and drop
-        lock(self._file)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorcache-output")
-        self._writing: deque[Future[None]] = deque()
+        self._pid = os.getpid()
+        self._file = create_temporary(path)  # closed by finish and drop
+        self._temporary = self._file.path
+        self._thread = ThreadPool(1, "tensorcache-output")
+        self._writing: deque[Job[None]] = deque()
         self._stage: Any = None
         self._filled = 0
         self._failure: BaseException | None = None
@@ -102,12 +102,12 @@ class Output:
         if not hasattr(os, "writev"):
             for part in parts:
                 while len(part):
-                    part = part[self._file.write(part) :]
+                    part = part[os.write(self._file.fd, part) :]
             return
         # one call per 1,024 buffers; a disk that is almost full, and 2 GiB, make it take less than all
         first = 0
         while first < len(parts):
-            count = os.writev(self._file.fileno(), parts[first : first + _MAX_BUFFERS])
+            count = os.writev(self._file.fd, parts[first : first + _MAX_BUFFERS])
             while first < len(parts) and count >= len(parts[first]):
                 count -= len(parts[first])
                 first += 1
@@ -123,7 +123,7 @@ class Output:
         """Return when all is written, with `fsync` on disk; the file has no name yet, and nothing can be appended."""
         self.flush()
         if fsync:
-            os.fsync(self._file.fileno())
+            os.fsync(self._file.fd)
         self._close()
 
     def publish(self, fsync: bool) -> None:
@@ -137,12 +137,16 @@ class Output:
             fsync_folder(os.path.dirname(self.path))
 
     def drop(self) -> None:
-        """Delete what was written."""
-        self._close()
-        if os.path.exists(self._temporary):
-            os.remove(self._temporary)
+        """Delete what was written; what cannot be deleted is left to the next writer, since there was another error before."""
+        if self._pid != os.getpid():
+            return  # a forked child, which leaves a `with` block as its parent will
+        try:
+            self._close()
+        finally:
+            with contextlib.suppress(OSError):
+                os.remove(self._temporary)
 
     def _close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.close(cancel=True)
         self._file.close()
         self._stage = None

@@ -6,7 +6,7 @@ import os
 import re
 
 from wds_tensorcache.shards.catalog import dali_index_path
-from wds_tensorcache.shards.locks import lock
+from wds_tensorcache.shards.locks import remove_stray
 from wds_tensorcache.shards.reader import sidecar_path
 
 __all__ = ["ShardPattern"]
@@ -46,6 +46,27 @@ class ShardPattern:
         match = _regex(self._name).fullmatch(name)
         return match is not None and self.path(int(match[1])) == self.locate(name)
 
+    def overlaps(self, name: str) -> bool:
+        """Return whether a shard of this pattern may be called like one of another in the folder, whose last part is `name`.
+
+        Numbers are taken for any digits: `%d` and `%03d` have names in common from 100 on.
+        """
+        mine, other = _parts(self._name), _parts(name)
+        found, todo = set[tuple[int, int]](), [(0, 0)]
+        while todo:
+            at = todo.pop()
+            if at in found:
+                continue
+            found.add(at)
+            i, j = at
+            if i == len(mine) and j == len(other):
+                return True
+            more = mine[i] if i < len(mine) else "", other[j] if j < len(other) else ""
+            todo += [(i + 1, j)] * (more[0] == _MORE) + [(i, j + 1)] * (more[1] == _MORE)
+            if all(more) and _have_in_common(*more):
+                todo.append((i + (more[0] != _MORE), j + (more[1] != _MORE)))
+        return False
+
     def existing(self) -> dict[int, str]:
         """Return the shards that are there, by their numbers, ascending."""
         if not self.is_numbered:
@@ -58,27 +79,43 @@ class ShardPattern:
         matches = map(_regex(name, before, behind).fullmatch, os.listdir(self.folder or "."))
         return [match for match in matches if match]
 
+    def check_removable(self, paths: list[str]) -> None:
+        """Raise FileExistsError if one of these shards, or what lies beside it, is a folder."""
+        for file in _with_sidecars(paths):
+            if os.path.isdir(file) and not os.path.islink(file):
+                raise FileExistsError(f"{file} is a folder, expected a file; move it away, or write to another folder")
+
     def remove(self, paths: list[str]) -> None:
         """Delete shards and what lies beside them."""
-        for path in paths:
-            for file in (path, dali_index_path(path), sidecar_path(path)):
-                if os.path.exists(file):
-                    os.remove(file)
+        for file in _with_sidecars(paths):
+            if os.path.lexists(file):
+                os.remove(file)
 
     def remove_strays(self) -> None:
-        """Delete what killed writers had not finished. What a living one is writing stays, where the system has locks."""
+        """Delete what killed writers had not finished, and nothing but files: the names may be used for anything else."""
         for name in (self._name, dali_index_path(self._name)):
             for match in self._matches(name, before=r"\.", behind=r"\.[0-9a-f]+\.tmp"):
-                stray = self.locate(match[0])
-                if not _is_locked(stray):
-                    os.remove(stray)
+                remove_stray(self.locate(match[0]))
+
+
+def _with_sidecars(paths: list[str]) -> list[str]:
+    return [file for path in paths for file in (path, dali_index_path(path), sidecar_path(path))]
+
+
+_DIGITS = frozenset("0123456789")
+_DIGIT, _MORE = "%", "%*"  # of a number: its first digit, and any others
+
+
+def _parts(name: str) -> list[str]:
+    """Return a pattern letter by letter, with two parts for a number."""
+    first, *rest = _NUMBER.split(name, maxsplit=1)
+    return [*first, *(_DIGIT, _MORE), *rest[0]] if rest else [*first]
+
+
+def _have_in_common(part: str, other: str) -> bool:
+    digits = [each in (_DIGIT, _MORE) for each in (part, other)]
+    return part == other or all(digits) or (any(digits) and (part in _DIGITS or other in _DIGITS))
 
 
 def _regex(name: str, before: str = "", behind: str = "") -> re.Pattern[str]:
     return re.compile(before + r"([0-9]{1,18})".join(re.escape(part) for part in _NUMBER.split(name)) + behind)
-
-
-def _is_locked(path: str) -> bool:
-    """Return whether a living process is known to write a file."""
-    with open(path, "rb") as file:
-        return lock(file) is False

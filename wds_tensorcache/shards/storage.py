@@ -25,6 +25,7 @@ _HAS_PREAD, _HAS_PREADV = hasattr(os, "pread"), hasattr(os, "preadv")
 _MAX_BUFFERS = 1024  # IOV_MAX
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _UNKNOWN = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
+_NO_FILE = frozenset({errno.ENXIO, errno.ENODEV, errno.ELOOP})
 _ONE_BYTE = [bytearray(1)]
 _NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs", "afs", "gluster", "virtiofs")
 
@@ -43,7 +44,12 @@ class ShardFile:
         self.path = path
         # O_NONBLOCK: opening a FIFO that is called like a shard would wait for somebody to write into it
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
-        self.fd = os.open(path, flags)
+        try:
+            self.fd = os.open(path, flags)
+        except OSError as exc:
+            if exc.errno in _NO_FILE:
+                raise FormatError(f"{path}: expected a file, not a socket, device or link to itself") from exc
+            raise
         weakref.finalize(self, os.close, self.fd).atexit = False
         status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import os
-import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import encode_views
-from wds_tensorcache.errors import EncodeError, FormatError, KeyRuleError, StaleCacheError, TensorCacheError
+from wds_tensorcache.errors import FormatError, KeyRuleError, StaleCacheError, TensorCacheError
 from wds_tensorcache.shards.catalog import Catalog, Listing, dali_index_path, write_dali_index
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint
 from wds_tensorcache.shards.finished import FinishedShards
@@ -20,9 +19,11 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes, member_suffix
 from wds_tensorcache.shards.open_shard import OpenShard
 from wds_tensorcache.shards.pattern import ShardPattern
+from wds_tensorcache.shards.plain import encode_others, encode_plain
 from wds_tensorcache.shards.reader import load_index
 from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.switch import Switch
+from wds_tensorcache.shards.writer_lock import WriterLock
 
 __all__ = ["ShardWriter"]
 
@@ -62,11 +63,12 @@ class ShardWriter:
             (`webdataset.writer.make_encoder(True)`). By default bytes, text, `json` and `cls` are taken.
 
     Raises:
-        FileExistsError: A shard of that name is there.
+        FileExistsError: A shard of that name is there, or another writer writes shards of such names.
         StaleCacheError: `resume=True` finds shards that were made otherwise.
         ValueError: The pattern has more than one number.
 
-    Threads/fork/pickle: one thread; several writers, of other patterns, may share a folder.
+    Threads/fork/pickle: one thread. Several writers may share a folder if their patterns have no names in common; a second
+        one of the same is refused at once, as long as the first is not closed and its process lives.
     """
 
     def __init__(
@@ -94,11 +96,20 @@ class ShardWriter:
         self._max_samples, self._max_nbytes = max_samples, max_nbytes
         self._footer, self._idx, self._fsync = footer, idx, fsync
         self._fingerprint = None if fingerprint is None else as_fingerprint(fingerprint)
-        self._allow, self._align, self._encoder = tuple(allow), align, encoder or _encode_plain
+        self._allow, self._align, self._encoder = tuple(allow), align, encoder or encode_plain
         folder = self._pattern.folder or "."
         os.makedirs(folder, exist_ok=True)
-        self._catalog = Catalog(folder, fsync) if manifest else None
-        self._switch = Switch(self._pattern, self._catalog, footer=footer, idx=idx, fsync=fsync)
+        self._lock = WriterLock(self._pattern)
+        try:
+            self._begin(folder, manifest, overwrite, resume)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _begin(self, folder: str, manifest: bool, overwrite: bool, resume: bool) -> None:
+        """Look at what is in the folder."""
+        self._catalog = Catalog(folder, self._fsync) if manifest else None
+        self._switch = Switch(self._pattern, self._catalog, footer=self._footer, idx=self._idx, fsync=self._fsync)
         existing = self._pattern.existing()
         if existing and not overwrite and not resume:
             first = next(iter(existing.values()))
@@ -114,12 +125,13 @@ class ShardWriter:
         if resume and existing:
             self._number = max(existing) + 1
         elif existing:
+            self._pattern.check_removable(paths)
             if self._catalog is not None:
                 self._catalog.remove(*map(os.path.basename, paths))  # before the shards themselves go
             self._pattern.remove(paths)
         self._shard: OpenShard | None = None
+        self._net: Any = None
         self._closed = False
-        self._pid = os.getpid()
 
     def _take_over(self, paths: list[str]) -> FinishedShards:
         """Make up for what a writer that was killed had not written beside its shards."""
@@ -135,7 +147,7 @@ class ShardWriter:
         ]
         if lost:
             what = f"{self._pattern.locate(lost[0])} is not there any more"
-            warnings.warn(f"{what}, nor are {len(lost) - 1} others" if lost[1:] else what, stacklevel=3)
+            warnings.warn(f"{what}, nor are {len(lost) - 1} others" if lost[1:] else what, stacklevel=4)
             self._catalog.remove(*lost)
         unlisted = {path: index for path, index in indexes.items() if not listing.lists(path, index)}
         held = [path for path in unlisted if os.path.basename(path) in listing.held]
@@ -242,7 +254,7 @@ class ShardWriter:
                 encoded.append((name, encode_views(value, allow=self._allow, align=self._align)))
             except TensorCacheError as exc:
                 raise exc.at(f"sample {key!r}" + (f", cache {name!r}" if name else "")) from exc
-        plain = self._encode_others(key, others) if others else {}
+        plain = encode_others(key, others, self._encoder) if others else {}
         if (
             self._shard is not None
             and self._shard.is_full(self._max_samples, self._max_nbytes)
@@ -256,36 +268,26 @@ class ShardWriter:
                     raise FileExistsError(f"{path} is finished; only a pattern with a number goes on")
                 raise FileExistsError(f"{path} exists; it was not there when this writer began")
             self._shard = OpenShard(path)
+            self._net = weakref.finalize(self, _drop_forgotten, str(self._pattern), self._shard, os.getpid())
             self._number += 1
         self._shard.write(key, encoded, plain)
         if key in self._replaced:
             self._replaced.discard(key)
             self._switch.leave(key, [path for path, _ in self.finished.find(key)])
 
-    def _encode_others(self, key: str, others: dict[str, Any]) -> dict[str, bytes]:
-        try:
-            plain = self._encoder(others)
-        except TensorCacheError as exc:
-            raise exc.at(f"sample {key!r}") from exc
-        for extension, raw in plain.items():
-            if extension not in others:
-                raise KeyRuleError(f"sample {key!r}: the encoder made {extension!r}, which is not among its members")
-            if not isinstance(raw, (bytes, bytearray)):
-                raise EncodeError(
-                    f"sample {key!r}: the encoder made a {type(raw).__name__} of {extension!r}, expected bytes"
-                )
-            if extension.lower().endswith(TENSORS) and is_bound(bytes(raw[:64])):
-                raise KeyRuleError(f"sample {key!r}: {extension!r} is one half of a cache; pass what it was made of")
-        return plain
-
     def _finish(self) -> None:
-        shard, self._shard = self._shard, None
-        if shard is None:
+        if self._shard is None:
             return
+        shard = self._shard
         is_held = self._catalog is not None and self._switch.is_due
-        if is_held:
-            self._switch.announce(shard.path, self._fingerprint)
-        index = shard.finish(self._footer, self._fsync, self._fingerprint)
+        try:
+            if is_held:
+                self._switch.announce(shard.path, self._fingerprint)
+            index = shard.finish(self._footer, self._fsync, self._fingerprint)
+        except BaseException:
+            self._drop()
+            raise
+        self._forget()
         self.num_finished += len(index.keys)
         if self._idx:
             write_dali_index(dali_index_path(shard.path), index, self._fsync)
@@ -294,18 +296,23 @@ class ShardWriter:
         elif self._catalog is not None:
             self._catalog.add(shard.path, index)
 
-    def close(self) -> None:
-        """Finish the shard that is being written, and write no more."""
-        self._closed = True
-        self._finish()
-        self._switch.run(self._fingerprint)
+    def _drop(self) -> None:
+        """Delete the shard that is being written."""
+        if self._shard is not None:
+            self._shard.drop()
+            self._forget()
 
-    def __del__(self) -> None:
-        shard = getattr(self, "_shard", None)
-        if shard is not None and self._pid == os.getpid() and not sys.is_finalizing():  # in a forked child it is a copy
-            what = f"{self._pattern}: the writer was not closed; what it had not finished is lost"
-            warnings.warn(what, ResourceWarning, stacklevel=2, source=self)
-            shard.drop()
+    def _forget(self) -> None:
+        self._shard = None
+        if self._net is not None:
+            self._net.detach()
+
+    def close(self) -> None:
+        """Finish the shard that is being written, write no more, and let others write."""
+        self._closed = True
+        with contextlib.closing(self._lock):
+            self._finish()
+            self._switch.run(self._fingerprint)
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -314,36 +321,18 @@ class ShardWriter:
         self._closed = True
         if kind is None:
             self.close()
-        elif self._shard is not None:
-            self._shard.drop()
-            self._shard = None
+        else:
+            with contextlib.closing(self._lock):
+                self._drop()
+
+
+def _drop_forgotten(pattern: str, shard: OpenShard, pid: int) -> None:
+    if pid == os.getpid():  # in a forked child it is a copy
+        what = f"{pattern}: the writer was not closed; what it had not finished is lost"
+        warnings.warn(what, ResourceWarning, stacklevel=2)
+        shard.drop()
 
 
 def _older(places: list[tuple[str, int]]) -> list[str]:
     """Return the shards of `places` but the newest one, which may have a key twice if another writer made it."""
     return [path for path, _ in places if path != places[-1][0]]
-
-
-def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
-    result = {}
-    for extension, value in members.items():
-        kind = extension.rpartition(".")[2].lower()
-        if isinstance(value, (bytes, bytearray, memoryview)):
-            result[extension] = bytes(value)
-        elif isinstance(value, str) and kind != "json":
-            try:
-                result[extension] = value.encode()
-            except UnicodeEncodeError as exc:
-                raise EncodeError(f"member {extension!r} is text that UTF-8 cannot hold: {exc}") from exc
-        elif kind == "cls" and isinstance(value, int):
-            result[extension] = b"%d" % value
-        elif kind != "json":
-            raise EncodeError(
-                f"member {extension!r} is a {type(value).__name__}; pass bytes, or encoder=webdataset.writer.make_encoder(True)"
-            )
-        else:
-            try:
-                result[extension] = json.dumps(value).encode()
-            except (TypeError, ValueError, RecursionError) as exc:
-                raise EncodeError(f"member {extension!r} is not what JSON can hold: {exc}") from exc
-    return result

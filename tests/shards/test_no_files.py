@@ -1,0 +1,132 @@
+"""Names of ours that are no files: FIFOs, sockets, devices, folders, links to nothing, to themselves and to folders."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wds_tensorcache as tc
+
+
+def _socket(path: Path) -> None:
+    folder = os.getcwd()
+    os.chdir(path.parent)  # paths of sockets are short
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(folder)
+
+
+def _device(path: Path) -> None:
+    try:
+        os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5))  # /dev/zero
+    except PermissionError:
+        pytest.skip("making a device needs root")
+
+
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "fifo": os.mkfifo,
+    "socket": _socket,
+    "device": _device,
+    "folder": lambda path: path.mkdir(),
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "link to a folder": lambda path: path.symlink_to("."),
+}
+DOCUMENTED = (tc.TensorCacheError, FileNotFoundError, FileExistsError)
+
+
+@pytest.fixture(autouse=True)
+def nothing_waits() -> Iterator[None]:
+    """Who waits for the other end of a FIFO waits forever."""
+
+    def hangs(*_: object) -> None:
+        raise TimeoutError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def write(folder: Path, **options: Any) -> None:
+    with tc.ShardWriter(folder / "%06d.tar", max_samples=2, fsync=False, **options) as sink:
+        for i in range(4):
+            sink.write(f"{i}", {"x": i})
+
+
+def build(folder: Path) -> None:
+    tc.build(range(4), lambda items: [{"x": i} for i in items], folder, fingerprint={}, max_samples=2, fsync=False)
+
+
+STRAYS = [
+    ".000000.tar.abc.tmp",
+    ".000001.tar.0123abcd.tmp",
+    ".000000.idx.abc.tmp",
+    ".manifest.json.0123abcd.tmp",
+    ".tensorcache.0123abcd.lock",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", STRAYS)
+def test_what_is_called_like_a_stray(tmp_path: Path, name: str, kind: str) -> None:
+    """It is nobody's stray: it stays, and nothing else comes of it."""
+    KINDS[kind](tmp_path / name)
+    before = os.lstat(tmp_path / name)
+    write(tmp_path)
+    write(tmp_path, overwrite=True)
+    write(tmp_path, resume=True)
+    assert len(tc.open(tmp_path)) == 4
+    tc.index(tmp_path / "000001.tar")
+    assert tc.verify(tmp_path)
+    assert tc.repair(tmp_path, tmp_path / "mended")
+    assert os.lstat(tmp_path / name).st_ino == before.st_ino
+    build(tmp_path / "built")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_folders_beside_what_is_repaired(tmp_path: Path, kind: str) -> None:
+    write(tmp_path / "x")
+    KINDS[kind](tmp_path / ".out.0123abcd.tmp")
+    assert tc.repair(tmp_path / "x", tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("ignore:.* is not there any more")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["000001.tar", "000001.tar.index", "000001.idx", "manifest.json"])
+def test_what_is_called_like_a_file_of_ours(tmp_path: Path, name: str, kind: str) -> None:
+    """Everything says what is wrong, or does without."""
+    write(tmp_path, footer="index" not in name)
+    (tmp_path / name).unlink(missing_ok=True)
+    if kind == "link to itself":
+        (tmp_path / "manifest.json").unlink(missing_ok=True)  # the folder's listing has it
+    KINDS[kind](tmp_path / name)
+    calls: dict[str, Callable[[], Any]] = {
+        "open": lambda: list(tc.open(tmp_path)),
+        "open one": lambda: list(tc.open(tmp_path / "000001.tar")),
+        "verify": lambda: tc.verify(tmp_path),
+        "index": lambda: tc.index(tmp_path / "000001.tar"),
+        "repair": lambda: tc.repair(tmp_path, tmp_path / "mended"),
+        "build": lambda: build(tmp_path),
+        "resume": lambda: write(tmp_path, resume=True),
+        "new": lambda: write(tmp_path),
+        "overwrite": lambda: write(tmp_path, overwrite=True),
+    }
+    for what, call in calls.items():
+        try:
+            call()
+        except DOCUMENTED:
+            continue
+        except IsADirectoryError:  # a file cannot take a folder's place
+            if kind != "folder":
+                raise
+        assert not [left for left in os.listdir(tmp_path) if left.endswith((".tmp", ".lock"))], what
