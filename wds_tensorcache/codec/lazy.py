@@ -217,6 +217,10 @@ class LazyTensor(Lazy):
             tensor = check_tensor(view_tensor(self.view_bytes(), reference.dtype, reference.shape))
         return tensor if device is None else tensor.to(device)
 
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the tensor as `torch.Tensor.to` gives it; trainers look for this method in the class of what they move."""
+        return self.load().to(*loaded(list(args)), **loaded(kwargs))  # type: ignore[no-any-return]
+
     def _load_into(self, out: torch.Tensor) -> torch.Tensor:
         if (
             out.device.type != "cpu"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from wds_tensorcache.codec.lazy import LazyTensor
@@ -149,10 +149,11 @@ class _Mark:
         self.number = number
 
 
-class Leaves(Sequence[Any]):
+class Leaves:
     """One value for each sample of a batch: a list, but that the skeletons are decoded when it is first looked at.
 
-    Pickles, prints and compares as the list that it stands for.
+    Pickles, prints and compares as the list that it stands for. It is no registered `Sequence`: trainers rebuild each of these
+    from its items, by its constructor, and would decode every value only to move tensors to a device.
 
     Raises (when looked at):
         BatchError: A sample's structure is another than the first one's.
@@ -180,6 +181,14 @@ class Leaves(Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.tolist())
+
+    def index(self, value: Any, *bounds: int) -> int:
+        """Return the first index of `value`, as of a list."""
+        return self.tolist().index(value, *bounds)
+
+    def count(self, value: Any) -> int:
+        """Return how often `value` occurs."""
+        return self.tolist().count(value)
 
     def __eq__(self, other: object) -> bool:
         return self.tolist() == (other.tolist() if isinstance(other, Leaves) else other)
