@@ -219,7 +219,7 @@ class LazyTensor(Lazy):
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the tensor as `torch.Tensor.to` gives it; trainers look for this method in the class of what they move."""
-        return self.load().to(*loaded(list(args)), **loaded(kwargs))  # type: ignore[no-any-return]
+        return self.load().to(*loaded(list(args)), **loaded(kwargs))
 
     def _load_into(self, out: torch.Tensor) -> torch.Tensor:
         if (

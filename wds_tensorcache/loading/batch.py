@@ -14,8 +14,7 @@ from torch.utils.data import get_worker_info
 
 from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.nesting import ATOMS
-from wds_tensorcache.codec.realize import realize
+from wds_tensorcache.codec.realize import rebuild
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.views import check_array
 from wds_tensorcache.errors import BatchError, FormatError
@@ -247,7 +246,9 @@ class Reading:
     def fill_sample(self, sample: Any, i: int) -> Any:
         """Return sample `i` with its tensors loaded."""
 
-        def load(lazy: Lazy) -> Any:
+        def load(lazy: Any) -> Any:
+            if not isinstance(lazy, Lazy):
+                return lazy  # bytearrays are the sample's own
             reference, number = lazy._reference, self.columns.numbers.get(lazy.name)
             begin = self._offsets[number][i] if number is not None else 0
             # not always aligned where samples differ in a tensor's dtype
@@ -256,13 +257,7 @@ class Reading:
             loaded = lazy.load()
             return loaded if reference.kind == "ndarray" else to_device(loaded, self._pin, self._device)
 
-        def leaf(path: Any) -> Any:
-            value = sample
-            for step in path:
-                value = value[step]
-            return value if type(value) in ATOMS else realize(value, self._device)
-
-        return fill(sample, load, leaf)
+        return rebuild(sample, load)
 
     def padded(self, value: Any) -> dict[str, Any]:
         """Return each tensor as `[B, *largest]`, what is not there filled with `value`, or with what it has for the name."""
