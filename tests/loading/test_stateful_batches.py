@@ -1,4 +1,4 @@
-"""`StatefulDataLoader(IterableCache(…), batch_size=4)`: a state is resumed exactly, or refused; no sample is lost or repeated."""
+"""`StatefulDataLoader(IterableCache(…), batch_size=4)`: a state is resumed exactly, or refused: no sample is lost."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def left(given: list[str], again: Any) -> list[str] | None:
     return rest if len(given) < len(again.dataset) else []
 
 
-@pytest.mark.parametrize(("num_workers", "batch_size", "every"), [(2, None, 2), (2, None, 3), (2, 2, 2), (3, 1, 2)])
+@pytest.mark.parametrize(("num_workers", "batch_size", "every"), [(2, None, 3), (2, 2, 2), (2, 2, 3), (3, 1, 2)])
 def test_states_between_snapshots(few: Any, num_workers: int, batch_size: int | None, every: int) -> None:
     options = {"snapshot_every_n_steps": every}
     refused = []
@@ -104,7 +104,7 @@ def test_states_between_snapshots(few: Any, num_workers: int, batch_size: int | 
         rest = left(given, again)
         refused.append(rest is None)
         assert rest is None or sorted(given + rest) == sorted(few.keys())
-    assert any(refused) is (batch_size == 2)
+    assert any(refused) is (batch_size == 2 and every % num_workers != 0)  # where all workers had given as many
     assert not all(refused)
 
 
