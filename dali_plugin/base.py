@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dali_plugin.carriers import Carried, as_value, known_names, restored
+from dali_plugin.carriers import Carried, as_value, check_ndim, known_names, restored
 
 __all__ = ["NUMBER", "Source", "check_batches", "what_is_carried"]
 
@@ -79,9 +79,11 @@ def what_is_carried(schema: Mapping[str, Any]) -> dict[str, Carried]:
     """Return what tensors are.
 
     Raises:
-        TypeError: A tensor's dtypes differ between samples.
+        TypeError: A tensor's dtypes differ between samples, or a batch of it has too many dimensions.
     """
     for name, known in schema.items():
         if isinstance(known.dtype, tuple):
             raise TypeError(f"tensor {name!r} is {' and '.join(map(str, known.dtype))}; nodes of DALI have one dtype")
+        if getattr(known, "shape", None) is not None:
+            check_ndim(name, len(known.shape), known.dtype)
     return {name: Carried(known.kind, known.dtype) for name, known in schema.items()}

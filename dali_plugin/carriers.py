@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-__all__ = ["Carried", "as_torch", "as_value", "carried", "known_names", "plain", "restored"]
+__all__ = ["Carried", "as_torch", "as_value", "carried", "check_ndim", "known_names", "plain", "restored"]
 
 Array = np.ndarray[Any, Any]
 _NATIVE = frozenset(
     getattr(torch, name) for name in "uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64".split()
 )
 _NATIVE_KINDS = "iuf"  # of numpy, but for long doubles, which no cache holds
+_MAX_NDIM = 64 if int(np.__version__.partition(".")[0]) >= 2 else 32  # of numpy
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -49,6 +50,16 @@ def carried(value: Any) -> Any:
     if dtype.itemsize in _INTEGERS:
         return value.view(f"i{dtype.itemsize}" if dtype.itemsize > 1 else np.uint8)
     return value.reshape(*value.shape, 1).view(np.uint8)
+
+
+def check_ndim(name: str, ndim: int, dtype: Any) -> None:
+    """Raise TypeError if a batch of a tensor has more dimensions than numpy, as whose arrays DALI takes it."""
+    is_split = dtype.itemsize not in _INTEGERS  # into one more dimension
+    if 1 + ndim + is_split > _MAX_NDIM:
+        raise TypeError(
+            f"tensor {name!r} of {dtype} has {ndim} dimensions; for DALI it is one of a batch, of at most {_MAX_NDIM}: "
+            "store it flattened, and its shape"
+        )
 
 
 def plain(value: Any) -> Array:

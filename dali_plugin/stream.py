@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 import wds_tensorcache as tc
 from dali_plugin.base import Source, check_batches, what_is_carried
-from dali_plugin.carriers import Carried, known_names, plain
+from dali_plugin.carriers import Carried, check_ndim, known_names, plain
 
 __all__ = ["TensorCacheStream"]
 
@@ -132,6 +132,7 @@ class TensorCacheStream(Source):
             for lazy in lazies:
                 if Carried(_kind(lazy), lazy.dtype) != known:
                     raise tc.BatchError(f"tensor {name!r} is {known.dtype}, but in one sample it is {lazy.dtype}")
+                check_ndim(name, lazy.ndim, lazy.dtype)
             if any(lazy.shape != lazies[0].shape for lazy in lazies):
                 yield tuple(plain(lazy.load()) for lazy in lazies)
             elif known.kind == "ndarray":

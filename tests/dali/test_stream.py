@@ -122,3 +122,34 @@ def test_several_streams_and_more_tensors(folder: Path, tmp_path: Path) -> None:
     stream = wds.DataPipeline(wds.SimpleShardList(path), wds.tarfile_to_samples(), tc.decode())
     with pytest.raises(tc.BatchError, match="has tensor 'y', but the first one has not"):
         dali_plugin.TensorCacheStream(stream, batch_size=2)(0)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "ndarray", "complex"])
+@pytest.mark.parametrize("ndim", [61, 62, 63, 64])
+def test_more_dimensions_than_a_batch_can_have(tmp_path: Path, kind: str, ndim: int) -> None:
+    """As arrays of numpy they have one more, and those of 16 bytes another; the native reader makes arrays of arrays alone."""
+    if kind == "complex":
+        ndim -= 1  # stored with one more
+    one = torch.ones((1,) * ndim, dtype=torch.complex128 if kind == "complex" else torch.float32)
+    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
+        for i in range(4):
+            sink.write(str(i), {"x": one.numpy() * i if kind == "ndarray" else one * i})
+    path = str(tmp_path / "0.tar")
+    stream = wds.DataPipeline(wds.SimpleShardList(path), wds.tarfile_to_samples(), tc.decode())
+    made = {
+        "cache": lambda: dali_plugin.fn.tensorcache(path),
+        "stream": lambda: dali_plugin.fn.tensorcache(stream),
+        "native": lambda: dali_plugin.fn.native_reader(path),
+    }
+    fits = ndim + 1 + (kind == "complex") <= 64
+    for name, nodes in made.items():
+
+        def read(nodes: Any = nodes) -> Any:
+            return next(dali_plugin.TensorCacheIterator(pipeline(nodes, batch_size=2)))
+
+        if fits or (name == "native" and kind != "ndarray"):
+            assert read()["x"].shape == (2, *(1,) * ndim)
+        else:
+            error: Any = tc.BatchError if name == "native" else TypeError
+            with pytest.raises(error, match=rf"tensor 'x' .*{ndim + (name == 'native')} dimensions"):
+                read()

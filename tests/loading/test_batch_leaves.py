@@ -323,3 +323,17 @@ def test_bools_that_are_none(tmp_path: Path, collate: Any, kind: str) -> None:
             tc.FormatError, match="tensor 'ok' of a batch with sample '000': a bool .* other than 0 and 1"
         ):
             cache.read_batch([0, 1], collate=collate)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "ndarray"])
+@pytest.mark.parametrize("shape", [(1,), (2, 1)], ids=["read into place", "copied"])
+def test_bools_that_are_none_in_padding(tmp_path: Path, kind: str, shape: tuple[int, ...]) -> None:
+    rows = [torch.ones(*shape[:-1], 20 + i, dtype=torch.bool) for i in range(3)]
+    with tc.open(write(tmp_path, [{"ok": row if kind == "tensor" else row.numpy()} for row in rows])) as cache:
+        shard = cache._store.shards[0]
+        damage(shard.path, shard.columns.tensors_begin.item(1) + shard.layout(1).data_begin + 3, b"\x07")
+        assert cache.read_batch([0, 2], collate="pad")[0]["ok"].sum() == (20 + 22) * (2 if len(shape) == 2 else 1)
+        with pytest.raises(
+            tc.FormatError, match="tensor 'ok' of a batch with sample '001': a bool .* other than 0 and 1"
+        ):
+            cache.read_batch([0, 1], collate="pad")

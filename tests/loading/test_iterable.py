@@ -24,13 +24,12 @@ def keys(batches: Any) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("mode", ["all", "buckets", "mix", "weights"])
-@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("num_workers", "persistent"), [(0, False), *((count, each) for count in (1, 2, 3) for each in (False, True))]
+)
 def test_workers_give_the_sequence_of_one_process(
     cache: Any, more: Any, mode: str, num_workers: int, persistent: bool
 ) -> None:
-    if persistent and not num_workers:
-        return
     options: dict[str, Any] = {"batch_size": 4, "collate": "list", **modes(cache, more)[mode]}
     loader = tc.Loader(**options)
     expected = [keys(loader) for _ in range(3)]

@@ -115,3 +115,10 @@ def test_arguments(cache: Any) -> None:
     ):
         with pytest.raises(error):
             tc.Loader(cache, 4, **options)
+
+
+@pytest.mark.parametrize("settings", [None, 5, [], "seed"])
+def test_settings_that_are_none(cache: Any, settings: Any) -> None:
+    loader = tc.Loader(cache, 4, collate="list")
+    with pytest.raises(ValueError, match="state"):
+        loader.load_state_dict(loader.state_dict() | {"settings": settings})

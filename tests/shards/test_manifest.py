@@ -146,15 +146,25 @@ def test_any_bytes_of_a_manifest_may_change(tmp_path_factory: pytest.TempPathFac
     path = tmp_path_factory.getbasetemp() / "mutated.json"
     write_manifest(str(path), SHARDS, EXTRA, fsync=False)
     content = bytearray(path.read_bytes())
+    before = bytes(content)
     at = data.draw(st.integers(0, len(content) - 1))
     content[at : at + data.draw(st.integers(0, 9))] = data.draw(
         st.binary(max_size=4) | st.sampled_from([b"[", b"{", b"-1", b'"'])
     )
     path.write_bytes(content)
     try:
-        read_manifest(str(path))
+        shards, extra = read_manifest(str(path))
     except tc.FormatError:
-        pass  # the other allowed outcome
+        assert content != before  # the other allowed outcome
+        return
+    document = json.loads(content)
+    listed = [(shard["url"], shard["nsamples"], shard["filesize"]) for shard in document["shardlist"]]
+    assert [(shard.url, shard.num_samples, shard.nbytes) for shard in shards] == listed
+    assert extra == document.get("tensorcache", {})
+    assert (document["wids_version"], document.get("base") or "", document.get("datasets") or []) == (1, "", [])
+    assert len({url for url, _, _ in listed}) == len(listed)
+    assert all(type(url) is str and url and "\0" not in url for url, _, _ in listed)
+    assert all(type(number) is int and 0 <= number < 1 << 63 for _, *numbers in listed for number in numbers)
 
 
 @pytest.mark.parametrize("extra", [{"a": object()}, {"a": float("nan")}])

@@ -234,6 +234,10 @@ class LazyTensor(Lazy):
         tensor: Any = self.load()
         return tensor.__reduce_ex__(protocol)
 
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the tensor as `torch.Tensor.to` gives it; trainers look for this method in the class of what they move."""
+        return self.load().to(*loaded(list(args)), **loaded(kwargs))
+
     def _load_into(self, out: torch.Tensor) -> torch.Tensor:
         if (
             out.device.type != "cpu"

@@ -12,6 +12,7 @@ import torch
 from wds_tensorcache.errors import FormatError
 
 __all__ = [
+    "ARRAY_NDIM",
     "NUMPY_NDIM",
     "SHARED",
     "check_array",
@@ -43,6 +44,7 @@ SHARED = {
     for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64 complex128".split()
 }
 NUMPY_NDIM = 32  # of numpy 1
+ARRAY_NDIM = 64 if int(np.__version__.partition(".")[0]) >= 2 else NUMPY_NDIM  # of the numpy that is there
 
 
 @cache

@@ -1,4 +1,4 @@
-"""torch's `default_collate` for lazy tensors: each is read once, straight into its row of the batch."""
+"""torch's `default_collate` for lazy tensors, each read once, straight into its row of the batch; and for batches."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
+from wds_tensorcache.loading.batch_info import BatchInfo
+from wds_tensorcache.loading.leaves import Leaves
 
 __all__ = ["register"]
 
@@ -40,7 +42,17 @@ def _collate_arrays(batch: list[Any], *, collate_fn_map: Any = None) -> torch.Te
     return stacked
 
 
+def _collate_leaves(batch: list[Any], *, collate_fn_map: Any = None) -> Any:
+    return collate([leaves.tolist() for leaves in batch], collate_fn_map=collate_fn_map)
+
+
+def _collate_infos(batch: list[Any], *, collate_fn_map: Any = None) -> list[Any]:
+    return list(batch)
+
+
 def register() -> None:
-    """Make `torch.utils.data.default_collate` take lazy tensors and arrays."""
+    """Make `torch.utils.data.default_collate` take lazy tensors and arrays, and what a batch holds beside tensors."""
     default_collate_fn_map.setdefault(LazyTensor, _collate_tensors)
     default_collate_fn_map.setdefault(LazyArray, _collate_arrays)
+    default_collate_fn_map.setdefault(Leaves, _collate_leaves)
+    default_collate_fn_map.setdefault(BatchInfo, _collate_infos)

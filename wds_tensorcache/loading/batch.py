@@ -13,15 +13,14 @@ from torch.utils.data import get_worker_info
 
 from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.nesting import ATOMS
-from wds_tensorcache.codec.realize import realize
+from wds_tensorcache.codec.realize import rebuild
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.views import check_array
 from wds_tensorcache.errors import BatchError, FormatError
 from wds_tensorcache.loading.collate import check_collate, fill
-from wds_tensorcache.loading.columns import Columns, check_same_names, layouts_of
+from wds_tensorcache.loading.columns import Columns, check_same_names, check_stackable, layouts_of
 from wds_tensorcache.loading.leaves import Decoded, Leaves
-from wds_tensorcache.loading.memory import Memory, filler_of, nbytes_of, to_device
+from wds_tensorcache.loading.memory import Memory, filler_of, nbytes_of, no_memory, to_device
 from wds_tensorcache.loading.plan import Places, Plan
 from wds_tensorcache.loading.structure import Structure, structure_of
 from wds_tensorcache.shards.arena import Pool
@@ -83,7 +82,7 @@ def read_tensors(request: Request, device: Any = None, pin: bool = False, collat
         raise ValueError(f"collate={collate!r}, expected 'stack', 'list' or 'auto'")
     reading = Reading(request, pin, device)
     reading.take_all()
-    if collate == "stack" or (collate == "auto" and reading.columns.are_equal()):
+    if collate == "stack" or (collate == "auto" and reading.can_stack()):
         return reading.stacked()
     listed = reading.listed()
     return listed if collate == "list" else listed | reading.restacked()
@@ -216,18 +215,24 @@ class Reading:
             self._offsets = dest.tolist()
         self._check_bools(self._offsets)
 
+    def can_stack(self) -> bool:
+        """Return whether `stacked` gives every tensor."""
+        return self.columns.are_equal() and self._count <= min(self.columns.limits, default=self._count)
+
     def stacked(self) -> dict[str, Any]:
         """Return each tensor as `[B, …]`."""
-        self.columns.check_equal(self._key)
+        self.columns.check_equal(self._count, self._key)
         self.read_rows()
         return self.restacked()
 
     def restacked(self) -> dict[str, Any]:
-        """Return as `[B, …]` what was read and has one shape in all samples."""
+        """Return as `[B, …]` what was read, has one shape in all samples and can be stacked."""
         return {
             name: self.memory.view(each[0], offsets[0], (self._count, *each[0].shape))
-            for name, each, offsets in zip(self.columns.names, self.columns.references, self._offsets, strict=True)
-            if all(one.shape == each[0].shape for one in each)
+            for name, each, offsets, limit in zip(
+                self.columns.names, self.columns.references, self._offsets, self.columns.limits, strict=True
+            )
+            if self._count <= limit and all(one.shape == each[0].shape for one in each)
         }
 
     def listed(self) -> dict[str, Any]:
@@ -247,7 +252,9 @@ class Reading:
     def fill_sample(self, sample: Any, i: int) -> Any:
         """Return sample `i` with its tensors loaded."""
 
-        def load(lazy: Lazy) -> Any:
+        def load(lazy: Any) -> Any:
+            if not isinstance(lazy, Lazy):
+                return lazy  # bytearrays are the sample's own
             reference, number = lazy._reference, self.columns.numbers.get(lazy.name)
             begin = self._offsets[number][i] if number is not None else 0
             # not always aligned where samples differ in a tensor's dtype
@@ -256,13 +263,7 @@ class Reading:
             loaded = lazy.load()
             return loaded if reference.kind == "ndarray" else to_device(loaded, self._pin, self._device)
 
-        def leaf(path: Any) -> Any:
-            value = sample
-            for step in path:
-                value = value[step]
-            return value if type(value) in ATOMS else realize(value, self._device)
-
-        return fill(sample, load, leaf)
+        return rebuild(sample, load)
 
     def padded(self, value: Any) -> dict[str, Any]:
         """Return each tensor as `[B, *largest]`, what is not there filled with `value`, or with what it has for the name."""
@@ -273,13 +274,18 @@ class Reading:
         shapes = columns.largest(self._key)
         if columns.are_equal():
             return self.stacked()
+        in_place = all(
+            r.shape[1:] == shape[1:] for each, shape in zip(columns.references, shapes, strict=True) for r in each
+        )
+        for each, shape in zip(columns.references, shapes, strict=True):
+            check_stackable(each[0], self._count, shape, self._key(0), with_numpy=not in_place)
         steps = [nbytes_of(each[0], shape) for each, shape in zip(columns.references, shapes, strict=True)]
         fillers = [
             filler_of(each[0], values.get(name, 0) if any(r.shape != shape for r in each) else 0)
             for name, each, shape in zip(columns.names, columns.references, shapes, strict=True)
         ]
         first, ends, total = _in_turn([step * self._count for step in steps])
-        if all(r.shape[1:] == shape[1:] for each, shape in zip(columns.references, shapes, strict=True) for r in each):
+        if in_place:
             # a row is the beginning of its padded row: read into place
             dest = np.array(first, np.int64)[:, None] + np.array(steps, np.int64)[:, None] * np.arange(self._count)
             self._read(first, dest, total, self._pin, self._device)
@@ -317,4 +323,6 @@ class Reading:
 def _in_turn(sizes: list[int]) -> tuple[list[int], list[int], int]:
     """Return where arrays of so many bytes begin and end in one memory, each aligned, and how large that is."""
     edges = list(accumulate((size + -size % _ALIGN for size in sizes), initial=0))
+    if edges[-1] >= 1 << 63:
+        raise no_memory(edges[-1])
     return edges[:-1], [at + size for at, size in zip(edges[:-1], sizes, strict=True)], edges[-1]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -13,17 +12,24 @@ __all__ = ["BatchInfo"]
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
 class BatchInfo:
-    """What a batch of a loader is.
+    """Immutable record of what a batch of a loader is.
+
+    It is no dataclass: trainers rebuild each of these field by field, which one that is immutable does not allow. Instead they
+    call `to`, as of a tensor.
 
     Attributes:
-        numbers: Of its samples in their cache, int64 `[B]`.
-        is_padding: Which rows are there only to fill the batch, and do not count, bool `[B]`, on the loader's device.
-        epoch, step: Of the batch; steps are counted through all epochs.
-        source: The name of the mixed cache, or the bucket that it is of; else None.
-        cache: That the samples are of; None if the batch is from a worker process, which sends their keys alone.
+        numbers: Sample indices in the cache, int64 `[B]`.
+        is_padding: Rows that are there only to fill the batch, and do not count, bool `[B]`, on the loader's device.
+        epoch, step: Epoch and step of the batch; steps are counted through all epochs.
+        source: Name of the mixed cache, or the bucket, that the batch is from; else None.
+        cache: Cache that the samples are from; None if the batch is from a worker process, which sends their keys alone.
+
+    Threads/fork/pickle: immutable, safe everywhere; a copy has the keys in place of the cache. Equal if everything but the
+        cache is.
     """
+
+    __slots__ = ("_sent", "cache", "epoch", "is_padding", "numbers", "source", "step")
 
     numbers: Array
     is_padding: torch.Tensor
@@ -31,7 +37,27 @@ class BatchInfo:
     step: int
     source: Any
     cache: Any
-    _sent: tuple[str, ...] = field(default=(), repr=False)
+    _sent: tuple[str, ...]
+
+    def __init__(
+        self,
+        numbers: Array,
+        is_padding: torch.Tensor,
+        epoch: int,
+        step: int,
+        source: Any,
+        cache: Any,
+        _sent: tuple[str, ...] = (),
+    ) -> None:
+        fields = {"numbers": numbers, "is_padding": is_padding, "epoch": epoch, "step": step, "source": source}
+        for name, value in (fields | {"cache": cache, "_sent": _sent}).items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError("a BatchInfo is immutable")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError("a BatchInfo is immutable")
 
     @property
     def keys(self) -> list[str]:
@@ -40,6 +66,27 @@ class BatchInfo:
             return list(self._sent)
         keys = self.cache.keys()
         return [keys[number] for number in self.numbers.tolist()]
+
+    def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> BatchInfo:
+        """Return a record whose `is_padding` is on `device`: Lightning and accelerate move it so, with the batch."""
+        is_padding = self.is_padding.to(device, non_blocking=non_blocking)
+        return BatchInfo(self.numbers, is_padding, self.epoch, self.step, self.source, self.cache, self._sent)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BatchInfo):
+            return NotImplemented
+        return (
+            (self.epoch, self.step, self.source) == (other.epoch, other.step, other.source)
+            and np.array_equal(self.numbers, other.numbers)
+            and torch.equal(self.is_padding.cpu(), other.is_padding.cpu())
+            and self.keys == other.keys
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shown = ("numbers", "is_padding", "epoch", "step", "source", "cache")
+        return f"BatchInfo({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def __reduce__(self) -> Any:
         # no tensor, for which torch would send a file descriptor

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.template import assemble, taker
 
-__all__ = ["Path", "Recipe", "check_collate", "fill", "places_of", "project", "recipe_of"]
+__all__ = ["Path", "Recipe", "check_collate", "difference", "fill", "is_shared", "project", "recipe_of"]
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, tuple, deque)
@@ -84,31 +85,83 @@ def _empty_like(value: Any) -> Any:
     return deque(maxlen=value.maxlen) if cls is deque else cls()
 
 
-def places_of(sample: Any) -> dict[Path, Any]:
-    """Return what is at each path of a batch's structure: a tensor's name, a container's type and length, or None."""
-    return _Places().of(sample)
+def is_shared(sample: Any) -> bool:
+    """Return whether a tensor of `sample`, or a container with one in it, is in two places."""
+    return _Shared().visit(sample)
 
 
-class _Places:
+class _Shared:
     def __init__(self) -> None:
-        self._found: dict[Path, Any] = {}
-        self._fill = _Fill(lambda lazy: None, lambda path: None)
+        self._holds = _Fill(lambda lazy: None, lambda path: None).holds
         self._seen: set[int] = set()
 
-    def of(self, value: Any, path: Path = ()) -> dict[Path, Any]:
-        cls = type(value)
-        is_dict = cls in _DICTS
+    def visit(self, value: Any) -> bool:
+        if not self._holds(value):
+            return False
+        if id(value) in self._seen:
+            return True
+        self._seen.add(id(value))
         if isinstance(value, Lazy):
-            self._found[path] = value.name
-        elif not is_dict and (cls not in _SEQUENCES or not self._fill.holds(value)):
-            self._found[path] = None
-        elif id(value) not in self._seen:  # what holds itself is looked at once
-            self._seen.add(id(value))
-            self._found[path] = cls.__name__, len(value)
-            for key, item in value.items() if is_dict else enumerate(value):
-                self.of(item, (*path, key))
-            self._seen.discard(id(value))
-        return self._found
+            return False
+        return any(map(self.visit, value.values() if type(value) in _DICTS else value))
+
+
+def difference(first: Any, other: Any) -> tuple[str, str, str] | None:
+    """Return the place where two samples differ, and what each has there; None if what `fill` makes of the first fits both.
+
+    What is one container in the first must be one in the other: `fill` makes one of it, with the values of one place. Each
+    container of the first is visited once, so that shared ones cost no more than others.
+    """
+    found = _Difference().between(first, other, ())
+    return None if found is None else (_at(found[0]), found[1], found[2])
+
+
+class _Difference:
+    def __init__(self) -> None:
+        self._holds = _Fill(lambda lazy: None, lambda path: None).holds
+        self._met: dict[int, tuple[Any, Path]] = {}  # by id of a container of the first: the other's, and where
+
+    def _kind(self, value: Any) -> Any:
+        """Return a tensor's name, a container's type, or None for every other value."""
+        if isinstance(value, Lazy):
+            return value.name
+        cls = type(value)
+        return cls if cls in _DICTS or (cls in _SEQUENCES and self._holds(value)) else None
+
+    def between(self, first: Any, other: Any, path: Path) -> tuple[Path, str, str] | None:
+        if first is _NOTHING or other is _NOTHING:
+            return path, self._described(first), self._described(other)
+        kind = self._kind(first)
+        if kind != self._kind(other):
+            return path, self._described(first), self._described(other)
+        if not isinstance(kind, type):
+            return None
+        if id(first) in self._met:
+            met, place = self._met[id(first)]
+            own = f"a {kind.__name__} of its own"
+            return None if met is other else (path, f"the {kind.__name__} {_at(place)}", own)
+        self._met[id(first)] = other, path
+        if kind in _DICTS:
+            keys = dict.fromkeys([*first, *other])
+            pairs = ((key, first.get(key, _NOTHING), other.get(key, _NOTHING)) for key in keys)
+        else:
+            pairs = ((at, *both) for at, both in enumerate(zip_longest(first, other, fillvalue=_NOTHING)))
+        return next(filter(None, (self.between(one, two, (*path, step)) for step, one, two in pairs)), None)
+
+    def _described(self, value: Any) -> str:
+        if value is _NOTHING:
+            return "nothing"
+        kind = self._kind(value)
+        if isinstance(kind, type):
+            return f"a {kind.__name__} of {len(value)}"
+        return "a value" if kind is None else f"tensor {kind!r}"
+
+
+_NOTHING: Any = object()
+
+
+def _at(path: Path) -> str:
+    return f"at {'.'.join(map(str, path))!r}" if path else "at its root"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,11 @@ import torch
 
 from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.codec.reference import Reference, resolve
+from wds_tensorcache.codec.views import ARRAY_NDIM
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.loading.plan import Extents, Places
 
-__all__ = ["Columns", "check_same_names", "layouts_of"]
+__all__ = ["Columns", "check_same_names", "check_stackable", "layouts_of"]
 
 Array = np.ndarray[Any, Any]
 
@@ -88,8 +91,8 @@ class Columns:
                     )
             self.references.append(references)
 
-    def check_equal(self, key: Callable[[int], str]) -> None:
-        """Raise BatchError unless each tensor has one shape in all layouts."""
+    def check_equal(self, count: int, key: Callable[[int], str]) -> None:
+        """Raise BatchError unless each tensor has one shape in all layouts, and `count` of it can be stacked."""
         for name, references in zip(self.names, self.references, strict=True):
             for number, reference in enumerate(references):
                 if reference.shape != references[0].shape:
@@ -97,10 +100,19 @@ class Columns:
                         f"tensor {name!r} is {list(references[0].shape)} in sample {key(0)!r}, but "
                         f"{list(reference.shape)} in {key(number)!r}; use collate='pad' or 'list'"
                     )
+        for each, limit in zip(self.references, self.limits, strict=True):
+            if count > limit:
+                check_stackable(each[0], count, each[0].shape, key(0))
 
     def are_equal(self) -> bool:
         """Return whether each tensor has one shape in all layouts."""
         return all(one.shape == each[0].shape for each in self.references for one in each)
+
+    @cached_property
+    def limits(self) -> list[int]:
+        """How many samples of the first one's shape can be stacked, by tensor."""
+        # one step per tensor, once for all batches of a structure
+        return [_most(each[0], each[0].shape) for each in self.references]
 
     def largest(self, key: Callable[[int], str]) -> list[tuple[int, ...]]:
         """Return, for each tensor, the shape that all of its shapes fit into.
@@ -125,6 +137,33 @@ class Columns:
             )
             for name, references in zip(self.names, self.references, strict=True)
         }
+
+
+def check_stackable(
+    reference: Reference, count: int, shape: tuple[int, ...], key: str, with_numpy: bool = False
+) -> None:
+    """Raise BatchError if there can be no `[count, *shape]` of a tensor; `with_numpy` if it becomes an array on the way."""
+    if count <= _most(reference, shape, with_numpy):
+        return
+    ndim = len(shape) + 1
+    reason = f"{ndim} dimensions, of which numpy has at most {ARRAY_NDIM}"
+    if not _has_too_many_dims(reference, shape, with_numpy):
+        reason = f"{count} times {list(shape)} of {reference.dtype}, and so 2^63 bytes or more"
+    raise BatchError(
+        f"tensor {reference.name!r} of sample {key!r} cannot be stacked: the batch has {reason}; use collate='list'"
+    )
+
+
+def _most(reference: Reference, shape: tuple[int, ...], with_numpy: bool = False) -> int:
+    """Return the largest `count` of which there can be a `[count, *shape]`."""
+    if _has_too_many_dims(reference, shape, with_numpy):
+        return 0
+    # empty ones count as full: torch and numpy compute their strides
+    return ((1 << 63) - 1) // max(1, math.prod(filter(None, shape)) * int(reference.dtype.itemsize))
+
+
+def _has_too_many_dims(reference: Reference, shape: tuple[int, ...], with_numpy: bool) -> bool:
+    return len(shape) >= ARRAY_NDIM and (with_numpy or reference.kind == "ndarray")
 
 
 def check_same_names(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import dropwhile, pairwise
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -45,8 +46,10 @@ class IterableCache(IterableDataset[Any]):
     cache begins again where that epoch did.
 
     `torchdata.stateful_dataloader.StatefulDataLoader` calls `state_dict` and `load_state_dict` in each worker, and so needs as
-    many of these as before; batch size and number of ranks may be others. A state taken at the end of an epoch goes on with the
-    next one. Where `set_epoch` was called since the last iteration, with another epoch than the state's, that one begins.
+    many of these as before; batch size and number of ranks may be others. With two workers or more it needs `batch_size=None`:
+    a loader that takes several steps from a worker at a time gives them out of order, and its states are refused where a step
+    is missing before the last. A state taken at the end of an epoch goes on with the next one. Where `set_epoch` was called
+    since the last iteration, with another epoch than the state's, that one begins.
 
     Args:
         cache, batch_size: As of `Loader`.
@@ -128,14 +131,27 @@ class IterableCache(IterableDataset[Any]):
         shared.end(token, info.id, info.num_workers, loader.position())
 
     def _reached(self, info: Any) -> tuple[list[int], int] | None:
-        """Return where all workers together were, and which of them has the next step; None if not all were given a state."""
+        """Return where all workers together were, and which of them has the next step; None if not all were given a state.
+
+        Raises:
+            ValueError: A step was not given, but one after it was: no one place to go on from.
+        """
         positions = self._shared.resumed(token_of(info), info.num_workers)
         if positions is None:
             return None
         at = max(positions, key=lambda position: (position[0], position[2]))
         first = (positions.index(at) + 1) % info.num_workers if positions.count(at) == 1 else 0
         if self._chosen is not None and self._chosen[0] != at[0]:
-            at = self._chosen
+            return self._chosen, first
+        steps = sorted(position[2] for position in positions)
+        # each worker is behind its last step, and those that gave none are where the iteration began
+        gaps = dropwhile(lambda gap: gap == 0, (after - before for before, after in pairwise(steps)))
+        if any(gap != 1 for gap in gaps):
+            raise ValueError(
+                f"the workers of the state are at steps {', '.join(map(str, steps))}, expected steps that follow each other: "
+                "batches in between were not given, and would be lost. A DataLoader with a batch_size takes several steps "
+                "from one worker before the next; use batch_size=None, and the batch size of IterableCache"
+            )
         return at, first
 
     def set_epoch(self, epoch: int) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.reference import MemorySource, Reference
 from wds_tensorcache.codec.template import MISS, Template
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.loading.collate import Path, places_of, project
+from wds_tensorcache.loading.collate import Path, difference, project
 from wds_tensorcache.loading.plan import Places
 
 __all__ = ["Decoded", "Leaves"]
@@ -33,7 +33,6 @@ class Decoded:
         like: Any = None,
     ) -> None:
         self._like = like  # the first sample, as the batch has it
-        self._first: dict[Path, Any] | None = None
         self._places = places
         self._template = template
         self._io = io
@@ -100,34 +99,18 @@ class Decoded:
     def _build(self, i: int, values: list[Any] | None) -> Any:
         if values is None or self._template is None:
             sample = self._sample(i)
-            self._compare(i, sample)
+            found = difference(self._like, sample)
+            if found is not None:
+                where, first, other = found
+                raise BatchError(
+                    f"sample {self.key(i)!r} has {other} {where}, but {self.key(0)!r} has {first}: their structures differ; "
+                    "use a function, or read_tensors"
+                )
             return sample
         if self._wanted is None:
             return self._template.build([*values, *(None for _ in self._template.references)])
         made = self._template.build([*values, *map(_stand_in, self._template.references)])
         return project(made, self._wanted)  # tensors that were not selected are gone from dicts
-
-    def _compare(self, i: int, sample: Any) -> None:
-        if self._first is None:
-            self._first = places_of(self._like)
-        found = places_of(sample)
-        if found == self._first:
-            return
-        both = {path: (self._first.get(path, ""), found.get(path, "")) for path in (*self._first, *found)}
-        unlike = [path for path, (first, other) in both.items() if first != other]
-        # containers of other lengths differ in what is in them
-        path = next((p for p in unlike if not all(isinstance(what, tuple) for what in both[p])), unlike[0])
-        where = f"at {'.'.join(map(str, path))!r}" if path else "at its root"
-        raise BatchError(
-            f"sample {self.key(i)!r} has {_described(both[path][1])} {where}, but {self.key(0)!r} has "
-            f"{_described(both[path][0])}: their structures differ; use a function, or read_tensors"
-        )
-
-
-def _described(what: Any) -> str:
-    if isinstance(what, tuple):
-        return f"a {what[0]} of {what[1]}"
-    return "a value" if what is None else f"tensor {what!r}" if what else "nothing"
 
 
 def _walk(value: Any, path: Path) -> Any:
@@ -149,10 +132,11 @@ class _Mark:
         self.number = number
 
 
-class Leaves(Sequence[Any]):
+class Leaves:
     """One value for each sample of a batch: a list, but that the skeletons are decoded when it is first looked at.
 
-    Pickles, prints and compares as the list that it stands for.
+    Pickles, prints and compares as the list that it stands for. It is no registered `Sequence`: trainers rebuild each of these
+    from its items, by its constructor, and would decode every value only to move tensors to a device.
 
     Raises (when looked at):
         BatchError: A sample's structure is another than the first one's.
@@ -180,6 +164,14 @@ class Leaves(Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.tolist())
+
+    def index(self, value: Any, *bounds: int) -> int:
+        """Return the first index of `value`, as of a list."""
+        return self.tolist().index(value, *bounds)
+
+    def count(self, value: Any) -> int:
+        """Return how often `value` occurs."""
+        return self.tolist().count(value)
 
     def __eq__(self, other: object) -> bool:
         return self.tolist() == (other.tolist() if isinstance(other, Leaves) else other)

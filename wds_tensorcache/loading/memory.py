@@ -14,7 +14,7 @@ from wds_tensorcache.codec.views import check_array, view_array, view_tensor
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.shards.arena import Pool
 
-__all__ = ["Memory", "filler_of", "nbytes_of", "to_device"]
+__all__ = ["Memory", "filler_of", "nbytes_of", "no_memory", "to_device"]
 
 Array = np.ndarray[Any, Any]
 
@@ -31,7 +31,10 @@ class Memory:
             # torch's own allocator is the pool: only it knows of transfers that are under way
             self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._flat = self._host
-        self.array: Array = pool.lease(nbytes) if self._host is None else self._host.numpy()
+        try:
+            self.array: Array = pool.lease(nbytes) if self._host is None else self._host.numpy()
+        except OSError as exc:
+            raise no_memory(nbytes) from exc
 
     def move(self, device: Any) -> None:
         """Let `view` give tensors on `device`: one transfer, on a stream of its own if that is a GPU."""
@@ -48,6 +51,11 @@ class Memory:
             part = self._flat[begin : begin + nbytes] if nbytes else self._flat.new_empty(0)
             return part.view(reference.dtype).view(shape)
         return view_tensor(self.array, reference.dtype, shape, begin)
+
+
+def no_memory(nbytes: int) -> BatchError:
+    """Return the error of a batch that is too large."""
+    return BatchError(f"a batch of {nbytes} bytes does not fit into memory; read fewer samples, or use collate='list'")
 
 
 def filler_of(reference: Reference, value: float) -> tuple[np.dtype[Any], Any]:

@@ -15,6 +15,7 @@ from wds_tensorcache.codec.reference import Reference
 from wds_tensorcache.codec.views import check_array, check_tensor
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.loading.batch import Reading
+from wds_tensorcache.loading.columns import check_stackable
 from wds_tensorcache.loading.dataset import TensorCache
 from wds_tensorcache.shards.catalog import dali_index_path, write_dali_index
 
@@ -150,6 +151,7 @@ class PackedMembers:
             first = references[0]
             if max(one.end for one in references) > members.shape[1]:
                 raise FormatError(f"tensor {name!r} ends behind its member: the shard is not what its index says")
+            check_stackable(first, len(members), first.shape, self._narrow.keys()[int(numbers[0])])
             if all((one.begin, one.shape) == (first.begin, first.shape) for one in references):
                 result[name] = _cut(members, first)
                 continue

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.loading.collate import fill, places_of, project
+from wds_tensorcache.loading.collate import difference, fill, project
 from wds_tensorcache.loading.structure import structure_of
 
 __all__ = ["fill_samples", "named_tensors"]
@@ -28,12 +28,16 @@ def fill_samples(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
         KeyError: The first sample has no tensor of such a name.
     """
     kept = [project(sample, tensors.__contains__) for sample in samples]
-    places = places_of(kept[0])
     for number, sample in enumerate(kept):
-        if places_of(sample) != places:
-            raise BatchError(f"the structures of samples 0 and {number} of the batch differ")
+        if found := difference(kept[0], sample):
+            where, first, other = found
+            raise BatchError(
+                f"the structures of samples 0 and {number} of the batch differ: {where} the first has {first}, "
+                f"the other {other}"
+            )
+    known = named_tensors(kept[0])
     for name in tensors:
-        if name not in places.values():
+        if name not in known:
             raise KeyError(f"the samples have no tensor {name!r}")
     return fill(kept[0], lambda lazy: tensors[lazy.name], lambda path: [_at(sample, path) for sample in kept])
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.template import Template
-from wds_tensorcache.loading.collate import Recipe, fill, places_of, recipe_of
+from wds_tensorcache.loading.collate import Recipe, fill, is_shared, recipe_of
 from wds_tensorcache.loading.columns import Columns
 
 __all__ = ["Structure", "structure_of"]
@@ -39,6 +39,5 @@ def structure_of(sample: Any, template: Template | None) -> Structure:
     """Return the structure of `sample`, which is of that template if it is of one."""
     tensors: dict[str, Lazy] = {}
     fill(sample, lambda lazy: tensors.setdefault(lazy.name, lazy), lambda path: None)
-    names = [what for what in places_of(sample).values() if isinstance(what, str)]
-    is_plain = len(names) == len(tensors) and not any("@" in name or "~" in name for name in names)
+    is_plain = not is_shared(sample) and not any("@" in name or "~" in name for name in tensors)
     return Structure(sample, tensors, template, recipe_of(sample) if template is not None else None, is_plain)
