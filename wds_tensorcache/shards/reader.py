@@ -22,7 +22,8 @@ from wds_tensorcache.shards.indexing import scan_shard
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.sources import ShardSource
 from wds_tensorcache.shards.storage import Files, ShardFile
-from wds_tensorcache.shards.tar import BLOCK, names_of, parse_number
+from wds_tensorcache.shards.tar import BLOCK, names_of
+from wds_tensorcache.shards.tar_fields import parse_number
 
 __all__ = ["Shard", "gather", "load_index", "sidecar_path"]
 
