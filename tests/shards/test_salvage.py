@@ -109,18 +109,19 @@ STALE = {
     "digests": swap("digest"),
     "no digests": lambda index: columns(index, digest=index.caches[""].digest * 0),
     "names that would be others": lambda index: replace(
-        index, keys=replace(index.keys, text=index.keys.text - (index.keys.text == ord("1")).astype("u1") * 3)
+        index, keys=replace(index.keys, text=index.keys.text + (index.keys.text == ord("2")).astype("u1") * 5)
     ),
 }
 
 
-@pytest.mark.parametrize("name", ["001.skel.pyd", "002.safetensors", "002.skel.pyd", "000.skel.pyd"])
+@pytest.mark.parametrize("name", ["001.skel.pyd", "002.safetensors", "002", "000.skel.pyd", "001"])
 @pytest.mark.parametrize("how", STALE)
 def test_a_lying_index(tmp_path: Path, how: str, name: str) -> None:
     path = shard(tmp_path / "a", "footer", 4)
     content = path.read_bytes()
     put_footer(path, STALE[how](scan_shard(lambda begin, end: content[begin:end], len(content))))
-    flip(path, members(path)[name][0] - 300)
+    for begin, _ in [place for each, place in members(path).items() if each.startswith(name)]:
+        flip(path, begin - 300)
     _, keys = saved(path, tmp_path / "out")
     assert set(everything(4)) - {name[:3]} <= set(keys)
 

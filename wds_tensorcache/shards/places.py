@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,22 +13,38 @@ import xxhash
 from wds_tensorcache.codec.header import DIGITS_END, parse_header
 from wds_tensorcache.codec.sample import check_binding
 from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.shards.footer import stale_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix, split_member
+from wds_tensorcache.shards.reader import sidecar_path
+from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.tar import BLOCK, is_meta_name, names_of, padding
 from wds_tensorcache.shards.tar_fields import check_checksum, parse_number
 
-__all__ = ["Place", "Places"]
+__all__ = ["Place", "Places", "find_places"]
 
 _Read = Callable[[int, int], bytes]
 _CHUNK_NBYTES = 1 << 20
 _MAX_FIELD_NBYTES = 100  # a longer name is in an extended header
 _MAX_OCTAL_NBYTES = 1 << 33  # a larger size may be in one
 _FILE = ord("0")
+_NAME = re.compile(rb"[!-~]+\.[!-~]+").fullmatch
 
 # What is known of a place. Without a readable header, only digests tell that a member is there. A member that has neither,
 # but is followed by one that is where the index has it, keeps its bytes from being searched for headers.
 _UNKNOWN, _UNREADABLE, _BY_HEADER, _BY_DIGEST, _BY_NEXT = range(5)
+
+
+def find_places(file: ShardFile) -> Places | None:
+    """Return where the index behind a shard, or else the one beside it, has the members, though it may be a stale one."""
+    index: ShardIndex | None = None
+    with contextlib.suppress(OSError, FormatError):
+        index = stale_footer(file.read, file.nbytes)
+    if index is None:
+        with contextlib.suppress(OSError, FormatError):
+            beside = ShardFile(sidecar_path(file.path))
+            index = stale_footer(beside.read, beside.nbytes)
+    return None if index is None else Places(file.read, file.nbytes, index)
 
 
 class Place(NamedTuple):
@@ -136,11 +154,23 @@ class Places:
             doubtful.add(key)
             return _UNKNOWN
         raw = name.encode("utf-8", "surrogateescape")
+        is_plain = (
+            name.isascii() and len(raw) <= _MAX_FIELD_NBYTES
+        )  # else an extended header, which may be lost, names it
         try:
             header = self._read(begin - BLOCK, begin)
-            check_checksum(header, BLOCK)
         except (FormatError, OSError):
             return _UNREADABLE
+        if not _adds_up(header):
+            there = header[:_MAX_FIELD_NBYTES].partition(b"\0")[0]
+            if not is_plain or not _NAME(there) or there == raw:
+                return _UNREADABLE
+            if _adds_up(raw.ljust(_MAX_FIELD_NBYTES, b"\0") + header[_MAX_FIELD_NBYTES:]):
+                return _UNREADABLE  # the name alone is damaged
+            # damaged elsewhere: it may still name a member of another key
+            split = split_member(there.decode())
+            doubtful.update([key] if split is None else [key, split[0]])
+            return _UNKNOWN
         size = parse_number(header[124:136])
         if header.startswith(raw + b"\0") and size == nbytes and header[156] == _FILE and not header[345]:
             return _BY_HEADER
@@ -148,8 +178,8 @@ class Places:
         splits = [split for split in map(split_member, names) if split is not None]
         if (key, suffix) in [(found, other.lower()) for found, other in splits]:
             return _BY_HEADER if size == nbytes or nbytes >= _MAX_OCTAL_NBYTES else _UNKNOWN
-        if not name.isascii() or len(raw) > _MAX_FIELD_NBYTES:
-            return _UNREADABLE  # its extended header may be lost
+        if not is_plain:
+            return _UNREADABLE
         doubtful.update([key, *(found for found, _ in splits)])
         return _UNKNOWN
 
@@ -174,3 +204,11 @@ class Places:
         except (TensorCacheError, OSError):
             return False
         return bool(made.intdigest() == digest)
+
+
+def _adds_up(header: bytes) -> bool:
+    try:
+        check_checksum(header, BLOCK)
+    except FormatError:
+        return False
+    return True

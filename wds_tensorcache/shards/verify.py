@@ -15,11 +15,11 @@ from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, list_references
 from wds_tensorcache.errors import FormatError, Kind, TensorCacheError, UnsafeSkeletonError
 from wds_tensorcache.shards.ahead import Digest, ReadAhead, Readers
-from wds_tensorcache.shards.footer import TRAILER_NBYTES, declared_end, stale_footer
+from wds_tensorcache.shards.footer import TRAILER_NBYTES, declared_end
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import CacheEntry, IndexBuilder, split_suffix
 from wds_tensorcache.shards.names import SKELETON, TENSORS, split_member
-from wds_tensorcache.shards.places import Places
+from wds_tensorcache.shards.places import find_places
 from wds_tensorcache.shards.reader import sidecar_path
 from wds_tensorcache.shards.report import Fault
 from wds_tensorcache.shards.rewrite import Piece
@@ -194,7 +194,7 @@ def _append(pieces: list[Piece], piece: Piece) -> None:
 def _samples(found: Checked, file: ShardFile, ahead: ReadAhead, loose: list[Piece]) -> Iterator[_Sample]:
     """Yield a shard's samples; put into `found` where it is no tar, and into `loose` what is of no sample."""
     sample: _Sample | None = None
-    for part in walk(ahead.read, file.nbytes, _declared_end(file), _places(file)):
+    for part in walk(ahead.read, file.nbytes, _declared_end(file), find_places(file)):
         if isinstance(part, Member):
             name, first, begin, nbytes, behind, is_rebuilt = part
             piece = first, behind, rebuild_header(name, nbytes) if is_rebuilt else b""
@@ -244,18 +244,6 @@ def _declared_end(file: ShardFile) -> int | None:
             beside = ShardFile(sidecar_path(file.path))
             end = declared_end(beside.read(max(0, beside.nbytes - TRAILER_NBYTES), beside.nbytes), file.nbytes)
     return end
-
-
-def _places(file: ShardFile) -> Places | None:
-    """Return where the index behind a shard, or else the one beside it, has the members, though it may be a stale one."""
-    index: ShardIndex | None = None
-    with contextlib.suppress(OSError, FormatError):
-        index = stale_footer(file.read, file.nbytes)
-    if index is None:
-        with contextlib.suppress(OSError, FormatError):
-            beside = ShardFile(sidecar_path(file.path))
-            index = stale_footer(beside.read, beside.nbytes)
-    return None if index is None else Places(file.read, file.nbytes, index)
 
 
 def _read(ahead: ReadAhead, suffix: str, begin: int, nbytes: int) -> _Member:
