@@ -101,12 +101,17 @@ class Places:
         self._states: Any = None
 
     def after(self, offset: int) -> Place | None:
-        """Return the first member of known place whose content begins behind byte `offset`; None if there is none."""
+        """Return the first member of known place whose content begins behind byte `offset`.
+
+        Behind the last one, return a place without a name, the end of the archive; None if that is not where the index has it.
+        """
         first = int(np.searchsorted(self._begins, offset, "right"))
-        if first == len(self._begins):
+        if first == len(self._begins) and offset >= self._index.end:
             return None
         if self._states is None:
             self._states = self._look()
+        if first == len(self._begins):
+            return self._end()
         known = np.flatnonzero(self._states[first:] >= _BY_HEADER)
         if not len(known):
             return None
@@ -115,6 +120,13 @@ class Places:
         is_next = at == first and (at == 0 or self._states.item(at - 1) >= _BY_HEADER)
         end = begin + nbytes + padding(nbytes)
         return Place(self._name(at), begin, nbytes, end, state == _BY_HEADER, state == _BY_DIGEST, is_next)
+
+    def _end(self) -> Place | None:
+        end = self._index.end
+        if end + BLOCK > self._nbytes or self._read(end, end + BLOCK).strip(b"\0"):
+            return None
+        is_known = not len(self._states) or self._states.item(-1) >= _BY_HEADER
+        return Place("", end, 0, end, False, False, is_known)
 
     def _key(self, at: int) -> str:
         return self._index.keys[self._rows.item(at)]
@@ -163,7 +175,7 @@ class Places:
             return _UNREADABLE
         if not _adds_up(header):
             there = header[:_MAX_FIELD_NBYTES].partition(b"\0")[0]
-            if not is_plain or not _NAME(there) or there == raw:
+            if not is_plain or not _NAME(there) or there.lower() == raw.lower():
                 return _UNREADABLE
             if _adds_up(raw.ljust(_MAX_FIELD_NBYTES, b"\0") + header[_MAX_FIELD_NBYTES:]):
                 return _UNREADABLE  # the name alone is damaged

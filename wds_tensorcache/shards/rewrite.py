@@ -15,14 +15,22 @@ from wds_tensorcache.shards.output import Output
 from wds_tensorcache.shards.remainder import check_end
 from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE
-from wds_tensorcache.shards.walk import Break, End, Member, walk
+from wds_tensorcache.shards.walk import Break, End, Skipped, walk
 
-__all__ = ["Piece", "copy_pieces", "stage_without"]
+__all__ = ["Piece", "append_piece", "copy_pieces", "stage_without"]
 
 Piece = tuple[
     int, int, bytes
 ]  # bytes [begin, end) of a shard, and a header to put in front where they have lost their own
 _CHUNK_NBYTES = 1 << 22
+
+
+def append_piece(pieces: list[Piece], piece: Piece) -> None:
+    """Append a piece, or make the last one longer."""
+    if pieces and pieces[-1][1] == piece[0] and not piece[2]:
+        pieces[-1] = pieces[-1][0], piece[1], pieces[-1][2]
+    else:
+        pieces.append(piece)
 
 
 def stage_without(
@@ -44,22 +52,27 @@ def stage_without(
         FormatError: It is no tar, or a damaged one; or what follows the end of the archive is no index.
     """
     file = ShardFile(path)
-    pieces: list[Piece] = []  # what stays
+    pieces, common = list[Piece](), list[Piece]()  # what stays
+    is_left = False
     for part in walk(file.read, file.nbytes):
         if isinstance(part, Break):
             raise TarFormatError(part.reason, offset=part.offset, kind=part.kind).at(path)
         if isinstance(part, End):
             check_end(file, part.offset)
             break
-        first, end = (part.first, part.end) if isinstance(part, Member) else (part.begin, part.end)
-        split = split_member(part.name) if isinstance(part, Member) else None
-        if split is not None and split[0] in keys:
+        if isinstance(part, Skipped):
+            (common if part.is_common else pieces).append((part.begin, part.end, b""))
             continue
-        if pieces and pieces[-1][1] == first:
-            pieces[-1] = pieces[-1][0], end, b""
-        else:
-            pieces.append((first, end, b""))
-    return None if not pieces else _stage_pieces(file, pieces, path, fingerprint, footer, fsync)
+        split = split_member(part.name)
+        if split is None or split[0] not in keys:
+            pieces.append((part.first, part.end, b""))
+            is_left = True
+    if not is_left:
+        return None
+    parts, pieces = pieces + [piece for piece in common if piece < pieces[-1]], []  # no archive may end with them
+    for piece in sorted(parts):
+        append_piece(pieces, piece)
+    return _stage_pieces(file, pieces, path, fingerprint, footer, fsync)
 
 
 def copy_pieces(

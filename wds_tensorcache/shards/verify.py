@@ -22,7 +22,7 @@ from wds_tensorcache.shards.names import SKELETON, TENSORS, split_member
 from wds_tensorcache.shards.places import find_places
 from wds_tensorcache.shards.reader import sidecar_path
 from wds_tensorcache.shards.report import Fault
-from wds_tensorcache.shards.rewrite import Piece
+from wds_tensorcache.shards.rewrite import Piece, append_piece
 from wds_tensorcache.shards.storage import Identity, ShardFile
 from wds_tensorcache.shards.tar import rebuild_header
 from wds_tensorcache.shards.walk import Break, End, Member, Skipped, walk
@@ -128,11 +128,11 @@ def _check_all(
     """
     found = Checked(file.path, file.nbytes, file.identity)
     builder = IndexBuilder()
-    loose: list[Piece] = []
+    loose, common = list[Piece](), list[Piece]()
     good: dict[str, bool] = {}  # whether it has a cache
     wanted = dict(better)
     with ReadAhead(file, readers) as ahead:
-        for sample in _read_ones(_samples(found, file, ahead, loose), ahead):
+        for sample in _read_ones(_samples(found, file, ahead, loose, common), ahead):
             caches, others = _check(sample, allow)
             found.num_samples += 1
             if sample.key in good:
@@ -159,13 +159,14 @@ def _check_all(
                     found.doubtful.add(sample.key)
             builder.add(sample.key, caches, others)
             for piece in sample.pieces:
-                _append(found.pieces, piece)
+                append_piece(found.pieces, piece)
     found.damaged -= good.keys()  # the key of two samples, of which one is good
+    last = max((piece[1] for pieces in (loose, found.pieces) for piece in pieces[-1:]), default=0)
+    loose += (piece for piece in common if piece[1] < last)  # no archive may end with them
     if loose:
-        merged: list[Piece] = []
-        for piece in sorted(found.pieces + loose):
-            _append(merged, piece)
-        found.pieces = merged
+        parts, found.pieces = sorted(found.pieces + loose), []
+        for piece in parts:
+            append_piece(found.pieces, piece)
     found.faults.sort(key=lambda fault: (fault.offset is None, fault.offset))
     found.index = builder.finish(file.nbytes if found.end is None else found.end)
     return found
@@ -184,15 +185,10 @@ def _read_ones(samples: Iterator[_Sample], ahead: ReadAhead) -> Iterator[_Sample
     yield from waiting
 
 
-def _append(pieces: list[Piece], piece: Piece) -> None:
-    if pieces and pieces[-1][1] == piece[0] and not piece[2]:
-        pieces[-1] = pieces[-1][0], piece[1], pieces[-1][2]
-    else:
-        pieces.append(piece)
-
-
-def _samples(found: Checked, file: ShardFile, ahead: ReadAhead, loose: list[Piece]) -> Iterator[_Sample]:
-    """Yield a shard's samples; put into `found` where it is no tar, and into `loose` what is of no sample."""
+def _samples(
+    found: Checked, file: ShardFile, ahead: ReadAhead, loose: list[Piece], common: list[Piece]
+) -> Iterator[_Sample]:
+    """Yield a shard's samples; put into `found` where it is no tar, and into `loose` and `common` what is of no sample."""
     sample: _Sample | None = None
     for part in walk(ahead.read, file.nbytes, _declared_end(file), find_places(file)):
         if isinstance(part, Member):
@@ -214,13 +210,13 @@ def _samples(found: Checked, file: ShardFile, ahead: ReadAhead, loose: list[Piec
                 sample.faults.append((first, f"member {name!r:.100} occurs twice", "duplicate"))
             if is_rebuilt:
                 sample.rebuilt.append((begin, suffix))
-            _append(sample.pieces, piece)
+            append_piece(sample.pieces, piece)
         elif isinstance(part, Break):
             lost = f"; nothing could be read from byte {part.offset} to {part.end}" if part.offset < part.end else ""
             found.fault(None, part.offset, part.reason + lost, part.kind)
             found.is_broken = True
         elif isinstance(part, Skipped):
-            loose.append((part.begin, part.end, b""))
+            (common if part.is_common else loose).append((part.begin, part.end, b""))
         elif isinstance(part, End):
             found.end = part.offset
             if part.behind is not None:

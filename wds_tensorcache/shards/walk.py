@@ -49,10 +49,14 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Whole members `[begin, end)` that tar readers of samples skip: directories, links, metadata."""
+    """Whole members `[begin, end)` that tar readers of samples skip: directories, links, metadata.
+
+    One that `is_common` is headers of all members that follow. An archive MUST NOT end with it: readers expect a member.
+    """
 
     begin: int
     end: int
+    is_common: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +104,9 @@ def walk(
         try:
             for name, begin, size in scanner:
                 if begin - first > BLOCK:
-                    behind = _skip(read, nbytes, first, begin - BLOCK)
-                    if behind > first:
-                        yield Skipped(first, behind)
-                    first = behind
+                    skipped = _skip(read, nbytes, first, begin - BLOCK)
+                    yield from skipped
+                    first = skipped[-1].end if skipped else first
                 end_of_member = begin + size + padding(size)
                 yield Member(name, first, begin, size, end_of_member)
                 first = end_of_member
@@ -121,9 +124,9 @@ def walk(
                 at, place, members = _behind_zeros(read, nbytes, end, places, limit)
             if at is not None:
                 reason, kind = "zeros, where the archive does not end", "zeros"
-        behind = _skip(read, nbytes, first, limit)
-        if behind > first:
-            yield Skipped(first, behind)
+        skipped = _skip(read, nbytes, first, limit)
+        yield from skipped
+        behind = skipped[-1].end if skipped else first
         if not reason:
             yield End(limit, members)
             return
@@ -134,24 +137,30 @@ def walk(
             yield Member(rebuilt.name, rebuilt.begin, rebuilt.begin, rebuilt.nbytes, rebuilt.end, True)
 
 
-def _skip(read: _Read, nbytes: int, first: int, limit: int) -> int:
-    """Return where the members end that the scanner skips from byte `first` on, up to the header at byte `limit`.
+def _skip(read: _Read, nbytes: int, first: int, limit: int) -> list[Skipped]:
+    """Return the members that the scanner skips from byte `first` on, up to the header at byte `limit`.
 
     Extended headers that are of that header belong to it; those of all members that follow do not.
     """
+    skipped: list[Skipped] = []
     at = behind = first
     with contextlib.suppress(FormatError, OSError):
         if limit < first + BLOCK or _end_of_extended(read, first) == limit:
-            return first  # pax tars have one in front of each member
+            return []  # pax tars have one in front of each member
         scanner, own = Scanner(read, nbytes), dict[bytes, bytes]()
         while at < limit and at + BLOCK <= nbytes:
             header, begin = read(at, at + BLOCK), at
             at += BLOCK
             size = scanner.read_header(header, begin, own, {})[2]
             at += size + padding(size)
-            if not is_extended(header) or (header[_KIND] == _COMMON and behind == begin):
+            is_common = header[_KIND] == _COMMON and behind == begin
+            if is_common or not is_extended(header):
+                if skipped and skipped[-1].is_common == is_common:
+                    skipped[-1] = Skipped(skipped[-1].begin, at, is_common)
+                else:
+                    skipped.append(Skipped(behind, at, is_common))
                 behind = at
-    return behind
+    return skipped
 
 
 def _end_of_extended(read: _Read, begin: int) -> int | None:
@@ -217,7 +226,7 @@ def _leads(read: _Read, nbytes: int, found: int, place: Place) -> int:
                 return -1 if is_it else max(found + BLOCK, place.begin)
     except FormatError as exc:
         return max(found, exc.offset or 0) + BLOCK
-    return max(found, scanner.end) + BLOCK
+    return -1 if not place.name and scanner.end == place.begin else max(found, scanner.end) + BLOCK
 
 
 def _search(read: _Read, nbytes: int, end: int | None, failed: int, begin: int) -> int | None:
