@@ -310,7 +310,10 @@ def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iter
         at, own = begin - blocks * BLOCK, dict[bytes, bytes]()
         try:
             while 0 <= at < begin:
-                kind, name, size = scanner._read_header(read(at, at + BLOCK), at, own, {})
+                header = read(at, at + BLOCK)
+                if is_extended(header) and parse_number(header[124:136]) > begin - at - 2 * BLOCK:
+                    break  # before it is read: it may be a megabyte, and each member may have one
+                kind, name, size = scanner._read_header(header, at, own, {})
                 at += BLOCK
                 if at == begin and kind in _FILE_TYPES:
                     yield name.encode("utf-8", "surrogateescape")
