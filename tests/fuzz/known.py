@@ -158,13 +158,14 @@ def judge(data: bytes, folder: Path) -> None:
     tc.repair(path, out, threads=1)
     saved = _members(out / path.name) if out.exists() else {}
     keys = {name.partition(".")[0] for name in saved if name.endswith(_HALVES[0])}
-    allowed = known.samples | other.samples | ({"998": _MADE[0]} if known.inner and not is_indexed else {})
+    inner = set() if is_indexed and not damage.is_cut else known.inner  # nothing may be left that confirms an index
+    allowed = known.samples | other.samples | ({"998": _MADE[0]} if inner else {})
     for key in keys:
         found = tuple(saved.get(f"{key}.{suffix}") for suffix in _HALVES)
         assert key in allowed, f"sample {key} is no sample of the shard"
         assert found == allowed[key], f"sample {key} is not what was written"
     if not damage.hits(known.extended, len(content)):
-        names = known.names | (set() if is_indexed else known.inner)
+        names = known.names | inner
         assert {name for name in saved if not name.endswith(_HALVES)} <= names
     for key in known.samples:
         if f"{key}.{_HALVES[1]}" in saved and key not in keys:  # it does not say any more that it is one half
