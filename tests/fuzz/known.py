@@ -162,9 +162,11 @@ def judge(data: bytes, folder: Path) -> None:
     allowed = known.samples | other.samples | ({"998": _MADE[0]} if inner else {})
     for key in keys:
         found = tuple(saved.get(f"{key}.{suffix}") for suffix in _HALVES)
+        if key not in allowed and not damage.is_apart:
+            continue
         assert key in allowed, f"sample {key} is no sample of the shard"
         assert found == allowed[key], f"sample {key} is not what was written"
-    if not damage.hits(known.extended, len(content)):
+    if damage.is_apart and not damage.hits(known.extended, len(content)):  # two bits may leave a checksum right
         names = known.names | inner
         assert {name for name in saved if not name.endswith(_HALVES)} <= names
     for key in known.samples:
