@@ -191,6 +191,7 @@ def programs() -> dict[str, bytes]:
         "footer": program([1, 1, 1], [(zeros, 2), (flip + 4, 3)], index=1),
         "zeros": program([1, 1, 1], [(zeros, 2)]),
         "cut": program([1, 1, 1], [(cut, 4000)], index=2),
+        "sparse-header": program([0xE2, 1, 1], [(0x98, 0xFE30)], index=1),
         "two": program([1, 1], [], more=1),
         "two-indexed": program([1, 1], [(flip, 1)], index=2, more=1),
     }

@@ -189,6 +189,7 @@ def _resume(
         block = read(begin, begin + BLOCK)
         if not block.strip(b"\0") or _is_header(block, False):
             return begin, None
+        failed, begin = begin, begin + BLOCK  # the header that it is of is damaged, too
     return _search(read, nbytes, end, failed, begin), None
 
 
