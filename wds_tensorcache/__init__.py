@@ -13,6 +13,7 @@ from wds_tensorcache.errors import (
     FormatError,
     KeyRuleError,
     StaleCacheError,
+    TarFormatError,
     TensorCacheError,
     UnsafeSkeletonError,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "Report",
     "ShardWriter",
     "StaleCacheError",
+    "TarFormatError",
     "TensorCache",
     "TensorCacheError",
     "UnsafeSkeletonError",

@@ -2,6 +2,7 @@
 
 TensorCacheError
 ├── FormatError             (ValueError)            bytes that are not a sample, or halves of two samples
+│   ├── TarFormatError      (tarfile.ReadError)     a tar that is cut short, damaged, or of a kind that is not read
 │   └── UnsafeSkeletonError (pickle.UnpicklingError) a skeleton asks for something that is never executed
 ├── EncodeError             (TypeError)             a Python value that the format cannot hold
 ├── BatchError              (ValueError)            samples that do not fit into one batch
@@ -12,19 +13,23 @@ TensorCacheError
 from __future__ import annotations
 
 import pickle
-from typing import TypeVar
+import tarfile
+from typing import Literal, TypeVar
 
 __all__ = [
     "BatchError",
     "EncodeError",
     "FormatError",
     "KeyRuleError",
+    "Kind",
     "StaleCacheError",
+    "TarFormatError",
     "TensorCacheError",
     "UnsafeSkeletonError",
 ]
 
 _Error = TypeVar("_Error", bound="TensorCacheError")
+_Format = TypeVar("_Format", bound="FormatError")
 
 
 class TensorCacheError(Exception):
@@ -37,8 +42,66 @@ class TensorCacheError(Exception):
         return error
 
 
+Kind = Literal[
+    "format",  # any other rule of FORMAT.md
+    "truncated",  # the file or stream ends too soon, or is empty
+    "compressed",  # a compressed tar where a plain one is needed, or a damaged compressed stream
+    "checksum",  # a tar header whose bytes do not add up
+    "header",  # a tar header with a size or name that cannot be
+    "extended-header",  # pax records or a long name that cannot be read
+    "sparse",  # a member with holes
+    "zeros",  # zeros in front of the end of the archive
+    "trailing",  # bytes behind the end of the archive that are no index
+    "unreadable",  # the system cannot read the bytes
+    "duplicate",  # one key or member name twice
+    "missing",  # a half of a sample, or a file that another one lists
+    "damaged",  # the bytes of a sample are not those that were written
+    "lost",  # a sample that an index lists and the shard does not have
+    "index",  # an index, `.idx` or manifest that is damaged, or does not agree with the shard
+    "unsafe",  # a skeleton that asks for something that is never executed
+]
+"""What is wrong, for code: of a FormatError, and of a Fault in the report of `verify`."""
+
+
 class FormatError(TensorCacheError, ValueError):
-    """The bytes break a rule of FORMAT.md, or the two members of a sample do not belong together."""
+    """The bytes break a rule of FORMAT.md, or the two members of a sample do not belong together.
+
+    Args:
+        reason: What is wrong, for people.
+        offset: Byte of the file or stream where it is, None if that is not known.
+        kind: What is wrong, for code.
+
+    Attributes:
+        reason: As the argument.
+        offset: As the argument; kept by `at`.
+        kind: As the argument; kept by `at`.
+        where: The shard, sample, … that `at` added, None if it was not called.
+    """
+
+    kind: Kind = "format"
+
+    def __init__(self, reason: str = "", *, offset: int | None = None, kind: Kind | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.offset = offset
+        self.where: str | None = None
+        if kind is not None:
+            self.kind = kind
+
+    def at(self: _Format, where: str) -> _Format:
+        """Return the same error with `where` in front of its message; reason, offset and kind stay."""
+        error = type(self)(self.reason)
+        error.__dict__.update(self.__dict__)
+        error.where = where if self.where is None else f"{where}: {self.where}"
+        return error
+
+    def __str__(self) -> str:
+        parts = (self.where, None if self.offset is None else f"byte {self.offset}", self.reason)
+        return ": ".join(part for part in parts if part is not None)
+
+
+class TarFormatError(FormatError, tarfile.ReadError):
+    """A tar is cut short, damaged, or of a kind that is not read; pipelines that catch tarfile's error catch this one."""
 
 
 class UnsafeSkeletonError(FormatError, pickle.UnpicklingError):
@@ -48,6 +111,7 @@ class UnsafeSkeletonError(FormatError, pickle.UnpicklingError):
         needs: `MODULE.NAME` of what it names, if that is not in `allow=`; None if anything else is wrong.
     """
 
+    kind: Kind = "unsafe"
     needs: str | None = None
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 import wds_tensorcache as tc
 from tests.fuzz.forge import ARRAYS, KEY_RECORD, RECORD
+from tests.fuzz.known import program
 from tests.fuzz.targets import ALLOW, SAMPLES, Colour, Trusted, shard
 from tests.hostile.colliding import CONTAINERS, KEYS
 from tests.hostile.pickles import call, text
@@ -182,6 +183,26 @@ def verified() -> dict[str, bytes]:
         "a-half": b"\3" + build([("k.safetensors", tensors)])[: 512 + len(tensors)],
         "a-key-twice": b"\3" + few,
         "lost-header": b"\3" + few[:512] + bytes(512) + few[1024:],
+        **{f"known-{name}": data for name, data in programs().items()},
+    }
+
+
+def programs() -> dict[str, bytes]:
+    """Shards of known content: samples are odd numbers, foreign members are 16 times their type and 2 times their name."""
+    zeros, flip, cut = 1, 0, 3
+    return {
+        "sparse": program([1, 1, 16 * 4, 1, 1]),
+        "foreign": program([1, *(16 * kind + 2 * kind for kind in range(6)), 1]),
+        "inner": program([1, 16 * 8, 1, 16 * 8 + 6], [(flip, 2)], index=1),
+        "long": program([16 * 6, 1, 16 * 7 + 4, 1], [(flip, 0)]),
+        "pax": program([1, 1, 16 * 2], [(zeros, 4)], is_pax=True),
+        "every-header": program([1, 1], [(zeros, at) for at in range(4)], index=2),
+        "footer": program([1, 1, 1], [(zeros, 2), (flip + 4, 3)], index=1),
+        "zeros": program([1, 1, 1], [(zeros, 2)]),
+        "cut": program([1, 1, 1], [(cut, 4000)], index=2),
+        "sparse-header": program([0xE2, 1, 1], [(0x98, 0xFE30)], index=1),
+        "two": program([1, 1], [], more=1),
+        "two-indexed": program([1, 1], [(flip, 1)], index=2, more=1),
     }
 
 

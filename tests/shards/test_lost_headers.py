@@ -42,6 +42,8 @@ def test_one_header(tmp_path: Path, name: str, beside: str) -> None:
     tc.repair(path, tmp_path / "out")
     assert tc.verify(tmp_path / "out")
     lost = {name} if name.endswith(("json", "jpg")) else {each for each in whole if each[:3] == name[:3]}
+    if beside != "nothing" and len(lost) > 1:
+        lost = set()  # an index and the digests tell what it was
     assert list(members(tmp_path / "out" / "000000.tar")) == [each for each in whole if each not in lost]
 
 
@@ -127,7 +129,7 @@ def test_a_footer_is_not_searched(tmp_path: Path) -> None:
     reads, read = reading(content)
     *_, last, broken, marker = walk(read, len(content), end)
     assert isinstance(last, Member)
-    assert broken == Break(header, end, f"byte {header}: zeros, where the archive does not end")
+    assert broken == Break(header, end, "zeros, where the archive does not end", "zeros")
     assert marker == End(end)
 
 

@@ -72,10 +72,10 @@ def test_a_damaged_tar_header(tmp_path: Path, name: str, footer: bool) -> None:
     report, keys = repaired(source, out)
     lost = name[:3]
     wanted = [f"{i:03d}" for i in range(6)]
-    if "skel" in name or "safetensors" in name:
+    if not footer and ("skel" in name or "safetensors" in name):  # an index and the digests tell what it was
         wanted.remove(lost)
     assert keys == wanted
-    assert any(fault.what.startswith("bad checksum") for fault in report.faults)
+    assert "checksum" in {fault.kind for fault in report.faults}
     assert lost in {fault.key for fault in report.faults}  # from the index or the .idx
 
 

@@ -35,11 +35,13 @@ def repair(
 ) -> Report:
     """Write shards again, without samples that are damaged, with new indexes and a manifest; `source` stays as it is.
 
-    Samples without a fault, and members that belong to none, keep their bytes, tar headers included. Behind a damaged header
-    the tar goes on at the next one that is whole; a tail that was cut off is lost. So it does behind a single block of zeros,
-    or more where an index says that the archive ends later; else what is behind two, the end-of-archive marker, goes: no reader
-    sees it. A sample that has lost but another member, say a `jpg`, stays without it. Of two samples of one key in a shard, the
-    first that is whole and has a cache stays, or the first that is whole if none has one.
+    Samples without a fault, and members that belong to none, keep their bytes, tar headers included. Where headers are damaged,
+    samples are saved by the index, behind the shard or beside it, though it may be stale: a sample that the index places, and
+    whose bytes have the digests that the index, the skeleton and the tensors declare, is whole, and gets new tar headers.
+    Without an index, the tar goes on at the next header that is whole; a tail that was cut off is lost. So it does behind a
+    single block of zeros, or more where an index says that the archive ends later; else what is behind two, the end-of-archive
+    marker, goes: no reader sees it. A sample that has lost but another member, say a `jpg`, stays without it. Of two samples of
+    one key in a shard, the first that is whole and has a cache stays, or the first that is whole if none has one.
 
     Shards keep their names, their order and their fingerprints. One of which nothing is left is not written; one that has no
     samples, but no fault either, is.

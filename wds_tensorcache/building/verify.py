@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from wds_tensorcache.codec.builder import allow_table
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.errors import FormatError, Kind
 from wds_tensorcache.loading.opening import Found, are_counts, find_shards, num_cores
 from wds_tensorcache.shards.ahead import Readers, in_order
 from wds_tensorcache.shards.beside import check_beside
@@ -88,7 +88,8 @@ def check_all(
             try:
                 found = check_shard(path, table, readers)
             except (FormatError, OSError) as exc:
-                return Fault(path, None, None, f"cannot be opened: {exc}")
+                kind = exc.kind if isinstance(exc, FormatError) else "unreadable"
+                return Fault(path, None, None, f"cannot be opened: {exc}", kind)
             return found, check_beside(found, _without_number(path) in with_idx)
 
         for result in in_order(paths, check, walking, walkers):
@@ -139,8 +140,8 @@ class _Manifest:
         """Return the shards that are listed or in the manifest's folder; put into `report` those that are not both."""
         folder = os.path.dirname(self._path)
 
-        def fault(shard: str, what: str) -> None:
-            report.faults.append(Fault(shard, None, None, what))
+        def fault(shard: str, what: str, kind: Kind = "index") -> None:
+            report.faults.append(Fault(shard, None, None, what, kind))
 
         paths: list[str] = []
         unread = False
@@ -150,7 +151,7 @@ class _Manifest:
             raise
         except (FormatError, OSError) as exc:
             entries, extra, unread = [], {}, True
-            fault(self._path, str(exc).removeprefix(f"{self._path}: "))
+            fault(self._path, exc.reason if isinstance(exc, FormatError) else str(exc))
         self._is_ours = bool(extra)
         for table, name in ((self._caches, "caches"), (self._fingerprints, "fingerprints")):
             if isinstance(extra.get(name, {}), dict):
@@ -167,7 +168,8 @@ class _Manifest:
             elif located.error is not None:
                 where, is_there = os.path.basename(self._path), not isinstance(located.error, FileNotFoundError)
                 what = f"it cannot be read ({located.error})" if is_there else "it is missing"
-                fault(path, f"{what}; {where} has it, with {entry.num_samples} samples")
+                kind: Kind = "unreadable" if is_there else "missing"
+                fault(path, f"{what}; {where} has it, with {entry.num_samples} samples", kind)
                 report.num_missing += 1
                 report.num_lost += entry.num_samples
             else:
@@ -199,19 +201,21 @@ class _Manifest:
             return fingerprint
         where, index = os.path.basename(self._path), found.index
         if entry.nbytes != found.nbytes:
-            found.fault(None, None, f"it has {found.nbytes} bytes, but {where} says {entry.nbytes}")
+            found.fault(None, None, f"it has {found.nbytes} bytes, but {where} says {entry.nbytes}", "index")
         if entry.num_samples != found.num_samples:
-            found.fault(None, None, f"it has {found.num_samples} samples, but {where} says {entry.num_samples}")
+            found.fault(
+                None, None, f"it has {found.num_samples} samples, but {where} says {entry.num_samples}", "index"
+            )
         counts, caches = self._caches.get(entry.url), {name: len(columns) for name, columns in index.caches.items()}
         if counts is not None and not are_counts(counts):
-            found.fault(None, None, f"{where} has caches {counts!r:.200}, expected numbers of samples by name")
+            found.fault(None, None, f"{where} has caches {counts!r:.200}, expected numbers of samples by name", "index")
         elif counts is not None and counts != caches and len(index.keys) == entry.num_samples:
-            found.fault(None, None, f"its caches have {caches} samples, but {where} says {counts!r:.200}")
+            found.fault(None, None, f"its caches have {caches} samples, but {where} says {counts!r:.200}", "index")
         listed = self._fingerprints.get(entry.url)
         if listed is not None and not isinstance(listed, dict):
-            found.fault(None, None, f"{where} has a fingerprint {listed!r:.100}, expected fields by name")
+            found.fault(None, None, f"{where} has a fingerprint {listed!r:.100}, expected fields by name", "index")
         elif fingerprint is None or (listed is None and not self._is_ours):
             return fingerprint or listed
         elif json.dumps(listed, sort_keys=True) != json.dumps(fingerprint, sort_keys=True):  # 1 is not 1.0
-            found.fault(None, None, f"it was made with {fingerprint!r:.200}, but {where} says {listed!r:.200}")
+            found.fault(None, None, f"it was made with {fingerprint!r:.200}, but {where} says {listed!r:.200}", "index")
         return fingerprint

@@ -40,12 +40,12 @@ def check_beside(found: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
     try:
         beside = parse_footer(_content(sidecar_path(path)), found.nbytes)
         if beside is None:
-            found.fault(None, None, f"{where} is damaged, or of another state of the shard")
+            found.fault(None, None, f"{where} is damaged, or of another state of the shard", "index")
         else:
             _compare(found, beside, where, reported)
     except (FormatError, OSError) as exc:
         if not (isinstance(exc, OSError) and is_absent(exc)):
-            found.fault(None, None, f"{where}: {exc}")
+            found.fault(None, None, f"{where}: {exc}", "index")
     _check_idx(found, needs_idx, reported)
     index = behind or beside
     return None if index is None else index.fingerprint
@@ -64,15 +64,15 @@ def _check_footer(found: Checked, reported: set[str]) -> ShardIndex | None:
         index = read_footer(file.read, file.nbytes)
         at = None if index is not None or found.end is None else _next_byte(file, found.end + 512)
     except (FormatError, OSError) as exc:
-        found.fault(None, None, f"the index behind it: {exc}")
+        found.fault(None, None, f"the index behind it: {exc}", "index")
         return None
     if index is not None:
         if found.end is not None and index.end != found.end:
-            found.fault(None, found.end, f"the index behind it has the end of the archive at byte {index.end}")
+            found.fault(None, found.end, f"the index behind it has the end of the archive at byte {index.end}", "index")
         _compare(found, index, "the index behind it", reported)
     elif found.end is not None and at is not None:
         what = "what lies behind the end-of-archive marker is no index, a damaged one, or of another state"
-        found.fault(None, at, what if at >= found.end + 1024 else "the end-of-archive marker is damaged")
+        found.fault(None, at, what if at >= found.end + 1024 else "the end-of-archive marker is damaged", "trailing")
     return index
 
 
@@ -99,23 +99,23 @@ def _compare(found: Checked, index: ShardIndex, where: str, reported: set[str]) 
         if other is None and key not in known:
             _lost(found, key, where)
         elif one is None:
-            found.fault(key, None if other is None else other[0], f"its {suffix!r} is not in {where}")
+            found.fault(key, None if other is None else other[0], f"its {suffix!r} is not in {where}", "index")
         elif other is None:
-            found.fault(key, one[0], f"its {suffix!r} is in {where}, but not in the shard")
+            found.fault(key, one[0], f"its {suffix!r} is in {where}, but not in the shard", "index")
         elif one != other and not (key not in found.doubtful and _differ_in_references(one, other)):
-            found.fault(key, other[0], f"{where} says something else of its {suffix!r} than the shard")
+            found.fault(key, other[0], f"{where} says something else of its {suffix!r} than the shard", "index")
         else:
             continue
         reported.add(key)
     if len(found.faults) == before and not reported and list(index.keys) != list(found.index.keys):
-        found.fault(None, None, f"{where} has the samples in another order, or one twice")
+        found.fault(None, None, f"{where} has the samples in another order, or one twice", "index")
     added = found.faults[before:]
     found.faults[before:] = sorted(added, key=lambda fault: fault.offset if fault.offset is not None else -1)
 
 
 def _lost(found: Checked, key: str, where: str) -> None:
     found.lost.add(key)
-    found.fault(key, None, f"it is lost: {where} has it, the shard has not")
+    found.fault(key, None, f"it is lost: {where} has it, the shard has not", "lost")
 
 
 def _differ_in_references(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -146,10 +146,10 @@ def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
         if needs_idx:
             with contextlib.suppress(KeyRuleError):  # it cannot have one
                 build_idx(dali_samples(found.index))
-                found.fault(None, None, f"{where} is missing, which other shards have")
+                found.fault(None, None, f"{where} is missing, which other shards have", "index")
         return
     except (FormatError, OSError) as exc:
-        found.fault(None, None, f"{where}: {exc}")
+        found.fault(None, None, f"{where}: {exc}", "index")
         return
     samples = dali_samples(found.index)
     with contextlib.suppress(KeyRuleError):  # such as other writers' names
@@ -158,7 +158,7 @@ def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
     lines = content.decode("utf-8", "surrogateescape").splitlines()
     head = lines[0].split() if lines else []
     if len(head) != 2 or head[0] not in ("v1.1", "v1.2") or head[1] != str(len(lines) - 1):
-        found.fault(None, None, f"{where} is damaged: it begins with {lines[0][:40] if lines else ''!r}")
+        found.fault(None, None, f"{where} is damaged: it begins with {lines[0][:40] if lines else ''!r}", "index")
         return
     has: _Places = {}
     for sample, key in zip(samples, found.index.keys, strict=True):
@@ -170,7 +170,7 @@ def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
         fields = line.split()
         groups = [fields[at : at + width] for at in range(0, len(fields), width)]
         if not groups or len(fields) % width or not all(_is_member(*group) for group in groups):
-            found.fault(None, None, f"{where}, line {number}: {line[:80]!r} is no sample")
+            found.fault(None, None, f"{where}, line {number}: {line[:80]!r} is no sample", "index")
             continue
         for suffix, begin, nbytes, *name in groups:
             place = int(begin), int(nbytes)
@@ -179,7 +179,7 @@ def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
             says[key, suffix.lower()] = place
     known = {key for key, _ in has}
     if known and says and not any(key in known for key, _ in says):
-        found.fault(None, None, f"{where} is of another shard: none of its samples is in this one")
+        found.fault(None, None, f"{where} is of another shard: none of its samples is in this one", "index")
         return
     for key, suffix in sorted(says.keys() | has.keys()) if says != has else ():
         if key in reported or says.get((key, suffix)) == has.get((key, suffix)):
@@ -189,7 +189,7 @@ def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
             _lost(found, key, where)
             continue
         what = "not in" if (key, suffix) not in says else "elsewhere in" if (key, suffix) in has else "only in"
-        found.fault(key, None, f"its {suffix!r} is {what} {where}, which is of another state of the shard")
+        found.fault(key, None, f"its {suffix!r} is {what} {where}, which is of another state of the shard", "index")
 
 
 def _is_member(suffix: str, begin: str, nbytes: str, name: str = "") -> bool:

@@ -19,6 +19,7 @@ from wds_tensorcache.shards.locks import Held, remove_stray
 from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_atomically, write_idx, write_manifest
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.reader import load_index, sidecar_path
+from wds_tensorcache.shards.remainder import check_end
 from wds_tensorcache.shards.storage import ShardFile
 
 __all__ = ["MANIFEST", "Catalog", "Listing", "dali_index_path", "dali_samples", "index", "write_dali_index"]
@@ -141,7 +142,8 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
         The index: the same as `ShardWriter` makes for the same members.
 
     Raises:
-        FormatError: It is no tar, or a damaged one; the message gives the byte offset.
+        FormatError: It is no tar, or a damaged one, with the byte offset; or bytes follow the end of its archive that are no
+            index: members, perhaps, behind a header that was lost, or of another tar. Nothing is written then.
     """
     path = os.fspath(path)
     file = ShardFile(path)
@@ -149,7 +151,9 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
         found = scan_shard(file.read, file.nbytes)
     except TensorCacheError as exc:
         raise exc.at(path) from exc
+    check_end(file, found.end)
     if footer:
+        file.check_unchanged()
         with open(path, "r+b") as shard:
             # a crash in between leaves bytes behind the archive that no reader looks at
             shard.truncate(found.end + 1024)

@@ -18,7 +18,15 @@ from wds_tensorcache.shards.index import CacheColumns, Keys, LayoutTable, Member
 from wds_tensorcache.shards.names import is_cache_name
 from wds_tensorcache.shards.tar import padding
 
-__all__ = ["TRAILER_NBYTES", "build_footer", "declared_end", "parse_footer", "read_footer"]
+__all__ = [
+    "TRAILER_NBYTES",
+    "build_footer",
+    "declared_end",
+    "declared_place",
+    "parse_footer",
+    "read_footer",
+    "stale_footer",
+]
 
 MAGIC = b"tcindex1"
 # bytes of the index, offset of the end-of-archive marker, bytes of the whole shard, digest of the index and those three
@@ -99,10 +107,34 @@ def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int) -> ShardIn
     return parse_footer(tail, shard_nbytes)
 
 
+def stale_footer(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex | None:
+    """Return the index at the end of a file, though the shard may have changed since: what it says is to be confirmed.
+
+    Args:
+        read: Returns the bytes `[begin, end)` of the shard, or of the file beside it.
+        nbytes: Of that file.
+
+    Raises:
+        FormatError: It is undamaged, and cannot be true.
+    """
+    tail = read(max(0, nbytes - TRAILER_NBYTES), nbytes)
+    if len(tail) < TRAILER_NBYTES or not tail.endswith(MAGIC):
+        return None
+    index_nbytes, _, shard_nbytes, _, _ = _TRAILER.unpack(tail)
+    begin = nbytes - TRAILER_NBYTES - index_nbytes
+    return None if begin < 0 else parse_footer(read(begin, nbytes), shard_nbytes)
+
+
 def declared_end(tail: bytes, shard_nbytes: int) -> int | None:
     """Return where a trailer says that the archive ends, None if the last bytes are none; it may be of another state."""
     trailer = _parse_trailer(tail[-TRAILER_NBYTES:], shard_nbytes)
     return None if trailer is None else trailer[1]
+
+
+def declared_place(tail: bytes, shard_nbytes: int) -> tuple[int, int] | None:
+    """Return where a trailer says that its index begins, if that is behind the shard, and where the archive ends, or None."""
+    trailer = _parse_trailer(tail[-TRAILER_NBYTES:], shard_nbytes)
+    return None if trailer is None else (shard_nbytes - TRAILER_NBYTES - trailer[0], trailer[1])
 
 
 def _parse_trailer(tail: bytes, shard_nbytes: int) -> tuple[int, int] | None:

@@ -24,7 +24,8 @@ from wds_tensorcache.shards.maps import MapLost, Maps, gather
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.sources import ShardSource
 from wds_tensorcache.shards.storage import Files, ShardFile
-from wds_tensorcache.shards.tar import BLOCK, names_of, parse_number
+from wds_tensorcache.shards.tar import BLOCK, names_of
+from wds_tensorcache.shards.tar_fields import parse_number
 
 __all__ = ["Shard", "is_absent", "load_index", "sidecar_path"]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from wds_tensorcache.errors import Kind
+
 __all__ = ["Fault", "Report"]
 
 _MAX_SHOWN = 20
@@ -17,13 +19,17 @@ class Fault:
         shard: Path of the shard, or of the manifest that is wrong.
         key: Of the sample, None if it is of no sample, or not known of which.
         offset: Byte of the shard where it is, None if it is not in the shard's bytes.
-        what: Is wrong.
+        what: Is wrong, for people.
+        kind: What is wrong, for code, as in `FormatError.kind`: `truncated`, `compressed`, `checksum`, `header`,
+            `extended-header`, `sparse`, `zeros` and `trailing` of the tar, `unreadable` of the file, `duplicate`, `missing`,
+            `damaged`, `lost` and `unsafe` of samples, `index` of what lies beside them, and `format` of any other rule.
     """
 
     shard: str
     key: str | None
     offset: int | None
     what: str
+    kind: Kind = "format"
 
     def __str__(self) -> str:
         key = "" if self.key is None else f": sample {self.key!r:.100}"

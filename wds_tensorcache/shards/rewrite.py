@@ -6,17 +6,31 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from wds_tensorcache.errors import TarFormatError
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import scan_shard
 from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.output import Output
+from wds_tensorcache.shards.remainder import check_end
 from wds_tensorcache.shards.storage import ShardFile
-from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE, Scanner, padding
+from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE
+from wds_tensorcache.shards.walk import Break, End, Skipped, walk
 
-__all__ = ["copy_pieces", "stage_without"]
+__all__ = ["Piece", "append_piece", "copy_pieces", "stage_without"]
 
+Piece = tuple[
+    int, int, bytes
+]  # bytes [begin, end) of a shard, and a header to put in front where they have lost their own
 _CHUNK_NBYTES = 1 << 22
+
+
+def append_piece(pieces: list[Piece], piece: Piece) -> None:
+    """Append a piece, or make the last one longer."""
+    if pieces and pieces[-1][1] == piece[0] and not piece[2]:
+        pieces[-1] = pieces[-1][0], piece[1], pieces[-1][2]
+    else:
+        pieces.append(piece)
 
 
 def stage_without(
@@ -35,34 +49,41 @@ def stage_without(
         None, and there is no file, if no other sample is left.
 
     Raises:
-        FormatError: It is no tar, or a damaged one.
+        FormatError: It is no tar, or a damaged one; or what follows the end of the archive is no index.
     """
     file = ShardFile(path)
-    pieces: list[tuple[int, int]] = []  # [begin, end) of what stays
-    end = 0
-    for name, begin, nbytes in Scanner(file.read, file.nbytes):
-        # headers of a member, also extended ones, lie between the end of the one before and its content
-        piece = end, begin + nbytes + padding(nbytes)
-        end = piece[1]
-        split = split_member(name)
-        if split is not None and split[0] in keys:
+    pieces, common = list[Piece](), list[Piece]()  # what stays
+    is_left = False
+    for part in walk(file.read, file.nbytes):
+        if isinstance(part, Break):
+            raise TarFormatError(part.reason, offset=part.offset, kind=part.kind).at(path)
+        if isinstance(part, End):
+            check_end(file, part.offset)
+            break
+        if isinstance(part, Skipped):
+            (common if part.is_common else pieces).append((part.begin, part.end, b""))
             continue
-        if pieces and pieces[-1][1] == piece[0]:
-            pieces[-1] = pieces[-1][0], piece[1]
-        else:
-            pieces.append(piece)
-    return None if not pieces else _stage_pieces(file, pieces, path, fingerprint, footer, fsync)
+        split = split_member(part.name)
+        if split is None or split[0] not in keys:
+            pieces.append((part.first, part.end, b""))
+            is_left = True
+    if not is_left:
+        return None
+    parts, pieces = pieces + [piece for piece in common if piece < pieces[-1]], []  # no archive may end with them
+    for piece in sorted(parts):
+        append_piece(pieces, piece)
+    return _stage_pieces(file, pieces, path, fingerprint, footer, fsync)
 
 
 def copy_pieces(
     file: ShardFile,
-    pieces: Sequence[tuple[int, int]],
+    pieces: Sequence[Piece],
     into: str,
     fingerprint: Mapping[str, Any] | None,
     footer: bool = True,
     fsync: bool = True,
 ) -> ShardIndex:
-    """Write a shard of pieces `[begin, end)` of another, whole members in their order, and return its index.
+    """Write a shard of pieces of another, whole members in their order, and return its index.
 
     Raises:
         FormatError: They are no tar, or a damaged one. Nothing is written.
@@ -74,7 +95,7 @@ def copy_pieces(
 
 def _stage_pieces(
     file: ShardFile,
-    pieces: Sequence[tuple[int, int]],
+    pieces: Sequence[Piece],
     into: str,
     fingerprint: Mapping[str, Any] | None,
     footer: bool,
@@ -84,11 +105,13 @@ def _stage_pieces(
         # a shard may have been cut short inside of the padding behind a member
         return file.read(begin, max(begin, min(end, file.nbytes))).ljust(end - begin, b"\0")
 
-    total = sum(last - first for first, last in pieces) + 2 * BLOCK
+    total = sum(len(header) + last - first for first, last, header in pieces) + 2 * BLOCK
     index = replace(scan_shard(_joined(read, pieces), total), fingerprint=fingerprint)
     output = Output(into)
     try:
-        for first, last in pieces:
+        for first, last, header in pieces:
+            if header:
+                output.append([header], len(header))
             for begin in range(first, last, _CHUNK_NBYTES):
                 chunk = read(begin, min(begin + _CHUNK_NBYTES, last))
                 output.append([chunk], len(chunk))
@@ -101,12 +124,14 @@ def _stage_pieces(
     return output, index
 
 
-def _joined(read: Callable[[int, int], bytes], pieces: Sequence[tuple[int, int]]) -> Callable[[int, int], bytes]:
+def _joined(read: Callable[[int, int], bytes], pieces: Sequence[Piece]) -> Callable[[int, int], bytes]:
     """Return a function that reads pieces of a file as if they were one, with the end-of-archive marker behind them."""
 
     def read_joined(begin: int, end: int) -> bytes:
         found, at = [], 0
-        for first, last in pieces:
+        for first, last, header in pieces:
+            found.append(header[max(0, begin - at) : max(0, end - at)])
+            at += len(header)
             low, high = max(begin, at), min(end, at + last - first)
             if low < high:
                 found.append(read(first + low - at, first + high - at))

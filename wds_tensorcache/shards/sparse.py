@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.tar import BLOCK, parse_number
+from wds_tensorcache.errors import TarFormatError
+from wds_tensorcache.shards.tar import BLOCK
+from wds_tensorcache.shards.tar_fields import parse_number
 
 __all__ = ["SparseMap", "read_map"]
 
@@ -63,7 +64,7 @@ def read_map(
         parts, taken = _read_parts(nbytes, take)
         found, left = SparseMap(parts, _size(said)), nbytes - taken
     else:
-        raise FormatError(f"a GNU sparse member of an unknown version, {said.get(b'major')!r:.40}")
+        raise TarFormatError(f"a GNU sparse member of an unknown version, {said.get(b'major')!r:.40}")
     _check(found, left, nbytes)
     return found, left
 
@@ -97,7 +98,7 @@ def _read_parts(nbytes: int, take: Callable[[int], bytes]) -> tuple[list[tuple[i
     text, taken, lines, wanted = b"", 0, 0, 1
     while lines < wanted:
         if taken + BLOCK > nbytes + -nbytes % BLOCK or len(text.rpartition(b"\n")[2]) > _MAX_DIGITS:
-            raise FormatError("a GNU sparse member whose map is cut short")
+            raise TarFormatError("a GNU sparse member whose map is cut short")
         block = take(BLOCK)
         if not lines and b"\n" in block:
             wanted = 1 + 2 * _numbers([block.partition(b"\n")[0]])[0]
@@ -113,7 +114,7 @@ def _pairs(texts: list[bytes]) -> list[tuple[int, int]]:
 def _numbers(texts: list[bytes]) -> list[int]:
     for text in texts:
         if not text.isdigit() or len(text) > _MAX_DIGITS:
-            raise FormatError(f"a GNU sparse member with {text[:40]!r} in its map, expected a number")
+            raise TarFormatError(f"a GNU sparse member with {text[:40]!r} in its map, expected a number")
     return list(map(int, texts))
 
 
@@ -125,11 +126,13 @@ def _check(found: SparseMap, left: int, nbytes: int) -> None:
     end = 0
     for begin, length in found.parts:
         if begin < end and length:
-            raise FormatError(f"a GNU sparse member whose parts overlap at byte {begin}")
+            raise TarFormatError(f"a GNU sparse member whose parts overlap at byte {begin}")
         end = max(end, begin + length)
     if end > found.nbytes or found.num_stored() > left:
-        raise FormatError(f"a GNU sparse member of {found.nbytes} bytes, {left} stored, whose parts end at byte {end}")
+        raise TarFormatError(
+            f"a GNU sparse member of {found.nbytes} bytes, {left} stored, whose parts end at byte {end}"
+        )
     limit = max(MAX_EXPANDED_NBYTES, _MAX_RATIO * nbytes)
     if found.nbytes > limit:
         # one block may say that it is a terabyte of zeros
-        raise FormatError(f"a GNU sparse member of {nbytes} bytes becomes {found.nbytes}, expected at most {limit}")
+        raise TarFormatError(f"a GNU sparse member of {nbytes} bytes becomes {found.nbytes}, expected at most {limit}")

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import re
 import struct
+import tarfile
 from collections.abc import Callable, Iterator
 from zlib import adler32
 
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.errors import FormatError, TarFormatError
+from wds_tensorcache.shards.tar_fields import (
+    Pairs,
+    Records,
+    check_checksum,
+    parse_number,
+    parse_records,
+    refuse_compressed,
+)
 
 __all__ = [
     "BLOCK",
     "END_OF_ARCHIVE",
     "Scanner",
     "build_header",
-    "check_checksum",
     "is_extended",
     "is_meta_name",
     "names_of",
     "padding",
-    "parse_number",
+    "rebuild_header",
 ]
 
-Records = dict[bytes, bytes]
-Pairs = list[tuple[bytes, bytes]]
 BLOCK = 512
 END_OF_ARCHIVE = bytes(2 * BLOCK)
 
 _MAX_OCTAL_NBYTES = 8**11  # 11 digits: 8 GiB and more need a pax record
 _MAX_RECORDS_NBYTES = 1 << 20
+_MAX_FIELD_NBYTES = 100
 _MAX_NAME_NBYTES = 1 << 14  # a global pax header names all members that follow, and each name takes its time
 _MAX_EXTENDED_BLOCKS = 10  # in front of a header that one looks back from
 _MAX_WINDOW_NBYTES = 1 << 18
@@ -47,8 +54,6 @@ _FILE_TYPES = frozenset(b"0\x007")
 _EMPTY_TYPES = frozenset(b"123456")  # links, devices, directories, FIFOs: their size field counts no content
 _EXTENDED_TYPES = frozenset(b"xXgLK")  # pax records of one member, Solaris's, of all members; GNU long name and link
 _IS_META = re.compile(r"__[^/]*__($|/)|___?\Z").match  # webdataset's tar_file_iterator skips these names
-_RECORD_LENGTH = re.compile(rb"([0-9]{1,19}) ")
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 def padding(nbytes: int) -> int:
@@ -85,6 +90,15 @@ def build_header(name: str, nbytes: int) -> bytes:
     return _PACK_HEADER(path, _OWNER, size, _TIME, checksum, _TAIL)
 
 
+def rebuild_header(name: str, nbytes: int) -> bytes:
+    """Return the headers of an ordinary file of any name, for a member that has lost its own."""
+    if name.isascii() and len(name) <= _MAX_FIELD_NBYTES:
+        return build_header(name, nbytes)
+    member = tarfile.TarInfo(name)
+    member.size = nbytes
+    return member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+
+
 def _build_pax_size(nbytes: int) -> bytes:
     record = b"%d size=%d\n" % (len(str(nbytes)) + 9, nbytes)  # 10 to 19 digits: the length itself has 2
     header = bytearray(b"././@PaxHeader".ljust(100, b"\0") + b"0000000\0" * 3)
@@ -107,14 +121,15 @@ class Scanner:
         begin: Of the first header.
 
     Raises:
-        FormatError: While iterating; its message begins with the offset in the tar. The tar is compressed, truncated
-            (stock readers take a missing end-of-archive block for the end), sparse, or breaks a rule of its format.
+        TarFormatError: While iterating, with the offset in the tar. The tar is compressed, truncated (stock readers take a
+            missing end-of-archive block for the end), sparse, or breaks a rule of its format.
 
     Threads: not safe; one iteration at a time.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], nbytes: int, begin: int = 0) -> None:
         self.end = -1  # offset of the end-of-archive block, when an iteration has reached it
+        self.header_begin = begin  # of the last header that was not like the one before it, or could not be read
         self._read = read
         self._nbytes = nbytes
         self._begin = begin
@@ -138,18 +153,22 @@ class Scanner:
     def _read_exactly(self, begin: int, end: int) -> bytes:
         content = self._read(begin, end)
         if len(content) != end - begin:
-            raise FormatError(f"byte {begin}: truncated: expected {end - begin} bytes, got {len(content)}")
+            raise TarFormatError(
+                f"truncated: expected {end - begin} bytes, got {len(content)}", offset=begin, kind="truncated"
+            )
         return content
 
     def _move_window(self, begin: int) -> bytes:
         end = min(begin + self._next_window_nbytes, self._nbytes)
         if end - begin < BLOCK:
             if not self._nbytes:
-                raise FormatError("byte 0: the file is empty, expected a tar")
+                raise TarFormatError("the file is empty, expected a tar", offset=0, kind="truncated")
             if not begin:
-                _refuse_compressed(self._read_exactly(0, end))
-            raise FormatError(
-                f"byte {begin}: truncated: the file ends at {self._nbytes}, without an end-of-archive block"
+                refuse_compressed(self._read_exactly(0, end))
+            raise TarFormatError(
+                f"truncated: the file ends at {self._nbytes}, without an end-of-archive block",
+                offset=begin,
+                kind="truncated",
             )
         self._window = self._read_exactly(begin, end)
         self._window_begin = begin
@@ -191,7 +210,9 @@ class Scanner:
             header = window[at : at + BLOCK]
             if header.count(0) == BLOCK:
                 if header_begin == expected_at:
-                    raise FormatError(f"byte {header_begin}: the archive ends behind an extended header")
+                    raise TarFormatError(
+                        "the archive ends behind an extended header", offset=header_begin, kind="extended-header"
+                    )
                 self.end = header_begin
                 return
             kind, name, nbytes = self._read_header(header, header_begin, own, common)
@@ -222,12 +243,15 @@ class Scanner:
         self, header: bytes, header_begin: int, own: Records, common: Records, sparse: Pairs | None = None
     ) -> tuple[int, str, int]:
         """Return type, name and length of content; put into `own` and `common` what extended headers say, and use it."""
+        self.header_begin = header_begin
         check_checksum(header, header_begin)
         begin, kind = header_begin + BLOCK, header[156]
         path = header[:100].partition(b"\0")[0]
         nbytes = parse_number(header[124:136])
         if kind == ord("S") and sparse is None:
-            raise FormatError(f"byte {header_begin}: {path!r} is a GNU sparse member, expected one without holes")
+            raise TarFormatError(
+                f"{path!r} is a GNU sparse member, expected one without holes", offset=header_begin, kind="sparse"
+            )
         if kind == 0 and path.endswith(b"/"):
             kind = ord("5")  # a directory, as V7 wrote it
         if kind not in _EXTENDED_TYPES:
@@ -236,35 +260,47 @@ class Scanner:
             nbytes = 0 if kind in _EMPTY_TYPES else int(own.get(b"size", nbytes))
             own.clear()
         if len(path) > _MAX_NAME_NBYTES:
-            raise FormatError(
-                f"byte {header_begin}: a name of {len(path)} bytes, expected at most {_MAX_NAME_NBYTES}: {path!r:.120}"
+            raise TarFormatError(
+                f"a name of {len(path)} bytes, expected at most {_MAX_NAME_NBYTES}: {path!r:.120}",
+                offset=header_begin,
+                kind="header",
             )
         if nbytes < 0:
             field = header[124:136]
-            raise FormatError(
-                f"byte {header_begin}: the size is {field!r}, expected octal digits or base 256, not negative"
+            raise TarFormatError(
+                f"the size is {field!r}, expected octal digits or base 256, not negative",
+                offset=header_begin,
+                kind="header",
             )
         if nbytes > self._nbytes - begin:
-            raise FormatError(
-                f"byte {header_begin}: truncated, or a wrong size: {path!r:.120} has {nbytes} bytes from {begin} on, "
-                f"the file {self._nbytes}"
+            raise TarFormatError(
+                f"truncated, or a wrong size: {path!r:.120} has {nbytes} bytes from {begin} on, "
+                f"the file {self._nbytes}",
+                offset=header_begin,
+                kind="truncated",
             )
         if kind in _EXTENDED_TYPES:
             if nbytes > _MAX_RECORDS_NBYTES:
-                raise FormatError(
-                    f"byte {header_begin}: an extended header of {nbytes} bytes, expected at most {_MAX_RECORDS_NBYTES}"
+                raise TarFormatError(
+                    f"an extended header of {nbytes} bytes, expected at most {_MAX_RECORDS_NBYTES}",
+                    offset=header_begin,
+                    kind="extended-header",
                 )
             content = self.peek(begin, begin + nbytes)
             if kind == ord("L"):
                 if b"\0" not in content:
-                    raise FormatError(f"byte {begin}: a long name of {nbytes} bytes, expected a NUL behind it")
+                    raise TarFormatError(
+                        f"a long name of {nbytes} bytes, expected a NUL behind it", offset=begin, kind="extended-header"
+                    )
                 own.setdefault(b"path", content.partition(b"\0")[0])
             elif kind == ord("g"):
-                common.update(_parse_records(content, begin))
+                common.update(parse_records(content, begin))
                 if b"size" in common:
-                    raise FormatError(f"byte {header_begin}: a global pax header has a size, for all members")
+                    raise TarFormatError(
+                        "a global pax header has a size, for all members", offset=header_begin, kind="extended-header"
+                    )
             elif kind != ord("K"):
-                for key, value in _parse_records(content, begin, sparse).items():
+                for key, value in parse_records(content, begin, sparse).items():
                     own.setdefault(key, value)  # of two extended headers tarfile obeys the first
         return kind, path.decode("utf-8", "surrogateescape"), nbytes
 
@@ -282,7 +318,10 @@ def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iter
         at, own = begin - blocks * BLOCK, dict[bytes, bytes]()
         try:
             while 0 <= at < begin:
-                kind, name, size = scanner._read_header(read(at, at + BLOCK), at, own, {})
+                header = read(at, at + BLOCK)
+                if is_extended(header) and parse_number(header[124:136]) > begin - at - 2 * BLOCK:
+                    break  # before it is read: it may be a megabyte, and each member may have one
+                kind, name, size = scanner._read_header(header, at, own, {})
                 at += BLOCK
                 if at == begin and kind in _FILE_TYPES:
                     yield name.encode("utf-8", "surrogateescape")
@@ -291,59 +330,3 @@ def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iter
                 at += size + padding(size)
         except FormatError:
             continue  # no header at this place
-
-
-def check_checksum(header: bytes, header_begin: int) -> None:
-    """Raise FormatError unless the bytes of a header, at byte `header_begin` of the tar, add up to what it says."""
-    field = header[148:156]
-    total = (adler32(header[:256]) & 0xFFFF) + (adler32(header[256:]) & 0xFFFF) - 2 - sum(field) + 8 * 32
-    checksum = parse_number(field)
-    if checksum == total:
-        return
-    high = sum(byte > 127 for byte in header) - sum(byte > 127 for byte in field)
-    if checksum == total - 256 * high:  # old tars add signed bytes
-        return
-    if not header_begin:
-        _refuse_compressed(header)
-    raise FormatError(f"byte {header_begin}: bad checksum: the bytes add up to {total:06o}, the header has {field!r}")
-
-
-def _refuse_compressed(header: bytes) -> None:
-    # Only where no header is: `BZh9.json` is a name that a member may have.
-    for magic, name in _COMPRESSED.items():
-        if header.startswith(magic):
-            raise FormatError(f"byte 0: {name}: compressed tars have no index; read them as streams")
-
-
-def parse_number(field: bytes) -> int:
-    """Return a number of a header, in octal digits or GNU's base 256; -1 if it is neither."""
-    if field[0] in (0x80, 0xFF):
-        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
-    try:
-        return int(field.partition(b"\0")[0].strip() or b"0", 8)
-    except ValueError:
-        return -1
-
-
-def _parse_records(content: bytes, begin: int, sparse: Pairs | None = None) -> Records:
-    """Return path and size from pax records, each `LENGTH KEY=VALUE` and a line feed, where they are among them."""
-    records: dict[bytes, bytes] = {}
-    at = 0
-    while at < len(content):
-        length = _RECORD_LENGTH.match(content, at)
-        end = at + int(length[1]) if length else 0
-        key, equals, value = content[length.end() : end - 1].partition(b"=") if length else (b"", b"", b"")
-        if not key or not equals or content[end - 1 : end] != b"\n":
-            raise FormatError(f"byte {begin + at}: malformed pax record {content[at : at + 40]!r}")
-        if key.startswith(b"GNU.sparse."):
-            if sparse is None:
-                raise FormatError(f"byte {begin + at}: a GNU sparse member, expected one without holes")
-            sparse.append((key[len(b"GNU.sparse.") :], value))
-            if key == b"GNU.sparse.name":
-                key = b"path"
-        if key == b"path" or key == b"size":
-            if not (value.strip(b"/") if key == b"path" else value.isdigit() and len(value) < 20):
-                raise FormatError(f"byte {begin + at}: the pax record of a {key.decode()} is {value[:40]!r}")
-            records[key] = value.rstrip(b"/")
-        at = end
-    return records

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.errors import FormatError, Kind, TarFormatError
 from wds_tensorcache.shards.sparse import SparseMap, read_map
-from wds_tensorcache.shards.tar import BLOCK, Pairs, Scanner, check_checksum, is_extended, is_meta_name, padding
+from wds_tensorcache.shards.tar import BLOCK, Scanner, is_extended, is_meta_name, padding
+from wds_tensorcache.shards.tar_fields import Pairs, check_checksum
 
 __all__ = ["TarStream"]
 
@@ -37,8 +38,8 @@ class TarStream:
         stream: Has `read(n)`, which may return fewer bytes.
 
     Raises:
-        FormatError: While iterating or reading; the message begins with the offset in the (decompressed) tar. The stream ends
-            without an end-of-archive block, or breaks a rule of the format.
+        TarFormatError: While iterating or reading, with the offset in the (decompressed) tar. The stream ends without an
+            end-of-archive block, or breaks a rule of the format.
 
     Threads: not safe; one iteration.
     """
@@ -60,12 +61,16 @@ class TarStream:
             header_begin = self._at
             header = self._take(BLOCK)
             if not header and not header_begin:
-                raise FormatError("byte 0: the stream is empty, expected a tar")
+                raise TarFormatError("the stream is empty, expected a tar", offset=0, kind="truncated")
             if len(header) < BLOCK:
-                raise FormatError(f"byte {header_begin}: truncated: the stream ends without an end-of-archive block")
+                raise TarFormatError(
+                    "truncated: the stream ends without an end-of-archive block", offset=header_begin, kind="truncated"
+                )
             if header.count(0) == BLOCK:
                 if is_expected:
-                    raise FormatError(f"byte {header_begin}: the archive ends behind an extended header")
+                    raise TarFormatError(
+                        "the archive ends behind an extended header", offset=header_begin, kind="extended-header"
+                    )
                 return
             is_file, name, nbytes = scanner.read_header(header, header_begin, own, common, records)
             is_expected = is_extended(header)
@@ -101,7 +106,9 @@ class TarStream:
             raise ValueError("the members of a stream are read once, each before the next one")
         content = self._take(end - begin)
         if len(content) < end - begin:
-            raise FormatError(f"byte {begin}: truncated: expected {end - begin} bytes, got {len(content)}")
+            raise TarFormatError(
+                f"truncated: expected {end - begin} bytes, got {len(content)}", offset=begin, kind="truncated"
+            )
         return content
 
     def _take_exactly(self, nbytes: int) -> bytes:
@@ -114,8 +121,10 @@ class TarStream:
         while self._at < end:
             begin, nbytes = self._at, min(end - self._at, _MAX_SKIP_NBYTES)
             if len(self._take(nbytes)) < nbytes:
-                raise FormatError(
-                    f"byte {begin}: truncated: {end - begin} bytes more were expected, got {self._at - begin}"
+                raise TarFormatError(
+                    f"truncated: {end - begin} bytes more were expected, got {self._at - begin}",
+                    offset=begin,
+                    kind="truncated",
                 )
 
     def _take(self, nbytes: int) -> bytes:
@@ -141,14 +150,19 @@ class TarStream:
         try:
             return self._stream.read(nbytes)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as exc:
-            raise FormatError(f"byte {self._at}: the compressed stream is cut short or damaged: {exc}") from exc
+            kind: Kind = "truncated" if isinstance(exc, EOFError) else "compressed"
+            raise TarFormatError(
+                f"the compressed stream is cut short or damaged: {exc}", offset=self._at, kind=kind
+            ) from exc
 
 
 def _at_byte(begin: int, call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except FormatError as exc:
-        raise exc.at(f"byte {begin}") from exc
+    except TarFormatError as exc:
+        if exc.offset is not None:
+            raise
+        raise TarFormatError(exc.reason, offset=begin, kind="sparse") from exc
 
 
 class _Rejoined:

@@ -13,15 +13,18 @@ from wds_tensorcache.codec.header import DIGITS_END, MAX_HEADER_NBYTES, Layout, 
 from wds_tensorcache.codec.preamble import had_preamble, parse_preamble
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, list_references
-from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
+from wds_tensorcache.errors import FormatError, Kind, TensorCacheError, UnsafeSkeletonError
 from wds_tensorcache.shards.ahead import Digest, ReadAhead, Readers
 from wds_tensorcache.shards.footer import TRAILER_NBYTES, declared_end
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import CacheEntry, IndexBuilder, split_suffix
 from wds_tensorcache.shards.names import SKELETON, TENSORS, split_member
+from wds_tensorcache.shards.places import find_places
 from wds_tensorcache.shards.reader import sidecar_path
 from wds_tensorcache.shards.report import Fault
+from wds_tensorcache.shards.rewrite import Piece, append_piece
 from wds_tensorcache.shards.storage import Identity, ShardFile
+from wds_tensorcache.shards.tar import rebuild_header
 from wds_tensorcache.shards.walk import Break, End, Member, Skipped, walk
 
 __all__ = ["Checked", "check_shard"]
@@ -38,7 +41,7 @@ class _Member:
     begin: int
     nbytes: int
     prefix: str  # `NAME.` or nothing
-    kind: str | None  # which half of a cache it is
+    half_of: str | None  # a cache: which of its suffixes it has
     text: bytes = b""  # the skeleton, or the header of the tensors
     digest: Digest | None = None  # of all bytes, but those up to the tensors' own digits
     error: Exception | None = None
@@ -52,8 +55,9 @@ class _Sample:
     stem: str  # what names of its members begin with
     first: int
     members: dict[str, _Member] = field(default_factory=dict)
-    pieces: list[tuple[int, int]] = field(default_factory=list)  # of the shard, headers included
-    faults: list[tuple[int, str]] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    faults: list[tuple[int, str, Kind]] = field(default_factory=list)
+    rebuilt: list[tuple[int, str]] = field(default_factory=list)  # members that had no header
     is_unverified: bool = False
     needs: list[str] = field(default_factory=list)  # names of classes that are not in `allow=`
 
@@ -69,7 +73,7 @@ class Checked:
         needs: Names of classes that skeletons need and `allow=` has not.
         doubtful: Keys of samples that need some, and have no digest that tells whether that is as it was written.
         lost: Keys of samples of which an index tells, and which are not in the shard; filled by `check_beside`.
-        pieces: What is to be kept, as ranges of bytes: whole members, of samples without fault and of no sample.
+        pieces: What is to be kept, of samples without fault and of no sample: whole members, with the headers that some lack.
         end: Offset of the end-of-archive marker, None if none was found.
         is_broken: Whether there are bytes in which no member could be read, or members behind the end-of-archive marker.
     """
@@ -83,7 +87,7 @@ class Checked:
     needs: set[str] = field(default_factory=set)
     doubtful: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
-    pieces: list[tuple[int, int]] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     end: int | None = None
     is_broken: bool = False
     num_samples: int = 0
@@ -91,9 +95,9 @@ class Checked:
     num_unverified: int = 0
     num_unread: int = 0
 
-    def fault(self, key: str | None, offset: int | None, what: str) -> None:
+    def fault(self, key: str | None, offset: int | None, what: str, kind: Kind) -> None:
         """Add a fault."""
-        self.faults.append(Fault(self.path, key, offset, what))
+        self.faults.append(Fault(self.path, key, offset, what, kind))
 
 
 def check_shard(path: str, allow: Mapping[tuple[str, str], type], readers: Readers) -> Checked:
@@ -124,21 +128,24 @@ def _check_all(
     """
     found = Checked(file.path, file.nbytes, file.identity)
     builder = IndexBuilder()
-    loose: list[tuple[int, int]] = []
+    loose, common = list[Piece](), list[Piece]()
     good: dict[str, bool] = {}  # whether it has a cache
     wanted = dict(better)
     with ReadAhead(file, readers) as ahead:
-        for sample in _read_ones(_samples(found, file, ahead, loose), ahead):
+        for sample in _read_ones(_samples(found, file, ahead, loose, common), ahead):
             caches, others = _check(sample, allow)
             found.num_samples += 1
             if sample.key in good:
                 if caches and not sample.faults and not good[sample.key]:
                     better.setdefault(sample.key, sample.first)
-                sample.faults.append((sample.first, "another sample before it has the same key"))
+                sample.faults.append((sample.first, "another sample before it has the same key", "duplicate"))
             elif wanted.get(sample.key, sample.first) != sample.first:
-                sample.faults.append((sample.first, "another sample has the same key, and a whole cache"))
-            for offset, what in sample.faults:
-                found.fault(sample.key, offset, what)
+                sample.faults.append((sample.first, "another sample has the same key, and a whole cache", "duplicate"))
+            for offset, what, kind in sample.faults:
+                found.fault(sample.key, offset, what, kind)
+            for offset, suffix in sample.rebuilt:
+                what = f"the tar header of {suffix!r} is lost; its index and its digests say that its bytes are whole"
+                found.fault(sample.key, offset, what, "header")
             if sample.faults:
                 found.num_damaged += 1
                 found.damaged.add(sample.key)
@@ -152,13 +159,14 @@ def _check_all(
                     found.doubtful.add(sample.key)
             builder.add(sample.key, caches, others)
             for piece in sample.pieces:
-                _append(found.pieces, piece)
+                append_piece(found.pieces, piece)
     found.damaged -= good.keys()  # the key of two samples, of which one is good
+    last = max((piece[1] for pieces in (loose, found.pieces) for piece in pieces[-1:]), default=0)
+    loose += (piece for piece in common if piece[1] < last)  # no archive may end with them
     if loose:
-        merged: list[tuple[int, int]] = []
-        for piece in sorted(found.pieces + loose):
-            _append(merged, piece)
-        found.pieces = merged
+        parts, found.pieces = sorted(found.pieces + loose), []
+        for piece in parts:
+            append_piece(found.pieces, piece)
     found.faults.sort(key=lambda fault: (fault.offset is None, fault.offset))
     found.index = builder.finish(file.nbytes if found.end is None else found.end)
     return found
@@ -177,25 +185,21 @@ def _read_ones(samples: Iterator[_Sample], ahead: ReadAhead) -> Iterator[_Sample
     yield from waiting
 
 
-def _append(pieces: list[tuple[int, int]], piece: tuple[int, int]) -> None:
-    if pieces and pieces[-1][1] == piece[0]:
-        pieces[-1] = pieces[-1][0], piece[1]
-    else:
-        pieces.append(piece)
-
-
-def _samples(found: Checked, file: ShardFile, ahead: ReadAhead, loose: list[tuple[int, int]]) -> Iterator[_Sample]:
-    """Yield a shard's samples; put into `found` where it is no tar, and into `loose` what is of no sample."""
+def _samples(
+    found: Checked, file: ShardFile, ahead: ReadAhead, loose: list[Piece], common: list[Piece]
+) -> Iterator[_Sample]:
+    """Yield a shard's samples; put into `found` where it is no tar, and into `loose` and `common` what is of no sample."""
     sample: _Sample | None = None
-    for part in walk(ahead.read, file.nbytes, _declared_end(file)):
+    for part in walk(ahead.read, file.nbytes, _declared_end(file), find_places(file)):
         if isinstance(part, Member):
-            name, first, begin, nbytes, behind = part
+            name, first, begin, nbytes, behind, is_rebuilt = part
+            piece = first, behind, rebuild_header(name, nbytes) if is_rebuilt else b""
             if sample is not None and name.startswith(sample.stem) and "/" not in name[len(sample.stem) :]:
                 suffix = name[len(sample.stem) :].lower()
             else:
                 split = split_member(name)
                 if split is None:
-                    loose.append((first, behind))
+                    loose.append(piece)
                     continue
                 if sample is not None:
                     yield sample
@@ -203,25 +207,26 @@ def _samples(found: Checked, file: ShardFile, ahead: ReadAhead, loose: list[tupl
                 suffix = split[1].lower()
             member = _read(ahead, suffix, begin, nbytes)
             if sample.members.setdefault(suffix, member) is not member:
-                sample.faults.append((first, f"member {name!r:.100} occurs twice"))
-            _append(sample.pieces, (first, behind))
+                sample.faults.append((first, f"member {name!r:.100} occurs twice", "duplicate"))
+            if is_rebuilt:
+                sample.rebuilt.append((begin, suffix))
+            append_piece(sample.pieces, piece)
         elif isinstance(part, Break):
-            what = part.what.partition(": ")[2] if part.what.startswith("byte ") else part.what
             lost = f"; nothing could be read from byte {part.offset} to {part.end}" if part.offset < part.end else ""
-            found.fault(None, part.offset, what + lost)
+            found.fault(None, part.offset, part.reason + lost, part.kind)
             found.is_broken = True
         elif isinstance(part, Skipped):
-            loose.append((part.begin, part.end))
+            (common if part.is_common else loose).append((part.begin, part.end, b""))
         elif isinstance(part, End):
             found.end = part.offset
             if part.behind is not None:
                 what = (
                     f"members behind the end-of-archive marker, which is at byte {part.offset}: readers do not see them"
                 )
-                found.fault(None, part.behind, what)
+                found.fault(None, part.behind, what, "trailing")
                 found.is_broken = True
             if file.nbytes < part.offset + 1024:
-                found.fault(None, part.offset, "the file ends inside of the end-of-archive marker")
+                found.fault(None, part.offset, "the file ends inside of the end-of-archive marker", "truncated")
     if sample is not None:
         yield sample
 
@@ -241,11 +246,11 @@ def _read(ahead: ReadAhead, suffix: str, begin: int, nbytes: int) -> _Member:
     """Read every byte of a member."""
     member = _Member(begin, nbytes, *split_suffix(suffix))
     try:
-        if member.kind == SKELETON:
+        if member.half_of == SKELETON:
             member.text = ahead.read(begin, begin + nbytes)
             return member
         rest = begin
-        if member.kind == TENSORS:
+        if member.half_of == TENSORS:
             member.text = ahead.read(begin, begin + min(_HEADER_NBYTES, nbytes))
             length = 8 + int.from_bytes(member.text[:8], "little")
             if length > _HEADER_NBYTES:
@@ -266,22 +271,24 @@ def _check(
     others: list[tuple[str, int, int]] = []
     members = sample.members
     for suffix, member in members.items():
-        begin, kind, digest = member.begin, member.kind, member.digest
+        begin, half_of, digest = member.begin, member.half_of, member.digest
         try:
             error = member.error or (digest and digest.error)
             if error:
                 raise error
-            half = None if kind is None else members.get(member.prefix + (TENSORS if kind == SKELETON else SKELETON))
-            if kind is None or (half is None and kind == TENSORS and not is_bound(member.text[:64])):
+            other = TENSORS if half_of == SKELETON else SKELETON
+            half = None if half_of is None else members.get(member.prefix + other)
+            if half_of is None or (half is None and half_of == TENSORS and not is_bound(member.text[:64])):
                 others.append((suffix, begin, member.nbytes))
             elif half is None:
-                missing = member.prefix + (TENSORS if kind == SKELETON else SKELETON)
-                sample.faults.append((begin, f"member {missing!r} is missing beside {suffix!r}"))
-            elif kind == SKELETON and half.digest is not None and half.digest.error is None:
+                missing = member.prefix + other
+                sample.faults.append((begin, f"member {missing!r} is missing beside {suffix!r}", "missing"))
+            elif half_of == SKELETON and half.digest is not None and half.digest.error is None:
                 found = _check_cache(sample, member, half, half.digest.value, allow)
                 caches += () if found is None else (found,)
         except (TensorCacheError, OSError) as exc:
-            sample.faults.append((begin, f"{suffix!r}: {exc}"))
+            kind = exc.kind if isinstance(exc, FormatError) else "unreadable"
+            sample.faults.append((begin, f"{suffix!r}: {exc}", kind))
     return caches, others
 
 
@@ -297,7 +304,7 @@ def _check_cache(
     try:
         layout, digest = parse_header(tensors.text, nbytes)
     except FormatError as exc:
-        sample.faults.append((begin, f"{skeleton.prefix + TENSORS!r}: {exc}"))
+        sample.faults.append((begin, f"{skeleton.prefix + TENSORS!r}: {exc}", exc.kind))
         return None
     entry = CacheEntry(skeleton.prefix[:-1], skeleton.begin, skeleton.nbytes, begin, layout, digest, None)
     body, body_digest = check_binding(text, nbytes, digest)
@@ -305,13 +312,16 @@ def _check_cache(
     if digest is None or body_digest is None:
         sample.is_unverified = True
     if digest is not None and found != digest:
-        sample.faults.append((begin, "the safetensors member is damaged: its digest does not match its bytes"))
+        sample.faults.append(
+            (begin, "the safetensors member is damaged: its digest does not match its bytes", "damaged")
+        )
     elif digest is None and found == declared:
-        sample.faults.append((begin, "the safetensors member is damaged where it declares its digest"))
+        sample.faults.append((begin, "the safetensors member is damaged where it declares its digest", "damaged"))
     if body_digest is None and digest is not None and had_preamble(text, nbytes, digest):
-        sample.faults.append((skeleton.begin, "the skeleton is damaged where its preamble begins"))
+        sample.faults.append((skeleton.begin, "the skeleton is damaged where its preamble begins", "damaged"))
     if body_digest is not None and xxhash.xxh3_64_intdigest(memoryview(text)[body:]) != body_digest:
-        sample.faults.append((skeleton.begin, "the skeleton is damaged: its digest does not match its bytes"))
+        what = "the skeleton is damaged: its digest does not match its bytes"
+        sample.faults.append((skeleton.begin, what, "damaged"))
     else:
         entry.references = _decode(sample, text, body, entry.layout, allow)
     return entry

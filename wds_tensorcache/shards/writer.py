@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from wds_tensorcache.codec.sample import encode_views
-from wds_tensorcache.errors import FormatError, KeyRuleError, StaleCacheError, TensorCacheError
+from wds_tensorcache.errors import KeyRuleError, StaleCacheError, TensorCacheError
 from wds_tensorcache.shards.catalog import Catalog, Listing, dali_index_path, write_dali_index
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint
 from wds_tensorcache.shards.finished import FinishedShards
@@ -20,8 +20,7 @@ from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, c
 from wds_tensorcache.shards.open_shard import OpenShard
 from wds_tensorcache.shards.pattern import ShardPattern
 from wds_tensorcache.shards.plain import encode_others, encode_plain
-from wds_tensorcache.shards.reader import load_index
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.shards.remainder import load_whole
 from wds_tensorcache.shards.switch import Switch
 from wds_tensorcache.shards.writer_lock import WriterLock
 
@@ -169,12 +168,7 @@ class ShardWriter:
 
     def _load(self, path: str, listing: Listing | None) -> ShardIndex:
         """Return the index of a shard that is there; write its `.idx` if that may be of another state."""
-        try:
-            index = load_index(ShardFile(path))
-        except FormatError as exc:
-            raise FormatError(
-                f"{exc}; tc.verify says what is wrong, tc.repair saves the rest, on which to go on"
-            ) from exc
+        index = load_whole(path)
         found, name = index.fingerprint, os.path.basename(path)
         if found is None and listing is not None:
             found = listing.fingerprints.get(name, listing.held.get(name))  # there is no footer

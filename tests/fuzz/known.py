@@ -1,0 +1,238 @@
+"""A shard of known content, damaged as an input says: what verify, repair and index make of it is held against that content."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import wds_tensorcache as tc
+from tests.shards.tars import build, pax, raw_header, record
+from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE, Scanner, build_header, padding
+
+__all__ = ["judge", "program"]
+
+NAMES = [
+    b"compressed.bin",
+    b"truncated.txt",
+    b"pax record.x",
+    b"README",
+    b"k.skel",
+    b"long name.a.b",
+    b"byte 9: x.y",
+    b"1.jpg",
+]
+_MAX_MEMBERS = 8
+_MAX_CHANGES = 4
+_CONTENT = b"12 of some words"
+_MADE = [tc.encode_sample({"x": torch.arange(3.0) + i, "i": i}) for i in range(_MAX_MEMBERS)]
+_HALVES = ("skel.pyd", "safetensors")
+
+
+@dataclass
+class Known:
+    """An archive, and where its members are."""
+
+    archive: bytearray = field(default_factory=bytearray)
+    samples: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    # of each sample, [begin, end) of headers and content of both halves, and where their contents are
+    extents: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    contents: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)  # of foreign members that readers see
+    inner: set[str] = field(default_factory=set)  # of members of a tar in a tar
+    headers: list[int] = field(default_factory=list)
+    extended: list[tuple[int, int]] = field(default_factory=list)  # blocks that no checksum covers
+    marker: int = 0
+
+    def add(self, member: bytes) -> None:
+        self.archive += member
+
+    def add_sample(self, number: int, is_pax: bool) -> None:
+        key = f"{number:03d}"
+        self.samples[key] = _MADE[number % _MAX_MEMBERS]
+        for suffix, half in zip(_HALVES, self.samples[key], strict=True):
+            first = len(self.archive)
+            if is_pax:
+                self.headers.append(first)
+                self.add(pax(record(b"mtime", b"12.5")))
+            self.headers.append(len(self.archive))
+            self.add(build_header(f"{key}.{suffix}", len(half)))
+            begin = len(self.archive)
+            self.contents.setdefault(key, []).append((begin, begin + len(half)))
+            self.add(half + bytes(padding(len(half))))
+            self.extents.setdefault(key, []).append((first, len(self.archive)))
+
+    def add_foreign(self, kind: int, name: bytes) -> None:
+        content = _CONTENT.ljust(BLOCK, b"\0")
+        size = b"%011o" % len(_CONTENT)
+        first = len(self.archive)
+        kind %= 9
+        if kind in (0, 1):
+            self.names.add(name.decode())
+            self.add((raw_header(name, b"0", size) if kind else build_header(name.decode(), len(_CONTENT))) + content)
+        elif kind == 2:
+            self.add(raw_header(name, b"2", b"0"))
+        elif kind == 3:
+            self.add(raw_header(name, b"5", b"0"))
+        elif kind == 4:
+            self.add(raw_header(name, b"S", size) + content)
+        elif kind == 5:
+            records = record(b"GNU.sparse.major", b"1"), record(b"GNU.sparse.name", name)
+            self.add(pax(*records) + raw_header(name, b"0", size) + content)
+        elif kind == 6:
+            long = b"d" * 120 + b"/" + name
+            self.names.add(long.decode())
+            self.add(pax(long + b"\0", kind=b"L") + raw_header(long[:100], b"0", size) + content)
+        elif kind == 7:
+            self.add(pax(record(b"comment", name), kind=b"g"))
+        else:
+            inner = build([("999.json", b"1"), ("998.skel.pyd", _MADE[0][0]), ("998.safetensors", _MADE[0][1])])
+            self.inner |= {"999.json", "998.skel.pyd", "998.safetensors"}
+            self.names.add(name.decode())
+            self.add(raw_header(name, b"0", b"%011o" % len(inner)) + inner)
+        self.headers += range(first, len(self.archive) if kind in (5, 6) else first + BLOCK, BLOCK)
+        if kind in (5, 6, 7):
+            self.extended.append((first, len(self.archive)))
+
+
+@dataclass
+class Damage:
+    """What was done to a file."""
+
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    is_cut: bool = False
+    is_one: bool = True  # at most one place
+    is_apart: bool = True  # no block twice
+
+    def hits(self, extents: list[tuple[int, int]], nbytes: int) -> bool:
+        return any(end > nbytes for _, end in extents) or any(
+            begin < last and end > first for begin, end in extents for first, last in self.ranges
+        )
+
+
+def program(
+    members: list[int], changes: Sequence[tuple[int, int]] = (), *, index: int = 0, more: int = 0, is_pax: bool = False
+) -> bytes:
+    """Return the input that says so: an odd member is a sample, index 1 is a footer and 2 a file beside the shard."""
+    head = [0x80 | index | more << 2 | is_pax << 3, len(members), *members]
+    return bytes(head) + b"".join(bytes([kind]) + at.to_bytes(2, "little") for kind, at in changes)
+
+
+def judge(data: bytes, folder: Path) -> None:
+    """Assert what holds for every damage.
+
+    What is saved is what was written, under its key. Of a shard that has an index, a sample is saved whose bytes are whole;
+    without one, a sample that one change left whole, with its headers. No change goes unnoticed that hits a sample. `index`
+    leaves all members as they are.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    options = data[0]
+    count = min(data[1] if len(data) > 1 else 0, _MAX_MEMBERS)
+    known, other = Known(), Known()
+    for number, code in enumerate(data[2 : 2 + count]):
+        if code & 1:
+            known.add_sample(number, bool(options & 8))
+        else:
+            stem, dot, suffix = NAMES[code >> 1 & 7].partition(b".")
+            known.add_foreign(code >> 4, b"%b-%d%b%b" % (stem, number, dot, suffix))
+    known.marker = len(known.archive)
+    path, out = folder / "x.tar", folder / "out"
+    path.write_bytes(known.archive + END_OF_ARCHIVE)
+    index = options & 3
+    is_indexed = index in (1, 2) and _index(path, known, footer=index == 1)
+    content = bytearray(path.read_bytes())
+    if options & 4:
+        other.add_sample(500, False)
+        content += other.archive + END_OF_ARCHIVE
+        is_indexed = is_indexed and index == 2
+    damage = _change(content, known, data[2 + count :])
+    is_indexed = is_indexed and not (damage.is_cut and index == 1)
+    path.write_bytes(content)
+
+    report = tc.verify(path, threads=1)
+    tc.repair(path, out, threads=1)
+    saved = _members(out / path.name) if out.exists() else {}
+    keys = {name.partition(".")[0] for name in saved if name.endswith(_HALVES[0])}
+    inner = set() if is_indexed and not damage.is_cut else known.inner  # nothing may be left that confirms an index
+    allowed = known.samples | other.samples | ({"998": _MADE[0]} if inner else {})
+    for key in keys:
+        found = tuple(saved.get(f"{key}.{suffix}") for suffix in _HALVES)
+        if key not in allowed and not damage.is_apart:
+            continue
+        assert key in allowed, f"sample {key} is no sample of the shard"
+        assert found == allowed[key], f"sample {key} is not what was written"
+    if damage.is_apart and not damage.hits(known.extended, len(content)):  # two bits may leave a checksum right
+        names = known.names | inner
+        assert {name for name in saved if not name.endswith(_HALVES)} <= names
+    for key in known.samples:
+        if f"{key}.{_HALVES[1]}" in saved and key not in keys:  # it does not say any more that it is one half
+            assert damage.hits(known.contents[key], len(content))
+        if is_indexed:
+            is_whole = damage.is_apart and not damage.hits(known.contents[key], len(content))
+        else:  # nothing tells where a tar in a tar ends whose header is lost
+            is_whole = damage.is_one and not damage.hits(known.extents[key], len(content))
+            is_whole = is_whole and not (known.inner and damage.ranges)
+        assert key in keys or not is_whole, f"sample {key} is whole, and was not saved: {report}"
+        is_hit = damage.is_apart and damage.hits(known.contents[key], len(content))  # a bit may be inverted twice
+        if is_hit or key not in keys:
+            assert not report, f"sample {key} is damaged, and nothing is wrong"
+    if not damage.ranges and not damage.is_cut:
+        assert report.num_samples >= len(known.samples)
+        assert report.num_damaged == report.num_lost == 0
+
+    for footer in (True, False):
+        _index(path, known, footer)
+        after = path.read_bytes()
+        last = len(content) if options & 4 else min(len(content), known.marker)
+        assert after[:last] == content[:last], "members were cut off"
+
+
+def _index(path: Path, known: Known, footer: bool) -> bool:
+    before = path.read_bytes()
+    try:
+        tc.index(path, footer=footer, idx=False)
+    except tc.TensorCacheError:
+        assert path.read_bytes() == before
+        return False
+    return True
+
+
+def _change(content: bytearray, known: Known, changes: bytes) -> Damage:
+    damage, blocks = Damage(), list[int]()
+    end = known.marker
+    for at in range(0, min(len(changes) // 3, _MAX_CHANGES) * 3, 3):
+        kind, place = changes[at] & 3, int.from_bytes(changes[at + 1 : at + 3], "little")
+        if not end or not known.headers:
+            break
+        if kind == 0:
+            begin = known.headers[place % len(known.headers)] + changes[at] // 4 * 8
+            content[begin] ^= 1 << (place & 7)
+            damage.ranges.append((begin, begin + 1))
+        elif kind == 1:
+            begin = known.headers[place % len(known.headers)]
+            content[begin : begin + BLOCK] = bytes(BLOCK)
+            damage.ranges.append((begin, begin + BLOCK))
+        elif kind == 2:
+            begin = place % end
+            content[begin] ^= 1 << (changes[at] >> 2 & 7)
+            damage.ranges.append((begin, begin + 1))
+        else:
+            del content[place % (end + 1) :]
+            damage.is_cut = True
+            damage.ranges = [each for each in damage.ranges if each[0] < len(content)]
+            break
+        blocks.append(begin // BLOCK)
+    damage.is_one = len(blocks) + damage.is_cut <= 1
+    damage.is_apart = len(set(blocks)) == len(blocks)
+    return damage
+
+
+def _members(path: Path) -> dict[str, bytes]:
+    content = path.read_bytes() if os.path.exists(path) else END_OF_ARCHIVE
+    scanner = Scanner(lambda begin, end: content[begin:end], len(content))
+    return {name: content[begin : begin + nbytes] for name, begin, nbytes in scanner}

@@ -1,0 +1,124 @@
+"""Foreign members of any name and type beside samples: no name decides what becomes of the samples."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.same import assert_same
+from tests.shards.damage import sample
+from tests.shards.tars import build, build_with_tarfile, pax, raw_header, record, special
+from wds_tensorcache.shards.tar import BLOCK
+
+NAMES = ["compressed.bin", "truncated.txt", "pax record", "byte 7: a long name.x"]
+
+
+def sparse(name: bytes, more: int = 0) -> bytes:
+    """Return a GNU sparse member: `more` blocks of its map, and content that is the header of a sample's member."""
+    header = bytearray(raw_header(name, b"S", b"%011o" % (2 * BLOCK)))
+    header[482] = more > 0
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    maps = [bytearray(BLOCK) for _ in range(more)]
+    for block in maps[:-1]:
+        block[504] = 1
+    return bytes(header) + b"".join(maps) + raw_header(b"777.json", b"0", b"1") + b"1".ljust(BLOCK, b"\0")
+
+
+def pax_sparse(name: bytes) -> bytes:
+    """Return a sparse member as pax has it, its name once more in front of the records."""
+    records = record(b"GNU.sparse.major", b"1"), record(b"GNU.sparse.minor", b"0"), record(b"GNU.sparse.name", name)
+    content = raw_header(b"777.json", b"0", b"1") + b"1".ljust(BLOCK, b"\0")
+    return pax(*records) + raw_header(name, b"0", b"%011o" % len(content)) + content
+
+
+def damaged(name: bytes) -> bytes:
+    """Return a member with a header that lost a bit."""
+    header = bytearray(raw_header(name, b"0", b"00000000003"))
+    header[110] ^= 1
+    return bytes(header) + b"123".ljust(BLOCK, b"\0")
+
+
+FOREIGN: dict[str, Any] = {
+    "sparse": sparse,
+    "sparse, a long map": lambda name: sparse(name, 3),
+    "sparse, pax": pax_sparse,
+    "sparse, two extended headers": lambda name: (
+        pax(record(b"GNU.sparse.size", b"9"), record(b"comment", name))
+        + pax(name + b"\0", kind=b"L")
+        + raw_header(name, b"0", b"0")
+    ),
+    "damaged": damaged,
+    "a bad size": lambda name: raw_header(name, b"0", b"12x4"),
+    "a link": lambda name: raw_header(name, b"2", b"0"),
+    "a hard link": lambda name: raw_header(name, b"1", b"00000001000"),
+    "unknown": lambda name: raw_header(name, b"Z", b"0"),
+    "a bad pax record": lambda name: pax(name) + raw_header(name, b"0", b"0"),
+    "a bad global record": lambda name: pax(name, kind=b"g"),
+    "a long name without end": lambda name: pax(name, kind=b"L") + raw_header(name, b"0", b"0"),
+    "a longer name": lambda name: pax(record(b"path", name * 2000)) + raw_header(name, b"0", b"0"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("at", [0, 3])
+def test_no_sample_is_lost(tmp_path: Path, kind: str, name: str, at: int) -> None:
+    """Also not in the middle of a sample."""
+    halves = [
+        build([(f"{i:03d}.{suffix}", half)])[:-1024]
+        for i in range(4)
+        for suffix, half in zip(("skel.pyd", "safetensors"), tc.encode_sample(sample(i)), strict=True)
+    ]
+    path = tmp_path / "x.tar"
+    path.write_bytes(b"".join([*halves[:at], FOREIGN[kind](name.encode()), *halves[at:]]) + bytes(1024))
+    report = tc.verify(path, threads=1)
+    assert (report.num_samples, report.num_damaged, report.num_lost) in {(4, 0, 0), (5, 0, 0)}, report
+    tc.repair(path, tmp_path / "out")
+    with tc.open(tmp_path / "out" / "x.tar") as cache:
+        assert list(cache.keys()) == [f"{i:03d}" for i in range(4)]
+        for i in range(4):
+            assert_same(tc.realize(cache[i]), sample(i))
+    assert "777.json" not in tarfile.open(tmp_path / "out" / "x.tar").getnames()
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [
+    ("sparse", "sparse"),
+    ("sparse, pax", "sparse"),
+    ("damaged", "checksum"),
+    ("a bad size", "header"),
+    ("a bad pax record", "extended-header"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", NAMES)
+def test_kinds(tmp_path: Path, kind: str, wanted: str, name: str) -> None:
+    path = tmp_path / "x.tar"
+    path.write_bytes(build([("a.json", b"1")])[:-1024] + FOREIGN[kind](name.encode()) + build([("b.json", b"2")]))
+    (fault,) = tc.verify(path).faults
+    assert (fault.kind, fault.offset // BLOCK) in {(wanted, 2), (wanted, 3)}  # type: ignore[operator]
+    assert tc.verify(path).num_samples == 2
+
+
+@pytest.mark.parametrize("damage", ["flip", "zeros", "noise"])
+def test_an_extended_header_of_times_alone(tmp_path: Path, damage: str) -> None:
+    """webdataset's writers put one in front of each member: a member that has lost it is whole."""
+    parts: list[Any] = []
+    for i in range(4):
+        for suffix, half in zip(("skel.pyd", "safetensors"), tc.encode_sample(sample(i)), strict=True):
+            parts.append((special(f"{i:03d}.{suffix}", tarfile.REGTYPE, mtime=12.5)[0], half))
+    whole = build_with_tarfile(parts, tarfile.PAX_FORMAT)
+    for number, begin in enumerate(at for at in range(0, len(whole), BLOCK) if whole[at + 156 : at + 157] == b"x"):
+        content = bytearray(whole)
+        if damage == "flip":
+            content[begin + 100] ^= 1
+        else:
+            content[begin : begin + BLOCK] = bytes(BLOCK) if damage == "zeros" else bytes(range(256)) * 2
+        path = tmp_path / f"{number}.tar"
+        path.write_bytes(content)
+        tc.repair(path, tmp_path / f"out{number}")
+        with tc.open(tmp_path / f"out{number}" / path.name) as cache:
+            assert [tc.realize(value)["prompt"] for value in cache] == [f"photo {i}" for i in range(4)]
+    assert number == 7

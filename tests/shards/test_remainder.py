@@ -1,0 +1,161 @@
+"""What follows the end of an archive: a shard whose scan does not account for all of it is never cut or written again."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.shards.damage import flip, members, sample, write
+from tests.shards.tars import build, build_with_tarfile, by_tarfile_in, special
+from wds_tensorcache.shards.rewrite import stage_without
+from wds_tensorcache.shards.tar import BLOCK
+
+
+def erase_header(path: Path, name: str) -> None:
+    begin, _ = members(path)[name]
+    content = bytearray(path.read_bytes())
+    content[begin - BLOCK : begin] = bytes(BLOCK)
+    path.write_bytes(content)
+
+
+def refused(path: Path, **options: bool) -> tc.FormatError:
+    """Return the error of `index`, after which everything is as it was."""
+    before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+    with pytest.raises(tc.FormatError, match=r"tc\.repair") as caught:
+        tc.index(path, **options)
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
+    assert caught.value.kind == "trailing"
+    assert str(path) in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize("footer", [True, False])
+@pytest.mark.parametrize("beside", ["nothing", "index", "footer"])
+@pytest.mark.parametrize("name", ["002.skel.pyd", "019.jpg", "000.skel.pyd"])
+def test_a_header_was_lost(tmp_path: Path, name: str, beside: str, footer: bool) -> None:
+    path = write(tmp_path / "a", 20, footer=beside == "footer", idx=False, manifest=False)
+    if beside == "index":
+        tc.index(path, idx=False)
+    begin, _ = members(path)[name]
+    erase_header(path, name)
+    assert refused(path, footer=footer).offset in (begin - BLOCK, begin)
+    tc.repair(path, tmp_path / "out")
+    lost = {"002.skel.pyd": "002", "000.skel.pyd": "000"}.get(name) if beside == "nothing" else None
+    assert list(tc.open(tmp_path / "out").keys()) == [f"{i:03d}" for i in range(20) if f"{i:03d}" != lost]
+
+
+@pytest.mark.parametrize("footer", [True, False])
+def test_zeros_up_to_the_end(tmp_path: Path, footer: bool) -> None:
+    """Nothing but zeros is left: an index knows that there was more."""
+    path = write(tmp_path, 3, footer=False, idx=False, manifest=False)
+    tc.index(path, idx=False)
+    begin = members(path)["001.skel.pyd"][0] - BLOCK
+    content = path.read_bytes()
+    path.write_bytes(content[:begin] + bytes(len(content) - begin))
+    assert refused(path, footer=footer).offset == begin
+
+
+@pytest.mark.parametrize("footer", [True, False])
+@pytest.mark.parametrize(
+    "behind",
+    [build([("z.json", b"1")]), bytes(8192) + build([("z.json", b"1")]), b"x", bytes(5000) + b"x", b"tcindex1"],
+    ids=["a tar", "zeros and a tar", "a byte", "zeros and a byte", "a magic"],
+)
+def test_what_is_no_index(tmp_path: Path, behind: bytes, footer: bool) -> None:
+    for number, before in enumerate((build([("a.json", b"1")]), write(tmp_path / "x", 2).read_bytes())):
+        path = tmp_path / f"{number}" / "a.tar"
+        path.parent.mkdir()
+        path.write_bytes(before + behind)
+        refused(path, footer=footer)
+
+
+@pytest.mark.parametrize("zeros", [0, 512, 1024, 9000])
+def test_zeros_are_accounted_for(tmp_path: Path, zeros: int) -> None:
+    path = tmp_path / "a.tar"
+    archive = build([("a.json", b"1")])[:-1024]
+    path.write_bytes(archive + bytes(BLOCK + zeros))
+    for _ in range(2):  # the second time there is an index
+        tc.index(path, footer=True, idx=False)
+        assert path.read_bytes()[: len(archive)] == archive
+        assert tc.verify(path)
+    tc.index(path, idx=False)
+    assert tc.verify(path)
+
+
+def test_an_index_that_is_damaged_or_stale_is_replaced(tmp_path: Path) -> None:
+    path = write(tmp_path, 3, idx=False, manifest=False)
+    whole = path.read_bytes()
+    end = tc.index(path, idx=False).end
+    Path(f"{path}.index").unlink()
+    flip(path, len(whole) - 100)
+    tc.index(path, footer=True, idx=False)
+    assert path.read_bytes() == whole
+    more = build([("z.json", b"1")])
+    path.write_bytes(whole[:end] + more + whole[end + len(more) :])
+    tc.index(path, footer=True, idx=False)
+    assert path.read_bytes()[: end + 1024] == whole[:end] + more[:1024]
+    assert tc.verify(path).num_samples == 4
+
+
+@pytest.mark.skipif(shutil.which("tar") is None, reason="needs tar")
+def test_after_tar(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", 3, idx=False, manifest=False)
+    (tmp_path / "z.json").write_bytes(b"1")
+    subprocess.run(["tar", "-rf", path, "z.json"], check=True, cwd=tmp_path)
+    before = by_tarfile_in(path)
+    tc.index(path, footer=True)
+    assert by_tarfile_in(path) == before
+    assert tc.verify(path).num_samples == 4
+
+
+@pytest.mark.parametrize("how", ["header", "tar"])
+def test_writers_that_go_on(tmp_path: Path, how: str) -> None:
+    """`resume=True` would write anew what is behind a header that was lost, beside the old."""
+    with tc.ShardWriter(tmp_path / "%d.tar", footer=False, fsync=False) as sink:
+        for i in range(5):
+            sink.write(f"{i}", sample(i))
+    path = tmp_path / "0.tar"
+    if how == "header":
+        erase_header(path, "2.skel.pyd")
+    else:
+        path.write_bytes(path.read_bytes() + build([("z.json", b"1")]))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(tc.FormatError, match=r"0\.tar: byte \d+: .*tc\.repair saves the rest"):
+        tc.ShardWriter(tmp_path / "%d.tar", footer=False, fsync=False, resume=True)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    tc.ShardWriter(tmp_path / "%d.tar", footer=False, overwrite=True).close()
+
+
+@pytest.mark.parametrize("how", ["header", "tar", "zeros"])
+def test_samples_leave_no_shard_that_has_more(tmp_path: Path, how: str) -> None:
+    path = write(tmp_path, 5, idx=False, manifest=False)
+    if how == "tar":
+        path.write_bytes(path.read_bytes() + build([("z.json", b"1")]))
+    else:
+        erase_header(path, "002.skel.pyd")
+    if how == "zeros":
+        begin = members(path)["001.jpg"][1]
+        content = path.read_bytes()
+        path.write_bytes(content[:begin] + bytes(len(content) - begin - 40) + content[-40:])
+    before = path.read_bytes()
+    with pytest.raises(tc.FormatError, match=r"000000\.tar: byte \d+: "):
+        stage_without(str(path), {"001"}, None)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_of_no_sample_stays_when_samples_leave(tmp_path: Path) -> None:
+    path = tmp_path / "x.tar"
+    front = [special("d", b"5"), ("README", b"hi"), ("a.json", b"1"), ("__license__", b"free")]
+    parts = [*front, ("b.json", b"2"), special("d/link", b"2", linkname="x"), ("c.json", b"3"), special("e", b"5")]
+    path.write_bytes(build_with_tarfile(parts))
+    found = stage_without(str(path), {"b", "c"}, None, footer=False)
+    assert found is not None
+    found[0].publish(fsync=False)
+    with tarfile.open(path) as archive:
+        assert archive.getnames() == ["d", "README", "a.json", "__license__", "d/link", "e"]

@@ -1,0 +1,85 @@
+"""The fields of tar headers and the pax records behind them."""
+
+from __future__ import annotations
+
+import re
+from zlib import adler32
+
+from wds_tensorcache.errors import TarFormatError
+
+__all__ = ["Pairs", "Records", "check_checksum", "parse_number", "parse_records", "refuse_compressed"]
+
+Records = dict[bytes, bytes]
+Pairs = list[tuple[bytes, bytes]]
+_RECORD_LENGTH = re.compile(rb"([0-9]{1,19}) ")
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+
+
+def check_checksum(header: bytes, header_begin: int) -> None:
+    """Raise TarFormatError unless the bytes of a header, at byte `header_begin` of the tar, add up to what it says."""
+    field = header[148:156]
+    total = (adler32(header[:256]) & 0xFFFF) + (adler32(header[256:]) & 0xFFFF) - 2 - sum(field) + 8 * 32
+    checksum = parse_number(field)
+    if checksum == total:
+        return
+    high = sum(byte > 127 for byte in header) - sum(byte > 127 for byte in field)
+    if checksum == total - 256 * high:  # old tars add signed bytes
+        return
+    if not header_begin:
+        refuse_compressed(header)
+    raise TarFormatError(
+        f"bad checksum: the bytes add up to {total:06o}, the header has {field!r}", offset=header_begin, kind="checksum"
+    )
+
+
+def refuse_compressed(header: bytes) -> None:
+    """Raise TarFormatError if the first bytes of a file are those of a compressed one."""
+    # Only where no header is: `BZh9.json` is a name that a member may have.
+    for magic, name in _COMPRESSED.items():
+        if header.startswith(magic):
+            raise TarFormatError(
+                f"{name}: compressed tars have no index; read them as streams", offset=0, kind="compressed"
+            )
+
+
+def parse_number(field: bytes) -> int:
+    """Return a number of a header, in octal digits or GNU's base 256; -1 if it is neither."""
+    if field[0] in (0x80, 0xFF):
+        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
+    try:
+        return int(field.partition(b"\0")[0].strip() or b"0", 8)
+    except ValueError:
+        return -1
+
+
+def parse_records(content: bytes, begin: int, sparse: Pairs | None = None) -> Records:
+    """Return path and size from pax records, each `LENGTH KEY=VALUE` and a line feed, where they are among them.
+
+    Put into `sparse` the records of GNU sparse members, which are refused without it.
+    """
+    records: Records = {}
+    at = 0
+    while at < len(content):
+        length = _RECORD_LENGTH.match(content, at)
+        end = at + int(length[1]) if length else 0
+        key, equals, value = content[length.end() : end - 1].partition(b"=") if length else (b"", b"", b"")
+        if not key or not equals or content[end - 1 : end] != b"\n":
+            raise TarFormatError(
+                f"malformed pax record {content[at : at + 40]!r}", offset=begin + at, kind="extended-header"
+            )
+        if key.startswith(b"GNU.sparse."):
+            if sparse is None:
+                raise TarFormatError(
+                    "a GNU sparse member, expected one without holes", offset=begin + at, kind="sparse"
+                )
+            sparse.append((key[len(b"GNU.sparse.") :], value))
+            if key == b"GNU.sparse.name":
+                key = b"path"
+        if key == b"path" or key == b"size":
+            if not (value.strip(b"/") if key == b"path" else value.isdigit() and len(value) < 20):
+                raise TarFormatError(
+                    f"the pax record of a {key.decode()} is {value[:40]!r}", offset=begin + at, kind="extended-header"
+                )
+            records[key] = value.rstrip(b"/")
+        at = end
+    return records
