@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import random
 import tempfile
@@ -124,6 +125,16 @@ def check(view: Any, expected: list[dict[str, Any]], model: list[dict[str, Any]]
         assert [order[at] for at in matched.tolist()] == list(range(len(keys)))
         with pytest.raises(KeyError, match="cache 0 with"):
             tc.open([view, view[:-1]], join="key")
+
+
+def test_keys_of_a_whole_shard_in_another_order(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "0.tar") as writer:
+        for number in range(4):
+            writer.write(f"k{number}", number)
+    with tc.open(tmp_path) as cache:
+        for order in itertools.permutations(range(4)):
+            assert list(cache[list(order)].keys()) == [f"k{number}" for number in order]
+        assert list(cache[[0, 1, 1, 3]].keys()) == ["k0", "k1", "k1", "k3"]
 
 
 # --- what it costs, at 40,000 samples in 40 shards ---

@@ -20,7 +20,8 @@ import wds_tensorcache as tc
 from wds_tensorcache.shards import lease, maps
 from wds_tensorcache.shards.lease import take_leases
 from wds_tensorcache.shards.maps import Maps
-from wds_tensorcache.shards.storage import ShardFile, file_system
+from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.shards.system import file_system
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="leases are Linux's")
 

@@ -31,7 +31,8 @@ class KeysView(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         for shard, rows in in_order(self.cache._store, self.cache._positions()):
             keys, samples = shard.index.keys, shard.columns.rows
-            if samples is None and len(rows) == len(keys) and rows.item(0) == 0:
+            is_whole = samples is None and len(rows) == len(keys) and bool((rows[1:] > rows[:-1]).all())
+            if is_whole:
                 yield from keys
             else:
                 yield from map(keys.__getitem__, (rows if samples is None else samples[rows]).tolist())

@@ -22,7 +22,8 @@ from wds_tensorcache.shards.manifest import locate_shards, read_manifest
 from wds_tensorcache.shards.maps import CAN_COPY
 from wds_tensorcache.shards.names import cache_name
 from wds_tensorcache.shards.reader import Shard
-from wds_tensorcache.shards.storage import Files, file_system, memory_nbytes, overcommit_is_off
+from wds_tensorcache.shards.storage import Files
+from wds_tensorcache.shards.system import file_system, memory_nbytes, overcommit_is_off
 
 __all__ = ["Io", "are_counts", "expand_braces", "find_shards", "num_cores", "open"]
 

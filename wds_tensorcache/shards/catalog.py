@@ -48,7 +48,7 @@ class Listing:
     def add(self, path: str, index: ShardIndex) -> None:
         """List a shard, or replace what is said of it."""
         entry = _entry(path, index)
-        self.remove(*[url for url in self.entries if os.path.normpath(url) == entry.url])
+        self.remove(entry.url, *[url for url in self.entries if os.path.normpath(url) == entry.url])
         self.entries[entry.url] = entry
         self.caches[entry.url] = {name: len(columns) for name, columns in index.caches.items()}
         if index.fingerprint is not None:

@@ -17,8 +17,9 @@ import torch
 
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError
+from wds_tensorcache.shards.system import file_system
 
-__all__ = ["Files", "Identity", "ShardFile", "file_system", "memory_nbytes", "overcommit_is_off"]
+__all__ = ["Files", "Identity", "ShardFile"]
 
 Identity = tuple[int, int, int]  # inode, bytes, modification time in ns
 _HAS_PREAD, _HAS_PREADV = hasattr(os, "pread"), hasattr(os, "preadv")
@@ -27,7 +28,6 @@ _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _UNKNOWN = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 _NO_FILE = frozenset({errno.ENXIO, errno.ENODEV, errno.ELOOP})
 _ONE_BYTE = [bytearray(1)]
-_NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs", "afs", "gluster", "virtiofs")
 
 
 def _identity(status: os.stat_result) -> Identity:
@@ -318,36 +318,3 @@ def _default_max_open() -> int:
     except ImportError:  # Windows
         return 256
     return 256 if soft == resource.RLIM_INFINITY else max(8, min(256, soft // 4))
-
-
-def file_system(path: str) -> tuple[str, bool]:
-    """Return the type of the file system that `path` is on, "" if unknown, and whether it is a network one."""
-    path = os.path.realpath(path)
-    found, kind = "", ""
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-            for line in mounts:
-                fields, _, rest = line.partition(" - ")
-                point = fields.split(" ")[4].replace("\\040", " ")
-                if len(point) >= len(found) and (path + "/").startswith(point.rstrip("/") + "/"):
-                    found, kind = point, rest.split(" ")[0]
-    except OSError:
-        return "", False
-    return kind, kind.startswith(_NETWORK)
-
-
-def memory_nbytes() -> int | None:
-    """Return the bytes of physical memory, None if the system does not say."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
-def overcommit_is_off() -> bool:
-    """Return whether the system counts memory when it is asked for: then private maps of shards would take as much again."""
-    try:
-        with open("/proc/sys/vm/overcommit_memory", encoding="ascii") as setting:
-            return setting.read().strip() == "2"
-    except OSError:
-        return False

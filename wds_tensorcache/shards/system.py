@@ -1,0 +1,42 @@
+"""What is known of the machine: file systems and memory."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["file_system", "memory_nbytes", "overcommit_is_off"]
+
+_NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs", "afs", "gluster", "virtiofs")
+
+
+def file_system(path: str) -> tuple[str, bool]:
+    """Return the type of the file system that `path` is on, "" if unknown, and whether it is a network one."""
+    path = os.path.realpath(path)
+    found, kind = "", ""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+            for line in mounts:
+                fields, _, rest = line.partition(" - ")
+                point = fields.split(" ")[4].replace("\\040", " ")
+                if len(point) >= len(found) and (path + "/").startswith(point.rstrip("/") + "/"):
+                    found, kind = point, rest.split(" ")[0]
+    except OSError:
+        return "", False
+    return kind, kind.startswith(_NETWORK)
+
+
+def memory_nbytes() -> int | None:
+    """Return the bytes of physical memory, None if the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def overcommit_is_off() -> bool:
+    """Return whether the system counts memory when it is asked for: then private maps of shards would take as much again."""
+    try:
+        with open("/proc/sys/vm/overcommit_memory", encoding="ascii") as setting:
+            return setting.read().strip() == "2"
+    except OSError:
+        return False
