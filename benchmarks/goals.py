@@ -56,8 +56,8 @@ def _us(name: str) -> Callable[[Rounds], list[float]]:
     return lambda rounds: rounds[name]
 
 
-def _more(name: str, base: str) -> Callable[[Rounds], float]:
-    return lambda rounds: statistics.median(a - b for a, b in zip(rounds[name], rounds[base], strict=True))
+def _more(name: str, base: str) -> Callable[[Rounds], list[float]]:
+    return lambda rounds: [a - b for a, b in zip(rounds[name], rounds[base], strict=True)]
 
 
 def _fastest(rounds: Rounds, names: list[str]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -95,3 +97,23 @@ def test_the_collector_stays_as_it_was() -> None:
     with pytest.raises(tc.FormatError):
         tc.decode_sample(members[0][:-2], members[1])
     assert gc.isenabled()
+
+
+FORK = """
+import gc, os, warnings
+warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads
+from wds_tensorcache.codec.collector import collector_paused
+with collector_paused(True):
+    assert not gc.isenabled()
+    child = os.fork()
+    if not child:
+        os._exit(0 if gc.isenabled() else 1)
+    _, status = os.waitpid(child, 0)
+assert gc.isenabled()
+raise SystemExit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_child_that_is_forked_meanwhile_collects() -> None:
+    assert subprocess.run([sys.executable, "-c", FORK]).returncode == 0

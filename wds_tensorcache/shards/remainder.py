@@ -26,7 +26,8 @@ def load_whole(path: str) -> ShardIndex:
     try:
         index = load_index(file)
     except FormatError as exc:
-        raise type(exc)(f"{exc}; {_REMEDY}", kind=exc.kind) from exc
+        found = type(exc)(f"{exc.reason}; {_REMEDY}", offset=exc.offset, kind=exc.kind)
+        raise (found if exc.where is None else found.at(exc.where)) from exc
     check_end(file, index.end)
     return index
 

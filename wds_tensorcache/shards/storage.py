@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.views import view_bytes
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.errors import FormatError, TarFormatError
 from wds_tensorcache.shards.system import file_system
 
 __all__ = ["Files", "Identity", "ShardFile"]
@@ -81,7 +81,8 @@ class ShardFile:
         return data
 
     def _cut_short(self, end: int) -> FormatError:
-        return FormatError(f"{self.path}: the file ends at byte {end}, inside of a member: it was cut short")
+        what = f"the file ends at byte {end}, inside of a member: it was cut short"
+        return TarFormatError(what, kind="truncated").at(self.path)
 
     def check_unchanged(self) -> None:
         """Raise FormatError if the file was written to since it was opened: what is known of its bytes is no longer true.
