@@ -53,7 +53,7 @@ def carried(value: Any) -> Any:
 
 
 def check_ndim(name: str, ndim: int, dtype: Any) -> None:
-    """Raise TypeError if a batch of a tensor has more dimensions than numpy, as whose arrays DALI takes it."""
+    """Raise TypeError if a batch of a tensor has more dimensions than numpy arrays, by which DALI takes it."""
     is_split = dtype.itemsize not in _INTEGERS  # into one more dimension
     if 1 + ndim + is_split > _MAX_NDIM:
         raise TypeError(

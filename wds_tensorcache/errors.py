@@ -50,11 +50,11 @@ Kind = Literal[
     "header",  # a tar header with a size or name that cannot be
     "extended-header",  # pax records or a long name that cannot be read
     "sparse",  # a member with holes
-    "zeros",  # zeros in front of the end of the archive
-    "trailing",  # bytes behind the end of the archive that are no index
+    "zeros",  # zeros before the end of the archive
+    "trailing",  # bytes after the end of the archive that are not an index
     "unreadable",  # the system cannot read the bytes
     "duplicate",  # one key or member name twice
-    "missing",  # a half of a sample, or a file that another one lists
+    "missing",  # half of a sample, or a file that a manifest lists, is not there
     "damaged",  # the bytes of a sample are not those that were written
     "lost",  # a sample that an index lists and the shard does not have
     "index",  # an index, `.idx` or manifest that is damaged, or does not agree with the shard
@@ -89,7 +89,7 @@ class FormatError(TensorCacheError, ValueError):
             self.kind = kind
 
     def at(self: _Format, where: str) -> _Format:
-        """Return the same error with `where` in front of its message; reason, offset and kind stay."""
+        """Return the same error with `where` before its message; reason, offset and kind stay the same."""
         error = type(self)(self.reason)
         error.__dict__.update(self.__dict__)
         error.where = where if self.where is None else f"{where}: {self.where}"

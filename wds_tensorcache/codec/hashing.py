@@ -1,8 +1,8 @@
-"""What keys of dicts and elements of sets cost to hash, to place and to compare (FORMAT.md 2.6).
+"""The cost of hashing, placing and comparing the keys of dicts and the elements of sets (FORMAT.md 2.6).
 
-Keys come from files, and Python's hashes of everything but text can be computed by whoever wrote them. Keys that share a
-hash, or the slots that a table looks at, make the building of a dict take the square of its length. So the work is counted on
-the hashes before anything is inserted, with the steps that CPython's own tables take.
+Hazard: keys come from files, and the author of a file can compute Python's hashes of everything but text. A dict whose keys
+share hashes, or slots of its table, takes time quadratic in its length to build. So the work is counted from the hashes, in
+the steps of CPython's own tables, before anything is inserted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["KeyTables", "are_few_texts", "check_keys", "hash_cost"]
 
 MAX_KEY_PARTS = 1000
 MAX_WORK = 128  # for each key of one container
-_NEVER_COUNTED = 8  # so few keys cannot do harm
+_NEVER_COUNTED = 8  # fewer keys do no harm
 _ONLY_COMPARED = 512  # up to so many keys, slots that are taken cost less than reading the keys
 _MIN_SLOTS = 1024
 _BY_ARRAYS = 48  # keys at a time from which on numpy's calls pay off
@@ -130,7 +130,7 @@ class _Table:
             raise FormatError(f"{len(self._hashes)} {what} share too many hashes, or slots of their table")
 
     def _place(self, first: int, last: int) -> None:
-        """Put the keys `[first, last)` into slots, behind those that are there."""
+        """Put the keys `[first, last)` into slots, after those that are there."""
         if last - first >= _BY_ARRAYS:
             self._place_many(first, last)
             return
@@ -140,7 +140,7 @@ class _Table:
             self._walk(number, perturb & self._mask, perturb)
 
     def _walk(self, number: int, home: int, perturb: int, first: int = 0, placed: Any = None) -> None:
-        """Put one key into a slot; a later one that was there, whose place in its own walk `placed` has, goes on."""
+        """Put one key into a slot; a later key that was there resumes its own walk at the place that `placed` has."""
         slots, mask = self._slots, self._mask
         while True:
             run = _RUN if self.is_set and home + _RUN <= mask + 1 else 1
@@ -161,16 +161,16 @@ class _Table:
             number, home, perturb = owner, placed[0].item(owner - first), placed[1].item(owner - first)
 
     def _place_many(self, first: int, last: int) -> None:
-        """Place as `_place` does, all keys at a time: a slot goes to the earliest that has come to it, others move on.
+        """Place as `_place` does, all keys at a time: a slot goes to the earliest key that comes to it, and later keys move on.
 
-        In the end each key has come to the slots that it would have come to one key after another.
+        In the end each key has looked at the same slots as if the keys were placed one by one.
         """
         mask = np.int64(self._mask)
         slots = np.frombuffer(self._slots, np.int32)
         moving = np.arange(first, last, dtype=np.int32)  # ascending
         perturb = np.frombuffer(self._hashes, np.int64)[first:last].astype(np.uint64)
         home = perturb.astype(np.int64) & mask
-        # of the keys that have a slot, as earlier ones may drive them out
+        # of the keys that have a slot: an earlier key may still drive them out
         homes, perturbs = placed = home.copy(), perturb.copy()
         self._charge(len(moving))
         while len(moving) >= _BY_ARRAYS:
@@ -182,7 +182,7 @@ class _Table:
             number = new[won] - first
             homes[number], perturbs[number] = home[is_open][won], perturb[is_open][won]
             goes_on = ~is_open
-            if self.is_set:  # who lost may find another slot of the run
+            if self.is_set:  # a key that lost may find another slot of the run
                 lost = np.flatnonzero(is_open)[~won]
                 stays = np.zeros(len(moving), bool)
                 stays[lost] = ~_has_many_before(home[lost]) if len(lost) > len(moving) // 2 else True
@@ -224,7 +224,7 @@ def _look_at(slots: Any, home: Any, moving: Any) -> tuple[Any, Any]:
 
 
 def _has_many_before(homes: Any) -> Any:
-    """Return which of these have so many of the same before them that those fill the run."""
+    """Return which of the homes, bool `[n]`, come after enough equal ones to fill a run."""
     order = np.argsort(homes, kind="stable")
     ordered = homes[order]
     begins = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
@@ -279,7 +279,7 @@ def are_few_texts(keys: Sequence[Any], num_others: int) -> bool:
 
 
 def check_keys(keys: Sequence[Any], is_set: bool) -> None:
-    """Raise FormatError unless an empty dict or set takes these keys, one after the other, in time."""
+    """Raise FormatError if these keys, put into an empty dict or set one by one, take too much work."""
     if len(keys) > _NEVER_COUNTED:
         _check_new(keys, list(map(hash, keys)), is_set)
 
@@ -300,7 +300,7 @@ class KeyTables:
         self._tables: dict[int, _Table] = {}  # by the id of the container, which they keep alive
 
     def add(self, container: Any, keys: Sequence[Any]) -> None:
-        """Raise FormatError unless `container` takes these keys too in time: a dict, a set, or None for a new frozenset."""
+        """Raise FormatError if these keys take too much work to add to a dict, a set, or None, a new frozenset."""
         self._budget -= hash_cost(keys, self._budget)
         if self._budget < 0:
             raise FormatError("dict keys or set elements that take too long to hash")

@@ -129,7 +129,7 @@ def _is_small(entries: tuple[tuple[str, str, int], ...]) -> bool:
 
 def make_layout(form: Form, dims: Sequence[int], data_begin: int, texts: tuple[str, ...] | None = None) -> Layout:
     """Return the layout of `form` whose tensors' shapes, one behind the other, are `dims`; these are taken as valid."""
-    # as bytes: hashes of numbers can be chosen by whoever wrote the index
+    # Hazard: an index's author can choose numbers whose hashes collide. Hashes of bytes cannot be chosen.
     place = (form, array("Q", dims).tobytes(), data_begin, texts)
     layout = _MADE.get(place)
     if layout is not None:
@@ -177,7 +177,7 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], align
 
 @lru_cache(256)  # samples of one layout have one header
 def _build_header(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], align: int) -> bytes:
-    # put together by hand: a dict and two tuples for each tensor cost json.dumps's time again in garbage collections
+    # Built by hand: the dict and two tuples that json.dumps needs for each tensor double its time in garbage collections.
     entries = [f'"__metadata__":{{"tensorcache":"{FORMAT_VERSION} {0:016x}"}}']
     begin = 0
     for name, dtype, shape, nbytes in tensors:
@@ -242,7 +242,7 @@ def _parse_tensors(text: bytes, data_begin: int, nbytes: int) -> Layout:
     if not text.startswith(b"{"):
         raise FormatError(f"the header begins with {text[:1]!r}, not with '{{'")
     try:
-        # JSON has two ways to write zero, and json.loads tells nobody which it was
+        # JSON can spell zero as `-0`, and json.loads alone would accept it.
         parse_int = _parse_int if b"-0" in text else None
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_int=parse_int)
     except (ValueError, RecursionError) as exc:  # UnicodeDecodeError, JSONDecodeError and FormatError are ValueErrors
@@ -322,7 +322,7 @@ def _parse_entry(name: str, entry: Any, data_begin: int) -> StoredTensor:
 
 
 def is_possible(shape: Sequence[int]) -> bool:
-    """Return whether torch and numpy can have a tensor of this shape, whose strides they compute as if no dimension were 0."""
+    """Return whether torch and numpy can hold this shape: they compute strides as if no dimension were 0."""
     return math.prod(filter(None, shape)) < 1 << 59
 
 

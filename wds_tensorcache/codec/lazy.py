@@ -37,8 +37,8 @@ class Lazy:
     def view_bytes(self) -> np.ndarray[Any, Any]:
         """Return the elements' bytes as uint8.
 
-        Memory: the source's; never write into it. Of a shard, it is a map: if the shard is cut short in place, or the disk
-            cannot read it, looking at the view kills the process (SIGBUS).
+        Memory: the source's; never write into it. A shard's is a memory map: if the shard is cut short in place, or the
+            disk cannot read it, reading the view kills the process (SIGBUS).
         """
         return self._source.view(self._reference.begin, self._reference.end)
 
@@ -79,7 +79,7 @@ class Lazy:
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # a C pickler has no frame: this is whoever has called it
+        # A C pickler has no frame of its own: this is its caller's.
         if sys._getframe(1).f_globals.get("__name__") == "torch.serialization":
             return self._reduce_for_torch_save(protocol)
         r = self._reference
@@ -88,7 +88,7 @@ class Lazy:
         return _rebuild, (type(self), source, r.name, r.kind, r.dtype, tuple(r.shape), begin, moved, r.attribute)
 
     def _reduce_for_torch_save(self, protocol: Any) -> Any:
-        """Return what `torch.load` takes back with its default, weights_only=True: no class of this package."""
+        """Return a reduction that `torch.load` accepts with weights_only=True: without classes of this package."""
         raise NotImplementedError
 
     def __copy__(self) -> Any:
@@ -208,8 +208,9 @@ class LazyTensor(Lazy):
         Args:
             device: Where to put it; the CPU by default.
             out: Receives the elements and is returned; its shape and dtype must be the same.
-            copy: False gives a view of the source, CPU only: never write into it, other reads of the source see it. Of a
-                shard, the view is a map, and **a shard that is cut short in place kills the process** (SIGBUS) that looks.
+            copy: False gives a view of the source, CPU only: never write into it, other reads of the source see it. A
+                shard's view is a memory map, and **a shard that is cut short in place kills the process** that reads it
+                (SIGBUS).
 
         Raises:
             ValueError: `out` has another shape or dtype.
@@ -235,7 +236,7 @@ class LazyTensor(Lazy):
         return tensor.__reduce_ex__(protocol)
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the tensor as `torch.Tensor.to` gives it; trainers look for this method in the class of what they move."""
+        """Load the tensor and return what its `torch.Tensor.to` does; trainers look for this method in a value's class."""
         return self.load().to(*loaded(list(args)), **loaded(kwargs))
 
     def _load_into(self, out: torch.Tensor) -> torch.Tensor:

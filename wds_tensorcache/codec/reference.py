@@ -30,7 +30,7 @@ class Source(Protocol):
     def view(self, begin: int, end: int) -> np.ndarray[Any, Any]:
         """Return the bytes `[begin, end)` as uint8 without copying them; they may not be written to, whatever numpy says.
 
-        Of a file, they are a map's: if the file is cut short in place, looking at them kills the process (SIGBUS).
+        A file's are a memory map's: if the file is cut short in place, reading them kills the process (SIGBUS).
         """
 
     def hold(self, begin: int, end: int) -> bytearray | np.ndarray[Any, Any]:

@@ -46,7 +46,7 @@ def at(path: str) -> str:
 
 
 def checked_arguments(arguments: Callable[[Any], tuple[Any, ...]], value: Any, path: str) -> tuple[Any, ...]:
-    """Return what `arguments` makes of `value`, which lies at `path`; raise EncodeError where it refuses."""
+    """Return what `arguments` makes of `value`, which is at `path`; raise EncodeError where it refuses."""
     try:
         return arguments(value)
     except (TypeError, ValueError) as exc:

@@ -62,7 +62,7 @@ def describe_tensor(value: Any) -> StorableTensor:
 def _describe(value: Any) -> StorableTensor:
     if isinstance(value, (LazyTensor, LazyArray)):
         kind = "tensor" if isinstance(value, LazyTensor) else "ndarray"
-        # not a view of the file, which kills the process if it is cut short
+        # Hazard: a view of a file that is cut short kills the process (SIGBUS). So the bytes are copied.
         held = value._source.hold(value._reference.begin, value._reference.end)
         flat = np.ndarray(value.nbytes, np.uint8, held)
         return StorableTensor(kind, _true_dtype(value.dtype), tuple(value.shape), flat)

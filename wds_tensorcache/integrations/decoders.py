@@ -1,4 +1,4 @@
-"""webdataset's own decoders, behind which bad bytes are FormatErrors, and a small member never takes large memory."""
+"""webdataset's own decoders, guarded: bad bytes are FormatErrors, and a small member never takes much memory."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Handler = Callable[[str, bytes], Any]
 
 
 class MemberDecoder(Decoder):
-    """webdataset's `Decoder`, whose own decoders raise FormatError for bad bytes. Errors of the caller's functions stay theirs.
+    """webdataset's `Decoder`, whose own decoders raise FormatError for bad bytes. Errors of the caller's functions pass.
 
     Args:
-        handlers: The caller's functions, in the order in which they are asked.
-        own: Asked after those: a function of (extension, bytes, how many bytes those may become).
+        handlers: The caller's functions, in the order in which they are called.
+        own: Function of (extension, bytes, number of bytes that those may become), called after the handlers.
         max_expanded_nbytes: As of `decode`.
         options: Of webdataset's `Decoder`.
     """
@@ -90,16 +90,16 @@ class _Stock:
                 elif kind in ("ten", "tb"):
                     _check_ten(data)
             return self._handler(key, data)
-        except (TensorCacheError, ImportError):  # a package that is not installed is no matter of the bytes
+        except (TensorCacheError, ImportError):  # a missing package says nothing about the bytes
             raise
-        except Exception as exc:  # whatever numpy, json, Pillow, … make of bytes that are not theirs
+        except Exception as exc:  # anything that numpy, json, Pillow, … raise for bad bytes
             raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
 
 
 def _expand(data: bytes, limit: int) -> bytes:
     if len(data) * _MAX_DEFLATE_RATIO > limit:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-            # counted before it is kept: what is refused takes no more memory than a piece
+            # Hazard: a bomb. Pieces are counted before any is kept, so refusing takes the memory of one piece.
             count = 0
             while count <= limit and (piece := file.read(_PIECE_NBYTES)):
                 count += len(piece)
@@ -141,12 +141,12 @@ def check_zip(data: bytes, limit: int, *, is_numpy: bool) -> None:
                         _check_npy(stream, file.file_size)
     except FormatError:
         raise
-    except Exception as exc:  # zipfile raises what it happens to
+    except Exception as exc:  # zipfile raises many kinds of exceptions
         raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
 
 
 def _check_ten(data: bytes) -> None:
-    """Raise FormatError if a chunk of tensors is not within its member: at lengths below 0 webdataset goes back, for ever."""
+    """Raise FormatError if a chunk of tensors is not within its member: webdataset loops forever on a negative length."""
     at = 0
     while at < len(data):
         nbytes = int.from_bytes(data[at + 8 : at + 16], sys.byteorder, signed=True)

@@ -35,7 +35,7 @@ def tarfile_to_samples(
     and than 64 times its bytes, or whose map is damaged.
 
     Urls are opened by webdataset's `gopen`, which runs `pipe:…` as a command: they must come from the caller. A url that is the
-    name of a file that is there is that file, whatever it begins with. `resumable` lists folders and manifests safely.
+    name of an existing file is that file, whatever it begins with. `resumable` lists folders and manifests safely.
 
     Args:
         handler: Called with the exception of a shard, or of one of its members; re-raises by default. If it says so, the next
@@ -130,7 +130,7 @@ class TarSamples:
                 self._go_on(FormatError(f"{url}: sample {key!r} has two members {suffix!r}"))
                 continue
             sample[suffix] = _located(url, read) if is_kept else None
-        if sample is not None and is_kept and not sample.get(_BAD):  # behind the end-of-archive block: it is whole
+        if sample is not None and is_kept and not sample.get(_BAD):  # after the end-of-archive block: it is whole
             yield number, sample
         _located(url, tar.finish)
 
@@ -152,7 +152,7 @@ class TarSamples:
 
 
 def open_path(path: str) -> BinaryIO:
-    """Open an ordinary file. Its name is but a name: `gopen` would run it where it begins with `pipe:`.
+    """Open an ordinary file by its path. Hazard: `gopen` would run a name that begins with `pipe:` as a command.
 
     Raises:
         FormatError: It is a folder, a pipe or a device, which would not end.
@@ -163,7 +163,7 @@ def open_path(path: str) -> BinaryIO:
 
 
 def is_named(url: Any) -> bool:
-    """Return whether what `gopen` would take for a url with a scheme is the name of a file that is there."""
+    """Return whether a url with a colon, which `gopen` may take for a scheme, is the name of an existing file."""
     return isinstance(url, str) and ":" in url and os.path.lexists(url)
 
 

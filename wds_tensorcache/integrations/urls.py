@@ -1,4 +1,4 @@
-"""What a stream's caller typed, and the paths that it stands for: only the former are urls."""
+"""Urls that the caller of a stream typed, and the paths that they stand for, which are never taken for urls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_SUBSTITUTIONS = 10  # webdataset's own
 
 
 def find_urls(urls: Any) -> list[tuple[str, bool]]:
-    """Return the url of each shard, and whether it is a path: of what the caller did not type, only paths are opened."""
+    """Return the url of each shard, and whether it is opened as a path, as all are that the caller did not type."""
     if isinstance(urls, str):
         if os.path.lexists(urls):
             return _find_text(urls)

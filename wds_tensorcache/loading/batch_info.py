@@ -15,8 +15,8 @@ Array = np.ndarray[Any, Any]
 class BatchInfo:
     """Immutable record of what a batch of a loader is.
 
-    It is no dataclass: trainers rebuild each of these field by field, which one that is immutable does not allow. Instead they
-    call `to`, as of a tensor.
+    It is not a dataclass: trainers rebuild each dataclass field by field, which an immutable one does not allow. Instead they
+    call its `to`, as they do with a tensor.
 
     Attributes:
         numbers: Sample indices in the cache, int64 `[B]`.

@@ -110,7 +110,7 @@ class Columns:
 
     @cached_property
     def limits(self) -> list[int]:
-        """How many samples of the first one's shape can be stacked, by tensor."""
+        """Largest number of samples that can be stacked, by tensor, if all have the first one's shape."""
         # one step per tensor, once for all batches of a structure
         return [_most(each[0], each[0].shape) for each in self.references]
 

@@ -48,7 +48,7 @@ class IterableCache(IterableDataset[Any]):
     `torchdata.stateful_dataloader.StatefulDataLoader` calls `state_dict` and `load_state_dict` in each worker, and so needs as
     many of these as before; batch size and number of ranks may be others. With two workers or more it needs `batch_size=None`:
     a loader that takes several steps from a worker at a time gives them out of order, and its states are refused where a step
-    is missing before the last. A state taken at the end of an epoch goes on with the next one. Where `set_epoch` was called
+    is missing before the last. A state taken at the end of an epoch resumes at the next one. Where `set_epoch` was called
     since the last iteration, with another epoch than the state's, that one begins.
 
     Args:
@@ -134,7 +134,7 @@ class IterableCache(IterableDataset[Any]):
         """Return where all workers together were, and which of them has the next step; None if not all were given a state.
 
         Raises:
-            ValueError: A step was not given, but one after it was: no one place to go on from.
+            ValueError: A step was not given, but a later one was: there is no single step to resume from.
         """
         positions = self._shared.resumed(token_of(info), info.num_workers)
         if positions is None:
@@ -144,7 +144,7 @@ class IterableCache(IterableDataset[Any]):
         if self._chosen is not None and self._chosen[0] != at[0]:
             return self._chosen, first
         steps = sorted(position[2] for position in positions)
-        # each worker is behind its last step, and those that gave none are where the iteration began
+        # each worker is after its last step; workers that gave none are where the iteration began
         gaps = dropwhile(lambda gap: gap == 0, (after - before for before, after in pairwise(steps)))
         if any(gap != 1 for gap in gaps):
             raise ValueError(

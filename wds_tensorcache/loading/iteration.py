@@ -1,4 +1,4 @@
-"""An iteration of a loader, which its end, another one, `close`, an error or an interrupt ends."""
+"""An iteration of a loader, until its end, another iteration, `close`, an error or an interrupt."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _INTERRUPTED_WAITS_S = 1.0  # for batches that are being read
 class Iteration(Iterator[Any]):
     """The rest of an epoch, read ahead by threads.
 
-    Any exception that `next` raises ends it, also an interrupt, at whatever line that comes. The loader's position is moved on
-    by the last line before a batch is returned: caller and state agree on which batches were given.
+    Any exception that `next` raises ends it, an interrupt at any line included. The last line before a batch is returned moves
+    the loader's position, so the caller and the state agree on the batches that were given.
 
     Threads: one calls `next`; any may `close`.
     """
@@ -32,7 +32,7 @@ class Iteration(Iterator[Any]):
         self._pid = os.getpid()
         self._pool = ThreadPool(loader._threads, "tensorcache-loader") if loader._threads else None
         self._waiting: deque[tuple[Step, Job[Any] | None]] = deque()
-        self._planned: Position | None = None  # behind the last step that was begun; None before the first `next`
+        self._planned: Position | None = None  # after the last step that was begun; None before the first `next`
         self._epoch = self._begins = 0
         self._stream: Any = None
         self._is_in_next = False
@@ -40,7 +40,7 @@ class Iteration(Iterator[Any]):
 
     @property
     def planned(self) -> int:
-        """The first step that was not begun; 0 where none was, or nothing comes any more."""
+        """First step that was not begun; 0 before the first `next`, and after the end."""
         return 0 if self._planned is None or self._is_closed else self._planned.step
 
     def __next__(self) -> Any:
@@ -73,7 +73,7 @@ class Iteration(Iterator[Any]):
         if self._is_closed:
             self._end(-1)  # one of its threads may have closed it, which cannot wait for itself
             raise StopIteration
-        # No calls from here on: an interrupt comes when the caller has the batch.
+        # Hazard: an interrupt after a call here would lose the batch. So no calls from here on.
         self._loader._position = after
         return batch, info
 
@@ -99,7 +99,7 @@ class Iteration(Iterator[Any]):
                 waiting.append((step, job))
 
     def close(self) -> None:
-        """End it, and its threads when they have read what they are reading; what is waiting in `next` gets no batch."""
+        """End it, and its threads when they have read what they are reading; a thread that waits in `next` gets no batch."""
         self._end(-1)
 
     def _end(self, timeout_s: float) -> None:

@@ -135,7 +135,7 @@ class _Mark:
 class Leaves:
     """One value for each sample of a batch: a list, but that the skeletons are decoded when it is first looked at.
 
-    Pickles, prints and compares as the list that it stands for. It is no registered `Sequence`: trainers rebuild each of these
+    Pickles, prints and compares as the list that it stands for. It is not a registered `Sequence`: trainers rebuild a sequence
     from its items, by its constructor, and would decode every value only to move tensors to a device.
 
     Raises (when looked at):

@@ -75,8 +75,8 @@ def open(
 
     Raises:
         FileNotFoundError: There is no such file, or no shard.
-        FormatError: A shard or manifest is damaged, or not of the other's state. A manifest lists what is no local file, or one
-            file twice, under whatever names.
+        FormatError: A shard or manifest is damaged, or does not match the other. A manifest lists a url that is no local
+            file, or one file twice, under any names.
         StaleCacheError: A shard was made otherwise than `expect` says, or says nothing of it.
         KeyError: The shards have no cache of that name, or several and none was named; joined caches lack keys.
     """
@@ -199,7 +199,7 @@ def _escape_existing(pattern: str) -> str:
 
 
 def _existing_folder(pattern: str) -> str:
-    """Return the longest beginning of a pattern that is a folder's path, with the slash behind it."""
+    """Return the longest beginning of a pattern that is a folder's path, with the slash after it."""
     folder = os.path.dirname(pattern)
     while folder and not os.path.isdir(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)

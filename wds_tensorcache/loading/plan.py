@@ -148,7 +148,8 @@ class Plan:
         try:
             self._scatter(memory, runs, parts[0])
         finally:
-            wait_for(jobs)  # when this returns, nobody may be writing into the memory any more
+            # Hazard: a thread that still writes would write into memory that is used for other batches.
+            wait_for(jobs)
         while jobs:
             jobs.pop(0).result()  # an error refers to this frame, which then must not refer to it
 

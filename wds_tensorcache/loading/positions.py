@@ -1,4 +1,4 @@
-"""Which samples of a store a view has, and in which order: a range where it is one, which takes no memory, else an array."""
+"""Positions of a view's samples in its store: a range where they are one, which takes no memory, else an array."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
 
 
 class Inverse:
-    """Where in a view a position is. Memory: nothing for a range; 8 bytes per sample of an array that is asked often."""
+    """Numbers of a view's samples by position. Memory: none for a range; 8 bytes per sample of an array that is asked often."""
 
     _MAX_SCANS = 16
 

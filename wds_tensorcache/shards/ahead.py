@@ -60,7 +60,7 @@ class Readers:
     Attributes:
         pool: Its threads; None reads each piece when it is asked for.
         threads: How many read in one file at a time.
-        is_stopped: Whether they are to read no more: whoever asks for the next piece gets Cancelled.
+        is_stopped: Whether reading is to stop: then the next piece that is asked for raises Cancelled.
     """
 
     pool: ThreadPool | None = None
@@ -112,7 +112,7 @@ class ReadAhead:
 
     def _load(self, begin: int) -> tuple[int, memoryview, bool]:
         if self._readers.is_stopped:
-            raise Cancelled("nobody waits for the rest of the file any more")
+            raise Cancelled("the rest of the file is not needed any more")
         nbytes = min(self._piece_nbytes, self._file.nbytes - begin)
         memory = self._spare.pop() if self._spare else memoryview(b"")
         if len(memory) < nbytes:

@@ -78,8 +78,8 @@ class Pool:
             arena = _allocate(size)
         array = np.frombuffer(arena, np.uint8, nbytes)
         self._about_out += size
-        # Hazard: an interrupt that comes in a callback written in Python is printed by the interpreter, and forgotten. So the
-        # callback is none as long as all that is out may be idle; else memory has to go back to the system at once.
+        # Hazard: an interrupt that comes in a callback written in Python is printed by the interpreter, and lost. So the
+        # callback is `deque.append`, in C, while all leased memory may become idle; else memory has to be freed at once.
         may_be_idle = self._about_out + self._about_idle <= self.max_idle_nbytes and not self._closed
         lease = _Lease(array, self._returned.append if may_be_idle else self._take_back)
         lease.arena = arena
@@ -99,7 +99,7 @@ class Pool:
             self._idle.setdefault(size, deque()).append(lease.arena)
 
     def _settle(self) -> None:
-        """Deal with what has come back."""
+        """Make arenas that have come back idle."""
         while self._returned:
             try:
                 lease = self._returned.popleft()

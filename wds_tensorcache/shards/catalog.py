@@ -107,7 +107,7 @@ class Catalog:
         """Keep other writers off, and write the manifest again as the caller has changed it, unless that failed."""
         with _locked(self.folder):
             for stray in glob.glob(os.path.join(glob.escape(self.folder), f".{MANIFEST}.*.tmp")):
-                remove_stray(stray)  # of a killed writer: nobody else writes while this one holds the lock
+                remove_stray(stray)  # of a killed writer: the lock keeps other writers out
             listing = self.read()
             yield listing
             listing.write(self._path, sorted(listing.entries), self._fsync)
@@ -142,8 +142,8 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
         The index: the same as `ShardWriter` makes for the same members.
 
     Raises:
-        FormatError: It is no tar, or a damaged one, with the byte offset; or bytes follow the end of its archive that are no
-            index: members, perhaps, behind a header that was lost, or of another tar. Nothing is written then.
+        FormatError: It is no tar, or a damaged one, with the byte offset; or bytes that are not an
+            index follow the end of its archive: perhaps members after a lost header, or a second tar. Nothing is written then.
     """
     path = os.fspath(path)
     file = ShardFile(path)

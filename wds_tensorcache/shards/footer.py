@@ -108,7 +108,7 @@ def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int) -> ShardIn
 
 
 def stale_footer(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex | None:
-    """Return the index at the end of a file, though the shard may have changed since: what it says is to be confirmed.
+    """Return the index at the end of a file, though the shard may have changed since: the caller has to confirm it.
 
     Args:
         read: Returns the bytes `[begin, end)` of the shard, or of the file beside it.
@@ -132,7 +132,7 @@ def declared_end(tail: bytes, shard_nbytes: int) -> int | None:
 
 
 def declared_place(tail: bytes, shard_nbytes: int) -> tuple[int, int] | None:
-    """Return where a trailer says that its index begins, if that is behind the shard, and where the archive ends, or None."""
+    """Return where a trailer at a shard's end says that its index begins and that the archive ends; None if it is none."""
     trailer = _parse_trailer(tail[-TRAILER_NBYTES:], shard_nbytes)
     return None if trailer is None else (shard_nbytes - TRAILER_NBYTES - trailer[0], trailer[1])
 

@@ -47,7 +47,7 @@ class IndexBuilder:
     # by id(layout), which _layouts keeps alive, and references
     _numbers: dict[tuple[int, tuple[str, ...] | None], int] = field(default_factory=dict)
     _layouts: list[Layout] = field(default_factory=list)
-    # by form, where the tensors begin, and their shapes as bytes: hashes of numbers can be chosen by whoever wrote the shard
+    # By form, begin of the tensors, and shapes as bytes. Hazard: a shard's author can choose numbers whose hashes collide.
     _places: dict[tuple[int, int, bytes], int] = field(default_factory=dict)
     _forms: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _table: tuple[list[tuple[Form, tuple[str, ...] | None]], array[int], array[int], array[int]] = field(

@@ -24,10 +24,10 @@ __all__ = ["Leases", "take_leases"]
 
 # on network and stacked file systems a lease is granted, but does not bind other hosts or the layer below
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs"})
-_MAX_OPEN = (
-    64  # descriptors that leases may take of what the process may have; half of them stay open for the next copy
-)
-_MIN_BREAK_TIME_S = 5  # the kernel waits so long for a lease to be given back, and then cuts the file
+# descriptors that leases may take of what the process may have; half of them stay open for the next copy
+_MAX_OPEN = 64
+# the kernel waits so long for a lease to be given back, and then lets the file be cut: less could end during a copy
+_MIN_BREAK_TIME_S = 5
 # a writer has the file open, or descriptors or memory are short; all else, such as another owner, stays as it is
 _PASSING = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _open: dict[int, list[int]] = {}  # each descriptor, and the idle ones of its file
@@ -47,7 +47,7 @@ class Leases:
         """Take a lease on one more file.
 
         Raises:
-            OSError: There is none to be had; EAGAIN if the file is open for writing.
+            OSError: The file cannot be leased; EAGAIN if it is open for writing.
         """
         if sys.platform == "linux":
             idle = file.lease_fds

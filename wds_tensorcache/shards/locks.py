@@ -43,15 +43,15 @@ class Held:
         """Take the lock.
 
         Args:
-            wait: Until nobody else has it.
+            wait: Wait until it is free.
 
         Returns:
-            Whether it was free; None where nobody can tell, since the system or the file system has no locks.
+            Whether it was free; None if the system or the file system has no locks.
         """
         if fcntl is None:
             return None
         try:
-            self._is_locked = True  # perhaps; an interrupt may come right behind the call
+            self._is_locked = True  # perhaps; an interrupt may come right after the call
             fcntl.flock(self.fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
@@ -60,7 +60,7 @@ class Held:
         return True
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the lock, and close the file or folder."""
         _OPEN.discard(self)
         fd, self.fd = self.fd, -1
         if fd < 0:
@@ -100,7 +100,7 @@ def create_temporary(path: str) -> Held:
     folder, name = os.path.split(path)
     while True:
         file = Held(os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp"), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        # Hazard: before it is locked, `remove_stray` takes it for what a killed writer has left.
+        # Hazard: before it is locked, another writer's `remove_stray` takes it for a killed writer's, and deletes it.
         if file.lock() is not False and os.path.exists(file.path):
             return file
         file.close()

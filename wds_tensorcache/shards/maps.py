@@ -32,7 +32,7 @@ _refused: set[int] = set()  # the errors by which a sandbox forbids process_vm_r
 
 
 class MapLost(Exception):
-    """The map may not be copied from now: the caller reads the file instead, which says what is wrong, if anything is."""
+    """The maps may not be copied from now: the caller reads the files instead, and that read says if anything is wrong."""
 
 
 class Maps:
@@ -99,7 +99,7 @@ class Maps:
         files = self._files
         if len(files) == 1:
             return files[0].tensor()
-        # from the first one's address to the end of the last; what lies between is never touched
+        # from the first one's address to the end of the last; the bytes between the maps are never touched
         nbytes = max(base + file.nbytes for base, file in zip(self.bases, files, strict=True))
         return torch.from_numpy(view_address(self._first, nbytes, files))
 
@@ -141,7 +141,7 @@ class Maps:
 
 
 def gather(memory: torch.Tensor, begins: Array, width: int, out: Array | None = None) -> Array:
-    """Return `width` bytes from each of `begins` as `[n, width]`; one torch call, which takes the rows as they lie.
+    """Return `width` bytes from each of `begins` as `[n, width]`; one torch call for all of them.
 
     Memory: fresh, or `out`. torch's copy of rows takes 0.19 us where numpy's fancy indexing takes 0.26.
     """
@@ -155,7 +155,7 @@ def _copy(addresses: Array, sizes: Array, out: Array) -> None:
     """Fill `out` with the bytes at `addresses` in this process, range after range.
 
     Raises:
-        MapLost: There is nothing at one of them any more, or the system forbids the call.
+        MapLost: One of them is not mapped to bytes any more, or the system forbids the call.
     """
     ranges = np.stack([addresses, sizes], 1).astype(np.uint64)
     target = out.__array_interface__["data"][0]

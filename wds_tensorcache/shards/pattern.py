@@ -80,7 +80,7 @@ class ShardPattern:
         return [match for match in matches if match]
 
     def check_removable(self, paths: list[str]) -> None:
-        """Raise FileExistsError if one of these shards, or what lies beside it, is a folder."""
+        """Raise FileExistsError if one of these shards, or a sidecar of one, is a folder."""
         for file in _with_sidecars(paths):
             if os.path.isdir(file) and not os.path.islink(file):
                 raise FileExistsError(f"{file} is a folder, expected a file; move it away, or write to another folder")

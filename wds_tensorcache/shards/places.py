@@ -1,4 +1,4 @@
-"""Where an index says that members are, as far as the bytes of the shard confirm it: the way past headers that were lost."""
+"""Places of members by an index, as far as the bytes of the shard confirm them: the way past headers that were lost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _UNKNOWN, _UNREADABLE, _BY_HEADER, _BY_DIGEST, _BY_NEXT = range(5)
 
 
 def find_places(file: ShardFile) -> Places | None:
-    """Return where the index behind a shard, or else the one beside it, has the members, though it may be a stale one."""
+    """Return where members are by the index at a shard's end, or else by its sidecar; either may be stale."""
     index: ShardIndex | None = None
     with contextlib.suppress(OSError, FormatError):
         index = stale_footer(file.read, file.nbytes)
@@ -50,7 +50,7 @@ def find_places(file: ShardFile) -> Places | None:
 class Place(NamedTuple):
     """A member of an index: its content begins at byte `begin`, its padding ends at byte `end`.
 
-    `is_next_to_last` says that no member of unknown place lies in front of it; `is_confirmed` that digests tell its bytes.
+    `is_next_to_last` says that no member of unknown place is just before it; `is_confirmed` that digests match its bytes.
     """
 
     name: str
@@ -65,8 +65,8 @@ class Place(NamedTuple):
 class Places:
     """The members of an index in the order of their bytes.
 
-    An index may be stale, or lie. So nothing is taken from it but a member whose own header names it, or whose digests in the
-    index, the skeleton and the tensors agree with its bytes, and whose key no readable header contradicts.
+    Hazard: an index may be stale or forged. So a member counts only if its own header names it, or if its digests in the index,
+    the skeleton and the tensors match its bytes and no readable header contradicts its key.
 
     Args:
         read: Returns the bytes `[begin, end)` of the file.
@@ -101,9 +101,9 @@ class Places:
         self._states: Any = None
 
     def after(self, offset: int) -> Place | None:
-        """Return the first member of known place whose content begins behind byte `offset`.
+        """Return the first member of known place whose content begins after byte `offset`.
 
-        Behind the last one, return a place without a name, the end of the archive; None if that is not where the index has it.
+        After the last one, return a place without a name, the end of the archive; None if that is not where the index has it.
         """
         first = int(np.searchsorted(self._begins, offset, "right"))
         if first == len(self._begins) and offset >= self._index.end:
@@ -157,7 +157,7 @@ class Places:
         return states
 
     def _by_header(self, at: int, doubtful: set[str]) -> int:
-        """Return what the header in front of a place tells; put into `doubtful` the keys that it contradicts."""
+        """Return what the header before a place says; put into `doubtful` the keys that it contradicts."""
         begin, nbytes, name = self._begins.item(at), self._sizes.item(at), self._name(at)
         key, suffix = self._key(at), self._suffixes[self._kinds.item(at)]
         if begin < BLOCK or begin + nbytes > self._nbytes:
@@ -166,9 +166,8 @@ class Places:
             doubtful.add(key)
             return _UNKNOWN
         raw = name.encode("utf-8", "surrogateescape")
-        is_plain = (
-            name.isascii() and len(raw) <= _MAX_FIELD_NBYTES
-        )  # else an extended header, which may be lost, names it
+        # other names are in an extended header, which may be lost
+        is_plain = name.isascii() and len(raw) <= _MAX_FIELD_NBYTES
         try:
             header = self._read(begin - BLOCK, begin)
         except (FormatError, OSError):

@@ -1,4 +1,4 @@
-"""What is behind the end of an archive: nothing but zeros and an index, or a shard is not written again."""
+"""Bytes after the end of an archive: nothing but zeros and an index, or the shard is not written again."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def load_whole(path: str) -> ShardIndex:
 def check_end(file: ShardFile, end: int) -> None:
     """Raise TarFormatError unless a scan that found the end of the archive at byte `end` accounts for all of the file.
 
-    Hazard: readers end at the first block of zeros. Where zeros have overwritten a header, or another tar follows, members are
-    behind it, which a shard that is cut there, or written again up to there, would lose for good.
+    Hazard: readers end at the first block of zeros. Where zeros have overwritten a header, or another tar follows, members
+    follow it, and a shard that is cut there, or written again up to there, would lose them for good.
     """
     place = None
     if file.nbytes >= TRAILER_NBYTES:
         place = declared_place(file.read(file.nbytes - TRAILER_NBYTES, file.nbytes), file.nbytes)
-    # of an index of an earlier state, which the archive has outgrown, some bytes may be left
+    # of a stale index, which the archive has outgrown, some bytes may be left
     stop = file.nbytes if place is None or place[1] > end else max(end, place[0])
     for begin in range(end, stop, _CHUNK_NBYTES):
         chunk = file.read(begin, min(begin + _CHUNK_NBYTES, stop))
         if chunk.strip(b"\0"):
             at = begin + len(chunk) - len(chunk.lstrip(b"\0"))
-            what = f"bytes that are no index, behind the end of the archive at byte {end}"
+            what = f"bytes that are no index, after the end of the archive at byte {end}"
             raise _refused(file, what, at)
     later = 0 if place is None else place[1]
     with contextlib.suppress(OSError, FormatError):

@@ -19,10 +19,10 @@ class Fault:
         shard: Path of the shard, or of the manifest that is wrong.
         key: Of the sample, None if it is of no sample, or not known of which.
         offset: Byte of the shard where it is, None if it is not in the shard's bytes.
-        what: Is wrong, for people.
+        what: What is wrong, for people.
         kind: What is wrong, for code, as in `FormatError.kind`: `truncated`, `compressed`, `checksum`, `header`,
             `extended-header`, `sparse`, `zeros` and `trailing` of the tar, `unreadable` of the file, `duplicate`, `missing`,
-            `damaged`, `lost` and `unsafe` of samples, `index` of what lies beside them, and `format` of any other rule.
+            `damaged`, `lost` and `unsafe` of samples, `index` of sidecars and manifests, and `format` of any other rule.
     """
 
     shard: str

@@ -19,9 +19,8 @@ from wds_tensorcache.shards.walk import Break, End, Skipped, walk
 
 __all__ = ["Piece", "append_piece", "copy_pieces", "stage_without"]
 
-Piece = tuple[
-    int, int, bytes
-]  # bytes [begin, end) of a shard, and a header to put in front where they have lost their own
+# bytes [begin, end) of a shard, and headers to write before them if they have lost their own
+Piece = tuple[int, int, bytes]
 _CHUNK_NBYTES = 1 << 22
 
 

@@ -1,4 +1,4 @@
-"""GNU sparse members, in all four formats that `tarfile` reads: a map of what is stored, and between it zeros."""
+"""GNU sparse members, in all four formats that `tarfile` reads: a map of the stored parts, with zeros between them."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class SparseMap:
 def read_map(
     header: bytes, records: list[tuple[bytes, bytes]], nbytes: int, take: Callable[[int], bytes]
 ) -> tuple[SparseMap, int]:
-    """Return the map of a sparse member, and how many bytes of its content are left, of the map and behind it.
+    """Return the map of a sparse member, and how many bytes of its content follow the map.
 
     Args:
         header: Of the member.
-        records: What pax records said of it: their names without `GNU.sparse.`, and their values.
+        records: Pax records of the member: names without `GNU.sparse.`, and values.
         nbytes: Length of the member in the tar.
         take: Returns so many bytes of what follows the header.
 
     Raises:
-        FormatError: The map is damaged, or of a file that is larger than a member may become.
+        TarFormatError: The map is damaged, or the file is larger than a member may become.
     """
     said = dict(records)
     if header[156] == _OLD:

@@ -176,7 +176,8 @@ class ShardFile:
     def map(self) -> mmap.mmap:
         """Return the whole file as a read-only map, made on first use.
 
-        A file that is cut short in place, or a page that the disk cannot read, kills who looks there (SIGBUS): see `Maps`.
+        Hazard: where a file is cut short in place, or the disk cannot read a page, reading the map kills the process (SIGBUS).
+        `Maps` copies safely.
         """
         if self._map is None:
             with self._lock:

@@ -37,7 +37,7 @@ _MAX_OCTAL_NBYTES = 8**11  # 11 digits: 8 GiB and more need a pax record
 _MAX_RECORDS_NBYTES = 1 << 20
 _MAX_FIELD_NBYTES = 100
 _MAX_NAME_NBYTES = 1 << 14  # a global pax header names all members that follow, and each name takes its time
-_MAX_EXTENDED_BLOCKS = 10  # in front of a header that one looks back from
+_MAX_EXTENDED_BLOCKS = 10  # before a header, as far as `names_of` looks back
 _MAX_WINDOW_NBYTES = 1 << 18
 _MIN_WINDOW_NBYTES = 1 << 13
 _LARGE_MEMBER_NBYTES = 1 << 16
@@ -290,7 +290,7 @@ class Scanner:
             if kind == ord("L"):
                 if b"\0" not in content:
                     raise TarFormatError(
-                        f"a long name of {nbytes} bytes, expected a NUL behind it", offset=begin, kind="extended-header"
+                        f"a long name of {nbytes} bytes, expected a NUL after it", offset=begin, kind="extended-header"
                     )
                 own.setdefault(b"path", content.partition(b"\0")[0])
             elif kind == ord("g"):

@@ -1,4 +1,4 @@
-"""The fields of tar headers and the pax records behind them."""
+"""The fields of tar headers, and pax records."""
 
 from __future__ import annotations
 

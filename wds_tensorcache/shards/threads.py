@@ -1,8 +1,8 @@
 """Threads that run jobs for a caller who may be interrupted at any moment.
 
-`concurrent.futures` waits by `threading.Condition`, which is Python code: a KeyboardInterrupt inside of it leaves locks that
-are held by nobody, for which the other threads wait forever, or gives back what it does not hold, which is a RuntimeError. Here
-a caller waits by single calls of the interpreter's own: they are done or not when the interrupt comes.
+Hazard: `concurrent.futures` waits by `threading.Condition`, which is Python code. A KeyboardInterrupt inside of it can leave
+a lock held, for which other threads wait forever, or release one that is not held, which is a RuntimeError. Here a caller
+waits by single calls into the interpreter: when the interrupt comes, each is done or has not begun.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Cancelled", "Job", "ThreadPool", "interrupt_again", "wait_for"]
 
 _Result = TypeVar("_Result")
 
-# So long, an interrupt waits for threads, and so does whoever drops a pool, and may have a lock that they need.
+# How long an interrupt, or the drop of a pool, waits for threads: they may need a lock that the waiting code holds.
 _AT_MOST_S = 1.0
 
 
@@ -98,13 +98,13 @@ class Job(Generic[_Result]):
 
 
 def wait_for(jobs: Iterable[Job[Any]]) -> None:
-    """Wait until all jobs are done, whatever they do."""
+    """Wait until all jobs are done; their errors are not raised."""
     for job in jobs:
         job.wait()
 
 
 class _Crew:
-    """What the threads of a pool share. They have no reference to the pool, so that it goes when the caller lets go of it."""
+    """State that the threads of a pool share. They do not refer to the pool, so that it is freed when the caller drops it."""
 
     def __init__(self, count: int, name: str) -> None:
         self.jobs: SimpleQueue[Any] = SimpleQueue()  # jobs; anything else ends a thread
@@ -176,12 +176,12 @@ class _Crew:
 
 
 class ThreadPool:
-    """Threads, begun when the first job comes.
+    """Threads that run jobs; the first job starts them.
 
     Jobs begin in the order in which they were given. The end of the `with` block, and `close`, wait until all are done. Where a
     pool is dropped, or the interpreter ends, its threads end with the jobs that they have begun.
 
-    Threads/fork/pickle: any thread may use it, and several at once; of a forked child's parent there are no threads.
+    Threads/fork/pickle: any thread may use it, and several at once; a forked child has none of its parent's threads.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -202,7 +202,7 @@ class ThreadPool:
         return job
 
     def close(self, *, cancel: bool = False, timeout_s: float = -1) -> None:
-        """Wait until all jobs are done, with `cancel` those that have begun, and for the threads to end.
+        """Wait for all jobs, or with `cancel` for those that have begun, and for the threads to end.
 
         Called by one of the threads, it does not wait.
         """

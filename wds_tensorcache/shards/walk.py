@@ -82,7 +82,7 @@ def walk(
 ) -> Iterator[Member | Skipped | Break | End]:
     """Yield what is in a tar, in its order.
 
-    Behind a header that is damaged it goes on where an index has the next member. Without an index it goes on at the next
+    After a damaged header, it resumes where an index has the next member. Without an index, it resumes at the next
     block that is a header: with a right checksum, and a member's name. So members of a tar that is a member itself, and whose
     own header is damaged, count as members then.
 
@@ -146,7 +146,7 @@ def _skip(read: _Read, nbytes: int, first: int, limit: int) -> list[Skipped]:
     at = behind = first
     with contextlib.suppress(FormatError, OSError):
         if limit < first + BLOCK or _end_of_extended(read, first) == limit:
-            return []  # pax tars have one in front of each member
+            return []  # pax tars have one before each member
         scanner, own = Scanner(read, nbytes), dict[bytes, bytes]()
         while at < limit and at + BLOCK <= nbytes:
             header, begin = read(at, at + BLOCK), at
@@ -174,7 +174,7 @@ def _end_of_extended(read: _Read, begin: int) -> int | None:
 def _resume(
     read: _Read, nbytes: int, end: int | None, places: Places | None, failed: int, limit: int, kind: Kind
 ) -> tuple[int | None, Place | None]:
-    """Return where members go on behind the header at byte `failed`, None if they do not; and the place that an index has."""
+    """Return where members resume after the header at byte `failed`, None if they do not; and the place that an index has."""
     failed = failed // BLOCK * BLOCK
     begin = failed + BLOCK
     is_whole = kind in _IN_EXTENDED and begin <= nbytes and _is_header(read(failed, begin), False)
@@ -196,9 +196,9 @@ def _resume(
 def _guided(
     read: _Read, nbytes: int, end: int | None, place: Place, failed: int, begin: int
 ) -> tuple[int | None, Place | None]:
-    """Return where members go on from byte `begin` on, in front of the next one that an index has, or behind it."""
+    """Return where members resume from byte `begin` on, before the next one that an index has, at it, or after it."""
     if place.is_next_to_last:
-        # what lies here is of no sample, or a member of a member
+        # these bytes are of no sample, or a member of a member
         while begin < place.begin:
             found = _next_header(read, begin, place.begin, named=False)
             if found is None:

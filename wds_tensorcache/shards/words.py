@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 _LONG_NBYTES = 128  # keys beyond are rare: a loop over them
 _MASKS = np.array([(1 << 64) - (1 << 8 * (8 - nbytes)) for nbytes in range(9)], np.uint64)  # of a word's first bytes
 _LOW, _HALF = np.uint64((1 << 32) - 1), np.uint64(32)
-# Hazard: whoever knows the factors can write keys that all have one hash. They are another in each process.
+# Hazard: an author who knows the factors can write keys that all have one hash. So each process draws its own.
 _FACTORS = np.array([secrets.randbits(64) for _ in range(1 + _LONG_NBYTES // 4)], np.uint64)
 _MIX, _SHIFT = np.uint64(0xBF58476D1CE4E5B9), np.uint64(29)  # a factor of SplitMix64's
 _SECRET = secrets.token_bytes(16)
@@ -24,8 +24,8 @@ class Words:
     """Keys as words: eight bytes as a big-endian number, with zeros after a key's end.
 
     Args:
-        text: In which the keys are, and eight bytes more.
-        begins, lengths: Where in it each key is, int64.
+        text: Bytes of the keys, and eight more, uint8.
+        begins, lengths: Begin and length of each key in `text`, in bytes, int64 `[n]`.
         width: The length of every key, where they follow each other; None if they do not.
     """
 
@@ -57,7 +57,7 @@ class Words:
         if which is None and self.width is not None:
             if at >= self.width:
                 return np.zeros(len(self.lengths), np.uint64)
-            # no gather: the words lie at equal distances
+            # no gather: the words are at equal distances
             words: Array = np.ndarray((len(self.lengths),), ">u8", self._text, at, (self.width,)).astype(np.uint64)
             words &= _MASKS[min(8, self.width - at)]
             return words
@@ -141,7 +141,7 @@ def hash_keys(text: Array, ends: Array) -> Array:
             result += term
         else:
             result[which] += term
-    # sums of keys at equal distances lie at equal distances: without this, one chance collision of two is one of all
+    # Keys at equal distances have sums at equal distances: without this, one chance collision would be one of all.
     result ^= result >> _SHIFT
     result *= _MIX
     result ^= result >> _SHIFT
@@ -155,7 +155,7 @@ def hash_key(key: bytes) -> int:
     """Return a hash of 64 bits: the sum of the key's words of four bytes times secret factors, mixed.
 
     Two keys have the same one by chance alone, at most once in 2^32, whatever they are (Lemire and Kaser, "Strongly universal
-    string hashing is fast", 2014); keys that nobody has chosen for it, once in 2^64.
+    string hashing is fast", 2014); keys that were not chosen to collide, once in 2^64.
     """
     if len(key) > _LONG_NBYTES:
         return int.from_bytes(hashlib.blake2b(key, digest_size=8, key=_SECRET).digest(), "big")

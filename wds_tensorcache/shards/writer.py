@@ -62,7 +62,7 @@ class ShardWriter:
             (`webdataset.writer.make_encoder(True)`). By default bytes, text, `json` and `cls` are taken.
 
     Raises:
-        FileExistsError: A shard of that name is there, or another writer writes shards of such names.
+        FileExistsError: A shard of that name is there, or another writer writes shards of the same names.
         StaleCacheError: `resume=True` finds shards that were made otherwise.
         ValueError: The pattern has more than one number.
 
@@ -302,7 +302,7 @@ class ShardWriter:
             self._net.detach()
 
     def close(self) -> None:
-        """Finish the shard that is being written, write no more, and let others write."""
+        """Finish the shard that is being written, write no more, and let other writers begin."""
         self._closed = True
         with contextlib.closing(self._lock):
             self._finish()

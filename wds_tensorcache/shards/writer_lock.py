@@ -25,7 +25,7 @@ _MINE: set[str] = set()  # tokens of the locks that this process has
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """What a lock's file says: who writes what."""
+    """Content of a lock's file: the writer, and the pattern that it writes."""
 
     pattern: str
     pid: int
@@ -33,10 +33,10 @@ class _Writer:
 
 
 class WriterLock:
-    """Says that this process writes the shards of a pattern, from now on until `close`.
+    """Claim of this process to write the shards of a pattern, from now on until `close`.
 
-    The file is called `.tensorcache.TOKEN.lock`, and holds pattern, pid and host. That of a process that was killed is no lock;
-    the next writer in the folder deletes it. Nothing else looks at it.
+    The file is called `.tensorcache.TOKEN.lock`, and holds pattern, pid and host. A killed process's does not count;
+    the next writer in the folder deletes it. Readers ignore it.
 
     Where the file system has no locks, a process of this host counts as a writer as long as it runs, one of another host until
     the file is deleted. In a folder that cannot be written to there is nothing to lock.
@@ -67,14 +67,14 @@ class WriterLock:
             try:
                 self._file.lock()
                 os.write(self._file.fd, _content(pattern))
-                # Hazard: the other one looks, too. So the own file is there before this looks, and one of both sees the other.
+                # Hazard: two writers begin at once. Each creates its file before it looks, so at least one sees the other.
                 _refuse_others(pattern, folder, os.path.basename(self._path))
             except BaseException:
                 self.close()
                 raise
 
     def close(self) -> None:
-        """Let others write."""
+        """Let other writers begin."""
         if self._net is not None:
             self._net()
 
@@ -111,7 +111,7 @@ def _refuse_others(pattern: ShardPattern, folder: str, mine: str) -> None:
 
 
 def _parse(content: bytes) -> _Writer | None:
-    """Return who has a lock; None if that is not in the file, or not yet."""
+    """Return the writer that has a lock; None if the file does not name it, or not yet."""
     try:
         found: Any = json.loads(content)
         pattern, pid, host = found["pattern"], found["pid"], found["host"]
