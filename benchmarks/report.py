@@ -1,4 +1,4 @@
-"""What a run found: markdown tables of medians (least..most), JSON, and the machine it was found on."""
+"""Results of a run: markdown tables of medians (least..most), JSON, and the machine it was found on."""
 
 from __future__ import annotations
 

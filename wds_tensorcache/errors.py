@@ -60,7 +60,7 @@ Kind = Literal[
     "index",  # an index, `.idx` or manifest that is damaged, or does not agree with the shard
     "unsafe",  # a skeleton that asks for something that is never executed
 ]
-"""What is wrong, for code: of a FormatError, and of a Fault in the report of `verify`."""
+"""Kinds of FormatErrors, and of Faults in the report of `verify`, for code to decide by."""
 
 
 class FormatError(TensorCacheError, ValueError):
@@ -72,10 +72,8 @@ class FormatError(TensorCacheError, ValueError):
         kind: What is wrong, for code.
 
     Attributes:
-        reason: As the argument.
-        offset: As the argument; kept by `at`.
-        kind: As the argument; kept by `at`.
-        where: The shard, sample, … that `at` added, None if it was not called.
+        reason, offset, kind: As the arguments; `at` keeps them.
+        where: Shard, sample, … that `at` added; None if it was not called.
     """
 
     kind: Kind = "format"

@@ -36,12 +36,13 @@ def repair(
     """Write shards again, without samples that are damaged, with new indexes and a manifest; `source` stays as it is.
 
     Samples without a fault, and members that belong to none, keep their bytes, tar headers included. Where headers are damaged,
-    samples are saved by the index, behind the shard or beside it, though it may be stale: a sample that the index places, and
+    samples are saved by the index at the shard's end or in its sidecar, even a stale one: a sample that the index places, and
     whose bytes have the digests that the index, the skeleton and the tensors declare, is whole, and gets new tar headers.
-    Without an index, the tar goes on at the next header that is whole; a tail that was cut off is lost. So it does behind a
-    single block of zeros, or more where an index says that the archive ends later; else what is behind two, the end-of-archive
-    marker, goes: no reader sees it. A sample that has lost but another member, say a `jpg`, stays without it. Of two samples of
-    one key in a shard, the first that is whole and has a cache stays, or the first that is whole if none has one.
+    Without an index, reading resumes at the next header that is whole; a tail that was cut off is lost. It also resumes after a
+    single block of zeros, and after more zeros if an index says that the archive ends later. Otherwise two blocks are the
+    end-of-archive marker, and members after it are dropped, since readers do not see them. A sample that has lost only another
+    member, for example a `jpg`, stays without it. Of two samples of one key in a shard, the first whole one with a cache stays,
+    or the first whole one if neither has a cache.
 
     Shards keep their names, their order and their fingerprints. One of which nothing is left is not written; one that has no
     samples, but no fault either, is.

@@ -1,4 +1,4 @@
-"""Urls that the caller of a stream typed, and the paths that they stand for, which are never taken for urls."""
+"""Urls typed by the caller of a stream, and the paths that they stand for, which are never taken for urls."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Pool:
             self._idle.setdefault(size, deque()).append(lease.arena)
 
     def _settle(self) -> None:
-        """Make arenas that have come back idle."""
+        """Make idle the arenas that have come back."""
         while self._returned:
             try:
                 lease = self._returned.popleft()

@@ -112,7 +112,7 @@ def stale_footer(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex |
 
     Args:
         read: Returns the bytes `[begin, end)` of the shard, or of the file beside it.
-        nbytes: Of that file.
+        nbytes: Length of that file.
 
     Raises:
         FormatError: It is undamaged, and cannot be true.

@@ -20,13 +20,13 @@ Parts = Sequence[tuple[Keys, "Array | None"]]
 
 
 class KeyTable:
-    """Where each key is, in shards one after the other.
+    """Positions of keys, in shards one after the other.
 
     Memory: none where keys ascend in every shard and the ranges of two shards never overlap, as those of numbered keys:
         the keys are searched where the indexes have them. Otherwise 8 bytes per key.
 
     Args:
-        parts: Of each shard its keys, and which of them count, ascending; None for all.
+        parts: Keys of each shard, and the rows of those that count, ascending; None for all.
     """
 
     def __init__(self, parts: Iterable[tuple[Keys, Array | None]]) -> None:

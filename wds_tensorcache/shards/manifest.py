@@ -46,7 +46,7 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where a shard of a manifest is."""
+    """A shard of a manifest, found on disk or not."""
 
     entry: ShardEntry
     path: str
@@ -135,8 +135,8 @@ def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]
     """Yield where each shard of a manifest is.
 
     Args:
-        path: Of the manifest.
-        entries: Of the manifest, in its order.
+        path: Path of the manifest.
+        entries: Entries of the manifest, in its order.
     """
     urls: dict[Any, str] = {}  # by file
     for entry in entries:

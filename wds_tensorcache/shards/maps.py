@@ -67,7 +67,7 @@ class Maps:
             self._leases = take_leases(files)
         try:
             for file in files:
-                # after the lease was taken: what was cut before is seen, and what is whole now stays so
+                # Hazard: a cut before the lease was taken. It is seen here, and a file that is whole now stays whole.
                 file.check_unchanged()
             self._map()
         except BaseException:

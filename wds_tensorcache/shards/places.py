@@ -71,7 +71,7 @@ class Places:
     Args:
         read: Returns the bytes `[begin, end)` of the file.
         nbytes: Length of the file.
-        index: Of the shard, perhaps of an earlier state.
+        index: Index of the shard, perhaps a stale one.
 
     Memory: 25 bytes for each member. Nothing is read before `after` is called.
     """

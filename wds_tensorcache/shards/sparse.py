@@ -19,7 +19,7 @@ _OLD = ord("S")
 
 @dataclass(frozen=True, slots=True)
 class SparseMap:
-    """Which parts of a file are stored, one after the other: `(begin, nbytes)` in the file, ascending; the rest is zeros."""
+    """Stored parts of a file, one after the other: `(begin, nbytes)` in the file, ascending; the rest is zeros."""
 
     parts: list[tuple[int, int]]
     nbytes: int  # of the file
@@ -43,7 +43,7 @@ def read_map(
     """Return the map of a sparse member, and how many bytes of its content follow the map.
 
     Args:
-        header: Of the member.
+        header: Header of the member, 512 bytes.
         records: Pax records of the member: names without `GNU.sparse.`, and values.
         nbytes: Length of the member in the tar.
         take: Returns so many bytes of what follows the header.

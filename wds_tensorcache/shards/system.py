@@ -1,4 +1,4 @@
-"""What is known of the machine: file systems and memory."""
+"""Properties of the machine: file systems and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that run jobs for a caller who may be interrupted at any moment.
+"""Threads that run jobs for a caller that may be interrupted at any moment.
 
 Hazard: `concurrent.futures` waits by `threading.Condition`, which is Python code. A KeyboardInterrupt inside of it can leave
 a lock held, for which other threads wait forever, or release one that is not held, which is a RuntimeError. Here a caller
