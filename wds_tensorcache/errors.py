@@ -87,10 +87,12 @@ class FormatError(TensorCacheError, ValueError):
             self.kind = kind
 
     def at(self: _Format, where: str) -> _Format:
-        """Return the same error with `where` before its message; reason, offset and kind stay the same."""
+        """Return the same error with `where` before its message, unless it is there; reason, offset and kind stay the same."""
         error = type(self)(self.reason)
         error.__dict__.update(self.__dict__)
-        error.where = where if self.where is None else f"{where}: {self.where}"
+        known = self.where
+        if known is None or not (known == where or known.startswith(f"{where}: ")):
+            error.where = where if known is None else f"{where}: {known}"
         return error
 
     def __str__(self) -> str:

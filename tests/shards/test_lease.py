@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import gc
 import os
 import random
 import signal
@@ -18,7 +21,7 @@ import torch
 
 import wds_tensorcache as tc
 from wds_tensorcache.shards import lease, maps
-from wds_tensorcache.shards.lease import take_leases
+from wds_tensorcache.shards.lease import Leases
 from wds_tensorcache.shards.maps import Maps
 from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.system import file_system
@@ -62,13 +65,14 @@ def read(cache: Any) -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many leases each batch took."""
     taken: list[int] = []
+    take = Leases.take
 
-    def take(files: Any) -> Any:
-        leases = take_leases(files)
-        taken.append(len(leases._taken) if leases else 0)
-        return leases
+    def counting(leases: Leases, files: Any) -> bool:
+        are_taken = take(leases, files)
+        taken.append(len(leases._taken))
+        return are_taken
 
-    monkeypatch.setattr(maps, "take_leases", take)
+    monkeypatch.setattr(Leases, "take", counting)
     return taken
 
 
@@ -134,9 +138,9 @@ def test_leases_are_bounded(shard: Path) -> None:
     before = len(lease._open)
     files = [ShardFile(str(shard)) for _ in range(lease._MAX_OPEN - before)]
     for _ in range(3):
-        leases = take_leases(files)
-        assert leases is not None
-        assert take_leases([ShardFile(str(shard))]) is None
+        leases = Leases()
+        assert leases.take(files)
+        assert not Leases().take([ShardFile(str(shard))])
         leases.release()
         assert num_leases(shard) == 0
         assert len(lease._open) == lease._MAX_OPEN // 2
@@ -157,8 +161,51 @@ def test_one_file_without_a_lease_gives_the_others_back(shard: Path) -> None:
     other = shard.with_name("other")
     other.write_bytes(b"1")
     with open(other, "r+b"):
-        assert take_leases([ShardFile(str(shard)), ShardFile(str(other))]) is None
+        assert not Leases().take([ShardFile(str(shard)), ShardFile(str(other))])
     assert num_leases(shard) == 0
+
+
+def test_an_interrupt_anywhere_leaves_no_lease(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of the system that end in a KeyboardInterrupt, each in turn, before or after they are made."""
+    call, left = fcntl.fcntl, [0]
+
+    def interrupted(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        found = call(*args)
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return found
+
+    with tc.open(shard) as cache:
+        read(cache)
+        monkeypatch.setattr(fcntl, "fcntl", interrupted)
+        num_interrupts = 0
+        for moment in range(1, 24):
+            left[0] = moment
+            with contextlib.suppress(KeyboardInterrupt):
+                read(cache)
+                num_interrupts -= 1
+            num_interrupts += 1
+            gc.collect()
+            left[0] = -1
+            assert num_leases(shard) == 0, moment
+        assert num_interrupts >= 8
+        read(cache)
+
+
+def test_a_file_system_that_could_not_be_asked_is_not_trusted(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = ShardFile(str(shard))
+    with monkeypatch.context() as patch:
+        patch.setattr(lease, "file_system", lambda path: os.open("/dev/null" * 9999, os.O_RDONLY))
+        assert not Leases().take([file])
+        assert file.may_lease is None
+    with monkeypatch.context() as patch:
+        patch.setattr(lease, "_LOCAL", frozenset())
+        assert not Leases().take([file])
+        assert file.may_lease is False
 
 
 def test_only_local_file_systems_are_trusted(shard: Path) -> None:

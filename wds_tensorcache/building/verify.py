@@ -89,7 +89,8 @@ def check_all(
                 found = check_shard(path, table, readers)
             except (FormatError, OSError) as exc:
                 kind = exc.kind if isinstance(exc, FormatError) else "unreadable"
-                return Fault(path, None, None, f"cannot be opened: {exc}", kind)
+                reason = exc.reason if isinstance(exc, FormatError) else str(exc)
+                return Fault(path, None, None, f"cannot be opened: {reason}", kind)
             return found, check_beside(found, _without_number(path) in with_idx)
 
         for result in in_order(paths, check, walking, walkers):

@@ -152,9 +152,9 @@ def decode_members(
         if digest is None or body_digest is None:
             raise FormatError("cannot be verified: a member written by other means has no digest")
         if tensors_digest(tensors) != digest:
-            raise FormatError("the safetensors member is damaged: its digest does not match its bytes")
+            raise FormatError("the safetensors member is damaged: its digest does not match its bytes", kind="damaged")
         if xxhash.xxh3_64_intdigest(memoryview(skeleton)[begin:]) != body_digest:
-            raise FormatError("the skeleton is damaged: its digest does not match its bytes")
+            raise FormatError("the skeleton is damaged: its digest does not match its bytes", kind="damaged")
     return decode_body(skeleton, begin, layout, MemorySource(tensors), lazy, allow)
 
 
@@ -175,7 +175,8 @@ def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int
     if (expected_digest != digest or expected_nbytes != nbytes) and None not in (expected_digest, digest):
         raise FormatError(
             "the two members do not belong together: the skeleton was written with a safetensors member of "
-            f"{expected_nbytes} bytes and digest {expected_digest:016x}, this one has {nbytes} and {digest:016x}"
+            f"{expected_nbytes} bytes and digest {expected_digest:016x}, this one has {nbytes} and {digest:016x}",
+            kind="damaged",
         )
     return begin, body_digest
 
@@ -212,7 +213,8 @@ def _interpret(
             sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
     except FormatError as exc:
         if is_damaged(skeleton):
-            raise type(exc)(f"the skeleton is damaged: its digest does not match its bytes; {exc}") from exc
+            what = f"the skeleton is damaged: its digest does not match its bytes; {exc.reason}"
+            raise type(exc)(what, offset=exc.offset, kind="damaged") from exc
         raise
     check_named(layout, met)
     form = layout.form

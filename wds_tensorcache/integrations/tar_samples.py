@@ -127,7 +127,7 @@ class TarSamples:
                 )
                 continue
             if suffix in sample:
-                self._go_on(FormatError(f"{url}: sample {key!r} has two members {suffix!r}"))
+                self._go_on(FormatError(f"sample {key!r} has two members {suffix!r}", kind="duplicate").at(url))
                 continue
             sample[suffix] = _located(url, read) if is_kept else None
         if sample is not None and is_kept and not sample.get(_BAD):  # after the end-of-archive block: it is whole

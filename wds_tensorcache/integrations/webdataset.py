@@ -168,7 +168,7 @@ class Decode:
             if prefix is None or prefix + SKELETON not in sample:
                 if field.endswith(TENSORS) and is_bound(value):
                     missing = "a valid cache name" if prefix is None else f"member {prefix + SKELETON!r}"
-                    raise FormatError(f"{_where(sample)}: {missing} is missing beside {field!r}")
+                    raise FormatError(f"{missing} is missing beside {field!r}", kind="missing").at(_where(sample))
                 others[field] = value
         if others:
             result.update(self._decode_others(sample, others))
@@ -177,7 +177,8 @@ class Decode:
     def _decode_cache(self, sample: dict[str, Any], prefix: str) -> Any:
         skeleton, tensors = sample[prefix + SKELETON], sample.get(prefix + TENSORS)
         if tensors is None:
-            raise FormatError(f"{_where(sample)}: member {prefix + TENSORS!r} is missing beside {prefix + SKELETON!r}")
+            what = f"member {prefix + TENSORS!r} is missing beside {prefix + SKELETON!r}"
+            raise FormatError(what, kind="missing").at(_where(sample))
         if not (isinstance(skeleton, (bytes, memoryview)) and isinstance(tensors, (bytes, memoryview))):
             raise FormatError(
                 f"{_where(sample)}: the members are decoded already; use tc.decode() instead of wds.decode()"

@@ -39,6 +39,11 @@ class Listing:
     held: dict[str, Any] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)  # not listed any more, and about to be deleted
     extra: dict[str, Any] = field(default_factory=dict)
+    _spelled: dict[str, str] = field(init=False)  # `./a.tar` by `a.tar`
+
+    def __post_init__(self) -> None:
+        spelled = {os.path.normpath(url): url for url in self.entries}
+        self._spelled = {plain: url for plain, url in spelled.items() if plain != url}
 
     def lists(self, path: str, index: ShardIndex) -> bool:
         """Return whether a shard is listed, in this state."""
@@ -48,7 +53,7 @@ class Listing:
     def add(self, path: str, index: ShardIndex) -> None:
         """List a shard, or replace what is said of it."""
         entry = _entry(path, index)
-        self.remove(entry.url, *[url for url in self.entries if os.path.normpath(url) == entry.url])
+        self.remove(entry.url, self._spelled.pop(entry.url, entry.url))
         self.entries[entry.url] = entry
         self.caches[entry.url] = {name: len(columns) for name, columns in index.caches.items()}
         if index.fingerprint is not None:

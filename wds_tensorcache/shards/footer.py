@@ -165,7 +165,9 @@ def parse_footer(footer: bytes, shard_nbytes: int) -> ShardIndex | None:
     arrays: dict[str, Any] = {}
     for tensor in layout.tensors.values():
         if tensor.dtype not in _STORED.values() or len(tensor.shape) != 1:
-            raise FormatError(f"the index has an array {tensor.name!r} of {tensor.dtype}{list(tensor.shape)}")
+            raise FormatError(
+                f"the index has an array {tensor.name!r} of {tensor.dtype}{list(tensor.shape)}", kind="index"
+            )
         arrays[tensor.name] = np.frombuffer(body, f"<u{STORED[tensor.dtype][0]}", tensor.shape[0], tensor.begin)
     try:
         index = _assemble(arrays, trailer[1])
@@ -176,28 +178,28 @@ def parse_footer(footer: bytes, shard_nbytes: int) -> ShardIndex | None:
         AttributeError,
         RecursionError,
     ) as exc:  # ValueError: not JSON, or FormatError
-        raise FormatError(f"the index is incomplete: {exc!r}") from exc
+        raise FormatError(f"the index is incomplete: {exc!r}", kind="index") from exc
     index.check()
     return index
 
 
 def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
     if arrays["names"].dtype != np.uint8 or arrays["keys.text"].dtype != np.uint8:
-        raise FormatError("its texts are not bytes")
+        raise FormatError("its texts are not bytes", kind="index")
     names = json.loads(arrays["names"].tobytes())
     if not all(type(suffix) is str for suffix in names["members"]):
-        raise FormatError(f"impossible members {names['members']!r:.100}")
+        raise FormatError(f"impossible members {names['members']!r:.100}", kind="index")
     if not all(name == "" or is_cache_name(name) for name in names["caches"]):
-        raise FormatError(f"impossible cache names {names['caches']!r:.100}")
+        raise FormatError(f"impossible cache names {names['caches']!r:.100}", kind="index")
     if not isinstance(names.get("fingerprint", {}), dict):
-        raise FormatError(f"impossible fingerprint {names['fingerprint']!r:.100}")
+        raise FormatError(f"impossible fingerprint {names['fingerprint']!r:.100}", kind="index")
     forms = []
     for entries in names["forms"]:
         entries = tuple((name, dtype, ndim) for name, dtype, ndim in entries)
         if any(dtype not in STORED or type(name) is not str or type(ndim) is not int for name, dtype, ndim in entries):
-            raise FormatError(f"impossible form {entries!r:.100}")
+            raise FormatError(f"impossible form {entries!r:.100}", kind="index")
         if len({entry[0] for entry in entries}) != len(entries) or any(not 0 <= entry[2] <= 64 for entry in entries):
-            raise FormatError(f"impossible form {entries!r:.100}")
+            raise FormatError(f"impossible form {entries!r:.100}", kind="index")
         forms.append(form_of(entries))
     references = tuple(None if texts is None else tuple(texts) for texts in names["references"])
     for form, texts in zip(forms, references, strict=True):
@@ -205,7 +207,7 @@ def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
         if named is not None and named != [
             (kind, entry[0]) for (kind, _), entry in zip(named, form.entries, strict=True)
         ]:
-            raise FormatError(f"impossible references {texts!r:.100}")
+            raise FormatError(f"impossible references {texts!r:.100}", kind="index")
     return ShardIndex(
         Keys(arrays["keys.text"], arrays["keys.ends"]),
         {

@@ -102,16 +102,16 @@ class LayoutTable:
     def __post_init__(self) -> None:
         counts = np.array([sum(ndim for *_, ndim in form.entries) for form in self.forms], np.int64)
         if len(self.form) and int(self.form.max()) >= len(self.forms):
-            raise FormatError("the index has a layout of a form that it does not have")
+            raise FormatError("the index has a layout of a form that it does not have", kind="index")
         ends = np.cumsum(counts[self.form], dtype=np.int64)
         if len(self.data_begin) != len(self.form) or (int(ends[-1]) if len(ends) else 0) != len(self.dims):
-            raise FormatError("the index has layouts with other numbers of dimensions than their forms")
+            raise FormatError("the index has layouts with other numbers of dimensions than their forms", kind="index")
         object.__setattr__(self, "dims_begin", ends - counts[self.form])
         object.__setattr__(self, "nbytes", self._nbytes())
 
     def _nbytes(self) -> Array:
         if len(self.dims) and int(self.dims.max()) >= _LIMIT:
-            raise FormatError("the index has a layout of an impossible size")
+            raise FormatError("the index has a layout of an impossible size", kind="index")
         total = self.data_begin.astype(np.float64)  # exact below 2^53, and far above that it only has to be seen
         result = self.data_begin.astype(np.int64)
         # linear in what the file has, whatever it announces: one pass over the layouts, and one over their dimensions
@@ -135,7 +135,7 @@ class LayoutTable:
                 result[which] += shapes.prod(1) * STORED[dtype][0]
                 begin = begin + ndim
         if len(total) and float(total.max()) >= _LIMIT:
-            raise FormatError("the index has a layout of an impossible size")
+            raise FormatError("the index has a layout of an impossible size", kind="index")
         return result
 
     def __len__(self) -> int:
@@ -204,26 +204,26 @@ class ShardIndex:
         num_samples = len(self.keys)
         ends = self.keys.ends
         if num_samples and (np.any(np.diff(ends, prepend=ends.dtype.type(0)) == 0)):
-            raise FormatError("the index has empty keys")
+            raise FormatError("the index has empty keys", kind="index")
         if num_samples and (np.any(ends[1:] < ends[:-1]) or int(ends[-1]) != len(self.keys.text)):
-            raise FormatError("the index has keys that overlap")
+            raise FormatError("the index has keys that overlap", kind="index")
         self.keys.ascend(False)  # here, where the keys are in the processor's cache, it costs least
         total = 0.0
         for columns in self.caches.values():
             self._check_rows(columns.rows, columns.layout, num_samples)
             if len(columns) and int(columns.layout.max()) >= len(self.layouts):
-                raise FormatError("the index has a sample with a layout that it does not have")
+                raise FormatError("the index has a sample with a layout that it does not have", kind="index")
             self._check_extent(columns.skeleton_begin, columns.skeleton_nbytes)
             self._check_extent(columns.tensors_begin, self.layouts.nbytes[columns.layout])
             total += columns.skeleton_nbytes.sum(dtype=float) + self.layouts.nbytes[columns.layout].sum(dtype=float)
             if len(columns.digest) != len(columns):
-                raise FormatError("the index has columns of unequal lengths")
+                raise FormatError("the index has columns of unequal lengths", kind="index")
         for member in self.members.values():
             self._check_rows(member.rows, member.begin, num_samples)
             self._check_extent(member.begin, member.nbytes)
             total += member.nbytes.sum(dtype=float)
         if total > self.end:  # else reading all of them could take the archive's size for each
-            raise FormatError("the index has members that overlap")
+            raise FormatError("the index has members that overlap", kind="index")
 
     def _check_rows(self, rows: Array | None, column: Array, num_samples: int) -> None:
         if rows is None:
@@ -232,15 +232,15 @@ class ShardIndex:
             good = len(rows) == len(column) and not np.any(rows[1:] <= rows[:-1])
             good = good and (not len(rows) or int(rows[-1]) < num_samples)
         if not good:
-            raise FormatError("the index has columns of unequal lengths")
+            raise FormatError("the index has columns of unequal lengths", kind="index")
 
     def _check_extent(self, begin: Array, nbytes: Array) -> None:
         if len(begin) != len(nbytes):
-            raise FormatError("the index has columns of unequal lengths")
+            raise FormatError("the index has columns of unequal lengths", kind="index")
         if len(begin) and (int(begin.min()) < 512 or int(begin.max()) > self.end or int(nbytes.max()) > self.end):
-            raise FormatError("the index has a member outside of the archive")
+            raise FormatError("the index has a member outside of the archive", kind="index")
         if np.any(begin.astype(np.int64) + nbytes.astype(np.int64) > self.end):
-            raise FormatError("the index has a member that reaches beyond the archive")
+            raise FormatError("the index has a member that reaches beyond the archive", kind="index")
 
 
 def vars_of(columns: Any) -> list[Array]:

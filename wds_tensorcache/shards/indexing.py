@@ -149,10 +149,10 @@ def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
                 _add(builder, scanner, key, members)
             key, members = split[0], {}
             if key in seen:
-                raise FormatError(f"key {key!r:.100} occurs twice, again at byte {begin - 512}")
+                raise FormatError(f"key {key!r:.100} occurs twice", offset=begin - 512, kind="duplicate")
             seen.add(key)
         if suffix in members:
-            raise FormatError(f"member {name!r:.100} occurs twice, again at byte {begin - 512}")
+            raise FormatError(f"member {name!r:.100} occurs twice", offset=begin - 512, kind="duplicate")
         members[suffix] = begin, size
     if key is not None:
         _add(builder, scanner, key, members)
@@ -170,7 +170,7 @@ def _add(builder: IndexBuilder, scanner: Scanner, key: str, members: dict[str, t
                 others.append((suffix, begin, nbytes))
             elif pair[0] is None or pair[1] is None:
                 missing = prefix + (TENSORS if kind == SKELETON else SKELETON)
-                raise FormatError(f"member {missing!r} is missing beside {suffix!r}")
+                raise FormatError(f"member {missing!r} is missing beside {suffix!r}", kind="missing")
             elif kind == SKELETON:
                 caches.append(_entry(scanner, prefix[:-1], pair[0], pair[1]))
     except TensorCacheError as exc:

@@ -20,7 +20,7 @@ if sys.platform == "linux":
     import fcntl
     import signal
 
-__all__ = ["Leases", "take_leases"]
+__all__ = ["Leases"]
 
 # on network and stacked file systems a lease is granted, but does not bind other hosts or the layer below
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs"})
@@ -37,17 +37,43 @@ _opening = threading.RLock()  # no fork between opening a descriptor and noting 
 class Leases:
     """Read leases, each on an open file description of its own: those of other threads and processes do not end with it.
 
-    Hold them for one copy: a process that opens the shard for writing waits until they are released.
+    Hold them for one copy: a process that opens the shard for writing waits until they are released. They are, too, when the
+    last reference to this object has gone.
     """
 
     def __init__(self) -> None:
         self._taken: list[tuple[int, list[int]]] = []
+        self._net = weakref.finalize(self, _release, self._taken)
+        self._net.atexit = False
 
-    def add(self, file: ShardFile) -> None:
+    def take(self, files: Sequence[ShardFile]) -> bool:
+        """Take a lease on each file; return False, with none taken, if one of them cannot be had or trusted."""
+        if sys.platform != "linux" or len(_open) + sum(not file.lease_fds for file in files) > _MAX_OPEN:
+            return False
+        for file in files:
+            try:
+                if file.may_lease is None:
+                    file.may_lease = _is_trusted(file)
+                    weakref.finalize(file, _close, file.lease_fds).atexit = False
+            except OSError:  # descriptors or memory are short: it is asked again
+                break
+            if not file.may_lease:
+                break
+            try:
+                self._add(file)
+            except OSError as exc:
+                file.may_lease = exc.errno in _PASSING
+                break
+        else:
+            return True
+        _release(self._taken)
+        return False
+
+    def _add(self, file: ShardFile) -> None:
         """Take a lease on one more file.
 
         Raises:
-            OSError: The file cannot be leased; EAGAIN if it is open for writing.
+            OSError: There is none to be had; EAGAIN if the file is open for writing.
         """
         if sys.platform == "linux":
             idle = file.lease_fds
@@ -71,35 +97,22 @@ class Leases:
 
     def release(self) -> None:
         """Give all of them back."""
-        while self._taken:
-            fd, idle = self._taken.pop()
-            if sys.platform == "linux":
-                # closing alone would leave the lease to a child that was forked meanwhile
-                with contextlib.suppress(OSError):  # there was none, or the kernel took it back
-                    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-            idle.append(fd)
-            if len(_open) > _MAX_OPEN // 2:
-                _close(idle)
+        _release(self._taken)
+        self._net.detach()
 
 
-def take_leases(files: Sequence[ShardFile]) -> Leases | None:
-    """Return a read lease on each file; None if one of them cannot be had or trusted."""
-    if sys.platform != "linux" or len(_open) + sum(not file.lease_fds for file in files) > _MAX_OPEN:
-        return None
-    leases = Leases()
-    for file in files:
-        try:
-            if file.may_lease is None:
-                file.may_lease = _is_trusted(file)
-                weakref.finalize(file, _close, file.lease_fds).atexit = False
-            if file.may_lease:
-                leases.add(file)
-                continue
-        except OSError as exc:
-            file.may_lease = exc.errno in _PASSING
-        leases.release()
-        return None
-    return leases
+def _release(taken: list[tuple[int, list[int]]]) -> None:
+    while taken:
+        fd, idle = taken[-1]
+        if sys.platform == "linux":
+            # closing alone would leave the lease to a child that was forked meanwhile
+            with contextlib.suppress(OSError):  # there was none, or the kernel took it back
+                fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        # Hazard: an interrupt between these two costs a descriptor, but never leaves a lease, nor gives one out twice.
+        taken.pop()
+        idle.append(fd)
+        if len(_open) > _MAX_OPEN // 2:
+            _close(idle)
 
 
 def _is_trusted(file: ShardFile) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import stat
+import threading
 
 __all__ = ["Held", "create_temporary", "open_regular", "remove_stray"]
 
@@ -32,12 +33,9 @@ class Held:
         self.path, self.fd = path, -1
         self._pid = os.getpid()
         self._is_locked = False
-        _OPEN.add(self)
-        try:
+        with _opening:
             self.fd = os.open(path, flags | _FLAGS, 0o666)
-        except BaseException:
-            _OPEN.discard(self)
-            raise
+            _OPEN.add(self)
 
     def lock(self, *, wait: bool = False) -> bool | None:
         """Take the lock.
@@ -81,6 +79,7 @@ class Held:
 
 
 _OPEN: set[Held] = set()
+_opening = threading.RLock()  # no fork between opening a descriptor and noting it
 
 
 def open_regular(path: str) -> Held | None:
@@ -119,7 +118,8 @@ def remove_stray(path: str) -> None:
 def _close_in_child() -> None:
     for held in list(_OPEN):
         held.close()
+    _opening.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+    os.register_at_fork(before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_close_in_child)

@@ -164,15 +164,19 @@ def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]
 
 def _status(entry: ShardEntry, shard: str) -> os.stat_result:
     if "://" in entry.url:
-        raise FormatError(f"{entry.url:.200} is not a local path; stream it with wds.DataPipeline and tc.decode")
+        raise FormatError(
+            f"{entry.url:.200} is not a local path; stream it with wds.DataPipeline and tc.decode", kind="index"
+        )
     try:
         status = os.stat(shard)
     except (OSError, ValueError) as exc:
         if isinstance(exc, OSError) and exc.errno not in _NO_NAME:
             raise
-        raise FormatError(f"no file can be called {entry.url!r:.200}: {getattr(exc, 'strerror', exc)}") from exc
+        raise FormatError(
+            f"no file can be called {entry.url!r:.200}: {getattr(exc, 'strerror', exc)}", kind="index"
+        ) from exc
     if not stat.S_ISREG(status.st_mode):
-        raise FormatError(f"{entry.url!r:.200} is a folder, pipe or device, expected a file")
+        raise FormatError(f"{entry.url!r:.200} is a folder, pipe or device, expected a file", kind="index")
     return status
 
 
@@ -180,14 +184,14 @@ def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
     try:
         document = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as exc:
-        raise FormatError(f"no manifest, since it is not JSON: {exc}") from exc
+        raise FormatError(f"no manifest, since it is not JSON: {exc}", kind="index") from exc
     if not isinstance(document, dict):
-        raise FormatError(f"no manifest: expected a JSON object, got {_show(document)}")
+        raise FormatError(f"no manifest: expected a JSON object, got {_show(document)}", kind="index")
     kind, version = document.get("__kind__", _KIND), document.get("wids_version")
     if kind != _KIND:
-        raise FormatError(f"__kind__ is {_show(kind)}, expected {_KIND!r}")
+        raise FormatError(f"__kind__ is {_show(kind)}, expected {_KIND!r}", kind="index")
     if type(version) is not int or version != _WIDS_VERSION:
-        raise FormatError(f"wids_version is {_show(version)}, expected {_WIDS_VERSION}")
+        raise FormatError(f"wids_version is {_show(version)}, expected {_WIDS_VERSION}", kind="index")
     for key in ("base", "datasets"):
         if document.get(key):
             raise FormatError(
@@ -195,30 +199,30 @@ def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
             )
     shardlist, extra = document.get("shardlist"), document.get(_OURS, {})
     if not isinstance(shardlist, list):
-        raise FormatError(f"shardlist is {_show(shardlist)}, expected a list")
+        raise FormatError(f"shardlist is {_show(shardlist)}, expected a list", kind="index")
     if not isinstance(extra, dict):
-        raise FormatError(f"{_OURS} is {_show(extra)}, expected an object")
+        raise FormatError(f"{_OURS} is {_show(extra)}, expected an object", kind="index")
     entries: dict[str, ShardEntry] = {}
     for position, shard in enumerate(shardlist):
         entry = _parse_shard(shard, f"shardlist[{position}]")
         if entries.setdefault(entry.url, entry) is not entry:
-            raise FormatError(f"shardlist[{position}]: url {entry.url!r:.100} is there twice")
+            raise FormatError(f"shardlist[{position}]: url {entry.url!r:.100} is there twice", kind="duplicate")
     return list(entries.values()), extra
 
 
 def _parse_shard(shard: object, where: str) -> ShardEntry:
     if not isinstance(shard, dict):
-        raise FormatError(f"{where} is {_show(shard)}, expected an object")
+        raise FormatError(f"{where} is {_show(shard)}, expected an object", kind="index")
     url = shard.get("url")
     if not isinstance(url, str) or not url or _NO_PATH.search(url):
-        raise FormatError(f"{where}: url is {_show(url)}, expected a path or a url")
+        raise FormatError(f"{where}: url is {_show(url)}, expected a path or a url", kind="index")
     return ShardEntry(url, _parse_count(shard, "nsamples", where), _parse_count(shard, "filesize", where))
 
 
 def _parse_count(shard: dict[str, Any], key: str, where: str) -> int:
     value = shard.get(key)
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise FormatError(f"{where}: {key} is {_show(value)}, expected a number that is not negative")
+        raise FormatError(f"{where}: {key} is {_show(value)}, expected a number that is not negative", kind="index")
     return value
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.views import view_address
-from wds_tensorcache.shards.lease import Leases, take_leases
+from wds_tensorcache.shards.lease import Leases
 from wds_tensorcache.shards.storage import ShardFile
 
 __all__ = ["CAN_COPY", "MapLost", "Maps", "gather"]
@@ -63,15 +63,17 @@ class Maps:
         files = self._files
         if not self._is_bare and not CAN_COPY:
             raise MapLost
-        if self._is_leasable:
-            self._leases = take_leases(files)
+        leases = Leases() if self._is_leasable else None
         try:
+            if leases is not None and leases.take(files):
+                self._leases = leases
             for file in files:
                 # Hazard: a cut before the lease was taken. It is seen here, and a file that is whole now stays whole.
                 file.check_unchanged()
             self._map()
         except BaseException:
-            self._release()
+            if leases is not None:
+                leases.release()
             raise
         return self
 
@@ -123,8 +125,10 @@ class Maps:
     def slices(self, begins: Array, ends: Array) -> list[bytes]:
         """Return the bytes of each range of the first file."""
         found: list[bytes] = []
-        for at in range(0, len(begins), _MAX_RANGES):
-            some = slice(at, at + _MAX_RANGES)
+        longest = int((ends - begins).max(initial=1))
+        step = max(1, min(_MAX_RANGES, _CHUNK_NBYTES // longest))
+        for at in range(0, len(begins), step):
+            some = slice(at, at + step)
             if self._leases is None and not self._is_bare:
                 sizes = ends[some] - begins[some]
                 bounds = sizes.cumsum()

@@ -42,7 +42,7 @@ def check_end(file: ShardFile, end: int) -> None:
     if file.nbytes >= TRAILER_NBYTES:
         place = declared_place(file.read(file.nbytes - TRAILER_NBYTES, file.nbytes), file.nbytes)
     # of a stale index, which the archive has outgrown, some bytes may be left
-    stop = file.nbytes if place is None or place[1] > end else max(end, place[0])
+    stop = file.nbytes if place is None else max(end, place[0])
     for begin in range(end, stop, _CHUNK_NBYTES):
         chunk = file.read(begin, min(begin + _CHUNK_NBYTES, stop))
         if chunk.strip(b"\0"):

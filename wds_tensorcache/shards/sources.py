@@ -80,7 +80,7 @@ class FileSource:
         if file.identity != self._identity:
             file = _FILES.reopen(self._path)  # the one in the table may have been replaced since
         if file.identity != self._identity:
-            raise FormatError(f"{self._path}: the shard was changed since this lazy tensor was made")
+            raise FormatError("the shard was changed since this lazy tensor was made").at(self._path)
         return file
 
     def read(self, begin: int, end: int) -> bytearray | Array:

@@ -48,12 +48,14 @@ class ShardFile:
             self.fd = os.open(path, flags)
         except OSError as exc:
             if exc.errno in _NO_FILE:
-                raise FormatError(f"{path}: expected a file, not a socket, device or link to itself") from exc
+                raise FormatError("expected a file, not a socket, device or link to itself", kind="unreadable").at(
+                    path
+                ) from exc
             raise
         weakref.finalize(self, os.close, self.fd).atexit = False
         status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
-            raise FormatError(f"{path}: expected a file, not a folder, pipe or device")
+            raise FormatError("expected a file, not a folder, pipe or device", kind="unreadable").at(path)
         self.nbytes = status.st_size
         self.identity = _identity(status)
         self._lock = threading.Lock()
@@ -76,12 +78,12 @@ class ShardFile:
         while len(data) < end - begin:  # the system stops at 2 GiB
             more = pread(self.fd, end - begin - len(data), begin + len(data))
             if not more:
-                raise self._cut_short(begin + len(data))
+                raise self._cut_short()
             data += more
         return data
 
-    def _cut_short(self, end: int) -> FormatError:
-        what = f"the file ends at byte {end}, inside of a member: it was cut short"
+    def _cut_short(self) -> FormatError:
+        what = f"the file ends at byte {os.fstat(self.fd).st_size}: it was cut short"
         return TarFormatError(what, kind="truncated").at(self.path)
 
     def check_unchanged(self) -> None:
@@ -91,9 +93,9 @@ class ShardFile:
         """
         found = _identity(os.fstat(self.fd))
         if found[1] < self.nbytes:
-            raise self._cut_short(found[1])
+            raise self._cut_short()
         if found != self.identity:
-            raise FormatError(f"{self.path}: the shard was changed while it was open: open it again")
+            raise FormatError("the shard was changed while it was open: open it again").at(self.path)
 
     def read_into(self, buffers: Sequence[Any], begin: int) -> None:
         """Fill `buffers` (1-D, of bytes), one behind the other, from `begin`: as few calls as the system allows.
@@ -164,7 +166,7 @@ class ShardFile:
         while position < len(buffers):
             count = os.preadv(self.fd, buffers[position : position + _MAX_BUFFERS], begin)
             if not count and any(map(len, buffers[position : position + _MAX_BUFFERS])):
-                raise self._cut_short(begin)
+                raise self._cut_short()
             begin += count
             while position < len(buffers) and count >= len(buffers[position]):
                 count -= len(buffers[position])
@@ -262,7 +264,7 @@ class Files:
                     del self._open[next(iter(self._open))]
                 file = ShardFile(path)
                 if self._fixed and self._identities.setdefault(path, file.identity) != file.identity:
-                    raise FormatError(f"{path}: the shard was changed since this cache was opened: open it again")
+                    raise FormatError("the shard was changed since this cache was opened: open it again").at(path)
                 self._open[path] = file
         return file
 

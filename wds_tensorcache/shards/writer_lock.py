@@ -82,6 +82,8 @@ class WriterLock:
 def _give_back(file: Held, path: str, pid: int) -> None:
     if pid == os.getpid():  # a forked child has closed it
         _MINE.discard(path.split(".")[-2])
+        if os.name != "posix":
+            file.close()  # Windows deletes no open file
         with contextlib.suppress(OSError):
             os.unlink(path)
         file.close()
@@ -100,7 +102,7 @@ def _refuse_others(pattern: ShardPattern, folder: str, mine: str) -> None:
         if file is None:
             continue
         with file:
-            is_free, writer = file.lock(), _parse(os.pread(file.fd, _MAX_NBYTES, 0))
+            is_free, writer = file.lock(), _parse(os.read(file.fd, _MAX_NBYTES))
             if is_free or (is_free is None and (writer is None or not _may_be_alive(writer, name))):
                 with contextlib.suppress(OSError):
                     os.unlink(path)
