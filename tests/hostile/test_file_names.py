@@ -203,3 +203,28 @@ def test_folders_that_look_like_patterns(here: Path) -> None:
             for source in (f"{folder}/0.tar", folder, f"./{folder}", *typed):
                 assert read(source) == ["0.tar"], source
     assert not (here / "OWNED").exists()
+
+
+@pytest.mark.parametrize("pattern", ["{folder}/*.tar", "{folder}/{{0..0}}.tar", "{folder}/0.tar", "{folder}"])
+@pytest.mark.parametrize("name", ["x::pipe:touch OWNED;#", "pipe:touch OWNED;#", "${{X}}"])
+def test_folders_with_the_names_of_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, pattern: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WDS_X", "pipe:touch OWNED;#")
+    name = name.format()
+    Path(name).mkdir()
+    with tc.ShardWriter(Path(name, "0.tar")) as writer:
+        writer.write("a", torch.ones(2))
+    for folder in (name, f"./{name}", f"{tmp_path}/{name}"):
+        try:
+            assert len(list(tc.resumable(pattern.format(folder=folder), tc.decode()))) == 1
+        finally:
+            assert not Path("OWNED").exists()
+
+
+def test_braces_around_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((OSError, ValueError)):
+        list(tc.resumable("{pipe://;touch OWNED #,a}.tar", tc.decode()))
+    assert not Path("OWNED").exists()

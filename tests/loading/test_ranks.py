@@ -78,3 +78,13 @@ def test_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_rank(0, 1) == (0, 1)
     with pytest.raises(ValueError, match="give one or the other"):
         find_rank(0, 1, object())
+
+
+def test_a_world_size_without_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE=2 is set and RANK is not"):
+        find_rank(None, None)
+    assert find_rank(1, 2) == (1, 2)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert find_rank(None, None) == (0, 1)

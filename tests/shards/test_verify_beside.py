@@ -244,3 +244,15 @@ def test_a_shard_is_cut_short_while_it_is_read(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(ShardFile, "read", truncate_and_read)
     (fault,) = tc.verify(path, threads=1).faults
     assert fault.what.endswith("the shard was changed while it was looked at")
+
+
+def test_a_manifest_whose_shards_are_all_missing(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=2) as writer:
+        for number in range(4):
+            writer.write(str(number), number)
+    for path in tmp_path.glob("*.tar"):
+        path.unlink()
+    report = tc.verify(tmp_path)
+    assert (report.num_missing, report.num_lost, len(report.faults)) == (2, 4, 2)
+    assert {fault.kind for fault in report.faults} == {"missing"}
+    assert not tc.repair(tmp_path, tmp_path.with_name("mended"))

@@ -238,3 +238,10 @@ def test_write_is_not_webdatasets(tmp_path: Path) -> None:
         pytest.raises(TypeError, match=r"write\(key, sample"),
     ):
         writer.write({"__key__": "a", "x": 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pattern", ["x.idx", "%d.index", "data.%d", "a-%03d.idx"])
+def test_patterns_whose_shards_would_be_overwritten_by_indexes(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(ValueError, match="share a name"):
+        tc.ShardWriter(tmp_path / pattern)
+    assert not list(tmp_path.iterdir())

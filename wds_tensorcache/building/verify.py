@@ -74,7 +74,7 @@ def check_all(
     with_idx = {_without_number(path) for path in paths if os.path.exists(dali_index_path(path))}
     kept, keys = [], []
     # where there are fewer shards than threads, the others read ahead
-    walkers = min(threads, len(paths))
+    walkers = max(1, min(threads, len(paths)))  # none is there, if the manifest lists only missing ones
     with ExitStack() as stack:
 
         def start(count: int) -> ThreadPool | None:

@@ -13,7 +13,7 @@ from webdataset.pipeline import DataPipeline
 from webdataset.shardlists import envsubst
 
 from wds_tensorcache.integrations.tar_samples import is_named
-from wds_tensorcache.loading.opening import expand_braces, find_shards
+from wds_tensorcache.loading.opening import existing_folder, expand_braces, find_shards
 
 __all__ = ["find_urls"]
 
@@ -25,8 +25,8 @@ _MAX_SUBSTITUTIONS = 10  # webdataset's own
 def find_urls(urls: Any) -> list[tuple[str, bool]]:
     """Return the url of each shard, and whether it is opened as a path, as all are that the caller did not type."""
     if isinstance(urls, str):
-        if os.path.lexists(urls):
-            return _find_text(urls)
+        if os.path.lexists(urls) or existing_folder(urls):
+            return _find_text(urls)  # a folder may be called `a::b` or `${x}`
         return [found for part in urls.split("::") for found in _find_text(_substituted(part))]
     is_list = isinstance(urls, Iterable) and not isinstance(urls, (DataPipeline, Mapping))
     given: list[Any] = list(urls) if is_list else [None]
@@ -38,14 +38,14 @@ def find_urls(urls: Any) -> list[tuple[str, bool]]:
 def _find_text(text: str) -> list[tuple[str, bool]]:
     if os.path.lexists(text):
         return _listed(text) if _is_listing(text) else [(text, is_named(text))]
-    if _IS_URL(text):
+    if _IS_URL(text) and not existing_folder(text):
         return [(url, False) for url in braceexpand(text)]
     if glob.has_magic(text):
         return _listed(text)
     found: list[tuple[str, bool]] = []
     for path in expand_braces(text):
         # `{pipe:…,a}.tar` does not begin with `pipe:`, so what it stands for are names of files
-        is_path = path != text and not _HAS_AUTHORITY(path)
+        is_path = path != text and (path.startswith("pipe:") or not _HAS_AUTHORITY(path))
         found += _listed(path) if _is_listing(path) else [(path, is_path)]
     return found
 

@@ -46,7 +46,9 @@ class IterableCache(IterableDataset[Any]):
     cache begins again where that epoch did.
 
     `torchdata.stateful_dataloader.StatefulDataLoader` calls `state_dict` and `load_state_dict` in each worker, and so needs as
-    many of these as before; batch size and number of ranks may be others. With two workers or more it needs `batch_size=None`:
+    many of these as before; batch size and number of ranks may be others. **Another batch size needs
+    `snapshot_every_n_steps=1`**, torchdata's default: between snapshots torchdata leaves out as many steps as were given, which
+    are other samples then, and no worker can see that. With two workers or more it needs `batch_size=None`:
     a loader that takes several steps from a worker at a time gives them out of order, and its states are refused where a step
     is missing before the last. A state taken at the end of an epoch resumes at the next one. Where `set_epoch` was called
     since the last iteration, with another epoch than the state's, that one begins.

@@ -10,6 +10,8 @@ from wds_tensorcache.loading.positions import in_order
 
 __all__ = ["KeysView"]
 
+_CHUNK = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class KeysView(Sequence[str]):
@@ -29,7 +31,12 @@ class KeysView(Sequence[str]):
         return key in self.cache
 
     def __iter__(self) -> Iterator[str]:
-        for shard, rows in in_order(self.cache._store, self.cache._positions()):
+        where, store = self.cache._where, self.cache._store
+        if not isinstance(where, range):
+            for begin in range(0, len(where), _CHUNK):
+                yield from map(store.key, where[begin : begin + _CHUNK].tolist())
+            return
+        for shard, rows in in_order(store, where):
             keys, samples = shard.index.keys, shard.columns.rows
             is_whole = samples is None and len(rows) == len(keys) and bool((rows[1:] > rows[:-1]).all())
             if is_whole:

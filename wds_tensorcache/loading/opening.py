@@ -25,7 +25,7 @@ from wds_tensorcache.shards.reader import Shard
 from wds_tensorcache.shards.storage import Files
 from wds_tensorcache.shards.system import file_system, memory_nbytes, overcommit_is_off
 
-__all__ = ["Io", "are_counts", "expand_braces", "find_shards", "num_cores", "open"]
+__all__ = ["Io", "are_counts", "existing_folder", "expand_braces", "find_shards", "num_cores", "open"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def _find_path(path: str, listed: Callable[[str], list[Found]]) -> list[Found]:
 
 def expand_braces(pattern: str) -> list[str]:
     """Return what a pattern with braces stands for; folders that are there under just these names keep their braces."""
-    rest = pattern[len(_existing_folder(pattern)) :]
+    rest = pattern[len(existing_folder(pattern)) :]
     if "{" not in rest:
         return [pattern]
     head = pattern[: len(pattern) - len(rest)]
@@ -194,11 +194,11 @@ def expand_braces(pattern: str) -> list[str]:
 
 def _escape_existing(pattern: str) -> str:
     """Return a glob pattern whose first folders, as many as are there under just these names, stand for themselves."""
-    folder = _existing_folder(pattern)
+    folder = existing_folder(pattern)
     return glob.escape(folder) + pattern[len(folder) :]
 
 
-def _existing_folder(pattern: str) -> str:
+def existing_folder(pattern: str) -> str:
     """Return the longest beginning of a pattern that is a folder's path, with the slash after it."""
     folder = os.path.dirname(pattern)
     while folder and not os.path.isdir(folder) and folder != os.path.dirname(folder):

@@ -18,7 +18,8 @@ def find_rank(rank: int | None, world_size: int | None, group: Any = None) -> tu
         group: A process group, or a DeviceMesh of one dimension: `mesh["dp"]`.
 
     Raises:
-        ValueError: Only one of two was given, both and a group, a mesh of several dimensions, or out of range.
+        ValueError: Only one of two was given, both and a group, a mesh of several dimensions, or out of range; the environment
+            has a world size and no rank.
     """
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank={rank}, world_size={world_size}: both or neither")
@@ -31,6 +32,11 @@ def find_rank(rank: int | None, world_size: int | None, group: Any = None) -> tu
             rank, world_size = dist.get_rank(), dist.get_world_size()
         else:
             rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+            if world_size > 1 and "RANK" not in os.environ:
+                raise ValueError(
+                    f"WORLD_SIZE={world_size} is set and RANK is not, so this process cannot tell its rank: pass rank= and "
+                    "world_size=, or call this after torch.distributed.init_process_group"
+                )
     if rank is not None and world_size is not None:
         rank, world_size = operator.index(rank), operator.index(world_size)
     if rank is None or world_size is None or not 0 <= rank < world_size:

@@ -2,7 +2,9 @@
 
 A shard that is cut short in place takes the pages of its map away, and the next access kills the process. Two ways keep
 the copy from that: a read lease, under which the shard cannot be cut, and `process_vm_readv` on this very process, which
-fails with EFAULT. The lease costs more for each shard (5 us), the call more for each sample (0.6 us instead of 0.1).
+fails with EFAULT. A lease ends by itself when the process is stopped in the middle of a copy for longer than the kernel's
+`lease-break-time`, 45 s: such a copy may still crash. The lease costs more for each shard (5 us), the call more for each
+sample (0.6 us instead of 0.1).
 """
 
 from __future__ import annotations

@@ -28,6 +28,12 @@ class ShardPattern:
         if "%" in _NUMBER.sub("", self._name, count=1) or "%" in self.folder:
             raise ValueError(f"pattern {pattern!r}: expected at most one number, such as %06d, in its last part")
 
+        first, second = dali_index_path(self.path(0)), dali_index_path(self.path(1))
+        if self._name.endswith((".idx", ".index")) or (self.is_numbered and first == second):
+            raise ValueError(
+                f"pattern {pattern!r}: shards would share a name with each other's indexes; end it in .tar"
+            )
+
     def __str__(self) -> str:
         return self._pattern
 
