@@ -42,6 +42,9 @@ class Known:
     # of each sample, [begin, end) of headers and content of both halves, and where their contents are
     extents: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     contents: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    # [begin, end) of all members that an index has, in the order of the shard, and of the tars in the tar
+    indexed: list[tuple[int, int]] = field(default_factory=list)
+    tars: list[tuple[int, int]] = field(default_factory=list)
     names: set[str] = field(default_factory=set)  # of foreign members that readers see
     inner: set[str] = field(default_factory=set)  # of members of a tar in a tar
     headers: list[int] = field(default_factory=list)
@@ -64,7 +67,8 @@ class Known:
             begin = len(self.archive)
             self.contents.setdefault(key, []).append((begin, begin + len(half)))
             self.add(half + bytes(padding(len(half))))
-            self.extents.setdefault(key, []).append((first, len(self.archive)))
+            self.indexed.append((first, len(self.archive)))
+            self.extents.setdefault(key, []).append(self.indexed[-1])
 
     def add_foreign(self, kind: int, name: bytes) -> None:
         content = _CONTENT.ljust(BLOCK, b"\0")
@@ -94,9 +98,30 @@ class Known:
             self.inner |= {"999.json", "998.skel.pyd", "998.safetensors"}
             self.names.add(name.decode())
             self.add(raw_header(name, b"0", b"%011o" % len(inner)) + inner)
+            self.tars.append((first, len(self.archive)))
         self.headers += range(first, len(self.archive) if kind in (5, 6) else first + BLOCK, BLOCK)
+        if kind in (0, 1, 6, 8) and b"." in name:  # others have no suffix, and are of no sample
+            self.indexed.append((first, len(self.archive)))
         if kind in (5, 6, 7):
             self.extended.append((first, len(self.archive)))
+
+    def is_exposed(self, damage: Damage) -> bool:
+        """Return whether a tar in the tar may be taken for members, in spite of an index.
+
+        An index is no evidence by itself, since it may be stale or forged, and a foreign member has no digest. So one without a
+        header is believed to be there if the member after it is where the index has it, or the one before it, of the last.
+        What has no suffix is in no index, nor does a search behind a damaged header end at it.
+        """
+        for first, end in self.tars:
+            if (first, end) not in self.indexed and damage.hits([(0, first + BLOCK)], len(self.archive)):
+                return True
+            if not damage.hits([(first, first + BLOCK)], len(self.archive)):
+                continue
+            before = [each for each in self.indexed if each[1] <= first]
+            beside = [each for each in self.indexed if each[0] >= end][:1] or before[-1:]
+            if not beside or damage.hits(beside, len(self.archive)):
+                return True
+        return False
 
 
 @dataclass
@@ -158,7 +183,8 @@ def judge(data: bytes, folder: Path) -> None:
     tc.repair(path, out, threads=1)
     saved = _members(out / path.name) if out.exists() else {}
     keys = {name.partition(".")[0] for name in saved if name.endswith(_HALVES[0])}
-    inner = set() if is_indexed and not damage.is_cut else known.inner  # nothing may be left that confirms an index
+    # of a shard that was cut short, nothing may be left that confirms an index
+    inner = set() if is_indexed and not damage.is_cut and not known.is_exposed(damage) else known.inner
     allowed = known.samples | other.samples | ({"998": _MADE[0]} if inner else {})
     for key in keys:
         found = tuple(saved.get(f"{key}.{suffix}") for suffix in _HALVES)

@@ -223,28 +223,47 @@ def tar(data: bytes) -> None:
 
 
 def stream(data: bytes) -> None:
-    """A tar as a stream, in pieces: it has the members that the same bytes have as a file."""
+    """A tar as a stream, in pieces: it has the members that the same bytes have as a file.
+
+    Only GNU sparse members differ: a stream gives them with their holes, while a file is refused that has one, since an
+    index points to content that lies in the file as it is. What is before such a member is the same.
+    """
     archive, step = tar_of(data), 1 + (data[0] if data else 0) * 8
 
     class Pieces(io.BytesIO):
         def read(self, nbytes: int | None = -1) -> bytes:
             return super().read(min(nbytes, step) if nbytes is not None and nbytes >= 0 else step)
 
-    def scanned() -> list[tuple[str, bytes]]:
-        found = tars.Scanner(lambda begin, end: archive[begin:end], len(archive))
-        return [(name, archive[begin : begin + nbytes]) for name, begin, nbytes in found]
+    def scan(found: list[tuple[str, bytes]]) -> tc.FormatError | None:
+        """Put the members of the file into `found` up to the error, and return that."""
+        try:
+            for name, begin, nbytes in tars.Scanner(lambda begin, end: archive[begin:end], len(archive)):
+                found.append((name, archive[begin : begin + nbytes]))
+        except tc.FormatError as exc:
+            return exc
+        return None
 
-    def streamed() -> list[tuple[str, bytes]]:
+    def streamed() -> list[tuple[str, Any]]:
         found = TarStream(Pieces(archive))
-        members = [(name, read()) for name, read in found]
+        members: list[tuple[str, Any]] = []
+        for name, read in found:
+            content = (
+                read()
+            )  # of a sparse member, up to 64 MiB: of those that the file cannot hold, only the length stays
+            members.append((name, content if len(content) <= len(archive) else len(content)))
         found.finish()
         return members
 
-    by_stream, by_file = attempt(streamed), attempt(scanned)
-    if by_file is not REFUSED:
+    by_file: list[tuple[str, bytes]] = []
+    by_stream, refusal = attempt(streamed), scan(by_file)
+    if refusal is None:
         assert by_stream == by_file
+    elif refusal.kind == "sparse":
+        assert by_stream is REFUSED or by_stream[: len(by_file)] == by_file
     elif not archive.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0")):
         assert by_stream is REFUSED
+    if by_stream is not REFUSED and any(isinstance(content, int) for _, content in by_stream):
+        return  # a sample would hold several of them at once
     stage = tarfile_to_samples()
     attempt(lambda: list(stage([{"url": "x.tar", "stream": Pieces(archive)}])))
 

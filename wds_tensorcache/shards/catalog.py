@@ -5,18 +5,26 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.shards.footer import build_footer
+from wds_tensorcache.shards.footer import build_footer, parse_footer, stale_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import scan_shard
 from wds_tensorcache.shards.locks import Held, remove_stray
-from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_atomically, write_idx, write_manifest
+from wds_tensorcache.shards.manifest import (
+    MANIFEST,
+    ShardEntry,
+    dali_index_path,
+    read_manifest,
+    write_atomically,
+    write_idx,
+    write_manifest,
+)
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.reader import load_index, sidecar_path
 from wds_tensorcache.shards.remainder import check_end
@@ -24,7 +32,6 @@ from wds_tensorcache.shards.storage import ShardFile
 
 __all__ = ["MANIFEST", "Catalog", "Listing", "dali_index_path", "dali_samples", "index", "write_dali_index"]
 
-MANIFEST = "manifest.json"
 _EXTRA = 1  # version of our part of the manifest
 
 
@@ -49,6 +56,11 @@ class Listing:
         """Return whether a shard is listed, in this state."""
         entry = _entry(path, index)
         return self.entries.get(entry.url) == entry
+
+    def fingerprint(self, name: str) -> Any:
+        """Return how a shard is said to be made, None if nothing is said."""
+        url = self._spelled.get(name, name)
+        return self.fingerprints.get(url, self.held.get(url))
 
     def add(self, path: str, index: ShardIndex) -> None:
         """List a shard, or replace what is said of it."""
@@ -144,11 +156,13 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
         idx: Write `NAME.idx` for DALI, too.
 
     Returns:
-        The index: the same as `ShardWriter` makes for the same members.
+        The index: the same as `ShardWriter` makes for the same members. It keeps the fingerprint that the index before it has,
+        or else the manifest.
 
     Raises:
         FormatError: It is no tar, or a damaged one, with the byte offset; or bytes that are not an
-            index follow the end of its archive: perhaps members after a lost header, or a second tar. Nothing is written then.
+            index follow the end of its archive: perhaps members after a lost header, or a second tar; or zeros do, where an
+            index, the `.idx` or the manifest has more members. Nothing is written then.
     """
     path = os.fspath(path)
     file = ShardFile(path)
@@ -156,7 +170,12 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
         found = scan_shard(file.read, file.nbytes)
     except TensorCacheError as exc:
         raise exc.at(path) from exc
-    check_end(file, found.end)
+    check_end(file, found.end, len(found.keys))
+    folder, name = os.path.split(os.path.abspath(path))
+    catalog, listing = Catalog(folder), Listing()
+    with contextlib.nullcontext() if footer else contextlib.suppress(FormatError):
+        listing = catalog.read()
+    found = replace(found, fingerprint=_fingerprint(file, listing.fingerprint(name)))
     if footer:
         file.check_unchanged()
         with open(path, "r+b") as shard:
@@ -168,12 +187,8 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
             os.fsync(shard.fileno())
         if os.path.exists(sidecar_path(path)):
             os.remove(sidecar_path(path))
-        folder, name = os.path.split(os.path.abspath(path))
-        manifest = os.path.join(folder, MANIFEST)
-        if os.path.exists(manifest) and any(
-            os.path.normpath(entry.url) == name for entry in read_manifest(manifest)[0]
-        ):
-            Catalog(folder).add(path, found)
+        if any(os.path.normpath(url) == name for url in listing.entries):
+            catalog.add(path, found)
     else:
         write_atomically(sidecar_path(path), [build_footer(found, file.nbytes)])
     if idx:
@@ -181,9 +196,18 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
     return load_index(ShardFile(path))
 
 
-def dali_index_path(path: str) -> str:
-    """Return where DALI's tools put the index of the shard at `path`."""
-    return os.path.splitext(path)[0] + ".idx"
+def _fingerprint(file: ShardFile, listed: Any) -> Mapping[str, Any] | None:
+    """Return how a shard was made: as the index that is there says, or else as the manifest does, in `listed`."""
+    before: ShardIndex | None = None
+    with contextlib.suppress(OSError, FormatError):
+        before = stale_footer(file.read, file.nbytes)
+    if before is None:
+        with contextlib.suppress(OSError, FormatError):
+            beside = ShardFile(sidecar_path(file.path))
+            before = parse_footer(beside.read(0, beside.nbytes), file.nbytes)
+    if before is not None and before.fingerprint is not None:
+        return before.fingerprint
+    return listed if isinstance(listed, dict) else None
 
 
 def write_dali_index(path: str, found: ShardIndex, fsync: bool = True) -> None:

@@ -17,9 +17,11 @@ from wds_tensorcache.shards.locks import create_temporary
 from wds_tensorcache.shards.storage import ShardFile
 
 __all__ = [
+    "MANIFEST",
     "Located",
     "ShardEntry",
     "build_idx",
+    "dali_index_path",
     "fsync_folder",
     "locate_shards",
     "read_manifest",
@@ -28,6 +30,7 @@ __all__ = [
     "write_manifest",
 ]
 
+MANIFEST = "manifest.json"
 _KIND = "wids-shard-index-v1"
 _WIDS_VERSION = 1
 _OURS = "tensorcache"
@@ -53,6 +56,11 @@ class Located:
     nbytes: int  # of the file; 0 if there is an error
     same_as: str | None  # the url of an earlier entry that is the same file
     error: FormatError | OSError | None  # why it cannot be read
+
+
+def dali_index_path(path: str) -> str:
+    """Return where DALI's tools put the index of the shard at `path`."""
+    return os.path.splitext(path)[0] + ".idx"
 
 
 def write_idx(path: str, samples: Iterable[Sequence[tuple[str, int, int, str]]], *, fsync: bool = True) -> None:

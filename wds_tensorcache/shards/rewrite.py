@@ -52,17 +52,19 @@ def stage_without(
     """
     file = ShardFile(path)
     pieces, common = list[Piece](), list[Piece]()  # what stays
-    is_left = False
+    is_left, num_samples, last = False, 0, None
     for part in walk(file.read, file.nbytes):
         if isinstance(part, Break):
             raise TarFormatError(part.reason, offset=part.offset, kind=part.kind).at(path)
         if isinstance(part, End):
-            check_end(file, part.offset)
+            check_end(file, part.offset, num_samples)
             break
         if isinstance(part, Skipped):
             (common if part.is_common else pieces).append((part.begin, part.end, b""))
             continue
         split = split_member(part.name)
+        if split is not None and split[0] != last:
+            num_samples, last = num_samples + 1, split[0]
         if split is None or split[0] not in keys:
             pieces.append((part.first, part.end, b""))
             is_left = True

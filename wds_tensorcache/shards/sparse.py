@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,11 +27,15 @@ class SparseMap:
 
     def fill(self, stored: bytes) -> bytes:
         """Return the file."""
-        content, at = bytearray(self.nbytes), 0
+        content, at = io.BytesIO(), 0  # its bytes are returned without a copy
+        if self.nbytes:
+            content.seek(self.nbytes - 1)
+            content.write(b"\0")
         for begin, nbytes in self.parts:
-            content[begin : begin + nbytes] = stored[at : at + nbytes]
+            content.seek(begin)
+            content.write(stored[at : at + nbytes])
             at += nbytes
-        return bytes(content)
+        return content.getvalue()
 
     def num_stored(self) -> int:
         """Return how many bytes are stored."""
