@@ -16,7 +16,9 @@ from struct import error as StructError
 from typing import Any, NoReturn
 
 from wds_tensorcache.codec.builder import ALLOW_ONLY, MAX_DEQUES, Builder, refuse_callables
-from wds_tensorcache.codec.hashing import KeyTables, are_few_texts
+from wds_tensorcache.codec.calls import call_budget, call_cost
+from wds_tensorcache.codec.hashing import KeyTables
+from wds_tensorcache.codec.key_costs import are_few_texts
 from wds_tensorcache.codec.nesting import MAX_DEPTH, check_depth, shown
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
@@ -77,7 +79,7 @@ def _run(
     memo: list[Any] = []
     callables = 0  # Builders pushed and not yet called, alone or as the one argument that a defaultdict takes
     tables = KeyTables(size)
-    argument_budget = 1_000_000 + 10 * size  # one text may be fetched from the memo for many calls, which copy it
+    argument_budget = call_budget(size)
     num_deques = 0
     push = stack.append
 
@@ -129,10 +131,12 @@ def _run(
                     raise FormatError(f"a reference takes one string, got {', '.join(map(shown, args))}")
                 stack[-1] = reference(args[0])
             else:
-                argument_budget -= len(args) + sum(map(_nbytes, args))
+                argument_budget -= call_cost(args)
                 num_deques += builder.is_deque
                 if argument_budget < 0 or num_deques > MAX_DEQUES:
                     raise FormatError(f"calls with too much to copy, or more than {MAX_DEQUES} deques")
+                if builder.cls is not None:
+                    refuse_callables(args, callables + _is_factory(args))
                 stack[-1] = builder.build(args)
         elif op == 0x47:  # BINFLOAT
             push(_FLOAT(body, pos)[0])
@@ -239,7 +243,7 @@ def _run(
         elif op == 0x2E:  # STOP
             break
         elif allow and op in ALLOW_ONLY:
-            callables -= ALLOW_ONLY[op](stack, allow)
+            callables -= ALLOW_ONLY[op](stack, allow, callables)
         else:
             _refuse(op, pos - 1)
     if pos != size:
@@ -261,13 +265,6 @@ def _is_factory(args: tuple[Any, ...]) -> bool:
 
 def _text(raw: bytes) -> str:
     return str(raw, "utf-8", "surrogatepass")
-
-
-def _nbytes(argument: Any) -> int:
-    """Return how much a call with this argument has to copy, or to compute with."""
-    if argument.__class__ is int:
-        return argument.bit_length() >> 3
-    return len(argument) if argument.__class__ in (str, bytes, tuple) else 0
 
 
 def _integer(raw: bytes) -> int:
@@ -297,7 +294,7 @@ def _find(
         return REFERENCE
     cls = allow.get(key)
     if cls is not None:
-        return Builder(lambda args: _call(cls, args), cls=cls)
+        return Builder(lambda args: cls(*args), cls=cls)
     if key in builders:
         return builders[key]
     needs = f"{module:.80}.{name:.80}"
@@ -306,11 +303,6 @@ def _find(
     )
     error.needs = needs
     raise error
-
-
-def _call(cls: type, args: tuple[Any, ...]) -> Any:
-    refuse_callables(args)
-    return cls(*args)
 
 
 def _refuse(op: int, pos: int) -> NoReturn:
