@@ -264,6 +264,8 @@ class KeyTables:
     def add(self, container: Any, keys: Sequence[Any]) -> None:
         """Raise FormatError if these keys take too much work to add to a dict, a set, or None, a new frozenset."""
         self._count_hashing(keys)
+        if not container and len(keys) <= ONLY_COMPARED and len(set(map(hash, keys))) == len(keys):
+            return
         if not isinstance(container, (dict, set, type(None))):
             return  # of a class in allow=, which is trusted
         self._comparisons -= self._add(container, keys)

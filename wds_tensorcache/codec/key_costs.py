@@ -12,11 +12,11 @@ from typing import Any
 from wds_tensorcache.codec.nesting import MAX_DEPTH
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["ONLY_COMPARED", "are_few_texts", "comparison_cost", "hash_cost"]
+__all__ = ["ONLY_COMPARED", "SHORT_TEXT", "are_few_texts", "comparison_cost", "hash_cost"]
 
 MAX_KEY_PARTS = 1000
 ONLY_COMPARED = 512  # up to so many keys, slots that are taken cost less than reading the keys
-_SHORT_TEXT = 256  # comparing texts of so many characters takes no longer than reading the opcodes that bring them
+SHORT_TEXT = 256  # comparing texts of so many characters takes no longer than reading the opcodes that bring them
 _LONG_NUMBER = 512  # bytes; longer ones take the square of their length to be compared with a number of another type
 _PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None)})
 _TEXTS = frozenset({str})
@@ -93,8 +93,4 @@ def hash_cost(keys: Sequence[Any], budget: int) -> int:
 
 def are_few_texts(keys: Sequence[Any], num_others: int) -> bool:
     """Return whether these keys need no counting, beside `num_others`: as nearly all dicts' keys do not."""
-    return (
-        len(keys) + num_others <= ONLY_COMPARED
-        and _TEXTS.issuperset(map(type, keys))
-        and max(map(len, keys), default=0) <= _SHORT_TEXT
-    )
+    return len(keys) + num_others <= ONLY_COMPARED and _TEXTS.issuperset(map(type, keys))

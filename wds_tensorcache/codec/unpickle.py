@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from wds_tensorcache.codec.builder import ALLOW_ONLY, MAX_DEQUES, Builder, refuse_callables
 from wds_tensorcache.codec.calls import call_budget, call_cost
 from wds_tensorcache.codec.hashing import KeyTables
-from wds_tensorcache.codec.key_costs import are_few_texts
+from wds_tensorcache.codec.key_costs import SHORT_TEXT, are_few_texts
 from wds_tensorcache.codec.nesting import MAX_DEPTH, check_depth, shown
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
@@ -81,6 +81,7 @@ def _run(
     tables = KeyTables(size)
     argument_budget = call_budget(size)
     num_deques = 0
+    has_long_texts = False
     push = stack.append
 
     # one Python loop step per opcode, the commonest opcodes first
@@ -162,7 +163,9 @@ def _run(
             if target.__class__ not in _DICTS and target.__class__ not in allow.values():
                 raise FormatError(f"SETITEMS at byte {pos - 1} on a {type(target).__name__}")
             keys = items[::2]
-            if not are_few_texts(keys, len(target) if isinstance(target, dict) else 0):
+            if not are_few_texts(keys, len(target) if isinstance(target, dict) else 0) or (
+                has_long_texts and max(map(len, keys), default=0) > SHORT_TEXT
+            ):
                 tables.add(target, keys)
             for key, value in zip(keys, items[1::2], strict=True):
                 target[key] = value
@@ -205,6 +208,7 @@ def _run(
                     f"the opcode at byte {pos - 1} announces {end - begin} bytes, {size - begin} are left"
                 )
             push(make(body[begin:end]))
+            has_long_texts = has_long_texts or make is _text
             pos = end
         elif op == 0x6A:  # LONG_BINGET
             value = memo[_UINT32(body, pos)[0]]
