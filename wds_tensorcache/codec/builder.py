@@ -47,31 +47,31 @@ def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
     return table
 
 
-def _new_object(stack: list[Any], allow: Mapping[tuple[str, str], type]) -> int:
+def _new_object(stack: list[Any], allow: Mapping[tuple[str, str], type], callables: int) -> int:
     args = stack.pop()
-    return _instantiate(stack, args, {})
+    return _instantiate(stack, args, {}, callables)
 
 
-def _new_object_ex(stack: list[Any], allow: Mapping[tuple[str, str], type]) -> int:
+def _new_object_ex(stack: list[Any], allow: Mapping[tuple[str, str], type], callables: int) -> int:
     kwargs, args = stack.pop(), stack.pop()
-    return _instantiate(stack, args, kwargs)
+    return _instantiate(stack, args, kwargs, callables)
 
 
-def _instantiate(stack: list[Any], args: Any, kwargs: Any) -> int:
+def _instantiate(stack: list[Any], args: Any, kwargs: Any, callables: int) -> int:
     builder = stack[-1]
     if builder.__class__ is not Builder or builder.cls is None:
         raise UnsafeSkeletonError("NEWOBJ of something that is not a class in allow=")
     if args.__class__ is not tuple or kwargs.__class__ is not dict:
         raise FormatError("NEWOBJ needs a tuple of arguments")
-    refuse_callables((args, kwargs))
+    refuse_callables((args, kwargs), callables - 1)  # the class is one of them
     stack[-1] = builder.cls.__new__(builder.cls, *args, **kwargs)
     return 1
 
 
-def _set_state(stack: list[Any], allow: Mapping[tuple[str, str], type]) -> int:
+def _set_state(stack: list[Any], allow: Mapping[tuple[str, str], type], callables: int) -> int:
     state = stack.pop()
     target = stack[-1]
-    refuse_callables(state)
+    refuse_callables(state, callables)
     # never a class, nor an Enum's member: they are the process's own, and a state would patch them for everybody
     if type(target) not in allow.values() or isinstance(target, Enum):
         raise UnsafeSkeletonError(f"BUILD on a {type(target).__name__}, which is not an instance of a class in allow=")
@@ -96,14 +96,19 @@ def _set_state(stack: list[Any], allow: Mapping[tuple[str, str], type]) -> int:
     return 0
 
 
-ALLOW_ONLY: dict[int, Callable[[list[Any], Mapping[tuple[str, str], type]], int]] = {
+# each gets how many callables are fetched and not yet called, and returns how many it has called
+ALLOW_ONLY: dict[int, Callable[[list[Any], Mapping[tuple[str, str], type], int], int]] = {
     0x81: _new_object,  # NEWOBJ
     0x92: _new_object_ex,  # NEWOBJ_EX
     0x62: _set_state,  # BUILD
 }
 
 
-def refuse_callables(arguments: Any) -> None:
-    """Raise UnsafeSkeletonError if a class in allow= would be handed a callable of this file."""
-    if any(value.__class__ is Builder for value, _ in walk(arguments)):
+def refuse_callables(arguments: Any, outstanding: int) -> None:
+    """Raise UnsafeSkeletonError if a class in allow= would be handed a callable of this file.
+
+    `outstanding` callables are fetched and not yet called: with none, none can be in any argument, and a walk over all that
+    many objects share would only take long.
+    """
+    if outstanding and any(value.__class__ is Builder for value, _ in walk(arguments)):
         raise UnsafeSkeletonError("the skeleton uses a callable as a value")

@@ -7,55 +7,23 @@ the steps of CPython's own tables, before anything is inserted.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.nesting import MAX_DEPTH
+from wds_tensorcache.codec.key_costs import ONLY_COMPARED, comparison_cost, hash_cost
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["KeyTables", "are_few_texts", "check_keys", "hash_cost"]
+__all__ = ["KeyTables", "comparison_budget", "work_of_keys"]
 
-MAX_KEY_PARTS = 1000
-MAX_WORK = 128  # for each key of one container
-_NEVER_COUNTED = 8  # fewer keys do no harm
-_ONLY_COMPARED = 512  # up to so many keys, slots that are taken cost less than reading the keys
+MAX_WORK = 128  # for each key of one container; of comparisons, for each byte of the skeleton
+_ONE_BY_ONE = 8  # up to so many keys are looked at in pairs, and have no table
 _MIN_SLOTS = 1024
 _BY_ARRAYS = 48  # keys at a time from which on numpy's calls pay off
-_PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None)})
-_TEXTS = frozenset({str})
 _ALL_BITS = 0xFFFFFFFFFFFFFFFF
 _RUN = 10  # a set looks at so many neighbouring slots before it goes elsewhere
-_NUMBERS = {Fraction: 16, Decimal: 8}  # what their hashes cost beside a plain number's
-
-
-def key_cost(key: Any, budget: int) -> int:
-    """Return what `hash(key)` costs: the parts that it visits, shared ones each time, and 64 bits of a number each.
-
-    Raises:
-        FormatError: More than `budget`, or nested so deep that hashing would overflow C's stack.
-    """
-    cost = 0
-    todo = [(key, 1)]
-    while todo:
-        value, depth = todo.pop()
-        cost += 1
-        if isinstance(value, (tuple, frozenset)):
-            todo.extend((child, depth + 1) for child in value)
-        elif isinstance(value, int):
-            cost += value.bit_length() >> 6
-        elif isinstance(value, (range, slice)):
-            todo.extend((part, depth + 1) for part in (value.start, value.stop, value.step))
-        elif value.__class__ in _NUMBERS:
-            cost += _NUMBERS[value.__class__] + (sys.getsizeof(value) >> 6)
-        if cost > budget or depth > MAX_DEPTH:
-            raise FormatError("a dict key or set element is too deep, too long, or shares its parts too often")
-    return cost
 
 
 class _Table:
@@ -65,24 +33,31 @@ class _Table:
         self.container = container  # so that its id stays its own
         self.is_set = is_set
         self.work = 0
+        self.compared = 0  # what the comparisons cost, with both keys of each
+        self._keys: list[Any] = []
         self._hashes = array("q")
         self._slots = array("i")  # the key in each slot, -1 if it is free
         self._mask = self._limit = 0
-        self._known: set[bytes] | None = None  # the hashes as bytes, whose own hashes cannot be chosen
-        self._repeated: dict[bytes, int] = {}  # by hash: how many keys are not the first that has it
+        # the first key with each hash, by the hash as bytes, whose own hashes cannot be chosen
+        self._known: dict[bytes, int] | None = None
+        self._repeated: dict[bytes, tuple[int, int]] = {}  # by hash: how many keys have it, and what one of each costs
 
     def add(self, keys: Sequence[Any], hashes: Sequence[int]) -> None:
-        """Add keys, and what they cost to `work`.
+        """Add keys, and what they cost to `work` and `compared`.
 
         Raises:
             FormatError: It is more than `MAX_WORK` for each key.
         """
         first = begin = len(self._hashes)
         self._hashes.extend(hashes)
-        for number in self._repeats(begin):
+        self._keys.extend(keys)
+        for earlier, number in self._repeats(begin):
             name = _as_bytes(self._hashes[number])
-            count = self._repeated[name] = self._repeated.get(name, 0) + 1
-            self._charge(count * comparison_cost(keys[number - begin]))
+            count, total = self._repeated.get(name) or (1, comparison_cost(self._keys[earlier]))
+            cost = comparison_cost(self._keys[number])
+            self._repeated[name] = count + 1, total + cost
+            self.compared += count * cost + total
+            self._charge(count * cost)
         while first < len(self._hashes):
             if first >= self._limit:
                 self._grow(first)
@@ -91,23 +66,24 @@ class _Table:
             self._place(first, last)
             first = last
 
-    def _repeats(self, begin: int) -> Iterable[int]:
-        """Return the keys from `begin` on that are not the first with their hash."""
+    def _repeats(self, begin: int) -> Iterable[tuple[int, int]]:
+        """Return the keys from `begin` on that are not the first with their hash, behind the first or the one before."""
         if not begin:
             hashes = np.frombuffer(self._hashes, np.int64)
             home = hashes & ((1 << len(hashes).bit_length()) - 1)
             shared = np.flatnonzero(np.bincount(home)[home] > 1)  # far fewer to sort
             shared = shared[np.argsort(hashes[shared], kind="stable")]
-            repeated: list[int] = shared[1:][hashes[shared][1:] == hashes[shared][:-1]].tolist()
-            return repeated
+            again = np.flatnonzero(hashes[shared][1:] == hashes[shared][:-1])
+            return zip(shared[again].tolist(), shared[again + 1].tolist(), strict=True)
         if self._known is None:
-            self._known = set(map(_as_bytes, self._hashes[:begin]))
+            self._known = {}
+            for number in range(begin):
+                self._known.setdefault(_as_bytes(self._hashes[number]), number)
         repeats = []
         for number in range(begin, len(self._hashes)):
-            name = _as_bytes(self._hashes[number])
-            if name in self._known:
-                repeats.append(number)
-            self._known.add(name)
+            earlier = self._known.setdefault(_as_bytes(self._hashes[number]), number)
+            if earlier != number:
+                repeats.append((earlier, number))
         return repeats
 
     def _grow(self, used: int) -> None:
@@ -238,54 +214,39 @@ def _as_bytes(value: int) -> bytes:
     return value.to_bytes(8, "little", signed=True)
 
 
-def comparison_cost(key: Any) -> int:
-    """Return what comparing a key with one of the same hash costs, in slots; 64 bytes are one."""
-    if key.__class__ in _PLAIN:
-        return 1 + (sys.getsizeof(key) >> 6)
-    cost: int = 16
-    todo = [key]
-    while todo:
-        value = todo.pop()
-        cost += 1 + (sys.getsizeof(value) >> 6)
-        if isinstance(value, (tuple, frozenset)):
-            todo.extend(value)
-        elif value.__class__ not in _PLAIN:
-            cost += 100  # compared in Python, as Fraction and UUID are, or converted first, as numpy's dates are
-    return cost
+def comparison_budget(nbytes: int) -> int:
+    """Return what the comparisons of all keys of a skeleton of this length may cost."""
+    return 1000 + MAX_WORK * nbytes
 
 
-def hash_cost(keys: Sequence[Any], budget: int) -> int:
-    """Return what hashing these keys costs, as `key_cost` counts it; text and bytes know their hash, floats are short.
+def work_of_keys(keys: Sequence[Any], is_set: bool) -> int:
+    """Return what comparing these keys costs if they are put into an empty dict or set one by one.
 
     Raises:
-        FormatError: One of them has too many parts, or all together cost more than `budget`.
+        FormatError: They take too much work to place.
     """
-    classes = set(map(type, keys))
-    if classes <= _PLAIN:
-        ints = keys if len(classes) == 1 else [key for key in keys if isinstance(key, int)]
-        return sum(map(int.bit_length, ints)) >> 6 if int in classes else 0
-    cost = 0
-    for key in keys:
-        if key.__class__ not in _PLAIN:
-            cost += key_cost(key, min(MAX_KEY_PARTS, budget - cost))
-        elif key.__class__ is int:
-            cost += key.bit_length() >> 6
-    return cost
+    if len(keys) <= _ONE_BY_ONE:
+        return _compared_in_pairs([], keys)
+    table = _check_new(keys, list(map(hash, keys)), is_set)
+    return 0 if table is None else table.compared
 
 
-def are_few_texts(keys: Sequence[Any], num_others: int) -> bool:
-    """Return whether these keys need no counting, beside `num_others`: as nearly all dicts' keys do not."""
-    return len(keys) + num_others <= _ONLY_COMPARED and _TEXTS.issuperset(map(type, keys))
-
-
-def check_keys(keys: Sequence[Any], is_set: bool) -> None:
-    """Raise FormatError if these keys, put into an empty dict or set one by one, take too much work."""
-    if len(keys) > _NEVER_COUNTED:
-        _check_new(keys, list(map(hash, keys)), is_set)
+def _compared_in_pairs(known: list[Any], keys: Sequence[Any]) -> int:
+    """Return what comparing `keys` with those before them costs; one object with itself, nothing."""
+    both = [*known, *keys]
+    hashes = list(map(hash, both))
+    if len(set(hashes)) == len(hashes):
+        return 0
+    return sum(
+        comparison_cost(both[earlier]) + comparison_cost(both[number])
+        for number in range(len(known), len(both))
+        for earlier in range(number)
+        if hashes[earlier] == hashes[number] and both[earlier] is not both[number]
+    )
 
 
 def _check_new(keys: Sequence[Any], hashes: list[int], is_set: bool, container: Any = None) -> _Table | None:
-    if len(keys) <= _ONLY_COMPARED and len(set(hashes)) == len(hashes):
+    if len(keys) <= ONLY_COMPARED and len(set(hashes)) == len(hashes):
         return None
     table = _Table(container, is_set)
     table.add(keys, hashes)
@@ -297,24 +258,44 @@ class KeyTables:
 
     def __init__(self, nbytes: int) -> None:
         self._budget = 1000 + 10 * nbytes
+        self._comparisons = comparison_budget(nbytes)
         self._tables: dict[int, _Table] = {}  # by the id of the container, which they keep alive
 
     def add(self, container: Any, keys: Sequence[Any]) -> None:
         """Raise FormatError if these keys take too much work to add to a dict, a set, or None, a new frozenset."""
-        self._budget -= hash_cost(keys, self._budget)
-        if self._budget < 0:
-            raise FormatError("dict keys or set elements that take too long to hash")
+        self._count_hashing(keys)
+        if not container and len(keys) <= ONLY_COMPARED and len(set(map(hash, keys))) == len(keys):
+            return
         if not isinstance(container, (dict, set, type(None))):
             return  # of a class in allow=, which is trusted
-        if len(container or ()) + len(keys) <= _NEVER_COUNTED:
-            return
+        self._comparisons -= self._add(container, keys)
+        if self._comparisons < 0:
+            raise FormatError("dict keys or set elements that take too long to compare")
+
+    def _add(self, container: Any, keys: Sequence[Any]) -> int:
+        """Return what comparing the keys with each other and with those of `container` costs."""
+        table = self._tables.get(id(container))
+        if table is None and len(container or ()) + len(keys) <= _ONE_BY_ONE:
+            known = list(container or ())
+            self._count_hashing(known)  # once more
+            return _compared_in_pairs(known, keys)
         hashes = list(map(hash, keys))
         is_set = not isinstance(container, dict)
-        table = self._tables.get(id(container))
         if table is None and container:
             table = self._tables[id(container)] = _Table(container, is_set)
             table.add(known := list(container), list(map(hash, known)))
         if table is not None:
+            before = table.compared
             table.add(keys, hashes)
-        elif (table := _check_new(keys, hashes, is_set, container)) is not None and container is not None:
+            return table.compared - before
+        table = _check_new(keys, hashes, is_set, container)
+        if table is None:
+            return 0
+        if container is not None:
             self._tables[id(container)] = table
+        return table.compared
+
+    def _count_hashing(self, keys: Sequence[Any]) -> None:
+        self._budget -= hash_cost(keys, self._budget)
+        if self._budget < 0:
+            raise FormatError("dict keys or set elements that take too long to hash")

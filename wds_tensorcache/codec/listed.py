@@ -27,6 +27,7 @@ __all__ = ["BUILDERS", "FACTORIES", "LISTED", "Listed", "numpy_dtype_arguments",
 
 _DECIMALS = Context(capitals=1)  # str(Decimal) depends on the thread's context
 MAX_FRACTION_BITS = 4096  # the greatest common divisor of longer numbers takes seconds
+MAX_RANGE_BITS = 4096  # the length of a range is a quotient
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,21 @@ def _fraction_arguments(value: Fraction) -> tuple[int, int]:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_FRACTION_BITS:
         raise ValueError(f"a Fraction of more than {MAX_FRACTION_BITS} bits; store its numerator and denominator")
     return value.numerator, value.denominator
+
+
+def _range_arguments(value: range) -> tuple[int, int, int]:
+    parts = (value.start, value.stop, value.step)
+    if max(map(int.bit_length, parts)) > MAX_RANGE_BITS:
+        raise ValueError(f"a range of numbers of more than {MAX_RANGE_BITS} bits; store its three numbers")
+    return parts
+
+
+def _build_range(args: tuple[Any, ...]) -> range:
+    start, stop, step = args
+    _plain(int)(args)
+    if max(map(int.bit_length, args)) > MAX_RANGE_BITS:
+        raise ValueError(f"a range of numbers of more than {MAX_RANGE_BITS} bits")
+    return range(start, stop, step)
 
 
 # datetime's own pickles hold its fields as bytes and the C constructor trusts them: they are read field by field instead
@@ -244,7 +260,7 @@ _Row = tuple[Any, str, str, Callable[[Any], tuple[Any, ...]], Callable[[tuple[An
 def _rows() -> Iterator[_Row]:
     yield complex, "builtins", "complex", lambda v: (v.real, v.imag), _checked(complex, float, counts=(2,))
     yield slice, "builtins", "slice", _slice_arguments, _checked(slice, int, type(None), counts=(3,))
-    yield range, "builtins", "range", lambda v: (v.start, v.stop, v.step), _checked(range, int, counts=(3,))
+    yield range, "builtins", "range", _range_arguments, _build_range
     yield Decimal, "decimal", "Decimal", lambda v: (_DECIMALS.to_sci_string(v),), _checked(Decimal, str, counts=(1,))
     yield Fraction, "fractions", "Fraction", _fraction_arguments, _build_fraction
     yield date, "datetime", "date", lambda v: v.__reduce__()[1], _build_date

@@ -6,7 +6,6 @@ Python version. This one writes the same bytes for the same sample everywhere, a
 
 from __future__ import annotations
 
-import copyreg
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -19,13 +18,16 @@ import torch
 
 from wds_tensorcache.codec import opcodes as op
 from wds_tensorcache.codec.builder import MAX_DEQUES
+from wds_tensorcache.codec.calls import call_budget, call_cost, join_parts
 from wds_tensorcache.codec.collector import collector_paused
-from wds_tensorcache.codec.hashing import are_few_texts, check_keys, hash_cost
+from wds_tensorcache.codec.hashing import comparison_budget, work_of_keys
+from wds_tensorcache.codec.key_costs import are_few_texts, hash_cost
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
 from wds_tensorcache.codec.listed import FACTORIES, LISTED, numpy_dtype_arguments, torch_dtype_name
 from wds_tensorcache.codec.names import Counter, component, join, unique
 from wds_tensorcache.codec.nesting import MAX_DEPTH
+from wds_tensorcache.codec.reduction import reduction
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.refusals import at, checked_arguments, remedy
 from wds_tensorcache.codec.storable import StorableTensor, describe_tensor
@@ -46,24 +48,28 @@ class SkeletonWriter:
         self._allow = allow
         self._classes = {cls: key for key, cls in allow.items()}
         self._parts: list[bytes] = []  # what to write; empty where a MEMOIZE or a GET may come
-        self._gets: list[tuple[int, int]] = []  # which of these is a GET, and the MEMOIZE of what it gets
+        self._gets: dict[int, int] = {}  # which of these is a GET, and the MEMOIZE of what it gets
+        self._fetched: list[tuple[int, Any]] = []  # which of these get the argument of a call, and what it is
+        self._call_cost = 0
         self._slots: dict[int, tuple[int, object]] = {}  # by id; holds the object, so that its id is not reused
         self._texts: dict[type, dict[Any, int]] = {str: {}, bytes: {}}  # by value
         self._globals: dict[tuple[str, str], int] = {}
         self._canonicals: dict[int, tuple[object, bytes | None]] = {}  # by id, as above
-        self._hash_cost = 0
+        self._hash_cost = self._comparisons = 0
         self.needs_allow = False  # whether a reader must allow classes
         self._num_deques = 0
 
     def body(self) -> bytes:
         """Return the pickle behind the preamble."""
-        memo = {slot: number for number, slot in enumerate(sorted({slot for _, slot in self._gets}))}
-        for index, slot in self._gets:
-            self._parts[slot] = op.MEMOIZE
-            self._parts[index] = op.write_get(memo[slot])
-        body = b"".join(self._parts) + op.STOP
+        body = join_parts(self._parts, self._gets, self._fetched, self._call_cost)
+        if self._call_cost > call_budget(len(body)):
+            raise EncodeError(f"values that take {self._call_cost} bytes to build, most of them shared; use a tensor")
         if self._hash_cost > 1000 + 10 * len(body):
             raise EncodeError(f"{self._hash_cost} parts in keys and set elements, most of them shared; use a list")
+        if self._comparisons > comparison_budget(len(body)):
+            raise EncodeError(
+                "keys or set elements that share hashes and are long, or shared by many dicts; use a list"
+            )
         if self._num_deques > MAX_DEQUES:
             raise EncodeError(f"{self._num_deques} deques, and at most {MAX_DEQUES} are read back; store list(x)")
         return body
@@ -100,7 +106,7 @@ class SkeletonWriter:
             raise EncodeError(f"{at(path)}: {remedy(value)}")
 
     def _get(self, slot: int) -> None:
-        self._gets.append((len(self._parts), slot))
+        self._gets[len(self._parts)] = slot
         self._parts.append(b"")
 
     def _remember(self, value: object) -> None:
@@ -165,7 +171,7 @@ class SkeletonWriter:
             return
         try:
             self._hash_cost += hash_cost(keys, sys.maxsize)
-            check_keys(keys, is_set)
+            self._comparisons += work_of_keys(keys, is_set)
         except FormatError as exc:
             raise EncodeError(f"{at(path)}: {exc}; use other keys, or a list") from exc
 
@@ -260,10 +266,17 @@ class SkeletonWriter:
         self._global(module, name)
         if len(arguments) not in op.TUPLES:
             self._parts.append(op.MARK)
-        for argument in arguments:
-            self.save(argument, path, Counter(), depth)
+        self._save_arguments(arguments, path, Counter(), depth)
         self._parts.append(op.TUPLES.get(len(arguments), op.TUPLE))
         self._parts.append(op.REDUCE)
+
+    def _save_arguments(self, arguments: tuple[Any, ...], path: str, inside: Counter, depth: int) -> None:
+        self._call_cost += call_cost(arguments)
+        for argument in arguments:
+            num_gets = len(self._gets)
+            self.save(argument, path, inside, depth)
+            if type(argument) in self._texts and len(self._gets) > num_gets:
+                self._fetched.append((len(self._parts) - 1, argument))
 
     def _global(self, module: str, name: str) -> None:
         slot = self._globals.get((module, name))
@@ -296,30 +309,18 @@ class SkeletonWriter:
         inside = Counter()
         if isinstance(value, Enum):  # what Enum reduces to depends on the Python version
             self._global(*self._classes[cls])
-            self.save(value.value, path, inside, depth + 1)
+            self._save_arguments((value.value,), path, inside, depth + 1)
             self._parts.append(op.TUPLE1 + op.REDUCE)
             self._remember(value)
             return
-        reduced: Any = value.__reduce_ex__(4)
-        parts: list[Any] = [*reduced, *[None] * 6] if type(reduced) is tuple else [None] * 6
-        function, arguments, state, items, pairs, setter = parts[:6]
-        keywords = None
-        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
-            function, *arguments = arguments
-            opcode = op.NEWOBJ
-        elif function is copyreg.__newobj_ex__:  # type: ignore[attr-defined]
-            function, arguments, keywords = arguments
-            opcode = op.NEWOBJ_EX
-        else:
-            opcode = op.REDUCE
-        if function is not cls or setter is not None:
-            raise EncodeError(
-                f"{at(path)}: {cls.__qualname__} is pickled by {function!r}, which allow= cannot cover; store its fields"
-            )
+        opcode, arguments, keywords, state, items, pairs = reduction(value, path)
         self._global(*self._classes[cls])
         self._parts.append(op.MARK)
-        for argument in arguments:
-            self.save(argument, path, inside, depth + 1)
+        if opcode == op.REDUCE:
+            self._save_arguments(arguments, path, inside, depth + 1)
+        else:  # copies nothing
+            for argument in arguments:
+                self.save(argument, path, inside, depth + 1)
         self._parts.append(op.TUPLE)
         if keywords is not None:
             self.save(keywords, path, inside, depth + 1)

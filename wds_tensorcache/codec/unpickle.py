@@ -16,7 +16,9 @@ from struct import error as StructError
 from typing import Any, NoReturn
 
 from wds_tensorcache.codec.builder import ALLOW_ONLY, MAX_DEQUES, Builder, refuse_callables
-from wds_tensorcache.codec.hashing import KeyTables, are_few_texts
+from wds_tensorcache.codec.calls import call_budget, call_cost
+from wds_tensorcache.codec.hashing import KeyTables
+from wds_tensorcache.codec.key_costs import SHORT_TEXT, are_few_texts
 from wds_tensorcache.codec.nesting import MAX_DEPTH, check_depth, shown
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
@@ -77,8 +79,9 @@ def _run(
     memo: list[Any] = []
     callables = 0  # Builders pushed and not yet called, alone or as the one argument that a defaultdict takes
     tables = KeyTables(size)
-    argument_budget = 1_000_000 + 10 * size  # one text may be fetched from the memo for many calls, which copy it
+    argument_budget = call_budget(size)
     num_deques = 0
+    has_long_texts = False
     push = stack.append
 
     # one Python loop step per opcode, the commonest opcodes first
@@ -129,10 +132,12 @@ def _run(
                     raise FormatError(f"a reference takes one string, got {', '.join(map(shown, args))}")
                 stack[-1] = reference(args[0])
             else:
-                argument_budget -= len(args) + sum(map(_nbytes, args))
+                argument_budget -= call_cost(args)
                 num_deques += builder.is_deque
                 if argument_budget < 0 or num_deques > MAX_DEQUES:
                     raise FormatError(f"calls with too much to copy, or more than {MAX_DEQUES} deques")
+                if builder.cls is not None:
+                    refuse_callables(args, callables + _is_factory(args))
                 stack[-1] = builder.build(args)
         elif op == 0x47:  # BINFLOAT
             push(_FLOAT(body, pos)[0])
@@ -158,7 +163,9 @@ def _run(
             if target.__class__ not in _DICTS and target.__class__ not in allow.values():
                 raise FormatError(f"SETITEMS at byte {pos - 1} on a {type(target).__name__}")
             keys = items[::2]
-            if not are_few_texts(keys, len(target) if isinstance(target, dict) else 0):
+            if not are_few_texts(keys, len(target) if isinstance(target, dict) else 0) or (
+                has_long_texts and max(map(len, keys), default=0) > SHORT_TEXT
+            ):
                 tables.add(target, keys)
             for key, value in zip(keys, items[1::2], strict=True):
                 target[key] = value
@@ -201,6 +208,7 @@ def _run(
                     f"the opcode at byte {pos - 1} announces {end - begin} bytes, {size - begin} are left"
                 )
             push(make(body[begin:end]))
+            has_long_texts = has_long_texts or make is _text
             pos = end
         elif op == 0x6A:  # LONG_BINGET
             value = memo[_UINT32(body, pos)[0]]
@@ -239,7 +247,7 @@ def _run(
         elif op == 0x2E:  # STOP
             break
         elif allow and op in ALLOW_ONLY:
-            callables -= ALLOW_ONLY[op](stack, allow)
+            callables -= ALLOW_ONLY[op](stack, allow, callables)
         else:
             _refuse(op, pos - 1)
     if pos != size:
@@ -261,13 +269,6 @@ def _is_factory(args: tuple[Any, ...]) -> bool:
 
 def _text(raw: bytes) -> str:
     return str(raw, "utf-8", "surrogatepass")
-
-
-def _nbytes(argument: Any) -> int:
-    """Return how much a call with this argument has to copy, or to compute with."""
-    if argument.__class__ is int:
-        return argument.bit_length() >> 3
-    return len(argument) if argument.__class__ in (str, bytes, tuple) else 0
 
 
 def _integer(raw: bytes) -> int:
@@ -297,7 +298,7 @@ def _find(
         return REFERENCE
     cls = allow.get(key)
     if cls is not None:
-        return Builder(lambda args: _call(cls, args), cls=cls)
+        return Builder(lambda args: cls(*args), cls=cls)
     if key in builders:
         return builders[key]
     needs = f"{module:.80}.{name:.80}"
@@ -306,11 +307,6 @@ def _find(
     )
     error.needs = needs
     raise error
-
-
-def _call(cls: type, args: tuple[Any, ...]) -> Any:
-    refuse_callables(args)
-    return cls(*args)
 
 
 def _refuse(op: int, pos: int) -> NoReturn:
