@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import wds_tensorcache as tc
 from tests.shards.damage import flip, members, sample, write
 from tests.shards.tars import build, build_with_tarfile, by_tarfile_in, special
+from wds_tensorcache.shards import catalog
 from wds_tensorcache.shards.rewrite import stage_without
 from wds_tensorcache.shards.tar import BLOCK
 
@@ -159,3 +162,46 @@ def test_what_is_of_no_sample_stays_when_samples_leave(tmp_path: Path) -> None:
     found[0].publish(fsync=False)
     with tarfile.open(path) as archive:
         assert archive.getnames() == ["d", "README", "a.json", "__license__", "d/link", "e"]
+
+
+def test_members_over_a_stale_index_are_not_cut(tmp_path: Path) -> None:
+    """`tar -r` writes from the end of the archive on, over an index, whose trailer stays; one header among them is lost."""
+    path = tmp_path / "a.tar"
+    with tc.ShardWriter(path, manifest=False, idx=False) as writer:
+        for number in range(3000):
+            writer.write(f"{number:06d}", number)
+    for number in range(20):
+        (tmp_path / f"z{number:02d}.json").write_text(str(number))
+    names = [f"z{number:02d}.json" for number in range(20)]
+    nbytes = path.stat().st_size
+    subprocess.run(["tar", "-rf", path, "-C", tmp_path, *names], check=True)
+    assert path.stat().st_size == nbytes, "the index has room for them"
+    with tarfile.open(path) as archive:
+        lost = archive.getmember("z05.json").offset
+    with open(path, "r+b") as file:
+        file.seek(lost)
+        file.write(bytes(512))
+    before = path.read_bytes()
+    for footer in (True, False):
+        with pytest.raises(tc.TarFormatError, match=r"tc\.repair"):
+            tc.index(path, footer=footer)
+        assert path.read_bytes() == before
+
+
+def test_a_shard_that_takes_the_name_of_another_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = tmp_path / "a.tar", tmp_path / "b.tar"
+    for shard, count in ((path, 3), (other, 300)):
+        with tc.ShardWriter(shard, manifest=False, idx=False, footer=False) as writer:
+            for number in range(count):
+                writer.write(str(number), number)
+    before, scan = other.read_bytes(), catalog.scan_shard
+
+    def replaced(*args: Any) -> Any:
+        found = scan(*args)
+        os.replace(other, path)
+        return found
+
+    monkeypatch.setattr(catalog, "scan_shard", replaced)
+    with pytest.raises(tc.FormatError, match="another file has this name"):
+        tc.index(path, footer=True)
+    assert path.read_bytes() == before

@@ -177,8 +177,9 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
         listing = catalog.read()
     found = replace(found, fingerprint=_fingerprint(file, listing.fingerprint(name)))
     if footer:
-        file.check_unchanged()
         with open(path, "r+b") as shard:
+            # Hazard: another file may have the name since the scan. What is cut and written is the file that was scanned.
+            file.check_is(shard.fileno())
             # a crash in between leaves bytes behind the archive that no reader looks at
             shard.truncate(found.end + 1024)
             shard.seek(0, os.SEEK_END)

@@ -19,7 +19,7 @@ from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix, split
 from wds_tensorcache.shards.reader import sidecar_path
 from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.tar import BLOCK, is_meta_name, names_of, padding
-from wds_tensorcache.shards.tar_fields import check_checksum, parse_number
+from wds_tensorcache.shards.tar_fields import adds_up, parse_number
 
 __all__ = ["Place", "Places", "find_places"]
 
@@ -172,11 +172,11 @@ class Places:
             header = self._read(begin - BLOCK, begin)
         except (FormatError, OSError):
             return _UNREADABLE
-        if not _adds_up(header):
+        if not adds_up(header):
             there = header[:_MAX_FIELD_NBYTES].partition(b"\0")[0]
             if not is_plain or not _NAME(there) or there.lower() == raw.lower():
                 return _UNREADABLE
-            if _adds_up(raw.ljust(_MAX_FIELD_NBYTES, b"\0") + header[_MAX_FIELD_NBYTES:]):
+            if adds_up(raw.ljust(_MAX_FIELD_NBYTES, b"\0") + header[_MAX_FIELD_NBYTES:]):
                 return _UNREADABLE  # the name alone is damaged
             # damaged elsewhere: it may still name a member of another key
             split = split_member(there.decode())
@@ -215,11 +215,3 @@ class Places:
         except (TensorCacheError, OSError):
             return False
         return bool(made.intdigest() == digest)
-
-
-def _adds_up(header: bytes) -> bool:
-    try:
-        check_checksum(header, BLOCK)
-    except FormatError:
-        return False
-    return True

@@ -7,12 +7,13 @@ import os
 import re
 
 from wds_tensorcache.errors import FormatError, Kind, TarFormatError
-from wds_tensorcache.shards.footer import TRAILER_NBYTES, declared_place
+from wds_tensorcache.shards.footer import TRAILER_NBYTES, declared_place, read_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import MANIFEST, dali_index_path, read_manifest
 from wds_tensorcache.shards.reader import load_index, sidecar_path
 from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.tar import BLOCK
+from wds_tensorcache.shards.tar_fields import adds_up
 
 __all__ = ["check_end", "load_whole"]
 
@@ -60,6 +61,9 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
             at = begin + len(chunk) - len(chunk.lstrip(b"\0"))
             what = f"bytes that are no index, after the end of the archive at byte {end}"
             raise _refused(file, what, at)
+    if stop < file.nbytes and read_footer(file.read, file.nbytes) is None:
+        # Hazard: `tar -r` writes over an index from its beginning, and leaves its trailer: what is before that may be members.
+        _refuse_headers(file, stop)
     later = 0 if place is None else place[1]
     with contextlib.suppress(OSError, FormatError):
         beside = ShardFile(sidecar_path(file.path))
@@ -76,6 +80,15 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
         if (count := _listed_samples(file)) > num_samples:
             what = f"zeros after {num_samples} samples, where {MANIFEST} lists {count} in a file of this length"
             raise _refused(file, what, end, "lost")
+
+
+def _refuse_headers(file: ShardFile, begin: int) -> None:
+    """Raise TarFormatError if a tar header is in what is left of a stale index, from byte `begin` on."""
+    begin -= begin % BLOCK
+    for at in range(begin, file.nbytes - BLOCK + 1, BLOCK):
+        header = file.read(at, at + BLOCK)
+        if header[257:262] == b"ustar" and adds_up(header):
+            raise _refused(file, "a tar header in what is left of an index", at)
 
 
 def _listed_samples(file: ShardFile) -> int:

@@ -97,6 +97,12 @@ class ShardFile:
         if found != self.identity:
             raise FormatError("the shard was changed while it was open: open it again").at(self.path)
 
+    def check_is(self, fd: int) -> None:
+        """Raise FormatError unless a descriptor is of this file, which was not written to since it was opened here."""
+        self.check_unchanged()
+        if _identity(os.fstat(fd)) != self.identity:
+            raise FormatError("another file has this name since it was opened: try again").at(self.path)
+
     def read_into(self, buffers: Sequence[Any], begin: int) -> None:
         """Fill `buffers` (1-D, of bytes), one behind the other, from `begin`: as few calls as the system allows.
 

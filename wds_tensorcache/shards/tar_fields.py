@@ -7,7 +7,7 @@ from zlib import adler32
 
 from wds_tensorcache.errors import TarFormatError
 
-__all__ = ["Pairs", "Records", "check_checksum", "parse_number", "parse_records", "refuse_compressed"]
+__all__ = ["Pairs", "Records", "adds_up", "check_checksum", "parse_number", "parse_records", "refuse_compressed"]
 
 Records = dict[bytes, bytes]
 Pairs = list[tuple[bytes, bytes]]
@@ -83,3 +83,12 @@ def parse_records(content: bytes, begin: int, sparse: Pairs | None = None) -> Re
             records[key] = value.rstrip(b"/")
         at = end
     return records
+
+
+def adds_up(header: bytes) -> bool:
+    """Return whether the bytes of a header add up to what it says."""
+    try:
+        check_checksum(header, 1)  # not at the beginning of a file, where a compressed one would be told
+    except TarFormatError:
+        return False
+    return True
