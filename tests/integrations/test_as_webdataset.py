@@ -90,8 +90,9 @@ members = st.lists(st.tuples(names, st.sampled_from([tarfile.REGTYPE] * 6 + TYPE
 @given(members, st.sampled_from(sorted(FORMATS)))
 def test_any_members(members: list[tuple[str, bytes, bytes]], kind: str) -> None:
     empty = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)
-    content = tar_of([(name, type_, b"" if type_ in empty else raw) for name, type_, raw in members], FORMATS[kind])
-    assert_as_webdataset(content)
+    # a file of V7 whose name ends in a slash is read as a folder, whose content would be read as a header
+    whole = [(n, t, b"" if t in empty or (t == tarfile.AREGTYPE and n.endswith("/")) else raw) for n, t, raw in members]
+    assert_as_webdataset(tar_of(whole, FORMATS[kind]))
 
 
 def test_bad_samples_are_left_out() -> None:
