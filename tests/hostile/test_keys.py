@@ -12,6 +12,7 @@ from datetime import date, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import pytest
 import wds_tensorcache as tc
 from tests.hostile.colliding import CONTAINERS, KEYS, container, integer
 from tests.hostile.pickles import PROTO, call, decode, refused, text
-from tests.hostile.tables import MODULUS, count_calls, ints_on_one_orbit, work_of, work_of_keys
+from tests.hostile.tables import HASHED_IN_PYTHON, MODULUS, count_calls, ints_on_one_orbit, work_of, work_of_keys
 from tests.shards.tars import build
 from wds_tensorcache.codec import hashing, header
 from wds_tensorcache.codec.header import form_of, make_layout
@@ -221,3 +222,11 @@ def test_the_counter_counts() -> None:
     assert calls == 200 + 199 * 200 // 2
     assert work_of([built]) == (200 * 201 // 2, 16 * 199 * 200 // 2)
     assert text("a") == b"\x8c\x01a"
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_counter_knows_every_type(key: str) -> None:
+    """No type of keys has a `__hash__` or `__eq__` in Python that is not counted."""
+    kind = type(decode(KEYS[key](3)))
+    in_python = [name for name in ("__hash__", "__eq__") if isinstance(getattr(kind, name), FunctionType)]
+    assert not in_python or issubclass(kind, HASHED_IN_PYTHON)
