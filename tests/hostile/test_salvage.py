@@ -13,8 +13,8 @@ from tests.shards.lying import put_footer, swap_keys
 from tests.shards.tars import build, raw_header, record
 from wds_tensorcache.shards.indexing import scan_shard
 from wds_tensorcache.shards.places import find_places
-from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.tar import BLOCK, names_of
+from wds_tensorcache.storage.files import ShardFile
 
 
 def test_an_index_that_swaps_keys(tmp_path: Path) -> None:

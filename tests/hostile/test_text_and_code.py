@@ -16,7 +16,7 @@ from tests.hostile.pickles import NO_TENSORS, ONE_TENSOR, PROTO, call, decode, r
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.indexing import scan_shard
 from wds_tensorcache.shards.reader import load_index
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.storage.files import ShardFile
 
 FORMAT = Path(tc.__file__).parent / "codec" / "FORMAT.md"
 

@@ -20,7 +20,7 @@ from tests.loading.batches import COUNT, LARGE, SMALL, assert_all_same, assert_b
 from tests.same import tensor_bytes
 from wds_tensorcache.loading import plan as plan_module
 from wds_tensorcache.loading.plan import Plan
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.storage.files import ShardFile
 
 
 def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:

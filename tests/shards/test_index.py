@@ -27,7 +27,7 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import scan_shard
 from wds_tensorcache.shards.manifest import ShardEntry, write_manifest
 from wds_tensorcache.shards.reader import load_index
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.storage.files import ShardFile
 
 Samples = list[dict[str, Any]]
 

@@ -9,8 +9,8 @@ from typing import Any
 from wds_tensorcache.building.progress import Progress
 from wds_tensorcache.building.source import Item, Source
 from wds_tensorcache.building.unbatch import Batch
-from wds_tensorcache.shards.threads import Job, ThreadPool
 from wds_tensorcache.shards.writer import ShardWriter
+from wds_tensorcache.storage.threads import Job, ThreadPool
 
 __all__ = ["fill"]
 

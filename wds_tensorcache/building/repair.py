@@ -13,12 +13,12 @@ from typing import Any
 from wds_tensorcache.building.verify import check_all
 from wds_tensorcache.errors import FormatError, KeyRuleError
 from wds_tensorcache.shards.catalog import MANIFEST, Listing, dali_index_path, write_dali_index
-from wds_tensorcache.shards.locks import Held
 from wds_tensorcache.shards.manifest import fsync_folder
 from wds_tensorcache.shards.report import Report
 from wds_tensorcache.shards.rewrite import copy_pieces
-from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.verify import Checked
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.locks import Held
 
 __all__ = ["repair"]
 

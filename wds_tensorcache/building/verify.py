@@ -12,14 +12,14 @@ from typing import Any
 from wds_tensorcache.codec.builder import allow_table
 from wds_tensorcache.errors import FormatError, Kind
 from wds_tensorcache.loading.opening import Found, are_counts, find_shards, num_cores
-from wds_tensorcache.shards.ahead import Readers, in_order
 from wds_tensorcache.shards.beside import check_beside
 from wds_tensorcache.shards.catalog import MANIFEST, dali_index_path
 from wds_tensorcache.shards.lookup import KeyTable
 from wds_tensorcache.shards.manifest import ShardEntry, locate_shards, read_manifest
 from wds_tensorcache.shards.report import Fault, Report
-from wds_tensorcache.shards.threads import ThreadPool
 from wds_tensorcache.shards.verify import Checked, check_shard
+from wds_tensorcache.storage.readahead import Readers, in_order
+from wds_tensorcache.storage.threads import ThreadPool
 
 __all__ = ["check_all", "verify"]
 

@@ -23,8 +23,8 @@ from wds_tensorcache.loading.leaves import Decoded, Leaves
 from wds_tensorcache.loading.memory import Memory, filler_of, nbytes_of, no_memory, to_device
 from wds_tensorcache.loading.plan import Places, Plan
 from wds_tensorcache.loading.structure import Structure, structure_of
-from wds_tensorcache.shards.arena import Pool
-from wds_tensorcache.shards.threads import ThreadPool
+from wds_tensorcache.storage.pool import Pool
+from wds_tensorcache.storage.threads import ThreadPool
 
 __all__ = ["Reading", "Request", "fill_batch", "read_batch", "read_tensors"]
 

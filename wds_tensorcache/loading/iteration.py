@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from wds_tensorcache.loading.course import Position, Step
-from wds_tensorcache.shards.threads import Cancelled, Job, ThreadPool
+from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool
 
 __all__ = ["Iteration"]
 

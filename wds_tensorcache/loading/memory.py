@@ -12,7 +12,7 @@ import torch
 from wds_tensorcache.codec.reference import Reference
 from wds_tensorcache.codec.views import check_array, view_array, view_tensor
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.shards.arena import Pool
+from wds_tensorcache.storage.pool import Pool
 
 __all__ = ["Memory", "filler_of", "nbytes_of", "no_memory", "to_device"]
 

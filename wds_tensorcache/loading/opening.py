@@ -15,15 +15,15 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.loading.dataset import TensorCache
 from wds_tensorcache.loading.join import JoinedCache
 from wds_tensorcache.loading.store import Store
-from wds_tensorcache.shards.arena import Pool
 from wds_tensorcache.shards.catalog import MANIFEST
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint, common_fields
 from wds_tensorcache.shards.manifest import locate_shards, read_manifest
-from wds_tensorcache.shards.maps import CAN_COPY
 from wds_tensorcache.shards.names import cache_name
 from wds_tensorcache.shards.reader import Shard
-from wds_tensorcache.shards.storage import Files
-from wds_tensorcache.shards.system import file_system, memory_nbytes, overcommit_is_off
+from wds_tensorcache.storage.files import Files
+from wds_tensorcache.storage.maps import CAN_COPY
+from wds_tensorcache.storage.pool import Pool
+from wds_tensorcache.storage.system import file_system, memory_nbytes, overcommit_is_off
 
 __all__ = ["Io", "are_counts", "existing_folder", "expand_braces", "find_shards", "num_cores", "open"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.shards.maps import MapLost, Maps
 from wds_tensorcache.shards.reader import Shard
 from wds_tensorcache.shards.tar import BLOCK
-from wds_tensorcache.shards.threads import ThreadPool, wait_for
+from wds_tensorcache.storage.maps import MapLost, Maps
+from wds_tensorcache.storage.threads import ThreadPool, wait_for
 
 __all__ = ["Extents", "Places", "Plan"]
 

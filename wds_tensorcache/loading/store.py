@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.loading.plan import Places
-from wds_tensorcache.shards.arena import Pool
 from wds_tensorcache.shards.lookup import KeyTable
 from wds_tensorcache.shards.reader import Shard
-from wds_tensorcache.shards.storage import Files
-from wds_tensorcache.shards.threads import ThreadPool
+from wds_tensorcache.storage.files import Files
+from wds_tensorcache.storage.pool import Pool
+from wds_tensorcache.storage.threads import ThreadPool
 
 __all__ = ["Store"]
 

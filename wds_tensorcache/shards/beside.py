@@ -16,8 +16,8 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import build_idx
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.reader import is_absent, sidecar_path
-from wds_tensorcache.shards.storage import ShardFile
 from wds_tensorcache.shards.verify import Checked
+from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["check_beside"]
 

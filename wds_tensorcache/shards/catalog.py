@@ -15,7 +15,6 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import build_footer, parse_footer, stale_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import scan_shard
-from wds_tensorcache.shards.locks import Held, remove_stray
 from wds_tensorcache.shards.manifest import (
     MANIFEST,
     ShardEntry,
@@ -28,7 +27,8 @@ from wds_tensorcache.shards.manifest import (
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.reader import load_index, sidecar_path
 from wds_tensorcache.shards.remainder import check_end
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.locks import Held, remove_stray
 
 __all__ = ["MANIFEST", "Catalog", "Listing", "dali_index_path", "dali_samples", "index", "write_dali_index"]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.lookup import KeyTable
-from wds_tensorcache.shards.storage import Files
+from wds_tensorcache.storage.files import Files
 
 __all__ = ["FinishedShards"]
 

@@ -16,16 +16,16 @@ from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.template import MISS, Template
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.shards.arena import Pool
 from wds_tensorcache.shards.footer import parse_footer, read_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.indexing import scan_shard
-from wds_tensorcache.shards.maps import MapLost, Maps, gather
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.sources import ShardSource
-from wds_tensorcache.shards.storage import Files, ShardFile
 from wds_tensorcache.shards.tar import BLOCK, names_of
 from wds_tensorcache.shards.tar_fields import parse_number
+from wds_tensorcache.storage.files import Files, ShardFile
+from wds_tensorcache.storage.maps import MapLost, Maps, gather
+from wds_tensorcache.storage.pool import Pool
 
 __all__ = ["Shard", "is_absent", "load_index", "sidecar_path"]
 

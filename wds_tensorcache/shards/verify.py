@@ -14,7 +14,6 @@ from wds_tensorcache.codec.preamble import had_preamble, parse_preamble
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, list_references
 from wds_tensorcache.errors import FormatError, Kind, TensorCacheError, UnsafeSkeletonError
-from wds_tensorcache.shards.ahead import Digest, ReadAhead, Readers
 from wds_tensorcache.shards.footer import TRAILER_NBYTES, declared_end
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import CacheEntry, IndexBuilder, split_suffix
@@ -23,9 +22,10 @@ from wds_tensorcache.shards.places import find_places
 from wds_tensorcache.shards.reader import sidecar_path
 from wds_tensorcache.shards.report import Fault
 from wds_tensorcache.shards.rewrite import Piece, append_piece
-from wds_tensorcache.shards.storage import Identity, ShardFile
 from wds_tensorcache.shards.tar import rebuild_header
 from wds_tensorcache.shards.walk import Break, End, Member, Skipped, walk
+from wds_tensorcache.storage.files import Identity, ShardFile
+from wds_tensorcache.storage.readahead import Digest, ReadAhead, Readers
 
 __all__ = ["Checked", "check_shard"]
 

@@ -13,8 +13,8 @@ import threading
 import weakref
 from collections.abc import Sequence
 
-from wds_tensorcache.shards.storage import ShardFile
-from wds_tensorcache.shards.system import file_system
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.system import file_system
 
 if sys.platform == "linux":
     import fcntl

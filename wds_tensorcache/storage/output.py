@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from wds_tensorcache.shards.arena import Pool
-from wds_tensorcache.shards.locks import create_temporary
 from wds_tensorcache.shards.manifest import fsync_folder
-from wds_tensorcache.shards.threads import Job, ThreadPool
+from wds_tensorcache.storage.locks import create_temporary
+from wds_tensorcache.storage.pool import Pool
+from wds_tensorcache.storage.threads import Job, ThreadPool
 
 __all__ = ["Output"]
 

@@ -17,7 +17,7 @@ import torch
 
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError, TarFormatError
-from wds_tensorcache.shards.system import file_system
+from wds_tensorcache.storage.system import file_system
 
 __all__ = ["Files", "Identity", "ShardFile"]
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.views import view_address
-from wds_tensorcache.shards.lease import Leases
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.lease import Leases
 
 __all__ = ["CAN_COPY", "MapLost", "Maps", "gather"]
 

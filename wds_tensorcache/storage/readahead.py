@@ -10,8 +10,8 @@ from typing import TypeVar
 import xxhash
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.storage import ShardFile
-from wds_tensorcache.shards.threads import Cancelled, Job, ThreadPool
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool
 
 __all__ = ["Digest", "ReadAhead", "Readers", "in_order"]
 
