@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from wds_tensorcache.codec.builder import allow_table
+from wds_tensorcache.codec.skeleton.builders import allow_table
 from wds_tensorcache.errors import FormatError, Kind
 from wds_tensorcache.loading.opening import Found, are_counts, find_shards, num_cores
 from wds_tensorcache.shards.beside import check_beside

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.template import assemble, taker
+from wds_tensorcache.codec.skeleton.template import assemble, taker
 
 __all__ = ["Path", "Recipe", "check_collate", "difference", "fill", "is_shared", "project", "recipe_of"]
 

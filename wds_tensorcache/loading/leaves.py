@@ -8,7 +8,7 @@ from typing import Any
 
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.reference import MemorySource, Reference
-from wds_tensorcache.codec.template import MISS, Template
+from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.loading.collate import Path, difference, project
 from wds_tensorcache.loading.plan import Places

@@ -10,7 +10,7 @@ from typing import Any
 
 from braceexpand import braceexpand
 
-from wds_tensorcache.codec.builder import allow_table
+from wds_tensorcache.codec.skeleton.builders import allow_table
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.loading.dataset import TensorCache
 from wds_tensorcache.loading.join import JoinedCache

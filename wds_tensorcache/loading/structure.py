@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.template import Template
+from wds_tensorcache.codec.skeleton.template import Template
 from wds_tensorcache.loading.collate import Recipe, fill, is_shared, recipe_of
 from wds_tensorcache.loading.columns import Columns
 

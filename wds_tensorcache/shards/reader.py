@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, is_preamble
 from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, Layout, parse_header
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, is_preamble
 from wds_tensorcache.codec.sample import check_binding, decode_body
-from wds_tensorcache.codec.template import MISS, Template
+from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import parse_footer, read_footer

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from wds_tensorcache.codec.binding import had_preamble, parse_preamble
 from wds_tensorcache.codec.header import DIGITS_END, MAX_HEADER_NBYTES, Layout, is_bound, parse_header
-from wds_tensorcache.codec.preamble import had_preamble, parse_preamble
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, list_references
 from wds_tensorcache.errors import FormatError, Kind, TensorCacheError, UnsafeSkeletonError

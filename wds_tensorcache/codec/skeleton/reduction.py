@@ -5,8 +5,8 @@ from __future__ import annotations
 import copyreg
 from typing import Any
 
-from wds_tensorcache.codec import opcodes as op
-from wds_tensorcache.codec.refusals import at
+from wds_tensorcache.codec.skeleton import opcodes as op
+from wds_tensorcache.codec.skeleton.refusals import at
 from wds_tensorcache.errors import EncodeError
 
 __all__ = ["reduction"]

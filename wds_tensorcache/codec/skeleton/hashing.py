@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.key_costs import ONLY_COMPARED, comparison_cost, hash_cost
+from wds_tensorcache.codec.skeleton.key_costs import ONLY_COMPARED, comparison_cost, hash_cost
 from wds_tensorcache.errors import FormatError
 
 __all__ = ["KeyTables", "comparison_budget", "work_of_keys"]

@@ -15,11 +15,11 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any, NoReturn
 
-from wds_tensorcache.codec.builder import ALLOW_ONLY, MAX_DEQUES, Builder, refuse_callables
-from wds_tensorcache.codec.calls import call_budget, call_cost
-from wds_tensorcache.codec.hashing import KeyTables
-from wds_tensorcache.codec.key_costs import SHORT_TEXT, are_few_texts
 from wds_tensorcache.codec.nesting import MAX_DEPTH, check_depth, shown
+from wds_tensorcache.codec.skeleton.builders import ALLOW_ONLY, MAX_DEQUES, Builder, refuse_callables
+from wds_tensorcache.codec.skeleton.calls import call_budget, call_cost
+from wds_tensorcache.codec.skeleton.hashing import KeyTables
+from wds_tensorcache.codec.skeleton.key_costs import SHORT_TEXT, are_few_texts
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
 __all__ = ["unpickle"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from wds_tensorcache.codec import opcodes as op
+from wds_tensorcache.codec.skeleton import opcodes as op
 
 __all__ = ["call_budget", "call_cost", "join_parts"]
 

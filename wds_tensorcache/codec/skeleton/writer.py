@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.codec import opcodes as op
-from wds_tensorcache.codec.builder import MAX_DEQUES
-from wds_tensorcache.codec.calls import call_budget, call_cost, join_parts
 from wds_tensorcache.codec.collector import collector_paused
-from wds_tensorcache.codec.hashing import comparison_budget, work_of_keys
-from wds_tensorcache.codec.key_costs import are_few_texts, hash_cost
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
-from wds_tensorcache.codec.listed import FACTORIES, LISTED, numpy_dtype_arguments, torch_dtype_name
-from wds_tensorcache.codec.names import Counter, component, join, unique
 from wds_tensorcache.codec.nesting import MAX_DEPTH
-from wds_tensorcache.codec.reduction import reduction
 from wds_tensorcache.codec.reference import reference_text
-from wds_tensorcache.codec.refusals import at, checked_arguments, remedy
+from wds_tensorcache.codec.skeleton import opcodes as op
+from wds_tensorcache.codec.skeleton.builders import MAX_DEQUES
+from wds_tensorcache.codec.skeleton.calls import call_budget, call_cost, join_parts
+from wds_tensorcache.codec.skeleton.hashing import comparison_budget, work_of_keys
+from wds_tensorcache.codec.skeleton.key_costs import are_few_texts, hash_cost
+from wds_tensorcache.codec.skeleton.paths import Counter, component, join, unique
+from wds_tensorcache.codec.skeleton.reduction import reduction
+from wds_tensorcache.codec.skeleton.refusals import at, checked_arguments, remedy
+from wds_tensorcache.codec.skeleton.types import FACTORIES, LISTED, numpy_dtype_arguments, torch_dtype_name
 from wds_tensorcache.codec.storable import StorableTensor, describe_tensor
 from wds_tensorcache.errors import EncodeError, FormatError
 
