@@ -13,7 +13,7 @@ from tests.shards.lying import put_footer, swap_keys
 from tests.shards.tars import build, raw_header, record
 from wds_tensorcache.shards.indexing import scan_shard
 from wds_tensorcache.shards.places import find_places
-from wds_tensorcache.shards.tar import BLOCK, names_of
+from wds_tensorcache.shards.tar.archive import BLOCK, names_of
 from wds_tensorcache.storage.files import ShardFile
 
 

@@ -11,7 +11,7 @@ import wds_tensorcache as tc
 from tests.shards.damage import members, sample, write
 from tests.shards.tars import build
 from wds_tensorcache.shards.rewrite import stage_without
-from wds_tensorcache.shards.tar import BLOCK
+from wds_tensorcache.shards.tar.archive import BLOCK
 
 BESIDE = ["idx", "manifest", "idx of version 1.1"]
 

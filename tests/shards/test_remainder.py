@@ -16,7 +16,7 @@ from tests.shards.damage import flip, members, sample, write
 from tests.shards.tars import build, build_with_tarfile, by_tarfile_in, special
 from wds_tensorcache.shards import catalog
 from wds_tensorcache.shards.rewrite import stage_without
-from wds_tensorcache.shards.tar import BLOCK
+from wds_tensorcache.shards.tar.archive import BLOCK
 
 
 def erase_header(path: Path, name: str) -> None:

@@ -11,7 +11,7 @@ from webdataset.handlers import reraise_exception
 from webdataset.tariterators import base_plus_ext
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.tar_stream import TarStream
+from wds_tensorcache.shards.tar.stream import TarStream
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["Stopped", "TarSamples", "is_named", "open_path", "tarfile_to_samples"]

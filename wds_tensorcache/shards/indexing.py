@@ -14,7 +14,7 @@ from wds_tensorcache.codec.sample import check_binding, list_references
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.index import CacheColumns, Keys, LayoutTable, MemberColumns, ShardIndex, narrow
 from wds_tensorcache.shards.names import SKELETON, TENSORS, is_cache_name, split_member
-from wds_tensorcache.shards.tar import Scanner
+from wds_tensorcache.shards.tar.archive import Scanner
 
 __all__ = ["CacheEntry", "IndexBuilder", "scan_shard", "split_suffix"]
 

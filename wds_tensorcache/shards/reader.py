@@ -21,8 +21,8 @@ from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.indexing import scan_shard
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.sources import ShardSource
-from wds_tensorcache.shards.tar import BLOCK, names_of
-from wds_tensorcache.shards.tar_fields import parse_number
+from wds_tensorcache.shards.tar.archive import BLOCK, names_of
+from wds_tensorcache.shards.tar.fields import parse_number
 from wds_tensorcache.storage.files import Files, ShardFile
 from wds_tensorcache.storage.maps import MapLost, Maps, gather
 from wds_tensorcache.storage.pool import Pool

@@ -11,8 +11,8 @@ from wds_tensorcache.shards.footer import TRAILER_NBYTES, declared_place, read_f
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import MANIFEST, dali_index_path, read_manifest
 from wds_tensorcache.shards.reader import load_index, sidecar_path
-from wds_tensorcache.shards.tar import BLOCK
-from wds_tensorcache.shards.tar_fields import adds_up
+from wds_tensorcache.shards.tar.archive import BLOCK
+from wds_tensorcache.shards.tar.fields import adds_up
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["check_end", "load_whole"]

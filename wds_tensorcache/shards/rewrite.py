@@ -12,7 +12,7 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import scan_shard
 from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.remainder import check_end
-from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE
+from wds_tensorcache.shards.tar.archive import BLOCK, END_OF_ARCHIVE
 from wds_tensorcache.shards.walk import Break, End, Skipped, walk
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.output import Output

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError, Kind, TarFormatError
-from wds_tensorcache.shards.sparse import SparseMap, read_map
-from wds_tensorcache.shards.tar import BLOCK, Scanner, is_extended, is_meta_name, padding
-from wds_tensorcache.shards.tar_fields import Pairs, check_checksum
+from wds_tensorcache.shards.tar.archive import BLOCK, Scanner, is_extended, is_meta_name, padding
+from wds_tensorcache.shards.tar.fields import Pairs, check_checksum
+from wds_tensorcache.shards.tar.sparse import SparseMap, read_map
 
 __all__ = ["TarStream"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from zlib import adler32
 
 from wds_tensorcache.errors import FormatError, TarFormatError
-from wds_tensorcache.shards.tar_fields import (
+from wds_tensorcache.shards.tar.fields import (
     Pairs,
     Records,
     check_checksum,
