@@ -34,7 +34,7 @@ from wds_tensorcache.codec.skeleton.template import learn
 from wds_tensorcache.codec.skeleton.types import BUILDERS
 from wds_tensorcache.integrations.tar_samples import tarfile_to_samples
 from wds_tensorcache.shards.footer import build_footer, parse_footer
-from wds_tensorcache.shards.indexing import scan_shard
+from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.tar import archive as tars
 from wds_tensorcache.shards.tar.stream import TarStream
 

@@ -26,7 +26,7 @@ from tests.shards.tars import build
 from wds_tensorcache.codec import header
 from wds_tensorcache.codec.header import form_of, make_layout
 from wds_tensorcache.codec.skeleton import hashing
-from wds_tensorcache.shards.indexing import CacheEntry, IndexBuilder
+from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 
 COLLIDING = [
     "int", "negative int", "Fraction", "Decimal", "UUID", "tuple", "tuple of tuples", "tuple of -1 and -2", "frozenset",

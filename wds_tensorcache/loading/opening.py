@@ -19,7 +19,7 @@ from wds_tensorcache.shards.catalog import MANIFEST
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint, common_fields
 from wds_tensorcache.shards.manifest import locate_shards, read_manifest
 from wds_tensorcache.shards.names import cache_name
-from wds_tensorcache.shards.reader import Shard
+from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.maps import CAN_COPY
 from wds_tensorcache.storage.pool import Pool

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.shards.reader import Shard
+from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.shards.tar.archive import BLOCK
 from wds_tensorcache.storage.maps import MapLost, Maps
 from wds_tensorcache.storage.threads import ThreadPool, wait_for

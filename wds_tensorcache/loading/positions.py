@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.loading.store import Store
-from wds_tensorcache.shards.reader import Shard
+from wds_tensorcache.shards.shard import Shard
 
 __all__ = ["Inverse", "Positions", "as_array", "by_shard", "in_order", "numbers_of", "shard_runs", "take"]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from wds_tensorcache.loading.plan import Places
 from wds_tensorcache.shards.lookup import KeyTable
-from wds_tensorcache.shards.reader import Shard
+from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.pool import Pool
 from wds_tensorcache.storage.threads import ThreadPool

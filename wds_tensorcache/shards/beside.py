@@ -15,7 +15,7 @@ from wds_tensorcache.shards.footer import build_footer, parse_footer, read_foote
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import build_idx
 from wds_tensorcache.shards.names import SKELETON, TENSORS
-from wds_tensorcache.shards.reader import is_absent, sidecar_path
+from wds_tensorcache.shards.shard import is_absent, sidecar_path
 from wds_tensorcache.shards.verify import Checked
 from wds_tensorcache.storage.files import ShardFile
 

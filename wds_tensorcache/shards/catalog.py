@@ -14,7 +14,7 @@ import numpy as np
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import build_footer, parse_footer, stale_footer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.indexing import scan_shard
+from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.manifest import (
     MANIFEST,
     ShardEntry,
@@ -25,8 +25,8 @@ from wds_tensorcache.shards.manifest import (
     write_manifest,
 )
 from wds_tensorcache.shards.names import SKELETON, TENSORS
-from wds_tensorcache.shards.reader import load_index, sidecar_path
 from wds_tensorcache.shards.remainder import check_end
+from wds_tensorcache.shards.shard import load_index, sidecar_path
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.locks import Held, remove_stray
 

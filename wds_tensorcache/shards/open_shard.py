@@ -11,7 +11,7 @@ from wds_tensorcache.codec.header import parse_header
 from wds_tensorcache.errors import KeyRuleError
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.indexing import CacheEntry, IndexBuilder
+from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.shards.tar.archive import END_OF_ARCHIVE, build_header, padding
 from wds_tensorcache.storage.output import Output

@@ -6,7 +6,7 @@ import os
 import re
 
 from wds_tensorcache.shards.catalog import dali_index_path
-from wds_tensorcache.shards.reader import sidecar_path
+from wds_tensorcache.shards.shard import sidecar_path
 from wds_tensorcache.storage.locks import remove_stray
 
 __all__ = ["ShardPattern"]

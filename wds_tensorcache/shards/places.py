@@ -16,7 +16,7 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import stale_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix, split_member
-from wds_tensorcache.shards.reader import sidecar_path
+from wds_tensorcache.shards.shard import sidecar_path
 from wds_tensorcache.shards.tar.archive import BLOCK, is_meta_name, names_of, padding
 from wds_tensorcache.shards.tar.fields import adds_up, parse_number
 from wds_tensorcache.storage.files import ShardFile

@@ -9,7 +9,7 @@ from typing import Any
 from wds_tensorcache.errors import TarFormatError
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.indexing import scan_shard
+from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.remainder import check_end
 from wds_tensorcache.shards.tar.archive import BLOCK, END_OF_ARCHIVE

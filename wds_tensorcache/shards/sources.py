@@ -11,7 +11,7 @@ from wds_tensorcache.storage.files import Files, Identity, ShardFile
 from wds_tensorcache.storage.pool import Pool
 
 if TYPE_CHECKING:
-    from wds_tensorcache.shards.reader import Shard
+    from wds_tensorcache.shards.shard import Shard
 
 __all__ = ["FileSource", "ShardSource"]
 

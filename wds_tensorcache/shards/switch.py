@@ -11,8 +11,8 @@ from wds_tensorcache.shards.catalog import Catalog, Listing, dali_index_path, da
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import build_idx, fsync_folder
 from wds_tensorcache.shards.pattern import ShardPattern
-from wds_tensorcache.shards.reader import sidecar_path
 from wds_tensorcache.shards.rewrite import stage_without
+from wds_tensorcache.shards.shard import sidecar_path
 from wds_tensorcache.storage.output import Output
 
 __all__ = ["Switch"]

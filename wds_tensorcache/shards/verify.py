@@ -16,12 +16,12 @@ from wds_tensorcache.codec.sample import check_binding, decode_body, list_refere
 from wds_tensorcache.errors import FormatError, Kind, TensorCacheError, UnsafeSkeletonError
 from wds_tensorcache.shards.footer import TRAILER_NBYTES, declared_end
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.indexing import CacheEntry, IndexBuilder, split_suffix
+from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder, split_suffix
 from wds_tensorcache.shards.names import SKELETON, TENSORS, split_member
 from wds_tensorcache.shards.places import find_places
-from wds_tensorcache.shards.reader import sidecar_path
 from wds_tensorcache.shards.report import Fault
 from wds_tensorcache.shards.rewrite import Piece, append_piece
+from wds_tensorcache.shards.shard import sidecar_path
 from wds_tensorcache.shards.tar.archive import rebuild_header
 from wds_tensorcache.shards.walk import Break, End, Member, Skipped, walk
 from wds_tensorcache.storage.files import Identity, ShardFile

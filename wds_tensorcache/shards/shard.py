@@ -18,7 +18,7 @@ from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import parse_footer, read_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
-from wds_tensorcache.shards.indexing import scan_shard
+from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.sources import ShardSource
 from wds_tensorcache.shards.tar.archive import BLOCK, names_of
