@@ -10,7 +10,7 @@ from wds_tensorcache.building.fill import fill
 from wds_tensorcache.building.progress import Progress
 from wds_tensorcache.building.source import Source
 from wds_tensorcache.errors import StaleCacheError
-from wds_tensorcache.loading.opening import open
+from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.shards.fingerprint import as_fingerprint
 from wds_tensorcache.shards.pattern import ShardPattern
 from wds_tensorcache.shards.writer import ShardWriter

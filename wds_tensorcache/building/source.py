@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from wds_tensorcache.loading.dataset import TensorCache
-from wds_tensorcache.loading.join import JoinedCache
+from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.shards.names import check_key
 
 __all__ = ["Item", "Source"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from wds_tensorcache.codec.skeleton.builders import allow_table
 from wds_tensorcache.errors import FormatError, Kind
-from wds_tensorcache.loading.opening import Found, are_counts, find_shards, num_cores
+from wds_tensorcache.reading.open_cache import Found, are_counts, find_shards, num_cores
 from wds_tensorcache.shards.beside import check_beside
 from wds_tensorcache.shards.catalog import MANIFEST, dali_index_path
 from wds_tensorcache.shards.lookup import KeyTable

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.loading.dataset import TensorCache
-from wds_tensorcache.loading.positions import shard_runs, take
-from wds_tensorcache.loading.schema import shapes_of
+from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.positions import shard_runs, take
+from wds_tensorcache.reading.schema import shapes_of
 
 __all__ = ["block_sizes", "buckets_of"]
 

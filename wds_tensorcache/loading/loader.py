@@ -14,15 +14,15 @@ import torch
 
 from wds_tensorcache.loading.batch_info import BatchInfo
 from wds_tensorcache.loading.buckets import block_sizes, buckets_of
-from wds_tensorcache.loading.collate import check_collate
 from wds_tensorcache.loading.course import Course, Permuted, Position, Step
-from wds_tensorcache.loading.dataset import TensorCache
 from wds_tensorcache.loading.iteration import Iteration
-from wds_tensorcache.loading.join import JoinedCache
 from wds_tensorcache.loading.order import BlockOrder, EpochOrder
 from wds_tensorcache.loading.ranks import find_rank
 from wds_tensorcache.loading.state import check_state, fingerprint_of, order_digest, position_from, state_of
 from wds_tensorcache.loading.weights import Weights, caches_of
+from wds_tensorcache.reading.batch.placement import check_collate
+from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.join import JoinedCache
 
 __all__ = ["Loader"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from wds_tensorcache.loading.course import Course, Position
-from wds_tensorcache.loading.dataset import TensorCache
+from wds_tensorcache.reading.cache import TensorCache
 
 __all__ = ["check_state", "fingerprint_of", "order_digest", "position_from", "state_of"]
 

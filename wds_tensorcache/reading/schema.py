@@ -12,9 +12,9 @@ import numpy as np
 
 from wds_tensorcache.codec.header import Form
 from wds_tensorcache.codec.reference import Reference, resolve
-from wds_tensorcache.loading.positions import Positions, by_shard, in_order
-from wds_tensorcache.loading.store import Store
-from wds_tensorcache.loading.structure import structure_of
+from wds_tensorcache.reading.batch.structure import structure_of
+from wds_tensorcache.reading.positions import Positions, by_shard, in_order
+from wds_tensorcache.reading.shard_set import Store
 from wds_tensorcache.shards.shard import Shard
 
 __all__ = ["Entry", "TensorSchema", "entries", "members_of", "name_matcher", "schema_of", "shapes_of"]

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.loading.collate import difference, fill, project
-from wds_tensorcache.loading.structure import structure_of
+from wds_tensorcache.reading.batch.placement import difference, fill, project
+from wds_tensorcache.reading.batch.structure import structure_of
 
 __all__ = ["fill_samples", "named_tensors"]
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.loading.batch import Request, fill_batch, read_batch, read_tensors
-from wds_tensorcache.loading.collate import project
-from wds_tensorcache.loading.keys import KeysView
-from wds_tensorcache.loading.positions import Inverse, Positions, as_array, numbers_of, take
-from wds_tensorcache.loading.schema import Entry, TensorSchema, entries, members_of, name_matcher, schema_of
-from wds_tensorcache.loading.store import Store
-from wds_tensorcache.loading.structure import Structure, structure_of
+from wds_tensorcache.reading.batch.assemble import Request, fill_batch, read_batch, read_tensors
+from wds_tensorcache.reading.batch.placement import project
+from wds_tensorcache.reading.batch.structure import Structure, structure_of
+from wds_tensorcache.reading.keys import KeysView
+from wds_tensorcache.reading.positions import Inverse, Positions, as_array, numbers_of, take
+from wds_tensorcache.reading.schema import Entry, TensorSchema, entries, members_of, name_matcher, schema_of
+from wds_tensorcache.reading.shard_set import Store
 
 __all__ = ["TensorCache"]
 

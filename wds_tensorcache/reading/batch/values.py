@@ -10,8 +10,8 @@ from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.reference import MemorySource, Reference
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.loading.collate import Path, difference, project
-from wds_tensorcache.loading.plan import Places
+from wds_tensorcache.reading.batch.placement import Path, difference, project
+from wds_tensorcache.reading.batch.read_plan import Places
 
 __all__ = ["Decoded", "Leaves"]
 

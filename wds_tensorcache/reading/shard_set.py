@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.loading.plan import Places
+from wds_tensorcache.reading.batch.read_plan import Places
 from wds_tensorcache.shards.lookup import KeyTable
 from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files

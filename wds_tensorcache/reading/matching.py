@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.loading.positions import by_shard, in_order
+from wds_tensorcache.reading.positions import by_shard, in_order
 from wds_tensorcache.shards.lookup import match_keys
 
 __all__ = ["are_equal", "match"]

@@ -14,7 +14,7 @@ from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.views import ARRAY_NDIM
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.loading.plan import Extents, Places
+from wds_tensorcache.reading.batch.read_plan import Extents, Places
 
 __all__ = ["Columns", "check_same_names", "check_stackable", "layouts_of"]
 

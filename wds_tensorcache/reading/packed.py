@@ -14,9 +14,9 @@ import torch
 from wds_tensorcache.codec.reference import Reference
 from wds_tensorcache.codec.views import check_array, check_tensor
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.loading.batch import Reading
-from wds_tensorcache.loading.columns import check_stackable
-from wds_tensorcache.loading.dataset import TensorCache
+from wds_tensorcache.reading.batch.assemble import Reading
+from wds_tensorcache.reading.batch.columns import check_stackable
+from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.shards.catalog import dali_index_path, write_dali_index
 
 __all__ = ["PackedMembers"]

@@ -7,8 +7,8 @@ from typing import Any
 
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.skeleton.template import Template
-from wds_tensorcache.loading.collate import Recipe, fill, is_shared, recipe_of
-from wds_tensorcache.loading.columns import Columns
+from wds_tensorcache.reading.batch.columns import Columns
+from wds_tensorcache.reading.batch.placement import Recipe, fill, is_shared, recipe_of
 
 __all__ = ["Structure", "structure_of"]
 

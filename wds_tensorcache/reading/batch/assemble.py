@@ -17,12 +17,12 @@ from wds_tensorcache.codec.realize import rebuild
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.views import check_array
 from wds_tensorcache.errors import BatchError, FormatError
-from wds_tensorcache.loading.collate import check_collate, fill
-from wds_tensorcache.loading.columns import Columns, check_same_names, check_stackable, layouts_of
-from wds_tensorcache.loading.leaves import Decoded, Leaves
-from wds_tensorcache.loading.memory import Memory, filler_of, nbytes_of, no_memory, to_device
-from wds_tensorcache.loading.plan import Places, Plan
-from wds_tensorcache.loading.structure import Structure, structure_of
+from wds_tensorcache.reading.batch.columns import Columns, check_same_names, check_stackable, layouts_of
+from wds_tensorcache.reading.batch.memory import Memory, filler_of, nbytes_of, no_memory, to_device
+from wds_tensorcache.reading.batch.placement import check_collate, fill
+from wds_tensorcache.reading.batch.read_plan import Places, Plan
+from wds_tensorcache.reading.batch.structure import Structure, structure_of
+from wds_tensorcache.reading.batch.values import Decoded, Leaves
 from wds_tensorcache.storage.pool import Pool
 from wds_tensorcache.storage.threads import ThreadPool
 

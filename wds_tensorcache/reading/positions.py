@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from wds_tensorcache.loading.store import Store
+from wds_tensorcache.reading.shard_set import Store
 from wds_tensorcache.shards.shard import Shard
 
 __all__ = ["Inverse", "Positions", "as_array", "by_shard", "in_order", "numbers_of", "shard_runs", "take"]

@@ -12,9 +12,9 @@ from braceexpand import braceexpand
 
 from wds_tensorcache.codec.skeleton.builders import allow_table
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.loading.dataset import TensorCache
-from wds_tensorcache.loading.join import JoinedCache
-from wds_tensorcache.loading.store import Store
+from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.join import JoinedCache
+from wds_tensorcache.reading.shard_set import Store
 from wds_tensorcache.shards.catalog import MANIFEST
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint, common_fields
 from wds_tensorcache.shards.manifest import locate_shards, read_manifest

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.loading.matching import are_equal, match
-from wds_tensorcache.loading.schema import Entry
+from wds_tensorcache.reading.matching import are_equal, match
+from wds_tensorcache.reading.schema import Entry
 
 __all__ = ["JoinedCache"]
 
