@@ -21,10 +21,6 @@ from wds_tensorcache.integrations import collate
 from wds_tensorcache.integrations.resumable import resumable
 from wds_tensorcache.integrations.tar_samples import tarfile_to_samples
 from wds_tensorcache.integrations.webdataset import decode, encoder
-from wds_tensorcache.loading.batch_info import BatchInfo
-from wds_tensorcache.loading.iterable import IterableCache, WorkerSetup
-from wds_tensorcache.loading.loader import Loader
-from wds_tensorcache.loading.order import EpochOrder
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.reading.nest import fill_samples, named_tensors
@@ -33,6 +29,10 @@ from wds_tensorcache.reading.packed import PackedMembers
 from wds_tensorcache.shards.catalog import index
 from wds_tensorcache.shards.report import Fault, Report
 from wds_tensorcache.shards.writer import ShardWriter
+from wds_tensorcache.training.batch_info import BatchInfo
+from wds_tensorcache.training.iterable import IterableCache, WorkerSetup
+from wds_tensorcache.training.loader import Loader
+from wds_tensorcache.training.order import EpochOrder
 
 __all__ = [
     "BatchError",

@@ -10,8 +10,8 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
-from wds_tensorcache.loading.batch_info import BatchInfo
 from wds_tensorcache.reading.batch.values import Leaves
+from wds_tensorcache.training.batch_info import BatchInfo
 
 __all__ = ["register"]
 

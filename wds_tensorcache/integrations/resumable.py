@@ -16,9 +16,9 @@ from webdataset.tariterators import tarfile_samples
 
 from wds_tensorcache.integrations.tar_samples import Stopped, TarSamples, open_path
 from wds_tensorcache.integrations.urls import find_urls
-from wds_tensorcache.loading.order import EpochOrder
-from wds_tensorcache.loading.ranks import find_rank
-from wds_tensorcache.loading.shared import SharedPosition, token_of
+from wds_tensorcache.training.order import EpochOrder
+from wds_tensorcache.training.ranks import find_rank
+from wds_tensorcache.training.shared import SharedPosition, token_of
 
 __all__ = ["ResumableStream", "resumable"]
 

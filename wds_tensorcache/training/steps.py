@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.loading.order import uniform
+from wds_tensorcache.training.order import uniform
 
 __all__ = ["Course", "Drawn", "Permuted", "Position", "Step"]
 

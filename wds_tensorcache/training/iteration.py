@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from wds_tensorcache.loading.course import Position, Step
 from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool
+from wds_tensorcache.training.steps import Position, Step
 
 __all__ = ["Iteration"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from wds_tensorcache.loading.course import Course, Position
 from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.training.steps import Course, Position
 
 __all__ = ["check_state", "fingerprint_of", "order_digest", "position_from", "state_of"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.loading.course import Drawn
+from wds_tensorcache.training.steps import Drawn
 
 __all__ = ["Weights", "caches_of"]
 

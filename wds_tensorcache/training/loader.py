@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.loading.batch_info import BatchInfo
-from wds_tensorcache.loading.buckets import block_sizes, buckets_of
-from wds_tensorcache.loading.course import Course, Permuted, Position, Step
-from wds_tensorcache.loading.iteration import Iteration
-from wds_tensorcache.loading.order import BlockOrder, EpochOrder
-from wds_tensorcache.loading.ranks import find_rank
-from wds_tensorcache.loading.state import check_state, fingerprint_of, order_digest, position_from, state_of
-from wds_tensorcache.loading.weights import Weights, caches_of
 from wds_tensorcache.reading.batch.placement import check_collate
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.join import JoinedCache
+from wds_tensorcache.training.batch_info import BatchInfo
+from wds_tensorcache.training.buckets import block_sizes, buckets_of
+from wds_tensorcache.training.iteration import Iteration
+from wds_tensorcache.training.order import BlockOrder, EpochOrder
+from wds_tensorcache.training.ranks import find_rank
+from wds_tensorcache.training.state import check_state, fingerprint_of, order_digest, position_from, state_of
+from wds_tensorcache.training.steps import Course, Permuted, Position, Step
+from wds_tensorcache.training.weights import Weights, caches_of
 
 __all__ = ["Loader"]
 

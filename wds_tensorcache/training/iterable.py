@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from wds_tensorcache.loading.loader import Loader
-from wds_tensorcache.loading.ranks import find_rank
-from wds_tensorcache.loading.shared import SharedPosition, token_of
+from wds_tensorcache.training.loader import Loader
+from wds_tensorcache.training.ranks import find_rank
+from wds_tensorcache.training.shared import SharedPosition, token_of
 
 __all__ = ["IterableCache", "WorkerSetup"]
 
