@@ -1,6 +1,5 @@
 """Caches of nested tensors in ordinary WebDataset tar shards: lazy, safe, and readable by every stock tool."""
 
-from wds_tensorcache.building.build import build
 from wds_tensorcache.building.repair import repair
 from wds_tensorcache.building.verify import verify
 from wds_tensorcache.codec.lazy import LazyTensor
@@ -28,11 +27,12 @@ from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.packed import PackedMembers
 from wds_tensorcache.shards.catalog import index
 from wds_tensorcache.shards.report import Fault, Report
-from wds_tensorcache.shards.writer import ShardWriter
 from wds_tensorcache.training.batch_info import BatchInfo
 from wds_tensorcache.training.iterable import IterableCache, WorkerSetup
 from wds_tensorcache.training.loader import Loader
 from wds_tensorcache.training.order import EpochOrder
+from wds_tensorcache.writing.build import build
+from wds_tensorcache.writing.writer import ShardWriter
 
 __all__ = [
     "BatchError",

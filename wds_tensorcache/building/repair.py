@@ -15,10 +15,10 @@ from wds_tensorcache.errors import FormatError, KeyRuleError
 from wds_tensorcache.shards.catalog import MANIFEST, Listing, dali_index_path, write_dali_index
 from wds_tensorcache.shards.manifest import fsync_folder
 from wds_tensorcache.shards.report import Report
-from wds_tensorcache.shards.rewrite import copy_pieces
 from wds_tensorcache.shards.verify import Checked
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.locks import Held
+from wds_tensorcache.writing.rewrite import copy_pieces
 
 __all__ = ["repair"]
 

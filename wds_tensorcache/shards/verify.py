@@ -20,12 +20,12 @@ from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder, split
 from wds_tensorcache.shards.names import SKELETON, TENSORS, split_member
 from wds_tensorcache.shards.places import find_places
 from wds_tensorcache.shards.report import Fault
-from wds_tensorcache.shards.rewrite import Piece, append_piece
 from wds_tensorcache.shards.shard import sidecar_path
 from wds_tensorcache.shards.tar.archive import rebuild_header
 from wds_tensorcache.shards.walk import Break, End, Member, Skipped, walk
 from wds_tensorcache.storage.files import Identity, ShardFile
 from wds_tensorcache.storage.readahead import Digest, ReadAhead, Readers
+from wds_tensorcache.writing.rewrite import Piece, append_piece
 
 __all__ = ["Checked", "check_shard"]
 

@@ -13,8 +13,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from wds_tensorcache.shards.pattern import ShardPattern
 from wds_tensorcache.storage.locks import Held, open_regular
+from wds_tensorcache.writing.pattern import ShardPattern
 
 __all__ = ["WriterLock"]
 

@@ -14,15 +14,15 @@ from wds_tensorcache.codec.sample import encode_views
 from wds_tensorcache.errors import KeyRuleError, StaleCacheError, TensorCacheError
 from wds_tensorcache.shards.catalog import Catalog, Listing, dali_index_path, write_dali_index
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint
-from wds_tensorcache.shards.finished import FinishedShards
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes, member_suffix
-from wds_tensorcache.shards.open_shard import OpenShard
-from wds_tensorcache.shards.pattern import ShardPattern
-from wds_tensorcache.shards.plain import encode_others, encode_plain
 from wds_tensorcache.shards.remainder import load_whole
-from wds_tensorcache.shards.switch import Switch
-from wds_tensorcache.shards.writer_lock import WriterLock
+from wds_tensorcache.writing.members import encode_others, encode_plain
+from wds_tensorcache.writing.open_shard import OpenShard
+from wds_tensorcache.writing.pattern import ShardPattern
+from wds_tensorcache.writing.resume import FinishedShards
+from wds_tensorcache.writing.switch import Switch
+from wds_tensorcache.writing.writer_lock import WriterLock
 
 __all__ = ["ShardWriter"]
 

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from wds_tensorcache.building.progress import Progress
-from wds_tensorcache.building.source import Item, Source
-from wds_tensorcache.building.unbatch import Batch
-from wds_tensorcache.shards.writer import ShardWriter
 from wds_tensorcache.storage.threads import Job, ThreadPool
+from wds_tensorcache.writing.build_batch import Batch
+from wds_tensorcache.writing.build_items import Item, Source
+from wds_tensorcache.writing.progress import Progress
+from wds_tensorcache.writing.writer import ShardWriter
 
 __all__ = ["fill"]
 

@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from wds_tensorcache.building.fill import fill
-from wds_tensorcache.building.progress import Progress
-from wds_tensorcache.building.source import Source
 from wds_tensorcache.errors import StaleCacheError
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.shards.fingerprint import as_fingerprint
-from wds_tensorcache.shards.pattern import ShardPattern
-from wds_tensorcache.shards.writer import ShardWriter
+from wds_tensorcache.writing.build_items import Source
+from wds_tensorcache.writing.fill import fill
+from wds_tensorcache.writing.pattern import ShardPattern
+from wds_tensorcache.writing.progress import Progress
+from wds_tensorcache.writing.writer import ShardWriter
 
 __all__ = ["build"]
 
