@@ -1,7 +1,8 @@
 """Caches of nested tensors in ordinary WebDataset tar shards: lazy, safe, and readable by every stock tool."""
 
-from wds_tensorcache.building.repair import repair
-from wds_tensorcache.building.verify import verify
+from wds_tensorcache.checking.repair import repair
+from wds_tensorcache.checking.report import Fault, Report
+from wds_tensorcache.checking.verify import verify
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
 from wds_tensorcache.codec.realize import realize
@@ -26,7 +27,6 @@ from wds_tensorcache.reading.nest import fill_samples, named_tensors
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.packed import PackedMembers
 from wds_tensorcache.shards.catalog import index
-from wds_tensorcache.shards.report import Fault, Report
 from wds_tensorcache.training.batch_info import BatchInfo
 from wds_tensorcache.training.iterable import IterableCache, WorkerSetup
 from wds_tensorcache.training.loader import Loader

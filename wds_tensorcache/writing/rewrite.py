@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from wds_tensorcache.checking.walk import Break, End, Skipped, walk
 from wds_tensorcache.errors import TarFormatError
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
@@ -13,7 +14,6 @@ from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.remainder import check_end
 from wds_tensorcache.shards.tar.archive import BLOCK, END_OF_ARCHIVE
-from wds_tensorcache.shards.walk import Break, End, Skipped, walk
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.output import Output
 

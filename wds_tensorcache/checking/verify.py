@@ -9,15 +9,15 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from wds_tensorcache.checking.report import Fault, Report
+from wds_tensorcache.checking.shard_check import Checked, check_shard
+from wds_tensorcache.checking.sidecars import check_beside
 from wds_tensorcache.codec.skeleton.builders import allow_table
 from wds_tensorcache.errors import FormatError, Kind
 from wds_tensorcache.reading.open_cache import Found, are_counts, find_shards, num_cores
-from wds_tensorcache.shards.beside import check_beside
 from wds_tensorcache.shards.catalog import MANIFEST, dali_index_path
 from wds_tensorcache.shards.lookup import KeyTable
 from wds_tensorcache.shards.manifest import ShardEntry, locate_shards, read_manifest
-from wds_tensorcache.shards.report import Fault, Report
-from wds_tensorcache.shards.verify import Checked, check_shard
 from wds_tensorcache.storage.readahead import Readers, in_order
 from wds_tensorcache.storage.threads import ThreadPool
 

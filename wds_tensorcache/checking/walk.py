@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from wds_tensorcache.checking.places import Place, Places
 from wds_tensorcache.errors import FormatError, Kind
 from wds_tensorcache.shards.names import split_member
-from wds_tensorcache.shards.places import Place, Places
 from wds_tensorcache.shards.tar.archive import BLOCK, Scanner, is_extended, padding
 from wds_tensorcache.shards.tar.fields import check_checksum, parse_number, parse_records
 

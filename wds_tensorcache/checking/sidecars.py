@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from wds_tensorcache.checking.shard_check import Checked
 from wds_tensorcache.errors import FormatError, KeyRuleError
 from wds_tensorcache.shards.catalog import dali_index_path, dali_samples
 from wds_tensorcache.shards.footer import build_footer, parse_footer, read_footer
@@ -16,7 +17,6 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import build_idx
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.shard import is_absent, sidecar_path
-from wds_tensorcache.shards.verify import Checked
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["check_beside"]

@@ -10,12 +10,12 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from wds_tensorcache.building.verify import check_all
+from wds_tensorcache.checking.report import Report
+from wds_tensorcache.checking.shard_check import Checked
+from wds_tensorcache.checking.verify import check_all
 from wds_tensorcache.errors import FormatError, KeyRuleError
 from wds_tensorcache.shards.catalog import MANIFEST, Listing, dali_index_path, write_dali_index
 from wds_tensorcache.shards.manifest import fsync_folder
-from wds_tensorcache.shards.report import Report
-from wds_tensorcache.shards.verify import Checked
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.locks import Held
 from wds_tensorcache.writing.rewrite import copy_pieces
