@@ -17,10 +17,10 @@ from wds_tensorcache.errors import (
     TensorCacheError,
     UnsafeSkeletonError,
 )
-from wds_tensorcache.integrations import collate
-from wds_tensorcache.integrations.resumable import resumable
-from wds_tensorcache.integrations.tar_samples import tarfile_to_samples
+from wds_tensorcache.integrations import torch_collate as collate
 from wds_tensorcache.integrations.webdataset import decode, encoder
+from wds_tensorcache.integrations.webdataset_resumable import resumable
+from wds_tensorcache.integrations.webdataset_tar import tarfile_to_samples
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.reading.nest import fill_samples, named_tensors

@@ -32,7 +32,7 @@ from wds_tensorcache.codec.skeleton.builders import allow_table
 from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import learn
 from wds_tensorcache.codec.skeleton.types import BUILDERS
-from wds_tensorcache.integrations.tar_samples import tarfile_to_samples
+from wds_tensorcache.integrations.webdataset_tar import tarfile_to_samples
 from wds_tensorcache.shards.footer import build_footer, parse_footer
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.tar import archive as tars

@@ -12,7 +12,7 @@ from braceexpand import braceexpand
 from webdataset.pipeline import DataPipeline
 from webdataset.shardlists import envsubst
 
-from wds_tensorcache.integrations.tar_samples import is_named
+from wds_tensorcache.integrations.webdataset_tar import is_named
 from wds_tensorcache.reading.open_cache import existing_folder, expand_braces, find_shards
 
 __all__ = ["find_urls"]

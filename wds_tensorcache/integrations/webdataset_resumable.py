@@ -14,8 +14,8 @@ from webdataset.pipeline import DataPipeline
 from webdataset.shardlists import split_by_node, split_by_worker
 from webdataset.tariterators import tarfile_samples
 
-from wds_tensorcache.integrations.tar_samples import Stopped, TarSamples, open_path
-from wds_tensorcache.integrations.urls import find_urls
+from wds_tensorcache.integrations.webdataset_tar import Stopped, TarSamples, open_path
+from wds_tensorcache.integrations.webdataset_urls import find_urls
 from wds_tensorcache.training.order import EpochOrder
 from wds_tensorcache.training.ranks import find_rank
 from wds_tensorcache.training.shared import SharedPosition, token_of
