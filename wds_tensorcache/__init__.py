@@ -32,6 +32,7 @@ from wds_tensorcache.training.iterable import IterableCache, WorkerSetup
 from wds_tensorcache.training.loader import Loader
 from wds_tensorcache.training.order import EpochOrder
 from wds_tensorcache.writing.build import build
+from wds_tensorcache.writing.versions import drop
 from wds_tensorcache.writing.writer import ShardWriter
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "build",
     "decode",
     "decode_sample",
+    "drop",
     "encode_sample",
     "encoder",
     "fill_samples",

@@ -1,4 +1,4 @@
-"""Caches made of datasets: each sample once, taken up where they were left, and made again where an input changed."""
+"""Caches of datasets: each sample once, resumed after interruptions, and refused where an item has changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,20 +196,23 @@ def test_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [(0,), (22,), (0, 1, 2, 3, 4), (7, 13), tuple(range(COUNT))], ids=str)
-def test_inputs_that_changed(tmp_path: Path, changed: tuple[int, ...]) -> None:
+def test_items_that_changed_are_refused(tmp_path: Path, changed: tuple[int, ...]) -> None:
+    """Nothing is computed after the first of them; without `digest=`, nothing tells."""
     build(Numbers(), tmp_path, digest=digest).close()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     fn, called = counted()
-    cache = build(Numbers(changed), tmp_path, fn, digest=digest)
-    assert called == [i + 100 for i in changed]
-    assert sorted(cache.keys()) == [f"{i:09d}" for i in range(COUNT)]
-    assert Counter(cache.keys()).most_common(1)[0][1] == 1
-    for i in range(COUNT):
-        assert_same(double([Numbers(changed)[i]])[0], tc.realize(cache[f"{i:09d}"]))
-    assert cache.members["digest.txt"] == COUNT
-    cache.close()
-    fn, called = counted()
-    build(Numbers(changed), tmp_path, fn, digest=digest).close()
+    with pytest.raises(tc.StaleCacheError, match=rf"^{len(changed)} of 30 items have changed .*reuse='{tmp_path}'"):
+        build(Numbers(changed, 30), tmp_path, fn, digest=digest)
     assert called == []
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    build(Numbers(changed), tmp_path, fn).close()
+    assert called == []
+
+
+def test_samples_without_a_digest_have_changed(tmp_path: Path) -> None:
+    build(Numbers(), tmp_path / "x").close()
+    with pytest.raises(tc.StaleCacheError, match="23 of 23 items have changed"):
+        build(Numbers(), tmp_path / "x", digest=digest)
 
 
 def test_what_was_made_otherwise(tmp_path: Path) -> None:

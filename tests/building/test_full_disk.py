@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.building.test_build import COUNT, Numbers, build, digest, double
-from tests.building.test_switch import CHANGES, look, prepare
 from tests.kills import compare
 
 LIMITS = [0, 300, 3_000]  # of the bytes of each file
@@ -49,13 +47,15 @@ def strays(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_while_samples_are_replaced(tmp_path: Path, limit: int) -> None:
-    """Also when a shard is announced that replaces others."""
-    source = CHANGES["some"]
-    old, whole = prepare(tmp_path, source)
+def test_while_a_version_is_built(tmp_path: Path, limit: int) -> None:
+    """The old version stays as it is, and the next call resumes."""
+    source = Numbers((0, 7, 8, 9, 13), COUNT + 3)
+    build(Numbers(), tmp_path / "v1", digest=digest).close()
+    options: dict[str, Any] = {"digest": digest, "batch_size": 1, "max_samples": 2, "reuse": tmp_path / "v1"}
+    build(source, tmp_path / "whole", **options).close()
     failed = 0
     for at in range(1, 9):
-        folder, called = shutil.copytree(old, tmp_path / f"{at}"), 0
+        folder, called = tmp_path / f"{at}", 0
 
         def fn(items: list[dict[str, Any]]) -> list[Any]:
             nonlocal called
@@ -64,13 +64,14 @@ def test_while_samples_are_replaced(tmp_path: Path, limit: int) -> None:
                 fill(limit)
             return double(items)
 
-        failed += fails(lambda: build(source, folder, fn, digest=digest, batch_size=1))  # noqa: B023
-        assert not strays(folder)
-        assert look(folder, source) in (0, 2)
-        build(source, folder, digest=digest).close()
-        assert look(folder, source) == 2
-    assert failed > 1
-    assert look(whole, source) == 2
+        failed += fails(lambda: build(source, folder, fn, **options))  # noqa: B023
+        assert not strays(tmp_path)
+        assert not folder.exists()
+        build(source, folder, **options).close()
+        compare(folder, tmp_path / "whole")
+    assert failed == 8
+    assert tc.verify(tmp_path / "v1")
+    assert sorted(os.listdir(tmp_path)) == sorted(["v1", "whole", *map(str, range(1, 9))])
 
 
 @pytest.mark.parametrize("limit", LIMITS)
@@ -102,12 +103,15 @@ def test_everything_else(tmp_path: Path, limit: int) -> None:
         lambda: tc.repair(tmp_path / "x", tmp_path / "mended"),
         lambda: build(Numbers(count=COUNT + 9), tmp_path / "x", footer=False),
         lambda: build(Numbers(), tmp_path / "new"),
+        lambda: tc.drop(tmp_path / "x", tmp_path / "less", ["000000007"]),
         lambda: tc.ShardWriter(tmp_path / "other" / "%d.tar", fsync=False),
     ]
     failed = 0
     for call in calls:
         failed += fails(call, limit)
         assert not strays(tmp_path)
+        if (tmp_path / "less").exists():
+            assert len(tc.open(tmp_path / "less")) == COUNT - 1
         if (tmp_path / "mended").exists():
             assert limit >= 1_000
             assert len(tc.open(tmp_path / "mended")) == COUNT

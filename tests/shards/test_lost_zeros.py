@@ -11,7 +11,6 @@ import wds_tensorcache as tc
 from tests.shards.damage import members, sample, write
 from tests.shards.tars import build
 from wds_tensorcache.shards.tar.archive import BLOCK
-from wds_tensorcache.writing.rewrite import stage_without
 
 BESIDE = ["idx", "manifest", "idx of version 1.1"]
 
@@ -63,7 +62,7 @@ def test_writers_that_go_on_refuse(tmp_path: Path, beside: str) -> None:
         tc.ShardWriter(tmp_path / "%06d.tar", footer=False, resume=True, manifest=beside == "manifest")
     assert caught.value.kind == "lost"
     with pytest.raises(tc.TarFormatError, match=r"tc\.repair"):
-        stage_without(str(path), {"001"}, None)
+        tc.drop(tmp_path, tmp_path / "out", ["001"])
     assert contents(tmp_path) == before
 
 

@@ -15,8 +15,8 @@ import pytest
 import wds_tensorcache as tc
 from tests.kills import compare
 from tests.shards.damage import flip, members, write
-from wds_tensorcache.checking import repair as room
 from wds_tensorcache.shards import catalog
+from wds_tensorcache.writing import new_folder as room
 
 
 def damaged(folder: Path) -> Path:

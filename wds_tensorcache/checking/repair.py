@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import secrets
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from wds_tensorcache.checking.pieces import read_pieces
 from wds_tensorcache.checking.report import Report
 from wds_tensorcache.checking.shard_check import Checked
 from wds_tensorcache.checking.verify import check_all
 from wds_tensorcache.errors import FormatError, KeyRuleError
 from wds_tensorcache.shards.catalog import MANIFEST, Listing, dali_index_path, write_dali_index
-from wds_tensorcache.shards.manifest import fsync_folder
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.storage.locks import Held
-from wds_tensorcache.writing.rewrite import copy_pieces
+from wds_tensorcache.writing.new_folder import check_new, new_folder
+from wds_tensorcache.writing.open_shard import write_shard
 
 __all__ = ["repair"]
-
-_WRITTEN = re.compile(r".*\.(tar|idx|tmp)|manifest\.json", re.DOTALL).fullmatch  # what repair writes into its folder
 
 
 def repair(
@@ -48,8 +43,7 @@ def repair(
     samples, but no fault either, is.
 
     All is written into a hidden folder beside `out`, which becomes `out` when it is complete: whatever happens, `out` is whole
-    or as it was. What a call that was killed left beside `out` goes at the next call, where the file system has locks. Shards
-    of a rebuild that was broken off (`build(digest=…)`) are no part of what readers see, and are left out.
+    or as it was. What a call that was killed left beside `out` goes at the next call, where the file system has locks.
 
     Args:
         source: As of `verify`.
@@ -71,16 +65,7 @@ def repair(
 
     Memory: as of `verify`, with the indexes of all shards at once.
     """
-    out = os.fsdecode(out)
-    if not out:
-        raise ValueError("out='', expected a folder")
-    out = os.path.realpath(out)
-    if os.path.isdir(out) and os.path.samefile(out, os.curdir):
-        raise FileExistsError(f"{out} is the current folder, and cannot be replaced; choose a folder in it")
-    if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
-        raise FileExistsError(f"{out} is not empty; shards are repaired into a folder of their own")
-    if os.path.ismount(out):
-        raise FileExistsError(f"{out} is where a disk is mounted, and cannot be replaced; choose a folder in it")
+    out = check_new(out, "shards are repaired into a folder of their own")
     report, found = check_all(source, threads, allow, keep=True)
     _check_names([checked.path for checked, _ in found])
     if not drop and (report.num_lost or report.num_missing or any(_has_lost(checked) for checked, _ in found)):
@@ -88,7 +73,7 @@ def repair(
         raise FormatError(f"{len(report.faults)} faults, and drop=False; the first: {first}")
     left = [(checked, made) for checked, made in found if checked.pieces or not _has_lost(checked)]
     if left:
-        with _complete_or_nothing(out) as folder:
+        with new_folder(out) as folder:
             _write(left, folder)
     return report
 
@@ -121,51 +106,8 @@ def _write(found: list[tuple[Checked, Mapping[str, Any] | None]], folder: str) -
         if file.identity != checked.identity:
             raise FormatError(f"{checked.path}: the shard was changed while it was repaired")
         path = os.path.join(folder, name)
-        index = copy_pieces(file, checked.pieces, path, fingerprint)
+        index = write_shard(path, read_pieces(file, checked.pieces), fingerprint)
         with contextlib.suppress(KeyRuleError):  # names that DALI's index cannot hold
             write_dali_index(dali_index_path(path), index)
         listing.add(path, index)
     listing.write(os.path.join(folder, MANIFEST), listing.entries)  # in the order in which samples were numbered
-
-
-@contextlib.contextmanager
-def _complete_or_nothing(out: str) -> Iterator[str]:
-    """Give a folder that becomes `out` at the end of the `with` block, and goes if that fails."""
-    parent, name = os.path.split(out)
-    os.makedirs(parent, exist_ok=True)
-    for stray in os.listdir(parent):
-        path = os.path.join(parent, stray)
-        if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp", stray):
-            # OSError: another user's, no folder, or one that goes at this moment
-            with contextlib.suppress(OSError), _locked(path) as is_ours:
-                if is_ours and all(map(_WRITTEN, os.listdir(path))):
-                    shutil.rmtree(path, ignore_errors=True)
-    folder = os.path.join(parent, f".{name}.{secrets.token_hex(4)}.tmp")
-    os.mkdir(folder)
-    try:
-        with _locked(folder):
-            yield folder
-            if os.path.isdir(out):
-                shutil.copymode(out, folder)
-                if os.name != "posix":
-                    os.rmdir(out)  # elsewhere a folder cannot take an empty one's place
-            # Hazard: a name may reach the disk before what it names; but all of it is there by now.
-            os.rename(folder, out)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    fsync_folder(parent)
-
-
-@contextlib.contextmanager
-def _locked(folder: str) -> Iterator[bool]:
-    """Say that a living process writes a folder; give whether it is known that no other does.
-
-    Raises:
-        OSError: It is no folder, or another user's.
-    """
-    if os.name != "posix":
-        yield False
-        return
-    with Held(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK) as held:
-        yield held.lock() is True

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from wds_tensorcache.checking.pieces import Piece, append_piece
 from wds_tensorcache.checking.places import find_places
 from wds_tensorcache.checking.report import Fault
-from wds_tensorcache.checking.walk import Break, End, Member, Skipped, walk
+from wds_tensorcache.checking.walk import Break, End, Member, walk
 from wds_tensorcache.codec.binding import had_preamble, parse_preamble
 from wds_tensorcache.codec.header import DIGITS_END, MAX_HEADER_NBYTES, Layout, is_bound, parse_header
 from wds_tensorcache.codec.reference import MemorySource
@@ -23,9 +24,9 @@ from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder, split
 from wds_tensorcache.shards.names import SKELETON, TENSORS, split_member
 from wds_tensorcache.shards.shard import sidecar_path
 from wds_tensorcache.shards.tar.archive import rebuild_header
+from wds_tensorcache.shards.tar.skipped import Skipped
 from wds_tensorcache.storage.files import Identity, ShardFile
 from wds_tensorcache.storage.readahead import Digest, ReadAhead, Readers
-from wds_tensorcache.writing.rewrite import Piece, append_piece
 
 __all__ = ["Checked", "check_shard"]
 

@@ -123,10 +123,6 @@ def _without_number(path: str) -> str:
     return re.sub(r"[0-9]+", "#", path)
 
 
-def _names(value: Any) -> list[str]:
-    return [name for name in value if isinstance(name, str)] if isinstance(value, (dict, list)) else []
-
-
 class _Manifest:
     """What a manifest says of shards, compared with what they are."""
 
@@ -176,12 +172,8 @@ class _Manifest:
             else:
                 paths.append(path)
                 self._entries[os.path.abspath(path)] = entry
-        # those wait until they replace others, or have been replaced: readers of the manifest do not see them
-        waiting = {*_names(extra.get("held")), *_names(extra.get("gone"))}
         for name in sorted(os.listdir(folder or ".")):
             path = os.path.join(folder, name)
-            if name in waiting:
-                continue
             if name.endswith(".tar") and not name.startswith(".") and os.path.abspath(path) not in self._entries:
                 paths.append(path)
                 if not unread and os.path.basename(self._path) == MANIFEST:

@@ -15,8 +15,9 @@ from wds_tensorcache.errors import FormatError, Kind
 from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.tar.archive import BLOCK, Scanner, is_extended, padding
 from wds_tensorcache.shards.tar.fields import check_checksum, parse_number, parse_records
+from wds_tensorcache.shards.tar.skipped import Skipped, skipped_members
 
-__all__ = ["Break", "End", "Member", "Skipped", "walk"]
+__all__ = ["Break", "End", "Member", "walk"]
 
 _MIN_CHUNK_NBYTES, _MAX_CHUNK_NBYTES = 1 << 13, 1 << 20
 _MAGIC, _MAGIC_BEGIN = b"ustar", 257
@@ -45,18 +46,6 @@ class Member(NamedTuple):
     nbytes: int
     end: int
     is_rebuilt: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """Whole members `[begin, end)` that tar readers of samples skip: directories, links, metadata.
-
-    One that `is_common` is headers of all members that follow. An archive MUST NOT end with it: readers expect a member.
-    """
-
-    begin: int
-    end: int
-    is_common: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +93,7 @@ def walk(
         try:
             for name, begin, size in scanner:
                 if begin - first > BLOCK:
-                    skipped = _skip(read, nbytes, first, begin - BLOCK)
+                    skipped = skipped_members(read, nbytes, first, begin - BLOCK)
                     yield from skipped
                     first = skipped[-1].end if skipped else first
                 end_of_member = begin + size + padding(size)
@@ -124,7 +113,7 @@ def walk(
                 at, place, members = _behind_zeros(read, nbytes, end, places, limit)
             if at is not None:
                 reason, kind = "zeros, where the archive does not end", "zeros"
-        skipped = _skip(read, nbytes, first, limit)
+        skipped = skipped_members(read, nbytes, first, limit)
         yield from skipped
         behind = skipped[-1].end if skipped else first
         if not reason:
@@ -135,40 +124,6 @@ def walk(
         yield Break(min(behind, nbytes), stop, reason, kind)
         if rebuilt is not None:
             yield Member(rebuilt.name, rebuilt.begin, rebuilt.begin, rebuilt.nbytes, rebuilt.end, True)
-
-
-def _skip(read: _Read, nbytes: int, first: int, limit: int) -> list[Skipped]:
-    """Return the members that the scanner skips from byte `first` on, up to the header at byte `limit`.
-
-    Extended headers that are of that header belong to it; those of all members that follow do not.
-    """
-    skipped: list[Skipped] = []
-    at = behind = first
-    with contextlib.suppress(FormatError, OSError):
-        if limit < first + BLOCK or _end_of_extended(read, first) == limit:
-            return []  # pax tars have one before each member
-        scanner, own = Scanner(read, nbytes), dict[bytes, bytes]()
-        while at < limit and at + BLOCK <= nbytes:
-            header, begin = read(at, at + BLOCK), at
-            at += BLOCK
-            size = scanner.read_header(header, begin, own, {})[2]
-            at += size + padding(size)
-            is_common = header[_KIND] == _COMMON and behind == begin
-            if is_common or not is_extended(header):
-                if skipped and skipped[-1].is_common == is_common:
-                    skipped[-1] = Skipped(skipped[-1].begin, at, is_common)
-                else:
-                    skipped.append(Skipped(behind, at, is_common))
-                behind = at
-    return skipped
-
-
-def _end_of_extended(read: _Read, begin: int) -> int | None:
-    header = read(begin, begin + BLOCK)
-    if header[_KIND] not in _NAMING:
-        return None
-    size = parse_number(header[124:136])
-    return begin + BLOCK + size + padding(size)
 
 
 def _resume(

@@ -19,6 +19,7 @@ from wds_tensorcache.shards.manifest import (
     MANIFEST,
     ShardEntry,
     dali_index_path,
+    own_file,
     read_manifest,
     write_atomically,
     write_idx,
@@ -42,9 +43,6 @@ class Listing:
     entries: dict[str, ShardEntry] = field(default_factory=dict)
     caches: dict[str, dict[str, int]] = field(default_factory=dict)
     fingerprints: dict[str, Any] = field(default_factory=dict)
-    # finished or about to be, but not listed before others are changed; and how they are made
-    held: dict[str, Any] = field(default_factory=dict)
-    gone: list[str] = field(default_factory=list)  # not listed any more, and about to be deleted
     extra: dict[str, Any] = field(default_factory=dict)
     _spelled: dict[str, str] = field(init=False)  # `./a.tar` by `a.tar`
 
@@ -59,12 +57,11 @@ class Listing:
 
     def fingerprint(self, name: str) -> Any:
         """Return how a shard is said to be made, None if nothing is said."""
-        url = self._spelled.get(name, name)
-        return self.fingerprints.get(url, self.held.get(url))
+        return self.fingerprints.get(self._spelled.get(name, name))
 
-    def add(self, path: str, index: ShardIndex) -> None:
-        """List a shard, or replace what is said of it."""
-        entry = _entry(path, index)
+    def add(self, path: str, index: ShardIndex, entry: ShardEntry | None = None) -> None:
+        """List a shard, or replace what is said of it; `entry` is for one that has another url than its name."""
+        entry = entry or _entry(path, index)
         self.remove(entry.url, self._spelled.pop(entry.url, entry.url))
         self.entries[entry.url] = entry
         self.caches[entry.url] = {name: len(columns) for name, columns in index.caches.items()}
@@ -74,18 +71,14 @@ class Listing:
     def remove(self, *urls: str) -> None:
         """Say nothing of some shards."""
         for url in urls:
-            for table in (self.entries, self.caches, self.fingerprints, self.held):
+            for table in (self.entries, self.caches, self.fingerprints):
                 table.pop(url, None)
-        self.gone = [url for url in self.gone if url not in urls]
 
     def write(self, path: str, urls: Iterable[str], fsync: bool = True) -> None:
         """Write the manifest, with the shards in the order of `urls`."""
         ours: dict[str, Any] = {"version": _EXTRA, "caches": dict(sorted(self.caches.items()))}
-        for name, table in (("fingerprints", self.fingerprints), ("held", self.held)):
-            if table:
-                ours[name] = dict(sorted(table.items()))
-        if self.gone:
-            ours["gone"] = sorted(self.gone)
+        if self.fingerprints:
+            ours["fingerprints"] = dict(sorted(self.fingerprints.items()))
         write_manifest(path, [self.entries[url] for url in urls], {**self.extra, **ours}, fsync=fsync)
 
 
@@ -100,14 +93,10 @@ class Catalog:
     def read(self) -> Listing:
         """Return what the manifest says."""
         entries, extra = read_manifest(self._path) if os.path.exists(self._path) else ([], {})
-        tables = [extra.pop(name, {}) for name in ("caches", "fingerprints", "held")]
-        gone = extra.pop("gone", [])
-        if not all(isinstance(table, dict) for table in tables) or not isinstance(gone, list):
-            raise FormatError(f"{self._path}: caches, fingerprints and held are not all objects, or gone is no list")
-        caches, fingerprints, held = map(dict, tables)
-        if not all(value is None or isinstance(value, dict) for value in held.values()):
-            raise FormatError(f"{self._path}: held has something else than fingerprints: {held!r:.200}")
-        return Listing({entry.url: entry for entry in entries}, caches, fingerprints, held, list(map(str, gone)), extra)
+        caches, fingerprints = extra.pop("caches", {}), extra.pop("fingerprints", {})
+        if not isinstance(caches, dict) or not isinstance(fingerprints, dict):
+            raise FormatError(f"{self._path}: caches and fingerprints are not both objects")
+        return Listing({entry.url: entry for entry in entries}, caches, fingerprints, extra)
 
     def add(self, path: str, index: ShardIndex) -> None:
         """Add or replace a shard."""
@@ -177,6 +166,7 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
         listing = catalog.read()
     found = replace(found, fingerprint=_fingerprint(file, listing.fingerprint(name)))
     if footer:
+        file = own_file(file)
         with open(path, "r+b") as shard:
             # Hazard: another file may have the name since the scan. What is cut and written is the file that was scanned.
             file.check_is(shard.fileno())

@@ -8,7 +8,7 @@ from typing import Any
 
 from wds_tensorcache.errors import StaleCacheError
 
-__all__ = ["as_fingerprint", "check_fingerprint", "common_fields"]
+__all__ = ["as_fingerprint", "check_fingerprint", "check_same", "common_fields"]
 
 _NONE: Any = object()
 
@@ -42,6 +42,13 @@ def check_fingerprint(where: str, found: Mapping[str, Any] | None, expected: Map
         if other is _NONE or type(other) is not type(value) or other != value:
             has = "has no such field" if other is _NONE else f"was made with {other!r:.200}"
             raise StaleCacheError(f"{where}: expected {name}={value!r:.200}, but the cache {has}")
+
+
+def check_same(where: str, found: Mapping[str, Any] | None, mine: Mapping[str, Any] | None) -> None:
+    """Raise StaleCacheError unless a cache was made just as new samples are."""
+    if found != mine:
+        check_fingerprint(where, found, mine or {})
+        raise StaleCacheError(f"{where} was made with {found!r:.500}, new samples are made with {mine!r:.500}")
 
 
 def common_fields(fingerprints: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:

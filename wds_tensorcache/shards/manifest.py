@@ -24,6 +24,7 @@ __all__ = [
     "dali_index_path",
     "fsync_folder",
     "locate_shards",
+    "own_file",
     "read_manifest",
     "write_atomically",
     "write_idx",
@@ -33,6 +34,7 @@ __all__ = [
 MANIFEST = "manifest.json"
 _KIND = "wids-shard-index-v1"
 _WIDS_VERSION = 1
+_CHUNK_NBYTES = 1 << 22
 _OURS = "tensorcache"
 _NO_NAME = frozenset({errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ})
 _NO_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # what no file name holds, even with surrogateescape
@@ -271,6 +273,21 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
         raise
     if fsync:
         fsync_folder(os.path.dirname(path))
+
+
+def own_file(file: ShardFile) -> ShardFile:
+    """Return the file, or a copy in its place if it has other names: versions of a cache share shards by hard links.
+
+    Raises:
+        FormatError: Another file has its name since it was opened.
+    """
+    if os.fstat(file.fd).st_nlink < 2:
+        return file
+    parts = (file.read(at, min(at + _CHUNK_NBYTES, file.nbytes)) for at in range(0, file.nbytes, _CHUNK_NBYTES))
+    if ShardFile(file.path).identity != file.identity:
+        raise FormatError("another file has this name since it was opened: try again").at(file.path)
+    write_atomically(os.path.realpath(file.path), parts)
+    return ShardFile(file.path)
 
 
 def fsync_folder(folder: str) -> None:

@@ -36,7 +36,7 @@ class Output:
         self.path = path
         self._pid = os.getpid()
         self._file = create_temporary(path)  # closed by finish and drop
-        self._temporary = self._file.path
+        self.temporary = self._file.path  # what was appended can be read there after `flush`
         self._thread = ThreadPool(1, "tensorcache-output")
         self._writing: deque[Job[None]] = deque()
         self._stage: Any = None
@@ -116,20 +116,12 @@ class Output:
 
     def finish(self, fsync: bool) -> None:
         """Give the file its name; with `fsync` after it is on disk, else a crash may leave the name with other bytes."""
-        self.complete(fsync)
-        self.publish(fsync)
-
-    def complete(self, fsync: bool) -> None:
-        """Return when all is written, with `fsync` on disk; the file has no name yet, and nothing can be appended."""
         self.flush()
         if fsync:
             os.fsync(self._file.fd)
         self._close()
-
-    def publish(self, fsync: bool) -> None:
-        """Give the complete file its name; with `fsync` wait until that is on disk."""
         try:
-            os.replace(self._temporary, self.path)
+            os.replace(self.temporary, self.path)
         except BaseException:
             self.drop()
             raise
@@ -144,7 +136,7 @@ class Output:
             self._close()
         finally:
             with contextlib.suppress(OSError):
-                os.remove(self._temporary)
+                os.remove(self.temporary)
 
     def _close(self) -> None:
         self._thread.close(cancel=True)

@@ -1,21 +1,28 @@
-"""Make a cache of a dataset: a function over batches, written behind its back, and taken up where it was left."""
+"""Build a cache: run a function over a dataset in batches while a background thread writes the results."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from wds_tensorcache.errors import StaleCacheError
 from wds_tensorcache.reading.open_cache import open
-from wds_tensorcache.shards.fingerprint import as_fingerprint
-from wds_tensorcache.writing.build_items import Source
-from wds_tensorcache.writing.fill import fill
-from wds_tensorcache.writing.pattern import ShardPattern
-from wds_tensorcache.writing.progress import Progress
-from wds_tensorcache.writing.writer import ShardWriter
+from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
+from wds_tensorcache.writing.build_items import Item, Source
+from wds_tensorcache.writing.fill import DIGEST, Progress, Target, fill
+from wds_tensorcache.writing.finished import FinishedShards, Place, load_finished
+from wds_tensorcache.writing.new_folder import check_new
+from wds_tensorcache.writing.pattern import DEFAULT_NAME, ShardPattern
+from wds_tensorcache.writing.versions import OldCache, Part, write_version
+from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
+from wds_tensorcache.writing.writer_lock import WriterLock
 
 __all__ = ["build"]
+
+_Function = Callable[[list[Any]], Any]
 
 
 def build(
@@ -24,102 +31,280 @@ def build(
     out: str | os.PathLike[str],
     *,
     fingerprint: Mapping[str, Any],
+    reuse: str | os.PathLike[str] | None = None,
     batch_size: int = 32,
     keys: Sequence[str] | Callable[[Any], str] | None = None,
     digest: Callable[[Any], str] | None = None,
     workers: int = 0,
     progress: bool | None = None,
-    pattern: str = "%06d.tar",
-    max_samples: int = 1000,
+    max_samples: int = MAX_SAMPLES,
     **options: Any,
 ) -> Any:
-    """Make a cache of what a function, say a model on a GPU, makes of a dataset.
+    """Build a cache of what a function, for example a model on a GPU, computes from a dataset.
 
-    Called again, it goes on behind the last finished shard. Items whose samples are there are not computed again, but for those
-    that share a batch with one that is: batches are the same however often it was broken off, and so are the shards' bytes if
-    `fn` makes the same of the same batch.
+    Called again, it resumes after the last finished shard. Items whose samples are there are not computed again, except those
+    that share a batch with one that is. Batches are the same however often the build was interrupted, and so are the bytes of
+    the shards, if `fn` computes the same from the same batch.
+
+    A cache is written once. Where items change or go, build a *version*, a new folder: `build(items, fn, "v2", reuse="v1",
+    digest=…)` takes the samples whose key and digest are those of an item from `v1`, and computes the others. Samples of items
+    that changed take the places of the old ones, new samples follow in new shards, and samples without an item are left out.
+    Sample indices stay if nothing is left out. Shards without a change are hard links to those of `v1`, or copies where the
+    file system cannot link them: never write into a shard in place. `v1` stays as it is.
 
     Args:
-        source: A map-style dataset (`len`, `[i]`), or any iterable. Samples of items that are no longer in it stay.
+        source: A map-style dataset (`len`, `[i]`), or any iterable. Without `reuse`, samples of items that are not in it stay.
         fn: Called with a list of up to `batch_size` items, in the caller's thread; returns as many samples in a list, or
             a nest of dicts of tensors, arrays and lists `[B, …]`, which is cut along the first dimension. What it returns is
             copied, from a device on its current stream, so that `fn` may use its memory again (objects of classes in `allow`
-            that are no dataclasses are not); samples are written by another thread while it computes the next.
-        out: The folder.
-        fingerprint: How `fn` makes them: model, revision, dtype, scaling, crop, …, in what JSON holds. A folder with another
-            one is refused: `tc.open(out, expect=fingerprint)` is how readers check it.
-        batch_size: Items per call.
-        keys: The samples' keys: one for each item of a map-style dataset, or a function of an item. By default an item's
+            that are no dataclasses are not); another thread writes the samples while it computes the next.
+        out: A folder, or a pattern as of `ShardWriter`. With `reuse`, a new folder: it appears by one rename when the version
+            is complete and on disk. If it is there and has just the samples of these items, it is opened.
+        fingerprint: How `fn` makes the samples: model, revision, dtype, scaling, crop, …, in what JSON holds. A folder with
+            another one is refused, also as `reuse`. Readers check it by `tc.open(out, expect=fingerprint)`.
+        reuse: Folder of the cache to take samples from. New shards are named like its last one, unless `out` is a pattern.
+            Computed samples wait in the hidden folder `.NAME.building` beside `out`, where the next call resumes if this one
+            is interrupted. Without `digest` it goes by keys alone: delete that folder to compute all of them again.
+        batch_size: Number of items per call. With `reuse`, batches have only items that are to be computed.
+        keys: Keys of the samples: one for each item of a map-style dataset, or a function of an item. By default an item's
             `"__key__"` if it is a dict that has one, else its number, which is right as long as items neither change nor
-            move. If keys are a function or in the items, all items are read again to go on.
-        digest: Returns a text that differs when an item does. It is kept as a member `digest.txt`; items whose text is
-            another one than the cache's, or of which it has none, are computed again, in batches of their own. The new
-            samples replace the old ones at once when all are written, and are the last ones of the cache from then on. Until
-            then the folder reads as before, and while files are renamed (killed there: until the next call) it is refused.
-            With `manifest=False`, readers see both until then.
-        workers: Processes that read a map-style dataset, as of torch's `DataLoader`.
+            move. If keys are a function or in the items, all items are read again to resume.
+        digest: Returns a text that differs when an item does, which is kept as a member `digest.txt`. Items whose text is
+            another one, or whose sample has none, have changed.
+        workers: Number of processes that read a map-style dataset, as of torch's `DataLoader`.
         progress: Show rate and time left, with `tqdm`; by default where it is installed and stderr is a terminal.
-        pattern: Of the shards' names in the folder.
-        max_samples: Of a shard: what a break costs at most. More of them make fewer files.
+        max_samples: A shard takes no more samples; an interruption costs at most these.
         options: Others of `ShardWriter`; `allow` is `open`'s, too.
 
     Returns:
         The cache, opened.
 
     Raises:
-        StaleCacheError: The folder has shards of another fingerprint.
+        StaleCacheError: The folder, or the one to reuse, has another fingerprint. Items have changed, and their samples are in
+            `out` itself: finished samples of new items stay there.
         FileExistsError: Another call, in this process or another one, builds there; nothing is read or computed.
+        FileNotFoundError: There is no cache to reuse, or `out` has other files than a cache.
         KeyRuleError: A key is no key.
         ValueError: `fn` returned something else than as many samples; two items have one key; the source is empty; the folder
-            has shards of other names.
+            has shards of other names. The cache to reuse is `out`, lists shards outside of its folder, or has samples with
+            other caches than one without a name.
         TypeError: The source is no dataset, the fingerprint nothing that JSON holds, or a digest no text.
-        FormatError: A finished shard is damaged.
-        Whatever `source` and `fn` raise: finished shards stay, and the next call goes on behind them.
+        FormatError: A finished shard, or one to reuse, is damaged, or was changed meanwhile.
+        Whatever `source` and `fn` raise: finished shards stay, and the next call resumes after them.
 
-    Memory: of two batches on their way to the shards, besides those of `fn`; with workers, of what they read ahead. On disk,
-        shards that lose samples are there twice until all of them are written.
+    Memory: of two batches that are being written, besides those of `fn`; with workers, of what they read ahead.
     """
     made = as_fingerprint(fingerprint)
-    folder = os.fspath(out)
-    _check(folder, pattern, options)
+    pattern = ShardPattern(os.fspath(out))
+    _check(pattern, options)
     items = Source(source, keys, digest, batch_size, workers)
-    try:
-        sink = ShardWriter(
-            os.path.join(folder, pattern), fingerprint=made, resume=True, max_samples=max_samples, **options
-        )
-    except StaleCacheError as exc:
-        raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
-    try:
-        with sink, Progress(items.count, progress) as bar:
-            if digest is None and sink.is_replacing:
-                raise ValueError(f"a build with digest= was broken off in {folder!r}: finish it with digest= first")
-            count = fill(sink, items, fn, batch_size, digest is not None, bar)
-            if not count and not sink.num_finished:
-                raise ValueError("the source has no items")
-    except BaseException as exc:
-        if hasattr(exc, "add_note"):  # from Python 3.11 on
-            count = sink.num_finished - len(sink.finished)
-            exc.add_note(
-                f"tc.build: finished shards stay in {folder!r}, {count} samples of this call; called again, it goes on there"
-            )
-        raise
+    options |= {"fingerprint": made, "max_samples": max_samples}
+    folder, has_digests = pattern.folder or os.curdir, digest is not None
+    with Progress(items.count, progress) as bar:
+        if reuse is None:
+            _extend(items, fn, pattern, has_digests, bar, options)
+        elif os.path.isdir(folder) and os.path.isdir(reuse) and os.path.samefile(folder, reuse):
+            raise ValueError(f"reuse={os.fspath(reuse)!r} is out itself; expected a new folder for the new version")
+        elif os.path.isdir(folder) and os.listdir(folder):
+            there = _load_checked(folder, made)
+            fill(_missing(items, there.shards, None, folder, has_digests, bar), fn, bar)
+        else:
+            name = None if pattern.is_default else pattern.name
+            old = _load_checked(reuse, made)
+            _build_version(items, fn, check_new(folder), old, name, has_digests, batch_size, bar, options)
     return open(folder, expect=made, allow=options.get("allow", ()))
 
 
-def _check(folder: str, pattern: str, options: Mapping[str, Any]) -> None:
+def _load_checked(folder: str | os.PathLike[str], made: dict[str, Any]) -> OldCache:
+    """Return a cache whose samples can be taken for those of this build."""
+    old = OldCache(folder)
+    for path, index in old.shards.indexes.items():
+        check_same(path, index.fingerprint, made)
+        if len(index.keys) and (list(index.caches) != [""] or index.caches[""].rows is not None):
+            raise ValueError(f"{path}: expected one cache without a name in every sample, got {list(index.caches)}")
+    return old
+
+
+def _check(pattern: ShardPattern, options: Mapping[str, Any]) -> None:
     """Raise unless a cache can be built there."""
     for name in ("resume", "overwrite"):
         if name in options:
-            raise TypeError(f"build always goes on with what is in the folder: {name}= has no place here")
+            raise TypeError(f"build always resumes with what is in the folder: {name}= has no place here")
     if not options.get("footer", True) and not options.get("manifest", True):
         raise ValueError("without footer and manifest, nothing keeps the fingerprint")
-    if os.path.basename(pattern) != pattern:
-        raise ValueError(f"pattern={pattern!r}, expected a file's name, such as '%06d.tar'")
-    if not folder:
-        raise ValueError("out='', expected a folder")
-    ours = ShardPattern(pattern)
+
+
+def _extend(
+    items: Source, fn: _Function, pattern: ShardPattern, has_digests: bool, bar: Progress, options: dict[str, Any]
+) -> None:
+    """Write the samples that are not in a folder."""
+    folder = pattern.folder or os.curdir
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
-        if name.endswith(".tar") and not name.startswith(".") and not ours.covers(name):
+        if name.endswith(".tar") and not name.startswith(".") and not pattern.covers(name):
             raise ValueError(
-                f"{folder} has {name}, which is none of pattern={pattern!r}: build into a folder of its own"
+                f"{folder} has {name}, which is none of {pattern.name!r}: pass its pattern, or build into another folder"
             )
+    try:
+        sink = ShardWriter(str(pattern), resume=True, **options)
+    except StaleCacheError as exc:
+        raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
+    with _noting(sink, folder), sink:
+        fill(_missing(items, sink.finished, sink, folder, has_digests, bar), fn, bar)
+
+
+def _missing(
+    items: Source, there: FinishedShards, sink: ShardWriter | None, folder: str, has_digests: bool, bar: Progress
+) -> Iterator[list[Target]]:
+    """Yield all batches, with the writer for samples that are not there.
+
+    Raises:
+        StaleCacheError: At the end, if items have changed: nothing is computed after the first of these. Without a writer,
+            also if samples have no item, or items no sample.
+    """
+    seen: set[str] = set()
+    num_changed = 0
+    for batch in items.batches(lambda key: not has_digests and key in there):
+        targets: list[Target] = []
+        for item in _each_once(batch, seen):
+            places = there.find(item.key)
+            targets.append((item, None if places else sink))
+            if places:
+                bar.skip()
+            if places or sink is None:
+                num_changed += not any(_is_right(there, place, item) for place in places)
+        if not num_changed:
+            yield targets
+    num_gone = 0 if sink is not None else sum(key not in seen for index in there.indexes.values() for key in index.keys)
+    if num_changed or num_gone:
+        what = f"{num_changed} of {len(seen)} items have changed since the samples in {folder!r} were made"
+        what += f", and {num_gone} samples have no item" * (num_gone > 0)
+        raise StaleCacheError(f"{what}; build a new version, into another folder, with reuse={folder!r}")
+    _check_any(seen or there)
+
+
+def _build_version(
+    items: Source,
+    fn: _Function,
+    out: str,
+    old: OldCache,
+    name: str | None,
+    has_digests: bool,
+    batch_size: int,
+    bar: Progress,
+    options: dict[str, Any],
+) -> None:
+    """Compute what cannot be reused, and let the folder of the version appear.
+
+    What is computed goes into a cache of its own, so that an interrupted build resumes as any other does.
+    """
+    folder = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.building")
+    pattern = ShardPattern(os.path.join(folder, DEFAULT_NAME))
+    kinds = {kind: options.get(kind, True) for kind in ("footer", "idx", "manifest", "fsync")}
+    options = {**options, "idx": False, "manifest": True}
+    os.makedirs(folder, exist_ok=True)
+    with contextlib.closing(WriterLock(ShardPattern(os.path.join(folder, "version.tar")))):
+        try:
+            check_new(out)  # another call may have built it until now
+            try:
+                sink = ShardWriter(str(pattern), resume=True, **options)
+            except StaleCacheError:  # of another fingerprint
+                sink = ShardWriter(str(pattern), overwrite=True, **options)
+            seen: set[str] = set()
+            with _noting(sink, folder), sink:
+                there, sink.finished = sink.finished, FinishedShards({})  # what is stale there is written again
+                fill(_stale(items, old, there, sink, seen, has_digests, batch_size, bar), fn, bar)
+                _check_any(seen)
+            computed = load_finished(pattern.existing().values(), {})
+            write_version(out, old, _put_together(old, computed, seen, name), computed, **kinds)
+            pattern.remove(list(pattern.existing().values()))
+        finally:
+            if not pattern.existing():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _put_together(old: OldCache, computed: FinishedShards, seen: set[str], name: str | None) -> list[Part]:
+    """Return the shards of a version: the old ones, without samples of items that are gone, and new ones."""
+    for part in old.parts.values():
+        part.gone.update(key for key in old.shards.indexes[part.path].keys if key not in seen)
+    parts, urls = list(old.parts.values()), old.next_urls(name)
+    for path, index in computed.indexes.items():
+        are_new = [
+            key in seen and key not in old.shards and computed.find(key)[-1] == (path, row)
+            for row, key in enumerate(index.keys)
+        ]
+        if any(are_new):
+            gone = {key for key, is_new in zip(index.keys, are_new, strict=True) if not is_new}
+            parts.append(Part(next(urls), path, computed, gone))
+    return parts
+
+
+def _stale(
+    items: Source,
+    old: OldCache,
+    computed: FinishedShards,
+    sink: ShardWriter,
+    seen: set[str],
+    has_digests: bool,
+    batch_size: int,
+    bar: Progress,
+) -> Iterator[list[Target]]:
+    """Yield batches of the items that cannot be reused, with the writer for those that are not computed yet.
+
+    Put into the parts of `old` which samples they take the places of.
+    """
+    todo: list[Target] = []
+    for batch in items.batches(lambda key: not has_digests and key in old.shards):
+        for item in _each_once(batch, seen):
+            places = old.shards.find(item.key)
+            right = next((place for place in places if _is_right(old.shards, place, item)), None)
+            for place in places:  # of several samples of one key, one stays
+                if place != (right or places[0]):
+                    old.parts[place[0]].gone.add(item.key)
+                elif right is None:
+                    old.parts[place[0]].changed.add(item.key)
+            found = computed.find(item.key)
+            is_there = right is not None or (bool(found) and _is_right(computed, found[-1], item))
+            if is_there:
+                bar.skip()
+            if right is None:
+                todo.append((item, None if is_there else sink))
+        while len(todo) >= batch_size:
+            yield todo[:batch_size]
+            del todo[:batch_size]
+    if todo:
+        yield todo
+
+
+def _check_any(found: Collection[str] | FinishedShards) -> None:
+    if not len(found):
+        raise ValueError("the source has no items")
+
+
+def _each_once(batch: Iterable[Item], seen: set[str]) -> Iterator[Item]:
+    """Yield items, and put their keys into `seen`.
+
+    Raises:
+        ValueError: A key is there already.
+    """
+    for item in batch:
+        if item.key in seen:
+            raise ValueError(f"two items have the key {item.key!r}")
+        seen.add(item.key)
+        yield item
+
+
+def _is_right(finished: FinishedShards, place: Place, item: Item) -> bool:
+    return item.digest is None or finished.read_member(place, DIGEST) == item.digest.encode()
+
+
+@contextlib.contextmanager
+def _noting(sink: ShardWriter, folder: str) -> Iterator[None]:
+    """Note in an exception what was finished before it."""
+    before = sink.num_finished
+    try:
+        yield
+    except BaseException as exc:
+        if hasattr(exc, "add_note"):  # from Python 3.11 on
+            what = f"{sink.num_finished - before} samples of this call"
+            exc.add_note(f"tc.build: finished shards stay in {folder!r}, {what}; called again, it resumes there")
+        raise

@@ -1,22 +1,24 @@
-"""The shard that a writer has open: its members one behind the other, and what its index will say of them."""
+"""Shards that are being written: sample by sample, or of whole members that other shards have."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from wds_tensorcache.codec.header import parse_header
 from wds_tensorcache.errors import KeyRuleError
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
+from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder, scan_shard
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.shards.tar.archive import END_OF_ARCHIVE, build_header, padding
+from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.output import Output
 
-__all__ = ["OpenShard"]
+__all__ = ["OpenShard", "write_shard"]
 
 
 class OpenShard:
@@ -82,3 +84,42 @@ class OpenShard:
     def drop(self) -> None:
         """Delete what was written."""
         self._output.drop()
+
+
+def write_shard(
+    path: str,
+    members: Iterable[bytes],
+    fingerprint: Mapping[str, Any] | None,
+    *,
+    footer: bool = True,
+    fsync: bool = True,
+) -> ShardIndex:
+    """Write a shard of whole members, and return its index, which is found by a scan.
+
+    Args:
+        path: Of the shard.
+        members: Bytes of the archive up to the end-of-archive marker, in chunks of any length.
+        fingerprint: How it was made.
+        footer: Put the index after it.
+        fsync: Wait for the disk.
+
+    Raises:
+        FormatError: The members are no tar, or a damaged one. Nothing is written.
+    """
+    output, nbytes = Output(path), 0
+    try:
+        for chunk in itertools.chain(members, [END_OF_ARCHIVE]):
+            output.append([chunk], len(chunk))
+            nbytes += len(chunk)
+        output.flush()
+        written = ShardFile(output.temporary)
+        index = dataclasses.replace(scan_shard(written.read, nbytes), fingerprint=fingerprint)
+        del written  # elsewhere than on POSIX systems an open file keeps its name
+        if footer:
+            tail = build_footer(index)
+            output.append([tail], len(tail))
+        output.finish(fsync)
+    except BaseException:
+        output.drop()
+        raise
+    return index

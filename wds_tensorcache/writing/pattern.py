@@ -9,27 +9,39 @@ from wds_tensorcache.shards.catalog import dali_index_path
 from wds_tensorcache.shards.shard import sidecar_path
 from wds_tensorcache.storage.locks import remove_stray
 
-__all__ = ["ShardPattern"]
+__all__ = ["DEFAULT_NAME", "ShardPattern"]
 
+DEFAULT_NAME = "%06d.tar"
+_SIDECARS = (".idx", ".index")
 _NUMBER = re.compile(r"%(?:0\d+)?d")
 
 
 class ShardPattern:
-    """A path with one `%d`-style number in its last part, or without one for a single shard.
+    """What the shards of a writer are called.
+
+    Args:
+        pattern: A path with one `%d`-style number in its last part, or a path that ends in `.tar`, for a single shard. All
+            other paths, and folders that are there, are folders, for shards `000000.tar`, `000001.tar`, …
 
     Raises:
-        ValueError: It has more than one number, or one in a folder's name.
+        ValueError: It has more than one number, or one in a folder's name; or it is empty.
     """
 
     def __init__(self, pattern: str) -> None:
-        self.folder, self._name = os.path.split(pattern)
+        if not pattern:
+            raise ValueError("the path is empty, expected a folder or a pattern such as 'cache/%06d.tar'")
+        is_file = "%" in pattern or pattern.endswith((".tar", *_SIDECARS))
+        self.is_default = not is_file or os.path.isdir(pattern)
+        if self.is_default:
+            pattern = os.path.join(pattern, DEFAULT_NAME)
+        self.folder, self.name = os.path.split(pattern)
         self._pattern = pattern
-        self.is_numbered = len(_NUMBER.findall(self._name)) == 1
-        if "%" in _NUMBER.sub("", self._name, count=1) or "%" in self.folder:
+        self.is_numbered = len(_NUMBER.findall(self.name)) == 1
+        if "%" in _NUMBER.sub("", self.name, count=1) or "%" in self.folder:
             raise ValueError(f"pattern {pattern!r}: expected at most one number, such as %06d, in its last part")
 
         first, second = dali_index_path(self.path(0)), dali_index_path(self.path(1))
-        if self._name.endswith((".idx", ".index")) or (self.is_numbered and first == second):
+        if self.name.endswith(_SIDECARS) or (self.is_numbered and first == second):
             raise ValueError(
                 f"pattern {pattern!r}: shards would share a name with each other's indexes; end it in .tar"
             )
@@ -45,19 +57,24 @@ class ShardPattern:
         """Return the path of a file of the folder."""
         return os.path.join(self.folder, name)
 
+    def number(self, name: str) -> int | None:
+        """Return the number of the shard of this pattern that a file of the folder is; None if it is none."""
+        if not self.is_numbered:
+            return 0 if name == self.name else None
+        match = _regex(self.name).fullmatch(name)
+        is_ours = match is not None and self.path(int(match[1])) == self.locate(name)
+        return int(match[1]) if match is not None and is_ours else None
+
     def covers(self, name: str) -> bool:
         """Return whether a file of the folder that is called so is a shard of this pattern."""
-        if not self.is_numbered:
-            return name == self._name
-        match = _regex(self._name).fullmatch(name)
-        return match is not None and self.path(int(match[1])) == self.locate(name)
+        return self.number(name) is not None
 
     def overlaps(self, name: str) -> bool:
         """Return whether a shard of this pattern may be called like one of another in the folder, whose last part is `name`.
 
         Numbers are taken for any digits: `%d` and `%03d` have names in common from 100 on.
         """
-        mine, other = _parts(self._name), _parts(name)
+        mine, other = _parts(self.name), _parts(name)
         found, todo = set[tuple[int, int]](), [(0, 0)]
         while todo:
             at = todo.pop()
@@ -77,8 +94,8 @@ class ShardPattern:
         """Return the shards that are there, by their numbers, ascending."""
         if not self.is_numbered:
             return {0: self._pattern} if os.path.exists(self._pattern) else {}
-        numbers = sorted(int(match[1]) for match in self._matches(self._name) if self.covers(match[0]))
-        return {number: self.path(number) for number in numbers}
+        numbers = map(self.number, os.listdir(self.folder or "."))
+        return {number: self.path(number) for number in sorted(each for each in numbers if each is not None)}
 
     def _matches(self, name: str, *, before: str = "", behind: str = "") -> list[re.Match[str]]:
         """Return the files of the folder that are called like this, with any number for the pattern's."""
@@ -99,7 +116,7 @@ class ShardPattern:
 
     def remove_strays(self) -> None:
         """Delete what killed writers had not finished, and nothing but files: the names may be used for anything else."""
-        for name in (self._name, dali_index_path(self._name)):
+        for name in (self.name, dali_index_path(self.name)):
             for match in self._matches(name, before=r"\.", behind=r"\.[0-9a-f]+\.tmp"):
                 remove_stray(self.locate(match[0]))
 

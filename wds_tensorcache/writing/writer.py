@@ -1,30 +1,33 @@
-"""Write shards: tar members straight from the tensors' own memory, an index behind them, and nothing half done in sight."""
+"""Write shards: tar members straight from the memory of the tensors, an index after them, and nothing half done in sight."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import encode_views
-from wds_tensorcache.errors import KeyRuleError, StaleCacheError, TensorCacheError
+from wds_tensorcache.errors import EncodeError, KeyRuleError, TensorCacheError
 from wds_tensorcache.shards.catalog import Catalog, Listing, dali_index_path, write_dali_index
-from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint
+from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes, member_suffix
 from wds_tensorcache.shards.remainder import load_whole
-from wds_tensorcache.writing.members import encode_others, encode_plain
+from wds_tensorcache.writing.finished import FinishedShards
 from wds_tensorcache.writing.open_shard import OpenShard
 from wds_tensorcache.writing.pattern import ShardPattern
-from wds_tensorcache.writing.resume import FinishedShards
-from wds_tensorcache.writing.switch import Switch
 from wds_tensorcache.writing.writer_lock import WriterLock
 
-__all__ = ["ShardWriter"]
+__all__ = ["MAX_SAMPLES", "ShardWriter"]
+
+
+MAX_SAMPLES = 4096  # of a shard, where the caller does not say
 
 
 class _Nothing:
@@ -43,7 +46,8 @@ class ShardWriter:
     the shard that was being written; the finished ones stay.
 
     Args:
-        pattern: Path with one `%d`-style number, or without one for a single shard. Folders are made.
+        pattern: A folder, for shards `000000.tar`, `000001.tar`, …; or a path with one `%d`-style number in its last part; or
+            a path without one that ends in `.tar`, for a single shard. Folders are made.
         max_samples: A shard takes no more samples.
         max_nbytes: A shard that has reached this many bytes is finished.
         footer: Put the index behind the shard's end-of-archive marker. Tar readers stop before it; under `set -o pipefail`,
@@ -74,7 +78,7 @@ class ShardWriter:
         self,
         pattern: str | os.PathLike[str],
         *,
-        max_samples: int = 10_000,
+        max_samples: int = MAX_SAMPLES,
         max_nbytes: int = 1 << 30,
         footer: bool = True,
         idx: bool = True,
@@ -95,7 +99,7 @@ class ShardWriter:
         self._max_samples, self._max_nbytes = max_samples, max_nbytes
         self._footer, self._idx, self._fsync = footer, idx, fsync
         self._fingerprint = None if fingerprint is None else as_fingerprint(fingerprint)
-        self._allow, self._align, self._encoder = tuple(allow), align, encoder or encode_plain
+        self._allow, self._align, self._encoder = tuple(allow), align, encoder or _encode_plain
         folder = self._pattern.folder or "."
         os.makedirs(folder, exist_ok=True)
         self._lock = WriterLock(self._pattern)
@@ -108,19 +112,15 @@ class ShardWriter:
     def _begin(self, folder: str, manifest: bool, overwrite: bool, resume: bool) -> None:
         """Look at what is in the folder."""
         self._catalog = Catalog(folder, self._fsync) if manifest else None
-        self._switch = Switch(self._pattern, self._catalog, footer=self._footer, idx=self._idx, fsync=self._fsync)
         existing = self._pattern.existing()
         if existing and not overwrite and not resume:
             first = next(iter(existing.values()))
             raise FileExistsError(f"{first} exists; pass overwrite=True or resume=True, or write to another folder")
         self._pattern.remove_strays()
-        self._switch.clear()
-        existing = self._pattern.existing()
         paths = list(existing.values())
         self._number = 0
         self.finished = self._take_over(paths if resume else [])
         self.num_finished = len(self.finished)  # samples in finished shards
-        self._replaced: set[str] = set()
         if resume and existing:
             self._number = max(existing) + 1
         elif existing:
@@ -149,18 +149,7 @@ class ShardWriter:
             warnings.warn(f"{what}, nor are {len(lost) - 1} others" if lost[1:] else what, stacklevel=4)
             self._catalog.remove(*lost)
         unlisted = {path: index for path, index in indexes.items() if not listing.lists(path, index)}
-        held = [path for path in unlisted if os.path.basename(path) in listing.held]
-        if held:
-            for path, index in unlisted.items():
-                self._switch.hold(path, index)
-            for key, places in finished.shared().items():
-                if any(path in held for path, _ in places):
-                    self._switch.leave(key, _older(places))
-            if any(os.path.basename(path) in listing.entries for path in unlisted):
-                # a switch had begun, so all it needs is written: until it is finished, readers refuse the folder
-                self._switch.run(self._fingerprint)
-                return self._take_over(list(self._pattern.existing().values()))
-        elif unlisted:
+        if unlisted:
             with self._catalog.changed() as listing:
                 for path, index in unlisted.items():
                     listing.add(path, index)
@@ -171,10 +160,8 @@ class ShardWriter:
         index = load_whole(path)
         found, name = index.fingerprint, os.path.basename(path)
         if found is None and listing is not None:
-            found = listing.fingerprints.get(name, listing.held.get(name))  # there is no footer
-        if found != self._fingerprint:
-            check_fingerprint(path, found, self._fingerprint or {})
-            raise StaleCacheError(f"{path} was made with {found}, this writer has {self._fingerprint}")
+            found = listing.fingerprints.get(name)  # there is no footer
+        check_same(path, found, self._fingerprint)
         index = dataclasses.replace(index, fingerprint=found)
         is_listed = listing is None or listing.lists(path, index)
         if self._idx and not (is_listed and os.path.exists(dali_index_path(path))):
@@ -183,23 +170,7 @@ class ShardWriter:
 
     def __contains__(self, key: object) -> bool:
         """Return whether a finished shard has the key, of those that `resume=True` found: `write` would skip it."""
-        return isinstance(key, str) and key not in self._replaced and key in self.finished
-
-    @property
-    def is_replacing(self) -> bool:
-        """Whether finished samples wait for older ones to go, at the end of this writer or of one that was broken off."""
-        return self._switch.is_due
-
-    def replace(self, key: str) -> None:
-        """Let a key be written again that finished shards have: the older samples go when the writer is closed.
-
-        Until then, the manifest lists neither the new sample nor whatever is finished behind it.
-        """
-        self._replaced.add(key)
-
-    def keep_newest(self, key: str) -> None:
-        """Where several finished shards have a key, let all but the newest sample go when the writer is closed."""
-        self._switch.leave(key, _older(self.finished.find(key)))
+        return isinstance(key, str) and key in self.finished
 
     def write(self, key: str, sample: Any = _NOTHING, /, **members: Any) -> None:
         """Write one sample.
@@ -248,7 +219,7 @@ class ShardWriter:
                 encoded.append((name, encode_views(value, allow=self._allow, align=self._align)))
             except TensorCacheError as exc:
                 raise exc.at(f"sample {key!r}" + (f", cache {name!r}" if name else "")) from exc
-        plain = encode_others(key, others, self._encoder) if others else {}
+        plain = _encode_others(key, others, self._encoder) if others else {}
         if (
             self._shard is not None
             and self._shard.is_full(self._max_samples, self._max_nbytes)
@@ -265,18 +236,12 @@ class ShardWriter:
             self._net = weakref.finalize(self, _drop_forgotten, str(self._pattern), self._shard, os.getpid())
             self._number += 1
         self._shard.write(key, encoded, plain)
-        if key in self._replaced:
-            self._replaced.discard(key)
-            self._switch.leave(key, [path for path, _ in self.finished.find(key)])
 
     def _finish(self) -> None:
         if self._shard is None:
             return
         shard = self._shard
-        is_held = self._catalog is not None and self._switch.is_due
         try:
-            if is_held:
-                self._switch.announce(shard.path, self._fingerprint)
             index = shard.finish(self._footer, self._fsync, self._fingerprint)
         except BaseException:
             self._drop()
@@ -285,9 +250,7 @@ class ShardWriter:
         self.num_finished += len(index.keys)
         if self._idx:
             write_dali_index(dali_index_path(shard.path), index, self._fsync)
-        if is_held:
-            self._switch.hold(shard.path, index)
-        elif self._catalog is not None:
+        if self._catalog is not None:
             self._catalog.add(shard.path, index)
 
     def _drop(self) -> None:
@@ -306,7 +269,6 @@ class ShardWriter:
         self._closed = True
         with contextlib.closing(self._lock):
             self._finish()
-            self._switch.run(self._fingerprint)
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -327,6 +289,56 @@ def _drop_forgotten(pattern: str, shard: OpenShard, pid: int) -> None:
         shard.drop()
 
 
-def _older(places: list[tuple[str, int]]) -> list[str]:
-    """Return the shards of `places` but the newest one, which may have a key twice if another writer made it."""
-    return [path for path, _ in places if path != places[-1][0]]
+def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
+    """Return the bytes of members, by extension: bytes, text, `json` and `cls` are taken.
+
+    Raises:
+        EncodeError: A member is something else, or JSON or UTF-8 cannot hold it.
+    """
+    result = {}
+    for extension, value in members.items():
+        kind = extension.rpartition(".")[2].lower()
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            result[extension] = bytes(value)
+        elif isinstance(value, str) and kind != "json":
+            try:
+                result[extension] = value.encode()
+            except UnicodeEncodeError as exc:
+                raise EncodeError(f"member {extension!r} is text that UTF-8 cannot hold: {exc}") from exc
+        elif kind == "cls" and isinstance(value, int):
+            result[extension] = b"%d" % value
+        elif kind != "json":
+            raise EncodeError(
+                f"member {extension!r} is a {type(value).__name__}; pass bytes, or encoder=webdataset.writer.make_encoder(True)"
+            )
+        else:
+            try:
+                result[extension] = json.dumps(value).encode()
+            except (TypeError, ValueError, RecursionError) as exc:
+                raise EncodeError(f"member {extension!r} is not what JSON can hold: {exc}") from exc
+    return result
+
+
+def _encode_others(
+    key: str, others: dict[str, Any], encoder: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, bytes]:
+    """Return what an encoder makes of a sample's other members, if that is right.
+
+    Raises:
+        EncodeError: It is not all bytes.
+        KeyRuleError: It has other names, or one half of a cache.
+    """
+    try:
+        plain = encoder(others)
+    except TensorCacheError as exc:
+        raise exc.at(f"sample {key!r}") from exc
+    for extension, raw in plain.items():
+        if extension not in others:
+            raise KeyRuleError(f"sample {key!r}: the encoder made {extension!r}, which is not among its members")
+        if not isinstance(raw, (bytes, bytearray)):
+            raise EncodeError(
+                f"sample {key!r}: the encoder made a {type(raw).__name__} of {extension!r}, expected bytes"
+            )
+        if extension.lower().endswith(TENSORS) and is_bound(bytes(raw[:64])):
+            raise KeyRuleError(f"sample {key!r}: {extension!r} is one half of a cache; pass what it was made of")
+    return plain
