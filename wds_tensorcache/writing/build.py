@@ -74,7 +74,7 @@ def build(
         workers: Number of processes that read a map-style dataset, as of torch's `DataLoader`.
         progress: Show rate and time left, with `tqdm`; by default where it is installed and stderr is a terminal.
         max_samples: A shard takes no more samples; an interruption costs at most these.
-        options: Others of `ShardWriter`; `allow` is `open`'s, too.
+        options: Others of `ShardWriter`; `allow` is `open`'s, too. A version always has a manifest.
 
     Returns:
         The cache, opened.
@@ -108,6 +108,8 @@ def build(
         elif os.path.isdir(folder) and os.listdir(folder):
             there = _load_checked(folder, made)
             fill(_missing(items, there.shards, None, folder, has_digests, bar), fn, bar)
+            with contextlib.suppress(FileExistsError), _claimed(os.path.realpath(folder)) as waiting:
+                shutil.rmtree(waiting, ignore_errors=True)  # a killed call may have left it
         else:
             name = None if pattern.is_default else pattern.name
             old = _load_checked(reuse, made)
@@ -197,12 +199,10 @@ def _build_version(
 
     What is computed goes into a cache of its own, so that an interrupted build resumes as any other does.
     """
-    folder = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.building")
-    pattern = ShardPattern(os.path.join(folder, DEFAULT_NAME))
-    kinds = {kind: options.get(kind, True) for kind in ("footer", "idx", "manifest", "fsync")}
+    kinds = {kind: options.get(kind, True) for kind in ("footer", "idx", "fsync")}
     options = {**options, "idx": False, "manifest": True}
-    os.makedirs(folder, exist_ok=True)
-    with contextlib.closing(WriterLock(ShardPattern(os.path.join(folder, "version.tar")))):
+    with _claimed(out) as folder:
+        pattern = ShardPattern(os.path.join(folder, DEFAULT_NAME))
         try:
             check_new(out)  # another call may have built it until now
             try:
@@ -220,6 +220,15 @@ def _build_version(
         finally:
             if not pattern.existing():
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _claimed(out: str) -> Iterator[str]:
+    """Give the folder where samples of a version wait, which no other process uses meanwhile."""
+    folder = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.building")
+    os.makedirs(folder, exist_ok=True)
+    with contextlib.closing(WriterLock(ShardPattern(os.path.join(folder, "version.tar")))):
+        yield folder
 
 
 def _put_together(old: OldCache, computed: FinishedShards, seen: set[str], name: str | None) -> list[Part]:

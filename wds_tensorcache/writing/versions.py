@@ -134,10 +134,9 @@ def write_version(
     *,
     footer: bool | None = None,
     idx: bool | None = None,
-    manifest: bool = True,
     fsync: bool = True,
 ) -> None:
-    """Write a version of a cache.
+    """Write a version of a cache, with a manifest: it has the order of the shards, and fingerprints of those without a footer.
 
     Args:
         out: Result of `check_new`.
@@ -146,14 +145,13 @@ def write_version(
         computed: Samples that take the places of others.
         footer: Put indexes after the shards that are written again; by default after those that had one.
         idx: Write `.idx` files; by default for the shards that had one.
-        manifest: Write a manifest.
         fsync: Wait for the disk.
 
     Raises:
         FormatError: A shard is damaged, or was changed since it was indexed.
         ValueError: No sample is left.
     """
-    listing = Listing(extra=Catalog(old.folder).read().extra if manifest else {})
+    listing = Listing(extra=Catalog(old.folder).read().extra)
     with new_folder(out, fsync) as folder:
         for part in parts:
             path = os.path.join(folder, part.url)
@@ -170,8 +168,7 @@ def write_version(
             listing.add(path, index, entry)
         if not any(entry.num_samples for entry in listing.entries.values()):
             raise ValueError(f"{old.folder}: no sample would be left")
-        if manifest:
-            listing.write(os.path.join(folder, MANIFEST), listing.entries, fsync)
+        listing.write(os.path.join(folder, MANIFEST), listing.entries, fsync)
         for inner, _, _ in os.walk(folder) if fsync else ():
             fsync_folder(inner)
 
