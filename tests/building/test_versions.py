@@ -192,7 +192,7 @@ def test_what_is_beside_shards(tmp_path: Path) -> None:
     assert tc.open(tmp_path / "1", expect=MADE).fingerprint == MADE
     make(numbered(k021=5), tmp_path / "2", reuse=tmp_path / "1")
     assert tc.verify(tmp_path / "2").num_samples == COUNT
-    assert (tmp_path / "2" / "000000.idx").exists()
+    assert not (tmp_path / "2" / "000000.idx").exists()
     make(numbered(k001=5), tmp_path / "3", reuse=tmp_path / "2", manifest=False)
     assert tc.open(tmp_path / "3", expect=MADE)["k001"]["of"] == 5  # in the manifest, which a version always has
 

@@ -99,21 +99,21 @@ def build(
     _check(pattern, options)
     items = Source(source, keys, digest, batch_size, workers)
     options |= {"fingerprint": made, "max_samples": max_samples}
-    folder, has_digests = pattern.folder or os.curdir, digest is not None
+    folder = pattern.folder or os.curdir
     with Progress(items.count, progress) as bar:
         if reuse is None:
-            _extend(items, fn, pattern, has_digests, bar, options)
+            _extend(items, fn, pattern, bar, options)
         elif os.path.isdir(folder) and os.path.isdir(reuse) and os.path.samefile(folder, reuse):
             raise ValueError(f"reuse={os.fspath(reuse)!r} is out itself; expected a new folder for the new version")
         elif os.path.isdir(folder) and os.listdir(folder):
             there = _load_checked(folder, made)
-            fill(_missing(items, there.shards, None, folder, has_digests, bar), fn, bar)
+            fill(_missing(items, there.shards, None, folder, bar), fn, bar)
             with contextlib.suppress(FileExistsError), _claimed(os.path.realpath(folder)) as waiting:
                 shutil.rmtree(waiting, ignore_errors=True)  # a killed call may have left it
         else:
             name = None if pattern.is_default else pattern.name
             old = _load_checked(reuse, made)
-            _build_version(items, fn, check_new(folder), old, name, has_digests, batch_size, bar, options)
+            _build_version(items, fn, check_new(folder), old, name, bar, options)
     return open(folder, expect=made, allow=options.get("allow", ()))
 
 
@@ -136,9 +136,7 @@ def _check(pattern: ShardPattern, options: Mapping[str, Any]) -> None:
         raise ValueError("without footer and manifest, nothing keeps the fingerprint")
 
 
-def _extend(
-    items: Source, fn: _Function, pattern: ShardPattern, has_digests: bool, bar: Progress, options: dict[str, Any]
-) -> None:
+def _extend(items: Source, fn: _Function, pattern: ShardPattern, bar: Progress, options: dict[str, Any]) -> None:
     """Write the samples that are not in a folder."""
     folder = pattern.folder or os.curdir
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
@@ -151,11 +149,11 @@ def _extend(
     except StaleCacheError as exc:
         raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
     with _noting(sink, folder), sink:
-        fill(_missing(items, sink.finished, sink, folder, has_digests, bar), fn, bar)
+        fill(_missing(items, sink.finished, sink, folder, bar), fn, bar)
 
 
 def _missing(
-    items: Source, there: FinishedShards, sink: ShardWriter | None, folder: str, has_digests: bool, bar: Progress
+    items: Source, there: FinishedShards, sink: ShardWriter | None, folder: str, bar: Progress
 ) -> Iterator[list[Target]]:
     """Yield all batches, with the writer for samples that are not there.
 
@@ -165,7 +163,7 @@ def _missing(
     """
     seen: set[str] = set()
     num_changed = 0
-    for batch in items.batches(lambda key: not has_digests and key in there):
+    for batch in items.batches(lambda key: not items.has_digests and key in there):
         targets: list[Target] = []
         for item in _each_once(batch, seen):
             places = there.find(item.key)
@@ -185,22 +183,13 @@ def _missing(
 
 
 def _build_version(
-    items: Source,
-    fn: _Function,
-    out: str,
-    old: OldCache,
-    name: str | None,
-    has_digests: bool,
-    batch_size: int,
-    bar: Progress,
-    options: dict[str, Any],
+    items: Source, fn: _Function, out: str, old: OldCache, name: str | None, bar: Progress, options: dict[str, Any]
 ) -> None:
     """Compute what cannot be reused, and let the folder of the version appear.
 
     What is computed goes into a cache of its own, so that an interrupted build resumes as any other does.
     """
-    kinds = {kind: options.get(kind, True) for kind in ("footer", "idx", "fsync")}
-    options = {**options, "idx": False, "manifest": True}
+    options = {**options, "manifest": True}  # for fingerprints of shards without a footer
     with _claimed(out) as folder:
         pattern = ShardPattern(os.path.join(folder, DEFAULT_NAME))
         try:
@@ -212,10 +201,12 @@ def _build_version(
             seen: set[str] = set()
             with _noting(sink, folder), sink:
                 there, sink.finished = sink.finished, FinishedShards({})  # what is stale there is written again
-                fill(_stale(items, old, there, sink, seen, has_digests, batch_size, bar), fn, bar)
+                fill(_stale(items, old, there, sink, seen, bar), fn, bar)
                 _check_any(seen)
             computed = load_finished(pattern.existing().values(), {})
-            write_version(out, old, _put_together(old, computed, seen, name), computed, **kinds)
+            write_version(
+                out, old, _put_together(old, computed, seen, name), computed, fsync=options.get("fsync", True)
+            )
             pattern.remove(list(pattern.existing().values()))
         finally:
             if not pattern.existing():
@@ -248,21 +239,14 @@ def _put_together(old: OldCache, computed: FinishedShards, seen: set[str], name:
 
 
 def _stale(
-    items: Source,
-    old: OldCache,
-    computed: FinishedShards,
-    sink: ShardWriter,
-    seen: set[str],
-    has_digests: bool,
-    batch_size: int,
-    bar: Progress,
+    items: Source, old: OldCache, computed: FinishedShards, sink: ShardWriter, seen: set[str], bar: Progress
 ) -> Iterator[list[Target]]:
     """Yield batches of the items that cannot be reused, with the writer for those that are not computed yet.
 
     Put into the parts of `old` which samples they take the places of.
     """
     todo: list[Target] = []
-    for batch in items.batches(lambda key: not has_digests and key in old.shards):
+    for batch in items.batches(lambda key: not items.has_digests and key in old.shards):
         for item in _each_once(batch, seen):
             places = old.shards.find(item.key)
             right = next((place for place in places if _is_right(old.shards, place, item)), None)
@@ -277,9 +261,9 @@ def _stale(
                 bar.skip()
             if right is None:
                 todo.append((item, None if is_there else sink))
-        while len(todo) >= batch_size:
-            yield todo[:batch_size]
-            del todo[:batch_size]
+        while len(todo) >= items.batch_size:
+            yield todo[: items.batch_size]
+            del todo[: items.batch_size]
     if todo:
         yield todo
 

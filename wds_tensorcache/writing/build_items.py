@@ -29,6 +29,8 @@ class Source:
 
     Attributes:
         count: Number of its items; None if nobody knows.
+        batch_size: Number of items in each batch but the last.
+        has_digests: Whether items have a digest.
 
     Raises:
         KeyRuleError: A key in a list of them is none.
@@ -64,7 +66,7 @@ class Source:
                 raise ValueError(f"{len(keys)} keys for {self.count} items")
             _check_keys(keys)
         self._items, self._keys, self._digest = items, keys, digest
-        self._batch_size, self._workers = batch_size, workers
+        self.batch_size, self._workers, self.has_digests = batch_size, workers, digest is not None
 
     def batches(self, is_done: Callable[[str], bool]) -> Iterator[list[Item]]:
         """Yield the items in batches, always the same ones; without values where the keys tell that all are done."""
@@ -76,7 +78,7 @@ class Source:
                     raise ValueError(f"some items have a '__key__', others have none, such as {item.key!r}: pass keys=")
                 has_key = _has_key(item.value)
             batch.append(item)
-            if len(batch) == self._batch_size:
+            if len(batch) == self.batch_size:
                 yield batch
                 batch = []
         if batch:
@@ -90,8 +92,8 @@ class Source:
         assert self.count is not None
         keys = self._known_keys(is_done)
         numbers: list[int] = []
-        for begin in range(0, self.count, self._batch_size):
-            batch = range(begin, min(begin + self._batch_size, self.count))
+        for begin in range(0, self.count, self.batch_size):
+            batch = range(begin, min(begin + self.batch_size, self.count))
             if keys is None or not all(is_done(keys[number]) for number in batch):
                 numbers += batch
         read, wanted = self._load(numbers, self._workers), set(numbers)
@@ -116,7 +118,7 @@ class Source:
 
     def _load(self, numbers: list[int], workers: int) -> Iterator[Item]:
         reader = _Reader(self._items, self._keys, self._digest)
-        batches = DataLoader(reader, batch_size=self._batch_size, sampler=numbers, num_workers=workers, collate_fn=list)
+        batches = DataLoader(reader, batch_size=self.batch_size, sampler=numbers, num_workers=workers, collate_fn=list)
         for batch in batches:
             yield from batch
 

@@ -132,19 +132,15 @@ def write_version(
     parts: Iterable[Part],
     computed: FinishedShards | None = None,
     *,
-    footer: bool | None = None,
-    idx: bool | None = None,
     fsync: bool = True,
 ) -> None:
-    """Write a version of a cache, with a manifest: it has the order of the shards, and fingerprints of those without a footer.
+    """Write a version of a cache. Its shards have a footer, a sidecar or `.idx` where those that they are made of have one.
 
     Args:
         out: Result of `check_new`.
         old: The cache; what else its manifest says is kept.
         parts: Shards of the version, in the order in which samples are numbered.
         computed: Samples that take the places of others.
-        footer: Put indexes after the shards that are written again; by default after those that had one.
-        idx: Write `.idx` files; by default for the shards that had one.
         fsync: Wait for the disk.
 
     Raises:
@@ -156,10 +152,10 @@ def write_version(
         for part in parts:
             path = os.path.join(folder, part.url)
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            index = _add(part, path, computed, footer, fsync)
+            index = _add(part, path, computed, fsync)
             if index is None:
                 continue
-            if os.path.exists(dali_index_path(part.path)) if idx is None else idx:
+            if os.path.exists(dali_index_path(part.path)):
                 with contextlib.suppress(KeyRuleError):  # names that DALI's index cannot hold
                     write_dali_index(dali_index_path(path), index, fsync)
             entry = ShardEntry(part.url, len(index.keys), os.path.getsize(path))
@@ -173,15 +169,14 @@ def write_version(
             fsync_folder(inner)
 
 
-def _add(part: Part, path: str, computed: FinishedShards | None, footer: bool | None, fsync: bool) -> ShardIndex | None:
+def _add(part: Part, path: str, computed: FinishedShards | None, fsync: bool) -> ShardIndex | None:
     """Link a shard, or write it again; return its index, None if nothing is left of it."""
     file, index = part.shards.file(part.path), part.shards.indexes[part.path]
     if part.gone or part.changed:
         spans = _left(file, part, computed)
         if not spans:
             return None
-        if footer is None:
-            footer = declared_end(file.read(max(0, file.nbytes - TRAILER_NBYTES), file.nbytes), file.nbytes) is not None
+        footer = declared_end(file.read(max(0, file.nbytes - TRAILER_NBYTES), file.nbytes), file.nbytes) is not None
         try:
             index = write_shard(path, _read(spans), index.fingerprint, footer=footer, fsync=fsync)
         except FormatError as exc:
