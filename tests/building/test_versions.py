@@ -169,6 +169,7 @@ def test_drop(tmp_path: Path) -> None:
     compare(tmp_path / "4", tmp_path / "1")
     for keys, error, message in (
         (["k001", "no"], KeyError, "no sample 'no'"),
+        ([5], KeyError, "no sample 5"),
         ("k001", TypeError, "expected a collection of keys"),
         (list(numbered()), ValueError, "no sample would be left"),
     ):
@@ -179,6 +180,18 @@ def test_drop(tmp_path: Path) -> None:
     tc.drop(tmp_path / "0", tmp_path / "5", [])
     compare(tmp_path / "5", tmp_path / "0")
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("options", [{"footer": False}, {"manifest": False}, {"idx": False}], ids=str)
+def test_options_of_the_writer(tmp_path: Path, options: dict[str, Any]) -> None:
+    make(numbered(), tmp_path / "0", **options)
+    for i, values in enumerate((numbered(30, k002=102), numbered(28, k002=102, k029=129)), 1):
+        make(values, tmp_path / f"{i}", reuse=tmp_path / f"{i - 1}", **options)
+        assert tc.verify(tmp_path / f"{i}").num_samples == len(values)
+        with tc.open(tmp_path / f"{i}", expect=MADE) as cache:
+            assert {key: cache[key]["of"] for key in values} == values
+            assert len(cache) == len(values)
+        assert bool(list((tmp_path / f"{i}").glob("*.idx"))) == options.get("idx", True)
 
 
 def test_what_is_beside_shards(tmp_path: Path) -> None:
@@ -480,6 +493,8 @@ def test_out_is_there(tmp_path: Path) -> None:
     ):
         with pytest.raises(tc.StaleCacheError, match=rf"{message}.*reuse='{tmp_path / '1'}'"):
             make(other, tmp_path / "1", fn, reuse=tmp_path / "0")
+    with pytest.raises(ValueError, match="expected a folder, or a pattern with a number"):
+        make(values, tmp_path / "2" / "x.tar", fn, reuse=tmp_path / "0")
     with pytest.raises(ValueError, match="is out itself"):
         make(values, tmp_path / "0", fn, reuse=tmp_path / "1" / ".." / "0")
     with pytest.raises(tc.StaleCacheError, match="expected revision=2"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,25 @@ def test_bad_patterns(tmp_path: Path, pattern: str) -> None:
     with pytest.raises(ValueError, match="expected at most one number, such as %06d, in its last part"):
         tc.ShardWriter(tmp_path / pattern)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["folder", "folder/", "with.dots-1.5", "there.tar"])
+def test_a_folder_is_a_pattern(tmp_path: Path, name: str) -> None:
+    (tmp_path / "there.tar").mkdir()
+    for path in (f"{tmp_path}/{name}", Path(tmp_path, name)):
+        with tc.ShardWriter(path, resume=True, max_samples=2, fsync=False) as sink:
+            for i in range(5):
+                sink.write(f"{i}", i)
+        assert names(tmp_path / name) == sorted(
+            [*(f"00000{i}.{kind}" for i in range(3) for kind in ("tar", "idx")), "manifest.json"]
+        )
+    assert len(tc.build(range(9), lambda items: items, f"{tmp_path}/b/built-%d.tar", fingerprint={}, fsync=False)) == 9
+    assert (tmp_path / "b" / "built-0.tar").exists()
+
+
+def test_one_default_of_samples_in_a_shard() -> None:
+    defaults = {inspect.signature(each).parameters["max_samples"].default for each in (tc.ShardWriter, tc.build)}
+    assert len(defaults) == 1
 
 
 @pytest.mark.parametrize("limit", ["max_samples", "max_nbytes"])

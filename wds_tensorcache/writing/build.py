@@ -103,6 +103,8 @@ def build(
     with Progress(items.count, progress) as bar:
         if reuse is None:
             _extend(items, fn, pattern, bar, options)
+        elif not pattern.is_numbered:
+            raise ValueError(f"out={os.fspath(out)!r} with reuse=: expected a folder, or a pattern with a number")
         elif os.path.isdir(folder) and os.path.isdir(reuse) and os.path.samefile(folder, reuse):
             raise ValueError(f"reuse={os.fspath(reuse)!r} is out itself; expected a new folder for the new version")
         elif os.path.isdir(folder) and os.listdir(folder):
@@ -203,11 +205,11 @@ def _build_version(
                 there, sink.finished = sink.finished, FinishedShards({})  # what is stale there is written again
                 fill(_stale(items, old, there, sink, seen, bar), fn, bar)
                 _check_any(seen)
-            computed = load_finished(pattern.existing().values(), {})
-            write_version(
-                out, old, _put_together(old, computed, seen, name), computed, fsync=options.get("fsync", True)
-            )
-            pattern.remove(list(pattern.existing().values()))
+            paths = list(pattern.existing().values())
+            computed = load_finished(paths, dict.fromkeys(paths, options["fingerprint"]))
+            parts = _put_together(old, computed, seen, name)
+            write_version(out, old, parts, computed, fsync=options.get("fsync", True))
+            pattern.remove(paths)
         finally:
             if not pattern.existing():
                 shutil.rmtree(folder, ignore_errors=True)

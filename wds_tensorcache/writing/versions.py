@@ -118,7 +118,7 @@ def drop(
         raise TypeError(f"keys={keys!r:.100}, expected a collection of keys")
     out, old = check_new(out), OldCache(source)
     for key in keys:
-        places = old.shards.find(key)
+        places = old.shards.find(key) if isinstance(key, str) else []
         if not places:
             raise KeyError(f"{old.folder} has no sample {key!r:.100}")
         for path, _ in places:
