@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -13,12 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import wds_tensorcache as tc
 from tests.building.test_build import COUNT, MADE, build, counted, double
 from tests.kills import compare
 from tests.same import assert_same
+from wds_tensorcache.shards.footer import build_footer
+from wds_tensorcache.shards.index import Keys
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.manifest import read_manifest
 from wds_tensorcache.storage.files import ShardFile
@@ -535,6 +540,34 @@ def test_a_damaged_old_one(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"000001\.tar"):
         make(numbered(30), tmp_path / "1", reuse=tmp_path / "0")
     assert os.listdir(tmp_path) == ["0"]
+
+
+def test_an_index_of_other_samples(tmp_path: Path) -> None:
+    """A sample that the index alone has can neither go nor change."""
+    make(numbered(4), tmp_path / "0")
+    path = tmp_path / "0" / "000000.tar"
+    index = tc.index(shutil.copy(path, tmp_path / "x.tar"))
+    text = np.frombuffer(index.keys.text.tobytes().replace(b"k001", b"x001"), np.uint8)
+    lying = dataclasses.replace(index, keys=Keys(text, index.keys.ends), fingerprint=MADE)
+    path.write_bytes(path.read_bytes()[: index.end + 1024] + build_footer(lying))
+    for name in ("x.tar", "x.tar.index", "x.idx"):
+        (tmp_path / name).unlink()
+    with pytest.raises(tc.FormatError, match=r"000000\.tar: the index has other samples than the shard"):
+        tc.drop(tmp_path / "0", tmp_path / "1", ["x001"])
+    assert os.listdir(tmp_path) == ["0"]
+
+
+def test_few_descriptors(tmp_path: Path) -> None:
+    """Many shards of computed samples are not open at once."""
+    make(numbered(120), tmp_path / "0", max_samples=200)
+    values = {key: value + 1 for key, value in numbered(120).items()}
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+        make(values, tmp_path / "1", reuse=tmp_path / "0", max_samples=1)
+
+    assert not in_child(work)
+    check(tmp_path / "1", values, list(values))
 
 
 def test_without_digests_keys_decide(tmp_path: Path) -> None:

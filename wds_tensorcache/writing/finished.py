@@ -18,7 +18,7 @@ from wds_tensorcache.storage.files import Files, ShardFile
 __all__ = ["FinishedShards", "Place", "Span", "load_finished"]
 
 Place = tuple[str, int]  # path of a shard, and row of a sample in it
-Span = tuple[ShardFile, int, int]  # whole members [begin, end) of a file, with their headers
+Span = tuple["FinishedShards", str, int, int]  # whole members [begin, end) of one of the shards, with their headers
 
 
 class FinishedShards:
@@ -70,7 +70,7 @@ class FinishedShards:
         index = self.indexes[path]
         begins = index.caches[""].skeleton_begin
         end = begins.item(row + 1) - BLOCK if row + 1 < len(begins) else index.end
-        return self.file(path), begins.item(row) - BLOCK, end
+        return self, path, begins.item(row) - BLOCK, end
 
 
 def load_finished(paths: Iterable[str], listed: Mapping[str, Mapping[str, Any] | None]) -> FinishedShards:

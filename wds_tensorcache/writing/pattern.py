@@ -1,4 +1,4 @@
-"""The files that a writer's pattern stands for: shards, what lies beside them, and what killed writers have left."""
+"""The files that a pattern of a writer stands for: shards, their sidecars, and what killed writers left."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ class ShardPattern:
         numbers = map(self.number, os.listdir(self.folder or "."))
         return {number: self.path(number) for number in sorted(each for each in numbers if each is not None)}
 
-    def _matches(self, name: str, *, before: str = "", behind: str = "") -> list[re.Match[str]]:
+    def _matches(self, name: str, *, before: str = "", after: str = "") -> list[re.Match[str]]:
         """Return the files of the folder that are called like this, with any number for the pattern's."""
-        matches = map(_regex(name, before, behind).fullmatch, os.listdir(self.folder or "."))
+        matches = map(_regex(name, before, after).fullmatch, os.listdir(self.folder or "."))
         return [match for match in matches if match]
 
     def check_removable(self, paths: list[str]) -> None:
@@ -109,7 +109,7 @@ class ShardPattern:
                 raise FileExistsError(f"{file} is a folder, expected a file; move it away, or write to another folder")
 
     def remove(self, paths: list[str]) -> None:
-        """Delete shards and what lies beside them."""
+        """Delete shards and their sidecars."""
         for file in _with_sidecars(paths):
             if os.path.lexists(file):
                 os.remove(file)
@@ -117,7 +117,7 @@ class ShardPattern:
     def remove_strays(self) -> None:
         """Delete what killed writers had not finished, and nothing but files: the names may be used for anything else."""
         for name in (self.name, dali_index_path(self.name)):
-            for match in self._matches(name, before=r"\.", behind=r"\.[0-9a-f]+\.tmp"):
+            for match in self._matches(name, before=r"\.", after=r"\.[0-9a-f]+\.tmp"):
                 remove_stray(self.locate(match[0]))
 
 
@@ -140,5 +140,5 @@ def _have_in_common(part: str, other: str) -> bool:
     return part == other or all(digits) or (any(digits) and (part in _DIGITS or other in _DIGITS))
 
 
-def _regex(name: str, before: str = "", behind: str = "") -> re.Pattern[str]:
-    return re.compile(before + r"([0-9]{1,18})".join(re.escape(part) for part in _NUMBER.split(name)) + behind)
+def _regex(name: str, before: str = "", after: str = "") -> re.Pattern[str]:
+    return re.compile(before + r"([0-9]{1,18})".join(re.escape(part) for part in _NUMBER.split(name)) + after)

@@ -127,12 +127,7 @@ def drop(
 
 
 def write_version(
-    out: str,
-    old: OldCache,
-    parts: Iterable[Part],
-    computed: FinishedShards | None = None,
-    *,
-    fsync: bool = True,
+    out: str, old: OldCache, parts: Iterable[Part], computed: FinishedShards | None = None, *, fsync: bool = True
 ) -> None:
     """Write a version of a cache. Its shards have a footer, a sidecar or `.idx` where those that they are made of have one.
 
@@ -178,14 +173,19 @@ def _add(part: Part, path: str, computed: FinishedShards | None, fsync: bool) ->
             return None
         footer = declared_end(file.read(max(0, file.nbytes - TRAILER_NBYTES), file.nbytes), file.nbytes) is not None
         try:
-            index = write_shard(path, _read(spans), index.fingerprint, footer=footer, fsync=fsync)
+            index, count = (
+                write_shard(path, _read(spans), index.fingerprint, footer=footer, fsync=fsync),
+                len(index.keys),
+            )
+            if len(index.keys) != count - len(part.gone):
+                raise FormatError("the index has other samples than the shard; tc.verify tells which", kind="index")
         except FormatError as exc:
             raise exc.at(part.path) from exc
     else:
         try:
             os.link(os.path.realpath(part.path), path)
         except OSError:  # another file system, or one without links, or too many of them
-            write_atomically(path, _read([(file, 0, file.nbytes)]), fsync)
+            write_atomically(path, _read([(part.shards, part.path, 0, file.nbytes)]), fsync)
         else:
             if ShardFile(path).identity != file.identity:
                 raise FormatError("the shard was changed since it was indexed").at(part.path)
@@ -204,15 +204,15 @@ def _left(file: ShardFile, part: Part, computed: FinishedShards | None) -> list[
 
     def add(span: Span) -> None:
         for each in (*common, span):
-            if spans and spans[-1][0] is each[0] and spans[-1][2] == each[1]:
-                spans[-1] = each[0], spans[-1][1], each[2]
+            if spans and spans[-1][1] == each[1] and spans[-1][3] == each[2]:
+                spans[-1] = *spans[-1][:3], each[3]
             else:
                 spans.append(each)
         common.clear()
 
     def skip(first: int, limit: int) -> int:
         for each in skipped_members(file.read, file.nbytes, first, limit):
-            span, first = (file, each.begin, each.end), each.end
+            span, first = (part.shards, part.path, each.begin, each.end), each.end
             if each.is_common:
                 common.append(span)
             else:
@@ -226,7 +226,7 @@ def _left(file: ShardFile, part: Part, computed: FinishedShards | None) -> list[
         key, _ = split_member(name) or ("", "")
         end = begin + nbytes + padding(nbytes)
         if key not in part.changed and key not in part.gone:
-            add((file, first, end))
+            add((part.shards, part.path, first, end))
         elif computed is not None and key in part.changed and key != last_key:
             add(computed.span(key))
         is_left = is_left or key not in part.gone
@@ -238,6 +238,6 @@ def _left(file: ShardFile, part: Part, computed: FinishedShards | None) -> list[
 
 
 def _read(spans: Iterable[Span]) -> Iterator[bytes]:
-    for file, first, last in spans:
+    for shards, path, first, last in spans:
         for begin in range(first, last, _CHUNK_NBYTES):
-            yield file.read(begin, min(begin + _CHUNK_NBYTES, last))
+            yield shards.file(path).read(begin, min(begin + _CHUNK_NBYTES, last))

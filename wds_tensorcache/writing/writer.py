@@ -39,10 +39,10 @@ _NOTHING: Any = _Nothing()
 
 
 class ShardWriter:
-    """Writes samples into shards `train-000000.tar`, `train-000001.tar`, …, each with its index behind it.
+    """Writes samples into shards `train-000000.tar`, `train-000001.tar`, …, each with its index after it.
 
     A shard appears under its name when it is complete and on disk, then its `.idx` for DALI, then its entry in
-    `manifest.json`: whoever reads the manifest never sees half of anything. Leaving the `with` block by an exception drops
+    `manifest.json`: readers of the manifest never see half of anything. Leaving the `with` block by an exception drops
     the shard that was being written; the finished ones stay.
 
     Args:
@@ -50,12 +50,12 @@ class ShardWriter:
             a path without one that ends in `.tar`, for a single shard. Folders are made.
         max_samples: A shard takes no more samples.
         max_nbytes: A shard that has reached this many bytes is finished.
-        footer: Put the index behind the shard's end-of-archive marker. Tar readers stop before it; under `set -o pipefail`,
+        footer: Put the index after the end-of-archive marker of the shard. Tar readers stop before it; under `set -o pipefail`,
             `cat shard | tar x` sees a broken pipe where the footer is longer than 64 KiB.
         idx: Write `NAME.idx` for DALI beside each shard.
         manifest: Write `manifest.json` beside the shards; entries of other writers' shards in the folder are kept.
         overwrite: Delete shards of this pattern that are there. Otherwise they are an error.
-        resume: Go on behind those that are there: keys that they have are skipped. Written again from the start with the same
+        resume: Resume after those that are there: keys that they have are skipped. Written again from the start with the same
             options, the shards are those of a run that was never broken, byte for byte.
         fsync: Wait for the disk before a shard gets its name.
         fingerprint: How the samples are made (model, revision, dtype, crop, …), in what JSON holds. It is kept in the footers
