@@ -28,12 +28,21 @@ def test_commands_are_targets() -> None:
 
 
 def test_the_tree_is_the_tree() -> None:
+    """The README names each folder of the packages, in the place where it is."""
     tree = README[README.index("## The tree") :]
-    named = set(re.findall(r"[a-z_]+\.py", tree))
-    sources = [path for top in ("wds_tensorcache", "dali_plugin") for path in (ROOT / top).rglob("*.py")]
-    package = {path.name for path in sources} - {"__init__.py"}
-    examples = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert named == package | examples
+    named, above = set(), [""]
+    for indent, name in re.findall(r"^( *)([a-z_]+)/(?: |$)", tree, re.MULTILINE):
+        above[len(indent) // 2 :] = [name]
+        named.add("/".join(above))
+    packages = {
+        path.parent.relative_to(ROOT).as_posix()
+        for path in ROOT.glob("*/**/__init__.py")
+        if "." not in str(path.parent)
+    }
+    tops = {"wds_tensorcache", "dali_plugin"}
+    assert {path for path in named if path.split("/")[0] in tops} == {
+        path for path in packages if path.split("/")[0] in tops
+    }
 
 
 def test_nothing_is_left_to_fill_in() -> None:
