@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import operator
-import pickle
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from webdataset.autodecode import imagehandler
 from webdataset.handlers import reraise_exception
 from webdataset.writer import make_encoder
@@ -16,14 +13,14 @@ from webdataset.writer import make_encoder
 from wds_tensorcache.codec.builder import allow_table
 from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import decode_members, decode_plain_pickle, encode_sample
-from wds_tensorcache.errors import FormatError, KeyRuleError, TensorCacheError, UnsafeSkeletonError
-from wds_tensorcache.integrations.decoders import MAX_EXPANDED_NBYTES, MemberDecoder, check_zip
+from wds_tensorcache.errors import FormatError, KeyRuleError, TensorCacheError
+from wds_tensorcache.integrations.decoders import MAX_EXPANDED_NBYTES, MemberDecoder
+from wds_tensorcache.integrations.pth import decode_pth
 from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes, is_cache_name
 
 __all__ = ["FIELD", "Decode", "decode", "encoder"]
 
 Handler = Callable[[Exception], bool]
-_ZIP = b"PK\x03\x04"
 
 
 def encoder(base: Any = True, *, allow: Iterable[type] = ()) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -201,13 +198,7 @@ class Decode:
         """Take the extensions that webdataset would hand to an unpickler which runs anything."""
         kind = extension.rpartition(".")[2]
         if kind == "pth":
-            if raw.startswith(_ZIP):  # else an older format, which is not compressed
-                check_zip(raw, limit, is_numpy=False)
-            try:
-                return torch.load(io.BytesIO(raw), weights_only=True)
-            except Exception as exc:  # torch raises what it happens to
-                error = UnsafeSkeletonError if isinstance(exc, pickle.UnpicklingError) else FormatError
-                raise error(f"torch.load refuses it: {exc!r:.300}") from exc
+            return decode_pth(raw, limit, self._allow)
         return decode_plain_pickle(raw, self._allow) if kind in ("pyd", "pickle", "pkl") else None
 
 
