@@ -107,18 +107,19 @@ def _translate(pickled: bytes) -> bytes:
     parts = []
     memo: dict[int, int] = {}
     count = 0
-    for (opcode, arg, begin), (_, _, end) in pairwise(chain(pickletools.genops(pickled), [(None, None, len(pickled))])):
-        if opcode.name in ("PROTO", "FRAME"):
+    found = ((opcode.name, arg, at or 0) for opcode, arg, at in pickletools.genops(pickled))
+    end_mark: tuple[str, Any, int] = ("", None, len(pickled))
+    for (name, arg, begin), (_, _, end) in pairwise(chain(found, [end_mark])):
+        if name in ("PROTO", "FRAME"):
             continue
-        if opcode.name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+        if name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
             memo[len(memo) if arg is None else arg] = count
             count += 1
             parts.append(op.MEMOIZE)
-        elif opcode.name in ("BINGET", "LONG_BINGET"):
+        elif name in ("BINGET", "LONG_BINGET"):
             parts.append(op.write_get(memo[arg]))
-        elif opcode.name == "GLOBAL":
-            module, _, name = arg.partition(" ")
-            parts += op.ATOM_WRITERS[str](module), op.ATOM_WRITERS[str](name), op.STACK_GLOBAL
+        elif name == "GLOBAL":
+            parts += *map(op.ATOM_WRITERS[str], arg.split(" ", 1)), op.STACK_GLOBAL
         else:
             parts.append(pickled[begin:end])
     return b"".join(parts)

@@ -82,17 +82,18 @@ def decode(
 
     The two members of a cache become the field `"tensorcache"` (or `"NAME.tensorcache"`): what `tc.encoder` was given.
     All other members are decoded as `wds.decode` does, but for pickles (`pyd`, `pickle`, `pkl`, `pth`), which are held
-    to a safe subset; a handler of yours that takes them comes first. `.safetensors` members that are not of a cache pass
-    through as bytes.
+    to a safe subset: a `pth` has dense tensors, parameters, plain values and the listed types of FORMAT.md, all in host memory.
+    `cbor`, EPS and compressed FITS pictures are refused, because their decoders have no bounds. A handler of yours that takes
+    any of these comes first. `.safetensors` members that are not of a cache pass through as bytes.
 
     Args:
         handlers: As for `wds.decode`: `"pil"`, `"torchrgb"`, …, or functions of (extension, bytes).
         lazy: True leaves tensors unread until they are used.
         verify: Recompute both digests of every sample.
-        allow: Classes that skeletons may build; only for shards that you trust.
+        allow: Classes that skeletons and other pickles may build; only for shards that you trust.
         handler: Called with the exception of a sample that cannot be decoded; re-raises by default.
-        max_expanded_nbytes: What a compressed member (`gz`, `npz`, `pth`) may become; 64 times its own length, if that is more.
-            Pictures have Pillow's own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
+        max_expanded_nbytes: What a compressed member (`gz`, `npz`), or the tensors of a `pth` that share their elements, may
+            become; 64 times its own length, if that is more. Pictures have Pillow's own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
         decoder: `pre`, `post`, `only` and `partial` of `webdataset.autodecode.Decoder`.
 
     Raises (when iterating):
