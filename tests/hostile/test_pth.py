@@ -266,6 +266,18 @@ def test_the_bound_is_the_callers() -> None:
     assert decoded(raw, max_expanded_nbytes=80 << 20).shape == (20 << 20,)
 
 
+def test_a_file_of_none_is_not_handed_to_webdataset() -> None:
+    """To webdataset, None means that a handler did not take a member: its own decoder would run whatever it reads there."""
+    raw = zipped(b"\x80\x02Nr\x00\x00\x00\x08.")  # LONG_BINPUT at 2^27, for which pickle's unpickler takes 2 GB
+    tracemalloc.start()
+    assert decoded(raw) is None
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+    for extension in ("pyd", "pkl", "pickle"):
+        assert tc.decode()({"__key__": "k", extension: b"\x80\x04N."}) == {"__key__": "k", extension: None}
+
+
 def test_overlapping_storages() -> None:
     with pytest.raises(tc.FormatError, match="overlap"):
         decoded(overlapping())

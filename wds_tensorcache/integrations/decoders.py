@@ -39,7 +39,8 @@ class MemberDecoder(Decoder):
 
     Args:
         handlers: The caller's functions, in the order in which they are called.
-        own: Function of (extension, bytes, number of bytes that those may become), called after the handlers.
+        own: Function of an extension, called after the handlers. Returns None or the decoder of such members, a function of
+            (bytes, number of bytes that those may become).
         max_expanded_nbytes: As of `decode`.
         options: Of webdataset's `Decoder`.
     """
@@ -47,9 +48,8 @@ class MemberDecoder(Decoder):
     def __init__(self, handlers: list[Any], own: Any, max_expanded_nbytes: int, **options: Any) -> None:
         super().__init__([*handlers, own], **options)
         self._max_expanded_nbytes = max_expanded_nbytes
-        self._bounded: list[Any] = [
-            own if handler is own else _Stock(handler) if _is_stock(handler) else None for handler in self.handlers
-        ]
+        self._bounded: list[Any] = [_Stock(handler) if _is_stock(handler) else None for handler in self.handlers]
+        self._own = own
 
     def decode1(self, key: str, data: bytes) -> Any:
         """Decode one member, `key` without the first dot."""
@@ -58,6 +58,12 @@ class MemberDecoder(Decoder):
         extension = "." + key
         try:
             for handler, bounded in zip(self.handlers, self._bounded, strict=True):
+                if handler is self._own:
+                    decode = handler(extension)
+                    if decode is not None:
+                        # Hazard: None, if that is what was decoded, would make webdataset's decoders read the member
+                        return decode(data, limit)
+                    continue
                 result = handler(extension, data) if bounded is None else bounded(extension, data, limit)
                 if isinstance(result, Continue):
                     extension, data = result.key, result.data

@@ -128,7 +128,7 @@ class Decode:
         self._allow = allow_table(allow)
         self._handler = handler
         steps = [imagehandler(step) if isinstance(step, str) else step for step in handlers]
-        self._decoder = MemberDecoder(steps, self._decode_pickle, max_expanded_nbytes, **decoder)
+        self._decoder = MemberDecoder(steps, self._pickle_decoder, max_expanded_nbytes, **decoder)
 
     def __call__(self, samples: Any) -> Any:
         return self._decode(samples) if isinstance(samples, dict) else self._iterate(samples)
@@ -195,12 +195,14 @@ class Decode:
                 raise cause.at(_where(sample)) from cause.__cause__ or cause
             raise
 
-    def _decode_pickle(self, extension: str, raw: bytes, limit: int) -> Any:
+    def _pickle_decoder(self, extension: str) -> Callable[[bytes, int], Any] | None:
         """Take the extensions that webdataset would hand to an unpickler which runs anything."""
         kind = extension.rpartition(".")[2]
         if kind == "pth":
-            return decode_pth(raw, limit, self._allow)
-        return decode_plain_pickle(raw, self._allow) if kind in ("pyd", "pickle", "pkl") else None
+            return lambda raw, limit: decode_pth(raw, limit, self._allow)
+        if kind in ("pyd", "pickle", "pkl"):
+            return lambda raw, limit: decode_plain_pickle(raw, self._allow)
+        return None
 
 
 def _prefix(field: str, suffix: str) -> str | None:
