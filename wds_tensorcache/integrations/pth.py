@@ -22,14 +22,14 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from wds_tensorcache.codec import opcodes as op
-from wds_tensorcache.codec.builder import ALLOW_ONLY, Builder
-from wds_tensorcache.codec.calls import call_budget
 from wds_tensorcache.codec.dtypes import torch_true_dtype
-from wds_tensorcache.codec.hashing import KeyTables
-from wds_tensorcache.codec.listed import BUILDERS
 from wds_tensorcache.codec.nesting import shown, walk
-from wds_tensorcache.codec.unpickle import unpickle
+from wds_tensorcache.codec.skeleton import opcodes as op
+from wds_tensorcache.codec.skeleton.builders import ALLOW_ONLY, Builder
+from wds_tensorcache.codec.skeleton.calls import call_budget
+from wds_tensorcache.codec.skeleton.hashing import KeyTables
+from wds_tensorcache.codec.skeleton.reader import unpickle
+from wds_tensorcache.codec.skeleton.types import BUILDERS
 from wds_tensorcache.codec.views import check_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
