@@ -98,11 +98,11 @@ def shard_runs(store: Store, positions: Positions) -> list[int]:
 
 
 def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], int]) -> Array:
-    """Return the numbers, int64 in `[0, count)`, of samples given by number, from the end too, or by key.
+    """Return the numbers, int64 in `[0, count)`, of samples given by number, from the end too, by key, or by a mask.
 
     Raises:
         IndexError, KeyError: A sample that is not there.
-        TypeError: They are something else.
+        TypeError: They are something else, or a mask of another length.
     """
     if isinstance(indices, str) or not isinstance(indices, Iterable):
         raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
@@ -113,8 +113,10 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
     if numbers.dtype.kind in "UO":
         indices = [find(index) if isinstance(index, str) else index for index in indices]
         numbers = np.asarray(indices)
+    if numbers.dtype == np.bool_ and numbers.shape == (count,):
+        return np.flatnonzero(numbers)
     if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
-        raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
+        raise TypeError(f"indices are a sequence of ints or keys, or a mask of {count} bools, got {indices!r:.100}")
     if numbers.dtype != np.int64 or (len(numbers) and int(numbers.view(np.uint64).max()) >= count):
         wrong = (numbers < -count) | (numbers >= count)  # before unsigned ones become negative
         if wrong.any():

@@ -17,7 +17,7 @@ from wds_tensorcache.loading.store import Store
 from wds_tensorcache.loading.structure import structure_of
 from wds_tensorcache.shards.reader import Shard
 
-__all__ = ["Entry", "TensorSchema", "entries", "members_of", "name_matcher", "schema_of", "shapes_of"]
+__all__ = ["Entry", "TensorSchema", "as_patterns", "entries", "members_of", "name_matcher", "schema_of", "shapes_of"]
 
 Array = np.ndarray[Any, Any]
 
@@ -181,6 +181,16 @@ def members_of(store: Store, positions: Positions) -> dict[str, Array]:
             if having.any():
                 result.setdefault(suffix, np.zeros(len(positions), np.bool_))[which] = having
     return result
+
+
+def as_patterns(patterns: Any) -> tuple[str, ...]:
+    """Return what `select` is given as a tuple; raise TypeError if it is neither a pattern nor some of them."""
+    found = (patterns,) if isinstance(patterns, (str, int)) else tuple(patterns)
+    if not all(isinstance(pattern, str) for pattern in found):
+        raise TypeError(
+            f"select takes names of tensors, got {patterns!r:.100}; for samples, cache[…] takes numbers, keys or a mask"
+        )
+    return found
 
 
 def name_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
