@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from wds_tensorcache.loading.store import Store
 from wds_tensorcache.shards.reader import Shard
 
-__all__ = ["Inverse", "Positions", "as_array", "by_shard", "in_order", "numbers_of", "shard_runs", "take"]
+__all__ = ["Inverse", "Positions", "as_array", "by_shard", "each", "in_order", "numbers_of", "shard_runs", "take"]
 
 Array = np.ndarray[Any, Any]
 Positions: TypeAlias = "range | Array"  # in the store, int64 where it is an array
@@ -37,6 +37,14 @@ def as_array(positions: Positions) -> Array:
     if isinstance(positions, range):
         return np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
     return positions
+
+
+def each(positions: Positions) -> Iterator[int]:
+    """Return positions one by one, as ints of Python; no list of all is made."""
+    if isinstance(positions, range):
+        return iter(positions)
+    chunks = (positions[begin : begin + _CHUNK].tolist() for begin in range(0, len(positions), _CHUNK))
+    return chain.from_iterable(chunks)
 
 
 def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, Array]]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from wds_tensorcache.codec.header import Form
 from wds_tensorcache.codec.reference import Reference, resolve
-from wds_tensorcache.loading.positions import Positions, by_shard, in_order
+from wds_tensorcache.loading.positions import Positions, by_shard, each
 from wds_tensorcache.loading.store import Store
 from wds_tensorcache.loading.structure import structure_of
 from wds_tensorcache.shards.reader import Shard
@@ -138,15 +138,14 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 def entries(store: Store, positions: Positions) -> Iterator[Entry]:
     """Yield an entry for each sample at `positions`."""
     forms = _Forms()
-    for shard, rows in in_order(store, positions):
-        for row in rows.tolist():
-            layout = shard.layout(row)
-            references = forms.references(shard, row)
-            shapes = {
-                name: tensor.shape[: len(references[name].shape)] if name in references else tensor.shape
-                for name, tensor in layout.tensors.items()
-            }
-            yield Entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
+    for shard, row in map(store.locate, each(positions)):
+        layout = shard.layout(row)
+        references = forms.references(shard, row)
+        shapes = {
+            name: tensor.shape[: len(references[name].shape)] if name in references else tensor.shape
+            for name, tensor in layout.tensors.items()
+        }
+        yield Entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
 
 
 def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple[int, ...]], Array]:
