@@ -214,7 +214,8 @@ class LazyTensor(Lazy):
                 (SIGBUS).
 
         Raises:
-            ValueError: `out` has another shape or dtype, or `device` is not there.
+            ValueError: `out` has another shape or dtype.
+            RuntimeError: `device` is not there.
             FormatError: A bool tensor holds other bytes than 0 and 1.
 
         Memory: fresh and the caller's own, aligned to 16 bytes; with `copy=False` it aliases the source and keeps it alive.

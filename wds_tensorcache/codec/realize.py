@@ -33,7 +33,7 @@ def realize(obj: Any, device: torch.device | str | None = None) -> Any:
         device: Where the tensors go; the CPU by default.
 
     Raises:
-        ValueError: `device` is not there.
+        RuntimeError: `device` is not there.
 
     Memory: loaded tensors are fresh and the caller's own; everything that is not a container is shared with `obj`.
     """

@@ -109,7 +109,7 @@ class Reading:
     memory: Memory
 
     def __init__(self, request: Request, pin: bool, device: Any) -> None:
-        check_device(device, pin)
+        check_device(device)
         self._request = request
         self._pin, self._device = pin, device
         self._layouts, self._which = layouts_of(request.places)

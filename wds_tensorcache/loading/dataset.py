@@ -182,7 +182,7 @@ class TensorCache(Sequence[Any]):
             IndexError, KeyError: A sample that is not there.
             BatchError: Shapes that differ under `"stack"`, dtypes or numbers of dimensions that differ; with two keys.
             FormatError: A shard is damaged, or not what its index says.
-            ValueError: `device` is not there, or there is no GPU to pin memory for.
+            RuntimeError: `device` is not there, or there is no GPU to pin memory for.
 
         Memory: one recycled arena for the batch, which is reused when the last tensor over it is gone; the cache keeps at
             most 1 GiB of idle arenas. Keep a clone of one small tensor rather than the tensor, which keeps the arena.

@@ -229,7 +229,7 @@ class ShardWriter:
         for field, value in members.items():
             if field != FIELD and not field.endswith("." + FIELD):
                 others[field] = value
-            elif field == FIELD and caches:
+            elif field == FIELD and "" in caches:
                 raise KeyRuleError(f"sample {key!r} is given twice, also as {FIELD!r}; give it once")
             else:
                 caches[cache_name(field[: -len(FIELD) - 1]) if field != FIELD else ""] = value
