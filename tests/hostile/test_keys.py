@@ -139,7 +139,8 @@ def test_honest_keys(name: str) -> None:
     for is_set in (False, True) if len(keys) <= 100_000 else ():
         table = hashing._Table(None, is_set)
         table.add(keys, list(map(hash, keys)))
-        assert table.work < 100 * len(keys), "near the limit"
+        limit = hashing.MAX_SET_WORK if is_set else hashing.MAX_WORK
+        assert 3 * table.work < (2 if name == "powers of two" else 1) * limit * len(keys), "near the limit"
 
 
 @pytest.mark.parametrize("is_set", [False, True])
@@ -221,3 +222,14 @@ def test_the_counter_counts() -> None:
     assert calls == 200 + 199 * 200 // 2
     assert work_of([built]) == (200 * 201 // 2, 16 * 199 * 200 // 2)
     assert text("a") == b"\x8c\x01a"
+
+
+def test_a_set_is_refused_with_less_work_than_a_dict() -> None:
+    """Each look of a set is at ten slots, and no honest one takes a third of the work."""
+    keys = [1_000_003 * group + k * MODULUS for group in range(20) for k in range(90)]
+    table = hashing._Table(None, True)
+    with pytest.raises(tc.FormatError, match=MANY):
+        table.add(keys, list(map(hash, keys)))
+    assert 48 * len(keys) < table.work < 64 * len(keys)
+    for kind in ("set", "frozenset"):
+        refused(container(kind, [integer(key) for key in keys]), MANY)
