@@ -169,7 +169,7 @@ def test_any_bytes_of_a_manifest_may_change(tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("extra", [{"a": object()}, {"a": float("nan")}])
 def test_extra_that_is_not_json(tmp_path: Path, extra: dict[str, Any]) -> None:
-    with pytest.raises((TypeError, ValueError), match="not JSON"):
+    with pytest.raises(ValueError if "nan" in str(extra) else TypeError, match="not JSON"):
         write_manifest(str(tmp_path / "manifest.json"), SHARDS, extra)
     assert not list(tmp_path.iterdir())
 

@@ -36,6 +36,7 @@ __all__ = [
     "is_possible",
     "make_layout",
     "parse_header",
+    "parse_int",
     "sign_header",
     "tensors_digest",
 ]
@@ -242,9 +243,8 @@ def _parse_tensors(text: bytes, data_begin: int, nbytes: int) -> Layout:
     if not text.startswith(b"{"):
         raise FormatError(f"the header begins with {text[:1]!r}, not with '{{'")
     try:
-        # JSON can spell zero as `-0`, and json.loads alone would accept it.
-        parse_int = _parse_int if b"-0" in text else None
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_int=parse_int)
+        parse = parse_int if b"-0" in text else None
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_int=parse)
     except (ValueError, RecursionError) as exc:  # UnicodeDecodeError, JSONDecodeError and FormatError are ValueErrors
         raise FormatError(f"the header is not JSON: {exc}") from exc
     _check_metadata(entries.pop("__metadata__", {}), text.startswith(b'{"__metadata__":{"tensorcache":"'))
@@ -262,7 +262,8 @@ def _parse_tensors(text: bytes, data_begin: int, nbytes: int) -> Layout:
     return Layout({tensor.name: tensor for tensor in tensors}, data_begin, nbytes, form)
 
 
-def _parse_int(digits: str) -> int:
+def parse_int(digits: str) -> int:
+    """Return an integer of JSON; raise ValueError for `-0`, which `json.loads` alone would accept."""
     if digits.startswith("-0"):
         raise ValueError("-0 is no size")
     return int(digits)

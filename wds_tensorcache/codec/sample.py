@@ -27,7 +27,7 @@ from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import MAX_LEARNT, MISS, Template, learn
 from wds_tensorcache.codec.skeleton.types import BUILDERS
 from wds_tensorcache.codec.skeleton.writer import MANY_ITEMS, SkeletonWriter
-from wds_tensorcache.errors import EncodeError, FormatError
+from wds_tensorcache.errors import EncodeError, FormatError, UnsafeSkeletonError
 
 __all__ = [
     "EncodedSample",
@@ -213,7 +213,11 @@ def _interpret(
             sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
     except FormatError as exc:
         if is_damaged(skeleton):
-            what = f"the skeleton is damaged: its digest does not match its bytes; {exc.reason}"
+            what = "the skeleton is damaged: its digest does not match its bytes"
+            if isinstance(exc, UnsafeSkeletonError):  # `allow=` mends no damage
+                what += f"; they name {exc.needs!r}" if exc.needs else ""
+            else:
+                what += f"; {exc.reason}"
             raise type(exc)(what, offset=exc.offset, kind="damaged") from exc
         raise
     check_named(layout, met)

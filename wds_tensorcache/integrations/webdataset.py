@@ -16,7 +16,16 @@ from wds_tensorcache.codec.skeleton.builders import allow_table
 from wds_tensorcache.errors import FormatError, KeyRuleError, TensorCacheError
 from wds_tensorcache.integrations.pth import decode_pth
 from wds_tensorcache.integrations.webdataset_decoders import MAX_EXPANDED_NBYTES, MemberDecoder
-from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes, is_cache_name
+from wds_tensorcache.shards.names import (
+    APART,
+    FIELD,
+    SKELETON,
+    TENSORS,
+    cache_name,
+    check_key,
+    check_suffixes,
+    is_cache_name,
+)
 
 __all__ = ["FIELD", "Decode", "decode", "encoder"]
 
@@ -64,7 +73,7 @@ class _Encode:
         check_suffixes(str(key), [field for field in rest if not field.startswith("_")])
         clash = [field for field in rest if field.lower().endswith((SKELETON, FIELD)) or field.lower() in ours]
         if clash:
-            raise KeyRuleError(f"sample {key!r} has members {clash}, whose names only caches have")
+            raise KeyRuleError(f"sample {key!r} has members {clash}, whose names only caches have; call them otherwise")
         check_suffixes(str(key), ours)
         return {**self._base(rest), **ours}
 
@@ -166,7 +175,9 @@ class Decode:
             if prefix is None or prefix + SKELETON not in sample:
                 if field.endswith(TENSORS) and is_bound(value):
                     missing = "a valid cache name" if prefix is None else f"member {prefix + SKELETON!r}"
-                    raise FormatError(f"{missing} is missing beside {field!r}", kind="missing").at(_where(sample))
+                    raise FormatError(f"{missing} is missing beside {field!r}{APART}", kind="missing").at(
+                        _where(sample)
+                    )
                 others[field] = value
         if others:
             result.update(self._decode_others(sample, others))
@@ -175,7 +186,7 @@ class Decode:
     def _decode_cache(self, sample: dict[str, Any], prefix: str) -> Any:
         skeleton, tensors = sample[prefix + SKELETON], sample.get(prefix + TENSORS)
         if tensors is None:
-            what = f"member {prefix + TENSORS!r} is missing beside {prefix + SKELETON!r}"
+            what = f"member {prefix + TENSORS!r} is missing beside {prefix + SKELETON!r}{APART}"
             raise FormatError(what, kind="missing").at(_where(sample))
         if not (isinstance(skeleton, (bytes, memoryview)) and isinstance(tensors, (bytes, memoryview))):
             raise FormatError(

@@ -141,7 +141,7 @@ def find_shards(source: Any, listed: Callable[[str], list[Found]] | None = None)
     listed = listed or _from_manifest
     if isinstance(source, (str, os.PathLike)):
         return _find_one(os.fspath(source), listed)
-    if isinstance(source, (TensorCache, JoinedCache)) or not isinstance(source, Sequence):
+    if isinstance(source, (bytes, TensorCache, JoinedCache)) or not isinstance(source, Sequence):
         raise TypeError(f"expected a path, a pattern or a list of them, got {type(source).__name__}")
     found = [shard for part in source for shard in find_shards(part, listed)]
     if not found:

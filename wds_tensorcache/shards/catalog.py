@@ -164,7 +164,7 @@ def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = Tru
             index follow the end of its archive: perhaps members after a lost header, or a second tar; or zeros do, where an
             index, the `.idx` or the manifest has more members. Nothing is written then.
     """
-    path = os.fspath(path)
+    path = os.fsdecode(path)
     file = ShardFile(path)
     try:
         found = scan_shard(file.read, file.nbytes)

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.header import build_header, form_of, parse_header, sign_header, tensors_digest
+from wds_tensorcache.codec.header import build_header, form_of, parse_header, parse_int, sign_header, tensors_digest
 from wds_tensorcache.codec.reference import named_by
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.index import CacheColumns, Keys, LayoutTable, MemberColumns, ShardIndex
@@ -186,7 +186,7 @@ def parse_footer(footer: bytes, shard_nbytes: int) -> ShardIndex | None:
 def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
     if arrays["names"].dtype != np.uint8 or arrays["keys.text"].dtype != np.uint8:
         raise FormatError("its texts are not bytes", kind="index")
-    names = json.loads(arrays["names"].tobytes())
+    names = json.loads(arrays["names"].tobytes(), parse_int=parse_int)
     if not all(type(suffix) is str for suffix in names["members"]):
         raise FormatError(f"impossible members {names['members']!r:.100}", kind="index")
     if not all(name == "" or is_cache_name(name) for name in names["caches"]):

@@ -80,7 +80,7 @@ def build(
         shards that lose samples are there twice until all of them are written.
     """
     made = as_fingerprint(fingerprint)
-    folder = os.fspath(out)
+    folder = os.fsdecode(out)
     _check(folder, pattern, options)
     items = Source(source, keys, digest, batch_size, workers)
     try:

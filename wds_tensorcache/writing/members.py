@@ -58,7 +58,9 @@ def encode_others(
         raise exc.at(f"sample {key!r}") from exc
     for extension, raw in plain.items():
         if extension not in others:
-            raise KeyRuleError(f"sample {key!r}: the encoder made {extension!r}, which is not among its members")
+            raise KeyRuleError(
+                f"sample {key!r}: the encoder made {extension!r}, which is not among its members; add it to these"
+            )
         if not isinstance(raw, (bytes, bytearray)):
             raise EncodeError(
                 f"sample {key!r}: the encoder made a {type(raw).__name__} of {extension!r}, expected bytes"

@@ -36,7 +36,7 @@ class OpenShard:
     def write(self, key: str, caches: list[tuple[str, Any]], others: dict[str, bytes]) -> None:
         """Append a sample: its encoded caches by name, and its other members by extension."""
         if key in self._keys:
-            raise KeyRuleError(f"key {key!r} is in {self.path} already")
+            raise KeyRuleError(f"key {key!r} is in {self.path} already; use another key, or resume=True to skip it")
         parts: list[Any] = []
         position = self._position
         entries: list[CacheEntry] = []

@@ -87,7 +87,7 @@ class ShardWriter:
         align: int = 64,
         encoder: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
-        self._pattern = ShardPattern(os.fspath(pattern))
+        self._pattern = ShardPattern(os.fsdecode(pattern))
         if overwrite and resume:
             raise ValueError("overwrite=True begins again, resume=True goes on: not both")
         if max_samples < 1 or max_nbytes < 1:
@@ -229,18 +229,18 @@ class ShardWriter:
         for field, value in members.items():
             if field != FIELD and not field.endswith("." + FIELD):
                 others[field] = value
-            elif field == FIELD and caches:
-                raise KeyRuleError(f"sample {key!r} is given twice, also as {FIELD!r}")
+            elif field == FIELD and "" in caches:
+                raise KeyRuleError(f"sample {key!r} is given twice, also as {FIELD!r}; give it once")
             else:
                 caches[cache_name(field[: -len(FIELD) - 1]) if field != FIELD else ""] = value
         if not caches and not others:
-            raise KeyRuleError(f"sample {key!r} has no members")
+            raise KeyRuleError(f"sample {key!r} has no members; give it a sample or a member")
         check_suffixes(key, [*others, *(member_suffix(name, SKELETON) for name in caches)])
         check_suffixes(key, [member_suffix(name, TENSORS) for name in caches])
         lowered = [field.lower() for field in others] + [member_suffix(name, TENSORS) for name in caches]
         if len(set(lowered)) < len(lowered) or any(field.endswith((SKELETON, FIELD)) for field in lowered):
             raise KeyRuleError(
-                f"sample {key!r} has members {sorted(lowered)}: names that only caches have, or one twice"
+                f"sample {key!r} has members {sorted(lowered)}: names that only caches have, or one twice; call them otherwise"
             )
         encoded = []
         for name, value in caches.items():

@@ -314,8 +314,11 @@ def _find(
 
 def _refuse(op: int, pos: int) -> NoReturn:
     names = {ord(known.code): known.name for known in pickletools.opcodes}
+    hint = (
+        "for classes that you trust, pass allow=[…]" if op in ALLOW_ONLY else "write the sample with tc.encode_sample"
+    )
     raise UnsafeSkeletonError(
-        f"opcode {names.get(op, hex(op))} at byte {pos} is outside the format; see FORMAT.md 2.4, and for classes allow=[…]"
+        f"opcode {names.get(op, hex(op))} at byte {pos} is outside the format, FORMAT.md 2.4; {hint}"
     )
 
 
