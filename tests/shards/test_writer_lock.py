@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,95 @@ def test_indexes_are_written_while_writers_begin(tmp_path: Path) -> None:
         tc.ShardWriter(tmp_path / "%03d.tar", resume=True, fsync=False).close()
     running.stdout.close()
     assert running.returncode == 0
+
+
+# --- a folder that a stranger has locked ---
+
+STRANGER = """
+import fcntl, os, sys, time
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
+print("holds", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@contextlib.contextmanager
+def locking(folder: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", STRANGER, str(folder), str(seconds)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    assert running.stdout.readline() == "holds\n"
+    try:
+        yield running
+    finally:
+        end(running)
+
+
+def writer_that_begins(folder: Path) -> None:
+    tc.ShardWriter(folder / "%d.tar")
+
+
+def build(folder: Path) -> None:
+    tc.build(range(4), lambda items: sys.exit("computed"), folder, fingerprint={})
+
+
+def index(folder: Path) -> None:
+    tc.index(folder / "x.tar", footer=True)
+
+
+WAITING = """
+import sys
+from pathlib import Path
+from tests.shards import test_writer_lock
+try:
+    getattr(test_writer_lock, sys.argv[1])(Path(sys.argv[2]))
+except FileExistsError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("name", ["writer_that_begins", "build", "index"])
+def test_a_folder_that_a_stranger_has_locked(tmp_path: Path, name: str) -> None:
+    if name == "index":
+        write_one(tmp_path / "x.tar", "a", resume=False)
+    before = sorted(os.listdir(tmp_path))
+    with locking(tmp_path, 600) as running:
+        command = [sys.executable, "-c", WAITING, name, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.stderr == ""
+        assert done.stdout.startswith(f"{tmp_path}: process {running.pid} has kept the folder locked for 10 s; ")
+        assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_folder_that_a_stranger_locks_for_a_moment(tmp_path: Path) -> None:
+    """Longer than any pause between two attempts; what waits goes on by itself."""
+    with locking(tmp_path, 1) as running:
+        write_one(tmp_path / "%d.tar", "a")
+        assert running.wait(60) == 0
+    assert list(tc.open(tmp_path).keys()) == ["a"]
+
+
+def test_a_lock_of_a_folder_in_which_files_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writers that take turns may together need longer than one of them may be still."""
+    monkeypatch.setattr(locks, "_WAIT_S", 0.3)
+    stop = threading.Event()
+
+    def change() -> None:
+        while not stop.wait(0.01):
+            (tmp_path / "file").touch()
+            (tmp_path / "file").unlink()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        with locking(tmp_path, 1):
+            write_one(tmp_path / "%d.tar", "a")
+        with locks.Held(str(tmp_path), os.O_RDONLY) as held, pytest.raises(FileExistsError, match=r"locked for 2 s; "):
+            held.lock()
+            tc.ShardWriter(tmp_path / "%d.tar", resume=True)
+    finally:
+        stop.set()
+        thread.join()
 
 
 # --- builds ---

@@ -7,8 +7,10 @@ import os
 import secrets
 import stat
 import threading
+import time
+from collections.abc import Iterator
 
-__all__ = ["Held", "create_temporary", "open_regular", "remove_stray"]
+__all__ = ["Held", "create_temporary", "locked_folder", "open_regular", "remove_stray"]
 
 try:
     import fcntl
@@ -17,6 +19,7 @@ except ImportError:  # Windows
 
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOCTTY", 0)
 _REGULAR = os.O_RDWR | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+_WAIT_S = 10.0  # for a process that has locked a folder and changes nothing in it; in all, six times as long
 
 
 class Held:
@@ -37,11 +40,8 @@ class Held:
             self.fd = os.open(path, flags | _FLAGS, 0o666)
             _OPEN.add(self)
 
-    def lock(self, *, wait: bool = False) -> bool | None:
-        """Take the lock.
-
-        Args:
-            wait: Wait until it is free.
+    def lock(self) -> bool | None:
+        """Take the lock, if it is free.
 
         Returns:
             Whether it was free; None if the system or the file system has no locks.
@@ -50,7 +50,7 @@ class Held:
             return None
         try:
             self._is_locked = True  # perhaps; an interrupt may come right after the call
-            fcntl.flock(self.fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError:
@@ -80,6 +80,42 @@ class Held:
 
 _OPEN: set[Held] = set()
 _opening = threading.RLock()  # no fork between opening a descriptor and noting it
+
+
+@contextlib.contextmanager
+def locked_folder(folder: str) -> Iterator[None]:
+    """Let one process at a time change what is shared in a folder, where the system has locks.
+
+    Raises:
+        FileExistsError: Another process has locked the folder, and nothing in it has changed for 10 s.
+    """
+    if os.name != "posix":
+        yield
+        return
+    with Held(folder, os.O_RDONLY) as held:
+        begun = still_since = time.monotonic()
+        changed_at = os.fstat(held.fd).st_mtime_ns
+        pause_s = 0.0005
+        while held.lock() is False:
+            now, before, changed_at = time.monotonic(), changed_at, os.fstat(held.fd).st_mtime_ns
+            # Hazard: many writers take turns, each for a moment. They rename files here; a process that hangs does not.
+            still_since = now if changed_at != before else still_since
+            if now - still_since >= _WAIT_S or now - begun >= 6 * _WAIT_S:
+                who = f"process {_holder(held.fd) or 'unknown'} has kept the folder locked for {now - begun:.0f} s"
+                raise FileExistsError(f"{folder}: {who}; wait for its end or end it, or write to another folder")
+            time.sleep(pause_s := min(2 * pause_s, 0.05))
+        yield
+
+
+def _holder(fd: int) -> int | None:
+    """Return the pid of a process that has locked an open file or folder; None if the system does not say."""
+    status = os.fstat(fd)
+    where = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    with contextlib.suppress(OSError), open("/proc/locks", encoding="ascii") as table:
+        for line in map(str.split, table):
+            if line[1] == "FLOCK" and where in line:
+                return int(line[4])
+    return None
 
 
 def open_regular(path: str) -> Held | None:
