@@ -74,6 +74,23 @@ def of_caller(folder: Path) -> Callable[[], None]:
     return loop
 
 
+def opening(folder: Path) -> Callable[[], None]:
+    """Caches that are opened, read from the file and from its map, and closed or collected."""
+    with tc.ShardWriter(folder / "large.tar", fsync=False, overwrite=True) as sink:
+        for i in range(20):
+            sink.write(f"{i:03d}", {"x": torch.full((100_000,), i), "y": torch.full((10,), i)})
+    held: list[Any] = []
+
+    def loop() -> None:
+        held.clear()  # of a loop that was interrupted
+        with tc.open(folder / "large.tar", threads=1) as cache:
+            held.append(cache.select(["y"]).read_batch(range(20)))
+            held.append(cache[3]["x"].load())
+        tc.open(folder / "large.tar", pool_nbytes=1, max_open_files=1)[4]["x"].load()
+
+    return loop
+
+
 def read_batch(folder: Path) -> Callable[[], None]:
     """Large batches, which several threads read."""
     with tc.ShardWriter(folder / "large" / "%d.tar", max_samples=2, fsync=False, overwrite=True) as sink:
@@ -132,7 +149,10 @@ def dali(folder: Path) -> Callable[[], None]:
     return loop
 
 
-LOOPS = {loop.__name__: loop for loop in (over_loader, left_early, of_caller, read_batch, verify, writing, build, dali)}
+LOOPS = {
+    loop.__name__: loop
+    for loop in (over_loader, left_early, of_caller, opening, read_batch, verify, writing, build, dali)
+}
 
 
 def _sender(parent: int, orders: int) -> None:
@@ -164,8 +184,10 @@ def interrupt(name: str, folder: Path, rounds: int, seed: int, longest_s: float 
 
     def hook(args: Any) -> None:
         text = "".join(traceback.format_exception(args.exc_value))
-        unraisable.append(f"unraisable in {args.object!r:.60}: {text}")
-        print(unraisable[-1], file=sys.stderr, flush=True)
+        unraisable.append(f"unraisable in {args.object!r:.60}: {args.exc_type.__name__}")
+        print(unraisable[-1], text, file=sys.stderr, flush=True)
+        if args.exc_type is KeyboardInterrupt:  # lost: the loop would never end
+            os.write(send, struct.pack("d", 0.01))
 
     sys.unraisablehook = hook
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,7 +9,11 @@ import stat
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -19,7 +23,7 @@ from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError, TarFormatError
 from wds_tensorcache.shards.system import file_system
 
-__all__ = ["Files", "Identity", "ShardFile"]
+__all__ = ["LEASE_FDS", "Files", "Identity", "ShardFile"]
 
 Identity = tuple[int, int, int]  # inode, bytes, modification time in ns
 _HAS_PREAD, _HAS_PREADV = hasattr(os, "pread"), hasattr(os, "preadv")
@@ -32,6 +36,23 @@ _ONE_BYTE = [bytearray(1)]
 
 def _identity(status: os.stat_result) -> Identity:
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+# each descriptor that is open for read leases, and the idle ones of its file
+LEASE_FDS: dict[int, list[int]] = {}
+
+
+class _Net(weakref.ref):  # type: ignore[type-arg]
+    """Closes the descriptors of a file that is gone.
+
+    Hazard: an interrupt that comes in a callback written in Python is printed by the interpreter, and lost. So nothing that
+    this one calls is.
+    """
+
+    close: Callable[[], Any] = tuple  # nothing, where an interrupt came before it was set
+
+
+_NETS: dict[int, _Net] = {}  # by descriptor: one that is closed stays until the next file with its number
 
 
 class ShardFile:
@@ -52,20 +73,21 @@ class ShardFile:
                     path
                 ) from exc
             raise
-        weakref.finalize(self, os.close, self.fd).atexit = False
+        self.lease_fds: list[int] = []  # idle descriptors for leases
+        net = _Net(self, methodcaller("close"))
+        net.close = partial(deque, map(os.close, chain([self.fd], filter(LEASE_FDS.pop, self.lease_fds))), 0)
+        _NETS[self.fd] = net
         status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
             raise FormatError("expected a file, not a folder, pipe or device", kind="unreadable").at(path)
         self.nbytes = status.st_size
         self.identity = _identity(status)
-        self._lock = threading.Lock()
         self._map: mmap.mmap | None = None
         self._array: np.ndarray[Any, Any] | None = None
         self._tensor: torch.Tensor | None = None
         self._tells = bool(_NOWAIT)  # until the file system says that it cannot
         self._is_memory: bool | None = None  # asked when needed
         self.may_lease: bool | None = None  # whether a read lease is worth trying; asked when needed
-        self.lease_fds: list[int] = []  # idle descriptors for leases
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)`.
@@ -188,7 +210,7 @@ class ShardFile:
         `Maps` copies safely.
         """
         if self._map is None:
-            with self._lock:
+            with _lock:
                 if self._map is None:
                     # a map keeps a descriptor of its own unless it is told not to
                     untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
@@ -246,9 +268,7 @@ class Files:
         self._fixed = fixed
         self._open: dict[str, ShardFile] = {}
         self._identities: dict[str, Identity] = {}
-        self._lock = threading.Lock()
         self._closed = False
-        _ALL.add(self)
 
     def get(self, path: str) -> ShardFile:
         """Return the file, opened if it is not.
@@ -261,7 +281,7 @@ class Files:
         file = self._open.get(path)
         if file is not None:
             return file
-        with self._lock:
+        with _lock:
             if self._closed:
                 raise ValueError(f"{path}: the cache is closed; load what is needed before, or keep it open")
             file = self._open.get(path)
@@ -284,7 +304,7 @@ class Files:
 
     def reopen(self, path: str) -> ShardFile:
         """Return the file that has this path now, whatever had it when it was opened."""
-        with self._lock:
+        with _lock:
             self._open.pop(path, None)
         return self.get(path)
 
@@ -293,30 +313,25 @@ class Files:
 
     def close(self) -> None:
         """Close every file; reads that are under way finish first. Views of maps stay valid as long as they live."""
-        with self._lock:
+        with _lock:
             self._closed = True
             self._open.clear()
-
-    def renew_lock(self) -> None:
-        """Called in a forked child: a thread that held the lock is not there to release it."""
-        self._lock = threading.Lock()
-        for file in self._open.values():
-            file._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
         return Files, (self.max_open, self._fixed)
 
 
-_ALL: weakref.WeakSet[Files] = weakref.WeakSet()
+_lock = threading.Lock()  # of what opens and maps files
 
 
-def _renew_locks() -> None:
-    for files in list(_ALL):
-        files.renew_lock()
+def _renew_lock() -> None:
+    """Called in a forked child: a thread that held the lock is not there to release it."""
+    global _lock
+    _lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _default_max_open() -> int:
