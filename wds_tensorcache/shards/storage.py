@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import methodcaller
@@ -258,16 +258,18 @@ class Files:
     A `fixed` file that was replaced or changed since it was first opened is not opened again: what is known of its bytes
     is no longer true.
 
-    Threads/fork/pickle: safe everywhere; a copy in another process opens its own files.
+    Threads/fork/pickle: safe everywhere; a copy in another process opens its own files, which must be the same.
     """
 
-    def __init__(self, max_open: int | None = None, fixed: bool = True) -> None:
+    def __init__(
+        self, max_open: int | None = None, fixed: bool = True, identities: Mapping[str, Identity] | None = None
+    ) -> None:
         if max_open is not None and max_open < 1:
             raise ValueError(f"max_open_files={max_open}, expected at least 1")
         self.max_open = max_open or _default_max_open()
         self._fixed = fixed
         self._open: dict[str, ShardFile] = {}
-        self._identities: dict[str, Identity] = {}
+        self._identities = dict(identities or {})
         self._closed = False
 
     def get(self, path: str) -> ShardFile:
@@ -318,7 +320,7 @@ class Files:
             self._open.clear()
 
     def __reduce__(self) -> Any:
-        return Files, (self.max_open, self._fixed)
+        return Files, (self.max_open, self._fixed, self._identities)
 
 
 _lock = threading.Lock()  # of what opens and maps files
