@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import random
@@ -206,8 +207,8 @@ def interrupt(name: str, folder: Path, rounds: int, seed: int, longest_s: float 
             found["KeyboardInterrupt"] += 1
         except BaseException as exc:
             found[f"{type(exc).__name__}: {exc}"] += 1
-            while not _is_interrupted():
-                pass
+            with contextlib.suppress(KeyboardInterrupt):  # which may come yet
+                time.sleep(0.2)
         slowest = max(slowest, time.perf_counter() - begun - delay)
         if left := [one for one in _threads() if name != "read_batch"]:
             found[f"threads left: {left}"] += 1
@@ -219,14 +220,6 @@ def interrupt(name: str, folder: Path, rounds: int, seed: int, longest_s: float 
     found.update(unraisable)
     found["slowest, ms"] = round(1000 * slowest)
     return found
-
-
-def _is_interrupted() -> bool:
-    try:
-        time.sleep(0.2)
-    except KeyboardInterrupt:
-        return True
-    return True
 
 
 def _all() -> Iterator[tuple[str, Counter[str]]]:

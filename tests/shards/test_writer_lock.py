@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -386,42 +387,80 @@ def test_a_second_build_computes_nothing(tmp_path: Path, untouched: Any, digest:
     assert [sample["x"] for sample in cache] == list(range(20))
 
 
-def test_two_rebuilds_in_two_processes(tmp_path: Path) -> None:
-    """One of both does it all, and the other says that it did not."""
+def rebuild(folder: Path, revision: int, first: Callable[[], Any] = lambda: None) -> int:
+    """Make all samples again in a forked child, which calls `first` before it computes; return its pid.
 
-    def build(revision: int) -> None:
-        def fn(items: list[int]) -> list[Any]:
-            time.sleep(0.002)
-            return [{"x": i, "of": revision} for i in items]
+    Its exit code is 0 if the build returned, 1 if it was refused.
+    """
+    waiting = [first]
 
+    def fn(items: list[int]) -> list[Any]:
+        while waiting:
+            waiting.pop()()
+        return [{"x": i, "of": revision} for i in items]
+
+    child = os.fork()
+    if child:
+        return child
+    status = 2
+    try:
         digest = {"digest": lambda i: f"{revision}"}
-        tc.build(range(40), fn, tmp_path, fingerprint={}, batch_size=4, max_samples=5, fsync=False, **digest).close()
+        tc.build(range(40), fn, folder, fingerprint={}, batch_size=4, max_samples=5, fsync=False, **digest).close()
+        status = 0
+    except FileExistsError:
+        status = 1
+    finally:
+        os._exit(status)
 
-    build(0)
-    for attempt in range(1, 6):
-        children = []
-        for revision in (2 * attempt, 2 * attempt + 1):
-            child = os.fork()
-            if child == 0:
-                status = 2
-                try:
-                    build(revision)
-                    status = 0
-                except FileExistsError:
-                    status = 1
-                finally:
-                    os._exit(status)
-            children.append((child, revision))
-        codes = {revision: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child, revision in children}
-        with tc.open(tmp_path) as cache:
-            last = max(revision for revision, code in codes.items() if code == 0)
-            made = {sample["of"] for sample in cache}
-            assert len(cache) == 40
-        assert len(made) == 1
-        assert set(codes.values()) <= {0, 1}
-        assert made <= {revision for revision, code in codes.items() if code == 0}
-        if 1 in codes.values():
-            assert made == {last}
+
+def code_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def revisions(folder: Path) -> list[int]:
+    with tc.open(folder) as cache:
+        return [sample["of"] for sample in cache]
+
+
+def test_a_rebuild_during_another_one(tmp_path: Path) -> None:
+    """The second is refused, and the first does it all."""
+    assert code_of(rebuild(tmp_path, 0)) == 0
+    computes, says = os.pipe()
+    waits, lets_go = os.pipe()
+
+    def wait() -> None:
+        os.write(says, b"1")
+        os.read(waits, 1)
+
+    first = rebuild(tmp_path, 1, wait)
+    assert os.read(computes, 1) == b"1"
+    assert code_of(rebuild(tmp_path, 2)) == 1
+    os.write(lets_go, b"1")
+    assert code_of(first) == 0
+    assert revisions(tmp_path) == [1] * 40
+    assert code_of(rebuild(tmp_path, 3)) == 0
+    assert revisions(tmp_path) == [3] * 40
+    for end_of_pipe in (computes, says, waits, lets_go):
+        os.close(end_of_pipe)
+
+
+def test_two_rebuilds_that_begin_at_once(tmp_path: Path) -> None:
+    """One or both, one after the other, do it all; one that is refused has changed nothing."""
+    assert code_of(rebuild(tmp_path, 0)) == 0
+    for revision in range(1, 11, 2):
+        times = tmp_path.with_name(f"times-{revision}")
+        times.mkdir()
+
+        def begin(of: int, times: Path = times) -> None:
+            (times / f"{of} begins").touch()
+            time.sleep(0.01)
+
+        children = {of: rebuild(tmp_path, of, partial(begin, of)) for of in (revision, revision + 1)}
+        done = {of for of, child in children.items() if code_of(child) == 0}
+        (made,) = set(revisions(tmp_path))
+        assert made in done
+        assert len(revisions(tmp_path)) == 40
+        assert {int(name.split()[0]) for name in os.listdir(times)} == done
 
 
 # --- what others see of it, and what is in its place ---
