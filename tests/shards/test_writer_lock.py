@@ -154,6 +154,20 @@ def test_a_manifest_is_not_locked_by_a_child_forked_meanwhile(tmp_path: Path) ->
     os.waitpid(child, 0)
 
 
+def test_a_lock_that_is_forgotten(tmp_path: Path) -> None:
+    """As where an interrupt comes before it is closed."""
+    held = locks.Held(str(tmp_path), os.O_RDONLY)
+    assert held.lock()
+    fd = held.fd
+    del held
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    with locks.Held(str(tmp_path), os.O_RDONLY) as again:
+        assert again.lock()
+    again.close()
+    assert not locks._OPEN
+
+
 @pytest.mark.parametrize("ends", ["close", "error", "error in close", "collected", "constructor"])
 def test_every_end_frees_it(tmp_path: Path, ends: str) -> None:
     pattern = tmp_path / "%d.tar"

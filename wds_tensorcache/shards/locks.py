@@ -8,9 +8,14 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import methodcaller
+from typing import Any
 
-__all__ = ["Held", "create_temporary", "locked_folder", "open_regular", "remove_stray"]
+__all__ = ["Held", "call_when_gone", "create_temporary", "locked_folder", "open_regular", "remove_stray"]
 
 try:
     import fcntl
@@ -22,8 +27,26 @@ _REGULAR = os.O_RDWR | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 
 _WAIT_S = 10.0  # for a process that has locked a folder and changes nothing in it; in all, six times as long
 
 
+class _Net(weakref.ref):  # type: ignore[type-arg]
+    call: Callable[[], Any] = tuple  # nothing, where an interrupt came before it was set
+
+
+_CALL = methodcaller("call")
+
+
+def call_when_gone(thing: Any, call: Callable[[], Any]) -> Any:
+    """Let a function be called when an object is gone, unless what is returned here has gone before it.
+
+    Hazard: an interrupt that comes in a callback written in Python is printed by the interpreter, and lost. So the function has
+    to be in C, and all that it calls.
+    """
+    net = _Net(thing, _CALL)
+    net.call = call
+    return net
+
+
 class Held:
-    """An open file or folder, and its lock, if it was taken: until `close`, or the end of the process.
+    """An open file or folder, and its lock, if it was taken: until `close`, the last reference, or the end of the process.
 
     Threads/fork: any thread. A forked child has it closed, so that it does not keep the lock of a parent that was killed.
 
@@ -38,7 +61,9 @@ class Held:
         self._is_locked = False
         with _opening:
             self.fd = os.open(path, flags | _FLAGS, 0o666)
-            _OPEN.add(self)
+            # one call in C, which does it once; an interrupt comes before it or after it
+            self._close: Callable[[], Any] = partial(deque, map(os.close, filter(_OPEN.pop, [self.fd])), 0)
+            _OPEN[self.fd] = call_when_gone(self, self._close)
 
     def lock(self) -> bool | None:
         """Take the lock, if it is free.
@@ -59,17 +84,13 @@ class Held:
 
     def close(self) -> None:
         """Release the lock, and close the file or folder."""
-        _OPEN.discard(self)
         fd, self.fd = self.fd, -1
-        if fd < 0:
-            return
-        try:
-            if self._is_locked and fcntl is not None and self._pid == os.getpid():
+        if fd >= 0 and self._pid == os.getpid():  # a forked child has closed it
+            if self._is_locked and fcntl is not None:
                 # Hazard: a child that was forked meanwhile may not have closed its copy yet, and would keep the lock.
                 with contextlib.suppress(OSError):  # a file system without locks
                     fcntl.flock(fd, fcntl.LOCK_UN)
-        finally:
-            os.close(fd)
+            self._close()
 
     def __enter__(self) -> Held:
         return self
@@ -78,7 +99,7 @@ class Held:
         self.close()
 
 
-_OPEN: set[Held] = set()
+_OPEN: dict[int, Any] = {}  # by descriptor, what closes it when its object is gone
 _opening = threading.RLock()  # no fork between opening a descriptor and noting it
 
 
@@ -152,8 +173,9 @@ def remove_stray(path: str) -> None:
 
 
 def _close_in_child() -> None:
-    for held in list(_OPEN):
-        held.close()
+    for fd in _OPEN:
+        os.close(fd)
+    _OPEN.clear()
     _opening.release()
 
 

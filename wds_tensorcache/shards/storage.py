@@ -8,12 +8,10 @@ import os
 import stat
 import sys
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ import torch
 
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError, TarFormatError
+from wds_tensorcache.shards.locks import call_when_gone
 from wds_tensorcache.shards.system import file_system
 
 __all__ = ["LEASE_FDS", "Files", "Identity", "ShardFile"]
@@ -42,17 +41,7 @@ def _identity(status: os.stat_result) -> Identity:
 LEASE_FDS: dict[int, list[int]] = {}
 
 
-class _Net(weakref.ref):  # type: ignore[type-arg]
-    """Closes the descriptors of a file that is gone.
-
-    Hazard: an interrupt that comes in a callback written in Python is printed by the interpreter, and lost. So nothing that
-    this one calls is.
-    """
-
-    close: Callable[[], Any] = tuple  # nothing, where an interrupt came before it was set
-
-
-_NETS: dict[int, _Net] = {}  # by descriptor: one that is closed stays until the next file with its number
+_NETS: dict[int, Any] = {}  # by descriptor: one that is closed stays until the next file with its number
 
 
 class ShardFile:
@@ -74,9 +63,8 @@ class ShardFile:
                 ) from exc
             raise
         self.lease_fds: list[int] = []  # idle descriptors for leases
-        net = _Net(self, methodcaller("close"))
-        net.close = partial(deque, map(os.close, chain([self.fd], filter(LEASE_FDS.pop, self.lease_fds))), 0)
-        _NETS[self.fd] = net
+        fds = chain([self.fd], filter(LEASE_FDS.pop, self.lease_fds))
+        _NETS[self.fd] = call_when_gone(self, partial(deque, map(os.close, fds), 0))
         status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
             raise FormatError("expected a file, not a folder, pipe or device", kind="unreadable").at(path)
