@@ -74,11 +74,17 @@ class Pool:
         Memory: an arena's. It comes back when the array is gone; whatever numpy or torch puts over it keeps it.
         """
         size = _size_class(nbytes)
-        may_be_idle = 0 if self._closed else self.max_idle_nbytes // size
-        idle = self._idle.setdefault(size, deque(maxlen=may_be_idle))
-        arena = idle.pop() if idle else None
-        needed = size if arena is None and may_be_idle else 0
-        self._free(self._sum_idle() + needed - self.max_idle_nbytes, size)
+        idle = self._idle.get(size)
+        if idle is None:
+            idle = deque(maxlen=0 if self._closed else self.max_idle_nbytes // size)
+            idle = self._idle.setdefault(size, idle)
+        try:
+            arena = idle.pop()
+        except IndexError:
+            arena = None
+        if len(self._idle) > 1:
+            needed = size if arena is None and idle.maxlen else 0
+            self._free(self._sum_idle() + needed - self.max_idle_nbytes, size)
         if arena is None:
             arena = _allocate(size)
         array = np.frombuffer(arena, np.uint8, nbytes)
