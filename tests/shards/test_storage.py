@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.shards import storage
-from wds_tensorcache.shards.arena import Pool
-from wds_tensorcache.shards.maps import Maps
-from wds_tensorcache.shards.storage import Files, ShardFile
+from wds_tensorcache.storage import files as storage
+from wds_tensorcache.storage.files import Files, ShardFile
+from wds_tensorcache.storage.maps import Maps
+from wds_tensorcache.storage.pool import Pool
 
 CONTENT = random.Random(5).randbytes(200_000)
 

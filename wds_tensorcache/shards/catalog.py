@@ -14,8 +14,7 @@ import numpy as np
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import build_footer, parse_footer, stale_footer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.indexing import scan_shard
-from wds_tensorcache.shards.locks import locked_folder, remove_stray
+from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.manifest import (
     MANIFEST,
     ShardEntry,
@@ -26,9 +25,10 @@ from wds_tensorcache.shards.manifest import (
     write_manifest,
 )
 from wds_tensorcache.shards.names import SKELETON, TENSORS
-from wds_tensorcache.shards.reader import load_index, sidecar_path
 from wds_tensorcache.shards.remainder import check_end
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.shards.shard import load_index, sidecar_path
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.locks import locked_folder, remove_stray
 
 __all__ = ["MANIFEST", "Catalog", "Listing", "dali_index_path", "dali_samples", "index", "write_dali_index"]
 
