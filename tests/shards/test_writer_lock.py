@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -10,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,20 @@ def test_a_manifest_is_not_locked_by_a_child_forked_meanwhile(tmp_path: Path) ->
     os.waitpid(child, 0)
 
 
+def test_a_lock_that_is_forgotten(tmp_path: Path) -> None:
+    """As where an interrupt comes before it is closed."""
+    held = locks.Held(str(tmp_path), os.O_RDONLY)
+    assert held.lock()
+    fd = held.fd
+    del held
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    with locks.Held(str(tmp_path), os.O_RDONLY) as again:
+        assert again.lock()
+    again.close()
+    assert not locks._OPEN
+
+
 @pytest.mark.parametrize("ends", ["close", "error", "error in close", "collected", "constructor"])
 def test_every_end_frees_it(tmp_path: Path, ends: str) -> None:
     pattern = tmp_path / "%d.tar"
@@ -260,6 +276,98 @@ def test_indexes_are_written_while_writers_begin(tmp_path: Path) -> None:
     assert running.returncode == 0
 
 
+# --- a folder that a stranger has locked ---
+
+STRANGER = """
+import fcntl, os, sys, time
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
+print("holds", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@contextlib.contextmanager
+def locking(folder: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", STRANGER, str(folder), str(seconds)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    assert running.stdout.readline() == "holds\n"
+    try:
+        yield running
+    finally:
+        end(running)
+
+
+def writer_that_begins(folder: Path) -> None:
+    tc.ShardWriter(folder / "%d.tar")
+
+
+def build(folder: Path) -> None:
+    tc.build(range(4), lambda items: sys.exit("computed"), folder, fingerprint={})
+
+
+def index(folder: Path) -> None:
+    tc.index(folder / "x.tar", footer=True)
+
+
+WAITING = """
+import sys
+from pathlib import Path
+from tests.shards import test_writer_lock
+try:
+    getattr(test_writer_lock, sys.argv[1])(Path(sys.argv[2]))
+except FileExistsError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("name", ["writer_that_begins", "build", "index"])
+def test_a_folder_that_a_stranger_has_locked(tmp_path: Path, name: str) -> None:
+    if name == "index":
+        write_one(tmp_path / "x.tar", "a", resume=False)
+    before = sorted(os.listdir(tmp_path))
+    with locking(tmp_path, 600) as running:
+        command = [sys.executable, "-c", WAITING, name, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.stderr == ""
+        assert done.stdout.startswith(f"{tmp_path}: process {running.pid} has kept the folder locked for 10 s; ")
+        assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_folder_that_a_stranger_locks_for_a_moment(tmp_path: Path) -> None:
+    """Longer than any pause between two attempts; what waits goes on by itself."""
+    with locking(tmp_path, 1) as running:
+        write_one(tmp_path / "%d.tar", "a")
+        assert running.wait(60) == 0
+    assert list(tc.open(tmp_path).keys()) == ["a"]
+
+
+def test_a_lock_of_a_folder_in_which_files_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writers that take turns may together need longer than one of them may be still."""
+    monkeypatch.setattr(locks, "_WAIT_S", 0.3)
+    stop = threading.Event()
+
+    def change() -> None:
+        while not stop.wait(0.01):
+            (tmp_path / "file").touch()
+            (tmp_path / "file").unlink()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        with locking(tmp_path, 1):
+            write_one(tmp_path / "%d.tar", "a")
+        with locks.Held(str(tmp_path), os.O_RDONLY) as held:
+            assert held.lock()
+            with pytest.raises(
+                FileExistsError, match=r"has kept the folder locked for 2 s; "
+            ):  # all changes are others'
+                tc.ShardWriter(tmp_path / "%d.tar", resume=True)
+    finally:
+        stop.set()
+        thread.join()
+
+
 # --- builds ---
 
 
@@ -294,42 +402,80 @@ def test_a_second_build_computes_nothing(tmp_path: Path, untouched: Any, digest:
     assert [sample["x"] for sample in cache] == list(range(20))
 
 
-def test_two_rebuilds_in_two_processes(tmp_path: Path) -> None:
-    """One of both does it all, and the other says that it did not."""
+def rebuild(folder: Path, revision: int, first: Callable[[], Any] = lambda: None) -> int:
+    """Make all samples again in a forked child, which calls `first` before it computes; return its pid.
 
-    def build(revision: int) -> None:
-        def fn(items: list[int]) -> list[Any]:
-            time.sleep(0.002)
-            return [{"x": i, "of": revision} for i in items]
+    Its exit code is 0 if the build returned, 1 if it was refused.
+    """
+    waiting = [first]
 
+    def fn(items: list[int]) -> list[Any]:
+        while waiting:
+            waiting.pop()()
+        return [{"x": i, "of": revision} for i in items]
+
+    child = os.fork()
+    if child:
+        return child
+    status = 2
+    try:
         digest = {"digest": lambda i: f"{revision}"}
-        tc.build(range(40), fn, tmp_path, fingerprint={}, batch_size=4, max_samples=5, fsync=False, **digest).close()
+        tc.build(range(40), fn, folder, fingerprint={}, batch_size=4, max_samples=5, fsync=False, **digest).close()
+        status = 0
+    except FileExistsError:
+        status = 1
+    finally:
+        os._exit(status)
 
-    build(0)
-    for attempt in range(1, 6):
-        children = []
-        for revision in (2 * attempt, 2 * attempt + 1):
-            child = os.fork()
-            if child == 0:
-                status = 2
-                try:
-                    build(revision)
-                    status = 0
-                except FileExistsError:
-                    status = 1
-                finally:
-                    os._exit(status)
-            children.append((child, revision))
-        codes = {revision: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child, revision in children}
-        with tc.open(tmp_path) as cache:
-            last = max(revision for revision, code in codes.items() if code == 0)
-            made = {sample["of"] for sample in cache}
-            assert len(cache) == 40
-        assert len(made) == 1
-        assert set(codes.values()) <= {0, 1}
-        assert made <= {revision for revision, code in codes.items() if code == 0}
-        if 1 in codes.values():
-            assert made == {last}
+
+def code_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def revisions(folder: Path) -> list[int]:
+    with tc.open(folder) as cache:
+        return [sample["of"] for sample in cache]
+
+
+def test_a_rebuild_during_another_one(tmp_path: Path) -> None:
+    """The second is refused, and the first does it all."""
+    assert code_of(rebuild(tmp_path, 0)) == 0
+    computes, says = os.pipe()
+    waits, lets_go = os.pipe()
+
+    def wait() -> None:
+        os.write(says, b"1")
+        os.read(waits, 1)
+
+    first = rebuild(tmp_path, 1, wait)
+    assert os.read(computes, 1) == b"1"
+    assert code_of(rebuild(tmp_path, 2)) == 1
+    os.write(lets_go, b"1")
+    assert code_of(first) == 0
+    assert revisions(tmp_path) == [1] * 40
+    assert code_of(rebuild(tmp_path, 3)) == 0
+    assert revisions(tmp_path) == [3] * 40
+    for end_of_pipe in (computes, says, waits, lets_go):
+        os.close(end_of_pipe)
+
+
+def test_two_rebuilds_that_begin_at_once(tmp_path: Path) -> None:
+    """One or both, one after the other, do it all; one that is refused has changed nothing."""
+    assert code_of(rebuild(tmp_path, 0)) == 0
+    for revision in range(1, 11, 2):
+        times = tmp_path.with_name(f"times-{revision}")
+        times.mkdir()
+
+        def begin(of: int, times: Path = times) -> None:
+            (times / f"{of} begins").touch()
+            time.sleep(0.01)
+
+        children = {of: rebuild(tmp_path, of, partial(begin, of)) for of in (revision, revision + 1)}
+        done = {of for of, child in children.items() if code_of(child) == 0}
+        (made,) = set(revisions(tmp_path))
+        assert made in done
+        assert len(revisions(tmp_path)) == 40
+        assert {int(name.split()[0]) for name in os.listdir(times)} == done
 
 
 # --- what others see of it, and what is in its place ---

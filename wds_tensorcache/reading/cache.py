@@ -40,8 +40,9 @@ class TensorCache(Sequence[Any]):
     `cache[a:b]`, `select` and `filter` return views, which share files and memory with the cache.
 
     Memory: 22 bytes per sample and its key; 8 more once something was looked up by key, unless keys ascend from shard to shard.
-    Threads/fork/pickle: safe everywhere; a copy in another process opens the shards again. `close`, or the end of a `with`
-        block, closes files and threads of the cache and all its views; lazy tensors that were not loaded are lost then.
+    Threads/fork/pickle: safe everywhere; a copy in another process opens the shards again, and raises FormatError for one that
+        was changed or replaced since. `close`, or the end of a `with` block, closes files and threads of the cache and all its
+        views; lazy tensors that were not loaded are lost then.
     """
 
     def __init__(self, store: Store, order: Positions | None = None, patterns: tuple[str, ...] | None = None) -> None:

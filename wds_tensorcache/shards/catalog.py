@@ -28,7 +28,7 @@ from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.remainder import check_end
 from wds_tensorcache.shards.shard import load_index, sidecar_path
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.storage.locks import Held, remove_stray
+from wds_tensorcache.storage.locks import locked_folder, remove_stray
 
 __all__ = ["MANIFEST", "Catalog", "Listing", "dali_index_path", "dali_samples", "index", "write_dali_index"]
 
@@ -121,8 +121,12 @@ class Catalog:
 
     @contextlib.contextmanager
     def changed(self) -> Iterator[Listing]:
-        """Keep other writers off, and write the manifest again as the caller has changed it, unless that failed."""
-        with _locked(self.folder):
+        """Keep other writers off, and write the manifest again as the caller has changed it, unless that failed.
+
+        Raises:
+            FileExistsError: Another process keeps the folder locked.
+        """
+        with locked_folder(self.folder):
             for stray in glob.glob(os.path.join(glob.escape(self.folder), f".{MANIFEST}.*.tmp")):
                 remove_stray(stray)  # of a killed writer: the lock keeps other writers out
             listing = self.read()
@@ -132,17 +136,6 @@ class Catalog:
 
 def _entry(path: str, index: ShardIndex) -> ShardEntry:
     return ShardEntry(os.path.basename(path), len(index.keys), os.path.getsize(path))
-
-
-@contextlib.contextmanager
-def _locked(folder: str) -> Iterator[None]:
-    """Keep other writers off the manifest of a folder, where the system has locks."""
-    if os.name != "posix":
-        yield
-        return
-    with Held(folder, os.O_RDONLY) as held:
-        held.lock(wait=True)
-        yield
 
 
 def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = True) -> ShardIndex:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -82,7 +83,7 @@ class Shard:
         count: int | None = None,
         index: ShardIndex | None = None,
     ) -> None:
-        self.path = os.path.abspath(path)  # of use in other processes, and after os.chdir
+        self.path = sys.intern(os.path.abspath(path))  # of use in other processes, and after os.chdir; pickled once
         self.name = name
         self.files = files
         self.pool = pool

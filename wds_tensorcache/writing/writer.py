@@ -62,7 +62,8 @@ class ShardWriter:
             (`webdataset.writer.make_encoder(True)`). By default bytes, text, `json` and `cls` are taken.
 
     Raises:
-        FileExistsError: A shard of that name is there, or another writer writes shards of the same names.
+        FileExistsError: A shard of that name is there, another writer writes shards of the same names, or another process
+            keeps the folder locked for more than 10 s; `write` and `close` raise it, too.
         StaleCacheError: `resume=True` finds shards that were made otherwise.
         ValueError: The pattern has more than one number.
 
