@@ -7,7 +7,7 @@ import re
 
 from wds_tensorcache.shards.catalog import dali_index_path
 from wds_tensorcache.shards.locks import remove_stray
-from wds_tensorcache.shards.reader import sidecar_path
+from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path
 
 __all__ = ["ShardPattern"]
 
@@ -86,26 +86,25 @@ class ShardPattern:
         return [match for match in matches if match]
 
     def check_removable(self, paths: list[str]) -> None:
-        """Raise FileExistsError if one of these shards, or a sidecar of one, is a folder."""
-        for file in _with_sidecars(paths):
-            if os.path.isdir(file) and not os.path.islink(file):
-                raise FileExistsError(f"{file} is a folder, expected a file; move it away, or write to another folder")
+        """Raise FileExistsError if one of these shards is a folder, or what would go with it is no index."""
+        for path in paths:
+            if os.path.isdir(path) and not os.path.islink(path):
+                raise FileExistsError(f"{path} is a folder, expected a file; move it away, or write to another folder")
+            check_replaceable(dali_index_path(path), sidecar_path(path))
 
     def remove(self, paths: list[str]) -> None:
         """Delete shards and what lies beside them."""
-        for file in _with_sidecars(paths):
-            if os.path.lexists(file):
-                os.remove(file)
+        self.check_removable(paths)
+        for path in paths:
+            for file in (path, dali_index_path(path), sidecar_path(path)):
+                if os.path.lexists(file):
+                    os.remove(file)
 
     def remove_strays(self) -> None:
         """Delete what killed writers had not finished, and nothing but files: the names may be used for anything else."""
         for name in (self._name, dali_index_path(self._name)):
             for match in self._matches(name, before=r"\.", behind=r"\.[0-9a-f]+\.tmp"):
                 remove_stray(self.locate(match[0]))
-
-
-def _with_sidecars(paths: list[str]) -> list[str]:
-    return [file for path in paths for file in (path, dali_index_path(path), sidecar_path(path))]
 
 
 _DIGITS = frozenset("0123456789")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,23 +21,19 @@ from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.indexing import scan_shard
 from wds_tensorcache.shards.maps import MapLost, Maps, gather
 from wds_tensorcache.shards.names import SKELETON, TENSORS
+from wds_tensorcache.shards.sidecar import open_sidecar
 from wds_tensorcache.shards.sources import ShardSource
 from wds_tensorcache.shards.storage import Files, ShardFile
 from wds_tensorcache.shards.tar import BLOCK, names_of
 from wds_tensorcache.shards.tar_fields import parse_number
 
-__all__ = ["Shard", "is_absent", "load_index", "sidecar_path"]
+__all__ = ["Shard", "load_index"]
 
 Array = np.ndarray[Any, Any]
 _NAME_NBYTES = 100  # of the tar header's field
 _SIZE_BEGIN = 124  # of the next field but three
 _OCTAL_SHIFTS = np.arange(30, -1, -3)
 _HEX = np.array([list(b"%02x" % byte) for byte in range(256)], np.uint8)
-
-
-def sidecar_path(path: str) -> str:
-    """Return where the index of the shard at `path` lies if it is not behind the shard."""
-    return path + ".index"
 
 
 def load_index(file: ShardFile) -> ShardIndex:
@@ -49,21 +44,11 @@ def load_index(file: ShardFile) -> ShardIndex:
     """
     try:
         index = read_footer(file.read, file.nbytes)
-        if index is None:
-            try:
-                sidecar = ShardFile(sidecar_path(file.path))
-                index = parse_footer(sidecar.read(0, sidecar.nbytes), file.nbytes)
-            except OSError as exc:
-                if not is_absent(exc):
-                    raise
+        if index is None and (sidecar := open_sidecar(file.path)) is not None:
+            index = parse_footer(sidecar.read(0, sidecar.nbytes), file.nbytes)
         return scan_shard(file.read, file.nbytes) if index is None else index
     except TensorCacheError as exc:
         raise exc.at(file.path) from exc
-
-
-def is_absent(error: OSError) -> bool:
-    """Return whether a file beside a shard is not there, perhaps as no file can have so long a name."""
-    return error.errno in (errno.ENOENT, errno.ENAMETOOLONG)
 
 
 class Shard:

@@ -12,8 +12,8 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import build_idx, fsync_folder
 from wds_tensorcache.shards.output import Output
 from wds_tensorcache.shards.pattern import ShardPattern
-from wds_tensorcache.shards.reader import sidecar_path
 from wds_tensorcache.shards.rewrite import stage_without
+from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path
 
 __all__ = ["Switch"]
 
@@ -102,6 +102,7 @@ class Switch:
         self, path: str, keys: Collection[str], fingerprint: Mapping[str, Any] | None, staged: list[Output]
     ) -> ShardIndex | None:
         """Write a shard and its `.idx` without some keys, to be published; None if no other is left."""
+        check_replaceable(dali_index_path(path), sidecar_path(path))
         found = stage_without(path, keys, fingerprint, self._footer, self._fsync)
         if found is None:
             return None

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from wds_tensorcache.errors import FormatError, Kind, TarFormatError
+from wds_tensorcache.errors import Kind, TarFormatError
 from wds_tensorcache.shards.sparse import SparseMap, read_map
 from wds_tensorcache.shards.tar import BLOCK, Scanner, is_extended, is_meta_name, padding
-from wds_tensorcache.shards.tar_fields import Pairs, check_checksum
+from wds_tensorcache.shards.tar_fields import Pairs, adds_up
 
 __all__ = ["TarStream"]
 
@@ -97,7 +97,8 @@ class TarStream:
         decompressor = next((made for magic, made in _DECOMPRESSORS.items() if head.startswith(magic)), None)
         if decompressor is not None:
             head += self._take(BLOCK - len(head))
-            if not _is_header(head):  # a member may be called like that
+            # a member may be called like that; tars from before POSIX have no magic
+            if not (len(head) == BLOCK and head[257:262] == b"ustar") and not adds_up(head):
                 self._stream, head, self._is_compressed = decompressor(_Rejoined(head, self._stream)), b"", True
         self._begun, self._at = head, 0
 
@@ -186,13 +187,3 @@ class _Rejoined:
         return False
 
     closed = False
-
-
-def _is_header(head: bytes) -> bool:
-    if len(head) < BLOCK or head[257:262] == b"ustar":
-        return len(head) == BLOCK
-    try:
-        check_checksum(head, BLOCK)  # tars from before POSIX have no magic
-    except FormatError:
-        return False
-    return True

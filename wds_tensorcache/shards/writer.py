@@ -21,6 +21,7 @@ from wds_tensorcache.shards.open_shard import OpenShard
 from wds_tensorcache.shards.pattern import ShardPattern
 from wds_tensorcache.shards.plain import encode_others, encode_plain
 from wds_tensorcache.shards.remainder import load_whole
+from wds_tensorcache.shards.sidecar import check_replaceable
 from wds_tensorcache.shards.switch import Switch
 from wds_tensorcache.shards.writer_lock import WriterLock
 
@@ -261,6 +262,8 @@ class ShardWriter:
                 if not self._pattern.is_numbered and self._number:
                     raise FileExistsError(f"{path} is finished; only a pattern with a number goes on")
                 raise FileExistsError(f"{path} exists; it was not there when this writer began")
+            if self._idx:
+                check_replaceable(dali_index_path(path))
             self._shard = OpenShard(path)
             self._net = weakref.finalize(self, _drop_forgotten, str(self._pattern), self._shard, os.getpid())
             self._number += 1
