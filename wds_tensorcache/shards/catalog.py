@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +15,7 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import build_footer, stale_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.indexing import scan_shard
-from wds_tensorcache.shards.locks import Held, remove_stray
+from wds_tensorcache.shards.locks import Held, find_temporary, remove_stray
 from wds_tensorcache.shards.manifest import (
     MANIFEST,
     ShardEntry,
@@ -143,7 +143,7 @@ class Catalog:
     def changed(self) -> Iterator[Listing]:
         """Keep other writers off, and write the manifest again as the caller has changed it, unless that failed."""
         with _locked(self.folder):
-            for stray in glob.glob(os.path.join(glob.escape(self.folder), f".{MANIFEST}.*.tmp")):
+            for stray in find_temporary(self.folder, re.escape(MANIFEST)):
                 remove_stray(stray)  # of a killed writer: the lock keeps other writers out
             listing = self.read()
             yield listing

@@ -17,7 +17,7 @@ import torch
 
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError, TarFormatError
-from wds_tensorcache.shards.system import file_system
+from wds_tensorcache.shards.system import MEMORY, file_system
 
 __all__ = ["Files", "Identity", "ShardFile"]
 
@@ -153,7 +153,7 @@ class ShardFile:
                 if not self._is_unable(exc):
                     return False
         if self._is_memory is None:
-            self._is_memory = file_system(self.path)[0] in ("tmpfs", "ramfs")
+            self._is_memory = file_system(self.path)[0] in MEMORY
         return self._is_memory
 
     def will_need(self, begin: int, end: int) -> None:
