@@ -74,7 +74,7 @@ def open(
         A `TensorCache`; with `join`, a `JoinedCache`, which has the same methods.
 
     Raises:
-        FileNotFoundError: There is no such file, or no shard.
+        FileNotFoundError: There is no such file, or no shard. A MissingShardError: a manifest lists a shard that is not there.
         FormatError: A shard or manifest is damaged, or does not match the other. A manifest lists a url that is no local
             file, or one file twice, under any names.
         StaleCacheError: A shard was made otherwise than `expect` says, or says nothing of it.

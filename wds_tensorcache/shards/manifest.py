@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wds_tensorcache.errors import FormatError, KeyRuleError
+from wds_tensorcache.errors import FormatError, KeyRuleError, MissingShardError
 from wds_tensorcache.shards.locks import create_temporary
 from wds_tensorcache.shards.storage import ShardFile
 
@@ -154,6 +154,9 @@ def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]
             status = _status(entry, shard)
         except FormatError as exc:
             error = exc.at(path)
+        except FileNotFoundError:
+            remedy = "copy it again, or let tc.repair write what is left into another folder"
+            error = MissingShardError(f"{entry.url!r:.200} is listed, and not there: {remedy}").at(path)
         except OSError as exc:
             error = exc
         else:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.views import view_bytes
-from wds_tensorcache.errors import FormatError, TarFormatError
+from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
 from wds_tensorcache.shards.system import MEMORY, file_system
 
 __all__ = ["Files", "Identity", "ShardFile"]
@@ -254,7 +254,7 @@ class Files:
         """Return the file, opened if it is not.
 
         Raises:
-            OSError: It cannot be opened.
+            OSError: It cannot be opened; a MissingShardError if it is not there.
             FormatError: It is not the one that was opened before.
             ValueError: `close` was called.
         """
@@ -268,7 +268,10 @@ class Files:
             if file is None:
                 while len(self._open) >= self.max_open:
                     del self._open[next(iter(self._open))]
-                file = ShardFile(path)
+                try:
+                    file = ShardFile(path)
+                except FileNotFoundError as exc:
+                    raise MissingShardError("the shard is not there: copy it again").at(path) from exc
                 if self._fixed and self._identities.setdefault(path, file.identity) != file.identity:
                     raise FormatError("the shard was changed since this cache was opened: open it again").at(path)
                 self._open[path] = file

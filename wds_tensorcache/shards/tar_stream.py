@@ -151,6 +151,8 @@ class TarStream:
         try:
             return self._stream.read(nbytes)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as exc:
+            if getattr(exc, "errno", None) is not None:
+                raise  # of the stream itself; those of gzip and bz2 have no number
             kind: Kind = "truncated" if isinstance(exc, EOFError) else "compressed"
             raise TarFormatError(
                 f"the compressed stream is cut short or damaged: {exc}", offset=self._at, kind=kind
