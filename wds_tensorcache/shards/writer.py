@@ -53,7 +53,8 @@ class ShardWriter:
         manifest: Write `manifest.json` beside the shards; entries of other writers' shards in the folder are kept.
         overwrite: Delete shards of this pattern that are there. Otherwise they are an error.
         resume: Go on behind those that are there: keys that they have are skipped. Written again from the start with the same
-            options, the shards are those of a run that was never broken, byte for byte.
+            options, the shards are those of a run that was never broken, byte for byte. Their indexes are trusted: damage
+            between a shard's ends is found by `tc.verify`, or when samples are read.
         fsync: Wait for the disk before a shard gets its name.
         fingerprint: How the samples are made (model, revision, dtype, crop, …), in what JSON holds. It is kept in the footers
             and the manifest, for `tc.open(…, expect=…)`.
