@@ -1,8 +1,8 @@
 """Caches of nested tensors in ordinary WebDataset tar shards: lazy, safe, and readable by every stock tool."""
 
-from wds_tensorcache.building.build import build
-from wds_tensorcache.building.repair import repair
-from wds_tensorcache.building.verify import verify
+from wds_tensorcache.checking.repair import repair
+from wds_tensorcache.checking.report import Fault, Report
+from wds_tensorcache.checking.verify import verify
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
 from wds_tensorcache.codec.realize import realize
@@ -18,22 +18,22 @@ from wds_tensorcache.errors import (
     TensorCacheError,
     UnsafeSkeletonError,
 )
-from wds_tensorcache.integrations import collate
-from wds_tensorcache.integrations.resumable import resumable
-from wds_tensorcache.integrations.tar_samples import tarfile_to_samples
+from wds_tensorcache.integrations import torch_collate as collate
 from wds_tensorcache.integrations.webdataset import decode, encoder
-from wds_tensorcache.loading.batch_info import BatchInfo
-from wds_tensorcache.loading.dataset import TensorCache
-from wds_tensorcache.loading.iterable import IterableCache, WorkerSetup
-from wds_tensorcache.loading.join import JoinedCache
-from wds_tensorcache.loading.loader import Loader
-from wds_tensorcache.loading.opening import open
-from wds_tensorcache.loading.order import EpochOrder
-from wds_tensorcache.loading.packed import PackedMembers
-from wds_tensorcache.loading.samples import fill_samples, named_tensors
+from wds_tensorcache.integrations.webdataset_resumable import resumable
+from wds_tensorcache.integrations.webdataset_tar import tarfile_to_samples
+from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.join import JoinedCache
+from wds_tensorcache.reading.nest import fill_samples, named_tensors
+from wds_tensorcache.reading.open_cache import open
+from wds_tensorcache.reading.packed import PackedMembers
 from wds_tensorcache.shards.catalog import index
-from wds_tensorcache.shards.report import Fault, Report
-from wds_tensorcache.shards.writer import ShardWriter
+from wds_tensorcache.training.batch_info import BatchInfo
+from wds_tensorcache.training.iterable import IterableCache, WorkerSetup
+from wds_tensorcache.training.loader import Loader
+from wds_tensorcache.training.order import EpochOrder
+from wds_tensorcache.writing.build import build
+from wds_tensorcache.writing.writer import ShardWriter
 
 __all__ = [
     "BatchError",

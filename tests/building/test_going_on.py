@@ -20,7 +20,7 @@ import wds_tensorcache as tc
 from tests.building.test_build import COUNT, Numbers, build, counted, digest, double, key
 from tests.kills import compare
 from tests.shards.damage import members
-from wds_tensorcache.building.unbatch import Batch
+from wds_tensorcache.writing.build_batch import Batch
 
 
 class Colour(Enum):
@@ -173,7 +173,7 @@ def test_few_batches_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         time.sleep(0.005)
         return {name: value.encode() for name, value in members.items()}
 
-    monkeypatch.setattr("wds_tensorcache.building.fill.Batch", Counted)
+    monkeypatch.setattr("wds_tensorcache.writing.fill.Batch", Counted)
     build(Numbers(count=60), tmp_path, digest=digest, encoder=encoder)
     assert max(counts) == 2
 

@@ -19,7 +19,7 @@ from tests.building.test_build import COUNT, MADE, Numbers, build, digest, doubl
 from tests.kills import compare
 from tests.same import assert_same
 from wds_tensorcache.shards.manifest import read_manifest
-from wds_tensorcache.shards.output import Output
+from wds_tensorcache.storage.output import Output
 
 CHANGES = {
     "some": Numbers((0, 7, 8, 9, 13, 22)),

@@ -11,9 +11,9 @@ import webdataset as wds
 
 import wds_tensorcache as tc
 from tests.same import assert_same
-from wds_tensorcache.codec.builder import ALLOW_ONLY
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.listed import LISTED
+from wds_tensorcache.codec.skeleton.builders import ALLOW_ONLY
+from wds_tensorcache.codec.skeleton.types import LISTED
 
 TEXT = (Path(tc.__file__).parent / "codec" / "FORMAT.md").read_text()
 SAMPLE = {"latent": torch.tensor([1.0, -2.0], dtype=torch.bfloat16), "size": (2, 1)}

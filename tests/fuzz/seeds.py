@@ -19,10 +19,10 @@ from tests.fuzz.targets import ALLOW, SAMPLES, Colour, Trusted, shard
 from tests.hostile.colliding import CONTAINERS, KEYS
 from tests.hostile.pickles import call, text
 from tests.shards.tars import UNUSUAL, build, pax, raw_header, record
+from wds_tensorcache.codec.binding import PREAMBLE_NBYTES
 from wds_tensorcache.codec.header import parse_header
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
 from wds_tensorcache.shards.footer import TRAILER_NBYTES, build_footer
-from wds_tensorcache.shards.indexing import scan_shard
+from wds_tensorcache.shards.index_builder import scan_shard
 
 CORPUS = Path(__file__).parent / "corpus"
 PROTO = b"\x80\x04"

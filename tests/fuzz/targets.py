@@ -25,18 +25,18 @@ from tests.fuzz import known
 from tests.fuzz.forge import bound, footer_of, keys_of, tar_of
 from tests.hostile.tables import count_calls, work_of
 from wds_tensorcache.codec import header as headers
-from wds_tensorcache.codec.builder import allow_table
-from wds_tensorcache.codec.listed import BUILDERS
-from wds_tensorcache.codec.preamble import parse_preamble
+from wds_tensorcache.codec.binding import parse_preamble
 from wds_tensorcache.codec.reference import MemorySource, resolve
 from wds_tensorcache.codec.sample import decode_body, open_tensor
-from wds_tensorcache.codec.template import learn
-from wds_tensorcache.codec.unpickle import unpickle
-from wds_tensorcache.integrations.tar_samples import tarfile_to_samples
-from wds_tensorcache.shards import tar as tars
+from wds_tensorcache.codec.skeleton.builders import allow_table
+from wds_tensorcache.codec.skeleton.reader import unpickle
+from wds_tensorcache.codec.skeleton.template import learn
+from wds_tensorcache.codec.skeleton.types import BUILDERS
+from wds_tensorcache.integrations.webdataset_tar import tarfile_to_samples
 from wds_tensorcache.shards.footer import build_footer, parse_footer
-from wds_tensorcache.shards.indexing import scan_shard
-from wds_tensorcache.shards.tar_stream import TarStream
+from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.tar import archive as tars
+from wds_tensorcache.shards.tar.stream import TarStream
 
 __all__ = ["ALLOW", "SAMPLES", "TARGETS", "Colour", "Trusted", "run", "shard"]
 

@@ -15,8 +15,8 @@ import wds_tensorcache as tc
 from tests.shards.lying import put_footer
 from tests.shards.tars import build
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.indexing import scan_shard
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.storage.files import ShardFile
 
 COUNT = 4
 

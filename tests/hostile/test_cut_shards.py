@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.shards import lease
-from wds_tensorcache.shards.system import file_system
+from wds_tensorcache.storage import lease
+from wds_tensorcache.storage.system import file_system
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs leases and /proc, of Linux")
 

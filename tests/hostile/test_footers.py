@@ -19,7 +19,7 @@ from tests.hostile.forged import COUNT, forge, is_right, write
 from tests.shards.lying import Change, changed, columns, swap, swap_keys, unchecked
 from wds_tensorcache.codec.header import form_of
 from wds_tensorcache.shards.index import Keys, MemberColumns, ShardIndex, narrow
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.storage.files import ShardFile
 
 COLUMNS = ("skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "digest")
 

@@ -152,7 +152,7 @@ SIGBUS = """
 import os, sys
 import torch
 import wds_tensorcache as tc
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.storage.files import ShardFile
 
 ShardFile.is_resident = lambda self, begin: True  # as where all is in memory, on any file system
 (path,) = sys.argv[1:]

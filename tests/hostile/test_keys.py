@@ -22,9 +22,10 @@ from tests.hostile.colliding import CONTAINERS, KEYS, container, integer
 from tests.hostile.pickles import PROTO, call, decode, refused, text
 from tests.hostile.tables import MODULUS, count_calls, ints_on_one_orbit, work_of, work_of_keys
 from tests.shards.tars import build
-from wds_tensorcache.codec import hashing, header
+from wds_tensorcache.codec import header
 from wds_tensorcache.codec.header import form_of, make_layout
-from wds_tensorcache.shards.indexing import CacheEntry, IndexBuilder
+from wds_tensorcache.codec.skeleton import hashing
+from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 
 COLLIDING = [
     "int", "negative int", "Fraction", "Decimal", "UUID", "tuple", "tuple of tuples", "tuple of -1 and -2", "frozenset",
@@ -191,7 +192,7 @@ def test_a_key_has_at_most_1000_parts() -> None:
 SCRIPT = """
 import sys; sys.path[:0] = {path!r}
 from tests.hostile.tables import work_of
-import wds_tensorcache as tc, wds_tensorcache.codec.hashing as hashing
+import wds_tensorcache as tc, wds_tensorcache.codec.skeleton.hashing as hashing
 keys, number, taken = [], 0, set()
 while len(keys) < 1500:  # all in the first 16th of the table
     number += 1

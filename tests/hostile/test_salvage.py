@@ -11,10 +11,10 @@ import wds_tensorcache as tc
 from tests.shards.damage import flip, members, sample, write
 from tests.shards.lying import put_footer, swap_keys
 from tests.shards.tars import build, raw_header, record
-from wds_tensorcache.shards.indexing import scan_shard
-from wds_tensorcache.shards.places import find_places
-from wds_tensorcache.shards.storage import ShardFile
-from wds_tensorcache.shards.tar import BLOCK, names_of
+from wds_tensorcache.checking.places import find_places
+from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.tar.archive import BLOCK, names_of
+from wds_tensorcache.storage.files import ShardFile
 
 
 def test_an_index_that_swaps_keys(tmp_path: Path) -> None:

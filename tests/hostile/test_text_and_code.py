@@ -14,9 +14,9 @@ import torch
 import wds_tensorcache as tc
 from tests.hostile.pickles import NO_TENSORS, ONE_TENSOR, PROTO, call, decode, refused, text
 from wds_tensorcache.shards.footer import build_footer
-from wds_tensorcache.shards.indexing import scan_shard
-from wds_tensorcache.shards.reader import load_index
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.shard import load_index
+from wds_tensorcache.storage.files import ShardFile
 
 FORMAT = Path(tc.__file__).parent / "codec" / "FORMAT.md"
 

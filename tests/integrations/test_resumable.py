@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import wds_tensorcache as tc
-from wds_tensorcache.integrations.resumable import _Done
+from wds_tensorcache.integrations.webdataset_resumable import _Done
 
 SIZES = (5, 1, 7, 3, 4)
 COUNT = sum(SIZES)
@@ -98,7 +98,7 @@ def test_nothing_is_decoded_or_read_again(urls: list[str], monkeypatch: pytest.M
     second.load_state_dict(first.state_dict())
     decoded.clear()
     opened: list[str] = []
-    from wds_tensorcache.integrations import tar_samples
+    from wds_tensorcache.integrations import webdataset_tar as tar_samples
 
     gopen = tar_samples.gopen
     monkeypatch.setattr(tar_samples, "gopen", lambda url: opened.append(url) or gopen(url))

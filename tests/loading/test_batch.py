@@ -18,9 +18,9 @@ import wds_tensorcache as tc
 from tests import strategies
 from tests.loading.batches import COUNT, LARGE, SMALL, assert_all_same, assert_batch, damage, write
 from tests.same import tensor_bytes
-from wds_tensorcache.loading import plan as plan_module
-from wds_tensorcache.loading.plan import Plan
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.reading.batch import read_plan as plan_module
+from wds_tensorcache.reading.batch.read_plan import Plan
+from wds_tensorcache.storage.files import ShardFile
 
 
 def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:

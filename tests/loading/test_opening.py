@@ -17,8 +17,8 @@ import webdataset as wds
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
-from wds_tensorcache.loading import opening
-from wds_tensorcache.shards import storage
+from wds_tensorcache.reading import open_cache as opening
+from wds_tensorcache.storage import files as storage
 
 COUNT = 12
 

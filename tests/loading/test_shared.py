@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from wds_tensorcache.loading.shared import SharedPosition
+from wds_tensorcache.training.shared import SharedPosition
 
 
 def processes(count: int) -> list[SharedPosition]:

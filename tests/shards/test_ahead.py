@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from wds_tensorcache.shards import ahead as module
-from wds_tensorcache.shards.ahead import Digest, ReadAhead, Readers
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.storage import readahead as module
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.readahead import Digest, ReadAhead, Readers
 
 PIECE = 1000
 CONTENT = Random(0).randbytes(10 * PIECE + 123)

@@ -16,7 +16,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.same import tensor_bytes
-from wds_tensorcache.shards.arena import Pool
+from wds_tensorcache.storage.pool import Pool
 
 MIB = 1 << 20
 

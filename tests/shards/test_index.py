@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
+from wds_tensorcache.codec.binding import PREAMBLE_NBYTES
 from wds_tensorcache.shards.footer import TRAILER_NBYTES, build_footer, parse_footer, read_footer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.indexing import scan_shard
+from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.manifest import ShardEntry, write_manifest
-from wds_tensorcache.shards.reader import load_index
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.shards.shard import load_index
+from wds_tensorcache.storage.files import ShardFile
 
 Samples = list[dict[str, Any]]
 
@@ -327,5 +327,5 @@ def test_an_index_beside_a_tar_that_ends_after_one_block(tmp_path: Path, monkeyp
         sink.write("a", {"x": torch.ones(3)})
     path.write_bytes(path.read_bytes()[:-512])
     tc.index(path, idx=False)
-    monkeypatch.setattr("wds_tensorcache.shards.reader.scan_shard", None)
+    monkeypatch.setattr("wds_tensorcache.shards.shard.scan_shard", None)
     assert list(tc.open(path).keys()) == ["a"]

@@ -20,11 +20,11 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.shards import lease, maps
-from wds_tensorcache.shards.lease import Leases
-from wds_tensorcache.shards.maps import Maps
-from wds_tensorcache.shards.storage import ShardFile
-from wds_tensorcache.shards.system import file_system
+from wds_tensorcache.storage import lease, maps
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.lease import Leases
+from wds_tensorcache.storage.maps import Maps
+from wds_tensorcache.storage.system import file_system
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="leases are Linux's")
 

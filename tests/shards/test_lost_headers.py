@@ -13,7 +13,7 @@ import pytest
 import wds_tensorcache as tc
 from tests.shards.damage import faults, flip, members, write
 from tests.shards.tars import FORMATS, build, build_with_tarfile, by_tarfile, by_tarfile_in
-from wds_tensorcache.shards.walk import Break, End, Member, walk
+from wds_tensorcache.checking.walk import Break, End, Member, walk
 
 ZEROS = "zeros, where the archive does not end; nothing could be read from byte"
 BEHIND = "members behind the end-of-archive marker"

@@ -10,8 +10,8 @@ import pytest
 import wds_tensorcache as tc
 from tests.shards.damage import members, sample, write
 from tests.shards.tars import build
-from wds_tensorcache.shards.rewrite import stage_without
-from wds_tensorcache.shards.tar import BLOCK
+from wds_tensorcache.shards.tar.archive import BLOCK
+from wds_tensorcache.writing.rewrite import stage_without
 
 BESIDE = ["idx", "manifest", "idx of version 1.1"]
 

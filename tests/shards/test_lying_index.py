@@ -17,9 +17,9 @@ from tests.shards.lying import Change, changed, columns, put_footer, swap, swap_
 from wds_tensorcache.codec.header import form_of
 from wds_tensorcache.shards import footer
 from wds_tensorcache.shards.index import CacheColumns, Keys, MemberColumns, ShardIndex, narrow
-from wds_tensorcache.shards.indexing import scan_shard
-from wds_tensorcache.shards.reader import load_index
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.shard import load_index
+from wds_tensorcache.storage.files import ShardFile
 
 EVERYTHING = ("skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "digest")
 

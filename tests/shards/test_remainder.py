@@ -15,8 +15,8 @@ import wds_tensorcache as tc
 from tests.shards.damage import flip, members, sample, write
 from tests.shards.tars import build, build_with_tarfile, by_tarfile_in, special
 from wds_tensorcache.shards import catalog
-from wds_tensorcache.shards.rewrite import stage_without
-from wds_tensorcache.shards.tar import BLOCK
+from wds_tensorcache.shards.tar.archive import BLOCK
+from wds_tensorcache.writing.rewrite import stage_without
 
 
 def erase_header(path: Path, name: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 import wds_tensorcache as tc
 from tests.kills import compare
 from tests.shards.damage import flip, members, write
-from wds_tensorcache.building import repair as room
+from wds_tensorcache.checking import repair as room
 from wds_tensorcache.shards import catalog
 
 

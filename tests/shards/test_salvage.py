@@ -16,8 +16,8 @@ from tests.shards.damage import flip, member, members, sample, write
 from tests.shards.lying import columns, put_footer, swap, swap_keys
 from tests.shards.tars import build, build_with_tarfile, by_tarfile_in
 from wds_tensorcache.shards.footer import build_footer
-from wds_tensorcache.shards.indexing import scan_shard
-from wds_tensorcache.shards.tar import BLOCK
+from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.tar.archive import BLOCK
 
 BESIDE = ["footer", "index"]
 

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from wds_tensorcache.shards.sparse import MAX_EXPANDED_NBYTES, SparseMap
+from wds_tensorcache.shards.tar.sparse import MAX_EXPANDED_NBYTES, SparseMap
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.shards import storage
-from wds_tensorcache.shards.storage import Files, ShardFile
+from wds_tensorcache.storage import files as storage
+from wds_tensorcache.storage.files import Files, ShardFile
 
 CONTENT = random.Random(5).randbytes(200_000)
 

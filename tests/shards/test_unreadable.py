@@ -13,10 +13,10 @@ import pytest
 import wds_tensorcache as tc
 from tests.shards.damage import members, write
 from tests.shards.tars import build_with_tarfile, special
-from wds_tensorcache.shards.rewrite import stage_without
-from wds_tensorcache.shards.storage import ShardFile
-from wds_tensorcache.shards.tar import BLOCK
-from wds_tensorcache.shards.tar_stream import TarStream
+from wds_tensorcache.shards.tar.archive import BLOCK
+from wds_tensorcache.shards.tar.stream import TarStream
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.writing.rewrite import stage_without
 
 
 def break_disk(monkeypatch: pytest.MonkeyPatch, suffix: str, first: int, last: int, after: int = 0) -> None:

@@ -12,9 +12,9 @@ import pytest
 import wds_tensorcache as tc
 from tests.shards.damage import faults, flip, members, write
 from wds_tensorcache.shards.footer import build_footer
-from wds_tensorcache.shards.indexing import scan_shard
-from wds_tensorcache.shards.reader import load_index
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.shard import load_index
+from wds_tensorcache.storage.files import ShardFile
 
 
 def test_a_footer_of_another_state(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 import wds_tensorcache as tc
-from wds_tensorcache.shards import locks, writer_lock
-from wds_tensorcache.shards.pattern import ShardPattern
+from wds_tensorcache.storage import locks
+from wds_tensorcache.writing import writer_lock
+from wds_tensorcache.writing.pattern import ShardPattern
 
 HOLD = """
 import sys, time

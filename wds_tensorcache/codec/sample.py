@@ -8,13 +8,11 @@ from typing import Any
 
 import xxhash
 
-from wds_tensorcache.codec.builder import allow_table
+from wds_tensorcache.codec.binding import build_preamble, had_preamble, is_damaged, parse_preamble
 from wds_tensorcache.codec.collector import LARGE_NBYTES, collector_paused
 from wds_tensorcache.codec.header import Layout, build_header, parse_header, sign_header, tensors_digest
 from wds_tensorcache.codec.lazy import LazyTensor, read_tensor
 from wds_tensorcache.codec.lazy_array import LazyArray, read_array
-from wds_tensorcache.codec.listed import BUILDERS
-from wds_tensorcache.codec.preamble import build_preamble, had_preamble, is_damaged, parse_preamble
 from wds_tensorcache.codec.reference import (
     MemorySource,
     Reference,
@@ -24,9 +22,11 @@ from wds_tensorcache.codec.reference import (
     reference_text,
     resolve,
 )
-from wds_tensorcache.codec.skeleton import MANY_ITEMS, SkeletonWriter
-from wds_tensorcache.codec.template import MAX_LEARNT, MISS, Template, learn
-from wds_tensorcache.codec.unpickle import unpickle
+from wds_tensorcache.codec.skeleton.builders import allow_table
+from wds_tensorcache.codec.skeleton.reader import unpickle
+from wds_tensorcache.codec.skeleton.template import MAX_LEARNT, MISS, Template, learn
+from wds_tensorcache.codec.skeleton.types import BUILDERS
+from wds_tensorcache.codec.skeleton.writer import MANY_ITEMS, SkeletonWriter
 from wds_tensorcache.errors import EncodeError, FormatError
 
 __all__ = [

@@ -13,11 +13,11 @@ from webdataset.autodecode import imagehandler
 from webdataset.handlers import reraise_exception
 from webdataset.writer import make_encoder
 
-from wds_tensorcache.codec.builder import allow_table
 from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import decode_members, decode_plain_pickle, encode_sample
+from wds_tensorcache.codec.skeleton.builders import allow_table
 from wds_tensorcache.errors import FormatError, KeyRuleError, TensorCacheError, UnsafeSkeletonError
-from wds_tensorcache.integrations.decoders import MAX_EXPANDED_NBYTES, MemberDecoder, check_zip
+from wds_tensorcache.integrations.webdataset_decoders import MAX_EXPANDED_NBYTES, MemberDecoder, check_zip
 from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes, is_cache_name
 
 __all__ = ["FIELD", "Decode", "decode", "encoder"]

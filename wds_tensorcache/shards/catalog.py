@@ -14,8 +14,7 @@ import numpy as np
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import build_footer, stale_footer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.indexing import scan_shard
-from wds_tensorcache.shards.locks import Held, find_temporary, remove_stray
+from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.manifest import (
     MANIFEST,
     ShardEntry,
@@ -26,11 +25,12 @@ from wds_tensorcache.shards.manifest import (
     write_manifest,
 )
 from wds_tensorcache.shards.names import SKELETON, TENSORS
-from wds_tensorcache.shards.reader import load_index
 from wds_tensorcache.shards.remainder import check_end
+from wds_tensorcache.shards.shard import load_index
 from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path, stored
-from wds_tensorcache.shards.storage import ShardFile
-from wds_tensorcache.shards.tar import END_OF_ARCHIVE
+from wds_tensorcache.shards.tar.archive import END_OF_ARCHIVE
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.locks import Held, find_temporary, remove_stray
 
 __all__ = ["MANIFEST", "Catalog", "Listing", "dali_index_path", "dali_samples", "index", "write_dali_index"]
 

@@ -16,7 +16,7 @@ from wds_tensorcache.codec.reference import named_by
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.index import CacheColumns, Keys, LayoutTable, MemberColumns, ShardIndex
 from wds_tensorcache.shards.names import is_cache_name
-from wds_tensorcache.shards.tar import padding
+from wds_tensorcache.shards.tar.archive import padding
 
 __all__ = [
     "TRAILER_NBYTES",

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from wds_tensorcache.errors import FormatError, KeyRuleError, MissingShardError
-from wds_tensorcache.shards.locks import create_temporary
-from wds_tensorcache.shards.storage import ShardFile
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.locks import create_temporary
 
 __all__ = [
     "MANIFEST",

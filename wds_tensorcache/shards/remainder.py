@@ -10,11 +10,11 @@ from wds_tensorcache.errors import FormatError, Kind, TarFormatError
 from wds_tensorcache.shards.footer import declared_place, read_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import MANIFEST, dali_index_path, read_manifest
-from wds_tensorcache.shards.reader import load_index
+from wds_tensorcache.shards.shard import load_index
 from wds_tensorcache.shards.sidecar import stored
-from wds_tensorcache.shards.storage import ShardFile
-from wds_tensorcache.shards.tar import BLOCK
-from wds_tensorcache.shards.tar_fields import adds_up
+from wds_tensorcache.shards.tar.archive import BLOCK
+from wds_tensorcache.shards.tar.fields import adds_up
+from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["check_end", "load_whole"]
 

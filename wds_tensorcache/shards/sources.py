@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.arena import Pool
-from wds_tensorcache.shards.storage import Files, Identity, ShardFile
+from wds_tensorcache.storage.files import Files, Identity, ShardFile
+from wds_tensorcache.storage.pool import Pool
 
 if TYPE_CHECKING:
-    from wds_tensorcache.shards.reader import Shard
+    from wds_tensorcache.shards.shard import Shard
 
 __all__ = ["FileSource", "ShardSource"]
 

@@ -1,1 +1,0 @@
-"""Caches made from datasets."""

@@ -1,0 +1,1 @@
+"""Verify and repair shards and the files beside them."""

@@ -1,1 +1,0 @@
-"""Datasets over shards: samples by number or key, and whole batches read at once."""

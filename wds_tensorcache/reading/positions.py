@@ -1,0 +1,151 @@
+"""Positions of a view's samples in its store: a range where they are one, which takes no memory, else an array."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from wds_tensorcache.reading.shard_set import Store
+from wds_tensorcache.shards.shard import Shard
+
+__all__ = ["Inverse", "Positions", "as_array", "by_shard", "in_order", "numbers_of", "shard_runs", "take"]
+
+Array = np.ndarray[Any, Any]
+Positions: TypeAlias = "range | Array"  # in the store, int64 where it is an array
+_CHUNK = 4096
+
+
+def take(positions: Positions, numbers: Any) -> Positions:
+    """Return the positions of the samples `numbers` of a view: a range of a slice of a range, else an array of its own."""
+    if isinstance(positions, range):
+        if isinstance(numbers, slice):
+            return positions[numbers]
+        # of a whole cache they are the numbers
+        if (positions.start, positions.step) != (0, 1):
+            numbers = numbers * positions.step + positions.start
+        return numbers  # type: ignore[no-any-return]
+    taken: Array = positions[numbers]
+    return taken.copy() if isinstance(numbers, slice) else taken  # a copy: a view keeps all positions alive
+
+
+def as_array(positions: Positions) -> Array:
+    """Return positions as int64 `[n]`."""
+    if isinstance(positions, range):
+        return np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
+    return positions
+
+
+def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, Array]]:
+    """Yield each shard that has some of the positions, which of them it has, and their rows, shard after shard.
+
+    One pass over the positions, however many shards there are; of a range, none.
+    """
+    if isinstance(positions, range):
+        runs = list(_runs(store, positions))
+        for at, first, last in runs if positions.step > 0 else reversed(runs):
+            yield store.shards[at], slice(first, last), as_array(positions[first:last]) - store.starts[at]
+        return
+    number = store.shard_numbers(positions)
+    order = None if bool((number[1:] >= number[:-1]).all()) else np.argsort(number, kind="stable")  # by radix, if short
+    present = number if order is None else number[order]
+    edges = [0, *(np.flatnonzero(present[1:] != present[:-1]) + 1).tolist(), len(present)] if len(present) else []
+    for first, last in pairwise(edges):
+        which = slice(first, last) if order is None else order[first:last]
+        at = present.item(first)
+        yield store.shards[at], which, positions[which] - store.starts[at]
+
+
+def _runs(store: Store, positions: range) -> Iterator[tuple[int, int, int]]:
+    """Yield each shard's number and which of the positions it has, `[first, last)`, in the order of the positions."""
+    done = 0
+    while done < len(positions):
+        at = store.shard_number(positions[done])
+        begin, end = store.starts.item(at), store.starts.item(at + 1)
+        # how many more there are before the shard's edge
+        left = end - 1 - positions[done] if positions.step > 0 else positions[done] - begin
+        last = min(done + left // abs(positions.step) + 1, len(positions))
+        yield at, done, last
+        done = last
+
+
+def in_order(store: Store, positions: Positions) -> Iterator[tuple[Shard, Array]]:
+    """Yield shards and rows of some positions that follow each other, in the order of the positions."""
+    if isinstance(positions, range):
+        for at, first, last in _runs(store, positions):
+            yield store.shards[at], as_array(positions[first:last]) - store.starts[at]
+        return
+    for begin in range(0, len(positions), _CHUNK):
+        chunk = positions[begin : begin + _CHUNK]
+        number = store.shard_numbers(chunk)
+        edges = [0, *(np.flatnonzero(number[1:] != number[:-1]) + 1).tolist(), len(chunk)]
+        for first, last in pairwise(edges):
+            at = number.item(first)
+            yield store.shards[at], chunk[first:last] - store.starts[at]
+
+
+def shard_runs(store: Store, positions: Positions) -> list[int]:
+    """Return how many positions that follow each other are of one shard, run by run."""
+    if isinstance(positions, range):
+        return [last - first for _, first, last in _runs(store, positions)]
+    number = store.shard_numbers(positions)
+    edges = np.flatnonzero(number[1:] != number[:-1]) + 1
+    sizes: list[int] = np.diff(np.concatenate([[0], edges, [len(number)]])).tolist()
+    return sizes
+
+
+def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], int]) -> Array:
+    """Return the numbers, int64 in `[0, count)`, of samples given by number, from the end too, or by key.
+
+    Raises:
+        IndexError, KeyError: A sample that is not there.
+        TypeError: They are something else.
+    """
+    if isinstance(indices, str) or not isinstance(indices, Iterable):
+        raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
+    if isinstance(indices, torch.Tensor):
+        indices = indices.numpy(force=True)
+    indices = indices if isinstance(indices, (np.ndarray, list)) else list(indices)
+    numbers = np.array(indices)  # a copy: what is decoded later still needs them
+    if numbers.dtype.kind in "UO":
+        indices = [find(index) if isinstance(index, str) else index for index in indices]
+        numbers = np.asarray(indices)
+    if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
+        raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
+    if numbers.dtype != np.int64 or (len(numbers) and int(numbers.view(np.uint64).max()) >= count):
+        wrong = (numbers < -count) | (numbers >= count)  # before unsigned ones become negative
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise IndexError(f"indices[{at}] = {numbers[at]} out of range [0, {count})")
+        numbers = numbers.astype(np.int64)
+        numbers = np.where(numbers < 0, numbers + count, numbers)
+    return numbers
+
+
+class Inverse:
+    """Numbers of a view's samples by position. Memory: none for a range; 8 bytes per sample of an array that is asked often."""
+
+    _MAX_SCANS = 16
+
+    def __init__(self, positions: Positions) -> None:
+        self._positions = positions
+        self._num_scans = 0
+        self._packed: Array | None = None  # position and number in one, ascending
+
+    def find(self, position: int) -> list[int]:
+        """Return the numbers of the samples at a position of the store, ascending."""
+        if isinstance(self._positions, range):
+            return [self._positions.index(position)] if position in self._positions else []
+        if self._packed is None:
+            self._num_scans += 1
+            if self._num_scans <= self._MAX_SCANS or len(self._positions) >= 1 << 31:
+                return np.flatnonzero(self._positions == position).tolist()  # type: ignore[no-any-return]
+            packed = self._positions << 31
+            packed |= np.arange(len(self._positions))
+            packed.sort()
+            self._packed = packed  # only now: another thread must not see it in disorder
+        first, last = self._packed.searchsorted([position << 31, position + 1 << 31]).tolist()
+        return (self._packed[first:last] & (1 << 31) - 1).tolist()  # type: ignore[no-any-return]

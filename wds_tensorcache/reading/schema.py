@@ -1,0 +1,189 @@
+"""What the index knows of samples: their tensors' dtypes and shapes, without reading them."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.codec.header import Form
+from wds_tensorcache.codec.reference import Reference, resolve
+from wds_tensorcache.reading.batch.structure import structure_of
+from wds_tensorcache.reading.positions import Positions, by_shard, in_order
+from wds_tensorcache.reading.shard_set import Store
+from wds_tensorcache.shards.shard import Shard
+
+__all__ = ["Entry", "TensorSchema", "entries", "members_of", "name_matcher", "schema_of", "shapes_of"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSchema:
+    """One tensor over all samples.
+
+    Attributes:
+        name: Its path in the samples.
+        kind: `"tensor"`, or `"ndarray"` for numpy arrays; of the first that has it.
+        dtype: The true one, of torch or numpy; a tuple of them where samples differ.
+        shape: Each dimension's size, or (smallest, largest) where samples differ; None if these have not as many.
+        nbytes: Of all samples together.
+        num_samples: How many have it.
+    """
+
+    name: str
+    kind: str
+    dtype: Any
+    shape: tuple[int | tuple[int, int], ...] | None
+    nbytes: int
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One sample as the index knows it: `shapes` by tensor name, `nbytes` of all its tensors."""
+
+    key: str
+    nbytes: int
+    shapes: dict[str, tuple[int, ...]]
+
+
+class _Forms:
+    """What the tensors of a form are: from the index; where that has only stored dtypes, from one skeleton."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, tuple[str, ...] | None], tuple[Form, dict[str, Reference]]] = {}
+
+    def references(self, shard: Shard, row: int) -> dict[str, Reference]:
+        """Return the references of a sample by name; their shapes are of any sample of the form."""
+        layout = shard.layout(row)
+        key = (id(layout.form), layout.texts)
+        if key not in self._known:
+            if layout.texts is not None:
+                found = [resolve(layout, text) for text in layout.texts]
+            else:
+                found = [lazy._reference for lazy in structure_of(shard.sample(row), None).tensors.values()]
+            self._known[key] = layout.form, {reference.name: reference for reference in found}
+        return self._known[key][1]
+
+
+def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
+    """Return the schema of the samples at `positions`; a few array operations per shard and form."""
+    forms = _Forms()
+    result: dict[str, TensorSchema] = {}
+    for shard, _, rows in by_shard(store, positions):
+        table, numbers = shard.index.layouts, shard.columns.layout[rows]
+        counts = np.bincount(numbers, minlength=len(table))
+        first = np.zeros(len(table), np.int64)  # a sample of each layout
+        first[numbers[::-1]] = rows[::-1]
+        layouts = np.flatnonzero(counts)
+        layouts = layouts[np.argsort(table.form[layouts], kind="stable")]
+        present, cuts = np.unique(table.form[layouts], return_index=True)
+        for number, used in zip(present.tolist(), np.split(layouts, cuts[1:]), strict=True):
+            form, sample = table.forms[number], first[used].min().item()
+            references = forms.references(shard, sample)
+            begin = table.dims_begin[used]
+            for name, _, ndim in form.entries:
+                dims = table.dims[begin[:, None] + np.arange(ndim)].astype(np.int64)
+                begin = begin + ndim
+                found = references.get(name)
+                if found is None:
+                    continue  # inside of something that has no path
+                inner = ndim - len(found.shape)
+                itemsize = int(found.dtype.itemsize)
+                shapes = dims[:, : ndim - inner]
+                nbytes = int((shapes.prod(1) * counts[used]).sum()) * itemsize
+                low, high = shapes.min(0).tolist(), shapes.max(0).tolist()
+                result[name] = _merged(
+                    result.get(name),
+                    TensorSchema(
+                        name,
+                        found.kind,
+                        found.dtype,
+                        tuple(a if a == b else (a, b) for a, b in zip(low, high, strict=True)),
+                        nbytes,
+                        int(counts[used].sum()),
+                    ),
+                )
+    return result
+
+
+def _merged(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
+    if old is None:
+        return new
+    dtypes = _as_tuple(old.dtype)
+    dtypes += tuple(dtype for dtype in _as_tuple(new.dtype) if dtype not in dtypes)
+    shape = None
+    if old.shape is not None and new.shape is not None and len(old.shape) == len(new.shape):
+        ends = [(*_as_tuple(a), *_as_tuple(b)) for a, b in zip(old.shape, new.shape, strict=True)]
+        shape = tuple(min(each) if min(each) == max(each) else (min(each), max(each)) for each in ends)
+    return TensorSchema(
+        new.name,
+        old.kind,
+        dtypes if len(dtypes) > 1 else dtypes[0],
+        shape,
+        old.nbytes + new.nbytes,
+        old.num_samples + new.num_samples,
+    )
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def entries(store: Store, positions: Positions) -> Iterator[Entry]:
+    """Yield an entry for each sample at `positions`."""
+    forms = _Forms()
+    for shard, rows in in_order(store, positions):
+        for row in rows.tolist():
+            layout = shard.layout(row)
+            references = forms.references(shard, row)
+            shapes = {
+                name: tensor.shape[: len(references[name].shape)] if name in references else tensor.shape
+                for name, tensor in layout.tensors.items()
+            }
+            yield Entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
+
+
+def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple[int, ...]], Array]:
+    """Return the shapes that a tensor has, and which of them each sample at `positions` has; a few operations per shard.
+
+    Raises:
+        KeyError: A sample has no such tensor.
+    """
+    forms = _Forms()
+    numbers: dict[tuple[int, ...], int] = {}
+    result = np.empty(len(positions), np.int64)
+    for shard, which, rows in by_shard(store, positions):
+        _, some, inverse = np.unique(shard.columns.layout[rows], return_index=True, return_inverse=True)
+        found = []
+        for row in rows[some].tolist():
+            references = forms.references(shard, row)
+            stored = shard.layout(row).tensors.get(name)
+            if stored is None:
+                raise KeyError(f"sample {shard.key(row)!r} has no tensor {name!r}")
+            shape = stored.shape[: len(references[name].shape)] if name in references else stored.shape
+            found.append(numbers.setdefault(tuple(shape), len(numbers)))
+        result[which] = np.array(found)[inverse]
+    return list(numbers), result
+
+
+def members_of(store: Store, positions: Positions) -> dict[str, Array]:
+    """Return which of the samples at `positions` have each other member, bool `[len(positions)]`, by suffix."""
+    result: dict[str, Array] = {}
+    for shard, which, rows in by_shard(store, positions):
+        for suffix in shard.index.members:
+            having = shard.find_members(rows, suffix) >= 0
+            if having.any():
+                result.setdefault(suffix, np.zeros(len(positions), np.bool_))[which] = having
+    return result
+
+
+def name_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Return a function that says whether a tensor's name is one of the patterns, of `fnmatch`."""
+    match = re.compile("|".join(f"(?:{fnmatch.translate(pattern)})" for pattern in patterns) or r"(?!)").match
+    return lambda name: match(name) is not None

@@ -1,0 +1,142 @@
+"""What a cache and its views share: the shards, where each begins, open files, memory, threads and the table of keys."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.reading.batch.read_plan import Places
+from wds_tensorcache.shards.lookup import KeyTable
+from wds_tensorcache.shards.shard import Shard
+from wds_tensorcache.storage.files import Files
+from wds_tensorcache.storage.pool import Pool
+from wds_tensorcache.storage.threads import ThreadPool
+
+__all__ = ["Store"]
+
+Array = np.ndarray[Any, Any]
+_ALL = slice(None)
+_PIECE = 1 << 16
+
+
+class Store:
+    """Samples of several shards by one number, `position`.
+
+    Threads/fork/pickle: safe everywhere. A forked child makes threads of its own, a copy in another process opens its own
+        files.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        files: Files,
+        pool: Pool,
+        io: Any,
+        threads: int,
+        fingerprint: Mapping[str, Any],
+    ) -> None:
+        self.shards = list(shards)
+        self.files = files
+        self.pool = pool
+        self.io = io
+        self.threads = threads
+        self.fingerprint = fingerprint
+        self.starts = np.concatenate(
+            [np.zeros(1, np.int64), np.cumsum([len(shard) for shard in shards], dtype=np.int64)]
+        )
+        self._starts = self.starts.tolist()
+        self._number_dtype = np.min_scalar_type(len(self.shards))
+        self._table: KeyTable | None = None
+        self._executor: tuple[int, ThreadPool] | None = None
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __reduce__(self) -> Any:
+        return Store, (self.shards, self.files, self.pool, self.io, self.threads, self.fingerprint)
+
+    def with_threads(self, threads: int) -> Store:
+        """Return the same, read by so many threads; files and memory are shared."""
+        return Store(self.shards, self.files, self.pool, self.io, threads, self.fingerprint)
+
+    def locate(self, position: int) -> tuple[Shard, int]:
+        """Return the shard of a sample, and which of its samples it is."""
+        if len(self.shards) == 1:
+            return self.shards[0], position
+        number = self.shard_number(position)
+        return self.shards[number], position - self._starts[number]
+
+    def shard_number(self, position: int) -> int:
+        """Return the number of the shard that has a sample."""
+        return bisect_right(self._starts, position) - 1
+
+    def shard_numbers(self, positions: Array) -> Array:
+        """Return the number of the shard of each sample, in as few bytes as there are shards for."""
+        numbers: Array = np.empty_like(positions, self._number_dtype)
+        for begin in range(0, len(positions), _PIECE):  # no array of int64 beside the positions
+            piece = slice(begin, begin + _PIECE)
+            numbers[piece] = np.searchsorted(self.starts, positions[piece], "right") - 1
+        return numbers
+
+    def key(self, position: int) -> str:
+        """Return the key of a sample."""
+        shard, row = self.locate(position)
+        return shard.key(row)
+
+    def places(self, positions: Array) -> Places:
+        """Return where the samples at `positions` lie."""
+        if len(self.shards) == 1:
+            shard = self.shards[0]
+            return Places(
+                self.shards,
+                np.zeros(len(positions), np.int64),
+                positions,
+                shard.columns.tensors_begin[positions].astype(np.int64),
+                ((0, _ALL, positions),),
+            )
+        number = np.searchsorted(self.starts, positions, "right") - 1
+        row = positions - self.starts[number]
+        if number.min() == number.max():
+            at = number.item(0)
+            begin = self.shards[at].columns.tensors_begin[row].astype(np.int64)
+            return Places(self.shards, number, row, begin, ((at, _ALL, row),))
+        order = np.argsort(number.astype(self._number_dtype), kind="stable")  # by radix, if they are short
+        present, rows = number[order], row[order]
+        edges = [0, *(np.flatnonzero(np.diff(present)) + 1).tolist(), len(order)]
+        parts, begins = [], np.empty(len(order), np.int64)
+        for first, last in pairwise(edges):
+            at = present.item(first)
+            parts.append((at, order[first:last], rows[first:last]))
+            begins[first:last] = self.shards[at].columns.tensors_begin[rows[first:last]]
+        begin = np.empty_like(begins)
+        begin[order] = begins
+        return Places(self.shards, number, row, begin, parts)
+
+    def find(self, key: str) -> list[int]:
+        """Return the positions of the samples with this key, ascending: one at most, unless shards share a key."""
+        if self._table is None:
+            self._table = KeyTable((shard.index.keys, shard.columns.rows) for shard in self.shards if len(shard))
+        return self._table.find(key)
+
+    def executor(self) -> ThreadPool | None:
+        """Return what runs all threads but the caller's; None for one thread."""
+        if self.threads <= 1:
+            return None
+        known = self._executor
+        if known is None or known[0] != os.getpid():  # the threads of a forked child's parent are not there
+            made = ThreadPool(self.threads - 1, "tensorcache")
+            known = self._executor = os.getpid(), made
+        return known[1]
+
+    def close(self) -> None:
+        """Close files and threads, give idle memory back."""
+        executor, self._executor = self._executor, None
+        if executor is not None and executor[0] == os.getpid():
+            executor[1].close()
+        self.files.close()
+        self.pool.close()

@@ -1,0 +1,206 @@
+"""Build a shard's index: sample by sample, as a writer knows them or as one pass over a tar finds them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Form, Layout, is_bound, parse_header
+from wds_tensorcache.codec.sample import check_binding, list_references
+from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.shards.index import CacheColumns, Keys, LayoutTable, MemberColumns, ShardIndex, narrow
+from wds_tensorcache.shards.names import SKELETON, TENSORS, is_cache_name, split_member
+from wds_tensorcache.shards.tar.archive import Scanner
+
+__all__ = ["CacheEntry", "IndexBuilder", "scan_shard", "split_suffix"]
+
+
+_KINDS = (SKELETON, TENSORS)
+
+
+@dataclass(slots=True)
+class CacheEntry:
+    """One cache of one sample: byte offsets of its members in the shard, and what the index keeps of them."""
+
+    name: str
+    skeleton_begin: int
+    skeleton_nbytes: int
+    tensors_begin: int
+    layout: Layout
+    digest: int | None
+    references: tuple[str, ...] | None  # how the skeleton refers to the tensors, None if it cannot be read
+
+
+@dataclass(slots=True)
+class IndexBuilder:
+    """Takes samples in the order of the shard; `finish` gives the index. The same samples always give the same one."""
+
+    _text: bytearray = field(default_factory=bytearray)
+    _ends: array[int] = field(default_factory=lambda: array("Q"))
+    # by name or suffix, one row of numbers behind the other
+    _caches: dict[str, array[int]] = field(default_factory=dict)
+    _members: dict[str, array[int]] = field(default_factory=dict)
+    # by id(layout), which _layouts keeps alive, and references
+    _numbers: dict[tuple[int, tuple[str, ...] | None], int] = field(default_factory=dict)
+    _layouts: list[Layout] = field(default_factory=list)
+    # By form, begin of the tensors, and shapes as bytes. Hazard: a shard's author can choose numbers whose hashes collide.
+    _places: dict[tuple[int, int, bytes], int] = field(default_factory=dict)
+    _forms: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    _table: tuple[list[tuple[Form, tuple[str, ...] | None]], array[int], array[int], array[int]] = field(
+        default_factory=lambda: ([], array("Q"), array("Q"), array("Q"))
+    )
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def add(self, key: str, caches: list[CacheEntry], members: list[tuple[str, int, int]]) -> None:
+        """Add a sample: its caches, and (suffix, byte offset, bytes) of its other members."""
+        row = len(self._ends)
+        self._text += key.encode("utf-8", "surrogateescape")
+        self._ends.append(len(self._text))
+        for cache in caches:
+            number = self._numbers.get((id(cache.layout), cache.references))
+            if number is None:
+                number = self._number(cache.layout, cache.references)
+            table = self._caches.get(cache.name)
+            if table is None:
+                table = self._caches[cache.name] = array("Q")
+            table.extend(
+                (row, cache.skeleton_begin, cache.skeleton_nbytes, cache.tensors_begin, number, cache.digest or 0)
+            )
+        for suffix, begin, nbytes in members:
+            self._members.setdefault(suffix, array("Q")).extend((row, begin, nbytes))
+
+    def _number(self, layout: Layout, references: tuple[str, ...] | None) -> int:
+        """Return the number of a layout that this builder has not met as this object."""
+        forms, form, data_begin, dims = self._table
+        form_number = self._forms.setdefault((layout.form.entries, references), len(forms))
+        if form_number == len(forms):
+            forms.append((layout.form, references))
+        shape = array("Q", (dim for tensor in layout.tensors.values() for dim in tensor.shape))
+        place = (form_number, layout.data_begin, shape.tobytes())
+        if place not in self._places:
+            self._places[place] = len(form)
+            form.append(form_number)
+            data_begin.append(layout.data_begin)
+            dims.extend(shape)
+        if len(self._layouts) < 1024:
+            self._layouts.append(layout)
+            self._numbers[id(layout), references] = self._places[place]
+        return self._places[place]
+
+    def finish(self, end: int) -> ShardIndex:
+        """Return the index; `end` is the byte offset of the end-of-archive marker."""
+        forms, form, data_begin, dims = self._table
+        count = len(self)
+
+        def columns(table: array[int], width: int) -> Any:
+            first, *others = np.array(table, np.uint64).reshape(-1, width).T
+            return None if len(first) == count else narrow(first), *others
+
+        caches, members = {}, {}
+        for name, table in self._caches.items():
+            rows, a, b, c, layout, digest = columns(table, 6)
+            caches[name] = CacheColumns(rows, narrow(a), narrow(b), narrow(c), narrow(layout), digest.copy())
+        for suffix, table in self._members.items():
+            rows, begin, nbytes = columns(table, 3)
+            members[suffix] = MemberColumns(rows, narrow(begin), narrow(nbytes))
+        return ShardIndex(
+            Keys(np.frombuffer(bytes(self._text), np.uint8), narrow(self._ends)),
+            caches,
+            members,
+            LayoutTable(
+                tuple(known for known, _ in forms),
+                tuple(references for _, references in forms),
+                narrow(form),
+                narrow(data_begin),
+                narrow(dims),
+            ),
+            end,
+        )
+
+
+def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
+    """Return the index of a tar, from one pass over its headers, preambles and safetensors headers.
+
+    Args:
+        read: Returns the bytes `[begin, end)` of the file.
+        nbytes: Of the file.
+
+    Raises:
+        FormatError: It is no tar, is cut short, has a key twice or apart, or halves that do not belong together.
+    """
+    scanner = Scanner(read, nbytes)
+    builder = IndexBuilder()
+    seen: set[str] = set()
+    key: str | None = None
+    members: dict[str, tuple[int, int]] = {}
+    for name, begin, size in scanner:
+        split = split_member(name)
+        if split is None:
+            continue
+        suffix = split[1].lower()
+        if split[0] != key:
+            if key is not None:
+                _add(builder, scanner, key, members)
+            key, members = split[0], {}
+            if key in seen:
+                raise FormatError(f"key {key!r:.100} occurs twice", offset=begin - 512, kind="duplicate")
+            seen.add(key)
+        if suffix in members:
+            raise FormatError(f"member {name!r:.100} occurs twice", offset=begin - 512, kind="duplicate")
+        members[suffix] = begin, size
+    if key is not None:
+        _add(builder, scanner, key, members)
+    return builder.finish(scanner.end)
+
+
+def _add(builder: IndexBuilder, scanner: Scanner, key: str, members: dict[str, tuple[int, int]]) -> None:
+    caches: list[CacheEntry] = []
+    others: list[tuple[str, int, int]] = []
+    try:
+        for suffix, (begin, nbytes) in members.items():
+            prefix, kind = split_suffix(suffix)
+            pair = members.get(prefix + SKELETON), members.get(prefix + TENSORS)
+            if kind is None or (kind == TENSORS and pair[0] is None and not _declares(scanner, begin, nbytes)):
+                others.append((suffix, begin, nbytes))
+            elif pair[0] is None or pair[1] is None:
+                missing = prefix + (TENSORS if kind == SKELETON else SKELETON)
+                raise FormatError(f"member {missing!r} is missing beside {suffix!r}", kind="missing")
+            elif kind == SKELETON:
+                caches.append(_entry(scanner, prefix[:-1], pair[0], pair[1]))
+    except TensorCacheError as exc:
+        raise exc.at(f"sample {key!r:.100}") from exc
+    builder.add(key, caches, others)
+
+
+def split_suffix(suffix: str) -> tuple[str, str | None]:
+    """Return the prefix of a cache's member, `NAME.` or nothing, and which half it is; None for other members."""
+    if suffix in _KINDS:
+        return "", suffix
+    for kind in _KINDS:
+        if suffix.endswith("." + kind) and is_cache_name(suffix[: -len(kind) - 1]):
+            return suffix[: -len(kind)], kind
+    return "", None
+
+
+def _declares(scanner: Scanner, begin: int, nbytes: int) -> bool:
+    return is_bound(scanner.peek(begin, begin + min(64, nbytes)))
+
+
+def _entry(scanner: Scanner, name: str, skeleton: tuple[int, int], tensors: tuple[int, int]) -> CacheEntry:
+    begin, nbytes = tensors
+    length = int.from_bytes(scanner.peek(begin, begin + min(8, nbytes)), "little")
+    layout, digest = parse_header(scanner.peek(begin, begin + min(8 + length, nbytes, MAX_HEADER_NBYTES)), nbytes)
+    text = scanner.peek(skeleton[0], skeleton[0] + skeleton[1])
+    body, _ = check_binding(text, nbytes, digest)
+    references: tuple[str, ...] | None
+    try:
+        references = list_references(text, body, layout)
+    except TensorCacheError:
+        references = None  # needs allow=, or is damaged, which whoever reads the sample is told
+    return CacheEntry(name, *skeleton, begin, layout, digest, references)

@@ -1,0 +1,143 @@
+"""GNU sparse members, in all four formats that `tarfile` reads: a map of the stored parts, with zeros between them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from wds_tensorcache.errors import TarFormatError
+from wds_tensorcache.shards.tar.archive import BLOCK
+from wds_tensorcache.shards.tar.fields import parse_number
+
+__all__ = ["SparseMap", "read_map"]
+
+MAX_EXPANDED_NBYTES = 1 << 26
+_MAX_RATIO = 64
+_MAX_DIGITS = 19
+_OLD = ord("S")
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMap:
+    """Stored parts of a file, one after the other: `(begin, nbytes)` in the file, ascending; the rest is zeros."""
+
+    parts: list[tuple[int, int]]
+    nbytes: int  # of the file
+
+    def fill(self, stored: bytes) -> bytes:
+        """Return the file."""
+        content, at = io.BytesIO(), 0  # its bytes are returned without a copy
+        if self.nbytes:
+            content.seek(self.nbytes - 1)
+            content.write(b"\0")
+        for begin, nbytes in self.parts:
+            content.seek(begin)
+            content.write(stored[at : at + nbytes])
+            at += nbytes
+        return content.getvalue()
+
+    def num_stored(self) -> int:
+        """Return how many bytes are stored."""
+        return sum(nbytes for _, nbytes in self.parts)
+
+
+def read_map(
+    header: bytes, records: list[tuple[bytes, bytes]], nbytes: int, take: Callable[[int], bytes]
+) -> tuple[SparseMap, int]:
+    """Return the map of a sparse member, and how many bytes of its content follow the map.
+
+    Args:
+        header: Header of the member, 512 bytes.
+        records: Pax records of the member: names without `GNU.sparse.`, and values.
+        nbytes: Length of the member in the tar.
+        take: Returns so many bytes of what follows the header.
+
+    Raises:
+        TarFormatError: The map is damaged, or the file is larger than a member may become.
+    """
+    said = dict(records)
+    if header[156] == _OLD:
+        found, left = _read_old(header, take), nbytes
+    elif b"map" in said:
+        found, left = SparseMap(_pairs(said[b"map"].split(b",")), _size(said)), nbytes
+    elif b"size" in said:
+        begins = [value for name, value in records if name == b"offset"]
+        found = SparseMap(list(zip(_numbers(begins), _numbers(_all(records, b"numbytes")), strict=False)), _size(said))
+        left = nbytes
+    elif (said.get(b"major"), said.get(b"minor")) == (b"1", b"0"):
+        parts, taken = _read_parts(nbytes, take)
+        found, left = SparseMap(parts, _size(said)), nbytes - taken
+    else:
+        raise TarFormatError(f"a GNU sparse member of an unknown version, {said.get(b'major')!r:.40}")
+    _check(found, left, nbytes)
+    return found, left
+
+
+def _all(records: list[tuple[bytes, bytes]], wanted: bytes) -> list[bytes]:
+    return [value for name, value in records if name == wanted]
+
+
+def _read_old(header: bytes, take: Callable[[int], bytes]) -> SparseMap:
+    parts = _read_structs(header[386:482])
+    is_extended = header[482]
+    while is_extended:
+        block = take(BLOCK)
+        parts += [part for part in _read_structs(block[:504]) if all(part)]
+        is_extended = block[504]
+    return SparseMap(parts, parse_number(header[483:495]))
+
+
+def _read_structs(fields: bytes) -> list[tuple[int, int]]:
+    parts = []
+    for at in range(0, len(fields), 24):
+        part = parse_number(fields[at : at + 12]), parse_number(fields[at + 12 : at + 24])
+        if min(part) < 0:
+            break
+        parts.append(part)
+    return parts
+
+
+def _read_parts(nbytes: int, take: Callable[[int], bytes]) -> tuple[list[tuple[int, int]], int]:
+    """Return the parts that the content begins with, and how many bytes those take: blocks of decimal numbers in lines."""
+    text, taken, lines, wanted = b"", 0, 0, 1
+    while lines < wanted:
+        if taken + BLOCK > nbytes + -nbytes % BLOCK or len(text.rpartition(b"\n")[2]) > _MAX_DIGITS:
+            raise TarFormatError("a GNU sparse member whose map is cut short")
+        block = take(BLOCK)
+        if not lines and b"\n" in block:
+            wanted = 1 + 2 * _numbers([block.partition(b"\n")[0]])[0]
+        text, taken, lines = text + block, taken + BLOCK, lines + block.count(b"\n")
+    return _pairs(text.split(b"\n", wanted)[1:wanted]), taken
+
+
+def _pairs(texts: list[bytes]) -> list[tuple[int, int]]:
+    numbers = _numbers(texts)
+    return list(zip(numbers[::2], numbers[1::2], strict=False))
+
+
+def _numbers(texts: list[bytes]) -> list[int]:
+    for text in texts:
+        if not text.isdigit() or len(text) > _MAX_DIGITS:
+            raise TarFormatError(f"a GNU sparse member with {text[:40]!r} in its map, expected a number")
+    return list(map(int, texts))
+
+
+def _size(said: dict[bytes, bytes]) -> int:
+    return _numbers([said.get(b"realsize", said.get(b"size", b""))])[0]
+
+
+def _check(found: SparseMap, left: int, nbytes: int) -> None:
+    end = 0
+    for begin, length in found.parts:
+        if begin < end and length:
+            raise TarFormatError(f"a GNU sparse member whose parts overlap at byte {begin}")
+        end = max(end, begin + length)
+    if end > found.nbytes or found.num_stored() > left:
+        raise TarFormatError(
+            f"a GNU sparse member of {found.nbytes} bytes, {left} stored, whose parts end at byte {end}"
+        )
+    limit = max(MAX_EXPANDED_NBYTES, _MAX_RATIO * nbytes)
+    if found.nbytes > limit:
+        # one block may say that it is a terabyte of zeros
+        raise TarFormatError(f"a GNU sparse member of {nbytes} bytes becomes {found.nbytes}, expected at most {limit}")

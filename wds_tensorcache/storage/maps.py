@@ -1,0 +1,192 @@
+"""Copies of many small ranges out of maps of shards, safe from SIGBUS unless the caller asked for bare maps.
+
+A shard that is cut short in place takes the pages of its map away, and the next access kills the process. Two ways keep
+the copy from that: a read lease, under which the shard cannot be cut, and `process_vm_readv` on this very process, which
+fails with EFAULT. A lease ends by itself when the process is stopped in the middle of a copy for longer than the kernel's
+`lease-break-time`, 45 s: such a copy may still crash. The lease costs more for each shard (5 us), the call more for each
+sample (0.6 us instead of 0.1).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from wds_tensorcache.codec.views import view_address
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.lease import Leases
+
+__all__ = ["CAN_COPY", "MapLost", "Maps", "gather"]
+
+Array = np.ndarray[Any, Any]
+CAN_COPY = sys.platform == "linux"  # elsewhere there are neither leases nor process_vm_readv
+LEASED_SAMPLES = 16  # so many samples of a shard are worth a lease: measured, 14 to 20
+_CHUNK_NBYTES = 1 << 22  # a writer waits for one chunk at most
+_MAX_RANGES = 1024  # IOV_MAX
+_refused: set[int] = set()  # the errors by which a sandbox forbids process_vm_readv
+
+
+class MapLost(Exception):
+    """The maps may not be copied from now: the caller reads the files instead, and that read says if anything is wrong."""
+
+
+class Maps:
+    """Maps of some shards as one range of bytes, while a batch is copied out of them.
+
+    Args:
+        files: The shards.
+        num_samples: How many samples will be copied.
+        io: "auto" copies safely; "mmap" as fast as possible, and dies of SIGBUS if a shard is cut short meanwhile.
+
+    Attributes:
+        bases: Where each file's first byte is in the range.
+
+    Raises (in the block, and when it ends):
+        MapLost: A process wants to write to a shard, a page cannot be read, or nothing safe is to be had.
+        FormatError: A shard was written to since it was opened.
+    """
+
+    bases: list[int]
+
+    def __init__(self, files: Sequence[ShardFile], num_samples: int, io: str) -> None:
+        self._files = files
+        self._is_bare = io == "mmap"
+        self._is_leasable = not self._is_bare and num_samples >= LEASED_SAMPLES * len(files)
+        self._leases: Leases | None = None
+
+    def __enter__(self) -> Maps:
+        files = self._files
+        if not self._is_bare and not CAN_COPY:
+            raise MapLost
+        leases = Leases() if self._is_leasable else None
+        try:
+            if leases is not None and leases.take(files):
+                self._leases = leases
+            for file in files:
+                # Hazard: a cut before the lease was taken. It is seen here, and a file that is whole now stays whole.
+                file.check_unchanged()
+            self._map()
+        except BaseException:
+            if leases is not None:
+                leases.release()
+            raise
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._release()
+        if error is None:
+            for file in self._files:
+                file.check_unchanged()
+
+    def _release(self) -> None:
+        if self._leases is not None:
+            self._leases.release()
+
+    def _map(self) -> None:
+        try:
+            addresses = [file.address() for file in self._files]
+        except OSError as exc:
+            if self._is_bare:
+                raise
+            raise MapLost from exc  # no memory for a map, or a file system without them
+        self._first = min(addresses)
+        self.bases = [address - self._first for address in addresses]
+
+    def _whole(self) -> torch.Tensor:
+        files = self._files
+        if len(files) == 1:
+            return files[0].tensor()
+        # from the first one's address to the end of the last; the bytes between the maps are never touched
+        nbytes = max(base + file.nbytes for base, file in zip(self.bases, files, strict=True))
+        return torch.from_numpy(view_address(self._first, nbytes, files))
+
+    def _check_leases(self) -> None:
+        if self._leases is not None and not self._leases.are_held():
+            raise MapLost
+
+    def gather(self, begins: Array, width: int, out: Array | None = None) -> Array:
+        """Return `width` bytes from each of `begins` as `[n, width]`. Memory: fresh, or `out`."""
+        result = np.empty((len(begins), width), np.uint8) if out is None else out
+        if self._leases is None and not self._is_bare:
+            _copy(self._first + begins, np.full(len(begins), width), result.reshape(-1))
+            return result
+        whole = self._whole()
+        step = max(1, len(begins) if self._is_bare else min(_MAX_RANGES, _CHUNK_NBYTES // width))
+        for at in range(0, len(begins), step):
+            self._check_leases()
+            gather(whole, begins[at : at + step], width, result[at : at + step])
+        return result
+
+    def slices(self, begins: Array, ends: Array) -> list[bytes]:
+        """Return the bytes of each range of the first file."""
+        found: list[bytes] = []
+        longest = int((ends - begins).max(initial=1))
+        step = max(1, min(_MAX_RANGES, _CHUNK_NBYTES // longest))
+        for at in range(0, len(begins), step):
+            some = slice(at, at + step)
+            if self._leases is None and not self._is_bare:
+                sizes = ends[some] - begins[some]
+                bounds = sizes.cumsum()
+                copied = np.empty(int(bounds[-1]), np.uint8)
+                _copy(self._first + begins[some], sizes, copied)
+                whole: Any = copied.tobytes()
+                extents = zip((bounds - sizes).tolist(), bounds.tolist(), strict=True)
+            else:
+                self._check_leases()
+                whole = self._files[0].map()
+                extents = zip(begins[some].tolist(), ends[some].tolist(), strict=True)
+            found += [whole[begin:end] for begin, end in extents]
+        return found
+
+
+def gather(memory: torch.Tensor, begins: Array, width: int, out: Array | None = None) -> Array:
+    """Return `width` bytes from each of `begins` as `[n, width]`; one torch call for all of them.
+
+    Memory: fresh, or `out`. torch's copy of rows takes 0.19 us where numpy's fancy indexing takes 0.26.
+    """
+    windows = memory.as_strided((len(memory) - width + 1, width), (1, 1))
+    result = np.empty((len(begins), width), np.uint8) if out is None else out
+    torch.index_select(windows, 0, torch.from_numpy(begins), out=torch.from_numpy(result))
+    return result
+
+
+def _copy(addresses: Array, sizes: Array, out: Array) -> None:
+    """Fill `out` with the bytes at `addresses` in this process, range after range.
+
+    Raises:
+        MapLost: One of them is not mapped to bytes any more, or the system forbids the call.
+    """
+    ranges = np.stack([addresses, sizes], 1).astype(np.uint64)
+    target = out.__array_interface__["data"][0]
+    # one call per 1,024 ranges
+    for at in range(0, len(ranges), _MAX_RANGES):
+        some = ranges[at : at + _MAX_RANGES]
+        nbytes = int(some[:, 1].sum())
+        if _refused or _process_vm_readv(target, nbytes, some) != nbytes:
+            raise MapLost
+        target += nbytes
+
+
+def _process_vm_readv(target: int, nbytes: int, ranges: Array) -> int:
+    """Call `process_vm_readv` on this process; return how many bytes it copied, -1 if it failed."""
+    local = (ctypes.c_size_t * 2)(target, nbytes)
+    count: int = _function(os.getpid(), local, 1, ranges.ctypes.data, len(ranges), 0)
+    if count < 0 and ctypes.get_errno() not in (errno.EFAULT, errno.ENOMEM):
+        _refused.add(ctypes.get_errno())
+    return count
+
+
+if CAN_COPY:
+    _function: Any = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    _function.argtypes = [
+        *(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong),
+        *(ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong),
+    ]
+    _function.restype = ctypes.c_ssize_t

@@ -1,0 +1,1 @@
+"""The order of samples, batches ahead of training, and the state that goes into checkpoints."""

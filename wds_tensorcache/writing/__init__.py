@@ -1,0 +1,1 @@
+"""Shards and whole caches, written so that nothing unfinished is ever seen."""

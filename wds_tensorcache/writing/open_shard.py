@@ -1,0 +1,84 @@
+"""The shard that a writer has open: its members one behind the other, and what its index will say of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from wds_tensorcache.codec.header import parse_header
+from wds_tensorcache.errors import KeyRuleError
+from wds_tensorcache.shards.footer import build_footer
+from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
+from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
+from wds_tensorcache.shards.tar.archive import END_OF_ARCHIVE, build_header, padding
+from wds_tensorcache.storage.output import Output
+
+__all__ = ["OpenShard"]
+
+
+class OpenShard:
+    """The shard that is being written, under a temporary name."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._output = Output(path)
+        self._builder = IndexBuilder()
+        self._keys: set[str] = set()
+        self._position = 0
+
+    def is_full(self, max_samples: int, max_nbytes: int) -> bool:
+        """Return whether it takes no more samples."""
+        return len(self._keys) >= max_samples or self._position >= max_nbytes
+
+    def write(self, key: str, caches: list[tuple[str, Any]], others: dict[str, bytes]) -> None:
+        """Append a sample: its encoded caches by name, and its other members by extension."""
+        if key in self._keys:
+            raise KeyRuleError(f"key {key!r} is in {self.path} already")
+        parts: list[Any] = []
+        position = self._position
+        entries: list[CacheEntry] = []
+        members: list[tuple[str, int, int]] = []
+
+        def member(suffix: str, nbytes: int, *content: Any) -> int:
+            nonlocal position
+            header = build_header(f"{key}.{suffix}", nbytes)
+            begin = position + len(header)
+            parts.extend((header, *content, bytes(padding(nbytes))))
+            position = begin + nbytes + padding(nbytes)
+            return begin
+
+        for name, encoded in caches:
+            skeleton_begin = member(member_suffix(name, SKELETON), len(encoded.skeleton), encoded.skeleton)
+            nbytes = len(encoded.header) + sum(map(len, encoded.buffers))
+            begin = member(member_suffix(name, TENSORS), nbytes, encoded.header, *encoded.buffers)
+            layout, digest = parse_header(encoded.header, nbytes)
+            entries.append(
+                CacheEntry(name, skeleton_begin, len(encoded.skeleton), begin, layout, digest, encoded.references)
+            )
+        for extension, raw in others.items():
+            members.append((extension.lower(), member(extension, len(raw), raw), len(raw)))
+        self._output.append(parts, position - self._position)
+        self._position = position
+        self._keys.add(key)
+        self._builder.add(key, entries, members)
+
+    def finish(self, footer: bool, fsync: bool, fingerprint: Mapping[str, Any] | None) -> ShardIndex:
+        """Give the shard its name, and return its index."""
+        try:
+            index = dataclasses.replace(self._builder.finish(self._position), fingerprint=fingerprint)
+            if os.path.exists(self.path):
+                raise FileExistsError(f"{self.path} exists; it was not there when this writer began")
+            tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")
+            self._output.append([tail], len(tail))
+            self._output.finish(fsync)
+        except BaseException:
+            self.drop()
+            raise
+        return index
+
+    def drop(self) -> None:
+        """Delete what was written."""
+        self._output.drop()
