@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from wds_tensorcache.errors import FormatError, KeyRuleError
 from wds_tensorcache.shards.catalog import MANIFEST, Listing, dali_index_path, write_dali_index
 from wds_tensorcache.shards.manifest import fsync_folder
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.storage.locks import Held
+from wds_tensorcache.storage.locks import Held, find_temporary, temporary_path
 from wds_tensorcache.writing.rewrite import copy_pieces
 
 __all__ = ["repair"]
@@ -133,16 +132,14 @@ def _complete_or_nothing(out: str) -> Iterator[str]:
     """Give a folder that becomes `out` at the end of the `with` block, and goes if that fails."""
     parent, name = os.path.split(out)
     os.makedirs(parent, exist_ok=True)
-    for stray in os.listdir(parent):
-        path = os.path.join(parent, stray)
-        if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp", stray):
-            # OSError: another user's, no folder, or one that goes at this moment
-            with contextlib.suppress(OSError), _locked(path) as is_ours:
-                if is_ours and all(map(_WRITTEN, os.listdir(path))):
-                    shutil.rmtree(path, ignore_errors=True)
-    folder = os.path.join(parent, f".{name}.{secrets.token_hex(4)}.tmp")
-    os.mkdir(folder)
+    for stray in find_temporary(parent, re.escape(name)):
+        # OSError: another user's, no folder, or one that goes at this moment
+        with contextlib.suppress(OSError), _locked(stray) as is_ours:
+            if is_ours and all(map(_WRITTEN, os.listdir(stray))):
+                shutil.rmtree(stray, ignore_errors=True)
+    folder = temporary_path(out)
     try:
+        os.mkdir(folder)
         with _locked(folder):
             yield folder
             if os.path.isdir(out):

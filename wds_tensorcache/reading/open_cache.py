@@ -74,7 +74,7 @@ def open(
         A `TensorCache`; with `join`, a `JoinedCache`, which has the same methods.
 
     Raises:
-        FileNotFoundError: There is no such file, or no shard.
+        FileNotFoundError: There is no such file, or no shard. A MissingShardError: a manifest lists a shard that is not there.
         FormatError: A shard or manifest is damaged, or does not match the other. A manifest lists a url that is no local
             file, or one file twice, under any names.
         StaleCacheError: A shard was made otherwise than `expect` says, or says nothing of it.
@@ -219,9 +219,11 @@ def _from_manifest(path: str) -> list[Found]:
         if located.error is not None:
             raise located.error
         if located.nbytes != entry.nbytes:
-            raise FormatError(
-                f"{shard} has {located.nbytes} bytes, but {path} says {entry.nbytes}: it is of another state"
-            )
+            what = f"{shard} has {located.nbytes} bytes, but {path} says {entry.nbytes}: it is of another state"
+            remedy = f"call tc.index({shard!r}) again if that was broken off"
+            if extra.get("held"):
+                remedy = "call tc.build(…, digest=…) again, which was broken off"
+            raise FormatError(f"{what}; {remedy}, or tc.verify, which tells what is whole", kind="index")
         counts = caches.get(entry.url) if isinstance(caches, dict) else None
         if counts is not None and not are_counts(counts):
             raise FormatError(f"{path}: {entry.url} has caches {counts!r:.100}, expected numbers of samples by name")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -12,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wds_tensorcache.errors import FormatError, KeyRuleError
+from wds_tensorcache.errors import FormatError, KeyRuleError, MissingShardError
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.locks import create_temporary
 
@@ -155,6 +154,9 @@ def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]
             status = _status(entry, shard)
         except FormatError as exc:
             error = exc.at(path)
+        except FileNotFoundError:
+            remedy = "copy it again, or let tc.repair write what is left into another folder"
+            error = MissingShardError(f"{entry.url!r:.200} is listed, and not there: {remedy}").at(path)
         except OSError as exc:
             error = exc
         else:
@@ -252,23 +254,16 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
     """
     # Hazard: a rename may reach the disk before the bytes it names, and a crash then leaves an empty file under the name.
     # So the bytes go first, then the name, then the folder that holds it.
-    file = create_temporary(path)
-    try:
-        with file:
-            for part in parts:
-                rest = memoryview(part)
-                while len(rest):
-                    rest = rest[os.write(file.fd, rest) :]
-            if fsync:
-                os.fsync(file.fd)
-            if os.name == "posix":
-                os.replace(file.path, path)  # before the lock is gone
+    with create_temporary(path) as file:
+        for part in parts:
+            rest = memoryview(part)
+            while len(rest):
+                rest = rest[os.write(file.fd, rest) :]
+        if fsync:
+            os.fsync(file.fd)
         if os.name != "posix":  # elsewhere an open file keeps its name
-            os.replace(file.path, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(file.path)
-        raise
+            file.close()
+        os.replace(file.path, path)  # before the lock is gone
     if fsync:
         fsync_folder(os.path.dirname(path))
 

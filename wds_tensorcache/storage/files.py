@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.views import view_bytes
-from wds_tensorcache.errors import FormatError, TarFormatError
+from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
 from wds_tensorcache.storage.locks import call_when_gone
-from wds_tensorcache.storage.system import file_system
+from wds_tensorcache.storage.system import MEMORY, file_system
 
 __all__ = ["LEASE_FDS", "Files", "Identity", "ShardFile"]
 
@@ -163,7 +163,7 @@ class ShardFile:
                 if not self._is_unable(exc):
                     return False
         if self._is_memory is None:
-            self._is_memory = file_system(self.path)[0] in ("tmpfs", "ramfs")
+            self._is_memory = file_system(self.path)[0] in MEMORY
         return self._is_memory
 
     def will_need(self, begin: int, end: int) -> None:
@@ -264,7 +264,7 @@ class Files:
         """Return the file, opened if it is not.
 
         Raises:
-            OSError: It cannot be opened.
+            OSError: It cannot be opened; a MissingShardError if it is not there.
             FormatError: It is not the one that was opened before.
             ValueError: `close` was called.
         """
@@ -278,7 +278,10 @@ class Files:
             if file is None:
                 while len(self._open) >= self.max_open:
                     del self._open[next(iter(self._open))]
-                file = ShardFile(path)
+                try:
+                    file = ShardFile(path)
+                except FileNotFoundError as exc:
+                    raise MissingShardError("the shard is not there: copy it again").at(path) from exc
                 if self._fixed and self._identities.setdefault(path, file.identity) != file.identity:
                     raise FormatError("the shard was changed since this cache was opened: open it again").at(path)
                 self._open[path] = file

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Sequence
 
 from wds_tensorcache.storage.files import LEASE_FDS, ShardFile
+from wds_tensorcache.storage.system import LOCAL as _LOCAL
 from wds_tensorcache.storage.system import file_system
 
 if sys.platform == "linux":
@@ -22,8 +23,6 @@ if sys.platform == "linux":
 
 __all__ = ["Leases"]
 
-# on network and stacked file systems a lease is granted, but does not bind other hosts or the layer below
-_LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs"})
 # descriptors that leases may take of what the process may have; half of them stay open for the next copy
 _MAX_OPEN = 64
 # the kernel waits so long for a lease to be given back, and then lets the file be cut: less could end during a copy

@@ -35,8 +35,8 @@ class Output:
     def __init__(self, path: str) -> None:
         self.path = path
         self._pid = os.getpid()
-        self._file = create_temporary(path)  # closed by finish and drop
-        self._temporary = self._file.path
+        self._made = contextlib.ExitStack()  # closed by publish and drop
+        self._file = self._made.enter_context(create_temporary(path))
         self._thread = ThreadPool(1, "tensorcache-output")
         self._writing: deque[Job[None]] = deque()
         self._stage: Any = None
@@ -128,11 +128,8 @@ class Output:
 
     def publish(self, fsync: bool) -> None:
         """Give the complete file its name; with `fsync` wait until that is on disk."""
-        try:
-            os.replace(self._temporary, self.path)
-        except BaseException:
-            self.drop()
-            raise
+        with self._made:
+            os.replace(self._file.path, self.path)
         if fsync:
             fsync_folder(os.path.dirname(self.path))
 
@@ -143,8 +140,7 @@ class Output:
         try:
             self._close()
         finally:
-            with contextlib.suppress(OSError):
-                os.remove(self._temporary)
+            self._made.close()
 
     def _close(self) -> None:
         self._thread.close(cancel=True)

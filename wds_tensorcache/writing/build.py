@@ -39,6 +39,9 @@ def build(
     that share a batch with one that is: batches are the same however often it was broken off, and so are the shards' bytes if
     `fn` makes the same of the same batch.
 
+    The indexes of finished shards are trusted: a sample that was damaged since counts as finished, and is an error when it is
+    read. `tc.verify` finds it; `tc.repair` writes the others into another folder, where `build` computes what was lost.
+
     Args:
         source: A map-style dataset (`len`, `[i]`), or any iterable. Samples of items that are no longer in it stay.
         fn: Called with a list of up to `batch_size` items, in the caller's thread; returns as many samples in a list, or

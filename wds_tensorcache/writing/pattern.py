@@ -6,8 +6,8 @@ import os
 import re
 
 from wds_tensorcache.shards.catalog import dali_index_path
-from wds_tensorcache.shards.shard import sidecar_path
-from wds_tensorcache.storage.locks import remove_stray
+from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path
+from wds_tensorcache.storage.locks import find_temporary, remove_stray
 
 __all__ = ["ShardPattern"]
 
@@ -49,7 +49,7 @@ class ShardPattern:
         """Return whether a file of the folder that is called so is a shard of this pattern."""
         if not self.is_numbered:
             return name == self._name
-        match = _regex(self._name).fullmatch(name)
+        match = re.fullmatch(_regex(self._name), name)
         return match is not None and self.path(int(match[1])) == self.locate(name)
 
     def overlaps(self, name: str) -> bool:
@@ -77,35 +77,30 @@ class ShardPattern:
         """Return the shards that are there, by their numbers, ascending."""
         if not self.is_numbered:
             return {0: self._pattern} if os.path.exists(self._pattern) else {}
-        numbers = sorted(int(match[1]) for match in self._matches(self._name) if self.covers(match[0]))
+        matches = map(re.compile(_regex(self._name)).fullmatch, os.listdir(self.folder or "."))
+        numbers = sorted(int(match[1]) for match in matches if match and self.covers(match[0]))
         return {number: self.path(number) for number in numbers}
 
-    def _matches(self, name: str, *, before: str = "", behind: str = "") -> list[re.Match[str]]:
-        """Return the files of the folder that are called like this, with any number for the pattern's."""
-        matches = map(_regex(name, before, behind).fullmatch, os.listdir(self.folder or "."))
-        return [match for match in matches if match]
-
     def check_removable(self, paths: list[str]) -> None:
-        """Raise FileExistsError if one of these shards, or a sidecar of one, is a folder."""
-        for file in _with_sidecars(paths):
-            if os.path.isdir(file) and not os.path.islink(file):
-                raise FileExistsError(f"{file} is a folder, expected a file; move it away, or write to another folder")
+        """Raise FileExistsError if one of these shards is a folder, or what would go with it is no index."""
+        for path in paths:
+            if os.path.isdir(path) and not os.path.islink(path):
+                raise FileExistsError(f"{path} is a folder, expected a file; move it away, or write to another folder")
+            check_replaceable(dali_index_path(path), sidecar_path(path))
 
     def remove(self, paths: list[str]) -> None:
         """Delete shards and what lies beside them."""
-        for file in _with_sidecars(paths):
-            if os.path.lexists(file):
-                os.remove(file)
+        self.check_removable(paths)
+        for path in paths:
+            for file in (path, dali_index_path(path), sidecar_path(path)):
+                if os.path.lexists(file):
+                    os.remove(file)
 
     def remove_strays(self) -> None:
         """Delete what killed writers had not finished, and nothing but files: the names may be used for anything else."""
         for name in (self._name, dali_index_path(self._name)):
-            for match in self._matches(name, before=r"\.", behind=r"\.[0-9a-f]+\.tmp"):
-                remove_stray(self.locate(match[0]))
-
-
-def _with_sidecars(paths: list[str]) -> list[str]:
-    return [file for path in paths for file in (path, dali_index_path(path), sidecar_path(path))]
+            for stray in find_temporary(self.folder, _regex(name)):
+                remove_stray(stray)
 
 
 _DIGITS = frozenset("0123456789")
@@ -123,5 +118,5 @@ def _have_in_common(part: str, other: str) -> bool:
     return part == other or all(digits) or (any(digits) and (part in _DIGITS or other in _DIGITS))
 
 
-def _regex(name: str, before: str = "", behind: str = "") -> re.Pattern[str]:
-    return re.compile(before + r"([0-9]{1,18})".join(re.escape(part) for part in _NUMBER.split(name)) + behind)
+def _regex(name: str) -> str:
+    return r"([0-9]{1,18})".join(re.escape(part) for part in _NUMBER.split(name))

@@ -49,11 +49,23 @@ def stage_without(
 
     Raises:
         FormatError: It is no tar, or a damaged one; or what follows the end of the archive is no index.
+        OSError: It cannot be read.
     """
     file = ShardFile(path)
     pieces, common = list[Piece](), list[Piece]()  # what stays
     is_left, num_samples, last = False, 0, None
-    for part in walk(file.read, file.nbytes):
+    unread: list[OSError] = []
+
+    def read(begin: int, end: int) -> bytes:
+        try:
+            return file.read(begin, end)
+        except OSError as exc:
+            unread.append(exc)
+            raise
+
+    for part in walk(read, file.nbytes):
+        if unread:  # the walk goes on without these bytes
+            raise unread[0]
         if isinstance(part, Break):
             raise TarFormatError(part.reason, offset=part.offset, kind=part.kind).at(path)
         if isinstance(part, End):

@@ -10,7 +10,7 @@ from typing import Any
 from wds_tensorcache.shards.catalog import Catalog, Listing, dali_index_path, dali_samples
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import build_idx, fsync_folder
-from wds_tensorcache.shards.shard import sidecar_path
+from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path
 from wds_tensorcache.storage.output import Output
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.rewrite import stage_without
@@ -102,6 +102,7 @@ class Switch:
         self, path: str, keys: Collection[str], fingerprint: Mapping[str, Any] | None, staged: list[Output]
     ) -> ShardIndex | None:
         """Write a shard and its `.idx` without some keys, to be published; None if no other is left."""
+        check_replaceable(dali_index_path(path), sidecar_path(path))
         found = stage_without(path, keys, fingerprint, self._footer, self._fsync)
         if found is None:
             return None

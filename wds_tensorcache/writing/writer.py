@@ -17,6 +17,7 @@ from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes, member_suffix
 from wds_tensorcache.shards.remainder import load_whole
+from wds_tensorcache.shards.sidecar import check_replaceable
 from wds_tensorcache.writing.members import encode_others, encode_plain
 from wds_tensorcache.writing.open_shard import OpenShard
 from wds_tensorcache.writing.pattern import ShardPattern
@@ -52,7 +53,8 @@ class ShardWriter:
         manifest: Write `manifest.json` beside the shards; entries of other writers' shards in the folder are kept.
         overwrite: Delete shards of this pattern that are there. Otherwise they are an error.
         resume: Go on behind those that are there: keys that they have are skipped. Written again from the start with the same
-            options, the shards are those of a run that was never broken, byte for byte.
+            options, the shards are those of a run that was never broken, byte for byte. Their indexes are trusted: damage
+            between a shard's ends is found by `tc.verify`, or when samples are read.
         fsync: Wait for the disk before a shard gets its name.
         fingerprint: How the samples are made (model, revision, dtype, crop, …), in what JSON holds. It is kept in the footers
             and the manifest, for `tc.open(…, expect=…)`.
@@ -262,6 +264,8 @@ class ShardWriter:
                 if not self._pattern.is_numbered and self._number:
                     raise FileExistsError(f"{path} is finished; only a pattern with a number goes on")
                 raise FileExistsError(f"{path} exists; it was not there when this writer began")
+            if self._idx:
+                check_replaceable(dali_index_path(path))
             self._shard = OpenShard(path)
             self._net = weakref.finalize(self, _drop_forgotten, str(self._pattern), self._shard, os.getpid())
             self._number += 1

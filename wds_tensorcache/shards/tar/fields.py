@@ -94,7 +94,9 @@ def parse_records(content: bytes, begin: int, sparse: Pairs | None = None) -> Re
 
 
 def adds_up(header: bytes) -> bool:
-    """Return whether the bytes of a header add up to what it says."""
+    """Return whether bytes are a header, and add up to what it says."""
+    if len(header) < 512:
+        return False
     try:
         check_checksum(header, 1)  # not at the beginning of a file, where a compressed one would be told
     except TarFormatError:
