@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
-from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_atomically, write_idx, write_manifest
+from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_idx, write_manifest
 from wds_tensorcache.shards.tar.archive import Scanner
+from wds_tensorcache.storage.atomic import write_atomically
 
 INSTALL_DALI = "needs NVIDIA DALI: pip install nvidia-dali-cuda130 (runs without a GPU)"
 INSTALL_WIDS = "needs wids, which webdataset 0.2.86 has and 1.0 has not"

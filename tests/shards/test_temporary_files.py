@@ -13,7 +13,7 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.shards.damage import write
-from wds_tensorcache.shards.manifest import write_atomically
+from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.output import Output
 
 FILES = ("contextlib.py", "locks.py", "manifest.py", "output.py", "repair.py")

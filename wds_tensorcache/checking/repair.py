@@ -14,9 +14,9 @@ from wds_tensorcache.checking.shard_check import Checked
 from wds_tensorcache.checking.verify import check_all
 from wds_tensorcache.errors import FormatError, KeyRuleError
 from wds_tensorcache.shards.catalog import MANIFEST, Listing, dali_index_path, write_dali_index
-from wds_tensorcache.shards.manifest import fsync_folder
+from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, temporary_path
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.storage.locks import Held, find_temporary, temporary_path
+from wds_tensorcache.storage.locks import Held
 from wds_tensorcache.writing.rewrite import copy_pieces
 
 __all__ = ["repair"]

@@ -20,7 +20,6 @@ from wds_tensorcache.shards.manifest import (
     ShardEntry,
     dali_index_path,
     read_manifest,
-    write_atomically,
     write_idx,
     write_manifest,
 )
@@ -29,8 +28,9 @@ from wds_tensorcache.shards.remainder import check_end
 from wds_tensorcache.shards.shard import load_index
 from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path, stored
 from wds_tensorcache.shards.tar.archive import END_OF_ARCHIVE
+from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.storage.locks import find_temporary, locked_folder, remove_stray
+from wds_tensorcache.storage.locks import locked_folder
 
 __all__ = ["MANIFEST", "Catalog", "Listing", "dali_index_path", "dali_samples", "index", "write_dali_index"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from wds_tensorcache.errors import FormatError, KeyRuleError, MissingShardError
+from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.storage.locks import create_temporary
 
 __all__ = [
     "MANIFEST",
@@ -21,10 +21,8 @@ __all__ = [
     "ShardEntry",
     "build_idx",
     "dali_index_path",
-    "fsync_folder",
     "locate_shards",
     "read_manifest",
-    "write_atomically",
     "write_idx",
     "write_manifest",
 ]
@@ -239,41 +237,3 @@ def _parse_count(shard: dict[str, Any], key: str, where: str) -> int:
 def _show(value: object) -> str:
     """Return a scalar's repr, a container's type: the repr of a deep one exceeds the interpreter's recursion."""
     return f"a {type(value).__name__}" if isinstance(value, (list, dict)) else f"{value!r:.100}"
-
-
-def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> None:
-    """Write a file so that, whatever happens, readers see all of the new one or all of the old one.
-
-    Args:
-        path: Of the file; its folder must be there.
-        parts: The content.
-        fsync: Wait for the disk. Without it, readers are safe from this process's death, not from the machine's.
-
-    Raises:
-        OSError: The disk is full, the folder is not there, … The old file is as it was and nothing else is left.
-    """
-    # Hazard: a rename may reach the disk before the bytes it names, and a crash then leaves an empty file under the name.
-    # So the bytes go first, then the name, then the folder that holds it.
-    with create_temporary(path) as file:
-        for part in parts:
-            rest = memoryview(part)
-            while len(rest):
-                rest = rest[os.write(file.fd, rest) :]
-        if fsync:
-            os.fsync(file.fd)
-        if os.name != "posix":  # elsewhere an open file keeps its name
-            file.close()
-        os.replace(file.path, path)  # before the lock is gone
-    if fsync:
-        fsync_folder(os.path.dirname(path))
-
-
-def fsync_folder(folder: str) -> None:
-    """Wait until the names in a folder are on disk."""
-    if os.name != "posix":  # elsewhere folders cannot be opened
-        return
-    descriptor = os.open(folder or ".", os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

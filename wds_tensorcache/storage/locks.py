@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import secrets
 import stat
 import threading
 import time
@@ -19,12 +17,8 @@ from typing import Any
 __all__ = [
     "Held",
     "call_when_gone",
-    "create_temporary",
-    "find_temporary",
     "locked_folder",
     "open_regular",
-    "remove_stray",
-    "temporary_path",
 ]
 
 try:
@@ -159,47 +153,6 @@ def open_regular(path: str) -> Held | None:
         return file
     file.close()
     return None
-
-
-def temporary_path(path: str) -> str:
-    """Return a hidden name beside `path`, `.NAME.TOKEN.tmp`, for what is renamed to `path` when it is complete."""
-    folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
-
-
-def find_temporary(folder: str, names: str) -> list[str]:
-    """Return what has a temporary name in a folder, for files whose names a regular expression matches."""
-    matches = re.compile(rf"\.{names}\.[0-9a-f]+\.tmp").fullmatch
-    return [os.path.join(folder, name) for name in os.listdir(folder or ".") if matches(name)]
-
-
-@contextlib.contextmanager
-def create_temporary(path: str) -> Iterator[Held]:
-    """Give a locked file of a temporary name, to be written and renamed to `path`; delete it at the end if it was not."""
-    pid = os.getpid()
-    while True:
-        # Hazard: an interrupt may come right after any call. So the name is known before there is a file.
-        temporary = temporary_path(path)
-        try:
-            with Held(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
-                # Hazard: before it is locked, another writer's `remove_stray` takes it for a killed writer's, and deletes it.
-                if file.lock() is not False and os.path.exists(temporary):
-                    yield file
-                    return
-        finally:
-            if pid == os.getpid():  # a forked child has a copy of all this
-                with contextlib.suppress(OSError):  # renamed; or left to the next writer, after another error
-                    os.remove(temporary)
-
-
-def remove_stray(path: str) -> None:
-    """Delete a temporary file, unless a living process is known to write it, or it is something else than a file."""
-    file = open_regular(path)
-    if file is not None:
-        with file:
-            if file.lock() is not False:
-                with contextlib.suppress(OSError):  # another user's, in a folder whose files only their owners delete
-                    os.remove(path)
 
 
 def _close_in_child() -> None:

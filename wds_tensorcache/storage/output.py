@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from wds_tensorcache.shards.manifest import fsync_folder
-from wds_tensorcache.storage.locks import create_temporary
+from wds_tensorcache.storage.atomic import create_temporary, fsync_folder
 from wds_tensorcache.storage.pool import Pool
 from wds_tensorcache.storage.threads import Job, ThreadPool
 

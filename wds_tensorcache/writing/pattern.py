@@ -7,7 +7,7 @@ import re
 
 from wds_tensorcache.shards.catalog import dali_index_path
 from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path
-from wds_tensorcache.storage.locks import find_temporary, remove_stray
+from wds_tensorcache.storage.atomic import find_temporary, remove_stray
 
 __all__ = ["ShardPattern"]
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from wds_tensorcache.shards.catalog import Catalog, Listing, dali_index_path, dali_samples
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.manifest import build_idx, fsync_folder
+from wds_tensorcache.shards.manifest import build_idx
 from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path
+from wds_tensorcache.storage.atomic import fsync_folder
 from wds_tensorcache.storage.output import Output
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.rewrite import stage_without
