@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from benchmarks import page_cache, peers, plot, report
+from benchmarks.context import CEILING, Context, Skipped
 from benchmarks.goals import outcomes
 from benchmarks.peers.base import Peer
 from benchmarks.scenarios import SCENARIOS
-from benchmarks.scenarios.context import CEILING, Context, Skipped
 from benchmarks.timing import Rounds
 from benchmarks.workloads import WORKLOADS, Workload, quick
 

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.context import CEILING
 from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, TWO_THREADS, VIEWS
 from benchmarks.scenarios.batches import COLD_CEILINGS
-from benchmarks.scenarios.context import CEILING
 from benchmarks.scenarios.dali_cpu import NATIVE, NESTED, PYD_SOURCE, RAW
 from benchmarks.scenarios.gpu import AHEAD, DALI_NATIVE, DALI_NODES, PINNED_COPY
 from benchmarks.scenarios.loader import READ_BATCH

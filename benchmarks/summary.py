@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.context import CEILING
 from benchmarks.peers import LOADED, NAME, READ, VIEWS
 from benchmarks.report import Stored, markdown, number, spread
 from benchmarks.scenarios.batches import COLD_CEILINGS
-from benchmarks.scenarios.context import CEILING
 from benchmarks.scenarios.dali_cpu import NATIVE, NESTED, PYD_SOURCE, RAW
 from benchmarks.scenarios.verifying import READINTO, VERIFIED, VERIFIED_BY_ALL
 from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from benchmarks.context import Context
 from benchmarks.scenarios.batches import batch_cold, batch_random, one_tensor
-from benchmarks.scenarios.context import Context
 from benchmarks.scenarios.dali_cpu import dali_cpu
 from benchmarks.scenarios.gpu import dali_gpu, loader_gpu
 from benchmarks.scenarios.loader import loader

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks import page_cache
 from benchmarks.ceiling import IN_FLIGHT
+from benchmarks.context import CEILING, Context, Skipped
 from benchmarks.peers.base import Batch, Peer, Reader
-from benchmarks.scenarios.context import CEILING, Context, Skipped
 from benchmarks.scenarios.safe_copies import safe_copies
 from benchmarks.timing import Rounds, Variant, interleaved
 

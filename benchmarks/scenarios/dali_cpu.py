@@ -14,9 +14,9 @@ import webdataset as wds
 import xxhash
 
 import wds_tensorcache as tc
+from benchmarks.context import Context, Skipped
 from benchmarks.peers.base import as_array, by_sample, unstack
 from benchmarks.peers.webdataset import SHARD
-from benchmarks.scenarios.context import Context, Skipped
 from benchmarks.timing import Rounds, Variant, interleaved
 from benchmarks.workloads import Workload
 

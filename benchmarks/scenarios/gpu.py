@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import wds_tensorcache as tc
+from benchmarks.context import CEILING, Context, Skipped
 from benchmarks.peers.base import by_sample, unstack
-from benchmarks.scenarios.context import CEILING, Context, Skipped
 from benchmarks.timing import Rounds, Variant, interleaved
 
 __all__ = ["AHEAD", "DALI_NATIVE", "DALI_NODES", "PINNED_COPY", "dali_gpu", "loader_gpu"]

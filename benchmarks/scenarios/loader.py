@@ -11,8 +11,8 @@ import torch
 import xxhash
 
 import wds_tensorcache as tc
+from benchmarks.context import Context, Skipped
 from benchmarks.peers import LOADED
-from benchmarks.scenarios.context import Context, Skipped
 from benchmarks.timing import Rounds, Variant, interleaved
 
 __all__ = ["READ_BATCH", "loader"]

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.scenarios.context import Context, Skipped
+from benchmarks.context import Context, Skipped
 from benchmarks.sparse import write_shards
 from benchmarks.timing import Rounds
 from benchmarks.workloads import WORKLOADS

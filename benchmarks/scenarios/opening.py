@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from benchmarks.context import Context
 from benchmarks.peers.base import Peer, Reader
-from benchmarks.scenarios.context import Context
 from benchmarks.timing import Rounds, Variant, interleaved
 
 __all__ = ["opened"]

@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import wds_tensorcache as tc
+from benchmarks.context import Context
 from benchmarks.peers import DECODED, ONE_THREAD
 from benchmarks.peers.base import by_sample, unstack
-from benchmarks.scenarios.context import Context
 from benchmarks.timing import Variant
 
 __all__ = ["BARE", "PREAD", "WITHOUT_LEASE", "safe_copies"]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
+from benchmarks.context import CEILING, Context
 from benchmarks.peers.base import Reader
-from benchmarks.scenarios.context import CEILING, Context
 from benchmarks.timing import Rounds, Variant, interleaved
 
 __all__ = ["iterate_lazy", "iterate_touch", "random_get"]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 import wds_tensorcache as tc
-from benchmarks.scenarios.context import CEILING, Context
+from benchmarks.context import CEILING, Context
 from benchmarks.timing import Rounds, Variant, interleaved
 
 __all__ = ["READINTO", "VERIFIED", "VERIFIED_BY_ALL", "verify"]

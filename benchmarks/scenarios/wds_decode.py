@@ -15,8 +15,8 @@ import webdataset as wds
 
 import wds_tensorcache as tc
 from benchmarks import page_cache
+from benchmarks.context import Context
 from benchmarks.peers.webdataset import SHARD, decode_npz, write
-from benchmarks.scenarios.context import Context
 from benchmarks.timing import Rounds, Variant, interleaved
 
 __all__ = ["FAST", "FAST_RAW", "wds_decode"]

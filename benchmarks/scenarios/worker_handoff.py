@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import wds_tensorcache as tc
+from benchmarks.context import Context
 from benchmarks.peers.base import by_sample, unstack
-from benchmarks.scenarios.context import Context
 from benchmarks.timing import Rounds, Variant, interleaved
 
 __all__ = ["COLLATED", "DEFAULT_COLLATED", "LAZY", "TENSORS", "worker_handoff"]

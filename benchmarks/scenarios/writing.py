@@ -8,8 +8,8 @@ from pathlib import Path
 
 from benchmarks import page_cache
 from benchmarks.ceiling import plain_write
+from benchmarks.context import CEILING, Context
 from benchmarks.peers.base import Peer
-from benchmarks.scenarios.context import CEILING, Context
 from benchmarks.timing import Rounds, Variant, interleaved
 
 __all__ = ["PLAIN", "write", "write_fsync"]
