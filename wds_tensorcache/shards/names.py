@@ -16,6 +16,7 @@ __all__ = [
     "check_key",
     "check_suffixes",
     "is_cache_name",
+    "is_plain_key",
     "member_suffix",
     "split_member",
 ]
@@ -29,6 +30,10 @@ _CACHE_NAME = re.compile(r"[a-z0-9-][a-z0-9_-]*", re.ASCII)
 _RESERVED = frozenset({"skel", "pyd", "safetensors"})
 _KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)  # as webdataset splits names
 _BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+# The keys of nearly all samples: `check_key` and, for one cache without a name, `check_suffixes` have nothing against them.
+is_plain_key = re.compile(r"(?!__)[A-Za-z0-9_-]{1,80}", re.ASCII).fullmatch
 
 
 def check_key(key: object) -> None:

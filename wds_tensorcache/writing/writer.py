@@ -11,11 +11,21 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from wds_tensorcache.codec.sample import encode_views
+from wds_tensorcache.codec.skeleton.builders import allow_table
 from wds_tensorcache.errors import KeyRuleError, StaleCacheError, TensorCacheError
 from wds_tensorcache.shards.catalog import Catalog, Listing, dali_index_path, write_dali_index
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes, member_suffix
+from wds_tensorcache.shards.names import (
+    FIELD,
+    SKELETON,
+    TENSORS,
+    cache_name,
+    check_key,
+    check_suffixes,
+    is_plain_key,
+    member_suffix,
+)
 from wds_tensorcache.shards.remainder import load_whole
 from wds_tensorcache.shards.sidecar import check_replaceable
 from wds_tensorcache.writing.members import encode_others, encode_plain
@@ -98,7 +108,7 @@ class ShardWriter:
         self._max_samples, self._max_nbytes = max_samples, max_nbytes
         self._footer, self._idx, self._fsync = footer, idx, fsync
         self._fingerprint = None if fingerprint is None else as_fingerprint(fingerprint)
-        self._allow, self._align, self._encoder = tuple(allow), align, encoder or encode_plain
+        self._allow, self._align, self._encoder = allow_table(allow), align, encoder or encode_plain
         folder = self._pattern.folder or "."
         os.makedirs(folder, exist_ok=True)
         self._lock = WriterLock(self._pattern)
@@ -123,6 +133,7 @@ class ShardWriter:
         self._number = 0
         self.finished = self._take_over(paths if resume else [])
         self.num_finished = len(self.finished)  # samples in finished shards
+        self._has_found = self.num_finished > 0
         self._replaced: set[str] = set()
         if resume and existing:
             self._number = max(existing) + 1
@@ -224,31 +235,21 @@ class ShardWriter:
             raise ValueError(f"{self._pattern}: the writer is closed")
         if isinstance(key, dict):
             raise TypeError("write(key, sample, **members); a dict is what webdataset's writers take")
-        check_key(key)
-        if key in self:
+        is_plain = type(key) is str and is_plain_key(key)
+        if not is_plain:
+            check_key(key)
+        if self._has_found and key in self:
             return
-        caches = {"": sample} if sample is not _NOTHING else {}
-        others = {}
-        for field, value in members.items():
-            if field != FIELD and not field.endswith("." + FIELD):
-                others[field] = value
-            elif field == FIELD and "" in caches:
-                raise KeyRuleError(f"sample {key!r} is given twice, also as {FIELD!r}; give it once")
-            else:
-                caches[cache_name(field[: -len(FIELD) - 1]) if field != FIELD else ""] = value
-        if not caches and not others:
-            raise KeyRuleError(f"sample {key!r} has no members; give it a sample or a member")
-        check_suffixes(key, [*others, *(member_suffix(name, SKELETON) for name in caches)])
-        check_suffixes(key, [member_suffix(name, TENSORS) for name in caches])
-        lowered = [field.lower() for field in others] + [member_suffix(name, TENSORS) for name in caches]
-        if len(set(lowered)) < len(lowered) or any(field.endswith((SKELETON, FIELD)) for field in lowered):
-            raise KeyRuleError(
-                f"sample {key!r} has members {sorted(lowered)}: names that only caches have, or one twice; call them otherwise"
-            )
+        caches: dict[str, Any]
+        others: dict[str, Any]
+        if is_plain and not members and sample is not _NOTHING:
+            caches, others = {"": sample}, {}
+        else:
+            caches, others = _sort_members(key, sample, members)
         encoded = []
         for name, value in caches.items():
             try:
-                encoded.append((name, encode_views(value, allow=self._allow, align=self._align)))
+                encoded.append((name, encode_views(value, self._allow, self._align)))
             except TensorCacheError as exc:
                 raise exc.at(f"sample {key!r}" + (f", cache {name!r}" if name else "")) from exc
         plain = encode_others(key, others, self._encoder) if others else {}
@@ -323,6 +324,33 @@ class ShardWriter:
         else:
             with contextlib.closing(self._lock):
                 self._drop()
+
+
+def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the caches of a sample by name, and its other members by extension.
+
+    Raises:
+        KeyRuleError: A name that some reader gets wrong, that is there twice, or that only caches have.
+    """
+    caches = {"": sample} if sample is not _NOTHING else {}
+    others = {}
+    for field, value in members.items():
+        if field != FIELD and not field.endswith("." + FIELD):
+            others[field] = value
+        elif field == FIELD and "" in caches:
+            raise KeyRuleError(f"sample {key!r} is given twice, also as {FIELD!r}; give it once")
+        else:
+            caches[cache_name(field[: -len(FIELD) - 1]) if field != FIELD else ""] = value
+    if not caches and not others:
+        raise KeyRuleError(f"sample {key!r} has no members; give it a sample or a member")
+    check_suffixes(key, [*others, *(member_suffix(name, SKELETON) for name in caches)])
+    check_suffixes(key, [member_suffix(name, TENSORS) for name in caches])
+    lowered = [field.lower() for field in others] + [member_suffix(name, TENSORS) for name in caches]
+    if len(set(lowered)) < len(lowered) or any(field.endswith((SKELETON, FIELD)) for field in lowered):
+        raise KeyRuleError(
+            f"sample {key!r} has members {sorted(lowered)}: names that only caches have, or one twice; call them otherwise"
+        )
+    return caches, others
 
 
 def _drop_forgotten(pattern: str, shard: OpenShard, pid: int) -> None:
