@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.dtypes import torch_true_dtype
+from wds_tensorcache.codec.dtypes import TORCH_TRUE
 from wds_tensorcache.codec.nesting import shown, walk
 from wds_tensorcache.codec.skeleton import opcodes as op
 from wds_tensorcache.codec.skeleton.builders import ALLOW_ONLY, Builder
@@ -175,7 +175,7 @@ class _Reader:
         dtype = rest.pop(0) if has_dtype else storage.dtype
         if storage.__class__ is not _Storage or dtype.__class__ is not torch.dtype or len(size) > _MAX_NDIM:
             raise FormatError("a tensor without a storage, without a dtype, or of too many dimensions")
-        if hooks or any(rest) or torch_true_dtype(dtype) is None:
+        if hooks or any(rest) or dtype not in TORCH_TRUE:
             raise FormatError(f"a tensor with hooks, of {dtype}, or conjugated{_OTHERWISE}")
         if any(n.__class__ is not int or not 0 <= n < _MAX_SIZE for n in (offset, *size, *stride)):
             raise FormatError("a tensor of a shape that cannot be")
