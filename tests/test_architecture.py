@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,10 @@ def test_public_names() -> None:
     assert {name for name in vars(tc) if not name.startswith("_")} - modules == set(tc.__all__)
     for name in tc.__all__:
         assert getattr(tc, name).__doc__, name
+
+
+def test_version() -> None:
+    assert tc.__version__ == version("wds-tensorcache")
 
 
 def test_import_is_light() -> None:

@@ -74,4 +74,6 @@ __all__ = [
     "verify",
 ]
 
+__version__ = "0.1.0"
+
 collate.register()
