@@ -45,7 +45,7 @@ PHRASES = {
 _OTHER_PATTERNS = {
     r"(?i:(?<!there) (?:is|are) no (?!longer|more|less|fewer|shorter|larger|smaller|faster|slower))": "is not a",
     r"(?i:, say(?!\w)| say(?=[).]))": "for example",
-    r"(?:\A|\0\s*|[.!:;] |\n\n(?:[-#] )?)(?:What|Whether|Who)\b(?=[^.?!]*[.!])": "a verb or a noun first, not a clause as the subject",
+    r"(?:\A|\0\s*|[.!:;] |\n\n(?:[-#] )?)(?:What|Whether|Who)\b(?=[^.?!]*[.!])": "a noun or a verb first, not a clause",
 }
 _PATTERNS = [
     *((rf"(?i:(?<!\w)(?:{phrase})(?!\w))", instead) for phrase, instead in PHRASES.items()),

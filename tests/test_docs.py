@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
+FOLDERS = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 NEEDS = {"dali.md": "nvidia.dali", "training.md": "torchdata"}  # by page; all other pages need nothing optional
@@ -58,8 +59,8 @@ def test_every_task_has_an_example() -> None:
 def test_commands_are_targets() -> None:
     """Wherever a page or a docstring names a target of make, there is one."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    files = [path for path in ROOT.glob("*/**/*.py") if "." not in str(path.relative_to(ROOT).parent)]
-    texts = [path.read_text() for path in [*PAGES, ROOT / "CHANGELOG.md", *files]]
+    modules = [path for folder in FOLDERS for path in folder.rglob("*.py")]
+    texts = [path.read_text() for path in [*PAGES, ROOT / "CHANGELOG.md", *modules]]
     named = {name for text in texts for name in re.findall(r"`make ([a-z-]+)`", text)}
     for fence in re.findall(r"^```bash\n(.*?)^```$", "\n".join(texts), re.DOTALL | re.MULTILINE):
         named.update(re.findall(r"^make ([a-z-]+)", fence, re.MULTILINE))
@@ -100,11 +101,7 @@ def test_the_tree_is_the_tree() -> None:
     for indent, name in re.findall(r"^( *)([a-z_]+)/(?: |$)", text[text.index("## The tree") :], re.MULTILINE):
         above[len(indent) // 2 :] = [name]
         named.add("/".join(above))
-    packages = {
-        path.parent.relative_to(ROOT).as_posix()
-        for path in ROOT.glob("*/**/__init__.py")
-        if "." not in str(path.parent.relative_to(ROOT))
-    }
+    packages = {path.parent.relative_to(ROOT).as_posix() for folder in FOLDERS for path in folder.rglob("__init__.py")}
     tops = {"wds_tensorcache", "dali_plugin"}
     assert {path for path in named if path.split("/")[0] in tops} == {
         path for path in packages if path.split("/")[0] in tops
