@@ -1,4 +1,4 @@
-"""Print the tables of docs/benchmarks.md from the `bench.json` of a run: `python -m benchmarks.summary bench_out/bench.json`."""
+"""Print the tables of docs/benchmarks.md from a `bench.json`: `python -m benchmarks.summary bench_out/bench.json`."""
 
 from __future__ import annotations
 

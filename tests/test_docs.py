@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [ROOT / path for path in ("CHANGELOG.md", "benchmarks/RESULTS.md", "wds_tensorcache/codec/FORMAT.md")]
 NEEDS = {"dali.md": "nvidia.dali", "training.md": "torchdata"}  # by page; all other pages need nothing optional
 
 
@@ -67,7 +68,7 @@ def test_commands_are_targets() -> None:
     assert {"test", "demo", "check", "bench", "fuzz"} <= named <= targets
 
 
-@pytest.mark.parametrize("path", PAGES, ids=_name)
+@pytest.mark.parametrize("path", [*PAGES, *LINKING], ids=_name)
 def test_links_lead_somewhere(path: Path) -> None:
     text = path.read_text()
     for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^):]*))?\)", text):
