@@ -32,12 +32,15 @@ SECONDS := 60
 fuzz: $(VENV)/dev $(VENV)/fuzz
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --jobs 2 --findings fuzz_out
 
+# pages and modules that must be free of the phrases in tests/prose.py
+PROSE := README.md docs
 check: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python -m tests.prose $(PROSE)
 
 bench: $(BENCH)/peers
 	$(BENCH)/bin/python -m benchmarks --out bench_out

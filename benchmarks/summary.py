@@ -1,4 +1,4 @@
-"""The README's tables, out of the `bench.json` of a run: `python -m benchmarks.summary bench_out/bench.json`."""
+"""Print the tables of docs/benchmarks.md from a `bench.json`: `python -m benchmarks.summary bench_out/bench.json`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COLUMNS = {
     "write_fsync": "write, disk",
 }
 _BATCHES = ("batch_random", "batch_cold")
-# The README's rows: their titles, the run's row for single samples and for writing, and the run's row for batches.
+# Rows of the table: their titles, the run's row for single samples and for writing, and the run's row for batches.
 _Titles = dict[str, tuple[str | None, str | None]]
 _COMPARABLE: _Titles = {
     "tensorcache": (NAME, READ),
@@ -92,7 +92,7 @@ def _small(title: str, found: Rounds, rows: dict[str, str]) -> str:
 
 
 def tables(content: dict[str, Any]) -> str:
-    """Return the markdown tables of the README, of what a `bench.json` holds."""
+    """Return the markdown tables of a `bench.json`."""
     results, stored = content["us_per_sample"][_WORKLOAD], content["stored_bytes_per_sample"][_WORKLOAD]
     workers = {
         LAZY: "lazy samples, read in the main process",

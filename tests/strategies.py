@@ -14,10 +14,10 @@ import safetensors.torch
 import torch
 from hypothesis import strategies as st
 
-from wds_tensorcache.codec.dtypes import torch_true_dtype
+from wds_tensorcache.codec.dtypes import TORCH_TRUE
 
 TORCH_DTYPES = sorted(
-    {value for value in vars(torch).values() if isinstance(value, torch.dtype) and torch_true_dtype(value)}, key=str
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype) and value in TORCH_TRUE}, key=str
 )
 # torch cannot print its 4-bit floats, which Hypothesis does: tests/codec/test_dtypes.py has them
 _PRINTABLE = [dtype for dtype in TORCH_DTYPES if "float4" not in str(dtype)]

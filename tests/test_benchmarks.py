@@ -52,7 +52,7 @@ def test_rounds_run_in_different_orders() -> None:
     assert len(set(orders)) > 2
 
 
-def test_the_table_of_the_readme() -> None:
+def test_the_table_of_the_docs() -> None:
     batches = {
         "ceiling": [10.0, 12.0, 11.0],
         "tensorcache": [20.0, 21.0, 22.0],

@@ -1,4 +1,4 @@
-"""What the README shows runs, and what it promises exists."""
+"""The pages run, their links and commands exist, and they agree with each other."""
 
 from __future__ import annotations
 
@@ -9,37 +9,106 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+FOLDERS = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [ROOT / path for path in ("CHANGELOG.md", "benchmarks/RESULTS.md", "wds_tensorcache/codec/FORMAT.md")]
+NEEDS = {"dali.md": "nvidia.dali", "training.md": "torchdata"}  # by page; all other pages need nothing optional
 
 
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _blocks(text: str) -> list[str]:
+    """Return the python blocks of a page, each moved down to its line so that errors name the right one."""
+    return [
+        "\n" * text.count("\n", 0, match.start(1)) + match[1]
+        for match in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    ]
+
+
+def _anchors(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub spells them."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", [page for page in PAGES if _blocks(page.read_text())], ids=_name)
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata looks at all of torch
-def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A page's blocks run in order in one namespace, and print what the comments after `print(…)` say, up to `…`."""
+    if path.name in NEEDS:
+        pytest.importorskip(NEEDS[path.name])
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) >= 5
     namespace: dict[str, Any] = {}
-    for number, block in enumerate(blocks):
-        exec(compile(block, f"README.md, block {number}", "exec"), namespace)
+    for block in _blocks(path.read_text()):
+        exec(compile(block, str(path), "exec"), namespace)
+        printed = capsys.readouterr().out
+        for expected in re.findall(r"^ *print\(.*\) +# ([^…\n]*)", block, re.MULTILINE):
+            assert expected in printed
+
+
+def test_every_task_has_an_example() -> None:
+    without = {_name(page) for page in PAGES if not _blocks(page.read_text())}
+    assert without == {"docs/benchmarks.md", "docs/systems.md"}
 
 
 def test_commands_are_targets() -> None:
+    """Wherever a page or a docstring names a target of make, there is one."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"make ([a-z-]+)", README)) <= targets
+    modules = [path for folder in FOLDERS for path in folder.rglob("*.py")]
+    texts = [path.read_text() for path in [*PAGES, ROOT / "CHANGELOG.md", *modules]]
+    named = {name for text in texts for name in re.findall(r"`make ([a-z-]+)`", text)}
+    for fence in re.findall(r"^```bash\n(.*?)^```$", "\n".join(texts), re.DOTALL | re.MULTILINE):
+        named.update(re.findall(r"^make ([a-z-]+)", fence, re.MULTILINE))
+    assert {"test", "demo", "check", "bench", "fuzz"} <= named <= targets
+
+
+@pytest.mark.parametrize("path", [*PAGES, *LINKING], ids=_name)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = path.read_text()
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^):]*))?\)", text):
+        linked = path.parent / target if target else path
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in _anchors(linked.read_text()), f"{target}#{anchor}"
+
+
+def test_the_readme_links_every_page() -> None:
+    linked = set(re.findall(r"\]\((docs/[^)#]+)\)", README.read_text()))
+    assert linked == {_name(page) for page in PAGES} - {"README.md"}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 160
+
+
+def test_figures_agree() -> None:
+    """Every figure of the README, with its range, is in the table of the benchmarks."""
+    figures = re.findall(r"[0-9.]+ \([0-9.]+\.\.[0-9.]+\)", README.read_text().replace("*", ""))
+    whole = (ROOT / "docs" / "benchmarks.md").read_text().replace("*", "")
+    assert len(figures) >= 16
+    assert [figure for figure in figures if figure not in whole] == []
 
 
 def test_the_tree_is_the_tree() -> None:
-    tree = README[README.index("## The tree") :]
-    named = set(re.findall(r"[a-z_]+\.py", tree))
-    sources = [path for top in ("wds_tensorcache", "dali_plugin") for path in (ROOT / top).rglob("*.py")]
-    package = {path.name for path in sources} - {"__init__.py"}
-    examples = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert named == package | examples
+    """The README names each folder of the packages, in the place where it is."""
+    text = README.read_text()
+    named, above = set(), [""]
+    for indent, name in re.findall(r"^( *)([a-z_]+)/(?: |$)", text[text.index("## The tree") :], re.MULTILINE):
+        above[len(indent) // 2 :] = [name]
+        named.add("/".join(above))
+    packages = {path.parent.relative_to(ROOT).as_posix() for folder in FOLDERS for path in folder.rglob("__init__.py")}
+    tops = {"wds_tensorcache", "dali_plugin"}
+    assert {path for path in named if path.split("/")[0] in tops} == {
+        path for path in packages if path.split("/")[0] in tops
+    }
 
 
-def test_nothing_is_left_to_fill_in() -> None:
-    assert not re.search(r"^[A-Z]{4,}$|TODO|FIXME", README, re.MULTILINE)
-
-
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("path", PAGES, ids=_name)
+def test_nothing_is_left_to_fill_in(path: Path) -> None:
+    assert not re.search(r"^[A-Z]{4,}$|TODO|FIXME", path.read_text(), re.MULTILINE)

@@ -12,6 +12,7 @@ from wds_tensorcache.errors import (
     EncodeError,
     FormatError,
     KeyRuleError,
+    MissingShardError,
     StaleCacheError,
     TarFormatError,
     TensorCacheError,
@@ -48,6 +49,7 @@ __all__ = [
     "LazyArray",
     "LazyTensor",
     "Loader",
+    "MissingShardError",
     "PackedMembers",
     "Report",
     "ShardWriter",
@@ -73,5 +75,7 @@ __all__ = [
     "tarfile_to_samples",
     "verify",
 ]
+
+__version__ = "0.1.0"
 
 collate.register()

@@ -2,6 +2,7 @@
 
 TensorCacheError
 ├── FormatError             (ValueError)            bytes that are not a sample, or halves of two samples
+│   ├── MissingShardError   (FileNotFoundError)     a shard that a manifest or folder has, or had, is not there
 │   ├── TarFormatError      (tarfile.ReadError)     a tar that is cut short, damaged, or of a kind that is not read
 │   └── UnsafeSkeletonError (pickle.UnpicklingError) a skeleton asks for something that is never executed
 ├── EncodeError             (TypeError)             a Python value that the format cannot hold
@@ -12,6 +13,7 @@ TensorCacheError
 
 from __future__ import annotations
 
+import errno
 import pickle
 import tarfile
 from typing import Literal, TypeVar
@@ -22,6 +24,7 @@ __all__ = [
     "FormatError",
     "KeyRuleError",
     "Kind",
+    "MissingShardError",
     "StaleCacheError",
     "TarFormatError",
     "TensorCacheError",
@@ -98,6 +101,16 @@ class FormatError(TensorCacheError, ValueError):
     def __str__(self) -> str:
         parts = (self.where, None if self.offset is None else f"byte {self.offset}", self.reason)
         return ": ".join(part for part in parts if part is not None)
+
+
+class MissingShardError(FormatError, FileNotFoundError):
+    """A shard that a manifest lists, that a folder has as a link, or that was there when the cache was opened, is not there."""
+
+    kind: Kind = "missing"
+
+    def __init__(self, reason: str = "", *, offset: int | None = None, kind: Kind | None = None) -> None:
+        super().__init__(reason, offset=offset, kind=kind)
+        self.errno = errno.ENOENT
 
 
 class TarFormatError(FormatError, tarfile.ReadError):

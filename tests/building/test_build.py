@@ -163,7 +163,7 @@ def test_broken_off(tmp_path: Path, fails_at: int, where: str) -> None:
 
     whole = build(Numbers(), tmp_path / "whole", lambda items: [{"i": item["value"]} for item in items], keys=key)
     whole.close()
-    with pytest.raises((ZeroDivisionError, tc.EncodeError)):
+    with pytest.raises(tc.EncodeError if where == "writer" else ZeroDivisionError):
         build(items(), tmp_path / "x", broken, keys=key)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorcache-build")]
     finished = {name for name in os.listdir(tmp_path / "x") if name.endswith(".tar")}

@@ -18,6 +18,7 @@ import torch
 import wds_tensorcache as tc
 from tests.building.test_build import COUNT, Numbers, build, counted, digest, double, key
 from tests.kills import compare
+from tests.shards.damage import members
 from wds_tensorcache.writing.build_batch import Batch
 
 
@@ -245,3 +246,28 @@ def test_going_on_with_what_was_repaired(tmp_path: Path) -> None:
     assert set(called) <= set(range(8, 16))
     assert sorted(cache.keys()) == sorted(f"n{i}" for i in range(COUNT))
     assert tc.verify(tmp_path / "mended")
+
+
+def test_damage_inside_of_a_finished_shard(tmp_path: Path) -> None:
+    """It is seen by who reads, not by who goes on; what `repair` leaves out is computed again."""
+
+    def make(folder: Path, count: int) -> tc.TensorCache:
+        def work(items: list[int]) -> list[Any]:
+            return [{"x": torch.full((300,), item)} for item in items]
+
+        return tc.build(range(count), work, folder, fingerprint={}, max_samples=5, fsync=False)
+
+    make(tmp_path / "x", 10).close()
+    path = tmp_path / "x" / "000000.tar"
+    begin, _ = members(path)["000000002.skel.pyd"]
+    content = bytearray(path.read_bytes())
+    content[begin - 512 : begin] = bytes(512)
+    path.write_bytes(content)
+    with make(tmp_path / "x", 12) as cache:
+        assert len(cache) == 12
+        with pytest.raises(tc.FormatError, match=r"000000\.tar: .*tc\.verify"):
+            cache[2]
+    assert [fault.shard for fault in tc.verify(tmp_path / "x").faults][:1] == [str(path)]
+    tc.repair(tmp_path / "x", tmp_path / "mended")
+    with make(tmp_path / "mended", 12) as cache:
+        assert sorted(cache[key]["x"][0].item() for key in list(cache.keys())) == list(range(12))

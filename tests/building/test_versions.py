@@ -23,8 +23,8 @@ from tests.building.test_build import COUNT, MADE, build, counted, double
 from tests.kills import compare
 from tests.same import assert_same
 from wds_tensorcache.shards.footer import build_footer
-from wds_tensorcache.shards.index import Keys
 from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.lookup import Keys
 from wds_tensorcache.shards.manifest import read_manifest
 from wds_tensorcache.storage.files import ShardFile
 

@@ -184,7 +184,11 @@ def judge(data: bytes, folder: Path) -> None:
     saved = _members(out / path.name) if out.exists() else {}
     keys = {name.partition(".")[0] for name in saved if name.endswith(_HALVES[0])}
     # of a shard that was cut short, nothing may be left that confirms an index
-    inner = set() if is_indexed and not damage.is_cut and not known.is_exposed(damage) else known.inner
+    headers = [(begin, begin + BLOCK) for begin in known.headers] + known.extended
+    is_searched = damage.hits(headers, len(content))  # else nobody looks for headers
+    if is_indexed and not damage.is_cut:
+        is_searched = is_searched and known.is_exposed(damage)
+    inner = known.inner if is_searched else set()
     allowed = known.samples | other.samples | ({"998": _MADE[0]} if inner else {})
     for key in keys:
         found = tuple(saved.get(f"{key}.{suffix}") for suffix in _HALVES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -18,7 +19,9 @@ import wds_tensorcache as tc
 from tests.hostile.forged import COUNT, forge, is_right, write
 from tests.shards.lying import Change, changed, columns, swap, swap_keys, unchecked
 from wds_tensorcache.codec.header import form_of
-from wds_tensorcache.shards.index import Keys, MemberColumns, ShardIndex, narrow
+from wds_tensorcache.shards.footer import MAGIC, _digest
+from wds_tensorcache.shards.index import MemberColumns, ShardIndex, narrow
+from wds_tensorcache.shards.lookup import Keys
 from wds_tensorcache.storage.files import ShardFile
 
 COLUMNS = ("skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "digest")
@@ -220,3 +223,25 @@ def test_what_is_no_file(tmp_path: Path, name: str) -> None:
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(tc.FormatError, match="expected a file"):
         ShardFile(str(tmp_path))
+
+
+@pytest.mark.parametrize("spelt", ["-0", "0.0", "0e0", "00", "false", "null"])
+def test_how_an_index_spells_numbers(tmp_path: Path, spelt: str) -> None:
+    """As in the header of a member: what one reader takes for 0, another may not."""
+    path = tmp_path / "x.tar"
+    with tc.ShardWriter(path, manifest=False, idx=False) as sink:
+        sink.write("k", {"éé": torch.tensor(1, dtype=torch.uint8)})
+    shard = path.read_bytes()
+    written = rb'["\u00e9\u00e9","U8",0]'
+    for number, is_read in (("0", True), (spelt, False)):
+        changed = f'["éé","U8",{number}'.encode().ljust(len(written) - 1) + b"]"
+        numbers = struct.unpack("<QQQ", shard[-40:-16])
+        body = shard[-40 - numbers[0] : -40].replace(written, changed)
+        assert changed in body
+        trailer = struct.pack("<QQQQ8s", *numbers, _digest(body, numbers), MAGIC)
+        path.write_bytes(shard[: -40 - numbers[0]] + body + trailer)
+        if is_read:
+            assert tc.open(path)["k"]["éé"].load() == 1
+        else:
+            with pytest.raises(tc.FormatError, match="the index is incomplete"):
+                tc.open(path)

@@ -141,7 +141,8 @@ def test_honest_keys(name: str) -> None:
     for is_set in (False, True) if len(keys) <= 100_000 else ():
         table = hashing._Table(None, is_set)
         table.add(keys, list(map(hash, keys)))
-        assert table.work < 100 * len(keys), "near the limit"
+        limit = hashing.MAX_SET_WORK if is_set else hashing.MAX_WORK
+        assert 3 * table.work < (2 if name == "powers of two" else 1) * limit * len(keys), "near the limit"
 
 
 @pytest.mark.parametrize("is_set", [False, True])
@@ -231,3 +232,14 @@ def test_the_counter_knows_every_type(key: str) -> None:
     kind = type(decode(KEYS[key](3)))
     in_python = [name for name in ("__hash__", "__eq__") if isinstance(getattr(kind, name), FunctionType)]
     assert not in_python or issubclass(kind, HASHED_IN_PYTHON)
+
+
+def test_a_set_is_refused_with_less_work_than_a_dict() -> None:
+    """Each look of a set is at ten slots, and no honest one takes a third of the work."""
+    keys = [1_000_003 * group + k * MODULUS for group in range(20) for k in range(90)]
+    table = hashing._Table(None, True)
+    with pytest.raises(tc.FormatError, match=MANY):
+        table.add(keys, list(map(hash, keys)))
+    assert 48 * len(keys) < table.work < 64 * len(keys)
+    for kind in ("set", "frozenset"):
+        refused(container(kind, [integer(key) for key in keys]), MANY)

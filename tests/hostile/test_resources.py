@@ -7,6 +7,7 @@ import io
 import struct
 import time
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.shards.tars import LAST, pax, raw_header, record
 from wds_tensorcache.codec.header import Form
 from wds_tensorcache.shards.index import LayoutTable
 
+FORMAT = Path(tc.__file__).parent / "codec" / "FORMAT.md"
 BAD_ARGUMENTS = {
     "a Fraction of a text": ("fractions", "Fraction", text("1e2000000") + b"\x85"),
     "a Fraction that takes minutes": (
@@ -186,3 +188,35 @@ def test_an_index_of_many_forms_and_layouts() -> None:
     )
     assert time.process_time() - started < 5
     assert table[7].nbytes == table.nbytes[7] == 50_008
+
+
+SMALL = {
+    "empty sets": b"\x8f",
+    "empty dicts": b"}",
+    "empty lists": b"]",
+    "empty frozensets": b"(\x91",
+    "tuples": b"N\x85",
+    "marks": b"(N1",
+    "lists of one": b"]Na",
+    "dicts of one": b"}NNs",
+    "sets of one": b"\x8f(N\x90",
+    "sets of five": b"\x8f(N\x88)K\x02K\x03\x90",
+    "OrderedDicts": b"h\x00)R",
+    "empty bytearrays": b"\x96" + bytes(8),
+    "dates": b"h\x01h\x02\x85R",
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_small_objects_take(name: str) -> None:
+    """At most 400 bytes of memory for each byte, as FORMAT.md 2.6 says; sets take 330."""
+    memo = text("collections") + text("OrderedDict") + b"\x93\x94" + b")R0"
+    memo += text("datetime") + text("date") + b"\x93\x94" + b"C\x04\x07\xe8\x01\x01\x94\x85R0"
+    body = memo + b"(" + SMALL[name] * (300_000 // len(SMALL[name])) + b"t"
+    tracemalloc.start()
+    found = decode(body)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(found) == 300_000 // len(SMALL[name]) * (name != "marks")
+    assert peak < 400 * len(body)
+    assert "400 bytes" in " ".join(FORMAT.read_text().split())

@@ -139,7 +139,7 @@ def test_numbers_are_written_each_time() -> None:
     number, whole = 1.5, 10**30
     once, twice = (tc.encode_sample([number, whole] * count)[0] for count in (1, 2))
     assert twice.count(once[-23:-2]) == 2
-    assert "numbers" in FORMAT.read_text()
+    assert "but numbers, bools and None each time" in FORMAT.read_text()
 
 
 def test_suffixes_in_the_index_of_dali(tmp_path: Path) -> None:

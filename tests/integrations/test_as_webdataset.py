@@ -90,9 +90,26 @@ members = st.lists(st.tuples(names, st.sampled_from([tarfile.REGTYPE] * 6 + TYPE
 @given(members, st.sampled_from(sorted(FORMATS)))
 def test_any_members(members: list[tuple[str, bytes, bytes]], kind: str) -> None:
     empty = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)
-    # a file of V7 whose name ends in a slash is read as a folder, whose content would be read as a header
+    # a file of V7 whose name ends in a slash is read as a folder; for what follows those, see below
     whole = [(n, t, b"" if t in empty or (t == tarfile.AREGTYPE and n.endswith("/")) else raw) for n, t, raw in members]
     assert_as_webdataset(tar_of(whole, FORMATS[kind]))
+
+
+@pytest.mark.parametrize("kind", [tarfile.AREGTYPE, tarfile.DIRTYPE])
+def test_content_of_folders(kind: bytes) -> None:
+    """It is read as headers, as `tarfile` does; where it is none, webdataset drops the rest of the shard in silence."""
+
+    def tar(content: bytes) -> bytes:
+        members = [("a.txt", tarfile.REGTYPE, b"1"), ("d/", kind, content), ("b.txt", tarfile.REGTYPE, b"2")]
+        return tar_of(members, tarfile.GNU_FORMAT)
+
+    inner = tar_of([("z.txt", tarfile.REGTYPE, b"1")], tarfile.GNU_FORMAT)
+    assert [dict(sample)["__key__"] for sample in assert_as_webdataset(tar(inner[:1024]))] == ["a", "z", "b"]
+    assert [dict(sample)["__key__"] for sample in assert_as_webdataset(tar(bytes(512)))] == ["a"]
+    for content in (b"123", b"x" * 600):
+        assert samples(tc.tarfile_to_samples, tar(content)) == ["error"]
+        with pytest.raises(tc.TarFormatError, match=r"x\.tar: byte 1536: bad checksum"):
+            list(tc.tarfile_to_samples()([{"url": "x.tar", "stream": io.BytesIO(tar(content))}]))
 
 
 def test_bad_samples_are_left_out() -> None:

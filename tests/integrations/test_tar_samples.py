@@ -155,7 +155,7 @@ def test_members_with_names_of_webdatasets_own(tmp_path: Path, suffix: str, at: 
 
 
 def test_webdatasets_own_stage_mixes(shards: list[Path], tmp_path: Path) -> None:
-    """Why this stage is there; when it fails, webdataset has mended it and README should say so."""
+    """The reason for this stage. If this fails, webdataset has fixed the bug: change docs/webdataset.md."""
     cut = tmp_path / "c.tar"
     with tarfile.open(shards[0]) as tar:
         second = tar.getmembers()[1]

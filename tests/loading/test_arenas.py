@@ -92,11 +92,9 @@ def test_arenas_come_back_after_errors(tmp_path: Any) -> None:
 def test_arenas_come_back_after_batch_errors(tmp_path: Any) -> None:
     with tc.open(write(tmp_path, [{"x": torch.zeros(1 + i), "i": i} for i in range(3)])) as cache:
         pool = cache._store.pool
-        for collate in ("stack", lambda samples: 1 / 0):
-            try:
+        for collate, error in (("stack", tc.BatchError), (lambda samples: 1 / 0, ZeroDivisionError)):
+            with pytest.raises(error):
                 cache.read_batch(range(3), collate=collate)
-            except (tc.BatchError, ZeroDivisionError):
-                pass
             assert pool.num_leases == 0
         batch = cache.read_batch(range(3), collate="list")
         leaves = batch["i"]
@@ -150,5 +148,5 @@ def test_devices(small: str) -> None:
         if not torch.cuda.is_available():
             with pytest.raises(RuntimeError, match="pin_memory=True requires"):
                 cache.read_batch([0], pin=True)
-            with pytest.raises((RuntimeError, AssertionError)):
+            with pytest.raises(RuntimeError, match="torch sees no GPU"):
                 cache.read_batch([0], device="cuda")

@@ -199,6 +199,7 @@ def test_interrupts(tmp_path: Path, name: str) -> None:
     assert "'KeyboardInterrupt': 25" in done.stdout
     assert "Error" not in done.stdout, done.stdout
     assert "threads left" not in done.stdout
+    assert "unraisable" not in done.stdout
 
 
 def test_a_fork_in_an_iteration(cache: Any) -> None:

@@ -111,6 +111,85 @@ def test_spawned_process(cache: tc.TensorCache) -> None:
     assert process.exitcode == 0
 
 
+# --- shards that are written again after a view was pickled ---
+
+
+def write_numbers(folder: Path, begin: int, count: int, **options: Any) -> None:
+    with tc.ShardWriter(folder / "%d.tar", max_samples=4, fsync=False, overwrite=True, **options) as sink:
+        for i in range(count):
+            number = begin + i
+            sink.write(f"{i:03d}", {"x": torch.full((30,), number), "large": torch.full((9000,), number), "i": number})
+
+
+VIEWS: dict[str, Callable[[tc.TensorCache], Any]] = {
+    "cache": lambda cache: cache,
+    "range": lambda cache: cache[2:10],
+    "numbers": lambda cache: cache[[7, 1, 1, 5]],
+    "tensors": lambda cache: cache.select(["x"]),
+    "filtered": lambda cache: cache.filter(lambda entry: entry.key > "002"),
+    "joined": lambda cache: tc.open({"a": cache, "b": cache}, join="key"),
+}
+USES: dict[str, Callable[[Any], Any]] = {
+    "sample": lambda view: view[0],
+    "batch": lambda view: view.read_batch([1, 0]),
+    "keys": lambda view: list(view.keys()),
+    "key": lambda view: "007" in view,
+    "schema": lambda view: view.schema,
+    "members": lambda view: view.members,
+    "samples": list,
+}
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+@pytest.mark.parametrize("count", [12, 9, 15])
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_pickled_view_of_shards_that_are_written_again(tmp_path: Path, name: str, count: int, manifest: bool) -> None:
+    write_numbers(tmp_path, 0, 12, manifest=manifest)
+    with tc.open(tmp_path) as cache:
+        view = VIEWS[name](cache)
+        pickled = pickle.dumps(view)
+        if not manifest:
+            assert pickled.count(b"0.tar") == 1
+    with pickle.loads(pickled) as copied:
+        pickled_again = pickle.dumps(copied)  # nothing was read from this one
+    write_numbers(tmp_path, 100, count, manifest=manifest)
+    for content in (pickled, pickled_again):
+        for use in USES.values():
+            changed = pytest.raises(tc.FormatError, match=r"\d\.tar: the shard was changed since .*: open it again")
+            with pickle.loads(content) as copied, changed:
+                use(copied)
+    with tc.open(tmp_path) as cache:
+        assert int(cache[0]["x"][0]) == cache[0]["i"] == 100
+
+
+def test_a_pickled_view_of_shards_that_are_gone(tmp_path: Path) -> None:
+    write_numbers(tmp_path, 0, 12)
+    with tc.open(tmp_path) as cache:
+        pickled = pickle.dumps(cache)
+    (tmp_path / "1.tar").unlink()
+    with pickle.loads(pickled) as copied:
+        assert int(copied[0]["x"][0]) == 0
+        with pytest.raises(FileNotFoundError, match=r"1\.tar"):
+            copied[5]
+
+
+@pytest.mark.parametrize(
+    "dataset", [lambda cache: cache, lambda cache: tc.IterableCache(cache, 4)], ids=["map", "iterable"]
+)
+def test_a_spawned_worker_after_shards_are_written_again(tmp_path: Path, dataset: Callable[[Any], Any]) -> None:
+    write_numbers(tmp_path, 0, 12)
+    with tc.open(tmp_path) as cache:
+        made = dataset(cache)
+        size = None if isinstance(made, tc.IterableCache) else 4
+        loader = DataLoader(
+            made, size, num_workers=1, multiprocessing_context="spawn", collate_fn=as_list if size else None
+        )
+        assert len(list(loader)) == 3
+        write_numbers(tmp_path, 100, 12)
+        with pytest.raises(tc.FormatError, match=r"\d\.tar: the shard was changed since this cache was opened"):
+            list(loader)
+
+
 # --- DataLoader ---
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.shards.footer import build_footer
-from wds_tensorcache.shards.index import Keys, LayoutTable, ShardIndex
+from wds_tensorcache.shards.index import LayoutTable, ShardIndex
+from wds_tensorcache.shards.lookup import Keys
 
 Change = Callable[[ShardIndex], ShardIndex]
 

@@ -81,7 +81,7 @@ def test_writers_that_go_on(tmp_path: Path) -> None:
     "wrong", [[1], "vae", {1: 2}, {"x": float("nan")}, {"x": {1, 2}}, {"x": torch.ones(1)}], ids=str
 )
 def test_what_is_no_fingerprint(tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises(ValueError if "nan" in str(wrong) else TypeError, match="fingerprint"):
         tc.ShardWriter(tmp_path / "%d.tar", fingerprint=wrong)
 
 
@@ -91,5 +91,5 @@ def test_a_manifest_that_says_nonsense(tmp_path: Path) -> None:
     for wrong in (5, {"0.tar": [1]}):
         document["tensorcache"]["fingerprints"] = wrong
         manifest.write_text(json.dumps(document))
-        with pytest.raises((tc.FormatError, tc.StaleCacheError)):
+        with pytest.raises(tc.FormatError if wrong != 5 else tc.StaleCacheError):
             tc.open(tmp_path, expect=MADE)

@@ -135,7 +135,7 @@ def test_few_samples_of_many_shards_take_none(tmp_path: Path, counted: list[int]
 
 
 def test_leases_are_bounded(shard: Path) -> None:
-    before = len(lease._open)
+    before = len(lease.LEASE_FDS)
     files = [ShardFile(str(shard)) for _ in range(lease._MAX_OPEN - before)]
     for _ in range(3):
         leases = Leases()
@@ -143,9 +143,9 @@ def test_leases_are_bounded(shard: Path) -> None:
         assert not Leases().take([ShardFile(str(shard))])
         leases.release()
         assert num_leases(shard) == 0
-        assert len(lease._open) == lease._MAX_OPEN // 2
+        assert len(lease.LEASE_FDS) == lease._MAX_OPEN // 2
     del files
-    assert len(lease._open) == before
+    assert len(lease.LEASE_FDS) == before
 
 
 def test_descriptors_close_with_the_cache(shard: Path) -> None:
@@ -153,7 +153,7 @@ def test_descriptors_close_with_the_cache(shard: Path) -> None:
     with tc.open(shard) as cache:
         for _ in range(3):
             read(cache)
-        assert len(lease._open) >= 1
+        assert len(lease.LEASE_FDS) >= 1
     assert len(os.listdir("/proc/self/fd")) == before
 
 

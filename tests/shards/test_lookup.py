@@ -13,9 +13,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from wds_tensorcache.shards.index import Keys, MemberColumns, narrow
-from wds_tensorcache.shards.lookup import KeyTable, match_keys
-from wds_tensorcache.shards.words import are_ascending, hash_key, hash_keys
+from wds_tensorcache.shards.index import MemberColumns, narrow
+from wds_tensorcache.shards.lookup import Keys, KeyTable, are_ascending, hash_key, hash_keys, match_keys
 
 Rows = "np.ndarray[Any, Any] | None"
 

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
-from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_atomically, write_idx, write_manifest
+from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_idx, write_manifest
 from wds_tensorcache.shards.tar.archive import Scanner
+from wds_tensorcache.storage.atomic import write_atomically
 
 INSTALL_DALI = "needs NVIDIA DALI: pip install nvidia-dali-cuda130 (runs without a GPU)"
 INSTALL_WIDS = "needs wids, which webdataset 0.2.86 has and 1.0 has not"
@@ -169,7 +170,7 @@ def test_any_bytes_of_a_manifest_may_change(tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("extra", [{"a": object()}, {"a": float("nan")}])
 def test_extra_that_is_not_json(tmp_path: Path, extra: dict[str, Any]) -> None:
-    with pytest.raises((TypeError, ValueError), match="not JSON"):
+    with pytest.raises(ValueError if "nan" in str(extra) else TypeError, match="not JSON"):
         write_manifest(str(tmp_path / "manifest.json"), SHARDS, extra)
     assert not list(tmp_path.iterdir())
 

@@ -360,3 +360,11 @@ def test_a_closed_writer_writes_no_more(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"%d.tar: the writer is closed"):
         sink.write("b", {"x": 1})
     assert [path.name for path in tmp_path.glob("*.tar")] == ["0.tar"]
+
+
+@pytest.mark.parametrize("fields", [["tensorcache", "text.tensorcache"], ["text.tensorcache", "tensorcache"]])
+def test_caches_in_any_order(tmp_path: Path, fields: list[str]) -> None:
+    with tc.ShardWriter(tmp_path / "x.tar") as sink:
+        sink.write("0", **{field: {"of": field} for field in fields})
+    for name, field in (("", "tensorcache"), ("text", "text.tensorcache")):
+        assert tc.open(tmp_path / "x.tar", name=name)[0] == {"of": field}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -10,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,20 @@ def test_a_manifest_is_not_locked_by_a_child_forked_meanwhile(tmp_path: Path) ->
     os.waitpid(child, 0)
 
 
+def test_a_lock_that_is_forgotten(tmp_path: Path) -> None:
+    """As where an interrupt comes before it is closed."""
+    held = locks.Held(str(tmp_path), os.O_RDONLY)
+    assert held.lock()
+    fd = held.fd
+    del held
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    with locks.Held(str(tmp_path), os.O_RDONLY) as again:
+        assert again.lock()
+    again.close()
+    assert not locks._OPEN
+
+
 @pytest.mark.parametrize("ends", ["close", "error", "error in close", "collected", "constructor"])
 def test_every_end_frees_it(tmp_path: Path, ends: str) -> None:
     pattern = tmp_path / "%d.tar"
@@ -260,6 +276,98 @@ def test_indexes_are_written_while_writers_begin(tmp_path: Path) -> None:
     assert running.returncode == 0
 
 
+# --- a folder that a stranger has locked ---
+
+STRANGER = """
+import fcntl, os, sys, time
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
+print("holds", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@contextlib.contextmanager
+def locking(folder: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", STRANGER, str(folder), str(seconds)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    assert running.stdout.readline() == "holds\n"
+    try:
+        yield running
+    finally:
+        end(running)
+
+
+def writer_that_begins(folder: Path) -> None:
+    tc.ShardWriter(folder / "%d.tar")
+
+
+def build(folder: Path) -> None:
+    tc.build(range(4), lambda items: sys.exit("computed"), folder, fingerprint={})
+
+
+def index(folder: Path) -> None:
+    tc.index(folder / "x.tar", footer=True)
+
+
+WAITING = """
+import sys
+from pathlib import Path
+from tests.shards import test_writer_lock
+try:
+    getattr(test_writer_lock, sys.argv[1])(Path(sys.argv[2]))
+except FileExistsError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("name", ["writer_that_begins", "build", "index"])
+def test_a_folder_that_a_stranger_has_locked(tmp_path: Path, name: str) -> None:
+    if name == "index":
+        write_one(tmp_path / "x.tar", "a", resume=False, footer=False)
+    before = sorted(os.listdir(tmp_path))
+    with locking(tmp_path, 600) as running:
+        command = [sys.executable, "-c", WAITING, name, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.stderr == ""
+        assert done.stdout.startswith(f"{tmp_path}: process {running.pid} has kept the folder locked for 10 s; ")
+        assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_folder_that_a_stranger_locks_for_a_moment(tmp_path: Path) -> None:
+    """Longer than any pause between two attempts; what waits goes on by itself."""
+    with locking(tmp_path, 1) as running:
+        write_one(tmp_path / "%d.tar", "a")
+        assert running.wait(60) == 0
+    assert list(tc.open(tmp_path).keys()) == ["a"]
+
+
+def test_a_lock_of_a_folder_in_which_files_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writers that take turns may together need longer than one of them may be still."""
+    monkeypatch.setattr(locks, "_WAIT_S", 0.3)
+    stop = threading.Event()
+
+    def change() -> None:
+        while not stop.wait(0.01):
+            (tmp_path / "file").touch()
+            (tmp_path / "file").unlink()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        with locking(tmp_path, 1):
+            write_one(tmp_path / "%d.tar", "a")
+        with locks.Held(str(tmp_path), os.O_RDONLY) as held:
+            assert held.lock()
+            with pytest.raises(
+                FileExistsError, match=r"has kept the folder locked for 2 s; "
+            ):  # all changes are others'
+                tc.ShardWriter(tmp_path / "%d.tar", resume=True)
+    finally:
+        stop.set()
+        thread.join()
+
+
 # --- builds ---
 
 
@@ -294,40 +402,88 @@ def test_a_second_build_computes_nothing(tmp_path: Path, untouched: Any, digest:
     assert [sample["x"] for sample in cache] == list(range(20))
 
 
-def test_two_versions_in_two_processes(tmp_path: Path) -> None:
-    """One of both makes it, and the other says that it did not."""
+def make_version(out: Path, revision: int, first: Callable[[], Any] = lambda: None, **reuse: Path) -> int:
+    """Make a cache of 40 samples in a forked child, which calls `first` before it computes; return its pid.
 
-    def build(out: Path, revision: int, **reuse: Path) -> None:
-        def fn(items: list[int]) -> list[Any]:
-            time.sleep(0.002)
-            return [{"x": i, "of": revision} for i in items]
+    Its exit code is 0 if the build returned, 1 if it was refused, 3 if another version is there.
+    """
+    waiting = [first]
 
+    def fn(items: list[int]) -> list[Any]:
+        while waiting:
+            waiting.pop()()
+        return [{"x": i, "of": revision} for i in items]
+
+    child = os.fork()
+    if child:
+        return child
+    status = 2
+    try:
         options: dict[str, Any] = {"digest": lambda i: f"{revision}", **reuse}
         tc.build(range(40), fn, out, fingerprint={}, batch_size=4, max_samples=5, fsync=False, **options).close()
+        status = 0
+    except FileExistsError:
+        status = 1
+    except tc.StaleCacheError:
+        status = 3
+    finally:
+        os._exit(status)
 
-    build(tmp_path / "0", 0)
+
+def code_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def revisions(folder: Path) -> list[int]:
+    with tc.open(folder) as cache:
+        return [sample["of"] for sample in cache]
+
+
+def test_a_version_during_another_one(tmp_path: Path) -> None:
+    """The second is refused, and the first is made."""
+    old, out = tmp_path / "0", tmp_path / "1"
+    assert code_of(make_version(old, 0)) == 0
+    computes, says = os.pipe()
+    waits, lets_go = os.pipe()
+
+    def wait() -> None:
+        os.write(says, b"1")
+        os.read(waits, 1)
+
+    first = make_version(out, 1, wait, reuse=old)
+    assert os.read(computes, 1) == b"1"
+    assert code_of(make_version(out, 2, (tmp_path / "computed").touch, reuse=old)) == 1
+    assert not out.exists()
+    os.write(lets_go, b"1")
+    assert code_of(first) == 0
+    assert code_of(make_version(out, 2, (tmp_path / "computed").touch, reuse=old)) == 3
+    assert (revisions(old), revisions(out)) == ([0] * 40, [1] * 40)
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+    for end_of_pipe in (computes, says, waits, lets_go):
+        os.close(end_of_pipe)
+
+
+def test_two_versions_that_start_at_once(tmp_path: Path) -> None:
+    """One of the two is made. The other process computes nothing, and says why."""
+    assert code_of(make_version(tmp_path / "0", 0)) == 0
     for attempt in range(1, 6):
-        out, children = tmp_path / f"{attempt}", []
-        for revision in (2 * attempt, 2 * attempt + 1):
-            child = os.fork()
-            if child == 0:
-                status = 2
-                try:
-                    build(out, revision, reuse=tmp_path / f"{attempt - 1}")
-                    status = 0
-                except FileExistsError:
-                    status = 1
-                except tc.StaleCacheError:  # it was there already
-                    status = 3
-                finally:
-                    os._exit(status)
-            children.append((child, revision))
-        codes = {revision: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child, revision in children}
-        with tc.open(out) as cache:
-            made = {sample["of"] for sample in cache}
-            assert len(cache) == 40
+        out, computing = tmp_path / f"{attempt}", tmp_path / f"computing-{attempt}"
+        computing.mkdir()
+
+        def first(of: int, computing: Path = computing) -> None:
+            (computing / f"{of}").touch()
+            time.sleep(0.01)
+
+        both = (2 * attempt, 2 * attempt + 1)
+        old = tmp_path / f"{attempt - 1}"
+        children = {of: make_version(out, of, partial(first, of), reuse=old) for of in both}
+        codes = {of: code_of(child) for of, child in children.items()}
+        (made,) = (of for of, code in codes.items() if code == 0)
         assert set(codes.values()) <= {0, 1, 3}
-        assert made == {revision for revision, code in codes.items() if code == 0}
+        assert revisions(out) == [made] * 40
+        assert os.listdir(computing) == [f"{made}"]
+        computing.joinpath(f"{made}").unlink()
+        computing.rmdir()
     assert sorted(os.listdir(tmp_path)) == [f"{i}" for i in range(6)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import stale_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix, split_member
-from wds_tensorcache.shards.shard import sidecar_path
+from wds_tensorcache.shards.sidecar import stored
 from wds_tensorcache.shards.tar.archive import BLOCK, is_meta_name, names_of, padding
 from wds_tensorcache.shards.tar.fields import adds_up, parse_number
 from wds_tensorcache.storage.files import ShardFile
@@ -37,13 +36,7 @@ _UNKNOWN, _UNREADABLE, _BY_HEADER, _BY_DIGEST, _BY_NEXT = range(5)
 
 def find_places(file: ShardFile) -> Places | None:
     """Return where members are by the index at a shard's end, or else by its sidecar; either may be stale."""
-    index: ShardIndex | None = None
-    with contextlib.suppress(OSError, FormatError):
-        index = stale_footer(file.read, file.nbytes)
-    if index is None:
-        with contextlib.suppress(OSError, FormatError):
-            beside = ShardFile(sidecar_path(file.path))
-            index = stale_footer(beside.read, beside.nbytes)
+    index = next(stored(file, lambda each: stale_footer(each.read, each.nbytes), lenient=True), None)
     return None if index is None else Places(file.read, file.nbytes, index)
 
 

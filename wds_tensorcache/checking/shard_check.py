@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,11 +17,11 @@ from wds_tensorcache.codec.header import DIGITS_END, MAX_HEADER_NBYTES, Layout, 
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, list_references
 from wds_tensorcache.errors import FormatError, Kind, TensorCacheError, UnsafeSkeletonError
-from wds_tensorcache.shards.footer import TRAILER_NBYTES, declared_end
+from wds_tensorcache.shards.footer import declared_place
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder, split_suffix
 from wds_tensorcache.shards.names import SKELETON, TENSORS, split_member
-from wds_tensorcache.shards.shard import sidecar_path
+from wds_tensorcache.shards.sidecar import stored
 from wds_tensorcache.shards.tar.archive import rebuild_header
 from wds_tensorcache.shards.tar.skipped import Skipped
 from wds_tensorcache.storage.files import Identity, ShardFile
@@ -191,7 +190,9 @@ def _samples(
 ) -> Iterator[_Sample]:
     """Yield a shard's samples; put into `found` where it is no tar, and into `loose` and `common` what is of no sample."""
     sample: _Sample | None = None
-    for part in walk(ahead.read, file.nbytes, _declared_end(file), find_places(file)):
+    declared = stored(file, lambda each: declared_place(each.read, each.nbytes, file.nbytes), lenient=True)
+    end = next((end for _, end in declared), None)
+    for part in walk(ahead.read, file.nbytes, end, find_places(file)):
         if isinstance(part, Member):
             name, first, begin, nbytes, behind, is_rebuilt = part
             piece = first, behind, rebuild_header(name, nbytes) if is_rebuilt else b""
@@ -230,17 +231,6 @@ def _samples(
                 found.fault(None, part.offset, "the file ends inside of the end-of-archive marker", "truncated")
     if sample is not None:
         yield sample
-
-
-def _declared_end(file: ShardFile) -> int | None:
-    """Return where the index behind a shard, or else the one beside it, says that the archive ends."""
-    end = None
-    with contextlib.suppress(OSError, FormatError):
-        end = declared_end(file.read(max(0, file.nbytes - TRAILER_NBYTES), file.nbytes), file.nbytes)
-        if end is None:
-            beside = ShardFile(sidecar_path(file.path))
-            end = declared_end(beside.read(max(0, beside.nbytes - TRAILER_NBYTES), beside.nbytes), file.nbytes)
-    return end
 
 
 def _read(ahead: ReadAhead, suffix: str, begin: int, nbytes: int) -> _Member:

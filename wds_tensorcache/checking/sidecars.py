@@ -16,7 +16,7 @@ from wds_tensorcache.shards.footer import build_footer, parse_footer, read_foote
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import build_idx
 from wds_tensorcache.shards.names import SKELETON, TENSORS
-from wds_tensorcache.shards.shard import is_absent, sidecar_path
+from wds_tensorcache.shards.sidecar import open_sidecar, sidecar_path
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["check_beside"]
@@ -38,22 +38,17 @@ def check_beside(found: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
     beside = None
     where = os.path.basename(sidecar_path(path))
     try:
-        beside = parse_footer(_content(sidecar_path(path)), found.nbytes)
-        if beside is None:
-            found.fault(None, None, f"{where} is damaged, or of another state of the shard", "index")
-        else:
+        file = open_sidecar(path)
+        beside = None if file is None else parse_footer(file.read(0, file.nbytes), found.nbytes)
+        if beside is not None:
             _compare(found, beside, where, reported)
+        elif file is not None:
+            found.fault(None, None, f"{where} is damaged, or of another state of the shard", "index")
     except (FormatError, OSError) as exc:
-        if not (isinstance(exc, OSError) and is_absent(exc)):
-            found.fault(None, None, f"{where}: {exc}", "index")
+        found.fault(None, None, f"{where}: {exc}", "index")
     _check_idx(found, needs_idx, reported)
     index = behind or beside
     return None if index is None else index.fingerprint
-
-
-def _content(path: str) -> bytes:
-    file = ShardFile(path)  # which opens nothing but ordinary files
-    return file.read(0, file.nbytes)
 
 
 def _check_footer(found: Checked, reported: set[str]) -> ShardIndex | None:
@@ -141,7 +136,8 @@ def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
     path = dali_index_path(found.path)
     where = os.path.basename(path)
     try:
-        content = _content(path)
+        file = ShardFile(path)  # which opens nothing but ordinary files
+        content = file.read(0, file.nbytes)
     except FileNotFoundError:
         if needs_idx:
             with contextlib.suppress(KeyRuleError):  # it cannot have one

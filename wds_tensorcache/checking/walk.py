@@ -14,7 +14,7 @@ from wds_tensorcache.checking.places import Place, Places
 from wds_tensorcache.errors import FormatError, Kind
 from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.tar.archive import BLOCK, Scanner, is_extended, padding
-from wds_tensorcache.shards.tar.fields import check_checksum, parse_number, parse_records
+from wds_tensorcache.shards.tar.fields import adds_up, parse_number, parse_records
 from wds_tensorcache.shards.tar.skipped import Skipped, skipped_members
 
 __all__ = ["Break", "End", "Member", "walk"]
@@ -282,9 +282,7 @@ def _next_block(
 
 
 def _is_header(header: bytes, named: bool) -> bool:
-    try:
-        check_checksum(header, BLOCK)
-    except FormatError:
+    if not adds_up(header):
         return False
     name = header[:100].partition(b"\0")[0].decode("utf-8", "surrogateescape")
     return not named or split_member(name) is not None or header[_KIND] in _NAMING or header[_KIND] == _COMMON

@@ -7,12 +7,12 @@ that safetensors cannot hold is stored as a view of one that it can, and named b
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-__all__ = ["STORED", "TrueDtype", "numpy_dtype", "numpy_true_dtype", "torch_dtype", "torch_true_dtype"]
+__all__ = ["STORED", "TORCH_TRUE", "TrueDtype", "numpy_dtype", "numpy_true_dtype", "torch_dtype"]
 
 # safetensors name -> (bytes per element, torch name, numpy name); a torch release may lack the newest of them
 STORED: dict[str, tuple[int, str, str | None]] = {
@@ -45,16 +45,16 @@ class TrueDtype:
         stored: safetensors dtype name.
         inner: Elements of the stored dtype in one element of the true one; they become a last dimension, `()` if one.
         attribute: Value of the reference's `dtype` attribute; None where the stored dtype says it all.
+        itemsize: Bytes per element of the *stored* dtype, which is what alignment goes by.
     """
 
     stored: str
     inner: tuple[int, ...] = ()
     attribute: str | None = None
+    itemsize: int = field(init=False)
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element of the *stored* dtype, which is what alignment goes by."""
-        return STORED[self.stored][0]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "itemsize", STORED[self.stored][0])
 
 
 # torch names that safetensors has no dtype for, or saves and then cannot load
@@ -65,7 +65,8 @@ _TORCH_VIEWS = {
     "float4_e2m1fn_x2": TrueDtype("U8", (), "float4_e2m1fn_x2"),
 }
 _TORCH_BY_NAME = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-_TORCH_TRUE = {
+# how each dtype of torch is stored; those that the format has no place for (quantised, bits, sub-byte ints) are missing
+TORCH_TRUE = {
     _TORCH_BY_NAME[name]: true
     for name, true in (*((row[1], TrueDtype(stored)) for stored, row in STORED.items()), *_TORCH_VIEWS.items())
     if name in _TORCH_BY_NAME
@@ -75,11 +76,6 @@ _NUMPY_NATIVE = {np.dtype(row[2]): TrueDtype(stored) for stored, row in STORED.i
 # the generic unit has no name that numpy.dtype() takes back, and no meaning either: it is not in the table
 _TIME = re.compile(r"(?:datetime|timedelta)64\[(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\]", re.ASCII)
 _TEXT = re.compile(r"([SU])([1-9]\d{0,8})", re.ASCII)
-
-
-def torch_true_dtype(dtype: torch.dtype) -> TrueDtype | None:
-    """Return how `dtype` is stored; None if the format has no place for it (quantised, bits, sub-byte ints)."""
-    return _TORCH_TRUE.get(dtype)
 
 
 def numpy_true_dtype(dtype: np.dtype) -> TrueDtype | None:

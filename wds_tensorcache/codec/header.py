@@ -36,6 +36,9 @@ __all__ = [
     "is_possible",
     "make_layout",
     "parse_header",
+    "parse_int",
+    "plan_member",
+    "plan_small_member",
     "sign_header",
     "tensors_digest",
 ]
@@ -171,12 +174,6 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], align
     """
     if align <= 0 or align % 8:
         raise ValueError(f"align={align}, expected a positive multiple of 8")
-    build = _build_header if len(tensors) <= 64 else _build_header.__wrapped__
-    return build(tuple(tensors), align)
-
-
-@lru_cache(256)  # samples of one layout have one header
-def _build_header(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], align: int) -> bytes:
     # Built by hand: the dict and two tuples that json.dumps needs for each tensor double its time in garbage collections.
     entries = [f'"__metadata__":{{"tensorcache":"{FORMAT_VERSION} {0:016x}"}}']
     begin = 0
@@ -192,6 +189,16 @@ def _build_header(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], al
     if len(text) > MAX_HEADER_NBYTES:
         raise ValueError(f"{len(tensors)} tensors need a header of {len(text)} bytes; the limit is {MAX_HEADER_NBYTES}")
     return len(text).to_bytes(8, "little") + text
+
+
+def plan_member(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], align: int) -> tuple[bytes, Layout]:
+    """Return what `build_header` returns, and the layout that `parse_header` would find in it."""
+    header = build_header(tensors, align)
+    form = form_of(tuple((name, dtype, len(shape)) for name, dtype, shape, _ in tensors))
+    return header, make_layout(form, [dim for _, _, shape, _ in tensors for dim in shape], len(header))
+
+
+plan_small_member = lru_cache(256)(plan_member)  # samples of one layout have one header
 
 
 def sign_header(header: bytes, digest: int) -> bytes:
@@ -242,9 +249,8 @@ def _parse_tensors(text: bytes, data_begin: int, nbytes: int) -> Layout:
     if not text.startswith(b"{"):
         raise FormatError(f"the header begins with {text[:1]!r}, not with '{{'")
     try:
-        # JSON can spell zero as `-0`, and json.loads alone would accept it.
-        parse_int = _parse_int if b"-0" in text else None
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_int=parse_int)
+        parse = parse_int if b"-0" in text else None
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_int=parse)
     except (ValueError, RecursionError) as exc:  # UnicodeDecodeError, JSONDecodeError and FormatError are ValueErrors
         raise FormatError(f"the header is not JSON: {exc}") from exc
     _check_metadata(entries.pop("__metadata__", {}), text.startswith(b'{"__metadata__":{"tensorcache":"'))
@@ -262,7 +268,8 @@ def _parse_tensors(text: bytes, data_begin: int, nbytes: int) -> Layout:
     return Layout({tensor.name: tensor for tensor in tensors}, data_begin, nbytes, form)
 
 
-def _parse_int(digits: str) -> int:
+def parse_int(digits: str) -> int:
+    """Return an integer of JSON; raise ValueError for `-0`, which `json.loads` alone would accept."""
     if digits.startswith("-0"):
         raise ValueError("-0 is no size")
     return int(digits)

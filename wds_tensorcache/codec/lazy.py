@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from wds_tensorcache.codec.devices import check_device
 from wds_tensorcache.codec.reference import Reference, Source
 from wds_tensorcache.codec.views import check_tensor, view_tensor
 
@@ -214,6 +215,7 @@ class LazyTensor(Lazy):
 
         Raises:
             ValueError: `out` has another shape or dtype.
+            RuntimeError: `device` is not there.
             FormatError: A bool tensor holds other bytes than 0 and 1.
 
         Memory: fresh and the caller's own, aligned to 16 bytes; with `copy=False` it aliases the source and keeps it alive.
@@ -229,6 +231,7 @@ class LazyTensor(Lazy):
             tensor = read_tensor(self._source, reference.begin, reference.end, reference.dtype, reference.shape)
         else:
             tensor = check_tensor(view_tensor(self.view_bytes(), reference.dtype, reference.shape))
+        check_device(device)
         return tensor if device is None else tensor.to(device)
 
     def _reduce_for_torch_save(self, protocol: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from wds_tensorcache.codec.devices import check_device
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.lazy_array import LazyArray
 
@@ -31,8 +32,12 @@ def realize(obj: Any, device: torch.device | str | None = None) -> Any:
         obj: A decoded sample, a lazy tensor, or any nesting of containers, namedtuples and dataclasses with some inside.
         device: Where the tensors go; the CPU by default.
 
+    Raises:
+        RuntimeError: `device` is not there.
+
     Memory: loaded tensors are fresh and the caller's own; everything that is not a container is shared with `obj`.
     """
+    check_device(device)
 
     def load(leaf: Any) -> Any:
         if isinstance(leaf, LazyTensor):

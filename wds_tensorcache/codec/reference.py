@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -88,6 +89,7 @@ class Reference:
     attribute: str | None
 
 
+@lru_cache(4096)  # the names are the same in every sample
 def reference_text(kind: str, name: str, attribute: str | None) -> str:
     """Return how a skeleton refers to a tensor."""
     return f"{kind}:{name}" if attribute is None else f"{kind}:{name}?dtype={attribute}"

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import xxhash
 
 from wds_tensorcache.codec.binding import build_preamble, had_preamble, is_damaged, parse_preamble
 from wds_tensorcache.codec.collector import LARGE_NBYTES, collector_paused
-from wds_tensorcache.codec.header import Layout, build_header, parse_header, sign_header, tensors_digest
+from wds_tensorcache.codec.header import (
+    Layout,
+    parse_header,
+    plan_member,
+    plan_small_member,
+    sign_header,
+    tensors_digest,
+)
 from wds_tensorcache.codec.lazy import LazyTensor, read_tensor
 from wds_tensorcache.codec.lazy_array import LazyArray, read_array
 from wds_tensorcache.codec.reference import (
@@ -19,7 +27,6 @@ from wds_tensorcache.codec.reference import (
     Source,
     check_named,
     named_by,
-    reference_text,
     resolve,
 )
 from wds_tensorcache.codec.skeleton.builders import allow_table
@@ -27,7 +34,7 @@ from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import MAX_LEARNT, MISS, Template, learn
 from wds_tensorcache.codec.skeleton.types import BUILDERS
 from wds_tensorcache.codec.skeleton.writer import MANY_ITEMS, SkeletonWriter
-from wds_tensorcache.errors import EncodeError, FormatError
+from wds_tensorcache.errors import EncodeError, FormatError, UnsafeSkeletonError
 
 __all__ = [
     "EncodedSample",
@@ -42,38 +49,54 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EncodedSample:
-    """Both members, the tensors' bytes not copied yet: `buffers` follow `header` in the `.safetensors` member.
+    """Both members, the tensors' bytes not copied yet.
 
-    `references` are the skeleton's, in the order of the tensors' bytes; None, as in every index, if it needs `allow=`.
+    Attributes:
+        skeleton: The member `KEY.skel.pyd`.
+        header, buffers: The member `KEY.safetensors` in its parts.
+        layout, digest: What its header says.
+        references: How the skeleton refers to the tensors, in the order of their bytes; None, as in every index, if it needs
+            `allow=`.
     """
 
     skeleton: bytes
     header: bytes
-    buffers: tuple[Any, ...]
+    buffers: list[Any]
+    layout: Layout
+    digest: int
     references: tuple[str, ...] | None
 
 
-def encode_views(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -> EncodedSample:
-    """Encode as `encode_sample` does. Memory: `buffers` alias the tensors of `sample` that are contiguous on the CPU."""
-    writer = SkeletonWriter(allow_table(allow))
+_WIDTH = attrgetter("true.itemsize")
+_MANY_TENSORS = 64  # the headers of so many are not kept
+
+
+def encode_views(sample: Any, allow: Mapping[tuple[str, str], type], align: int = 64) -> EncodedSample:
+    """Encode as `encode_sample` does, for a caller that encodes many: `allow` is `allow_table`'s result.
+
+    Memory: `buffers` alias the tensors of `sample` that are contiguous on the CPU.
+    """
+    writer = SkeletonWriter(allow)
     try:
         writer.save(sample)
     except RecursionError as exc:
         raise EncodeError("the sample nests too deep for what is left of this interpreter's recursion limit") from exc
     # wide elements first: then each tensor is aligned to its own element without padding, which safetensors forbids
-    tensors = sorted(writer.tensors.items(), key=lambda item: -item[1].true.itemsize)
-    with collector_paused(len(tensors) > MANY_ITEMS):
-        header = build_header([(name, t.true.stored, t.stored_shape, len(t.flat)) for name, t in tensors], align)
-    buffers = tuple(tensor.flat for _, tensor in tensors if len(tensor.flat))
+    tensors = sorted(writer.tensors.values(), key=_WIDTH, reverse=True)
+    entries = tuple([(t.name, t.true.stored, t.shape, len(t.flat)) for t in tensors])
+    if len(tensors) <= _MANY_TENSORS:
+        header, layout = plan_small_member(entries, align)
+    else:
+        with collector_paused(len(tensors) > MANY_ITEMS):
+            header, layout = plan_member(entries, align)
+    buffers = [tensor.flat for tensor in tensors if len(tensor.flat)]
     digest = tensors_digest(header, buffers)
-    nbytes = len(header) + sum(map(len, buffers))
     body = writer.body()
-    references = None
-    if not writer.needs_allow:
-        references = tuple(reference_text(t.kind, name, t.true.attribute) for name, t in tensors)
-    return EncodedSample(build_preamble(nbytes, digest, body) + body, sign_header(header, digest), buffers, references)
+    references = None if writer.needs_allow else tuple([tensor.reference for tensor in tensors])
+    skeleton = build_preamble(layout.nbytes, digest, body) + body
+    return EncodedSample(skeleton, sign_header(header, digest), buffers, layout, digest, references)
 
 
 def encode_sample(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -> tuple[bytes, bytes]:
@@ -96,7 +119,7 @@ def encode_sample(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -
 
     Memory: fresh bytes, each tensor copied once.
     """
-    encoded = encode_views(sample, allow=allow, align=align)
+    encoded = encode_views(sample, allow_table(allow), align)
     return encoded.skeleton, b"".join((encoded.header, *encoded.buffers))
 
 
@@ -213,7 +236,11 @@ def _interpret(
             sample = unpickle(skeleton, begin, reference, BUILDERS, allow)
     except FormatError as exc:
         if is_damaged(skeleton):
-            what = f"the skeleton is damaged: its digest does not match its bytes; {exc.reason}"
+            what = "the skeleton is damaged: its digest does not match its bytes"
+            if isinstance(exc, UnsafeSkeletonError):  # `allow=` mends no damage
+                what += f"; they name {exc.needs!r}" if exc.needs else ""
+            else:
+                what += f"; {exc.reason}"
             raise type(exc)(what, offset=exc.offset, kind="damaged") from exc
         raise
     check_named(layout, met)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import operator
-import pickle
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from webdataset.autodecode import imagehandler
 from webdataset.handlers import reraise_exception
 from webdataset.writer import make_encoder
@@ -16,14 +13,23 @@ from webdataset.writer import make_encoder
 from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import decode_members, decode_plain_pickle, encode_sample
 from wds_tensorcache.codec.skeleton.builders import allow_table
-from wds_tensorcache.errors import FormatError, KeyRuleError, TensorCacheError, UnsafeSkeletonError
-from wds_tensorcache.integrations.webdataset_decoders import MAX_EXPANDED_NBYTES, MemberDecoder, check_zip
-from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes, is_cache_name
+from wds_tensorcache.errors import FormatError, KeyRuleError, TensorCacheError
+from wds_tensorcache.integrations.pth import decode_pth
+from wds_tensorcache.integrations.webdataset_decoders import MAX_EXPANDED_NBYTES, MemberDecoder
+from wds_tensorcache.shards.names import (
+    APART,
+    FIELD,
+    SKELETON,
+    TENSORS,
+    cache_name,
+    check_key,
+    check_suffixes,
+    is_cache_name,
+)
 
 __all__ = ["FIELD", "Decode", "decode", "encoder"]
 
 Handler = Callable[[Exception], bool]
-_ZIP = b"PK\x03\x04"
 
 
 def encoder(base: Any = True, *, allow: Iterable[type] = ()) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -67,7 +73,7 @@ class _Encode:
         check_suffixes(str(key), [field for field in rest if not field.startswith("_")])
         clash = [field for field in rest if field.lower().endswith((SKELETON, FIELD)) or field.lower() in ours]
         if clash:
-            raise KeyRuleError(f"sample {key!r} has members {clash}, whose names only caches have")
+            raise KeyRuleError(f"sample {key!r} has members {clash}, whose names only caches have; call them otherwise")
         check_suffixes(str(key), ours)
         return {**self._base(rest), **ours}
 
@@ -85,17 +91,18 @@ def decode(
 
     The two members of a cache become the field `"tensorcache"` (or `"NAME.tensorcache"`): what `tc.encoder` was given.
     All other members are decoded as `wds.decode` does, but for pickles (`pyd`, `pickle`, `pkl`, `pth`), which are held
-    to a safe subset; a handler of yours that takes them comes first. `.safetensors` members that are not of a cache pass
-    through as bytes.
+    to a safe subset: a `pth` has dense tensors, parameters, plain values and the listed types of FORMAT.md, all in host memory.
+    `cbor`, EPS and compressed FITS pictures are refused, because their decoders have no bounds. A handler of yours that takes
+    any of these comes first. `.safetensors` members that are not of a cache pass through as bytes.
 
     Args:
         handlers: As for `wds.decode`: `"pil"`, `"torchrgb"`, …, or functions of (extension, bytes).
         lazy: True leaves tensors unread until they are used.
         verify: Recompute both digests of every sample.
-        allow: Classes that skeletons may build; only for shards that you trust.
+        allow: Classes that skeletons and other pickles may build; only for shards that you trust.
         handler: Called with the exception of a sample that cannot be decoded; re-raises by default.
-        max_expanded_nbytes: What a compressed member (`gz`, `npz`, `pth`) may become; 64 times its own length, if that is more.
-            Pictures have Pillow's own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
+        max_expanded_nbytes: What a compressed member (`gz`, `npz`), or the tensors of a `pth` that share their elements, may
+            become; 64 times its own length, if that is more. Pictures have Pillow's own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
         decoder: `pre`, `post`, `only` and `partial` of `webdataset.autodecode.Decoder`.
 
     Raises (when iterating):
@@ -130,7 +137,7 @@ class Decode:
         self._allow = allow_table(allow)
         self._handler = handler
         steps = [imagehandler(step) if isinstance(step, str) else step for step in handlers]
-        self._decoder = MemberDecoder(steps, self._decode_pickle, max_expanded_nbytes, **decoder)
+        self._decoder = MemberDecoder(steps, self._pickle_decoder, max_expanded_nbytes, **decoder)
 
     def __call__(self, samples: Any) -> Any:
         return self._decode(samples) if isinstance(samples, dict) else self._iterate(samples)
@@ -168,7 +175,9 @@ class Decode:
             if prefix is None or prefix + SKELETON not in sample:
                 if field.endswith(TENSORS) and is_bound(value):
                     missing = "a valid cache name" if prefix is None else f"member {prefix + SKELETON!r}"
-                    raise FormatError(f"{missing} is missing beside {field!r}", kind="missing").at(_where(sample))
+                    raise FormatError(f"{missing} is missing beside {field!r}{APART}", kind="missing").at(
+                        _where(sample)
+                    )
                 others[field] = value
         if others:
             result.update(self._decode_others(sample, others))
@@ -177,7 +186,7 @@ class Decode:
     def _decode_cache(self, sample: dict[str, Any], prefix: str) -> Any:
         skeleton, tensors = sample[prefix + SKELETON], sample.get(prefix + TENSORS)
         if tensors is None:
-            what = f"member {prefix + TENSORS!r} is missing beside {prefix + SKELETON!r}"
+            what = f"member {prefix + TENSORS!r} is missing beside {prefix + SKELETON!r}{APART}"
             raise FormatError(what, kind="missing").at(_where(sample))
         if not (isinstance(skeleton, (bytes, memoryview)) and isinstance(tensors, (bytes, memoryview))):
             raise FormatError(
@@ -197,18 +206,14 @@ class Decode:
                 raise cause.at(_where(sample)) from cause.__cause__ or cause
             raise
 
-    def _decode_pickle(self, extension: str, raw: bytes, limit: int) -> Any:
+    def _pickle_decoder(self, extension: str) -> Callable[[bytes, int], Any] | None:
         """Take the extensions that webdataset would hand to an unpickler which runs anything."""
         kind = extension.rpartition(".")[2]
         if kind == "pth":
-            if raw.startswith(_ZIP):  # else an older format, which is not compressed
-                check_zip(raw, limit, is_numpy=False)
-            try:
-                return torch.load(io.BytesIO(raw), weights_only=True)
-            except Exception as exc:  # torch raises what it happens to
-                error = UnsafeSkeletonError if isinstance(exc, pickle.UnpicklingError) else FormatError
-                raise error(f"torch.load refuses it: {exc!r:.300}") from exc
-        return decode_plain_pickle(raw, self._allow) if kind in ("pyd", "pickle", "pkl") else None
+            return lambda raw, limit: decode_pth(raw, limit, self._allow)
+        if kind in ("pyd", "pickle", "pkl"):
+            return lambda raw, limit: decode_plain_pickle(raw, self._allow)
+        return None
 
 
 def _prefix(field: str, suffix: str) -> str | None:

@@ -19,13 +19,16 @@ from webdataset.autodecode import Continue, Decoder
 
 from wds_tensorcache.errors import FormatError, TensorCacheError
 
-__all__ = ["MAX_EXPANDED_NBYTES", "MemberDecoder", "check_zip"]
+__all__ = ["MAX_EXPANDED_NBYTES", "MemberDecoder"]
 
 MAX_EXPANDED_NBYTES = 1 << 26
 _MAX_RATIO = 64
-_MAX_DEFLATE_RATIO = 1032
 _MAX_NPY_HEADER_NBYTES = 10_000  # numpy's own limit
 _PIECE_NBYTES = 1 << 20
+_MAX_EXTENSION = 100
+_JPEGS = ("JPEG", "MPO", "BLP")
+_MAX_SCANS = 100  # programs write about ten
+_BYTES_PER_SCAN = 4096  # further ones: what comes after a picture, such as a video, may look like scans
 _NPY = b"\x93NUMPY"
 
 Handler = Callable[[str, bytes], Any]
@@ -36,7 +39,8 @@ class MemberDecoder(Decoder):
 
     Args:
         handlers: The caller's functions, in the order in which they are called.
-        own: Function of (extension, bytes, number of bytes that those may become), called after the handlers.
+        own: Function of an extension, called after the handlers. Returns None or the decoder of such members, a function of
+            (bytes, number of bytes that those may become).
         max_expanded_nbytes: As of `decode`.
         options: Of webdataset's `Decoder`.
     """
@@ -44,9 +48,8 @@ class MemberDecoder(Decoder):
     def __init__(self, handlers: list[Any], own: Any, max_expanded_nbytes: int, **options: Any) -> None:
         super().__init__([*handlers, own], **options)
         self._max_expanded_nbytes = max_expanded_nbytes
-        self._bounded: list[Any] = [
-            own if handler is own else _Stock(handler) if _is_stock(handler) else None for handler in self.handlers
-        ]
+        self._bounded: list[Any] = [_Stock(handler) if _is_stock(handler) else None for handler in self.handlers]
+        self._own = own
 
     def decode1(self, key: str, data: bytes) -> Any:
         """Decode one member, `key` without the first dot."""
@@ -55,6 +58,12 @@ class MemberDecoder(Decoder):
         extension = "." + key
         try:
             for handler, bounded in zip(self.handlers, self._bounded, strict=True):
+                if handler is self._own:
+                    decode = handler(extension)
+                    if decode is not None:
+                        # Hazard: None, if that is what was decoded, would make webdataset's decoders read the member
+                        return decode(data, limit)
+                    continue
                 result = handler(extension, data) if bounded is None else bounded(extension, data, limit)
                 if isinstance(result, Continue):
                     extension, data = result.key, result.data
@@ -79,16 +88,23 @@ class _Stock:
 
     def __call__(self, key: str, data: bytes, limit: int) -> Any:
         try:
+            kind = key.rpartition(".")[2]
+            if len(kind) > _MAX_EXTENSION:
+                return None  # webdataset's expressions take the square of it
             if self._handler is autodecode.gzfilter:
                 return Continue(key[:-3], _expand(data, limit)) if key.endswith(".gz") else None
-            if self._handler is autodecode.basichandlers:
-                kind = key.rpartition(".")[2]
+            if isinstance(self._handler, autodecode.ImageHandler) and kind.lower() in self._handler.extensions:
+                _check_picture(data)
+            elif self._handler is autodecode.basichandlers:
                 if kind == "npz":
-                    check_zip(data, limit, is_numpy=True)
+                    _check_npz(data, limit)
                 elif kind == "npy":
                     _check_npy(io.BytesIO(data), len(data))
                 elif kind in ("ten", "tb"):
                     _check_ten(data)
+                elif kind == "cbor":
+                    # arrays that nest 10^5 deep overflow C's stack in its decoder, and its keys may collide
+                    raise FormatError("CBOR is not decoded: use tc.decode(wds.handle_extension('cbor', cbor.loads))")
             return self._handler(key, data)
         except (TensorCacheError, ImportError):  # a missing package says nothing about the bytes
             raise
@@ -97,15 +113,13 @@ class _Stock:
 
 
 def _expand(data: bytes, limit: int) -> bytes:
-    if len(data) * _MAX_DEFLATE_RATIO > limit:
-        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-            # Hazard: a bomb. Pieces are counted before any is kept, so refusing takes the memory of one piece.
-            count = 0
-            while count <= limit and (piece := file.read(_PIECE_NBYTES)):
-                count += len(piece)
-        if count > limit:
-            raise _too_large(len(data), f"more than {limit}", limit)
-    return gzip.decompress(data)
+    # in one pass, and not by gzip.decompress, which copies the rest of the bytes for each of the gzips that they hold
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as file, io.BytesIO() as expanded:
+        while piece := file.read(_PIECE_NBYTES):
+            if expanded.tell() + len(piece) > limit:
+                raise _too_large(len(data), f"more than {limit}", limit)
+            expanded.write(piece)
+        return expanded.getvalue()
 
 
 def _too_large(nbytes: int, count: Any, limit: int) -> FormatError:
@@ -115,34 +129,38 @@ def _too_large(nbytes: int, count: Any, limit: int) -> FormatError:
     )
 
 
-def check_zip(data: bytes, limit: int, *, is_numpy: bool) -> None:
-    """Raise FormatError if the files of a zip are larger together than they may be.
+def _check_npz(data: bytes, limit: int) -> None:
+    """Raise FormatError if the arrays of an npz are larger together than they may be, or than it is."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        files = archive.infolist()
+        count = sum(file.file_size for file in files)
+        if count > limit:
+            raise _too_large(len(data), count, limit)
+        if len({file.filename for file in files}) < len(files):
+            # each name would be read as the last file of that name, again and again
+            raise FormatError("two files of the zip have one name")
+        for file in files:
+            if file.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                # others ask for gigabytes before the first byte, as LZMA does for its dictionary
+                raise FormatError(f"{file.filename!r:.100} is neither stored nor deflated in the zip")
+            with archive.open(file) as stream:
+                _check_npy(stream, file.file_size)
 
-    Args:
-        data: The zip.
-        limit: How many bytes they may be.
-        is_numpy: They are arrays, whose sizes are checked, too.
-    """
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            files = archive.infolist()
-            count = sum(file.file_size for file in files)
-            if count > limit:
-                raise _too_large(len(data), count, limit)
-            if len({file.filename for file in files}) < len(files):
-                # each name would be read as the last file of that name, again and again
-                raise FormatError("two files of the zip have one name")
-            for file in files:
-                if file.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    # others ask for gigabytes before the first byte, as LZMA does for its dictionary
-                    raise FormatError(f"{file.filename!r:.100} is neither stored nor deflated in the zip")
-                if is_numpy:
-                    with archive.open(file) as stream:
-                        _check_npy(stream, file.file_size)
-    except FormatError:
-        raise
-    except Exception as exc:  # zipfile raises many kinds of exceptions
-        raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
+
+def _check_picture(data: bytes) -> None:
+    """Raise FormatError if Pillow takes more for a picture than its own limit, `PIL.Image.MAX_IMAGE_PIXELS`, bounds."""
+    import PIL.Image  # not among this package's requirements
+
+    with PIL.Image.open(io.BytesIO(data)) as picture:
+        codecs = {tile[0] for tile in picture.tile}
+        if "eps" in codecs:
+            raise FormatError("EPS is a program, which Pillow runs in Ghostscript; use a handler of yours")
+        if "fits_gzip" in codecs:
+            raise FormatError("a FITS picture that is compressed, which Pillow expands without a bound")
+        # each scan of a progressive JPEG takes 10 bytes, and a walk over all pixels
+        num_scans = data.count(b"\xff\xda") if picture.format in _JPEGS else 0
+        if num_scans > _MAX_SCANS + len(data) // _BYTES_PER_SCAN:
+            raise FormatError(f"a JPEG of {num_scans} scans, expected at most {_MAX_SCANS}")
 
 
 def _check_ten(data: bytes) -> None:

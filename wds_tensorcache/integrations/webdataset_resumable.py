@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import xxhash
 from torch.utils.data import IterableDataset, get_worker_info
@@ -25,16 +25,17 @@ __all__ = ["ResumableStream", "resumable"]
 POSITION = "__position__"
 _PREFIX = "tensorcache-position:"
 VERSION = 1
+Urls: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 
-def resumable(urls: str | Iterable[str], *stages: Any, **options: Any) -> ResumableStream:
+def resumable(urls: Urls, *stages: Any, **options: Any) -> ResumableStream:
     """Return a dataset like `wds.DataPipeline(shards, tarfile_to_samples(), *stages)` that can be left and taken up again.
 
     Args:
         urls: Of the shards, which are shared out among ranks and workers here: a list, a pattern with braces, a folder, a
             manifest, or `"train-*.tar"`. Names that a folder, a manifest, a wildcard or braces give are paths, whatever they
-            begin with. What you type goes to webdataset's `gopen`, unless a file has just this name; `pipe:` runs a command
-            only where your text, or one of its parts between `::`, begins with it.
+            begin with, and so is a `PathLike`. What you type goes to webdataset's `gopen`, unless a file has just this name;
+            `pipe:` runs a command only where your text, or one of its parts between `::`, begins with it.
         stages: Of webdataset, and others like them: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`. What they yield
             keeps `sample["__position__"]`, else map behind the stream.
         options: Of `ResumableStream`.
@@ -76,7 +77,7 @@ class ResumableStream(IterableDataset[Any]):
 
     def __init__(
         self,
-        urls: str | Iterable[str],
+        urls: Urls,
         stages: Iterable[Any],
         *,
         shuffle: bool = True,

@@ -85,6 +85,7 @@ class TarSamples:
         """
         url = shard["url"]
         stream = shard["stream"] if "stream" in shard else _open_url(url)
+        url = os.fspath(url) if isinstance(url, os.PathLike) else url
         is_over = False
         try:
             yield from self._group(TarStream(stream), url, shard.get("local_path"), is_wanted)
@@ -168,7 +169,7 @@ def is_named(url: Any) -> bool:
 
 
 def _open_url(url: Any) -> Any:
-    return open_path(url) if is_named(url) else gopen(url)
+    return open_path(os.fspath(url)) if isinstance(url, os.PathLike) or is_named(url) else gopen(url)
 
 
 class Stopped(Exception):

@@ -24,15 +24,17 @@ _MAX_SUBSTITUTIONS = 10  # webdataset's own
 
 def find_urls(urls: Any) -> list[tuple[str, bool]]:
     """Return the url of each shard, and whether it is opened as a path, as all are that the caller did not type."""
+    if isinstance(urls, os.PathLike):
+        return _listed(urls)
     if isinstance(urls, str):
         if os.path.lexists(urls) or existing_folder(urls):
             return _find_text(urls)  # a folder may be called `a::b` or `${x}`
         return [found for part in urls.split("::") for found in _find_text(_substituted(part))]
-    is_list = isinstance(urls, Iterable) and not isinstance(urls, (DataPipeline, Mapping))
+    is_list = isinstance(urls, Iterable) and not isinstance(urls, (bytes, DataPipeline, Mapping))
     given: list[Any] = list(urls) if is_list else [None]
-    if not all(isinstance(url, str) for url in given):
+    if not all(isinstance(url, (str, os.PathLike)) for url in given):
         raise TypeError(f"urls={urls!r:.200}: expected a list of them, a pattern or a folder; the stages follow")
-    return [(url, is_named(url)) for url in given]
+    return [found for url in given for found in ([(url, is_named(url))] if isinstance(url, str) else _listed(url))]
 
 
 def _find_text(text: str) -> list[tuple[str, bool]]:
@@ -54,7 +56,7 @@ def _is_listing(path: str) -> bool:
     return os.path.isdir(path) or (path.endswith(".json") and os.path.exists(path))
 
 
-def _listed(source: str) -> list[tuple[str, bool]]:
+def _listed(source: str | os.PathLike[str]) -> list[tuple[str, bool]]:
     return [(path, True) for path, *_ in find_shards(source)]
 
 

@@ -16,7 +16,15 @@ from wds_tensorcache.reading.batch.placement import project
 from wds_tensorcache.reading.batch.structure import Structure, structure_of
 from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.positions import Inverse, Positions, as_array, numbers_of, take
-from wds_tensorcache.reading.schema import Entry, TensorSchema, entries, members_of, name_matcher, schema_of
+from wds_tensorcache.reading.schema import (
+    Entry,
+    TensorSchema,
+    as_patterns,
+    entries,
+    members_of,
+    name_matcher,
+    schema_of,
+)
 from wds_tensorcache.reading.shard_set import Store
 
 __all__ = ["TensorCache"]
@@ -32,8 +40,9 @@ class TensorCache(Sequence[Any]):
     `cache[a:b]`, `select` and `filter` return views, which share files and memory with the cache.
 
     Memory: 22 bytes per sample and its key; 8 more once something was looked up by key, unless keys ascend from shard to shard.
-    Threads/fork/pickle: safe everywhere; a copy in another process opens the shards again. `close`, or the end of a `with`
-        block, closes files and threads of the cache and all its views; lazy tensors that were not loaded are lost then.
+    Threads/fork/pickle: safe everywhere; a copy in another process opens the shards again, and raises FormatError for one that
+        was changed or replaced since. `close`, or the end of a `with` block, closes files and threads of the cache and all its
+        views; lazy tensors that were not loaded are lost then.
     """
 
     def __init__(self, store: Store, order: Positions | None = None, patterns: tuple[str, ...] | None = None) -> None:
@@ -54,10 +63,11 @@ class TensorCache(Sequence[Any]):
         return len(self._where)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a sample by number or key; a view for a slice, or for a list or array of numbers or keys.
+        """Return a sample by number or key; a view for a slice, or for a list or array of numbers or keys, or a mask of bools.
 
         Raises:
             IndexError: The number is not in `[-len, len)`.
+            TypeError: It is something else, or a mask of another length.
             KeyError: No sample, or more than one, has the key.
             FormatError: The shard is damaged, or not what its index says.
         """
@@ -124,8 +134,9 @@ class TensorCache(Sequence[Any]):
 
         Raises:
             KeyError: A pattern that no tensor's name matches.
+            TypeError: They are no texts.
         """
-        patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        patterns = as_patterns(patterns)
         names = list(self.schema)
         for pattern in patterns:
             if names and not fnmatch.filter(names, pattern):
@@ -172,6 +183,7 @@ class TensorCache(Sequence[Any]):
             IndexError, KeyError: A sample that is not there.
             BatchError: Shapes that differ under `"stack"`, dtypes or numbers of dimensions that differ; with two keys.
             FormatError: A shard is damaged, or not what its index says.
+            RuntimeError: `device` is not there, or there is no GPU to pin memory for.
 
         Memory: one recycled arena for the batch, which is reused when the last tensor over it is gone; the cache keeps at
             most 1 GiB of idle arenas. Keep a clone of one small tensor rather than the tensor, which keeps the arena.
@@ -274,9 +286,6 @@ class TensorCache(Sequence[Any]):
 
     def __repr__(self) -> str:
         return f"TensorCache({len(self)} samples in {self.num_shards} shards)"
-
-    def _positions(self) -> Positions:
-        return self._where
 
     def _take(self, numbers: Any) -> TensorCache:
         return TensorCache(self._store, take(self._where, numbers), self._patterns)

@@ -12,7 +12,7 @@ import numpy as np
 
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.matching import are_equal, match
-from wds_tensorcache.reading.schema import Entry
+from wds_tensorcache.reading.schema import Entry, as_patterns
 
 __all__ = ["JoinedCache"]
 
@@ -83,7 +83,7 @@ class JoinedCache(Sequence[Any]):
 
     def select(self, patterns: Iterable[str]) -> JoinedCache:
         """Return a view with only the tensors that match: as `TensorCache.select`, on every cache."""
-        patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        patterns = as_patterns(patterns)
         whole = [
             [prefix + name for name in cache.schema]
             for prefix, cache in zip(self._prefixes(), self._caches, strict=True)

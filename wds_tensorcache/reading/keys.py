@@ -6,11 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wds_tensorcache.reading.positions import in_order
+from wds_tensorcache.reading.positions import each, in_order
 
 __all__ = ["KeysView"]
-
-_CHUNK = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +31,7 @@ class KeysView(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         where, store = self.cache._where, self.cache._store
         if not isinstance(where, range):
-            for begin in range(0, len(where), _CHUNK):
-                yield from map(store.key, where[begin : begin + _CHUNK].tolist())
+            yield from map(store.key, each(where))
             return
         for shard, rows in in_order(store, where):
             keys, samples = shard.index.keys, shard.columns.rows

@@ -74,7 +74,7 @@ def open(
         A `TensorCache`; with `join`, a `JoinedCache`, which has the same methods.
 
     Raises:
-        FileNotFoundError: There is no such file, or no shard.
+        FileNotFoundError: There is no such file, or no shard. A MissingShardError: a manifest lists a shard that is not there.
         FormatError: A shard or manifest is damaged, or does not match the other. A manifest lists a url that is no local
             file, or one file twice, under any names.
         StaleCacheError: A shard was made otherwise than `expect` says, or says nothing of it.
@@ -141,7 +141,7 @@ def find_shards(source: Any, listed: Callable[[str], list[Found]] | None = None)
     listed = listed or _from_manifest
     if isinstance(source, (str, os.PathLike)):
         return _find_one(os.fspath(source), listed)
-    if isinstance(source, (TensorCache, JoinedCache)) or not isinstance(source, Sequence):
+    if isinstance(source, (bytes, TensorCache, JoinedCache)) or not isinstance(source, Sequence):
         raise TypeError(f"expected a path, a pattern or a list of them, got {type(source).__name__}")
     found = [shard for part in source for shard in find_shards(part, listed)]
     if not found:
@@ -219,9 +219,9 @@ def _from_manifest(path: str) -> list[Found]:
         if located.error is not None:
             raise located.error
         if located.nbytes != entry.nbytes:
-            raise FormatError(
-                f"{shard} has {located.nbytes} bytes, but {path} says {entry.nbytes}: it is of another state"
-            )
+            what = f"{shard} has {located.nbytes} bytes, but {path} says {entry.nbytes}: it is of another state"
+            remedy = f"call tc.index({shard!r}) again if that was broken off"
+            raise FormatError(f"{what}; {remedy}, or tc.verify, which tells what is whole", kind="index")
         counts = caches.get(entry.url) if isinstance(caches, dict) else None
         if counts is not None and not are_counts(counts):
             raise FormatError(f"{path}: {entry.url} has caches {counts!r:.100}, expected numbers of samples by name")

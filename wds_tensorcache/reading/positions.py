@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from wds_tensorcache.reading.shard_set import Store
 from wds_tensorcache.shards.shard import Shard
 
-__all__ = ["Inverse", "Positions", "as_array", "by_shard", "in_order", "numbers_of", "shard_runs", "take"]
+__all__ = ["Inverse", "Positions", "as_array", "by_shard", "each", "in_order", "numbers_of", "shard_runs", "take"]
 
 Array = np.ndarray[Any, Any]
 Positions: TypeAlias = "range | Array"  # in the store, int64 where it is an array
@@ -37,6 +37,14 @@ def as_array(positions: Positions) -> Array:
     if isinstance(positions, range):
         return np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
     return positions
+
+
+def each(positions: Positions) -> Iterator[int]:
+    """Return positions one by one, as ints of Python; no list of all is made."""
+    if isinstance(positions, range):
+        return iter(positions)
+    chunks = (positions[begin : begin + _CHUNK].tolist() for begin in range(0, len(positions), _CHUNK))
+    return chain.from_iterable(chunks)
 
 
 def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, Array]]:
@@ -98,11 +106,11 @@ def shard_runs(store: Store, positions: Positions) -> list[int]:
 
 
 def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], int]) -> Array:
-    """Return the numbers, int64 in `[0, count)`, of samples given by number, from the end too, or by key.
+    """Return the numbers, int64 in `[0, count)`, of samples given by number, from the end too, by key, or by a mask.
 
     Raises:
         IndexError, KeyError: A sample that is not there.
-        TypeError: They are something else.
+        TypeError: They are something else, or a mask of another length.
     """
     if isinstance(indices, str) or not isinstance(indices, Iterable):
         raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
@@ -113,8 +121,10 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
     if numbers.dtype.kind in "UO":
         indices = [find(index) if isinstance(index, str) else index for index in indices]
         numbers = np.asarray(indices)
+    if numbers.dtype == np.bool_ and numbers.shape == (count,):
+        return np.flatnonzero(numbers)
     if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
-        raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
+        raise TypeError(f"indices are a sequence of ints or keys, or a mask of {count} bools, got {indices!r:.100}")
     if numbers.dtype != np.int64 or (len(numbers) and int(numbers.view(np.uint64).max()) >= count):
         wrong = (numbers < -count) | (numbers >= count)  # before unsigned ones become negative
         if wrong.any():

@@ -13,11 +13,11 @@ import numpy as np
 from wds_tensorcache.codec.header import Form
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.reading.batch.structure import structure_of
-from wds_tensorcache.reading.positions import Positions, by_shard, in_order
+from wds_tensorcache.reading.positions import Positions, by_shard, each
 from wds_tensorcache.reading.shard_set import Store
 from wds_tensorcache.shards.shard import Shard
 
-__all__ = ["Entry", "TensorSchema", "entries", "members_of", "name_matcher", "schema_of", "shapes_of"]
+__all__ = ["Entry", "TensorSchema", "as_patterns", "entries", "members_of", "name_matcher", "schema_of", "shapes_of"]
 
 Array = np.ndarray[Any, Any]
 
@@ -138,15 +138,14 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 def entries(store: Store, positions: Positions) -> Iterator[Entry]:
     """Yield an entry for each sample at `positions`."""
     forms = _Forms()
-    for shard, rows in in_order(store, positions):
-        for row in rows.tolist():
-            layout = shard.layout(row)
-            references = forms.references(shard, row)
-            shapes = {
-                name: tensor.shape[: len(references[name].shape)] if name in references else tensor.shape
-                for name, tensor in layout.tensors.items()
-            }
-            yield Entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
+    for shard, row in map(store.locate, each(positions)):
+        layout = shard.layout(row)
+        references = forms.references(shard, row)
+        shapes = {
+            name: tensor.shape[: len(references[name].shape)] if name in references else tensor.shape
+            for name, tensor in layout.tensors.items()
+        }
+        yield Entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
 
 
 def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple[int, ...]], Array]:
@@ -181,6 +180,16 @@ def members_of(store: Store, positions: Positions) -> dict[str, Array]:
             if having.any():
                 result.setdefault(suffix, np.zeros(len(positions), np.bool_))[which] = having
     return result
+
+
+def as_patterns(patterns: Any) -> tuple[str, ...]:
+    """Return what `select` is given as a tuple; raise TypeError if it is neither a pattern nor some of them."""
+    found = (patterns,) if isinstance(patterns, (str, int)) else tuple(patterns)
+    if not all(isinstance(pattern, str) for pattern in found):
+        raise TypeError(
+            f"select takes names of tensors, got {patterns!r:.100}; for samples, cache[…] takes numbers, keys or a mask"
+        )
+    return found
 
 
 def name_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.shards.footer import build_footer, parse_footer, stale_footer
+from wds_tensorcache.shards.footer import build_footer, stale_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.manifest import (
@@ -21,15 +21,17 @@ from wds_tensorcache.shards.manifest import (
     dali_index_path,
     own_file,
     read_manifest,
-    write_atomically,
     write_idx,
     write_manifest,
 )
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.remainder import check_end
-from wds_tensorcache.shards.shard import load_index, sidecar_path
+from wds_tensorcache.shards.shard import load_index
+from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path, stored
+from wds_tensorcache.shards.tar.archive import END_OF_ARCHIVE
+from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.storage.locks import Held, remove_stray
+from wds_tensorcache.storage.locks import locked_folder
 
 __all__ = ["MANIFEST", "Catalog", "Listing", "dali_index_path", "dali_samples", "index", "write_dali_index"]
 
@@ -44,11 +46,28 @@ class Listing:
     caches: dict[str, dict[str, int]] = field(default_factory=dict)
     fingerprints: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
-    _spelled: dict[str, str] = field(init=False)  # `./a.tar` by `a.tar`
+    folder: str = ""
+    _spelled: dict[str, str] = field(init=False)  # `./a.tar`, or an absolute path, by `a.tar`
 
     def __post_init__(self) -> None:
-        spelled = {os.path.normpath(url): url for url in self.entries}
-        self._spelled = {plain: url for plain, url in spelled.items() if plain != url}
+        spelled = {os.path.basename(url): url for url in self.entries}
+        self._spelled = {
+            plain: url
+            for plain, url in spelled.items()
+            if plain != url and os.path.abspath(self._locate(url)) == os.path.abspath(self._locate(plain))
+        }
+
+    def _locate(self, url: str) -> str:
+        return os.path.join(self.folder, url)
+
+    def find(self, path: str) -> str | None:
+        """Return the url by which a file is listed, under whatever name; None if it is not."""
+        name = os.path.basename(path)
+        for url in (*(url for url in self.entries if os.path.basename(url) == name), *self.entries):
+            with contextlib.suppress(OSError, ValueError):
+                if os.path.samefile(self._locate(url), path):
+                    return url
+        return None
 
     def lists(self, path: str, index: ShardIndex) -> bool:
         """Return whether a shard is listed, in this state."""
@@ -60,9 +79,9 @@ class Listing:
         return self.fingerprints.get(self._spelled.get(name, name))
 
     def add(self, path: str, index: ShardIndex, entry: ShardEntry | None = None) -> None:
-        """List a shard, or replace what is said of it; `entry` is for one that has another url than its name."""
+        """List a shard, or replace what is said of it; `entry` is for one that has another url or will have another length."""
         entry = entry or _entry(path, index)
-        self.remove(entry.url, self._spelled.pop(entry.url, entry.url))
+        self.remove(entry.url)
         self.entries[entry.url] = entry
         self.caches[entry.url] = {name: len(columns) for name, columns in index.caches.items()}
         if index.fingerprint is not None:
@@ -70,7 +89,7 @@ class Listing:
 
     def remove(self, *urls: str) -> None:
         """Say nothing of some shards."""
-        for url in urls:
+        for url in {*urls, *(self._spelled.pop(url, url) for url in urls)}:
             for table in (self.entries, self.caches, self.fingerprints):
                 table.pop(url, None)
 
@@ -96,7 +115,7 @@ class Catalog:
         caches, fingerprints = extra.pop("caches", {}), extra.pop("fingerprints", {})
         if not isinstance(caches, dict) or not isinstance(fingerprints, dict):
             raise FormatError(f"{self._path}: caches and fingerprints are not both objects")
-        return Listing({entry.url: entry for entry in entries}, caches, fingerprints, extra)
+        return Listing({entry.url: entry for entry in entries}, caches, fingerprints, extra, self.folder)
 
     def add(self, path: str, index: ShardIndex) -> None:
         """Add or replace a shard."""
@@ -110,9 +129,13 @@ class Catalog:
 
     @contextlib.contextmanager
     def changed(self) -> Iterator[Listing]:
-        """Keep other writers off, and write the manifest again as the caller has changed it, unless that failed."""
-        with _locked(self.folder):
-            for stray in glob.glob(os.path.join(glob.escape(self.folder), f".{MANIFEST}.*.tmp")):
+        """Keep other writers off, and write the manifest again as the caller has changed it, unless that failed.
+
+        Raises:
+            FileExistsError: Another process keeps the folder locked.
+        """
+        with locked_folder(self.folder):
+            for stray in find_temporary(self.folder, re.escape(MANIFEST)):
                 remove_stray(stray)  # of a killed writer: the lock keeps other writers out
             listing = self.read()
             yield listing
@@ -123,86 +146,110 @@ def _entry(path: str, index: ShardIndex) -> ShardEntry:
     return ShardEntry(os.path.basename(path), len(index.keys), os.path.getsize(path))
 
 
-@contextlib.contextmanager
-def _locked(folder: str) -> Iterator[None]:
-    """Keep other writers off the manifest of a folder, where the system has locks."""
-    if os.name != "posix":
-        yield
-        return
-    with Held(folder, os.O_RDONLY) as held:
-        held.lock(wait=True)
-        yield
-
-
 def index(path: str | os.PathLike[str], *, footer: bool = False, idx: bool = True) -> ShardIndex:
     """Index a shard that another writer made, so that opening it needs no scan.
 
     Args:
         path: One uncompressed tar.
         footer: Append the index to the shard, behind its end-of-archive marker, where tar readers do not look; the shard's
-            samples keep their bytes, and a manifest that lists the shard gets its new length. False writes it beside the
-            shard, as `PATH.index`.
+            samples keep their bytes. False writes it beside the shard, as `PATH.index`.
         idx: Write `NAME.idx` for DALI, too.
 
     Returns:
         The index: the same as `ShardWriter` makes for the same members. It keeps the fingerprint that the index before it has,
-        or else the manifest.
+        or else the manifest. A manifest in the folder of the shard, or of a link to it at `path`, that lists the shard gets its
+        length and its numbers of samples. Broken off, the shard reads as before; between the two, for no longer than one call
+        of the system, readers of the manifest refuse the shard, and so they do until this is called again.
+
+        Versions of a cache share shards by hard links. A shard with several of these is copied before its footer is written:
+        under its other names it stays as it was.
 
     Raises:
+        FileExistsError: A folder, or another shard, has the name of an index that would be written or deleted. Nothing is
+            written, as with all errors but the disk's.
         FormatError: It is no tar, or a damaged one, with the byte offset; or bytes that are not an
             index follow the end of its archive: perhaps members after a lost header, or a second tar; or zeros do, where an
-            index, the `.idx` or the manifest has more members. Nothing is written then.
+            index, the `.idx` or the manifest has more members.
+        OSError: The disk is full, …
     """
-    path = os.fspath(path)
+    path = os.fsdecode(path)
     file = ShardFile(path)
     try:
         found = scan_shard(file.read, file.nbytes)
     except TensorCacheError as exc:
         raise exc.at(path) from exc
     check_end(file, found.end, len(found.keys))
-    folder, name = os.path.split(os.path.abspath(path))
-    catalog, listing = Catalog(folder), Listing()
+    spellings = list(dict.fromkeys(map(os.path.abspath, (path, os.path.realpath(path)))))
+    check_replaceable(*map(sidecar_path, spellings), *[dali_index_path(path)] * idx)
+    lists: list[tuple[Catalog, Listing, str]] = []
     with contextlib.nullcontext() if footer else contextlib.suppress(FormatError):
-        listing = catalog.read()
-    found = replace(found, fingerprint=_fingerprint(file, listing.fingerprint(name)))
-    if footer:
+        lists = _lists_of(file, spellings)
+    found = replace(found, fingerprint=_fingerprint(file, [listing.fingerprint(url) for _, listing, url in lists]))
+    tail = END_OF_ARCHIVE + build_footer(found)
+    nbytes = found.end + len(tail)
+
+    def list_it(nbytes: int) -> None:
+        for catalog, before, url in lists:
+            entry = ShardEntry(url, len(found.keys), nbytes)
+            if before.entries[url] != entry:
+                with catalog.changed() as listing:
+                    listing.add(path, found, entry)
+                before.entries[url] = entry
+
+    if footer and (nbytes != file.nbytes or file.read(found.end, nbytes) != tail):
         file = own_file(file)
+        # Hazard: a manifest may list the shard by another of its hard links, which is another file from here on.
+        lists = [each for each in lists if each[1].find(path) == each[2]]
         with open(path, "r+b") as shard:
             # Hazard: another file may have the name since the scan. What is cut and written is the file that was scanned.
             file.check_is(shard.fileno())
-            # a crash in between leaves bytes behind the archive that no reader looks at
-            shard.truncate(found.end + 1024)
-            shard.seek(0, os.SEEK_END)
-            shard.write(build_footer(found))
+            # Hazard: a kill, or a full disk. The new length is listed, and then it is the shard's, before anything is written:
+            # manifest and shard agree from here on, and while the index is not complete, readers scan.
+            try:
+                list_it(nbytes)
+                shard.truncate(nbytes)
+            except BaseException:
+                list_it(file.nbytes)
+                raise
+            shard.seek(found.end)
+            shard.write(tail)
             shard.flush()
             os.fsync(shard.fileno())
-        if os.path.exists(sidecar_path(path)):
-            os.remove(sidecar_path(path))
-        if any(os.path.normpath(url) == name for url in listing.entries):
-            catalog.add(path, found)
     else:
-        write_atomically(sidecar_path(path), [build_footer(found, file.nbytes)])
+        if not footer:
+            write_atomically(sidecar_path(path), [build_footer(found, file.nbytes)])
+        list_it(file.nbytes)
+    for beside in map(sidecar_path, spellings if footer else ()):
+        if os.path.exists(beside):
+            os.remove(beside)
     if idx:
         write_dali_index(dali_index_path(path), found)
     return load_index(ShardFile(path))
 
 
-def _fingerprint(file: ShardFile, listed: Any) -> Mapping[str, Any] | None:
-    """Return how a shard was made: as the index that is there says, or else as the manifest does, in `listed`."""
-    before: ShardIndex | None = None
-    with contextlib.suppress(OSError, FormatError):
-        before = stale_footer(file.read, file.nbytes)
-    if before is None:
-        with contextlib.suppress(OSError, FormatError):
-            beside = ShardFile(sidecar_path(file.path))
-            before = parse_footer(beside.read(0, beside.nbytes), file.nbytes)
+def _lists_of(file: ShardFile, spellings: list[str]) -> list[tuple[Catalog, Listing, str]]:
+    """Return the manifests in the folders of a shard that list it, each with its url there."""
+    lists = []
+    for folder in dict.fromkeys(map(os.path.dirname, spellings)):
+        catalog = Catalog(folder)
+        listing = catalog.read()
+        url = listing.find(file.path)
+        if url is not None:
+            lists.append((catalog, listing, url))
+    return lists
+
+
+def _fingerprint(file: ShardFile, listed: list[Any]) -> Mapping[str, Any] | None:
+    """Return how a shard was made: as the index that is there says, or else as a manifest does, in `listed`."""
+    before = next(stored(file, lambda each: stale_footer(each.read, each.nbytes, file.nbytes)), None)
     if before is not None and before.fingerprint is not None:
         return before.fingerprint
-    return listed if isinstance(listed, dict) else None
+    return next((each for each in listed if isinstance(each, dict)), None)
 
 
 def write_dali_index(path: str, found: ShardIndex, fsync: bool = True) -> None:
     """Write DALI's index of a shard to `path`."""
+    check_replaceable(path)
     write_idx(path, dali_samples(found), fsync=fsync)
 
 

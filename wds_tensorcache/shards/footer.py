@@ -11,17 +11,17 @@ import numpy as np
 import xxhash
 
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.header import build_header, form_of, parse_header, sign_header, tensors_digest
+from wds_tensorcache.codec.header import build_header, form_of, parse_header, parse_int, sign_header, tensors_digest
 from wds_tensorcache.codec.reference import named_by
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.index import CacheColumns, Keys, LayoutTable, MemberColumns, ShardIndex
+from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, ShardIndex
+from wds_tensorcache.shards.lookup import Keys
 from wds_tensorcache.shards.names import is_cache_name
 from wds_tensorcache.shards.tar.archive import padding
 
 __all__ = [
     "TRAILER_NBYTES",
     "build_footer",
-    "declared_end",
     "declared_place",
     "parse_footer",
     "read_footer",
@@ -91,7 +91,7 @@ def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int) -> ShardIn
     """
     tail_begin = max(0, shard_nbytes - _TAIL_NBYTES)
     tail = read(tail_begin, shard_nbytes)
-    trailer = _parse_trailer(tail, shard_nbytes)
+    trailer = _parse_trailer(tail, shard_nbytes, shard_nbytes)
     if trailer is None:
         return None
     index_nbytes, end = trailer
@@ -107,12 +107,13 @@ def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int) -> ShardIn
     return parse_footer(tail, shard_nbytes)
 
 
-def stale_footer(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex | None:
+def stale_footer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> ShardIndex | None:
     """Return the index at the end of a file, though the shard may have changed since: the caller has to confirm it.
 
     Args:
         read: Returns the bytes `[begin, end)` of the shard, or of the file beside it.
         nbytes: Length of that file.
+        shard_nbytes: Length that the shard must have had, None if any will do.
 
     Raises:
         FormatError: It is undamaged, and cannot be true.
@@ -120,28 +121,27 @@ def stale_footer(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex |
     tail = read(max(0, nbytes - TRAILER_NBYTES), nbytes)
     if len(tail) < TRAILER_NBYTES or not tail.endswith(MAGIC):
         return None
-    index_nbytes, _, shard_nbytes, _, _ = _TRAILER.unpack(tail)
+    index_nbytes, _, declared_nbytes, _, _ = _TRAILER.unpack(tail)
     begin = nbytes - TRAILER_NBYTES - index_nbytes
-    return None if begin < 0 else parse_footer(read(begin, nbytes), shard_nbytes)
+    if begin < 0 or (shard_nbytes is not None and shard_nbytes != declared_nbytes):
+        return None
+    return parse_footer(read(begin, nbytes), declared_nbytes)
 
 
-def declared_end(tail: bytes, shard_nbytes: int) -> int | None:
-    """Return where a trailer says that the archive ends, None if the last bytes are none; it may be of another state."""
-    trailer = _parse_trailer(tail[-TRAILER_NBYTES:], shard_nbytes)
-    return None if trailer is None else trailer[1]
+def declared_place(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int) -> tuple[int, int] | None:
+    """Return where an index at the end of a file begins, and where it says that the archive ends; it may be a stale one.
+
+    None if the last bytes are no trailer, or of a shard of another length than `shard_nbytes`.
+    """
+    trailer = _parse_trailer(read(max(0, nbytes - TRAILER_NBYTES), nbytes), nbytes, shard_nbytes)
+    return None if trailer is None else (nbytes - TRAILER_NBYTES - trailer[0], trailer[1])
 
 
-def declared_place(tail: bytes, shard_nbytes: int) -> tuple[int, int] | None:
-    """Return where a trailer at a shard's end says that its index begins and that the archive ends; None if it is none."""
-    trailer = _parse_trailer(tail[-TRAILER_NBYTES:], shard_nbytes)
-    return None if trailer is None else (shard_nbytes - TRAILER_NBYTES - trailer[0], trailer[1])
-
-
-def _parse_trailer(tail: bytes, shard_nbytes: int) -> tuple[int, int] | None:
+def _parse_trailer(tail: bytes, nbytes: int, shard_nbytes: int) -> tuple[int, int] | None:
     if len(tail) < TRAILER_NBYTES or not tail.endswith(MAGIC):
         return None
-    index_nbytes, end, expected_nbytes, _, _ = _TRAILER.unpack(tail[-TRAILER_NBYTES:])
-    if expected_nbytes != shard_nbytes or index_nbytes + TRAILER_NBYTES > max(shard_nbytes, len(tail)):
+    index_nbytes, end, declared_nbytes, _, _ = _TRAILER.unpack(tail[-TRAILER_NBYTES:])
+    if declared_nbytes != shard_nbytes or index_nbytes + TRAILER_NBYTES > nbytes:
         return None
     return (index_nbytes, end) if end + 512 <= shard_nbytes else None
 
@@ -154,7 +154,7 @@ def parse_footer(footer: bytes, shard_nbytes: int) -> ShardIndex | None:
 
     Memory: the index's arrays are views of `footer`.
     """
-    trailer = _parse_trailer(footer, shard_nbytes)
+    trailer = _parse_trailer(footer, len(footer), shard_nbytes)
     if trailer is None or trailer[0] + TRAILER_NBYTES != len(footer):
         return None
     numbers = (*trailer, shard_nbytes)
@@ -186,7 +186,7 @@ def parse_footer(footer: bytes, shard_nbytes: int) -> ShardIndex | None:
 def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
     if arrays["names"].dtype != np.uint8 or arrays["keys.text"].dtype != np.uint8:
         raise FormatError("its texts are not bytes", kind="index")
-    names = json.loads(arrays["names"].tobytes())
+    names = json.loads(arrays["names"].tobytes(), parse_int=parse_int)
     if not all(type(suffix) is str for suffix in names["members"]):
         raise FormatError(f"impossible members {names['members']!r:.100}", kind="index")
     if not all(name == "" or is_cache_name(name) for name in names["caches"]):

@@ -7,7 +7,7 @@ are of one form (the names, dtypes and numbers of dimensions) only the shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,9 @@ import numpy as np
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.header import Form, Layout, make_layout
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.words import are_ascending
+from wds_tensorcache.shards.lookup import Keys
 
-__all__ = ["CacheColumns", "Keys", "LayoutTable", "MemberColumns", "ShardIndex", "narrow"]
+__all__ = ["CacheColumns", "LayoutTable", "MemberColumns", "ShardIndex", "narrow"]
 
 Array = np.ndarray[Any, Any]
 _LIMIT = 1 << 62  # offsets, shapes and sizes stay below, so that sums of two do not overflow
@@ -28,39 +28,6 @@ def narrow(values: Sequence[int] | Array) -> Array:
     """Return non-negative integers as the narrowest unsigned dtype that holds them all."""
     array = np.asarray(values, np.uint64)
     return array.astype(np.min_scalar_type(int(array.max())) if len(array) else np.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The keys of a shard in its order: `text` holds them one behind the other, `ends` where each ends."""
-
-    text: Array
-    ends: Array
-    _ascend: tuple[bool, bool] | None = field(init=False, default=None, compare=False, repr=False)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def raw(self, row: int) -> bytes:
-        """Return one key as UTF-8."""
-        begin = self.ends.item(row - 1) if row else 0
-        return self.text[begin : self.ends.item(row)].tobytes()
-
-    def __getitem__(self, row: int) -> str:
-        return self.raw(row).decode("utf-8", "surrogateescape")
-
-    def __iter__(self) -> Iterator[str]:
-        raw, begin = self.text.tobytes(), 0
-        text = raw.decode("ascii") if raw.isascii() else None  # a slice of a str takes half as long
-        for end in self.ends.tolist():
-            yield text[begin:end] if text is not None else raw[begin:end].decode("utf-8", "surrogateescape")
-            begin = end
-
-    def ascend(self, by_length: bool) -> bool:
-        """Return whether each key is greater than the one before, by its bytes or by its length and then its bytes."""
-        if self._ascend is None:
-            object.__setattr__(self, "_ascend", are_ascending(self.text, self.ends))
-        return self._ascend[by_length]  # type: ignore[index]
 
 
 @dataclass(frozen=True, slots=True)

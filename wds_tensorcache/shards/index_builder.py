@@ -12,8 +12,9 @@ import numpy as np
 from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Form, Layout, is_bound, parse_header
 from wds_tensorcache.codec.sample import check_binding, list_references
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.shards.index import CacheColumns, Keys, LayoutTable, MemberColumns, ShardIndex, narrow
-from wds_tensorcache.shards.names import SKELETON, TENSORS, is_cache_name, split_member
+from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, ShardIndex, narrow
+from wds_tensorcache.shards.lookup import Keys
+from wds_tensorcache.shards.names import APART, SKELETON, TENSORS, is_cache_name, split_member
 from wds_tensorcache.shards.tar.archive import Scanner
 
 __all__ = ["CacheEntry", "IndexBuilder", "scan_shard", "split_suffix"]
@@ -149,7 +150,7 @@ def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
                 _add(builder, scanner, key, members)
             key, members = split[0], {}
             if key in seen:
-                raise FormatError(f"key {key!r:.100} occurs twice", offset=begin - 512, kind="duplicate")
+                raise FormatError(f"key {key!r:.100} occurs twice{APART}", offset=begin - 512, kind="duplicate")
             seen.add(key)
         if suffix in members:
             raise FormatError(f"member {name!r:.100} occurs twice", offset=begin - 512, kind="duplicate")
@@ -170,7 +171,7 @@ def _add(builder: IndexBuilder, scanner: Scanner, key: str, members: dict[str, t
                 others.append((suffix, begin, nbytes))
             elif pair[0] is None or pair[1] is None:
                 missing = prefix + (TENSORS if kind == SKELETON else SKELETON)
-                raise FormatError(f"member {missing!r} is missing beside {suffix!r}", kind="missing")
+                raise FormatError(f"member {missing!r} is missing beside {suffix!r}{APART}", kind="missing")
             elif kind == SKELETON:
                 caches.append(_entry(scanner, prefix[:-1], pair[0], pair[1]))
     except TensorCacheError as exc:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -12,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wds_tensorcache.errors import FormatError, KeyRuleError
+from wds_tensorcache.errors import FormatError, KeyRuleError, MissingShardError
+from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.storage.locks import create_temporary
 
 __all__ = [
     "MANIFEST",
@@ -22,11 +21,9 @@ __all__ = [
     "ShardEntry",
     "build_idx",
     "dali_index_path",
-    "fsync_folder",
     "locate_shards",
     "own_file",
     "read_manifest",
-    "write_atomically",
     "write_idx",
     "write_manifest",
 ]
@@ -157,6 +154,9 @@ def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]
             status = _status(entry, shard)
         except FormatError as exc:
             error = exc.at(path)
+        except FileNotFoundError:
+            remedy = "copy it again, or let tc.repair write what is left into another folder"
+            error = MissingShardError(f"{entry.url!r:.200} is listed, and not there: {remedy}").at(path)
         except OSError as exc:
             error = exc
         else:
@@ -241,40 +241,6 @@ def _show(value: object) -> str:
     return f"a {type(value).__name__}" if isinstance(value, (list, dict)) else f"{value!r:.100}"
 
 
-def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> None:
-    """Write a file so that, whatever happens, readers see all of the new one or all of the old one.
-
-    Args:
-        path: Of the file; its folder must be there.
-        parts: The content.
-        fsync: Wait for the disk. Without it, readers are safe from this process's death, not from the machine's.
-
-    Raises:
-        OSError: The disk is full, the folder is not there, … The old file is as it was and nothing else is left.
-    """
-    # Hazard: a rename may reach the disk before the bytes it names, and a crash then leaves an empty file under the name.
-    # So the bytes go first, then the name, then the folder that holds it.
-    file = create_temporary(path)
-    try:
-        with file:
-            for part in parts:
-                rest = memoryview(part)
-                while len(rest):
-                    rest = rest[os.write(file.fd, rest) :]
-            if fsync:
-                os.fsync(file.fd)
-            if os.name == "posix":
-                os.replace(file.path, path)  # before the lock is gone
-        if os.name != "posix":  # elsewhere an open file keeps its name
-            os.replace(file.path, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(file.path)
-        raise
-    if fsync:
-        fsync_folder(os.path.dirname(path))
-
-
 def own_file(file: ShardFile) -> ShardFile:
     """Return the file, or a copy in its place if it has other names: versions of a cache share shards by hard links.
 
@@ -288,14 +254,3 @@ def own_file(file: ShardFile) -> ShardFile:
         raise FormatError("another file has this name since it was opened: try again").at(file.path)
     write_atomically(os.path.realpath(file.path), parts)
     return ShardFile(file.path)
-
-
-def fsync_folder(folder: str) -> None:
-    """Wait until the names in a folder are on disk."""
-    if os.name != "posix":  # elsewhere folders cannot be opened
-        return
-    descriptor = os.open(folder or ".", os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

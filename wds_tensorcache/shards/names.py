@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from wds_tensorcache.errors import KeyRuleError
 
 __all__ = [
+    "APART",
     "FIELD",
     "SKELETON",
     "TENSORS",
@@ -15,11 +16,13 @@ __all__ = [
     "check_key",
     "check_suffixes",
     "is_cache_name",
+    "is_plain_key",
     "member_suffix",
     "split_member",
 ]
 
 FIELD = "tensorcache"  # what a cache is called in a sample
+APART = "; the members of a sample must follow each other, as `tar --sort=name` puts them"  # behind what is missing
 SKELETON = "skel.pyd"
 TENSORS = "safetensors"
 MAX_MEMBER_NBYTES = 100
@@ -29,40 +32,48 @@ _KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)  # as
 _BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
+# The keys of nearly all samples: `check_key` and, for one cache without a name, `check_suffixes` have nothing against them.
+is_plain_key = re.compile(r"(?!__)[A-Za-z0-9_-]{1,80}", re.ASCII).fullmatch
+
+
 def check_key(key: object) -> None:
     """Raise KeyRuleError unless `key` is read back as itself by every reader of tar shards."""
     if not isinstance(key, str) or not key:
-        raise KeyRuleError(f"__key__ is {key!r:.100}, expected a non-empty str")
+        raise KeyRuleError(
+            f"__key__ is {key!r:.100}, expected a non-empty str; number the samples, for example '000017'"
+        )
+    parts = key.split("/")
     blank = _BLANK.search(key)
     if blank is not None:
-        raise KeyRuleError(f"key {key!r:.100} has {blank[0]!r} in it: white space and controls break DALI's index")
-    if not key.isascii():
-        raise KeyRuleError(f"key {key!r:.100} is not ASCII: DALI without an index takes such keys for one another")
-    parts = key.split("/")
-    if "." in parts[-1]:
-        raise KeyRuleError(f"key {key!r:.100} has a dot in its last part: every reader ends the key there")
-    if not all(parts) or "." in parts or ".." in parts:
-        raise KeyRuleError(f"key {key!r:.100} is not a plain relative path: extracting it would leave its folder")
-    if parts[0].startswith("__"):
-        raise KeyRuleError(f"key {key!r:.100} begins with '__': stock readers skip such members")
+        what = f"has {blank[0]!r} in it: white space and controls break DALI's index; replace it, e.g. by '_'"
+    elif not key.isascii():
+        what = "is not ASCII: DALI without an index takes such keys for one another; number the samples"
+    elif "." in parts[-1]:
+        what = "has a dot in its last part: every reader ends the key there; replace it, e.g. by '_'"
+    elif not all(parts) or "." in parts or ".." in parts:
+        what = "is not a plain relative path: extracting it would leave its folder; leave out '.', '..' and empty parts"
+    elif parts[0].startswith("__"):
+        what = "begins with '__': stock readers skip such members; begin it otherwise"
+    else:
+        return
+    raise KeyRuleError(f"key {key!r:.100} {what}")
 
 
 def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
     """Raise KeyRuleError if a member `KEY.SUFFIX` has a name that some reader gets wrong."""
     for suffix in suffixes:
+        what = None
         if suffix[:1] == "_":
-            raise KeyRuleError(
-                f"sample {key!r:.100}: {suffix!r:.100} begins with '_': stock tools keep such names for themselves"
-            )
-        if not suffix or not suffix.isascii() or "/" in suffix or _BLANK.search(suffix):
-            raise KeyRuleError(
-                f"sample {key!r:.100}: {suffix!r:.100} is no extension: it is empty, or has '/' or blanks"
-            )
+            what = "begins with '_': stock tools keep such names for themselves; begin it otherwise"
+        elif not suffix or not suffix.isascii() or "/" in suffix or _BLANK.search(suffix):
+            what = "is no extension: it is empty, or has '/' or blanks; expected one as 'json'"
+        if what is not None:
+            raise KeyRuleError(f"sample {key!r:.100}: {suffix!r:.100} {what}")
         nbytes = len(f"{key}.{suffix}".encode())
         if nbytes > MAX_MEMBER_NBYTES:
             raise KeyRuleError(
                 f"member name {key!r:.100}.{suffix} has {nbytes} bytes: "
-                f"DALI without an index reads at most {MAX_MEMBER_NBYTES}"
+                f"DALI without an index reads at most {MAX_MEMBER_NBYTES}; shorten the key"
             )
 
 
@@ -87,7 +98,8 @@ def cache_name(name: str) -> str:
     """
     if not _CACHE_NAME.fullmatch(name) or name in _RESERVED:
         raise KeyRuleError(
-            f"cache name {name!r:.100} must match [a-z0-9-][a-z0-9_-]* and not be one of {sorted(_RESERVED)}"
+            f"cache name {name!r:.100} must match [a-z0-9-][a-z0-9_-]* and not be one of {sorted(_RESERVED)}; "
+            "use small letters, for example 'text'"
         )
     return name
 

@@ -7,10 +7,11 @@ import os
 import re
 
 from wds_tensorcache.errors import FormatError, Kind, TarFormatError
-from wds_tensorcache.shards.footer import TRAILER_NBYTES, declared_place, read_footer
+from wds_tensorcache.shards.footer import declared_place, read_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import MANIFEST, dali_index_path, read_manifest
-from wds_tensorcache.shards.shard import load_index, sidecar_path
+from wds_tensorcache.shards.shard import load_index
+from wds_tensorcache.shards.sidecar import stored
 from wds_tensorcache.shards.tar.archive import BLOCK
 from wds_tensorcache.shards.tar.fields import adds_up
 from wds_tensorcache.storage.files import ShardFile
@@ -50,9 +51,7 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
     Hazard: readers end at the first block of zeros. Where zeros have overwritten a header, or another tar follows, members
     follow it, and a shard that is cut there, or written again up to there, would lose them for good.
     """
-    place = None
-    if file.nbytes >= TRAILER_NBYTES:
-        place = declared_place(file.read(file.nbytes - TRAILER_NBYTES, file.nbytes), file.nbytes)
+    place = declared_place(file.read, file.nbytes, file.nbytes)
     # of a stale index, which the archive has outgrown, some bytes may be left
     stop = file.nbytes if place is None else max(end, place[0])
     for begin in range(end, stop, _CHUNK_NBYTES):
@@ -64,11 +63,8 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
     if stop < file.nbytes and read_footer(file.read, file.nbytes) is None:
         # Hazard: `tar -r` writes over an index from its beginning, and leaves its trailer: what is before that may be members.
         _refuse_headers(file, stop)
-    later = 0 if place is None else place[1]
-    with contextlib.suppress(OSError, FormatError):
-        beside = ShardFile(sidecar_path(file.path))
-        place = declared_place(beside.read(max(0, beside.nbytes - TRAILER_NBYTES), beside.nbytes), file.nbytes)
-        later = later if place is None else max(later, place[1])
+    declared = stored(file, lambda each: declared_place(each.read, each.nbytes, file.nbytes))
+    later = max((declared_end for _, declared_end in declared), default=0)
     if later > end:
         raise _refused(file, f"zeros, where an index has the end of the archive at byte {later}", end)
     # Hazard: the index and the manifest that are to be written are all that tells of members that zeros have overwritten.
@@ -94,7 +90,7 @@ def _refuse_headers(file: ShardFile, begin: int) -> None:
 def _listed_samples(file: ShardFile) -> int:
     """Return how many samples the manifest lists of a shard of this length, 0 if it lists none."""
     folder, name = os.path.split(os.path.abspath(file.path))
-    with contextlib.suppress(OSError, FormatError):
+    with contextlib.suppress(FileNotFoundError, FormatError):
         entries, _ = read_manifest(os.path.join(folder, MANIFEST))
         same = [each for each in entries if os.path.normpath(each.url) == name and each.nbytes == file.nbytes]
         return max((each.num_samples for each in same), default=0)
@@ -103,7 +99,7 @@ def _listed_samples(file: ShardFile) -> int:
 
 def _listed_behind(path: str, end: int, nbytes: int) -> int | None:
     """Return where DALI's index has the first member behind byte `end`; None without any, or if one is beyond the file."""
-    with contextlib.suppress(OSError, FormatError):
+    with contextlib.suppress(FileNotFoundError, FormatError):
         file = ShardFile(path)
         first, *lines = file.read(0, file.nbytes).splitlines() or [b""]
         width = {b"v1.1": 3, b"v1.2": 4}.get(first[:4], 0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +20,7 @@ from wds_tensorcache.shards.footer import parse_footer, read_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.names import SKELETON, TENSORS
+from wds_tensorcache.shards.sidecar import open_sidecar
 from wds_tensorcache.shards.sources import ShardSource
 from wds_tensorcache.shards.tar.archive import BLOCK, names_of
 from wds_tensorcache.shards.tar.fields import parse_number
@@ -27,18 +28,13 @@ from wds_tensorcache.storage.files import Files, ShardFile
 from wds_tensorcache.storage.maps import MapLost, Maps, gather
 from wds_tensorcache.storage.pool import Pool
 
-__all__ = ["Shard", "is_absent", "load_index", "sidecar_path"]
+__all__ = ["Shard", "load_index"]
 
 Array = np.ndarray[Any, Any]
 _NAME_NBYTES = 100  # of the tar header's field
 _SIZE_BEGIN = 124  # of the next field but three
 _OCTAL_SHIFTS = np.arange(30, -1, -3)
 _HEX = np.array([list(b"%02x" % byte) for byte in range(256)], np.uint8)
-
-
-def sidecar_path(path: str) -> str:
-    """Return where the index of the shard at `path` lies if it is not behind the shard."""
-    return path + ".index"
 
 
 def load_index(file: ShardFile) -> ShardIndex:
@@ -49,21 +45,11 @@ def load_index(file: ShardFile) -> ShardIndex:
     """
     try:
         index = read_footer(file.read, file.nbytes)
-        if index is None:
-            try:
-                sidecar = ShardFile(sidecar_path(file.path))
-                index = parse_footer(sidecar.read(0, sidecar.nbytes), file.nbytes)
-            except OSError as exc:
-                if not is_absent(exc):
-                    raise
+        if index is None and (sidecar := open_sidecar(file.path)) is not None:
+            index = parse_footer(sidecar.read(0, sidecar.nbytes), file.nbytes)
         return scan_shard(file.read, file.nbytes) if index is None else index
     except TensorCacheError as exc:
         raise exc.at(file.path) from exc
-
-
-def is_absent(error: OSError) -> bool:
-    """Return whether a file beside a shard is not there, perhaps as no file can have so long a name."""
-    return error.errno in (errno.ENOENT, errno.ENAMETOOLONG)
 
 
 class Shard:
@@ -82,7 +68,7 @@ class Shard:
         count: int | None = None,
         index: ShardIndex | None = None,
     ) -> None:
-        self.path = os.path.abspath(path)  # of use in other processes, and after os.chdir
+        self.path = sys.intern(os.path.abspath(path))  # of use in other processes, and after os.chdir; pickled once
         self.name = name
         self.files = files
         self.pool = pool

@@ -8,18 +8,21 @@ import os
 import stat
 import sys
 import threading
-import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
 from wds_tensorcache.codec.views import view_bytes
-from wds_tensorcache.errors import FormatError, TarFormatError
-from wds_tensorcache.storage.system import file_system
+from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
+from wds_tensorcache.storage.locks import call_when_gone
+from wds_tensorcache.storage.system import MEMORY, file_system
 
-__all__ = ["Files", "Identity", "ShardFile"]
+__all__ = ["LEASE_FDS", "Files", "Identity", "ShardFile"]
 
 Identity = tuple[int, int, int]  # inode, bytes, modification time in ns
 _HAS_PREAD, _HAS_PREADV = hasattr(os, "pread"), hasattr(os, "preadv")
@@ -32,6 +35,13 @@ _ONE_BYTE = [bytearray(1)]
 
 def _identity(status: os.stat_result) -> Identity:
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+# each descriptor that is open for read leases, and the idle ones of its file
+LEASE_FDS: dict[int, list[int]] = {}
+
+
+_NETS: dict[int, Any] = {}  # by descriptor: one that is closed stays until the next file with its number
 
 
 class ShardFile:
@@ -52,20 +62,20 @@ class ShardFile:
                     path
                 ) from exc
             raise
-        weakref.finalize(self, os.close, self.fd).atexit = False
+        self.lease_fds: list[int] = []  # idle descriptors for leases
+        fds = chain([self.fd], filter(LEASE_FDS.pop, self.lease_fds))
+        _NETS[self.fd] = call_when_gone(self, partial(deque, map(os.close, fds), 0))
         status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
             raise FormatError("expected a file, not a folder, pipe or device", kind="unreadable").at(path)
         self.nbytes = status.st_size
         self.identity = _identity(status)
-        self._lock = threading.Lock()
         self._map: mmap.mmap | None = None
         self._array: np.ndarray[Any, Any] | None = None
         self._tensor: torch.Tensor | None = None
         self._tells = bool(_NOWAIT)  # until the file system says that it cannot
         self._is_memory: bool | None = None  # asked when needed
         self.may_lease: bool | None = None  # whether a read lease is worth trying; asked when needed
-        self.lease_fds: list[int] = []  # idle descriptors for leases
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)`.
@@ -153,7 +163,7 @@ class ShardFile:
                 if not self._is_unable(exc):
                     return False
         if self._is_memory is None:
-            self._is_memory = file_system(self.path)[0] in ("tmpfs", "ramfs")
+            self._is_memory = file_system(self.path)[0] in MEMORY
         return self._is_memory
 
     def will_need(self, begin: int, end: int) -> None:
@@ -188,7 +198,7 @@ class ShardFile:
         `Maps` copies safely.
         """
         if self._map is None:
-            with self._lock:
+            with _lock:
                 if self._map is None:
                     # a map keeps a descriptor of its own unless it is told not to
                     untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
@@ -236,39 +246,42 @@ class Files:
     A `fixed` file that was replaced or changed since it was first opened is not opened again: what is known of its bytes
     is no longer true.
 
-    Threads/fork/pickle: safe everywhere; a copy in another process opens its own files.
+    Threads/fork/pickle: safe everywhere; a copy in another process opens its own files, which must be the same.
     """
 
-    def __init__(self, max_open: int | None = None, fixed: bool = True) -> None:
+    def __init__(
+        self, max_open: int | None = None, fixed: bool = True, identities: Mapping[str, Identity] | None = None
+    ) -> None:
         if max_open is not None and max_open < 1:
             raise ValueError(f"max_open_files={max_open}, expected at least 1")
         self.max_open = max_open or _default_max_open()
         self._fixed = fixed
         self._open: dict[str, ShardFile] = {}
-        self._identities: dict[str, Identity] = {}
-        self._lock = threading.Lock()
+        self._identities = dict(identities or {})
         self._closed = False
-        _ALL.add(self)
 
     def get(self, path: str) -> ShardFile:
         """Return the file, opened if it is not.
 
         Raises:
-            OSError: It cannot be opened.
+            OSError: It cannot be opened; a MissingShardError if it is not there.
             FormatError: It is not the one that was opened before.
             ValueError: `close` was called.
         """
         file = self._open.get(path)
         if file is not None:
             return file
-        with self._lock:
+        with _lock:
             if self._closed:
                 raise ValueError(f"{path}: the cache is closed; load what is needed before, or keep it open")
             file = self._open.get(path)
             if file is None:
                 while len(self._open) >= self.max_open:
                     del self._open[next(iter(self._open))]
-                file = ShardFile(path)
+                try:
+                    file = ShardFile(path)
+                except FileNotFoundError as exc:
+                    raise MissingShardError("the shard is not there: copy it again").at(path) from exc
                 if self._fixed and self._identities.setdefault(path, file.identity) != file.identity:
                     raise FormatError("the shard was changed since this cache was opened: open it again").at(path)
                 self._open[path] = file
@@ -284,7 +297,7 @@ class Files:
 
     def reopen(self, path: str) -> ShardFile:
         """Return the file that has this path now, whatever had it when it was opened."""
-        with self._lock:
+        with _lock:
             self._open.pop(path, None)
         return self.get(path)
 
@@ -293,30 +306,25 @@ class Files:
 
     def close(self) -> None:
         """Close every file; reads that are under way finish first. Views of maps stay valid as long as they live."""
-        with self._lock:
+        with _lock:
             self._closed = True
             self._open.clear()
 
-    def renew_lock(self) -> None:
-        """Called in a forked child: a thread that held the lock is not there to release it."""
-        self._lock = threading.Lock()
-        for file in self._open.values():
-            file._lock = threading.Lock()
-
     def __reduce__(self) -> Any:
-        return Files, (self.max_open, self._fixed)
+        return Files, (self.max_open, self._fixed, self._identities)
 
 
-_ALL: weakref.WeakSet[Files] = weakref.WeakSet()
+_lock = threading.Lock()  # of what opens and maps files
 
 
-def _renew_locks() -> None:
-    for files in list(_ALL):
-        files.renew_lock()
+def _renew_lock() -> None:
+    """Called in a forked child: a thread that held the lock is not there to release it."""
+    global _lock
+    _lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _default_max_open() -> int:

@@ -13,7 +13,8 @@ import threading
 import weakref
 from collections.abc import Sequence
 
-from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.files import LEASE_FDS, ShardFile
+from wds_tensorcache.storage.system import LOCAL as _LOCAL
 from wds_tensorcache.storage.system import file_system
 
 if sys.platform == "linux":
@@ -22,15 +23,12 @@ if sys.platform == "linux":
 
 __all__ = ["Leases"]
 
-# on network and stacked file systems a lease is granted, but does not bind other hosts or the layer below
-_LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs"})
 # descriptors that leases may take of what the process may have; half of them stay open for the next copy
 _MAX_OPEN = 64
 # the kernel waits so long for a lease to be given back, and then lets the file be cut: less could end during a copy
 _MIN_BREAK_TIME_S = 5
 # a writer has the file open, or descriptors or memory are short; all else, such as another owner, stays as it is
 _PASSING = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-_open: dict[int, list[int]] = {}  # each descriptor, and the idle ones of its file
 _opening = threading.RLock()  # no fork between opening a descriptor and noting it
 
 
@@ -48,13 +46,12 @@ class Leases:
 
     def take(self, files: Sequence[ShardFile]) -> bool:
         """Take a lease on each file; return False, with none taken, if one of them cannot be had or trusted."""
-        if sys.platform != "linux" or len(_open) + sum(not file.lease_fds for file in files) > _MAX_OPEN:
+        if sys.platform != "linux" or len(LEASE_FDS) + sum(not file.lease_fds for file in files) > _MAX_OPEN:
             return False
         for file in files:
             try:
                 if file.may_lease is None:
                     file.may_lease = _is_trusted(file)
-                    weakref.finalize(file, _close, file.lease_fds).atexit = False
             except OSError:  # descriptors or memory are short: it is asked again
                 break
             if not file.may_lease:
@@ -82,7 +79,7 @@ class Leases:
             except IndexError:
                 with _opening:
                     fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-                    _open[fd] = idle
+                    LEASE_FDS[fd] = idle
             self._taken.append((fd, idle))
             # the kernel announces a break by SIGIO, which kills; SIGURG is ignored, and without an owner nothing is sent
             fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
@@ -111,7 +108,7 @@ def _release(taken: list[tuple[int, list[int]]]) -> None:
         # Hazard: an interrupt between these two costs a descriptor, but never leaves a lease, nor gives one out twice.
         taken.pop()
         idle.append(fd)
-        if len(_open) > _MAX_OPEN // 2:
+        if len(LEASE_FDS) > _MAX_OPEN // 2:
             _close(idle)
 
 
@@ -131,16 +128,16 @@ def _close(idle: list[int]) -> None:
     with contextlib.suppress(IndexError):  # other threads take of them too
         while True:
             fd = idle.pop()
-            del _open[fd]
+            del LEASE_FDS[fd]
             os.close(fd)
 
 
 def _forget() -> None:
     """Close what a forked child inherited: the leases are its parent's, and would outlive it."""
-    for fd, idle in _open.items():
+    for fd, idle in LEASE_FDS.items():
         os.close(fd)
         idle.clear()
-    _open.clear()
+    LEASE_FDS.clear()
     _opening.release()
 
 

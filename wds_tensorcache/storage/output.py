@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from wds_tensorcache.shards.manifest import fsync_folder
-from wds_tensorcache.storage.locks import create_temporary
+from wds_tensorcache.storage.atomic import create_temporary, fsync_folder
 from wds_tensorcache.storage.pool import Pool
 from wds_tensorcache.storage.threads import Job, ThreadPool
 
@@ -35,7 +34,8 @@ class Output:
     def __init__(self, path: str) -> None:
         self.path = path
         self._pid = os.getpid()
-        self._file = create_temporary(path)  # closed by finish and drop
+        self._made = contextlib.ExitStack()  # closed by finish and drop
+        self._file = self._made.enter_context(create_temporary(path))
         self.temporary = self._file.path  # what was appended can be read there after `flush`
         self._thread = ThreadPool(1, "tensorcache-output")
         self._writing: deque[Job[None]] = deque()
@@ -120,11 +120,8 @@ class Output:
         if fsync:
             os.fsync(self._file.fd)
         self._close()
-        try:
+        with self._made:
             os.replace(self.temporary, self.path)
-        except BaseException:
-            self.drop()
-            raise
         if fsync:
             fsync_folder(os.path.dirname(self.path))
 
@@ -135,8 +132,7 @@ class Output:
         try:
             self._close()
         finally:
-            with contextlib.suppress(OSError):
-                os.remove(self.temporary)
+            self._made.close()
 
     def _close(self) -> None:
         self._thread.close(cancel=True)

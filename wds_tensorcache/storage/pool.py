@@ -5,11 +5,15 @@ Measured for 450 KB: 280 us into new pages, 50 us into pages that were used befo
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import numpy as np
@@ -22,35 +26,38 @@ _HUGE_NBYTES = 1 << 22  # from two huge pages on
 
 
 class _Lease(weakref.ref):  # type: ignore[type-arg]
-    """Knows which arena comes back when its array dies."""
+    """An arena that is leased as an array, and what is called when the array is gone.
 
-    __slots__ = ("arena", "size")
+    Hazard: an interrupt that comes in a callback written in Python is printed by the interpreter, and lost. So `give_back`, and
+    all that it calls, is in C; and a lease may end inside the garbage collector, so none of it waits for a lock.
+    """
+
     arena: mmap.mmap
-    size: int
+    give_back: Callable[[], Any] = tuple  # nothing, where an interrupt came before it was set
+
+
+_GIVE_BACK, _ARENA = methodcaller("give_back"), attrgetter("arena")
 
 
 class Pool:
     """Arenas that are leased as arrays, and come back when nothing refers to them any more.
 
-    What is leased is bounded by who holds it; what is idle, by `max_idle_nbytes`: beyond, arenas go back to the system.
+    What is leased is bounded by who holds it; what is idle, by `max_idle_nbytes`: beyond, arenas go back to the system:
+    at once if those of one size are more, else at the next lease.
 
-    Threads/fork: leases may be taken and die in any thread, and in the garbage collector: nothing here waits for a lock.
-    A forked child has private copies.
+    Threads/fork: any thread; a forked child has private copies.
     """
 
     def __init__(self, max_idle_nbytes: int = 1 << 30) -> None:
         self.max_idle_nbytes = max_idle_nbytes
         self._idle: dict[int, deque[mmap.mmap]] = {}
         self._leases: dict[int, _Lease] = {}
-        self._returned: deque[_Lease] = deque()
         self._closed = False
-        self._about_out = 0
-        self._about_idle = 0  # threads may lose an update of each other's; put right at every allocation
 
     @property
     def idle_nbytes(self) -> int:
         """Bytes that wait for the next lease."""
-        self._settle()
+        self._free(self._sum_idle() - self.max_idle_nbytes, 0)
         return self._sum_idle()
 
     def _sum_idle(self) -> int:
@@ -59,7 +66,6 @@ class Pool:
     @property
     def num_leases(self) -> int:
         """Arenas that something refers to."""
-        self._settle()
         return len(self._leases)
 
     def lease(self, nbytes: int) -> np.ndarray[Any, Any]:
@@ -68,63 +74,43 @@ class Pool:
         Memory: an arena's. It comes back when the array is gone; whatever numpy or torch puts over it keeps it.
         """
         size = _size_class(nbytes)
-        self._settle()
+        idle = self._idle.get(size)
+        if idle is None:
+            idle = deque(maxlen=0 if self._closed else self.max_idle_nbytes // size)
+            idle = self._idle.setdefault(size, idle)
         try:
-            arena = self._idle[size].pop()
-            self._about_idle -= size
-        except (KeyError, IndexError):
-            self._about_idle = self._sum_idle()
-            self._about_out = sum(lease.size for lease in list(self._leases.values()))
+            arena = idle.pop()
+        except IndexError:
+            arena = None
+        if len(self._idle) > 1:
+            needed = size if arena is None and idle.maxlen else 0
+            self._free(self._sum_idle() + needed - self.max_idle_nbytes, size)
+        if arena is None:
             arena = _allocate(size)
         array = np.frombuffer(arena, np.uint8, nbytes)
-        self._about_out += size
-        # Hazard: an interrupt that comes in a callback written in Python is printed by the interpreter, and lost. So the
-        # callback is `deque.append`, in C, while all leased memory may become idle; else memory has to be freed at once.
-        may_be_idle = self._about_out + self._about_idle <= self.max_idle_nbytes and not self._closed
-        lease = _Lease(array, self._returned.append if may_be_idle else self._take_back)
-        lease.arena = arena
-        lease.size = size
-        self._leases[id(lease)] = lease
+        self._follow(array, arena, idle)
         return array
 
-    def _take_back(self, lease: Any) -> None:
-        # called by whoever drops the last reference, perhaps inside the garbage collector: dict and deque only
-        self._leases.pop(id(lease), None)
-        size: int = lease.size
-        self._about_out -= size
-        self._about_idle += size
-        if self._about_idle > self.max_idle_nbytes and not self._make_room(size):
-            return
-        if not self._closed:
-            self._idle.setdefault(size, deque()).append(lease.arena)
+    def _follow(self, array: np.ndarray[Any, Any], arena: mmap.mmap, idle: deque[mmap.mmap]) -> None:
+        """Let an arena be idle when its array is gone."""
+        lease = _Lease(array, _GIVE_BACK)
+        lease.arena = arena
+        # no reference to the lease itself: the counts of references alone free it
+        lease.give_back = partial(idle.extend, map(_ARENA, filter(None, map(self._leases.pop, [id(lease)], [None]))))
+        self._leases[id(lease)] = lease
 
-    def _settle(self) -> None:
-        """Make idle the arenas that have come back."""
-        while self._returned:
-            try:
-                lease = self._returned.popleft()
-            except IndexError:  # another thread has
-                return
-            self._take_back(lease)
-
-    def _make_room(self, nbytes: int) -> bool:
-        """Give back arenas of other sizes until `nbytes` more may be idle; return whether they may."""
-        excess = self._sum_idle() + nbytes - self.max_idle_nbytes
+    def _free(self, nbytes: int, kept: int) -> None:
+        """Give so many bytes of idle arenas back to the system, of all sizes but one."""
         for size, arenas in list(self._idle.items()):
-            while excess > 0 and arenas and size != nbytes <= self.max_idle_nbytes:
-                try:
-                    arenas.pop()
-                except IndexError:
-                    break
-                excess -= size
-        self._about_idle = self._sum_idle() + (nbytes if excess <= 0 else 0)
-        return excess <= 0
+            while nbytes > 0 and arenas and size != kept:
+                with contextlib.suppress(IndexError):  # another thread has taken it
+                    arenas.popleft()
+                nbytes -= size
 
     def close(self) -> None:
         """Give idle memory back to the system, and from now on also what comes back."""
         self._closed = True
         self._leases.clear()  # their memory goes with what refers to it
-        self._returned.clear()
         self._idle.clear()
 
     def __reduce__(self) -> Any:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["file_system", "memory_nbytes", "overcommit_is_off"]
+__all__ = ["LOCAL", "MEMORY", "file_system", "memory_nbytes", "overcommit_is_off"]
 
+# on network and stacked file systems a lease is granted, but does not bind other hosts or the layer below
+LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs"})
+MEMORY = frozenset({"tmpfs", "ramfs"})
 _NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs", "afs", "gluster", "virtiofs")
 
 

@@ -13,8 +13,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Generator, Iterable
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -108,7 +107,7 @@ class _Crew:
 
     def __init__(self, count: int, name: str) -> None:
         self.jobs: SimpleQueue[Any] = SimpleQueue()  # jobs; anything else ends a thread
-        self.is_begun = self.is_dropped = False
+        self.is_begun = False
         self.net: Any = None  # what ends the threads when the pool is dropped
         self._ends = [Job(self._work) for _ in range(count)]
         self._threads: list[threading.Thread] = []
@@ -192,9 +191,9 @@ class ThreadPool:
         """Let a thread make a call. After `close`, it is cancelled at once."""
         job = Job(call, *args)
         if not self._crew.is_begun:
-            # Called last to first. Hazard: an interrupt may keep one in Python from doing anything; put has no Python in it.
-            ends = (partial(_end_if_interrupted, self._crew), partial(_end_dropped, self._crew), self._crew.jobs.put)
-            self._crew.net = [weakref.ref(self, end) for end in ends]
+            end = _end_dropped(self._crew)
+            next(end)
+            self._crew.net = weakref.ref(self, end.send)
             self._crew.begin()
         self._crew.jobs.put(job)
         if self._is_closed:
@@ -222,22 +221,19 @@ class ThreadPool:
         self.close()
 
 
-def _end_dropped(crew: _Crew, _: object) -> None:
-    """End threads when the last reference to their pool has gone, which may be anywhere in the caller's code."""
+def _end_dropped(crew: _Crew) -> Generator[None, object, None]:
+    """End threads when the last reference to their pool has gone, which may be anywhere in the caller's code.
+
+    Hazard: an interrupt may come when a callback is called, before its first line. A generator that goes on is in its `try`.
+    """
     try:
-        crew.is_dropped = True
+        yield
         crew.cancel()
         crew.end(_AT_MOST_S)
     except KeyboardInterrupt:
         crew.end(_AT_MOST_S)
         interrupt_again()
-
-
-def _end_if_interrupted(crew: _Crew, _: object) -> None:
-    """Do what `_end_dropped` has not, where an interrupt came when it was called."""
-    if not crew.is_dropped:
-        _end_dropped(crew, _)
-        interrupt_again()
+    yield
 
 
 def interrupt_again() -> None:

@@ -32,7 +32,7 @@ def buckets_of(cache: Any, by: str | Callable[[Any], Any]) -> dict[Any, Array]:
             near = difflib.get_close_matches(by, list(cache.schema), cutoff=0.3) or list(cache.schema)[:8]
             raise KeyError(f"no tensor is called {by!r}; there are {', '.join(map(repr, near))}")
         if isinstance(cache, TensorCache):
-            shapes, which = shapes_of(cache._store, cache._positions(), by)
+            shapes, which = shapes_of(cache._store, cache._where, by)
             # one pass, however many shapes there are
             order, counts = np.argsort(which, kind="stable"), np.bincount(which, minlength=len(shapes))
             return dict(zip(shapes, np.split(order, np.cumsum(counts)[:-1]), strict=True))
@@ -49,5 +49,4 @@ def block_sizes(cache: Any, members: Array | None = None) -> list[int]:
     """Return how many samples that follow each other, all or those of `members`, are of one shard, shard by shard."""
     if not isinstance(cache, TensorCache):  # joined caches have the order of the first
         return block_sizes(cache._caches[0], members)
-    positions = cache._positions()
-    return shard_runs(cache._store, positions if members is None else take(positions, members))
+    return shard_runs(cache._store, cache._where if members is None else take(cache._where, members))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from wds_tensorcache.codec.devices import check_device
 from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool
 from wds_tensorcache.training.steps import Position, Step
 
@@ -111,6 +112,7 @@ class Iteration(Iterator[Any]):
 
 def _stream_of(device: Any) -> Any:
     """Return the stream on which the caller will use the batches; None if they are not for a GPU."""
+    check_device(device)
     if device is None or torch.device(device).type != "cuda":
         return None
     return torch.cuda.current_stream(torch.device(device))

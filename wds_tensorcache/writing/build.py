@@ -52,6 +52,9 @@ def build(
     Sample indices stay if nothing is left out. Shards without a change are hard links to those of `v1`, or copies where the
     file system cannot link them: never write into a shard in place. `v1` stays as it is.
 
+    The indexes of finished shards are trusted: a sample that was damaged since counts as finished, and is an error when it is
+    read. `tc.verify` finds it; `tc.repair` writes the others into another folder, where `build` computes what was lost.
+
     Args:
         source: A map-style dataset (`len`, `[i]`), or any iterable. Without `reuse`, samples of items that are not in it stay.
         fn: Called with a list of up to `batch_size` items, in the caller's thread; returns as many samples in a list, or
@@ -95,7 +98,7 @@ def build(
     Memory: of two batches that are being written, besides those of `fn`; with workers, of what they read ahead.
     """
     made = as_fingerprint(fingerprint)
-    pattern = ShardPattern(os.fspath(out))
+    pattern = ShardPattern(os.fsdecode(out))
     _check(pattern, options)
     items = Source(source, keys, digest, batch_size, workers)
     options |= {"fingerprint": made, "max_samples": max_samples}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator
 
-from wds_tensorcache.shards.manifest import fsync_folder
+from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, temporary_path
 from wds_tensorcache.storage.locks import Held
 
 __all__ = ["check_new", "new_folder"]
@@ -52,16 +51,14 @@ def new_folder(out: str, fsync: bool = True) -> Iterator[str]:
     """
     parent, name = os.path.split(out)
     os.makedirs(parent, exist_ok=True)
-    for stray in os.listdir(parent):
-        path = os.path.join(parent, stray)
-        if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp", stray):
-            # OSError: another user's, no folder, or one that is deleted at this moment
-            with contextlib.suppress(OSError), _locked(path) as is_ours:
-                if is_ours and _is_of_caches(path):
-                    shutil.rmtree(path, ignore_errors=True)
-    folder = os.path.join(parent, f".{name}.{secrets.token_hex(4)}.tmp")
-    os.mkdir(folder)
+    for stray in find_temporary(parent, re.escape(name)):
+        # OSError: another user's, no folder, or one that is deleted at this moment
+        with contextlib.suppress(OSError), _locked(stray) as is_ours:
+            if is_ours and _is_of_caches(stray):
+                shutil.rmtree(stray, ignore_errors=True)
+    folder = temporary_path(out)
     try:
+        os.mkdir(folder)
         with _locked(folder):
             yield folder
             if os.path.isdir(out):

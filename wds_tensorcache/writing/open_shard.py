@@ -8,17 +8,18 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from wds_tensorcache.codec.header import parse_header
 from wds_tensorcache.errors import KeyRuleError
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder, scan_shard
-from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
-from wds_tensorcache.shards.tar.archive import END_OF_ARCHIVE, build_header, padding
+from wds_tensorcache.shards.names import SKELETON, TENSORS
+from wds_tensorcache.shards.tar.archive import BLOCK, END_OF_ARCHIVE, build_header
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.output import Output
 
 __all__ = ["OpenShard", "write_shard"]
+
+_ZEROS = bytes(BLOCK)
 
 
 class OpenShard:
@@ -38,7 +39,7 @@ class OpenShard:
     def write(self, key: str, caches: list[tuple[str, Any]], others: dict[str, bytes]) -> None:
         """Append a sample: its encoded caches by name, and its other members by extension."""
         if key in self._keys:
-            raise KeyRuleError(f"key {key!r} is in {self.path} already")
+            raise KeyRuleError(f"key {key!r} is in {self.path} already; use another key, or resume=True to skip it")
         parts: list[Any] = []
         position = self._position
         entries: list[CacheEntry] = []
@@ -48,17 +49,24 @@ class OpenShard:
             nonlocal position
             header = build_header(f"{key}.{suffix}", nbytes)
             begin = position + len(header)
-            parts.extend((header, *content, bytes(padding(nbytes))))
-            position = begin + nbytes + padding(nbytes)
+            parts.extend((header, *content, _ZEROS[: -nbytes % BLOCK]))
+            position = begin + nbytes + -nbytes % BLOCK
             return begin
 
         for name, encoded in caches:
-            skeleton_begin = member(member_suffix(name, SKELETON), len(encoded.skeleton), encoded.skeleton)
-            nbytes = len(encoded.header) + sum(map(len, encoded.buffers))
-            begin = member(member_suffix(name, TENSORS), nbytes, encoded.header, *encoded.buffers)
-            layout, digest = parse_header(encoded.header, nbytes)
+            prefix = f"{name}." if name else ""
+            skeleton_begin = member(prefix + SKELETON, len(encoded.skeleton), encoded.skeleton)
+            begin = member(prefix + TENSORS, encoded.layout.nbytes, encoded.header, *encoded.buffers)
             entries.append(
-                CacheEntry(name, skeleton_begin, len(encoded.skeleton), begin, layout, digest, encoded.references)
+                CacheEntry(
+                    name,
+                    skeleton_begin,
+                    len(encoded.skeleton),
+                    begin,
+                    encoded.layout,
+                    encoded.digest,
+                    encoded.references,
+                )
             )
         for extension, raw in others.items():
             members.append((extension.lower(), member(extension, len(raw), raw), len(raw)))

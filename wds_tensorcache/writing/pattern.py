@@ -6,8 +6,8 @@ import os
 import re
 
 from wds_tensorcache.shards.catalog import dali_index_path
-from wds_tensorcache.shards.shard import sidecar_path
-from wds_tensorcache.storage.locks import remove_stray
+from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path
+from wds_tensorcache.storage.atomic import find_temporary, remove_stray
 
 __all__ = ["DEFAULT_NAME", "ShardPattern"]
 
@@ -61,7 +61,7 @@ class ShardPattern:
         """Return the number of the shard of this pattern that a file of the folder is; None if it is none."""
         if not self.is_numbered:
             return 0 if name == self.name else None
-        match = _regex(self.name).fullmatch(name)
+        match = re.fullmatch(_regex(self.name), name)
         is_ours = match is not None and self.path(int(match[1])) == self.locate(name)
         return int(match[1]) if match is not None and is_ours else None
 
@@ -97,32 +97,26 @@ class ShardPattern:
         numbers = map(self.number, os.listdir(self.folder or "."))
         return {number: self.path(number) for number in sorted(each for each in numbers if each is not None)}
 
-    def _matches(self, name: str, *, before: str = "", after: str = "") -> list[re.Match[str]]:
-        """Return the files of the folder that are called like this, with any number for the pattern's."""
-        matches = map(_regex(name, before, after).fullmatch, os.listdir(self.folder or "."))
-        return [match for match in matches if match]
-
     def check_removable(self, paths: list[str]) -> None:
-        """Raise FileExistsError if one of these shards, or a sidecar of one, is a folder."""
-        for file in _with_sidecars(paths):
-            if os.path.isdir(file) and not os.path.islink(file):
-                raise FileExistsError(f"{file} is a folder, expected a file; move it away, or write to another folder")
+        """Raise FileExistsError if one of these shards is a folder, or what would go with it is no index."""
+        for path in paths:
+            if os.path.isdir(path) and not os.path.islink(path):
+                raise FileExistsError(f"{path} is a folder, expected a file; move it away, or write to another folder")
+            check_replaceable(dali_index_path(path), sidecar_path(path))
 
     def remove(self, paths: list[str]) -> None:
         """Delete shards and their sidecars."""
-        for file in _with_sidecars(paths):
-            if os.path.lexists(file):
-                os.remove(file)
+        self.check_removable(paths)
+        for path in paths:
+            for file in (path, dali_index_path(path), sidecar_path(path)):
+                if os.path.lexists(file):
+                    os.remove(file)
 
     def remove_strays(self) -> None:
         """Delete what killed writers had not finished, and nothing but files: the names may be used for anything else."""
         for name in (self.name, dali_index_path(self.name)):
-            for match in self._matches(name, before=r"\.", after=r"\.[0-9a-f]+\.tmp"):
-                remove_stray(self.locate(match[0]))
-
-
-def _with_sidecars(paths: list[str]) -> list[str]:
-    return [file for path in paths for file in (path, dali_index_path(path), sidecar_path(path))]
+            for stray in find_temporary(self.folder, _regex(name)):
+                remove_stray(stray)
 
 
 _DIGITS = frozenset("0123456789")
@@ -140,5 +134,5 @@ def _have_in_common(part: str, other: str) -> bool:
     return part == other or all(digits) or (any(digits) and (part in _DIGITS or other in _DIGITS))
 
 
-def _regex(name: str, before: str = "", after: str = "") -> re.Pattern[str]:
-    return re.compile(before + r"([0-9]{1,18})".join(re.escape(part) for part in _NUMBER.split(name)) + after)
+def _regex(name: str) -> str:
+    return r"([0-9]{1,18})".join(re.escape(part) for part in _NUMBER.split(name))

@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 from wds_tensorcache.errors import FormatError, KeyRuleError
 from wds_tensorcache.reading.open_cache import find_shards
 from wds_tensorcache.shards.catalog import MANIFEST, Catalog, Listing, dali_index_path, write_dali_index
-from wds_tensorcache.shards.footer import TRAILER_NBYTES, build_footer, declared_end
+from wds_tensorcache.shards.footer import build_footer, declared_place
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.manifest import ShardEntry, fsync_folder, write_atomically
+from wds_tensorcache.shards.manifest import ShardEntry
 from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.remainder import check_end
-from wds_tensorcache.shards.shard import sidecar_path
+from wds_tensorcache.shards.sidecar import sidecar_path
 from wds_tensorcache.shards.tar.archive import BLOCK, Scanner, padding
 from wds_tensorcache.shards.tar.skipped import skipped_members
+from wds_tensorcache.storage.atomic import fsync_folder, write_atomically
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.writing.finished import FinishedShards, Span, load_finished
 from wds_tensorcache.writing.new_folder import check_new, new_folder
@@ -171,7 +172,7 @@ def _add(part: Part, path: str, computed: FinishedShards | None, fsync: bool) ->
         spans = _left(file, part, computed)
         if not spans:
             return None
-        footer = declared_end(file.read(max(0, file.nbytes - TRAILER_NBYTES), file.nbytes), file.nbytes) is not None
+        footer = declared_place(file.read, file.nbytes, file.nbytes) is not None
         try:
             index, count = (
                 write_shard(path, _read(spans), index.fingerprint, footer=footer, fsync=fsync),
@@ -199,6 +200,7 @@ def _left(file: ShardFile, part: Part, computed: FinishedShards | None) -> list[
     Returns nothing if no member is left but directories, links and the like.
     """
     spans: list[Span] = []
+    unread: list[OSError] = []
     common: list[Span] = []  # headers of all members that follow: no archive may end with them
     is_left = False
 
@@ -210,8 +212,19 @@ def _left(file: ShardFile, part: Part, computed: FinishedShards | None) -> list[
                 spans.append(each)
         common.clear()
 
+    def read(begin: int, end: int) -> bytes:
+        try:
+            return file.read(begin, end)
+        except OSError as exc:
+            unread.append(exc)
+            raise
+
     def skip(first: int, limit: int) -> int:
-        for each in skipped_members(file.read, file.nbytes, first, limit):
+        skipped = skipped_members(read, file.nbytes, first, limit)
+        # Hazard: members that the disk cannot read are not among the skipped ones, and would be lost.
+        if unread:
+            raise unread[0]
+        for each in skipped:
             span, first = (part.shards, part.path, each.begin, each.end), each.end
             if each.is_common:
                 common.append(span)

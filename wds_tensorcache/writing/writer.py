@@ -13,12 +13,23 @@ from typing import Any
 
 from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import encode_views
+from wds_tensorcache.codec.skeleton.builders import allow_table
 from wds_tensorcache.errors import EncodeError, KeyRuleError, TensorCacheError
 from wds_tensorcache.shards.catalog import Catalog, Listing, dali_index_path, write_dali_index
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.names import FIELD, SKELETON, TENSORS, cache_name, check_key, check_suffixes, member_suffix
+from wds_tensorcache.shards.names import (
+    FIELD,
+    SKELETON,
+    TENSORS,
+    cache_name,
+    check_key,
+    check_suffixes,
+    is_plain_key,
+    member_suffix,
+)
 from wds_tensorcache.shards.remainder import load_whole
+from wds_tensorcache.shards.sidecar import check_replaceable
 from wds_tensorcache.writing.finished import FinishedShards
 from wds_tensorcache.writing.open_shard import OpenShard
 from wds_tensorcache.writing.pattern import ShardPattern
@@ -56,7 +67,8 @@ class ShardWriter:
         manifest: Write `manifest.json` beside the shards; entries of other writers' shards in the folder are kept.
         overwrite: Delete shards of this pattern that are there. Otherwise they are an error.
         resume: Resume after those that are there: keys that they have are skipped. Written again from the start with the same
-            options, the shards are those of a run that was never broken, byte for byte.
+            options, the shards are those of a run that was never broken, byte for byte. Their indexes are trusted: damage
+            between a shard's ends is found by `tc.verify`, or when samples are read.
         fsync: Wait for the disk before a shard gets its name.
         fingerprint: How the samples are made (model, revision, dtype, crop, …), in what JSON holds. It is kept in the footers
             and the manifest, for `tc.open(…, expect=…)`.
@@ -66,7 +78,8 @@ class ShardWriter:
             (`webdataset.writer.make_encoder(True)`). By default bytes, text, `json` and `cls` are taken.
 
     Raises:
-        FileExistsError: A shard of that name is there, or another writer writes shards of the same names.
+        FileExistsError: A shard of that name is there, another writer writes shards of the same names, or another process
+            keeps the folder locked for more than 10 s; `write` and `close` raise it, too.
         StaleCacheError: `resume=True` finds shards that were made otherwise.
         ValueError: The pattern has more than one number.
 
@@ -91,7 +104,7 @@ class ShardWriter:
         align: int = 64,
         encoder: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
-        self._pattern = ShardPattern(os.fspath(pattern))
+        self._pattern = ShardPattern(os.fsdecode(pattern))
         if overwrite and resume:
             raise ValueError("overwrite=True begins again, resume=True goes on: not both")
         if max_samples < 1 or max_nbytes < 1:
@@ -99,7 +112,7 @@ class ShardWriter:
         self._max_samples, self._max_nbytes = max_samples, max_nbytes
         self._footer, self._idx, self._fsync = footer, idx, fsync
         self._fingerprint = None if fingerprint is None else as_fingerprint(fingerprint)
-        self._allow, self._align, self._encoder = tuple(allow), align, encoder or _encode_plain
+        self._allow, self._align, self._encoder = allow_table(allow), align, encoder or _encode_plain
         folder = self._pattern.folder or "."
         os.makedirs(folder, exist_ok=True)
         self._lock = WriterLock(self._pattern)
@@ -121,6 +134,7 @@ class ShardWriter:
         self._number = 0
         self.finished = self._take_over(paths if resume else [])
         self.num_finished = len(self.finished)  # samples in finished shards
+        self._has_found = self.num_finished > 0
         if resume and existing:
             self._number = max(existing) + 1
         elif existing:
@@ -192,31 +206,21 @@ class ShardWriter:
             raise ValueError(f"{self._pattern}: the writer is closed")
         if isinstance(key, dict):
             raise TypeError("write(key, sample, **members); a dict is what webdataset's writers take")
-        check_key(key)
-        if key in self:
+        is_plain = type(key) is str and is_plain_key(key)
+        if not is_plain:
+            check_key(key)
+        if self._has_found and key in self:
             return
-        caches = {"": sample} if sample is not _NOTHING else {}
-        others = {}
-        for field, value in members.items():
-            if field != FIELD and not field.endswith("." + FIELD):
-                others[field] = value
-            elif field == FIELD and caches:
-                raise KeyRuleError(f"sample {key!r} is given twice, also as {FIELD!r}")
-            else:
-                caches[cache_name(field[: -len(FIELD) - 1]) if field != FIELD else ""] = value
-        if not caches and not others:
-            raise KeyRuleError(f"sample {key!r} has no members")
-        check_suffixes(key, [*others, *(member_suffix(name, SKELETON) for name in caches)])
-        check_suffixes(key, [member_suffix(name, TENSORS) for name in caches])
-        lowered = [field.lower() for field in others] + [member_suffix(name, TENSORS) for name in caches]
-        if len(set(lowered)) < len(lowered) or any(field.endswith((SKELETON, FIELD)) for field in lowered):
-            raise KeyRuleError(
-                f"sample {key!r} has members {sorted(lowered)}: names that only caches have, or one twice"
-            )
+        caches: dict[str, Any]
+        others: dict[str, Any]
+        if is_plain and not members and sample is not _NOTHING:
+            caches, others = {"": sample}, {}
+        else:
+            caches, others = _sort_members(key, sample, members)
         encoded = []
         for name, value in caches.items():
             try:
-                encoded.append((name, encode_views(value, allow=self._allow, align=self._align)))
+                encoded.append((name, encode_views(value, self._allow, self._align)))
             except TensorCacheError as exc:
                 raise exc.at(f"sample {key!r}" + (f", cache {name!r}" if name else "")) from exc
         plain = _encode_others(key, others, self._encoder) if others else {}
@@ -232,6 +236,8 @@ class ShardWriter:
                 if not self._pattern.is_numbered and self._number:
                     raise FileExistsError(f"{path} is finished; only a pattern with a number goes on")
                 raise FileExistsError(f"{path} exists; it was not there when this writer began")
+            if self._idx:
+                check_replaceable(dali_index_path(path))
             self._shard = OpenShard(path)
             self._net = weakref.finalize(self, _drop_forgotten, str(self._pattern), self._shard, os.getpid())
             self._number += 1
@@ -280,6 +286,33 @@ class ShardWriter:
         else:
             with contextlib.closing(self._lock):
                 self._drop()
+
+
+def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the caches of a sample by name, and its other members by extension.
+
+    Raises:
+        KeyRuleError: A name that some reader gets wrong, that is there twice, or that only caches have.
+    """
+    caches = {"": sample} if sample is not _NOTHING else {}
+    others = {}
+    for field, value in members.items():
+        if field != FIELD and not field.endswith("." + FIELD):
+            others[field] = value
+        elif field == FIELD and "" in caches:
+            raise KeyRuleError(f"sample {key!r} is given twice, also as {FIELD!r}; give it once")
+        else:
+            caches[cache_name(field[: -len(FIELD) - 1]) if field != FIELD else ""] = value
+    if not caches and not others:
+        raise KeyRuleError(f"sample {key!r} has no members; give it a sample or a member")
+    check_suffixes(key, [*others, *(member_suffix(name, SKELETON) for name in caches)])
+    check_suffixes(key, [member_suffix(name, TENSORS) for name in caches])
+    lowered = [field.lower() for field in others] + [member_suffix(name, TENSORS) for name in caches]
+    if len(set(lowered)) < len(lowered) or any(field.endswith((SKELETON, FIELD)) for field in lowered):
+        raise KeyRuleError(
+            f"sample {key!r} has members {sorted(lowered)}: names that only caches have, or one twice; call them otherwise"
+        )
+    return caches, others
 
 
 def _drop_forgotten(pattern: str, shard: OpenShard, pid: int) -> None:
@@ -334,7 +367,9 @@ def _encode_others(
         raise exc.at(f"sample {key!r}") from exc
     for extension, raw in plain.items():
         if extension not in others:
-            raise KeyRuleError(f"sample {key!r}: the encoder made {extension!r}, which is not among its members")
+            raise KeyRuleError(
+                f"sample {key!r}: the encoder made {extension!r}, which is not among its members; add it to these"
+            )
         if not isinstance(raw, (bytes, bytearray)):
             raise EncodeError(
                 f"sample {key!r}: the encoder made a {type(raw).__name__} of {extension!r}, expected bytes"

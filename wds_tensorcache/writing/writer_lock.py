@@ -13,7 +13,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from wds_tensorcache.storage.locks import Held, open_regular
+from wds_tensorcache.storage.locks import Held, locked_folder, open_regular
 from wds_tensorcache.writing.pattern import ShardPattern
 
 __all__ = ["WriterLock"]
@@ -42,7 +42,8 @@ class WriterLock:
     the file is deleted. In a folder that cannot be written to there is nothing to lock.
 
     Raises:
-        FileExistsError: Another writer, of this process or another one, has the pattern, or one with names in common.
+        FileExistsError: Another writer, of this process or another one, has the pattern, or one with names in common;
+            or another process keeps the folder locked.
 
     Threads/fork/pickle: as of `Held`.
     """
@@ -53,9 +54,7 @@ class WriterLock:
         self._file: Held | None = None
         self._net: Any = None
         # one at a time; where folders have no locks, two that begin at the same moment may both be refused
-        with Held(folder, os.O_RDONLY) if os.name == "posix" else contextlib.nullcontext() as turn:
-            if turn is not None:
-                turn.lock(wait=True)
+        with locked_folder(folder):
             try:
                 self._file = Held(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             except OSError as exc:

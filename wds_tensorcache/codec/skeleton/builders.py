@@ -9,7 +9,7 @@ from typing import Any
 from wds_tensorcache.codec.nesting import walk
 from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
 
-__all__ = ["ALLOW_ONLY", "MAX_DEQUES", "Builder", "allow_table", "refuse_callables"]
+__all__ = ["ALLOW_ONLY", "MAX_DEQUES", "Builder", "Operation", "allow_table", "refuse_callables"]
 
 MAX_DEQUES = 1000
 
@@ -96,8 +96,9 @@ def _set_state(stack: list[Any], allow: Mapping[tuple[str, str], type], callable
     return 0
 
 
-# each gets how many callables are fetched and not yet called, and returns how many it has called
-ALLOW_ONLY: dict[int, Callable[[list[Any], Mapping[tuple[str, str], type], int], int]] = {
+# gets the stack, `allow`, and how many callables are fetched and not yet called; returns how many it has called
+Operation = Callable[[list[Any], Mapping[tuple[str, str], type], int], int]
+ALLOW_ONLY: dict[int, Operation] = {
     0x81: _new_object,  # NEWOBJ
     0x92: _new_object_ex,  # NEWOBJ_EX
     0x62: _set_state,  # BUILD

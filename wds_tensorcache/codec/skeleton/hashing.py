@@ -18,7 +18,8 @@ from wds_tensorcache.errors import FormatError
 
 __all__ = ["KeyTables", "comparison_budget", "work_of_keys"]
 
-MAX_WORK = 128  # for each key of one container; of comparisons, for each byte of the skeleton
+MAX_WORK = 128  # for each key of one dict; of comparisons, for each byte of the skeleton
+MAX_SET_WORK = 48  # for each element of one set
 _ONE_BY_ONE = 8  # up to so many keys are looked at in pairs, and have no table
 _MIN_SLOTS = 1024
 _BY_ARRAYS = 48  # keys at a time from which on numpy's calls pay off
@@ -46,7 +47,7 @@ class _Table:
         """Add keys, and what they cost to `work` and `compared`.
 
         Raises:
-            FormatError: It is more than `MAX_WORK` for each key.
+            FormatError: It is more than `MAX_WORK` for each key, or `MAX_SET_WORK` for each element.
         """
         first = begin = len(self._hashes)
         self._hashes.extend(hashes)
@@ -101,40 +102,27 @@ class _Table:
 
     def _charge(self, work: int) -> None:
         self.work += work
-        if self.work > MAX_WORK * len(self._hashes):
+        if self.work > (MAX_SET_WORK if self.is_set else MAX_WORK) * len(self._hashes):
             what = "elements of a set" if self.is_set else "keys of a dict"
             raise FormatError(f"{len(self._hashes)} {what} share too many hashes, or slots of their table")
 
     def _place(self, first: int, last: int) -> None:
         """Put the keys `[first, last)` into slots, after those that are there."""
-        if last - first >= _BY_ARRAYS:
+        self._charge(last - first)
+        if not self.is_set and last - first >= _BY_ARRAYS:
             self._place_many(first, last)
             return
-        self._charge(last - first)
+        slots, mask = self._slots, self._mask
         for number in range(first, last):
             perturb = self._hashes[number] & _ALL_BITS
-            self._walk(number, perturb & self._mask, perturb)
-
-    def _walk(self, number: int, home: int, perturb: int, first: int = 0, placed: Any = None) -> None:
-        """Put one key into a slot; a later key that was there resumes its own walk at the place that `placed` has."""
-        slots, mask = self._slots, self._mask
-        while True:
-            run = _RUN if self.is_set and home + _RUN <= mask + 1 else 1
-            for slot in range(home, home + run):
-                owner = slots[slot]
-                if owner < 0 or owner > number:
-                    break
-            else:
-                self._charge(1)
-                perturb >>= 5
-                home = (5 * home + perturb + 1) & mask
-                continue
+            home = slot = perturb & mask
+            while slots[slot] >= 0:
+                slot += 1
+                if not self.is_set or home + _RUN > mask + 1 or slot == home + _RUN:  # nor are there neighbours left
+                    self._charge(1)
+                    perturb >>= 5
+                    home = slot = (5 * home + perturb + 1) & mask
             slots[slot] = number
-            if placed is not None:
-                placed[0][number - first], placed[1][number - first] = home, perturb
-            if owner < 0:
-                return
-            number, home, perturb = owner, placed[0].item(owner - first), placed[1].item(owner - first)
 
     def _place_many(self, first: int, last: int) -> None:
         """Place as `_place` does, all keys at a time: a slot goes to the earliest key that comes to it, and later keys move on.
@@ -147,67 +135,24 @@ class _Table:
         perturb = np.frombuffer(self._hashes, np.int64)[first:last].astype(np.uint64)
         home = perturb.astype(np.int64) & mask
         # of the keys that have a slot: an earlier key may still drive them out
-        homes, perturbs = placed = home.copy(), perturb.copy()
-        self._charge(len(moving))
-        while len(moving) >= _BY_ARRAYS:
-            place, is_open = (self._find_open if self.is_set else _look_at)(slots, home, moving)
-            new, at = moving[is_open], place[is_open]
-            before = slots[at]
+        homes, perturbs = home.copy(), perturb.copy()
+        while len(moving):
+            owners = slots[home]
+            is_open = (owners < 0) | (owners > moving)
+            new, at = moving[is_open], home[is_open]
             slots[at[::-1]] = new[::-1]  # the last that is written stays: the earliest
-            won = slots[at] == new
-            number = new[won] - first
-            homes[number], perturbs[number] = home[is_open][won], perturb[is_open][won]
-            goes_on = ~is_open
-            if self.is_set:  # a key that lost may find another slot of the run
-                lost = np.flatnonzero(is_open)[~won]
-                stays = np.zeros(len(moving), bool)
-                stays[lost] = ~_has_many_before(home[lost]) if len(lost) > len(moving) // 2 else True
-                goes_on[lost] = ~stays[lost]
-                keep = goes_on | stays
-            else:
-                goes_on[is_open] = ~won
-                keep = goes_on
-            moving, home, perturb, goes_on = moving[keep], home[keep], perturb[keep], goes_on[keep]
-            self._charge(int(np.count_nonzero(goes_on)))
-            perturb = np.where(goes_on, perturb >> np.uint64(5), perturb)
-            home = np.where(goes_on, (5 * home + (perturb & np.uint64(mask)).astype(np.int64) + 1) & mask, home)
-            driven = before[won & (before >= 0)]
-            if len(driven):
+            won = is_open & (slots[home] == moving)
+            homes[moving[won] - first], perturbs[moving[won] - first] = home[won], perturb[won]
+            driven = owners[won & (owners >= 0)]
+            moving, home, perturb = moving[~won], home[~won], perturb[~won] >> np.uint64(5)
+            self._charge(len(moving))
+            home = (5 * home + (perturb & np.uint64(mask)).astype(np.int64) + 1) & mask
+            if len(driven):  # they look at their slot once more, and move on
                 moving = np.concatenate((moving, driven))
                 order = np.argsort(moving)
                 moving = moving[order]
                 home = np.concatenate((home, homes[driven - first]))[order]
                 perturb = np.concatenate((perturb, perturbs[driven - first]))[order]
-        for walker in zip(moving.tolist(), home.tolist(), perturb.tolist(), strict=True):
-            self._walk(*walker, first, placed)
-
-    def _find_open(self, slots: Any, home: Any, moving: Any) -> tuple[Any, Any]:
-        """Return the first slot of each key's run that is free or a later key's, and whether there is one."""
-        place, is_open = _look_at(slots, home, moving)
-        taken = np.flatnonzero(~is_open & (home + _RUN <= self._mask + 1))
-        if len(taken):
-            runs = home[taken, None] + np.arange(_RUN)
-            owners = slots[runs]
-            fits = (owners < 0) | (owners > moving[taken, None])
-            place[taken] += fits.argmax(1)
-            is_open[taken] = fits.any(1)
-        return place, is_open
-
-
-def _look_at(slots: Any, home: Any, moving: Any) -> tuple[Any, Any]:
-    owners = slots[home]
-    return home.copy(), (owners < 0) | (owners > moving)
-
-
-def _has_many_before(homes: Any) -> Any:
-    """Return which of the homes, bool `[n]`, come after enough equal ones to fill a run."""
-    order = np.argsort(homes, kind="stable")
-    ordered = homes[order]
-    begins = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
-    rank = np.arange(len(homes)) - np.repeat(begins, np.diff(np.append(begins, len(homes))))
-    result = np.empty(len(homes), bool)
-    result[order] = rank >= _RUN
-    return result
 
 
 def _as_bytes(value: int) -> bytes:

@@ -42,20 +42,29 @@ def _write_int(value: int) -> bytes:
     return b"\x8a" + bytes([nbytes]) + raw if nbytes < 256 else b"\x8b" + pack("<I", nbytes) + raw
 
 
+def _write_text(value: str) -> bytes:
+    raw = value.encode("utf-8", "surrogatepass")
+    return b"\x8c%c%b" % (len(raw), raw) if len(raw) < 256 else _sized(b"\x8c", b"X", b"\x8d", raw)
+
+
 ATOM_WRITERS: dict[type, Callable[[Any], bytes]] = {
     type(None): lambda value: b"N",
     bool: lambda value: b"\x88" if value else b"\x89",
     int: _write_int,
     float: lambda value: pack(">cd", b"G", value),
-    str: lambda value: _sized(b"\x8c", b"X", b"\x8d", value.encode("utf-8", "surrogatepass")),
+    str: _write_text,
     bytes: lambda value: _sized(b"C", b"B", b"\x8e", value),
 }
+LONGEST_GET = 5
 TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
 def write_get(number: int) -> bytes:
     """Return the opcode that pushes what the `number`-th MEMOIZE kept."""
     return pack("<cB", b"h", number) if number < 256 else pack("<cI", b"j", number)
+
+
+GETS = [write_get(number) for number in range(256)]
 
 
 def write_bytearray(value: bytearray) -> bytes:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Container
 from functools import lru_cache
 
-__all__ = ["Counter", "component", "join", "unique"]
+__all__ = ["RESERVED", "Counter", "component", "join", "short_component", "unique"]
 
+RESERVED = "__metadata__"  # by safetensors
 _ESCAPED = re.compile("[%.?:\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -16,13 +17,13 @@ def _escape(key: str) -> str:
     return text or "%"
 
 
-_escape_short = lru_cache(4096)(_escape)  # the keys of dicts are the same in every sample
+short_component = lru_cache(4096)(_escape)  # the keys of dicts are the same in every sample
 
 
 def component(key: object, position: int) -> str:
     """Return how the item of a dict with this key, `position`-th in order, is called in its tensors' names."""
     if type(key) is str:
-        return _escape_short(key) if len(key) < 64 else _escape(key)
+        return short_component(key) if len(key) < 64 else _escape(key)
     return str(key) if type(key) is int and abs(key) < 1 << 64 else f"@{position}"
 
 
@@ -33,7 +34,7 @@ def join(path: str, part: str) -> str:
 
 def unique(path: str, taken: Container[str]) -> str:
     """Return the name of a tensor at `path`: the path itself, or with `~2`, `~3`, … behind it where that is taken."""
-    name = base = "%5F_metadata__" if path == "__metadata__" else path
+    name = base = "%5F_metadata__" if path == RESERVED else path
     number = 2
     while name in taken:
         name = f"{base}~{number}"

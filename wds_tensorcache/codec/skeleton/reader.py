@@ -16,7 +16,7 @@ from struct import error as StructError
 from typing import Any, NoReturn
 
 from wds_tensorcache.codec.nesting import MAX_DEPTH, check_depth, shown
-from wds_tensorcache.codec.skeleton.builders import ALLOW_ONLY, MAX_DEQUES, Builder, refuse_callables
+from wds_tensorcache.codec.skeleton.builders import ALLOW_ONLY, MAX_DEQUES, Builder, Operation, refuse_callables
 from wds_tensorcache.codec.skeleton.calls import call_budget, call_cost
 from wds_tensorcache.codec.skeleton.hashing import KeyTables
 from wds_tensorcache.codec.skeleton.key_costs import SHORT_TEXT, are_few_texts
@@ -39,6 +39,7 @@ def unpickle(
     reference: Callable[[str], object],
     builders: Mapping[tuple[str, str], object],
     allow: Mapping[tuple[str, str], type],
+    more: Mapping[int, Operation] | None = None,
 ) -> Any:
     """Return the object that `pickled[begin:]` describes.
 
@@ -47,6 +48,7 @@ def unpickle(
         reference: Called with the text of each tensor reference, `"tensor:NAME"`.
         builders: (module, name) to a `Builder`, or to an immutable value that the name stands for.
         allow: Classes that the caller trusts to be built from arbitrary arguments and state.
+        more: Opcodes that are not always in the subset; None for those of classes in `allow`, if there are any.
 
     Raises:
         UnsafeSkeletonError: An opcode or a global outside the subset.
@@ -54,7 +56,7 @@ def unpickle(
     """
     body = bytes(pickled)
     try:
-        result = _run(body, begin, reference, builders, allow)
+        result = _run(body, begin, reference, builders, allow, (ALLOW_ONLY if allow else {}) if more is None else more)
         if len(body) - len(body.translate(None, _NESTING)) > MAX_DEPTH:
             check_depth(result)
         return result
@@ -72,6 +74,7 @@ def _run(
     reference: Callable[[str], object],
     builders: Mapping[tuple[str, str], object],
     allow: Mapping[tuple[str, str], type],
+    more: Mapping[int, Operation],
 ) -> Any:
     size = len(body)
     stack: list[Any] = []
@@ -246,8 +249,8 @@ def _run(
             pos += 8
         elif op == 0x2E:  # STOP
             break
-        elif allow and op in ALLOW_ONLY:
-            callables -= ALLOW_ONLY[op](stack, allow, callables)
+        elif op in more:
+            callables -= more[op](stack, allow, callables)
         else:
             _refuse(op, pos - 1)
     if pos != size:
@@ -311,8 +314,11 @@ def _find(
 
 def _refuse(op: int, pos: int) -> NoReturn:
     names = {ord(known.code): known.name for known in pickletools.opcodes}
+    hint = (
+        "for classes that you trust, pass allow=[…]" if op in ALLOW_ONLY else "write the sample with tc.encode_sample"
+    )
     raise UnsafeSkeletonError(
-        f"opcode {names.get(op, hex(op))} at byte {pos} is outside the format; see FORMAT.md 2.4, and for classes allow=[…]"
+        f"opcode {names.get(op, hex(op))} at byte {pos} is outside the format, FORMAT.md 2.4; {hint}"
     )
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from enum import Enum
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -23,10 +25,10 @@ from wds_tensorcache.codec.nesting import MAX_DEPTH
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton import opcodes as op
 from wds_tensorcache.codec.skeleton.builders import MAX_DEQUES
-from wds_tensorcache.codec.skeleton.calls import call_budget, call_cost, join_parts
+from wds_tensorcache.codec.skeleton.calls import CALLS_OF_ANY, PER_BYTE, call_budget, call_cost
 from wds_tensorcache.codec.skeleton.hashing import comparison_budget, work_of_keys
-from wds_tensorcache.codec.skeleton.key_costs import are_few_texts, hash_cost
-from wds_tensorcache.codec.skeleton.paths import Counter, component, join, unique
+from wds_tensorcache.codec.skeleton.key_costs import ONLY_COMPARED, are_few_texts, hash_cost
+from wds_tensorcache.codec.skeleton.paths import RESERVED, Counter, component, join, short_component, unique
 from wds_tensorcache.codec.skeleton.reduction import reduction
 from wds_tensorcache.codec.skeleton.refusals import at, checked_arguments, remedy
 from wds_tensorcache.codec.skeleton.types import FACTORIES, LISTED, numpy_dtype_arguments, torch_dtype_name
@@ -37,6 +39,10 @@ __all__ = ["MANY_ITEMS", "SkeletonWriter"]
 
 MANY_ITEMS = 1000  # in one container
 
+_NO_CLASSES: dict[type, tuple[str, str]] = {}
+_TEXTS = frozenset({str})
+_FIRST = itemgetter(0)
+_RUNNING = nullcontext()  # leaves the garbage collector as it is
 _write_key = lru_cache(4096)(op.ATOM_WRITERS[str])  # the keys of dicts are the same in every sample
 
 
@@ -46,7 +52,7 @@ class SkeletonWriter:
     def __init__(self, allow: Mapping[tuple[str, str], type]) -> None:
         self.tensors: dict[str, StorableTensor] = {}  # by name, in the order of the walk
         self._allow = allow
-        self._classes = {cls: key for key, cls in allow.items()}
+        self._classes = {cls: key for key, cls in allow.items()} if allow else _NO_CLASSES
         self._parts: list[bytes] = []  # what to write; empty where a MEMOIZE or a GET may come
         self._gets: dict[int, int] = {}  # which of these is a GET, and the MEMOIZE of what it gets
         self._fetched: list[tuple[int, Any]] = []  # which of these get the argument of a call, and what it is
@@ -61,12 +67,12 @@ class SkeletonWriter:
 
     def body(self) -> bytes:
         """Return the pickle behind the preamble."""
-        body = join_parts(self._parts, self._gets, self._fetched, self._call_cost)
-        if self._call_cost > call_budget(len(body)):
-            raise EncodeError(f"values that take {self._call_cost} bytes to build, most of them shared; use a tensor")
+        body = self._join()
+        if self._call_cost > CALLS_OF_ANY:
+            body = self._write_arguments_anew(body)
         if self._hash_cost > 1000 + 10 * len(body):
             raise EncodeError(f"{self._hash_cost} parts in keys and set elements, most of them shared; use a list")
-        if self._comparisons > comparison_budget(len(body)):
+        if self._comparisons and self._comparisons > comparison_budget(len(body)):
             raise EncodeError(
                 "keys or set elements that share hashes and are long, or shared by many dicts; use a list"
             )
@@ -74,11 +80,45 @@ class SkeletonWriter:
             raise EncodeError(f"{self._num_deques} deques, and at most {MAX_DEQUES} are read back; store list(x)")
         return body
 
+    def _join(self) -> bytes:
+        """Return the parts, with a MEMOIZE for everything that is fetched, numbered in their order."""
+        parts, gets = self._parts, self._gets
+        if gets:
+            memo = {}
+            for number, slot in enumerate(sorted(set(gets.values()))):
+                parts[slot] = op.MEMOIZE
+                memo[slot] = op.GETS[number] if number < len(op.GETS) else op.write_get(number)
+            for index, slot in gets.items():
+                parts[index] = memo[slot]
+        parts.append(op.STOP)
+        body = b"".join(parts)
+        parts.pop()
+        return body
+
+    def _write_arguments_anew(self, body: bytes) -> bytes:
+        """Return a body that is long enough for what its calls are given, as its readers demand.
+
+        As many arguments as that needs, the last first, are written instead of being fetched.
+        """
+        while (missing := self._call_cost - call_budget(len(body))) > 0:
+            if not self._fetched:
+                raise EncodeError(
+                    f"values that take {self._call_cost} bytes to build, most of them shared; use a tensor"
+                )
+            for slot in set(self._gets.values()):
+                self._parts[slot] = b""
+            while self._fetched and missing > 0:
+                index, value = self._fetched.pop()
+                self._parts[index] = op.ATOM_WRITERS[type(value)](value)
+                del self._gets[index]
+                missing -= PER_BYTE * (len(self._parts[index]) - op.LONGEST_GET)
+            body = self._join()
+        return body
+
     def save(self, value: Any, path: str = "", opaque: Counter | None = None, depth: int = 1) -> None:
         """Write `value`, which lies at `path`; `opaque` counts the tensors of an object that has no paths inside."""
         cls = type(value)
-        atom = op.ATOM_WRITERS.get(cls)
-        if atom is not None:
+        if (atom := op.ATOM_WRITERS.get(cls)) is not None:
             self._save_atom(value, cls, atom)
             return
         known = self._slots.get(id(value))
@@ -114,21 +154,24 @@ class SkeletonWriter:
         self._parts.append(b"")
 
     def _save_atom(self, value: Any, cls: type, atom: Callable[[Any], bytes]) -> None:
-        known = self._texts.get(cls)
+        parts, known = self._parts, self._texts.get(cls)
         if known is None or len(value) < 2:  # a GET and its MEMOIZE are no shorter than what they save
-            self._parts.append(atom(value))
-        elif value in known:
-            self._get(known[value])
+            parts.append(atom(value))
+            return
+        slot = known.setdefault(value, len(parts) + 1)
+        if slot < len(parts):
+            self._get(slot)
         else:
-            self._parts += atom(value), b""
-            known[value] = len(self._parts) - 1
+            parts += atom(value), b""
 
-    def _save_item(self, item: Any, path: str, part: str, opaque: Counter | None, depth: int) -> None:
+    def _save_item(self, item: Any, path: str, part: object, opaque: Counter | None, depth: int) -> None:
         """Write what lies at `part` of `path`."""
         if (atom := op.ATOM_WRITERS.get(type(item))) is not None:  # has no path
             self._save_atom(item, type(item), atom)
-        else:
-            self.save(item, path if opaque else join(path, part), opaque, depth + 1)
+            return
+        if not opaque:
+            path = f"{path}.{part}" if path else str(part)
+        self.save(item, path, opaque, depth + 1)
 
     def _save_list(self, value: list[Any], path: str, opaque: Counter | None, depth: int) -> None:
         self._parts.append(op.EMPTY_LIST)
@@ -139,9 +182,12 @@ class SkeletonWriter:
         values = list(values)
         if values:
             self._parts.append(op.MARK)
-            with collector_paused(len(values) > MANY_ITEMS):
+            with collector_paused(True) if len(values) > MANY_ITEMS else _RUNNING:
                 for index, item in enumerate(values):
-                    self._save_item(item, path, str(index), opaque, depth)
+                    if (atom := op.ATOM_WRITERS.get(type(item))) is not None:
+                        self._save_atom(item, type(item), atom)
+                    else:
+                        self._save_item(item, path, index, opaque, depth)
             self._parts.append(op.APPENDS)
 
     def _save_dict(self, value: dict[Any, Any], path: str, opaque: Counter | None, depth: int) -> None:
@@ -153,16 +199,22 @@ class SkeletonWriter:
         pairs = list(pairs)
         if not pairs:
             return
-        self._check_keys([key for key, _ in pairs], path)
+        keys = list(map(_FIRST, pairs))
+        if len(keys) > ONLY_COMPARED or not _TEXTS.issuperset(map(type, keys)):
+            self._check_keys(keys, path)
         self._parts.append(op.MARK)
-        with collector_paused(len(pairs) > MANY_ITEMS):
+        with collector_paused(True) if len(pairs) > MANY_ITEMS else _RUNNING:
             for index, (key, item) in enumerate(pairs):
-                part = component(key, index)
-                if type(key) is str:
-                    self._save_atom(key, str, _write_key if len(key) < 64 else op.ATOM_WRITERS[str])
+                if type(key) is not str:
+                    inside = path if opaque else join(path, component(key, index))
+                    self.save(key, inside, Counter(), depth + 1)
                 else:
-                    self.save(key, path if opaque else join(path, part), Counter(), depth + 1)
-                self._save_item(item, path, part, opaque, depth)
+                    self._save_atom(key, str, _write_key if len(key) < 64 else op.ATOM_WRITERS[str])
+                if (atom := op.ATOM_WRITERS.get(type(item))) is not None:  # has no path
+                    self._save_atom(item, type(item), atom)
+                else:
+                    part = short_component(key) if type(key) is str and len(key) < 64 else component(key, index)
+                    self._save_item(item, path, part, opaque, depth)
         self._parts.append(op.SETITEMS)
 
     def _check_keys(self, keys: list[Any], path: str, *, is_set: bool = False) -> None:
@@ -179,7 +231,7 @@ class SkeletonWriter:
         if len(value) not in op.TUPLES:
             self._parts.append(op.MARK)
         for index, item in enumerate(value):
-            self._save_item(item, path, str(index), opaque, depth)
+            self._save_item(item, path, index, opaque, depth)
         known = self._slots.get(id(value))
         if known is not None:  # one of the items holds this tuple, and has written it
             self._parts.append(op.POP * len(value) if len(value) in op.TUPLES else op.POP_MARK)
@@ -284,7 +336,7 @@ class SkeletonWriter:
             self._get(slot)
             return
         for text in (module, name):
-            self._save_atom(text, str, op.ATOM_WRITERS[str])
+            self._save_atom(text, str, _write_key)
         self._parts += op.STACK_GLOBAL, b""
         self._globals[module, name] = len(self._parts) - 1
 
@@ -295,12 +347,14 @@ class SkeletonWriter:
             raise EncodeError(f"{at(path)}: {exc}") from exc
         if opaque is not None or not path:
             path = join(path, f"@{(opaque or Counter()).next()}")
-        name = unique(path, self.tensors)
-        self.tensors[name] = stored
+        if path in self.tensors or path == RESERVED:
+            path = unique(path, self.tensors)
+        stored.name, stored.reference = path, reference_text(stored.kind, path, stored.true.attribute)
+        self.tensors[path] = stored
         self._global("builtins", "format")
-        self._save_atom(reference_text(stored.kind, name, stored.true.attribute), str, op.ATOM_WRITERS[str])
-        self._parts.append(op.TUPLE1 + op.REDUCE)
-        self._remember(value)
+        self._save_atom(stored.reference, str, op.ATOM_WRITERS[str])
+        self._slots[id(value)] = (len(self._parts) + 1, value)
+        self._parts += op.TUPLE1 + op.REDUCE, b""
 
     def _save_object(self, value: Any, path: str, depth: int) -> None:
         """Write an instance of a class in allow= as its `__reduce_ex__` describes it."""

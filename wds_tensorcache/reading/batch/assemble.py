@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import get_worker_info
 
+from wds_tensorcache.codec.devices import check_device
 from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.realize import rebuild
@@ -108,6 +109,7 @@ class Reading:
     memory: Memory
 
     def __init__(self, request: Request, pin: bool, device: Any) -> None:
+        check_device(device)
         self._request = request
         self._pin, self._device = pin, device
         self._layouts, self._which = layouts_of(request.places)

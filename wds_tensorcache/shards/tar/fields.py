@@ -12,7 +12,13 @@ __all__ = ["Pairs", "Records", "adds_up", "check_checksum", "parse_number", "par
 Records = dict[bytes, bytes]
 Pairs = list[tuple[bytes, bytes]]
 _RECORD_LENGTH = re.compile(rb"([0-9]{1,19}) ")
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\0": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+}
 
 
 def check_checksum(header: bytes, header_begin: int) -> None:
@@ -38,7 +44,9 @@ def refuse_compressed(header: bytes) -> None:
     for magic, name in _COMPRESSED.items():
         if header.startswith(magic):
             raise TarFormatError(
-                f"{name}: compressed tars have no index; read them as streams", offset=0, kind="compressed"
+                f"{name}: compressed tars have no index; read them as streams of 'pipe:{name} -dc PATH', or decompress them",
+                offset=0,
+                kind="compressed",
             )
 
 
@@ -86,7 +94,9 @@ def parse_records(content: bytes, begin: int, sparse: Pairs | None = None) -> Re
 
 
 def adds_up(header: bytes) -> bool:
-    """Return whether the bytes of a header add up to what it says."""
+    """Return whether bytes are a header, and add up to what it says."""
+    if len(header) < 512:
+        return False
     try:
         check_checksum(header, 1)  # not at the beginning of a file, where a compressed one would be told
     except TarFormatError:

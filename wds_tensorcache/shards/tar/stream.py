@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from wds_tensorcache.errors import FormatError, Kind, TarFormatError
+from wds_tensorcache.errors import Kind, TarFormatError
 from wds_tensorcache.shards.tar.archive import BLOCK, Scanner, is_extended, is_meta_name, padding
-from wds_tensorcache.shards.tar.fields import Pairs, check_checksum
+from wds_tensorcache.shards.tar.fields import Pairs, adds_up
 from wds_tensorcache.shards.tar.sparse import SparseMap, read_map
 
 __all__ = ["TarStream"]
@@ -97,7 +97,8 @@ class TarStream:
         decompressor = next((made for magic, made in _DECOMPRESSORS.items() if head.startswith(magic)), None)
         if decompressor is not None:
             head += self._take(BLOCK - len(head))
-            if not _is_header(head):  # a member may be called like that
+            # a member may be called like that; tars from before POSIX have no magic
+            if not (len(head) == BLOCK and head[257:262] == b"ustar") and not adds_up(head):
                 self._stream, head, self._is_compressed = decompressor(_Rejoined(head, self._stream)), b"", True
         self._begun, self._at = head, 0
 
@@ -150,6 +151,8 @@ class TarStream:
         try:
             return self._stream.read(nbytes)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as exc:
+            if getattr(exc, "errno", None) is not None:
+                raise  # of the stream itself; those of gzip and bz2 have no number
             kind: Kind = "truncated" if isinstance(exc, EOFError) else "compressed"
             raise TarFormatError(
                 f"the compressed stream is cut short or damaged: {exc}", offset=self._at, kind=kind
@@ -186,13 +189,3 @@ class _Rejoined:
         return False
 
     closed = False
-
-
-def _is_header(head: bytes) -> bool:
-    if len(head) < BLOCK or head[257:262] == b"ustar":
-        return len(head) == BLOCK
-    try:
-        check_checksum(head, BLOCK)  # tars from before POSIX have no magic
-    except FormatError:
-        return False
-    return True

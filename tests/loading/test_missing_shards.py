@@ -1,0 +1,53 @@
+"""A shard that is not there: an error of this project that is FileNotFoundError, with manifest, shard and remedy."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.shards.damage import write
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_a_manifest_lists_it(tmp_path: Path, link: bool) -> None:
+    write(tmp_path, 4, per_shard=2)
+    os.remove(tmp_path / "000001.tar")
+    if link:
+        (tmp_path / "000001.tar").symlink_to("nowhere")
+    for source in (tmp_path, tmp_path / "manifest.json", [tmp_path]):
+        with pytest.raises(FileNotFoundError, match=r"manifest\.json.*'000001\.tar'.*tc\.repair") as caught:
+            tc.open(source)
+        assert isinstance(caught.value, tc.MissingShardError)
+        assert isinstance(caught.value, tc.FormatError)
+        assert (caught.value.kind, caught.value.errno) == ("missing", errno.ENOENT)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (type(again), str(again), again.errno) == (tc.MissingShardError, str(caught.value), errno.ENOENT)
+    fault = tc.verify(tmp_path).faults[0]
+    assert (fault.kind, os.path.basename(fault.shard)) == ("missing", "000001.tar")
+    assert tc.repair(tmp_path, tmp_path / "out").num_missing
+    assert list(tc.open(tmp_path / "out").keys()) == ["000", "001"]
+
+
+def test_a_folder_has_a_link_to_nothing(tmp_path: Path) -> None:
+    write(tmp_path, 2, manifest=False)
+    (tmp_path / "a.tar").symlink_to("nowhere")
+    for source in (tmp_path, tmp_path / "*.tar"):
+        with pytest.raises(FileNotFoundError, match=r"a\.tar"):
+            tc.open(source)
+    with pytest.raises(tc.MissingShardError, match=r"a\.tar: .* not there"):
+        tc.open(tmp_path)
+
+
+def test_it_went_since(tmp_path: Path) -> None:
+    path = write(tmp_path, 2)
+    cache = tc.open(tmp_path)
+    other = pickle.loads(pickle.dumps(cache))
+    os.remove(path)
+    for each in (cache, other):
+        with pytest.raises(tc.MissingShardError, match=r"000000\.tar: .* not there"):
+            each[0]

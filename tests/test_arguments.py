@@ -1,0 +1,259 @@
+"""What callers get wrong, or give in another form: every path may be a `PathLike`, and every error names the remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import inspect
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset as wds
+
+import wds_tensorcache as tc
+from tests.shards.tars import build
+
+ZSTD, LZ4 = b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18"
+
+
+def write(path: Path, count: int = 4) -> Path:
+    with tc.ShardWriter(path) as sink:
+        for i in range(count):
+            sink.write(f"{i}", {"x": torch.arange(3.0) + i, "i": i})
+    return path
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    return write(tmp_path / "a.tar")
+
+
+class Named:
+    """Something that `os.fspath` takes and that is no text."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __fspath__(self) -> str:
+        return self._path
+
+
+@pytest.mark.parametrize("kind", [Path, Named])
+def test_every_path_may_be_pathlike(shard: Path, tmp_path: Path, kind: Any) -> None:
+    path, folder = kind(str(shard)), kind(str(tmp_path))
+    pattern, manifest = kind(str(tmp_path / "?.tar")), kind(str(tmp_path / "manifest.json"))
+    for source in (path, folder, pattern, manifest, [path], [folder]):
+        assert len(tc.open(source)) == 4
+        assert tc.verify(source)
+        assert len(list(tc.resumable(source))) == 4
+    assert len(list(tc.resumable([path, str(shard)]))) == 8
+    shards = [{"url": path}]
+    (sample, *_) = found = list(tc.tarfile_to_samples()(shards))
+    assert len(found) == 4
+    assert sample["__url__"] == str(shard)
+    assert len(tc.index(path).keys) == 4
+    assert tc.repair(path, kind(str(tmp_path / "repaired")))
+
+
+@pytest.mark.parametrize("call", [tc.open, tc.verify, tc.resumable])
+def test_bytes_are_not_where_shards_are(call: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected .*path|a pattern or a folder") as raised:
+        call(b"a.tar")
+    assert "bytes" in str(raised.value) or "b'a.tar'" in str(raised.value)
+
+
+def test_a_path_is_never_a_command(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for urls in (Path("pipe:touch owned"), [Path("pipe:touch owned")]):
+        with pytest.raises(FileNotFoundError, match="does not exist"):
+            list(tc.resumable(urls))
+    with pytest.raises(FileNotFoundError):
+        list(tc.tarfile_to_samples()([{"url": Path("pipe:touch owned")}]))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("head", "name"),
+    [(ZSTD, "zstd"), (LZ4, "lz4"), (b"\x1f\x8b\x08", "gzip"), (b"BZh9", "bzip2"), (b"\xfd7zXZ\0", "xz")],
+)
+def test_compressed_tars_say_by_what_and_what_to_do(head: bytes, name: str, tmp_path: Path) -> None:
+    content = head + bytes(range(256)) * 6
+    path = tmp_path / "a.tar"
+    path.write_bytes(content)
+    calls: list[Any] = [lambda: tc.open(path), lambda: tc.index(path)]
+    if name in ("zstd", "lz4"):  # no module of Python 3.10 reads it
+        calls.append(lambda: list(tc.tarfile_to_samples()([{"url": "a.tar", "stream": io.BytesIO(content)}])))
+    for call in calls:
+        with pytest.raises(
+            tc.TarFormatError, match=f"a.tar: byte 0: {name}: compressed .*pipe:{name} -dc PATH"
+        ) as raised:
+            call()
+        assert raised.value.kind == "compressed"
+    assert name in str(tc.verify(path))
+
+
+def test_compressed_tars_that_are_read_as_streams(shard: Path) -> None:
+    content = gzip.compress(shard.read_bytes())
+    assert len(list(tc.tarfile_to_samples()([{"url": "a.tar", "stream": io.BytesIO(content)}]))) == 4
+
+
+def test_members_of_a_sample_apart(tmp_path: Path) -> None:
+    skeletons, tensors = zip(*(tc.encode_sample({"x": torch.arange(3.0) + i}) for i in range(2)), strict=True)
+    path = tmp_path / "a.tar"
+    for kind, other, first, then in (
+        ("safetensors", "skel.pyd", tensors, skeletons),
+        ("skel.pyd", "safetensors", skeletons, tensors),
+    ):
+        parts = [(f"{i}.{suffix}", half[i]) for suffix, half in ((kind, first), (other, then)) for i in range(2)]
+        path.write_bytes(build(parts))
+        stages = wds.SimpleShardList(str(path)), tc.tarfile_to_samples(), tc.decode()
+        for call in (
+            lambda: tc.open(path),
+            lambda: tc.index(path),
+            lambda stages=stages: list(wds.DataPipeline(*stages)),
+        ):
+            with pytest.raises(tc.FormatError, match=r"sample '0': .* is missing beside .*--sort=name") as raised:
+                call()
+            assert raised.value.kind == "missing"
+        assert "is missing beside" in str(tc.verify(path))
+    path.write_bytes(build([("0.txt", b""), ("1.txt", b""), ("0.json", b"")]))
+    with pytest.raises(tc.FormatError, match=r"key '0' occurs twice.*--sort=name"):
+        tc.index(path)
+
+
+# --- masks ---
+
+
+MASK = [True, False, True, False]
+
+
+@pytest.mark.parametrize("kind", [np.array, list, torch.tensor])
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_a_mask_chooses_as_in_numpy(shard: Path, kind: Any, is_joined: bool) -> None:
+    cache = tc.open([shard], join="key") if is_joined else tc.open(shard)
+    view = cache[kind(MASK)]
+    assert list(view.keys()) == ["0", "2"]
+    assert list(view[kind([False, True])].keys()) == ["2"]
+    assert len(cache[kind([False] * 4)]) == 0
+    assert cache.read_batch(kind(MASK))["i"].tolist() == [0, 2]
+    for wrong in ([True] * 3, [True] * 5, [False]):
+        with pytest.raises(TypeError, match="indices are .* a mask of 4 bools, got"):
+            cache[kind(wrong)]
+        with pytest.raises(TypeError, match="a mask of 4 bools"):
+            cache.read_batch(kind(wrong))
+
+
+@pytest.mark.parametrize("patterns", [MASK, np.array(MASK), [0, 1], 3])
+def test_select_is_of_tensors(shard: Path, patterns: Any) -> None:
+    for cache in (tc.open(shard), tc.open([shard], join="key")):
+        with pytest.raises(TypeError, match=r"select takes names of tensors.*for samples, cache\[…\]"):
+            cache.select(patterns)
+
+
+# --- devices ---
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")], ids=str)
+def test_no_gpu(shard: Path, device: Any) -> None:
+    cache = tc.open(shard)
+    for call in (
+        lambda: cache.read_batch([0], device),
+        lambda: cache.read_batch([0], device, pin=True),
+        lambda: cache.read_batch([0], device, collate="list"),
+        lambda: cache.read_batch([0], device, collate="pad"),
+        lambda: cache.read_batch([0], device, collate=list),
+        lambda: cache.read_tensors([0], device),
+        lambda: tc.open([shard], join="key").read_batch([0], device),
+        lambda: next(iter(tc.Loader(cache, 1, device=device))),
+        lambda: tc.realize(cache[0], device),
+        lambda: cache[0]["x"].load(device),
+    ):
+        with pytest.raises(RuntimeError, match="torch sees no GPU; leave it out"):
+            call()
+    with pytest.raises(RuntimeError, match="pin_memory=True requires"):
+        cache.read_batch([0], pin=True)
+
+
+def test_devices_are_documented() -> None:
+    for call in (tc.TensorCache.read_batch, tc.realize, tc.LazyTensor.load):
+        assert "RuntimeError: `device` is not there" in str(inspect.getdoc(call))
+
+
+# --- names ---
+
+
+@pytest.mark.parametrize(
+    ("key", "member", "remedy"),
+    [
+        ("", "json", r"number the samples"),
+        (7, "json", r"number the samples"),
+        ("a b", "json", "replace it, e.g. by '_'"),
+        ("é", "json", "number the samples"),
+        ("a.b", "json", "replace it, e.g. by '_'"),
+        ("../a", "json", "leave out"),
+        ("/a", "json", "leave out"),
+        ("__a", "json", "begin it otherwise"),
+        ("x" * 101, "json", "shorten the key"),
+        ("a", "_json", "begin it otherwise"),
+        ("a", "js on", "as 'json'"),
+        ("a", "x.skel.pyd", "call them otherwise"),
+    ],
+)
+def test_a_name_that_is_refused(tmp_path: Path, key: Any, member: str, remedy: str) -> None:
+    with tc.ShardWriter(tmp_path / "a.tar") as sink:
+        with pytest.raises(tc.KeyRuleError, match=f"; .*{remedy}"):
+            sink.write(key, {"x": 1}, **{member: b""})
+        sink.write("0", {"x": 1})
+    assert os.path.exists(tmp_path / "a.tar")
+
+
+def test_other_names_that_are_refused(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "a.tar") as sink:
+        sink.write("0", {"x": 1})
+        with pytest.raises(tc.KeyRuleError, match="; .*another key"):
+            sink.write("0", {"x": 1})
+        with pytest.raises(tc.KeyRuleError, match="; .*give it once"):
+            sink.write("1", {"x": 1}, tensorcache={"x": 1})
+        with pytest.raises(tc.KeyRuleError, match="; .*give it a sample"):
+            sink.write("1")
+        with pytest.raises(tc.KeyRuleError, match="; .*for example 'text'"):
+            sink.write("1", **{"Text.tensorcache": 1})
+
+
+# --- damage ---
+
+
+def damage_of(skeleton: bytes, tensors: bytes) -> str:
+    with pytest.raises(tc.FormatError) as raised:
+        tc.decode_sample(skeleton, tensors)
+    return str(raised.value)
+
+
+def test_damage_is_not_mended_by_allow() -> None:
+    skeleton, tensors = tc.encode_sample({"x": torch.arange(3.0)})
+    texts = []
+    for at in range(43, len(skeleton)):
+        for byte in (b"b", b"\x81", b"c", b"\xff"):
+            with contextlib.suppress(tc.FormatError):  # some damage is another text or number
+                tc.decode_sample(skeleton[:at] + byte + skeleton[at + 1 :], tensors)
+                continue
+            texts.append(damage_of(skeleton[:at] + byte + skeleton[at + 1 :], tensors))
+    assert len(texts) > 50
+    assert not [text for text in texts if "allow" in text]
+    assert any("'cuiltins.format'" in text for text in texts)
+
+
+def test_allow_is_named_only_where_it_helps() -> None:
+    for opcode in (b"\x81", b"\x92", b"b"):
+        with pytest.raises(tc.UnsafeSkeletonError, match="allow="):
+            tc.decode_sample(b"\x80\x04)" + opcode + b".", tc.encode_sample(0)[1])
+    for opcode in (b"\xff", b"c", b"q\x00", b"\x82\x01", b"P"):
+        with pytest.raises(tc.UnsafeSkeletonError) as raised:
+            tc.decode_sample(b"\x80\x04)" + opcode + b".", tc.encode_sample(0)[1])
+        assert "allow" not in str(raised.value)

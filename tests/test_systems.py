@@ -1,0 +1,79 @@
+"""The README's example runs where system calls are missing, as docs/systems.md says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Third parties are imported first: they are built for the system that runs the test.
+_PRELUDE = """
+import os, sys
+import torch, torch._dynamo, webdataset, braceexpand, safetensors.torch, xxhash
+sys.platform = {platform!r}
+os.name = "nt" if {platform!r} == "win32" else "posix"
+for name in {modules!r}:
+    sys.modules[name] = None  # importing it raises ImportError
+for name in {calls!r}:
+    delattr(os, name)
+"""
+_CHECK = """
+import importlib
+assert cache.io.method == "pread" and "neither" in cache.io.reason, cache.io
+files = importlib.import_module("wds_tensorcache.storage.files")
+assert not hasattr(files.os, "posix_fadvise")
+again = tc.Loader(cache, batch_size=5, shuffle=True, seed=0)
+again.load_state_dict(checkpoint["loader"])
+with tc.ShardWriter("cache/train-%06d.tar", max_samples=40, resume=True) as sink:
+    assert "000017" in sink
+    sink.write("000100", sample)
+assert len(tc.open("cache")) == 101 and tc.verify("cache")
+built = tc.build([{"x": torch.ones(3)}] * 5, list, "built", fingerprint={})
+assert len(built) == 5 and built[4]["x"].sum() == 3
+assert not os.listdir("cache") == [] and not [name for name in os.listdir("cache") if name.startswith(".")]
+with open("cache/train-000000.tar", "r+b") as shard:
+    shard.truncate(1000)
+assert not tc.repair("cache", "mended") and tc.verify("mended")
+try:
+    cache.read_batch([0, 1])
+    raise SystemExit("a shard that was cut short was read")
+except tc.FormatError:
+    pass
+"""
+_MACOS = ["posix_fadvise", "RWF_NOWAIT", "sched_getaffinity", "preadv"]
+_WINDOWS = [
+    *_MACOS,
+    "pread",
+    "writev",
+    "register_at_fork",
+    "sysconf",
+    "O_CLOEXEC",
+    "O_NONBLOCK",
+    "O_NOFOLLOW",
+    "O_NOCTTY",
+]
+
+
+@pytest.mark.parametrize(
+    ("platform", "modules", "calls"),
+    [("darwin", [], _MACOS), ("win32", ["fcntl", "resource"], _WINDOWS)],
+    ids=["macOS", "Windows"],
+)
+def test_the_readme_runs_on_fallbacks(tmp_path: Path, platform: str, modules: list[str], calls: list[str]) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    prelude = _PRELUDE.format(platform=platform, modules=modules, calls=calls)
+    (tmp_path / "example.py").write_text("\n".join([prelude, *blocks, _CHECK]))
+    run = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "example.py"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,240 @@
+"""The files of `torch.save`, read by the interpreter of skeletons.
+
+`torch.load(weights_only=True)` runs no code, but its costs have no bound: a key of 500 bytes that shares its parts is hashed
+for ever, and 400 bytes make `bytearray(2**31)`. Here the pickle is translated to the opcodes of FORMAT.md 2.4, whose reader
+counts what it does, and tensors are views of storages that are in the file.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickletools
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, pairwise
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from wds_tensorcache.codec.dtypes import TORCH_TRUE
+from wds_tensorcache.codec.nesting import shown, walk
+from wds_tensorcache.codec.skeleton import opcodes as op
+from wds_tensorcache.codec.skeleton.builders import ALLOW_ONLY, Builder
+from wds_tensorcache.codec.skeleton.calls import call_budget
+from wds_tensorcache.codec.skeleton.hashing import KeyTables
+from wds_tensorcache.codec.skeleton.reader import unpickle
+from wds_tensorcache.codec.skeleton.types import BUILDERS
+from wds_tensorcache.codec.views import check_tensor
+from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
+
+__all__ = ["decode_pth"]
+
+_ZIP = b"PK\x03\x04"
+_IS_ENCRYPTED = 1
+_MAX_NDIM = 64
+_MAX_SIZE = 1 << 59
+_BINPERSID, _BUILD = b"Q"[0], op.BUILD[0]
+_STORAGES = {
+    "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16, "Long": torch.int64,
+    "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool,
+    "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
+}  # fmt: skip
+_OTHERWISE = "; if you trust the file, call torch.load in a handler: tc.decode(wds.handle_extension('pth', …))"
+
+
+def decode_pth(raw: bytes, limit: int, allow: Mapping[tuple[str, str], type]) -> Any:
+    """Return what `torch.save` was given, all tensors in host memory; of a module's state dict, without its `_metadata`.
+
+    Args:
+        raw: The file, a zip as torch writes since version 1.6.
+        limit: How many bytes all tensors may be together, each element counted as if it were not shared.
+        allow: As of `unpickle`.
+
+    Raises:
+        UnsafeSkeletonError: It needs anything but dense tensors, parameters, plain values and listed types.
+        FormatError: It is damaged, of another format, or has larger tensors.
+
+    Memory: fresh, one allocation for each storage; tensors that shared one share it again.
+    """
+    if not raw.startswith(_ZIP):
+        raise FormatError(f"not a zip, as torch.save writes since torch 1.6{_OTHERWISE}")
+    try:
+        records = _list_records(raw)
+        body = _translate(bytes(records["data.pkl"]))
+        if records.get("byteorder", b"little") != b"little":
+            raise FormatError(f"the byte order is not little{_OTHERWISE}")
+        reader = _Reader(records, len(body), limit)
+        result = unpickle(body, 0, _refuse_reference, reader.builders, allow, reader.opcodes)
+    except UnsafeSkeletonError as exc:
+        exc.reason += _OTHERWISE
+        raise
+    except TensorCacheError:
+        raise
+    except Exception as exc:  # zipfile and pickletools raise many kinds of exceptions
+        raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
+    if any(part.__class__ is _Storage for part, _ in walk(result)):
+        raise UnsafeSkeletonError(f"a storage without a tensor{_OTHERWISE}")
+    return result
+
+
+def _list_records(raw: bytes) -> dict[str, memoryview]:
+    """Return the files of the zip by their names in its folder. Memory: views of `raw`."""
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        files = archive.infolist()
+    folder = files[0].filename.partition("/")[0] + "/"
+    records = {}
+    for file in files:
+        # the checksums are not compared: torch does not, and can be told not to write them
+        name_nbytes, extra_nbytes = struct.unpack_from("<HH", raw, file.header_offset + 26)
+        begin = file.header_offset + 30 + name_nbytes + extra_nbytes
+        is_stored = file.compress_type == zipfile.ZIP_STORED and not file.flag_bits & _IS_ENCRYPTED
+        if not is_stored or begin + file.file_size > len(raw):
+            raise FormatError(f"{file.filename!r:.100} is not stored in the zip as it is")
+        records[file.filename.removeprefix(folder)] = memoryview(raw)[begin : begin + file.file_size]
+    if len(records) < len(files) or sum(map(len, records.values())) > len(raw):
+        raise FormatError("files of the zip overlap, or have one name")
+    return records
+
+
+def _translate(pickled: bytes) -> bytes:
+    """Return a pickle in the opcodes of skeletons and BINPERSID, without its PROTO."""
+    parts = []
+    memo: dict[int, int] = {}
+    count = 0
+    found = ((opcode.name, arg, at or 0) for opcode, arg, at in pickletools.genops(pickled))
+    end_mark: tuple[str, Any, int] = ("", None, len(pickled))
+    for (name, arg, begin), (_, _, end) in pairwise(chain(found, [end_mark])):
+        if name in ("PROTO", "FRAME"):
+            continue
+        if name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            memo[len(memo) if arg is None else arg] = count
+            count += 1
+            parts.append(op.MEMOIZE)
+        elif name in ("BINGET", "LONG_BINGET"):
+            parts.append(op.write_get(memo[arg]))
+        elif name == "GLOBAL":
+            parts += *map(op.ATOM_WRITERS[str], arg.split(" ", 1)), op.STACK_GLOBAL
+        else:
+            parts.append(pickled[begin:end])
+    return b"".join(parts)
+
+
+def _refuse_reference(text: str) -> NoReturn:
+    raise FormatError(f"a skeleton, which refers to {text!r:.100}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Storage:
+    memory: torch.Tensor  # uint8
+    dtype: torch.dtype
+
+
+class _Reader:
+    """What one file may build besides the listed types, and how much of it."""
+
+    def __init__(self, records: Mapping[str, memoryview], nbytes: int, limit: int) -> None:
+        self._records = records
+        self._memory: dict[str, torch.Tensor] = {}
+        self._limit = self._nbytes_left = limit
+        self._tables = KeyTables(nbytes)
+        self._elements_left = call_budget(nbytes)
+        self.opcodes = {**ALLOW_ONLY, _BINPERSID: self._open_storage, _BUILD: _set_state}
+        self.builders = {
+            **_BUILDERS,
+            ("torch._utils", "_rebuild_tensor_v2"): Builder(partial(self._build_tensor, has_dtype=False)),
+            ("torch._utils", "_rebuild_tensor_v3"): Builder(partial(self._build_tensor, has_dtype=True)),
+            ("__builtin__", "set"): Builder(self._build_set),
+        }
+
+    def _open_storage(self, stack: list[Any], allow: Any, callables: int) -> int:
+        match stack.pop():
+            case ("storage", torch.dtype() as dtype, str(key), str(), int(count)):
+                pass
+            case other:
+                raise FormatError(f"{shown(other)} names no storage")
+        memory = self._memory.get(key)
+        if memory is None:
+            record = self._records.get(f"data/{key}")
+            if record is None:
+                raise FormatError(f"storage {key!r:.80} is not in the zip")
+            memory = self._memory[key] = torch.empty(len(record), dtype=torch.uint8, device="cpu")
+            memory.numpy()[:] = np.asarray(record)
+        if not 0 <= count * dtype.itemsize <= len(memory):
+            raise FormatError(f"storage {key!r:.80} announces {count} elements of {dtype}, in {len(memory)} bytes")
+        stack.append(_Storage(memory, dtype))
+        return 0
+
+    def _build_tensor(self, args: tuple[Any, ...], *, has_dtype: bool) -> torch.Tensor:
+        storage, offset, size, stride, requires_grad, hooks, *rest = args
+        dtype = rest.pop(0) if has_dtype else storage.dtype
+        if storage.__class__ is not _Storage or dtype.__class__ is not torch.dtype or len(size) > _MAX_NDIM:
+            raise FormatError("a tensor without a storage, without a dtype, or of too many dimensions")
+        if hooks or any(rest) or dtype not in TORCH_TRUE:
+            raise FormatError(f"a tensor with hooks, of {dtype}, or conjugated{_OTHERWISE}")
+        if any(n.__class__ is not int or not 0 <= n < _MAX_SIZE for n in (offset, *size, *stride)):
+            raise FormatError("a tensor of a shape that cannot be")
+        count = math.prod(size)
+        end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if (end if count else 0) * dtype.itemsize > len(storage.memory) or math.prod(n or 1 for n in size) >= _MAX_SIZE:
+            raise FormatError(f"a tensor of {dtype}{list(size)} is not within its {len(storage.memory)} bytes")
+        self._nbytes_left -= count * dtype.itemsize
+        if self._nbytes_left < 0:
+            raise FormatError(
+                f"tensors of more than {self._limit} bytes, which they share; tc.decode(max_expanded_nbytes=…) allows more"
+            )
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
+        tensor.set_(storage.memory.untyped_storage(), offset, size, stride)
+        return check_tensor(tensor).requires_grad_(requires_grad)
+
+    def _build_set(self, args: tuple[Any, ...]) -> set[Any]:
+        (items,) = args
+        if items.__class__ is not list:
+            raise TypeError(f"a set of {shown(items)}")
+        # one list may be fetched for many sets
+        self._elements_left -= len(items)
+        if self._elements_left < 0:
+            raise FormatError("sets with too many elements, of lists that they share")
+        self._tables.add(None, items)
+        return set(items)
+
+
+def _set_state(stack: list[Any], allow: Mapping[tuple[str, str], type], callables: int) -> int:
+    if stack[-2].__class__ is OrderedDict:  # `_metadata`, the versions of a module's state dict
+        stack.pop()
+        return 0
+    return ALLOW_ONLY[_BUILD](stack, allow, callables)
+
+
+def _build_parameter(args: tuple[Any, ...]) -> torch.nn.Parameter:
+    tensor, requires_grad, hooks = args
+    if tensor.__class__ is not torch.Tensor or hooks:
+        raise TypeError(f"a parameter of {shown(tensor)}, or with hooks")
+    return torch.nn.Parameter(tensor, requires_grad)
+
+
+def _build_encoded(cls: Callable[[bytes], Any], args: tuple[Any, ...]) -> Any:
+    """Build bytes or a bytearray of what protocol 2, which has no bytes, writes in their place."""
+    text, *encoding = args or ("", "latin1")
+    if text.__class__ is bytes and not encoding:
+        return cls(text)
+    if text.__class__ is not str or encoding != ["latin1"]:
+        raise TypeError(f"bytes of {shown(text)}")
+    return cls(text.encode("latin1"))
+
+
+_BUILDERS: dict[tuple[str, str], object] = {
+    **BUILDERS,
+    ("torch._utils", "_rebuild_parameter"): Builder(_build_parameter),
+    ("_codecs", "encode"): Builder(partial(_build_encoded, bytes)),
+    ("__builtin__", "bytes"): Builder(partial(_build_encoded, bytes)),
+    ("__builtin__", "bytearray"): Builder(partial(_build_encoded, bytearray)),
+    ("__builtin__", "complex"): BUILDERS["builtins", "complex"],
+    ("torch.storage", "UntypedStorage"): torch.uint8,
+    **{("torch", f"{name}Storage"): dtype for name, dtype in _STORAGES.items()},
+}
