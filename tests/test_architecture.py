@@ -37,7 +37,7 @@ def test_import_is_light() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_are_small_and_say_what_they_are(path: Path) -> None:
     text = path.read_text()
-    assert text.count("\n") <= 350
+    assert text.count("\n") <= 450
     assert ast.get_docstring(ast.parse(text))
 
 

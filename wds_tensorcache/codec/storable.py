@@ -10,8 +10,7 @@ import torch
 
 from wds_tensorcache.codec.dtypes import TrueDtype, numpy_true_dtype, torch_true_dtype
 from wds_tensorcache.codec.header import MAX_NDIM, is_possible
-from wds_tensorcache.codec.lazy import LazyTensor
-from wds_tensorcache.codec.lazy_array import LazyArray
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.views import NUMPY_NDIM, SHARED, check_array
 
 __all__ = ["StorableTensor", "describe_tensor"]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.header import Form, Layout, make_layout
+from wds_tensorcache.codec.layout import Form, Layout, make_layout
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.words import are_ascending
 

@@ -1,15 +1,18 @@
-"""What a skeleton may call: builders of listed types, and objects of the classes in allow= (FORMAT.md 2.4, 2.7)."""
+"""What a skeleton may call: builders of listed types, and the classes in allow=, both ways (FORMAT.md 2.4, 2.7)."""
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from wds_tensorcache.codec.nesting import walk
-from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
+from wds_tensorcache.codec.skeleton.opcodes import BUILD, NEWOBJ, NEWOBJ_EX, REDUCE
+from wds_tensorcache.codec.skeleton.refusals import at
+from wds_tensorcache.codec.tree import walk
+from wds_tensorcache.errors import EncodeError, FormatError, UnsafeSkeletonError
 
-__all__ = ["ALLOW_ONLY", "MAX_DEQUES", "Builder", "allow_table", "refuse_callables"]
+__all__ = ["ALLOW_ONLY", "MAX_DEQUES", "Builder", "allow_table", "reduction", "refuse_callables"]
 
 MAX_DEQUES = 1000
 
@@ -98,9 +101,9 @@ def _set_state(stack: list[Any], allow: Mapping[tuple[str, str], type], callable
 
 # each gets how many callables are fetched and not yet called, and returns how many it has called
 ALLOW_ONLY: dict[int, Callable[[list[Any], Mapping[tuple[str, str], type], int], int]] = {
-    0x81: _new_object,  # NEWOBJ
-    0x92: _new_object_ex,  # NEWOBJ_EX
-    0x62: _set_state,  # BUILD
+    NEWOBJ: _new_object,
+    NEWOBJ_EX: _new_object_ex,
+    BUILD: _set_state,
 }
 
 
@@ -112,3 +115,29 @@ def refuse_callables(arguments: Any, outstanding: int) -> None:
     """
     if outstanding and any(value.__class__ is Builder for value, _ in walk(arguments)):
         raise UnsafeSkeletonError("the skeleton uses a callable as a value")
+
+
+def reduction(value: Any, path: str) -> tuple[int, Any, Any, Any, Any, Any]:
+    """Return the opcode that makes `value`, which is at `path`, its arguments and keywords, and its state, items and pairs.
+
+    Raises:
+        EncodeError: Something other than its class makes it.
+    """
+    cls = type(value)
+    reduced: Any = value.__reduce_ex__(4)
+    parts: list[Any] = [*reduced, *[None] * 6] if type(reduced) is tuple else [None] * 6
+    function, arguments, state, items, pairs, setter = parts[:6]
+    keywords = None
+    if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+        function, *arguments = arguments
+        opcode = NEWOBJ
+    elif function is copyreg.__newobj_ex__:  # type: ignore[attr-defined]
+        function, arguments, keywords = arguments
+        opcode = NEWOBJ_EX
+    else:
+        opcode = REDUCE
+    if function is not cls or setter is not None:
+        raise EncodeError(
+            f"{at(path)}: {cls.__qualname__} is pickled by {function!r}, which allow= cannot cover; store its fields"
+        )
+    return opcode, arguments, keywords, state, items, pairs

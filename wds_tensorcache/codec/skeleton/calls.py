@@ -45,9 +45,9 @@ def join_parts(parts: list[bytes], gets: dict[int, int], fetched: list[tuple[int
     while True:
         memo = {slot: number for number, slot in enumerate(sorted(set(gets.values())))}
         for index, slot in gets.items():
-            parts[slot] = op.MEMOIZE
+            parts[slot] = op.CODE[op.MEMOIZE]
             parts[index] = op.write_get(memo[slot])
-        body = b"".join(parts) + op.STOP
+        body = b"".join(parts) + op.CODE[op.STOP]
         missing = cost - call_budget(len(body))
         if missing <= 0 or not fetched:
             return body

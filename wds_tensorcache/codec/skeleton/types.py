@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.nesting import shown
 from wds_tensorcache.codec.skeleton.builders import Builder
+from wds_tensorcache.codec.tree import shown
 
 __all__ = ["BUILDERS", "FACTORIES", "LISTED", "Listed", "numpy_dtype_arguments", "torch_dtype_name"]
 

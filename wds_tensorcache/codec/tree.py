@@ -1,21 +1,28 @@
-"""Nested structures with other tensors in them: with every lazy one loaded, say."""
+"""Walks over nested containers: depth, and copies with other tensors in them (FORMAT.md 2.6).
+
+Both walks visit each object once, so shared and cyclic parts make them neither slow nor endless.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.lazy import LazyTensor
-from wds_tensorcache.codec.lazy_array import LazyArray
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
+from wds_tensorcache.errors import FormatError
 
-__all__ = ["realize", "rebuild"]
+__all__ = ["ATOMS", "MAX_DEPTH", "check_depth", "realize", "rebuild", "shown", "walk"]
 
+MAX_DEPTH = 200
+ATOMS = frozenset({str, int, bool, float, bytes, type(None), complex})
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _LEAVES = (LazyTensor, LazyArray, torch.Tensor, np.ndarray, bytearray)
 
 
@@ -99,3 +106,38 @@ class _Rebuilder:
             if hasattr(value, field.name):
                 object.__setattr__(result, field.name, self.visit(getattr(value, field.name)))
         return result
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return chain.from_iterable(value.items())
+    if isinstance(value, _CONTAINERS):
+        return value
+    # looked for in the class: a lazy tensor is asked for no attribute that it does not have
+    return value.__dict__.values() if type(value).__dictoffset__ else ()
+
+
+def shown(value: Any) -> str:
+    """Return how an error shows a value of a file: containers by type alone, as their repr may take for ever."""
+    return f"{value!r:.80}" if value.__class__ in ATOMS else f"a {type(value).__name__}"
+
+
+def walk(value: Any) -> Iterator[tuple[Any, int]]:
+    """Yield every object reachable through containers and its depth, in document order, each where it is first met."""
+    seen: set[int] = set()
+    todo = [(value, 1)]
+    while todo:
+        value, depth = todo.pop()
+        if value.__class__ in ATOMS or id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value, depth
+        children = [child for child in _children(value) if child.__class__ not in ATOMS]
+        todo.extend((child, depth + 1) for child in reversed(children))
+
+
+def check_depth(value: Any) -> None:
+    """Raise FormatError if containers nest more than `MAX_DEPTH` deep, each counted where it is first met."""
+    for part, depth in walk(value):
+        if depth > MAX_DEPTH and isinstance(part, _CONTAINERS):
+            raise FormatError(f"containers nest more than {MAX_DEPTH} deep")
