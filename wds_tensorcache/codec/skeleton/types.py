@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Context, Decimal
 from fractions import Fraction
+from itertools import product
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -39,17 +40,25 @@ class Listed:
 
 
 def _checked(make: Callable[..., Any], *kinds: Any, optional: int = 0) -> Callable[[tuple[Any, ...]], Any]:
-    """Return a `build` that calls `make` with arguments of exactly these classes, the last `optional` of them or not."""
+    """Return a `build` that calls `make` with arguments of exactly these classes; the last `optional` may be left out."""
     allowed = [kind if isinstance(kind, tuple) else (kind,) for kind in kinds]
-    fewest = len(allowed) - optional
+    counts = range(len(allowed) - optional, len(allowed) + 1)
+    signatures = {signature for count in counts for signature in product(*allowed[:count])}
 
     def build(args: tuple[Any, ...]) -> Any:
-        if not fewest <= len(args) <= len(allowed):
-            raise TypeError(f"{len(args)} arguments, expected {fewest} to {len(allowed)}")
-        for arg, classes in zip(args, allowed, strict=False):
-            if arg.__class__ not in classes:
-                raise TypeError(f"{shown(arg)} is not one of {', '.join(cls.__name__ for cls in classes)}")
+        if tuple(map(type, args)) not in signatures:
+            expected = ", ".join(" or ".join(cls.__name__ for cls in classes) for classes in allowed)
+            raise TypeError(f"arguments {', '.join(map(shown, args))}; expected {expected or 'none'}")
         return make(*args)
+
+    return build
+
+
+def _path(cls: type) -> Callable[[tuple[Any, ...]], Any]:
+    def build(args: tuple[Any, ...]) -> Any:
+        if len(args) > 255 or any(type(arg) is not str for arg in args):
+            raise TypeError(f"a {cls.__name__} of {len(args)} parts, expected at most 255 texts")
+        return cls(*args)
 
     return build
 
@@ -224,7 +233,7 @@ def _rows() -> Iterator[_Row]:
     yield timezone, "datetime", "timezone", lambda v: v.__getinitargs__(), zone
     yield uuid.UUID, "uuid", "UUID", lambda v: (str(v),), _checked(uuid.UUID, str)
     for path in (PurePosixPath, PureWindowsPath):
-        yield path, "pathlib", path.__name__, lambda v: (str(v),), _checked(path, *[str] * 255, optional=255)
+        yield path, "pathlib", path.__name__, lambda v: (str(v),), _path(path)
     yield OrderedDict, "collections", "OrderedDict", lambda v: (), _checked(OrderedDict)
     empty = _checked(_deque, tuple, int, optional=2)
     yield deque, "collections", "deque", lambda v: () if v.maxlen is None else ((), v.maxlen), empty
