@@ -32,12 +32,12 @@ class StoredTensor:
 
 @dataclass(slots=True, eq=False)
 class Form:
-    """What layouts that differ in their shapes alone have in common: ragged samples are of one form.
+    """What layouts share if they differ in their shapes alone; ragged samples have one form.
 
     Attributes:
         entries: (name, stored dtype, number of dimensions) of each tensor, in the order of their bytes.
-        template: What an earlier skeleton was like, if that is worth knowing.
-        num_interpreted: Samples that no template matched.
+        template: Learnt from an earlier skeleton of the form; None before that.
+        num_interpreted: Number of samples that no template matched.
     """
 
     entries: tuple[tuple[str, str, int], ...]
@@ -47,16 +47,16 @@ class Form:
 
 @dataclass(slots=True)
 class Layout:
-    """What every member with the same header has in common.
+    """What all members with the same header share.
 
     Attributes:
-        tensors: Name to entry, in the order of their bytes, which they cover without a hole.
-        data_begin: Where they begin in the member, behind the header.
-        nbytes: Of the whole member, header included.
-        form: The same for all layouts that differ in their shapes alone.
-        texts: How the skeletons refer to the tensors, in the same order; None if only the header is known.
-        references: What the text of a reference stands for, once it was resolved; filled by `resolve`.
-        resolved: A template, what its references stand for in its order, and their texts in the tensors' order.
+        tensors: Entries by name, in the order of their bytes, which have no holes.
+        data_begin: Byte offset of the first tensor in the member, after the header.
+        nbytes: Bytes of the whole member, header included.
+        form: Shared by all layouts that differ in their shapes alone.
+        texts: References to the tensors in the same order; None if only the header is known.
+        references: Resolved references by text; filled by `resolve`.
+        resolved: A template, its references resolved in its order, and their texts in the tensors' order.
     """
 
     tensors: dict[str, StoredTensor]
@@ -68,14 +68,14 @@ class Layout:
     resolved: tuple[Any, Any, Any] = field(default=(None, None, None), compare=False, repr=False)
 
 
-# Layouts that an index describes. Two of the same may be two objects once the table was full.
+# Layouts that an index describes. After the table was full, equal ones may be two objects.
 _MADE: dict[tuple[Form, bytes, int, tuple[str, ...] | None], Layout] = {}
-# By entries. Bounded as _LAYOUTS is; a form that falls out only loses its template, and large ones have none.
+# By entries. A form that is dropped loses its template alone.
 _FORMS: dict[tuple[tuple[str, str, int], ...], Form] = {}
 
 
 def form_of(entries: tuple[tuple[str, str, int], ...]) -> Form:
-    """Return the one form with these entries; another one each time if they are many."""
+    """Return the form with these entries: the same object each time, unless they are many."""
     form = _FORMS.get(entries)
     if form is None:
         if not _is_small(entries):
@@ -91,7 +91,7 @@ def _is_small(entries: tuple[tuple[str, str, int], ...]) -> bool:
 
 
 def make_layout(form: Form, dims: Sequence[int], data_begin: int, texts: tuple[str, ...] | None = None) -> Layout:
-    """Return the layout of `form` whose tensors' shapes, one behind the other, are `dims`; these are taken as valid."""
+    """Return the layout of `form` whose shapes, one after another, are `dims`; these must be valid."""
     # Hazard: an index's author can choose numbers whose hashes collide. Hashes of bytes cannot be chosen.
     place = (form, array("Q", dims).tobytes(), data_begin, texts)
     layout = _MADE.get(place)

@@ -29,10 +29,10 @@ _LEAVES = (LazyTensor, LazyArray, torch.Tensor, np.ndarray, bytearray)
 def realize(obj: Any, device: torch.device | str | None = None) -> Any:
     """Return `obj` with every lazy tensor loaded; `obj` itself is not changed.
 
-    Containers are rebuilt with their own types; one object referred to twice, and containers that hold themselves, stay
-    so. Loaded tensors that are there already are kept, or moved if `device` is given; numpy arrays stay in memory.
+    Containers are rebuilt with their own types. Shared objects stay shared, and containers that contain themselves still
+    do. Loaded tensors are kept, or moved if `device` is given; numpy arrays stay in memory.
 
-    Objects of other classes are kept as they are, with what is lazy in them.
+    Objects of other classes are kept as they are, with the lazy tensors in them.
 
     Args:
         obj: A decoded sample, a lazy tensor, or any nesting of containers, namedtuples and dataclasses with some inside.
@@ -52,21 +52,21 @@ def realize(obj: Any, device: torch.device | str | None = None) -> Any:
 
 
 def rebuild(obj: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return `obj` with every tensor and array, lazy or not, and bytearray replaced, each once; as of `realize`."""
+    """Return a copy of `obj`, as `realize` does, with each tensor, array (lazy or not) and bytearray replaced once."""
     return _Rebuilder(replace).visit(obj)
 
 
 class _Rebuilder:
     def __init__(self, replace: Callable[[Any], Any]) -> None:
         self._replace = replace
-        self._done: dict[int, tuple[Any, Any]] = {}  # by id: (the object, so that the id stays its own; what it became)
+        self._done: dict[int, tuple[Any, Any]] = {}  # by id: the object, which keeps its id, and its copy
 
     def visit(self, value: Any) -> Any:
         known = self._done.get(id(value))
         if known is not None:
             return known[1]
         result = self._build(value)
-        # a tuple that holds itself was finished while its items were visited
+        # a tuple that contains itself was finished while its items were visited
         return self._done.setdefault(id(value), (value, result))[1]
 
     def _build(self, value: Any) -> Any:
@@ -113,17 +113,17 @@ def _children(value: Any) -> Iterable[Any]:
         return chain.from_iterable(value.items())
     if isinstance(value, _CONTAINERS):
         return value
-    # looked for in the class: a lazy tensor is asked for no attribute that it does not have
+    # looked up in the class, so that no `__getattr__` of the value runs
     return value.__dict__.values() if type(value).__dictoffset__ else ()
 
 
 def shown(value: Any) -> str:
-    """Return how an error shows a value of a file: containers by type alone, as their repr may take for ever."""
+    """Return how an error shows a value of a file. Hazard: the repr of a container may take for ever."""
     return f"{value!r:.80}" if value.__class__ in ATOMS else f"a {type(value).__name__}"
 
 
 def walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield every object reachable through containers and its depth, in document order, each where it is first met."""
+    """Yield each object that containers hold, once, and its depth, in document order."""
     seen: set[int] = set()
     todo = [(value, 1)]
     while todo:

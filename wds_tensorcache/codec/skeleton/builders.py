@@ -50,17 +50,8 @@ def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
     return table
 
 
-def _new_object(stack: list[Any], allow: Mapping[tuple[str, str], type], callables: int) -> int:
+def _instantiate(stack: list[Any], kwargs: Any, callables: int) -> int:
     args = stack.pop()
-    return _instantiate(stack, args, {}, callables)
-
-
-def _new_object_ex(stack: list[Any], allow: Mapping[tuple[str, str], type], callables: int) -> int:
-    kwargs, args = stack.pop(), stack.pop()
-    return _instantiate(stack, args, kwargs, callables)
-
-
-def _instantiate(stack: list[Any], args: Any, kwargs: Any, callables: int) -> int:
     builder = stack[-1]
     if builder.__class__ is not Builder or builder.cls is None:
         raise UnsafeSkeletonError("NEWOBJ of something that is not a class in allow=")
@@ -75,7 +66,7 @@ def _set_state(stack: list[Any], allow: Mapping[tuple[str, str], type], callable
     state = stack.pop()
     target = stack[-1]
     refuse_callables(state, callables)
-    # never a class, nor an Enum's member: they are the process's own, and a state would patch them for everybody
+    # Hazard: classes and members of Enums belong to the process; a state would patch them for all of its code.
     if type(target) not in allow.values() or isinstance(target, Enum):
         raise UnsafeSkeletonError(f"BUILD on a {type(target).__name__}, which is not an instance of a class in allow=")
     setstate = getattr(type(target), "__setstate__", None)
@@ -101,8 +92,8 @@ def _set_state(stack: list[Any], allow: Mapping[tuple[str, str], type], callable
 
 # each gets how many callables are fetched and not yet called, and returns how many it has called
 ALLOW_ONLY: dict[int, Callable[[list[Any], Mapping[tuple[str, str], type], int], int]] = {
-    NEWOBJ: _new_object,
-    NEWOBJ_EX: _new_object_ex,
+    NEWOBJ: lambda stack, allow, callables: _instantiate(stack, {}, callables),
+    NEWOBJ_EX: lambda stack, allow, callables: _instantiate(stack, stack.pop(), callables),
     BUILD: _set_state,
 }
 
