@@ -31,14 +31,22 @@ _COLUMNS = ("skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "dig
 
 
 def tar_header(name: str, nbytes: int) -> bytes:
-    """Return the header of a member below 8 GiB (1.1)."""
+    """Return what precedes a member (1.1)."""
+    if nbytes < 8 << 30:
+        return ustar_header(name, nbytes)
+    record = next(line for n in range(99) if len(line := b"%d size=%d\n" % (n, nbytes)) == n)
+    return ustar_header("././@PaxHeader", len(record), b"x") + record.ljust(512, b"\0") + ustar_header(name, 0)
+
+
+def ustar_header(name: str, nbytes: int, kind: bytes = b"0") -> bytes:
     header = bytearray(512)
     header[: len(name)] = name.encode("ascii")
-    header[100:124] = b"0000444\0" + 2 * b"0000000\0"
+    header[100:124] = (b"0000444\0" if kind == b"0" else b"0000000\0") + 2 * b"0000000\0"
     header[124:148] = b"%011o\0" % nbytes + b"0" * 11 + b"\0"
-    header[148:157] = b" " * 8 + b"0"
+    header[148:157] = b" " * 8 + kind
     header[257:265] = b"ustar\0" + b"00"
-    header[265:272] = header[297:304] = b"bigdata"
+    if kind == b"0":
+        header[265:272] = header[297:304] = b"bigdata"
     header[148:156] = b"%06o\0 " % sum(header)
     return bytes(header)
 

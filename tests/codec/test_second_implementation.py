@@ -22,8 +22,10 @@ from tests.codec import second_shards
 from tests.interop.other_python import read_folder
 from tests.same import assert_same
 from tests.strategies import samples
-from wds_tensorcache.shards.footer import parse_footer, read_footer
-from wds_tensorcache.shards.manifest import read_manifest
+from wds_tensorcache.shards.footer import build_footer, parse_footer, read_footer
+from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.manifest import ShardEntry, read_manifest
+from wds_tensorcache.shards.tar.archive import build_header
 
 OPCODES = b"()]}\x85\x86\x87t\x8c\x94hjR\x93.N0ueasK\x81b\x8f\x90\x911\x95"
 
@@ -268,6 +270,51 @@ def test_a_tensor_that_readers_refuse_is_an_encode_error_of_the_writer(tmp_path:
         sink.write("k", torch.empty((0, 1 << 59), dtype=torch.uint8))
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 8**11 - 1, 8**11, 10**10, 10**12])
+def test_tar_headers_are_equal(nbytes: int) -> None:
+    name = "folder/" + "k" * 80 + ".safetensors"
+    assert build_header(name, nbytes) == second_shards.tar_header(name, nbytes)
+
+
+BOUND = tc.encode_sample({"x": torch.arange(2)})
+MEMBERS_OF_SHARDS: dict[str, tuple[bool, dict[str, bytes]]] = {
+    "no samples": (True, {}),
+    "names that are no samples": (
+        True,
+        dict.fromkeys(["x", ".a.b", "d/.a.b", "__m__/a.b", "__m__", "__m__.txt", "__", "___", "d.d/x"], b""),
+    ),
+    "names that writers avoid": (
+        True,
+        dict.fromkeys(["a.", "__a.b", "d/__m__/a.b", "x y.z", "d.d/a.b", "../a.b"], b""),
+    ),
+    "suffixes in capitals": (True, dict(zip(["k.SKEL.pyd", "k.SafeTensors", "k.TXT"], (*BOUND, b""), strict=True))),
+    "one suffix twice": (False, {"k.TXT": b"", "k.txt": b""}),
+    "a key apart": (False, {"a.x": b"", "b.x": b"", "a.y": b""}),
+    "no tensors": (False, {"k.skel.pyd": BOUND[0]}),
+    "no skeleton": (False, {"k.safetensors": BOUND[1]}),
+    "no skeleton, of another origin": (True, {"k.safetensors": ONE, "k.a.safetensors": ONE}),
+    "tensors first": (True, {"k.a.safetensors": BOUND[1], "k.txt": b"", "k.a.skel.pyd": BOUND[0]}),
+    "names that no cache has": (True, {"k.a.b.skel.pyd": BOUND[0], "k._a.skel.pyd": BOUND[0], "k.pyd.skel.pyd": b""}),
+    "halves of two samples": (False, {"k.skel.pyd": BOUND[0], "k.safetensors": tc.encode_sample(torch.ones(3))[1]}),
+    "a damaged body": (True, {"k.skel.pyd": BOUND[0][:-1] + b"0", "k.safetensors": BOUND[1]}),
+    "by hand": (True, {"k.skel.pyd": b"\x80\x04" + reference("tensor:a") + b".", "k.safetensors": ONE}),
+    "by hand, without its tensors": (True, {"k.skel.pyd": b"\x80\x04N.", "k.safetensors": ONE}),
+}
+
+
+@pytest.mark.parametrize("case", MEMBERS_OF_SHARDS)
+def test_scans_are_equal(case: str) -> None:
+    is_accepted, members = MEMBERS_OF_SHARDS[case]
+    parts = [second_shards.tar_header(name, len(raw)) + raw + bytes(-len(raw) % 512) for name, raw in members.items()]
+    shard = b"".join(parts) + bytes(1024)
+    ours, theirs = outcomes(
+        lambda: build_footer(scan_shard(lambda begin, end: shard[begin:end], len(shard))),
+        lambda: second_shards.build_trailer(*second_shards.index_arrays(shard)),
+    )
+    assert isinstance(ours, second.Refused) != is_accepted
+    assert not is_accepted or ours == theirs
+
+
 def shard_samples(count: int) -> second_shards.Shard:
     """Return samples with several caches, forms and layouts, of which some lack what others have."""
     found: second_shards.Shard = []
@@ -301,8 +348,7 @@ def test_shards_and_what_is_beside_them_are_equal(fingerprint: Any, tmp_path: Pa
         assert (tmp_path / url).with_suffix(".idx").read_bytes() == second_shards.build_idx(shard)
     assert (tmp_path / "manifest.json").read_bytes() == second_shards.build_manifest(theirs)
     assert read_manifest(str(tmp_path / "manifest.json"))[0] == [
-        tc.shards.manifest.ShardEntry(*entry)
-        for entry in second_shards.read_manifest(second_shards.build_manifest(theirs))
+        ShardEntry(*entry) for entry in second_shards.read_manifest(second_shards.build_manifest(theirs))
     ]
 
 
