@@ -22,6 +22,7 @@ from tests.codec.second_implementation import (
     parse_safetensors,
     resolve,
     run,
+    size,
     unique,
 )
 
@@ -230,7 +231,7 @@ def _parse_index(index: bytes, end: int) -> tuple[dict[str, Any], dict[str, Any]
         check(dtype in ("U8", "U16", "U32", "U64") and len(shape) == 1, "4.3: dtype")
         arrays[name] = np.frombuffer(index[first:last], f"<u{WIDTH[dtype]}").tolist()
         check(dtype == "U8" or name not in ("keys.text", "names"), "4.3: bytes")
-    names = json.loads(bytes(arrays["names"]))
+    names = json.loads(bytes(arrays["names"]), parse_int=size)
     ends, layouts = arrays["keys.ends"], list(zip(arrays["layouts.form"], arrays["layouts.data_begin"], strict=True))
     check(all(a < b for a, b in pairwise([0, *ends])), "4.3: keys")
     check([0, *ends][-1] == len(arrays["keys.text"]), "4.3: keys")
