@@ -3,10 +3,9 @@
 from wds_tensorcache.checking.repair import repair
 from wds_tensorcache.checking.report import Fault, Report
 from wds_tensorcache.checking.verify import verify
-from wds_tensorcache.codec.lazy import LazyTensor
-from wds_tensorcache.codec.lazy_array import LazyArray
-from wds_tensorcache.codec.realize import realize
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.sample import decode_sample, encode_sample
+from wds_tensorcache.codec.tree import realize
 from wds_tensorcache.errors import (
     BatchError,
     EncodeError,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.header import Form
+from wds_tensorcache.codec.layout import Form
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.reading.batch.structure import structure_of
 from wds_tensorcache.reading.positions import Positions, by_shard, each

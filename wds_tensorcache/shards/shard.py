@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, is_preamble
-from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, Layout, parse_header
+from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, parse_header
+from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.views import view_bytes

@@ -12,10 +12,10 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from wds_tensorcache.codec.devices import check_device
-from wds_tensorcache.codec.header import Layout
+from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.realize import rebuild
 from wds_tensorcache.codec.reference import reference_text
+from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.codec.views import check_array
 from wds_tensorcache.errors import BatchError, FormatError
 from wds_tensorcache.reading.batch.columns import Columns, check_same_names, check_stackable, layouts_of

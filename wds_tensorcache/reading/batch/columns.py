@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.header import Layout
+from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.views import ARRAY_NDIM
 from wds_tensorcache.errors import BatchError
