@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 from nvidia.dali import fn
 
 import wds_tensorcache as tc
@@ -122,5 +121,6 @@ class NativeReader(Source):
                 count -= 1
             numbers, packed = numbers[:count], packed[:count]
             others = {name: value[:count] for name, value in others.items()}
-        tensors: Any = self._packed.cut(np.ascontiguousarray(numbers), packed) if self.tensors else {}
-        return self.cache.fill_batch(numbers, tensors), others
+        rows = self.cache._locate(numbers)
+        tensors: Any = self._packed.cut(rows, packed) if self.tensors else {}
+        return self.cache.fill_batch(rows, tensors), others

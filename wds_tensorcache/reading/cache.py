@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.reading.batch.assemble import Request, fill_batch, read_batch, read_tensors
-from wds_tensorcache.reading.batch.placement import project
-from wds_tensorcache.reading.batch.structure import Structure, structure_of
+from wds_tensorcache.reading.batch.assemble import fill_batch, read_batch, read_tensors
+from wds_tensorcache.reading.batch.nest import project
+from wds_tensorcache.reading.batch.request import Request, Structure, structure_of
+from wds_tensorcache.reading.batch.rows import Rows, locate
 from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.positions import Inverse, Positions, as_array, numbers_of, take
 from wds_tensorcache.reading.schema import Entry, TensorSchema, entries, members_of, name_matcher, schema_of
@@ -66,7 +67,7 @@ class TensorCache(Sequence[Any]):
         if isinstance(index, str):
             return self._sample(self._at(self._find(index)))
         if isinstance(index, list) or getattr(index, "ndim", 0) == 1:
-            return TensorCache(self._store, self._resolve(index), self._patterns)
+            return self._take(numbers_of(index, len(self), self._find))
         count = len(self)
         if not hasattr(index, "__index__"):
             raise TypeError(f"a sample is named by number or key, got {index!r:.100}")
@@ -81,7 +82,8 @@ class TensorCache(Sequence[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples at `indices` as a list; torch's DataLoader fetches batches with it."""
-        return [self._sample(position) for position in self._resolve(indices).tolist()]
+        positions = as_array(take(self._where, numbers_of(indices, len(self), self._find)))
+        return [self._sample(position) for position in positions.tolist()]
 
     def __contains__(self, key: object) -> bool:
         """Return whether there is a sample with this key."""
@@ -208,28 +210,34 @@ class TensorCache(Sequence[Any]):
                 self._narrowed.clear()
             view = TensorCache(self._store, self._order, tuple(map(glob.escape, names)))
             self._narrowed[names] = view
-        request = view._request(indices)
+        request = view._request(self._locate(indices))
         for name in names:
             if name not in request.structure.tensors or (self._wanted is not None and not self._wanted(name)):
-                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r}")
+                raise KeyError(f"sample {request.rows.key(0)!r} has no tensor {name!r}")
         return fill_batch(request, tensors)
 
-    def _request(self, indices: Iterable[int | str]) -> Request:
-        positions = self._resolve(indices)
-        if not len(positions):
+    def _locate(self, indices: Any) -> Rows:
+        """Return where samples are: by number or key, or rows that this cache or a view of all its samples has located."""
+        if isinstance(indices, Rows):
+            return indices
+        numbers = numbers_of(indices, len(self._where), self._find)
+        return locate(self._store, numbers if self._order is None else as_array(take(self._where, numbers)))
+
+    def _request(self, indices: Any) -> Request:
+        """Return the request of a batch; batches share a structure if their first samples differ in their values alone."""
+        rows = self._locate(indices)
+        if not rows.parts:
             raise ValueError("no indices: a batch has at least one sample")
-        store = self._store
-        return Request(
-            store.places(positions),
-            self._structure(positions.item(0)),
-            lambda i: self._sample(positions.item(i)),
-            lambda i: store.key(positions.item(i)),
-            self._wanted,
-            store.pool,
-            store.io.method,
-            store.threads,
-            store.executor(),
-        )
+        template = rows.shards[rows.number.item(0)].template(rows.row.item(0))
+        known, structure = self._structures.get(id(template), (None, None))
+        if structure is None or known is not template:
+            sample = rows.sample(0)
+            structure = structure_of(sample if self._wanted is None else project(sample, self._wanted), template)
+            if template is not None:
+                if len(self._structures) >= _MAX_STRUCTURES:
+                    self._structures.clear()
+                self._structures[id(template)] = template, structure
+        return Request(self._store, rows, structure, self._wanted)
 
     @property
     def members(self) -> dict[str, int]:
@@ -246,21 +254,20 @@ class TensorCache(Sequence[Any]):
             IndexError, KeyError: A sample that is not there, or that has no such member.
             FormatError: A shard is not what its index says.
         """
-        return [self._member(position, suffix) for position in self._resolve(indices).tolist()]
+        rows = self._locate(indices)
+        return all_found(self, rows, suffix)
 
-    def _read_member(self, number: int, suffix: str) -> bytes:
-        return self.read_members([number], suffix)[0]
-
-    def _has_member(self, number: int, suffix: str) -> bool:
-        shard, row = self._store.locate(self._resolve([number]).item(0))
-        return bool(shard.find_members(np.array([row]), _suffix(suffix))[0] >= 0)
-
-    def _member(self, position: int, suffix: str) -> bytes:
-        shard, row = self._store.locate(position)
-        found = shard.find_members(np.array([row]), _suffix(suffix)).item()
-        if found < 0:
-            raise KeyError(f"sample {shard.key(row)!r} has no member {suffix!r}; in the cache are {self.members}")
-        return shard.member(row, _suffix(suffix), found)
+    def _find_members(self, rows: Rows, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
+        """Return a member of those `wanted` samples of a batch that have it, by their place in the batch."""
+        suffix = suffix.lower().removeprefix(".")  # as the index has it, and webdataset
+        numbers = np.empty(len(rows), np.int64)
+        for number, at, some in rows.parts:
+            numbers[at] = rows.shards[number].find_members(some, suffix)
+        return {
+            i: rows.shards[rows.number.item(i)].member(rows.row.item(i), suffix, number)
+            for i in wanted
+            if (number := numbers.item(i)) >= 0
+        }
 
     def close(self) -> None:
         """Close the files and threads of this cache and its views."""
@@ -295,20 +302,6 @@ class TensorCache(Sequence[Any]):
         sample = shard.sample(row)
         return sample if self._wanted is None else project(sample, self._wanted)
 
-    def _structure(self, position: int) -> Structure:
-        """Return the structure of a sample; samples that differ in their values alone share it."""
-        shard, row = self._store.locate(position)
-        template = shard.template(row)
-        known = self._structures.get(id(template))
-        if known is not None and known[0] is template:
-            return known[1]
-        structure = structure_of(self._sample(position), template)
-        if template is not None:
-            if len(self._structures) >= _MAX_STRUCTURES:
-                self._structures.clear()
-            self._structures[id(template)] = template, structure
-        return structure
-
     def _found(self, key: str) -> list[int]:
         """Return the numbers of the samples with this key."""
         found = self._store.find(key)
@@ -327,11 +320,15 @@ class TensorCache(Sequence[Any]):
             raise KeyError(f"sample {key!r} is in several shards, {paths}; use its number")
         return found[0]
 
-    def _resolve(self, indices: Iterable[int | str]) -> Array:
-        """Return the positions of samples given by number or key."""
-        return as_array(take(self._where, numbers_of(indices, len(self), self._find)))
 
+def all_found(cache: Any, rows: Any, suffix: str) -> list[bytes]:
+    """Return a member of each sample of a batch that a cache has located.
 
-def _suffix(suffix: str) -> str:
-    """Return a member's suffix as the index has it: in small letters, as webdataset does."""
-    return suffix.lower().removeprefix(".")
+    Raises:
+        KeyError: A sample does not have it.
+    """
+    found: dict[int, bytes] = cache._find_members(rows, suffix, range(len(rows)))
+    for i in range(len(rows)):
+        if i not in found:
+            raise KeyError(f"sample {rows.key(i)!r} has no member {suffix!r}; in the cache are {cache.members}")
+    return [found[i] for i in range(len(rows))]

@@ -5,16 +5,32 @@ from __future__ import annotations
 import fnmatch
 import glob
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from wds_tensorcache.errors import BatchError
+from wds_tensorcache.reading.cache import all_found
 from wds_tensorcache.reading.matching import are_equal, match
 from wds_tensorcache.reading.schema import Entry
 
 __all__ = ["JoinedCache"]
+
+
+@dataclass(frozen=True, slots=True)
+class _JoinedRows:
+    """The samples of a batch; `parts` has where they are in each cache."""
+
+    parts: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+    def key(self, i: int) -> str:
+        """Return the key of sample `i` of the batch."""
+        return self.parts[0].key(i)  # type: ignore[no-any-return]
 
 
 class JoinedCache(Sequence[Any]):
@@ -113,10 +129,11 @@ class JoinedCache(Sequence[Any]):
         pad_value: Any = 0,
     ) -> Any:
         """Read one batch of each cache, joined as samples are; `"pad"` joins the shapes too. As `TensorCache.read_batch`."""
-        numbers = self._numbers(indices)
+        rows = self._locate(indices)
         each = list if callable(collate) else collate
         parts = [
-            cache.read_batch(numbers, device, pin=pin, collate=each, pad_value=pad_value) for cache in self._caches
+            cache.read_batch(part, device, pin=pin, collate=each, pad_value=pad_value)
+            for cache, part in zip(self._caches, rows.parts, strict=True)
         ]
         if callable(collate):
             return collate([self._merge(samples) for samples in zip(*parts, strict=True)])
@@ -128,20 +145,22 @@ class JoinedCache(Sequence[Any]):
         self, indices: Iterable[Any], device: Any = None, *, pin: bool = False, collate: str = "stack"
     ) -> dict[str, Any]:
         """Read the tensors of a batch alone, by name; as `TensorCache.read_tensors`."""
-        numbers = self._numbers(indices)
+        rows = self._locate(indices)
         return {
             prefix + name: tensor
-            for prefix, cache in zip(self._prefixes(), self._caches, strict=True)
-            for name, tensor in cache.read_tensors(numbers, device, pin=pin, collate=collate).items()
+            for prefix, cache, part in zip(self._prefixes(), self._caches, rows.parts, strict=True)
+            for name, tensor in cache.read_tensors(part, device, pin=pin, collate=collate).items()
         }
 
     def fill_batch(self, indices: Iterable[Any], tensors: Mapping[str, Any]) -> Any:
         """Return the batch of these samples with `tensors`, named as by `read_tensors`, in it; as `TensorCache.fill_batch`."""
-        numbers = self._numbers(indices)
+        rows = self._locate(indices)
         parts, rest = [], dict(tensors)
-        for prefix, names, cache in zip(self._prefixes(), self._tensor_names, self._caches, strict=True):
+        for prefix, names, cache, part in zip(
+            self._prefixes(), self._tensor_names, self._caches, rows.parts, strict=True
+        ):
             mine = {prefix + name: name for name in names if prefix + name in rest}
-            parts.append(cache.fill_batch(numbers, {name: rest.pop(whole) for whole, name in mine.items()}))
+            parts.append(cache.fill_batch(part, {name: rest.pop(whole) for whole, name in mine.items()}))
         if rest:
             raise KeyError(f"no tensor is called {next(iter(rest))!r}")
         return self._merge(parts)
@@ -154,6 +173,13 @@ class JoinedCache(Sequence[Any]):
         if isinstance(indices, str):
             raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
         return [self._caches[0]._find(i) if isinstance(i, str) else i for i in indices]
+
+    def _locate(self, indices: Any) -> _JoinedRows:
+        """Return where the samples are in each cache; as `TensorCache._locate`."""
+        if isinstance(indices, _JoinedRows):
+            return indices
+        numbers = self._numbers(indices)
+        return _JoinedRows([cache._locate(numbers) for cache in self._caches])
 
     def _prefixes(self) -> list[str]:
         """Return what stands in front of the names of each cache's tensors."""
@@ -173,16 +199,15 @@ class JoinedCache(Sequence[Any]):
 
     def read_members(self, indices: Iterable[Any], suffix: str) -> list[bytes]:
         """Return the bytes of a member of each sample, of the first cache that has it; as `TensorCache.read_members`."""
-        return [self._read_member(number, suffix) for number in self._numbers(indices)]
+        rows = self._locate(indices)
+        return all_found(self, rows, suffix)
 
-    def _read_member(self, number: Any, suffix: str) -> bytes:
-        for cache in self._caches[:-1]:
-            if cache._has_member(number, suffix):
-                return cache._read_member(number, suffix)  # type: ignore[no-any-return]
-        return self._caches[-1]._read_member(number, suffix)  # type: ignore[no-any-return]
-
-    def _has_member(self, number: Any, suffix: str) -> bool:
-        return any(cache._has_member(number, suffix) for cache in self._caches)
+    def _find_members(self, rows: _JoinedRows, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
+        """Return a member of those `wanted` samples of a batch that have it in one of the caches."""
+        found: dict[int, bytes] = {}
+        for cache, part in zip(self._caches, rows.parts, strict=True):
+            found |= cache._find_members(part, suffix, [i for i in wanted if i not in found])
+        return found
 
     @property
     def io(self) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ import torch
 from wds_tensorcache.codec.reference import Reference
 from wds_tensorcache.codec.views import check_array, check_tensor
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.reading.batch.assemble import Reading
-from wds_tensorcache.reading.batch.columns import check_stackable
+from wds_tensorcache.reading.batch.columns import check_stackable, layouts_of
+from wds_tensorcache.reading.batch.request import columns_of
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.shards.catalog import dali_index_path, write_dali_index
 
@@ -128,11 +128,11 @@ class PackedMembers:
             known = self._begins[at] = begins[order].tolist(), order.tolist()
         return known
 
-    def cut(self, numbers: Sequence[int] | Array, members: torch.Tensor) -> dict[str, Any]:
+    def cut(self, numbers: Any, members: torch.Tensor) -> dict[str, Any]:
         """Return the tensors of samples by name, `[B, …]` where shapes are equal, else a list of B.
 
         Args:
-            numbers: Of the samples, `[B]`.
+            numbers: Numbers of the samples, `[B]`, or where the cache has located them.
             members: Their tensor members, uint8 `[B, n]`, on any device; shorter ones are filled up to n.
 
         Raises:
@@ -143,15 +143,15 @@ class PackedMembers:
         """
         if len(members) != len(numbers):
             raise ValueError(f"{len(members)} members of {len(numbers)} samples")
-        reading = Reading(self._narrow._request(numbers), False, None)
-        reading.take_all()
-        columns, which = reading.columns, reading.which().tolist()
+        request = self._narrow._request(numbers)
+        layouts = layouts_of(request.rows)
+        columns, which = columns_of(request, layouts), layouts.numbers().tolist()
         result: dict[str, Any] = {}
         for name, references in zip(columns.names, columns.references, strict=True):
             first = references[0]
             if max(one.end for one in references) > members.shape[1]:
                 raise FormatError(f"tensor {name!r} ends behind its member: the shard is not what its index says")
-            check_stackable(first, len(members), first.shape, self._narrow.keys()[int(numbers[0])])
+            check_stackable(first, len(members), first.shape, request.rows.key(0))
             if all((one.begin, one.shape) == (first.begin, first.shape) for one in references):
                 result[name] = _cut(members, first)
                 continue
