@@ -86,3 +86,11 @@ def test_calls_are_counted_until_the_first_read_of_a_batch(tmp_path: Path) -> No
     assert next(iter(read.functions())).split()[:3] == ["1", "1", "TensorCache.read_batch"]
     assert get.before is None
     assert get.cells()[3:] == ["-", "-"]
+
+
+def test_the_way_of_a_batch_is_short(tmp_path: Path) -> None:
+    with acts(tmp_path) as found:
+        trace = traced(found["read_batch"])
+    assert trace.before is not None
+    assert trace.calls.total() <= 150
+    assert len(trace.before) <= 20
