@@ -82,8 +82,8 @@ def traced(act: Callable[[], Any]) -> Trace:
 
 
 def _sample(index: int) -> dict[str, Any]:
-    latent, text = torch.full((4, 64, 64), index).half(), torch.full((77, 768), index).half()
-    return {"latent": latent, "text": text, "prompt": f"prompt number {index}", "index": index}
+    latents, states = torch.full((4, 64, 64), index).half(), torch.full((77, 768), index).half()
+    return {"latents": latents, "text_states": states, "prompt": f"prompt number {index}", "index": index}
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from nvidia.dali import fn
 import wds_tensorcache as tc
 from dali_plugin.base import NUMBER, Source, check_batches
 from dali_plugin.carriers import known_names
+from dali_plugin.packed import PackedMembers
 
 __all__ = ["NativeReader"]
 
@@ -47,7 +48,7 @@ class NativeReader(Source):
         count = len(self.cache)
         if count < world_size:
             raise ValueError(f"{count} samples for world_size={world_size}: a rank would have none")
-        self._packed = tc.PackedMembers(self.cache, self.tensors)
+        self._packed = PackedMembers(self.cache, self.tensors)
         for member in self.members:
             if self.cache.members[member] != count:
                 raise ValueError(f"member {member!r}: {self.cache.members[member]} of {count} samples have it")

@@ -25,7 +25,6 @@ from wds_tensorcache.reading.batch.nest import fill_samples, named_tensors
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.reading.open_cache import open
-from wds_tensorcache.reading.packed import PackedMembers
 from wds_tensorcache.shards.catalog import index
 from wds_tensorcache.training.batch_info import BatchInfo
 from wds_tensorcache.training.iterable import IterableCache, WorkerSetup
@@ -47,7 +46,6 @@ __all__ = [
     "LazyArray",
     "LazyTensor",
     "Loader",
-    "PackedMembers",
     "Report",
     "ShardWriter",
     "StaleCacheError",

@@ -74,17 +74,20 @@ def test_leaves_are_decoded_on_first_use_only(cache: Any) -> None:
         cache.read_batch([2, 2])["name"].tolist()
 
 
-def test_a_structure_is_learnt_from_one_read_of_a_skeleton(cache: Any) -> None:
-    for _ in range(3):
-        cache.read_batch([2, 2])["name"].tolist()  # by template from the second on
-    cache.read_batch([1, 0])
-    shard = cache._store.shards[0]
-    begin, nbytes = shard.columns.skeleton_begin.item(1), shard.columns.skeleton_nbytes.item(1)
-    damage(shard.path, begin + nbytes - 10, b"\xff" * 10)
-    batch = cache.read_batch([1, 0])
-    assert batch["x"].tolist() == [[1], [0]]
-    with pytest.raises(tc.FormatError, match="sample '001'"):
-        batch["name"].tolist()
+def test_a_structure_is_learnt_from_one_read_of_a_skeleton(tmp_path: Path) -> None:
+    # a name of its own: templates are learnt by the names and dtypes of tensors, for all caches of a process
+    samples = [{"read once": torch.tensor([i]), "name": name} for i, name in enumerate(ABC)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for _ in range(3):
+            cache.read_batch([2, 2])["name"].tolist()
+        cache.read_batch([1, 0])
+        shard = cache._store.shards[0]
+        begin, nbytes = shard.columns.skeleton_begin.item(1), shard.columns.skeleton_nbytes.item(1)
+        damage(shard.path, begin + nbytes - 10, b"\xff" * 10)
+        batch = cache.read_batch([1, 0])
+        assert batch["read once"].tolist() == [[1], [0]]
+        with pytest.raises(tc.FormatError, match="sample '001'"):
+            batch["name"].tolist()
 
 
 def test_samples_of_equal_tensors_and_other_keys(tmp_path: Path) -> None:

@@ -89,11 +89,6 @@ class TensorCache(Sequence[Any]):
         """Return whether there is a sample with this key."""
         return isinstance(key, str) and bool(self._found(key))
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    __hash__ = object.__hash__
-
     def keys(self) -> KeysView:
         """Return the keys in order, as a sequence that decodes each when it is asked for."""
         return KeysView(self)

@@ -13,10 +13,13 @@ import numpy as np
 
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.cache import all_found
-from wds_tensorcache.reading.matching import are_equal, match
+from wds_tensorcache.reading.positions import by_shard, in_order
 from wds_tensorcache.reading.schema import Entry
+from wds_tensorcache.shards.lookup import match_keys
 
-__all__ = ["JoinedCache"]
+__all__ = ["JoinedCache", "are_equal", "match"]
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class JoinedCache(Sequence[Any]):
         for number, cache in enumerate(caches[1:], start=1):
             first, other = _first(caches[0]), _first(cache)
             if not are_equal(first, other):
-                cache = cache._take(_match(first, other, number))
+                cache = cache._take(_match_or_raise(first, other, number))
             self._caches.append(cache)
 
     def __reduce__(self) -> Any:
@@ -271,7 +274,7 @@ def _first(cache: Any) -> Any:
     return cache
 
 
-def _match(first: Any, other: Any, number: int) -> Any:
+def _match_or_raise(first: Any, other: Any, number: int) -> Any:
     """Return which sample of `other`, cache `number`, has the key of each sample of `first`.
 
     Raises:
@@ -297,3 +300,76 @@ def _joined(caches: Sequence[Any], names: tuple[str, ...] | None) -> JoinedCache
     result: JoinedCache = object.__new__(JoinedCache)
     result._caches, result._names = list(caches), names
     return result
+
+
+def are_equal(left: Any, right: Any) -> bool:
+    """Return whether two caches have the same keys in the same order; of the same samples, at once."""
+    if len(left) != len(right):
+        return False
+    if left._store is right._store and _same_positions(left._where, right._where):
+        return True
+    blocks, others = _blocks(left), _blocks(right)
+    lengths, text = _NONE
+    other_lengths, other_text = _NONE
+    while True:
+        if not len(lengths):
+            lengths, text = next(blocks, _NONE)
+        if not len(other_lengths):
+            other_lengths, other_text = next(others, _NONE)
+        count = min(len(lengths), len(other_lengths))
+        if not count:
+            return True
+        nbytes = int(lengths[:count].sum())
+        if not np.array_equal(lengths[:count], other_lengths[:count]) or not np.array_equal(
+            text[:nbytes], other_text[:nbytes]
+        ):
+            return False
+        lengths, text = lengths[count:], text[nbytes:]
+        other_lengths, other_text = other_lengths[count:], other_text[nbytes:]
+
+
+_NONE: tuple[Array, Array] = np.empty(0, np.int64), np.empty(0, np.uint8)
+
+
+def _same_positions(left: Any, right: Any) -> bool:
+    if isinstance(left, range) and isinstance(right, range):
+        return left == right
+    return left is right or (type(left) is type(right) and np.array_equal(left, right))
+
+
+def _blocks(cache: Any) -> Iterator[tuple[Array, Array]]:
+    """Yield the lengths of keys that follow each other in a cache, and their text."""
+    for shard, rows in in_order(cache._store, cache._where):
+        keys, samples = shard.index.keys, shard.columns.rows
+        rows = rows if samples is None else samples[rows].astype(np.int64)
+        first, last = rows.item(0), rows.item(-1)
+        if last - first == len(rows) - 1 and bool((rows[1:] > rows[:-1]).all()):
+            begin = keys.ends.item(first - 1) if first else 0
+            ends = keys.ends[first : last + 1].astype(np.int64)
+            yield np.diff(ends, prepend=begin), keys.text[begin : keys.ends.item(last)]
+        else:
+            found = [keys.raw(row) for row in rows.tolist()]
+            yield np.array(list(map(len, found)), np.int64), np.frombuffer(b"".join(found), np.uint8)
+
+
+def match(left: Any, right: Any) -> Array | None:
+    """Return which sample of `right` has the key of each of `left`, int64; None unless both have the same keys, each once."""
+    (parts, mine), (others, theirs) = _parts(left), _parts(right)
+    matched = match_keys(parts, others)
+    if matched is None:
+        return None
+    result = np.empty(len(matched), np.int64)
+    result[mine] = theirs[matched]
+    return result
+
+
+def _parts(cache: Any) -> tuple[list[Any], Array]:
+    """Return the keys of a cache shard by shard, and which of its samples they are."""
+    parts, numbers = [], np.empty(len(cache), np.min_scalar_type(len(cache)))
+    done = 0
+    for shard, which, rows in by_shard(cache._store, cache._where):
+        samples = shard.columns.rows
+        parts.append((shard.index.keys, rows if samples is None else samples[rows].astype(np.int64)))
+        numbers[done : done + len(rows)] = np.arange(which.start, which.stop) if isinstance(which, slice) else which
+        done += len(rows)
+    return parts, numbers

@@ -46,6 +46,7 @@ class _Fill:
         self._leaf = leaf
         self._holding: dict[int, bool] = {}  # which containers have a tensor in them
         self._made: dict[int, Any] = {}
+        self.has_shared = False  # whether a tensor, or a container with one in it, was met again
 
     def holds(self, value: Any) -> bool:
         """Return whether a tensor is in `value`."""
@@ -63,6 +64,7 @@ class _Fill:
     def visit(self, value: Any, path: Path) -> Any:
         made = self._made
         if id(value) in made:
+            self.has_shared = self.has_shared or self.holds(value)
             return made[id(value)]
         cls = type(value)
         if isinstance(value, Lazy):
@@ -93,23 +95,9 @@ def _empty_like(value: Any) -> Any:
 
 def is_shared(sample: Any) -> bool:
     """Return whether a tensor of `sample`, or a container with one in it, is in two places."""
-    return _Shared().visit(sample)
-
-
-class _Shared:
-    def __init__(self) -> None:
-        self._holds = _Fill(lambda lazy: None, lambda path: None).holds
-        self._seen: set[int] = set()
-
-    def visit(self, value: Any) -> bool:
-        if not self._holds(value):
-            return False
-        if id(value) in self._seen:
-            return True
-        self._seen.add(id(value))
-        if isinstance(value, Lazy):
-            return False
-        return any(map(self.visit, value.values() if type(value) in _DICTS else value))
+    walk = _Fill(lambda lazy: None, lambda path: None)
+    walk.visit(sample, ())
+    return walk.has_shared
 
 
 def difference(first: Any, other: Any) -> tuple[str, str, str] | None:

@@ -36,7 +36,7 @@ class Placement:
     nbytes: int
 
 
-@lru_cache(16)  # batches of one layout have one placement
+@lru_cache(8)  # batches of one layout have one placement
 def place_equal(steps: tuple[int, ...], count: int) -> Placement:
     """Return the placement of `count` rows of each tensor, one every `steps` bytes."""
     first, nbytes = _in_turn([step * count for step in steps])
