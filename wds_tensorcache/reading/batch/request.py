@@ -13,7 +13,7 @@ from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton.template import Template
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Columns, Layouts, check_same_names
-from wds_tensorcache.reading.batch.nest import Recipe, is_shared, named_tensors, project, recipe_of
+from wds_tensorcache.reading.batch.nest import Path, Recipe, is_shared, named_tensors, project, recipe_of
 from wds_tensorcache.reading.batch.rows import Rows
 from wds_tensorcache.reading.shard_set import Store
 
@@ -34,6 +34,7 @@ class Structure:
         is_plain: Whether samples with tensors of the same names have them in the same places: no tensor is in two places, or
             has a name that was made up.
         columns: Columns of batches whose samples are all of one layout, by that layout's id.
+        slots: Which of the template's values stands alone at a path; None if the value there is more than one.
     """
 
     sample: Any
@@ -42,6 +43,7 @@ class Structure:
     recipe: Recipe | None
     is_plain: bool
     columns: dict[int, Columns] = field(default_factory=dict)
+    slots: dict[Path, int | None] = field(default_factory=dict)
 
 
 def structure_of(sample: Any, template: Template | None) -> Structure:

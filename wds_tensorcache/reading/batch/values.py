@@ -33,7 +33,6 @@ class Decoded:
         self._lock = threading.Lock()
         self._values: list[list[Any] | None] | None = None
         self._samples: list[Any] | None = None
-        self._slots: dict[Path, int | None] = {}
 
     def __len__(self) -> int:
         return len(self._request.rows)
@@ -79,16 +78,16 @@ class Decoded:
 
     def _slot(self, path: Path) -> int | None:
         """Return which of a template's values stands alone at `path`."""
-        template = self._template
+        template, slots = self._template, self._request.structure.slots
         if template is None:
             return None
-        if path not in self._slots:
+        if path not in slots:
             marks = [_Mark(number) for number in range(len(template.segments) - 1)]
             value = template.build([*marks, *(None for _ in template.references)])
             for step in path:
                 value = value[step]
-            self._slots[path] = value.number if isinstance(value, _Mark) else None
-        return self._slots[path]
+            slots[path] = value.number if isinstance(value, _Mark) else None
+        return slots[path]
 
     def _build(self, i: int, values: list[Any] | None) -> Any:
         if values is None or self._template is None:
