@@ -122,6 +122,6 @@ class NativeReader(Source):
                 count -= 1
             numbers, packed = numbers[:count], packed[:count]
             others = {name: value[:count] for name, value in others.items()}
-        rows = self.cache._locate(numbers)
-        tensors: Any = self._packed.cut(rows, packed) if self.tensors else {}
-        return self.cache.fill_batch(rows, tensors), others
+        request = self.cache._request(numbers)
+        tensors: Any = self._packed.cut(request, packed) if self.tensors else {}
+        return self.cache.fill_batch(request, tensors), others

@@ -130,7 +130,7 @@ class PackedMembers:
         """Return the tensors of samples by name, `[B, …]` where shapes are equal, else a list of B.
 
         Args:
-            numbers: Numbers of the samples, `[B]`, or where the cache has located them.
+            numbers: Numbers of the samples, `[B]`, or the cache's request of them.
             members: Their tensor members, uint8 `[B, n]`, on any device; shorter ones are filled up to n.
 
         Raises:

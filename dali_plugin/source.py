@@ -83,7 +83,7 @@ class TensorCacheSource(Source):
         count = len(self.cache)
         self._per_rank = count // world_size if last_batch == "drop" else -(-count // world_size)
         self._kept: deque[Any] = deque(maxlen=keep)
-        self._located: dict[bytes, Any] = {}  # by the numbers of a batch's samples, where these are
+        self._requests: dict[bytes, Any] = {}  # of batches that were not given yet, by the numbers of their samples
         self._num_made, self._num_given = 0, 0
         self._events: dict[int, Any] = {}  # of batches in pinned memory, by their number
         whole = self._per_rank // batch_size
@@ -100,7 +100,7 @@ class TensorCacheSource(Source):
 
     def __getstate__(self) -> dict[str, Any]:
         # for worker processes, which keep their own
-        return vars(self) | {"_kept": deque(maxlen=self._kept.maxlen), "_located": {}}
+        return vars(self) | {"_kept": deque(maxlen=self._kept.maxlen), "_requests": {}}
 
     def __len__(self) -> int:
         """Return how many batches an epoch has."""
@@ -141,11 +141,11 @@ class TensorCacheSource(Source):
             IndexError: The epoch has no such batch.
         """
         numbers = self.numbers(epoch, iteration)
-        rows = self.cache._locate(numbers)
-        batch = (*self._read(rows), numbers)
-        self._located[numbers.tobytes()] = rows
-        if len(self._located) > (self._kept.maxlen or 0):
-            self._located.pop(next(iter(self._located)), None)
+        request = self.cache._request(numbers)
+        batch = (*self._read(request), numbers)
+        self._requests[numbers.tobytes()] = request
+        if len(self._requests) > (self._kept.maxlen or 0):
+            self._requests.pop(next(iter(self._requests)), None)
         if self.pin and len(self._kept) == self._kept.maxlen:
             self._wait_for(self._num_made - len(self._kept))
         self._kept.append(batch)
@@ -172,18 +172,18 @@ class TensorCacheSource(Source):
 
     def read(self, numbers: Sequence[int] | Array) -> list[Any]:
         """Return the tensors and then the members of these samples, as DALI takes them."""
-        return self._read(self.cache._locate(numbers))
+        return self._read(self.cache._request(numbers))
 
-    def _read(self, rows: Any) -> list[Any]:
-        read = self._narrow.read_tensors(rows, collate="auto", pin=self.pin) if self.tensors else {}
+    def _read(self, request: Any) -> list[Any]:
+        read = self._narrow.read_tensors(request, collate="auto", pin=self.pin) if self.tensors else {}
         result: list[Any] = []
         for name in self.tensors:
             if name not in read:
-                raise tc.BatchError(f"sample {rows.key(0)!r} has no tensor {name!r}")
+                raise tc.BatchError(f"sample {request.key(0)!r} has no tensor {name!r}")
             value = read[name]
             result.append(tuple(map(plain, value)) if isinstance(value, list) else plain(value))
         for suffix in self.members:
-            result.append(tuple(np.frombuffer(raw, np.uint8) for raw in self.cache.read_members(rows, suffix)))
+            result.append(tuple(np.frombuffer(raw, np.uint8) for raw in self.cache.read_members(request, suffix)))
         return result
 
     def fill(self, outputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -199,8 +199,8 @@ class TensorCacheSource(Source):
         """
         tensors, others, numbers = self._restored(outputs)
         # another process may have made the batch
-        rows = self._located.pop(numbers.tobytes(), numbers)
-        return self.cache.fill_batch(rows, tensors), others
+        request = self._requests.pop(numbers.tobytes(), numbers)
+        return self.cache.fill_batch(request, tensors), others
 
 
 def _pinned(value: Any) -> Any:

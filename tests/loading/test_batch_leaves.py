@@ -90,6 +90,20 @@ def test_a_structure_is_learnt_from_one_read_of_a_skeleton(tmp_path: Path) -> No
             batch["name"].tolist()
 
 
+def test_tensors_alone_need_no_skeleton_of_a_known_form(tmp_path: Path) -> None:
+    samples = [{"tensors alone": torch.tensor([i]), "name": name} for i, name in enumerate(ABC)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for _ in range(3):
+            cache.read_tensors([2])
+        shard = cache._store.shards[0]
+        begin, nbytes = shard.columns.skeleton_begin.item(1), shard.columns.skeleton_nbytes.item(1)
+        damage(shard.path, begin + nbytes - 10, b"\xff" * 10)
+        assert cache.read_tensors([1, 0])["tensors alone"].tolist() == [[1], [0]]
+        for read in (lambda: cache.read_batch([1, 0]), lambda: cache[1]):
+            with pytest.raises(tc.FormatError, match="sample '001'"):
+                read()
+
+
 def test_samples_of_equal_tensors_and_other_keys(tmp_path: Path) -> None:
     """The index tells these apart by nothing; the first sample's skeleton does."""
     samples = [{"x": torch.tensor([i]), "even" if i % 2 == 0 else "odd": i} for i in range(8)]

@@ -13,8 +13,8 @@ import torch
 
 from wds_tensorcache.reading.batch.assemble import fill_batch, read_batch, read_tensors
 from wds_tensorcache.reading.batch.nest import project
-from wds_tensorcache.reading.batch.request import Request, Structure, structure_of
-from wds_tensorcache.reading.batch.rows import Rows, locate
+from wds_tensorcache.reading.batch.request import Request, Structures
+from wds_tensorcache.reading.batch.rows import locate
 from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.positions import Inverse, Positions, as_array, numbers_of, take
 from wds_tensorcache.reading.schema import Entry, TensorSchema, entries, members_of, name_matcher, schema_of
@@ -23,7 +23,7 @@ from wds_tensorcache.reading.shard_set import Store
 __all__ = ["TensorCache"]
 
 Array = np.ndarray[Any, Any]
-_MAX_STRUCTURES = 16
+_MAX_VIEWS = 16
 
 
 class TensorCache(Sequence[Any]):
@@ -44,9 +44,9 @@ class TensorCache(Sequence[Any]):
         self._where: Positions = everything if self._order is None else self._order
         self._inverse: Inverse | None = None
         self._patterns = patterns
-        self._structures: dict[int, tuple[Any, Structure]] = {}
         self._narrowed: dict[tuple[str, ...], TensorCache] = {}  # views for fill_batch
         self._wanted = name_matcher(patterns) if patterns is not None else None
+        self._structures = Structures(self._wanted)
 
     def __reduce__(self) -> Any:
         return TensorCache, (self._store, self._order, self._patterns)
@@ -201,38 +201,24 @@ class TensorCache(Sequence[Any]):
         names = tuple(sorted(tensors))
         view = self._narrowed.get(names)
         if view is None:
-            if len(self._narrowed) >= _MAX_STRUCTURES:
+            if len(self._narrowed) >= _MAX_VIEWS:
                 self._narrowed.clear()
             view = TensorCache(self._store, self._order, tuple(map(glob.escape, names)))
             self._narrowed[names] = view
-        request = view._request(self._locate(indices))
+        request = view._request(self._request(indices))
+        structure = request.structures.of(request.rows)
         for name in names:
-            if name not in request.structure.tensors or (self._wanted is not None and not self._wanted(name)):
-                raise KeyError(f"sample {request.rows.key(0)!r} has no tensor {name!r}")
+            if name not in structure.tensors or (self._wanted is not None and not self._wanted(name)):
+                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r}")
         return fill_batch(request, tensors)
 
-    def _locate(self, indices: Any) -> Rows:
-        """Return where samples are: by number or key, or rows that this cache or a view of all its samples has located."""
-        if isinstance(indices, Rows):
-            return indices
-        numbers = numbers_of(indices, len(self._where), self._find)
-        return locate(self._store, numbers if self._order is None else as_array(take(self._where, numbers)))
-
     def _request(self, indices: Any) -> Request:
-        """Return the request of a batch; batches share a structure if their first samples differ in their values alone."""
-        rows = self._locate(indices)
-        if not rows.parts:
-            raise ValueError("no indices: a batch has at least one sample")
-        template = rows.shards[rows.number.item(0)].template(rows.row.item(0))
-        known, structure = self._structures.get(id(template), (None, None))
-        if structure is None or known is not template:
-            sample = rows.sample(0)
-            structure = structure_of(sample if self._wanted is None else project(sample, self._wanted), template)
-            if template is not None:
-                if len(self._structures) >= _MAX_STRUCTURES:
-                    self._structures.clear()
-                self._structures[id(template)] = template, structure
-        return Request(self._store, rows, structure, self._wanted)
+        """Return the request of samples: by number or key, or of those of another view's request, which has located them."""
+        if isinstance(indices, Request):
+            return Request(self._store, indices.rows, self._structures)
+        numbers = numbers_of(indices, len(self._where), self._find)
+        positions = numbers if self._order is None else as_array(take(self._where, numbers))
+        return Request(self._store, locate(self._store, positions), self._structures)
 
     @property
     def members(self) -> dict[str, int]:
@@ -249,11 +235,11 @@ class TensorCache(Sequence[Any]):
             IndexError, KeyError: A sample that is not there, or that has no such member.
             FormatError: A shard is not what its index says.
         """
-        rows = self._locate(indices)
-        return all_found(self, rows, suffix)
+        return all_found(self, self._request(indices), suffix)
 
-    def _find_members(self, rows: Rows, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
+    def _find_members(self, request: Request, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
         """Return a member of those `wanted` samples of a batch that have it, by their place in the batch."""
+        rows = request.rows
         suffix = suffix.lower().removeprefix(".")  # as the index has it, and webdataset
         numbers = np.empty(len(rows), np.int64)
         for number, at, some in rows.parts:
@@ -316,14 +302,14 @@ class TensorCache(Sequence[Any]):
         return found[0]
 
 
-def all_found(cache: Any, rows: Any, suffix: str) -> list[bytes]:
-    """Return a member of each sample of a batch that a cache has located.
+def all_found(cache: Any, request: Any, suffix: str) -> list[bytes]:
+    """Return a member of each sample of a request that a cache has made.
 
     Raises:
         KeyError: A sample does not have it.
     """
-    found: dict[int, bytes] = cache._find_members(rows, suffix, range(len(rows)))
-    for i in range(len(rows)):
+    found: dict[int, bytes] = cache._find_members(request, suffix, range(len(request)))
+    for i in range(len(request)):
         if i not in found:
-            raise KeyError(f"sample {rows.key(i)!r} has no member {suffix!r}; in the cache are {cache.members}")
-    return [found[i] for i in range(len(rows))]
+            raise KeyError(f"sample {request.key(i)!r} has no member {suffix!r}; in the cache are {cache.members}")
+    return [found[i] for i in range(len(request))]

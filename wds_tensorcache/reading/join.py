@@ -23,8 +23,8 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _JoinedRows:
-    """The samples of a batch; `parts` has where they are in each cache."""
+class _JoinedRequest:
+    """The samples of a batch; `parts` has each cache's request of them."""
 
     parts: Sequence[Any]
 
@@ -132,11 +132,11 @@ class JoinedCache(Sequence[Any]):
         pad_value: Any = 0,
     ) -> Any:
         """Read one batch of each cache, joined as samples are; `"pad"` joins the shapes too. As `TensorCache.read_batch`."""
-        rows = self._locate(indices)
+        request = self._request(indices)
         each = list if callable(collate) else collate
         parts = [
             cache.read_batch(part, device, pin=pin, collate=each, pad_value=pad_value)
-            for cache, part in zip(self._caches, rows.parts, strict=True)
+            for cache, part in zip(self._caches, request.parts, strict=True)
         ]
         if callable(collate):
             return collate([self._merge(samples) for samples in zip(*parts, strict=True)])
@@ -148,19 +148,19 @@ class JoinedCache(Sequence[Any]):
         self, indices: Iterable[Any], device: Any = None, *, pin: bool = False, collate: str = "stack"
     ) -> dict[str, Any]:
         """Read the tensors of a batch alone, by name; as `TensorCache.read_tensors`."""
-        rows = self._locate(indices)
+        request = self._request(indices)
         return {
             prefix + name: tensor
-            for prefix, cache, part in zip(self._prefixes(), self._caches, rows.parts, strict=True)
+            for prefix, cache, part in zip(self._prefixes(), self._caches, request.parts, strict=True)
             for name, tensor in cache.read_tensors(part, device, pin=pin, collate=collate).items()
         }
 
     def fill_batch(self, indices: Iterable[Any], tensors: Mapping[str, Any]) -> Any:
         """Return the batch of these samples with `tensors`, named as by `read_tensors`, in it; as `TensorCache.fill_batch`."""
-        rows = self._locate(indices)
+        request = self._request(indices)
         parts, rest = [], dict(tensors)
         for prefix, names, cache, part in zip(
-            self._prefixes(), self._tensor_names, self._caches, rows.parts, strict=True
+            self._prefixes(), self._tensor_names, self._caches, request.parts, strict=True
         ):
             mine = {prefix + name: name for name in names if prefix + name in rest}
             parts.append(cache.fill_batch(part, {name: rest.pop(whole) for whole, name in mine.items()}))
@@ -177,12 +177,12 @@ class JoinedCache(Sequence[Any]):
             raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
         return [self._caches[0]._find(i) if isinstance(i, str) else i for i in indices]
 
-    def _locate(self, indices: Any) -> _JoinedRows:
-        """Return where the samples are in each cache; as `TensorCache._locate`."""
-        if isinstance(indices, _JoinedRows):
+    def _request(self, indices: Any) -> _JoinedRequest:
+        """Return the request of samples; as `TensorCache._request`."""
+        if isinstance(indices, _JoinedRequest):
             return indices
         numbers = self._numbers(indices)
-        return _JoinedRows([cache._locate(numbers) for cache in self._caches])
+        return _JoinedRequest([cache._request(numbers) for cache in self._caches])
 
     def _prefixes(self) -> list[str]:
         """Return what stands in front of the names of each cache's tensors."""
@@ -202,13 +202,12 @@ class JoinedCache(Sequence[Any]):
 
     def read_members(self, indices: Iterable[Any], suffix: str) -> list[bytes]:
         """Return the bytes of a member of each sample, of the first cache that has it; as `TensorCache.read_members`."""
-        rows = self._locate(indices)
-        return all_found(self, rows, suffix)
+        return all_found(self, self._request(indices), suffix)
 
-    def _find_members(self, rows: _JoinedRows, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
+    def _find_members(self, request: _JoinedRequest, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
         """Return a member of those `wanted` samples of a batch that have it in one of the caches."""
         found: dict[int, bytes] = {}
-        for cache, part in zip(self._caches, rows.parts, strict=True):
+        for cache, part in zip(self._caches, request.parts, strict=True):
             found |= cache._find_members(part, suffix, [i for i in wanted if i not in found])
         return found
 

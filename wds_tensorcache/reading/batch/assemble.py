@@ -70,8 +70,8 @@ def read_tensors(request: Request, device: Any = None, pin: bool = False, collat
 
 def fill_batch(request: Request, tensors: Mapping[str, Any], io: str = "pread") -> Any:
     """Return the structure of a batch with `tensors` in it; `io` is how its samples were just read."""
-    structure = request.structure
-    decoded = Decoded(request, io)
+    structure = request.structures.of(request.rows)
+    decoded = Decoded(request, structure, io)
     if not structure.is_plain or get_worker_info() is not None:
         decoded.check()  # in a worker, an error that came when the batch is pickled would reach no caller
     if structure.recipe is not None:
@@ -162,7 +162,9 @@ def _read_rows(
 
 def _read_samples(request: Request, layouts: Layouts, pin: bool, device: Any) -> list[Any]:
     """Return the samples with their tensors loaded: those that all samples have, whatever they are, by one read."""
-    names = [name for name in request.structure.tensors if all(name in layout.tensors for layout in layouts.items)]
+    names = [
+        name for name in request.structures.tensors(layouts) if all(name in layout.tensors for layout in layouts.items)
+    ]
     found = _read_rows(request, layouts, Columns(names, layouts.items), pin, device)
     if device is not None:
         found.memory.move(device)

@@ -14,7 +14,7 @@ from wds_tensorcache.codec.header import Layout
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.views import ARRAY_NDIM
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.reading.batch.rows import Rows
+from wds_tensorcache.reading.batch.rows import NO_SAMPLES, Rows
 
 __all__ = ["Columns", "Layouts", "Runs", "check_same_names", "check_stackable", "layouts_of"]
 
@@ -47,7 +47,13 @@ class Layouts:
 
 
 def layouts_of(rows: Rows) -> Layouts:
-    """Return the layouts of a batch."""
+    """Return the layouts of a batch.
+
+    Raises:
+        ValueError: It has no samples.
+    """
+    if not rows.parts:
+        raise ValueError(NO_SAMPLES)
     numbers: dict[int, int] = {}
     items: list[Layout] = []
     found: list[Any] = []  # for each part, one number, or one for each of its samples
@@ -77,7 +83,7 @@ class Columns:
 
     Attributes:
         names, numbers: The tensors' names, and the number of each: its place among the names.
-        layouts: The layouts, which stay alive: `Structure.columns` knows them by id.
+        layouts: The layouts, which stay alive: `Structures.columns` knows them by id.
         begin, nbytes: int64 `[tensors, layouts]`, each tensor's bytes in the `.safetensors` member.
         sizes: Bytes of each tensor, if they are the same in all layouts.
         bools: (tensor, layout) of each one that has bools, whose bytes must be looked at.

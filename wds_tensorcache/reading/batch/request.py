@@ -1,4 +1,4 @@
-"""Which samples are asked for, and the structure of the batch: the first sample's, kept for the batches to come."""
+"""Which samples are asked for, and what is known of such samples from the batches before."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.codec.header import Form, Layout
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton.template import Template
@@ -17,9 +18,9 @@ from wds_tensorcache.reading.batch.nest import Path, Recipe, is_shared, named_te
 from wds_tensorcache.reading.batch.rows import Rows
 from wds_tensorcache.reading.shard_set import Store
 
-__all__ = ["Request", "Structure", "columns_of", "structure_of"]
+__all__ = ["Request", "Structure", "Structures", "columns_of"]
 
-_MAX_COLUMNS = 64
+_MAX_KNOWN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,6 @@ class Structure:
         recipe: How to make a batch, if the sample is of a template.
         is_plain: Whether samples with tensors of the same names have them in the same places: no tensor is in two places, or
             has a name that was made up.
-        columns: Columns of batches whose samples are all of one layout, by that layout's id.
         slots: Which of the template's values stands alone at a path; None if the value there is more than one.
     """
 
@@ -42,37 +42,92 @@ class Structure:
     template: Template | None
     recipe: Recipe | None
     is_plain: bool
-    columns: dict[int, Columns] = field(default_factory=dict)
     slots: dict[Path, int | None] = field(default_factory=dict)
 
 
-def structure_of(sample: Any, template: Template | None) -> Structure:
-    """Return the structure of `sample`, which is of that template if it is of one."""
-    tensors = named_tensors(sample)
-    is_plain = not is_shared(sample) and not any("@" in name or "~" in name for name in tensors)
-    return Structure(sample, tensors, template, recipe_of(sample) if template is not None else None, is_plain)
+class Structures:
+    """What is known of the samples of a cache, as far as their tensors are selected.
+
+    Which tensors a sample has is known by its form, which the index has. Where they are in the sample is known by its
+    template: that takes its skeleton, since samples of one form may differ in their containers and values.
+
+    Args:
+        wanted: Returns whether a tensor is selected, by name; None if all are.
+
+    Attributes:
+        columns: Columns of batches whose samples are all of one layout, by that layout's id.
+    """
+
+    def __init__(self, wanted: Callable[[str], bool] | None) -> None:
+        self.wanted = wanted
+        self.columns: dict[int, Columns] = {}
+        self._by_template: dict[int, Structure] = {}
+        self._by_form: dict[Any, tuple[Form, dict[str, Lazy]]] = {}  # has the form, which so keeps its id
+
+    def of(self, rows: Rows) -> Structure:
+        """Return the structure of a batch: its first sample's."""
+        template = rows.template()
+        structure = self._by_template.get(id(template))  # has the template, which so keeps its id
+        if structure is None:
+            sample = rows.sample(0)
+            sample = sample if self.wanted is None else project(sample, self.wanted)
+            tensors = named_tensors(sample)
+            is_plain = not is_shared(sample) and not any("@" in name or "~" in name for name in tensors)
+            recipe = recipe_of(sample) if template is not None else None
+            structure = Structure(sample, tensors, template, recipe, is_plain)
+            if template is not None:
+                _keep(self._by_template, id(template), structure)
+        return structure
+
+    def known_tensors(self, layout: Layout) -> dict[str, Lazy] | None:
+        """Return the lazy tensors by name of an earlier sample of the form; None if there was none."""
+        known = self._by_form.get((id(layout.form), layout.texts))
+        return None if known is None else known[1]
+
+    def tensors(self, layouts: Layouts) -> dict[str, Lazy]:
+        """Return lazy tensors by name, of the kinds and dtypes of the first sample's."""
+        layout = layouts.items[0]
+        tensors = self.known_tensors(layout)
+        if tensors is None:
+            structure = self.of(layouts.rows)
+            tensors = structure.tensors
+            if structure.template is not None and layout.texts is not None:
+                _keep(self._by_form, (id(layout.form), layout.texts), (layout.form, tensors))
+        return tensors
+
+
+def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """Add to what is known, which is bounded: files have as many layouts and structures as their author likes."""
+    if len(known) >= _MAX_KNOWN:
+        known.clear()
+    known[key] = value
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The samples of a batch, and the tensors that are asked for.
+    """The samples of a batch, and what is known of them.
 
     Attributes:
         store: The shards, and the memory and threads to read them with.
         rows: The samples.
-        structure: The first sample's.
-        wanted: Returns whether a tensor is selected, by name; None if all are.
+        structures: Structures of the cache that is asked.
     """
 
     store: Store
     rows: Rows
-    structure: Structure
-    wanted: Callable[[str], bool] | None
+    structures: Structures
+
+    def __len__(self) -> int:
+        return len(self.rows.row)
+
+    def key(self, i: int) -> str:
+        """Return the key of sample `i` of the batch."""
+        return self.rows.key(i)
 
     def sample(self, i: int) -> Any:
         """Return sample `i` of the batch, with lazy tensors."""
-        sample = self.rows.sample(i)
-        return sample if self.wanted is None else project(sample, self.wanted)
+        sample, wanted = self.rows.sample(i), self.structures.wanted
+        return sample if wanted is None else project(sample, wanted)
 
 
 def columns_of(request: Request, layouts: Layouts) -> Columns:
@@ -81,20 +136,15 @@ def columns_of(request: Request, layouts: Layouts) -> Columns:
     Raises:
         BatchError: A sample lacks a tensor, or has more, or has one of another kind or dtype.
     """
-    structure = request.structure
-    kept, first = structure.columns, id(layouts.items[0])
-    columns = kept.get(first) if layouts.which is None else None
+    known, first = request.structures.columns, layouts.items[0]
+    columns = known.get(id(first)) if layouts.which is None else None
     if columns is None:
-        names = list(structure.tensors)
-        check_same_names(layouts, names, request.wanted)
-        columns = Columns(names, layouts.items)
-        columns.resolve(
-            structure.tensors, [_texts(request, layouts, number) for number in range(len(layouts.items))], layouts
-        )
-        if layouts.which is None and structure.template is not None and layouts.items[0].texts is not None:
-            if len(kept) >= _MAX_COLUMNS:
-                kept.clear()
-            kept[first] = columns  # has the layout, which so keeps its id
+        tensors = request.structures.tensors(layouts)
+        check_same_names(layouts, list(tensors), request.structures.wanted)
+        columns = Columns(list(tensors), layouts.items)
+        columns.resolve(tensors, [_texts(request, layouts, number) for number in range(len(layouts.items))], layouts)
+        if layouts.which is None and request.structures.known_tensors(first) is not None:
+            _keep(known, id(first), columns)  # have the layout, which so keeps its id
     return columns
 
 

@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.codec.skeleton.template import Template
 from wds_tensorcache.reading.shard_set import Store
 from wds_tensorcache.shards.shard import Shard
 
-__all__ = ["Rows", "locate"]
+__all__ = ["NO_SAMPLES", "Rows", "locate"]
+
+NO_SAMPLES = "no indices: a batch has at least one sample"
 
 Array = np.ndarray[Any, Any]
 _ALL = slice(None)
@@ -45,6 +48,17 @@ class Rows:
     def sample(self, i: int) -> Any:
         """Return sample `i` of the batch, with lazy tensors."""
         return self.shards[self.number.item(i)].sample(self.row.item(i))
+
+    def template(self) -> Template | None:
+        """Return the template that the first sample is of, if any.
+
+        Raises:
+            ValueError: There is no first sample.
+        """
+        if not self.parts:
+            raise ValueError(NO_SAMPLES)
+        shard: Shard = self.shards[self.number.item(0)]
+        return shard.template(self.row.item(0))
 
     def skeletons(self, io: str) -> Iterator[tuple[int, bytes, int]]:
         """Yield (which sample, its skeleton, where the skeleton's body begins), shard by shard."""

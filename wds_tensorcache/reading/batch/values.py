@@ -11,7 +11,7 @@ from wds_tensorcache.codec.reference import MemorySource, Reference
 from wds_tensorcache.codec.skeleton.template import MISS
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.nest import Path, difference, item_at, project
-from wds_tensorcache.reading.batch.request import Request
+from wds_tensorcache.reading.batch.request import Request, Structure
 
 __all__ = ["Decoded", "Leaves"]
 
@@ -21,21 +21,22 @@ class Decoded:
 
     Args:
         request: The batch.
+        structure: The batch's structure.
         io: How to read: the way in which its tensors were just read.
 
     Threads: any number may ask at once.
     """
 
-    def __init__(self, request: Request, io: str) -> None:
+    def __init__(self, request: Request, structure: Structure, io: str) -> None:
         self._request = request
+        self._structure = structure
         self._io = io
-        self._template = request.structure.template
         self._lock = threading.Lock()
         self._values: list[list[Any] | None] | None = None
         self._samples: list[Any] | None = None
 
     def __len__(self) -> int:
-        return len(self._request.rows)
+        return len(self._request)
 
     def column(self, path: Path) -> list[Any]:
         """Return what each sample has at `path`.
@@ -64,7 +65,7 @@ class Decoded:
 
     def _match(self) -> list[list[Any] | None]:
         found: list[list[Any] | None] = [None] * len(self)
-        template, rows = self._template, self._request.rows
+        template, rows = self._structure.template, self._request.rows
         if template is not None:
             # two steps in Python per sample: its bytes, its values
             for i, skeleton, begin in rows.skeletons(self._io):
@@ -78,7 +79,7 @@ class Decoded:
 
     def _slot(self, path: Path) -> int | None:
         """Return which of a template's values stands alone at `path`."""
-        template, slots = self._template, self._request.structure.slots
+        template, slots = self._structure.template, self._structure.slots
         if template is None:
             return None
         if path not in slots:
@@ -90,21 +91,22 @@ class Decoded:
         return slots[path]
 
     def _build(self, i: int, values: list[Any] | None) -> Any:
-        if values is None or self._template is None:
+        template, wanted = self._structure.template, self._request.structures.wanted
+        if values is None or template is None:
             sample = self._request.sample(i)
-            found = difference(self._request.structure.sample, sample)
+            found = difference(self._structure.sample, sample)
             if found is not None:
                 where, first, other = found
-                key = self._request.rows.key
+                key = self._request.key
                 raise BatchError(
                     f"sample {key(i)!r} has {other} {where}, but {key(0)!r} has {first}: their structures differ; "
                     "use a function, or read_tensors"
                 )
             return sample
-        if self._request.wanted is None:
-            return self._template.build([*values, *(None for _ in self._template.references)])
-        made = self._template.build([*values, *map(_stand_in, self._template.references)])
-        return project(made, self._request.wanted)  # tensors that were not selected are gone from dicts
+        if wanted is None:
+            return template.build([*values, *(None for _ in template.references)])
+        # tensors that were not selected are gone from dicts
+        return project(template.build([*values, *map(_stand_in, template.references)]), wanted)
 
 
 def _stand_in(text: str) -> Any:
