@@ -143,7 +143,7 @@ class PackedMembers:
             raise ValueError(f"{len(members)} members of {len(numbers)} samples")
         request = self._narrow._request(numbers)
         layouts = layouts_of(request.rows)
-        columns, which = columns_of(request, layouts), layouts.numbers().tolist()
+        columns, which = columns_of(request, layouts), layouts.which.tolist()
         result: dict[str, Any] = {}
         for name, references in zip(columns.names, columns.references, strict=True):
             first = references[0]

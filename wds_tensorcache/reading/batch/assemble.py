@@ -45,7 +45,7 @@ def read_batch(
     columns = columns_of(request, layouts)
     if collate == "pad":
         tensors, io = _read_padded(request, layouts, columns, pin, device, pad_value)
-        return fill_batch(request, tensors, io), columns.shapes(layouts.numbers())
+        return fill_batch(request, tensors, io), columns.shapes(layouts.which)
     if collate == "stack" and len(request.rows.row) > columns.limit:
         columns.check_stackable(layouts)
     found = _read_rows(request, layouts, columns, pin, device)
@@ -106,7 +106,7 @@ class _Found:
         """Return each tensor as a list of B; what was read is moved to `device`."""
         if device is not None:
             self.memory.move(device)
-        which, view = self.layouts.numbers().tolist(), self.memory.view
+        which, view = self.layouts.which.tolist(), self.memory.view
         return {
             name: [view(each[number], begin, each[number].shape) for number, begin in zip(which, begins, strict=True)]
             for name, each, begins in zip(self.columns.names, self.columns.references, self.placement.rows, strict=True)
@@ -116,8 +116,8 @@ class _Found:
         """Raise FormatError if a row that is to be bools has anything else."""
         for tensor, layout in self.columns.bools:
             begins, nbytes = self.placement.rows[tensor], self.columns.nbytes.item(tensor, layout)
-            rows: Any = np.flatnonzero(self.layouts.numbers() == layout).tolist()
-            if self.columns.sizes is not None and self.layouts.which is None:  # one after the other
+            rows: Any = np.flatnonzero(self.layouts.which == layout).tolist()
+            if len(self.layouts.items) == 1:  # one after the other
                 nbytes, rows = nbytes * len(rows), [0]
             for i in rows if nbytes else ():
                 try:
@@ -151,7 +151,7 @@ def _read_rows(
     if placement is None and columns.sizes is not None:
         placement = place_equal(columns.sizes, len(request.rows.row))
     elif placement is None:
-        placement = place_in_turn(columns.nbytes[:, layouts.numbers()])
+        placement = place_in_turn(columns.nbytes[:, layouts.which])
     memory = Memory(request.store.pool, placement.nbytes, pin, device)
     io = read(request.store, layouts, columns, placement, memory.array) if placement.nbytes else "pread"
     found = _Found(layouts, columns, placement, memory, io)
@@ -193,7 +193,7 @@ def _read_padded(
         # a row is the beginning of its padded row: read into place
         found = _read_rows(request, layouts, columns, pin, device, placement)
         memory = found.memory
-        lengths = columns.nbytes[:, layouts.numbers()].tolist()
+        lengths = columns.nbytes[:, layouts.which].tolist()
         for (dtype, filler), nbytes, begins, step in zip(fillers, lengths, placement.rows, steps, strict=True):
             for begin, length in zip(begins, nbytes, strict=True):
                 if length < step:
@@ -201,7 +201,7 @@ def _read_padded(
     else:
         found = _read_rows(request, layouts, columns)
         memory = Memory(request.store.pool, placement.nbytes, pin, device)
-        which = layouts.numbers().tolist()
+        which = layouts.which.tolist()
         for number, (dtype, filler) in enumerate(fillers):
             first = placement.first[number]
             # as numpy sees them, in one thread: OpenMP's do not survive a fork

@@ -30,20 +30,16 @@ class Layouts:
     Attributes:
         rows: The batch.
         items: The layouts, the first sample's first.
-        which: The number of each sample's layout, int64 `[B]`; None if there is one.
+        which: The number of each sample's layout, int64 `[B]`.
     """
 
     rows: Rows
     items: Sequence[Layout]
-    which: Array | None
-
-    def numbers(self) -> Array:
-        """Return the number of each sample's layout, int64 `[B]`."""
-        return np.zeros(len(self.rows), np.int64) if self.which is None else self.which
+    which: Array
 
     def key(self, number: int) -> str:
         """Return the key of the first sample with a layout."""
-        return self.rows.key(int(np.argmax(self.numbers() == number)))
+        return self.rows.key(int(np.argmax(self.which == number)))
 
 
 def layouts_of(rows: Rows) -> Layouts:
@@ -66,9 +62,9 @@ def layouts_of(rows: Rows) -> Layouts:
             if present[-1] == len(items):
                 items.append(layout)
         found.append(np.array(present)[inverse])
+    which = np.zeros(len(rows.row), np.int64)
     if len(items) == 1:
-        return Layouts(rows, items, None)
-    which = np.empty(len(rows), np.int64)
+        return Layouts(rows, items, which)
     for (_, at, _), part in zip(rows.parts, found, strict=True):
         which[at] = part
     first = which.item(0)

@@ -43,8 +43,7 @@ def read(store: Store, layouts: Layouts, columns: Columns, placement: Placement,
             return io  # type: ignore[no-any-return]
     count = len(rows.row)
     order = np.lexsort((rows.begin, rows.number)) if len(rows.shards) > 1 else np.arange(count)
-    nbytes = columns.nbytes.sum(0)
-    total = int(nbytes[0]) * count if layouts.which is None else int(nbytes[layouts.which].sum())
+    total = int(columns.nbytes.sum(0)[layouts.which].sum())
     threads = max(1, min(store.threads, count, total >> 18))  # for less, handing over costs more
     executor = store.executor() if threads > 1 else None
     parts = np.array_split(order, threads) if executor is not None else [order]
@@ -68,8 +67,8 @@ def _gather(layouts: Layouts, columns: Columns, placement: Placement, memory: Ar
     rows = layouts.rows
     if os.getpid() != _PID and torch.get_num_threads() > 1:
         return False  # forked: if torch's threads were used before, a call that wants them waits forever
-    # where each tensor begins in its member: [tensors][samples], or one number for all samples
-    begins = columns.begin[:, 0] if layouts.which is None else columns.begin[:, layouts.which]
+    # where each tensor begins in its member: [tensors, samples], or [tensors, 1] if it is the same for all
+    begins = columns.begin if len(layouts.items) == 1 else columns.begin[:, layouts.which]
     if len(rows.parts) > rows.shards[0].files.max_open or (io == "auto" and not _is_resident(rows, begins)):
         return False
     count = len(rows)
@@ -101,7 +100,7 @@ def _scatter(layouts: Layouts, columns: Columns, placement: Placement, memory: A
     """Read the samples `order` of a batch, one after the other."""
     rows, dest, runs = layouts.rows, placement.rows, columns.runs
     target, scratch = memory.data, memoryview(bytearray(SCRATCH_NBYTES))
-    which = [0] * len(rows.row) if layouts.which is None else layouts.which.tolist()
+    which = layouts.which.tolist()
     row, numbers, begins = rows.row.tolist(), rows.number.tolist(), rows.begin.tolist()
     known = -1
     todo: list[int] = order.tolist()

@@ -64,13 +64,16 @@ class Structures:
         self._by_template: dict[int, Structure] = {}
         self._by_form: dict[Any, tuple[Form, dict[str, Lazy]]] = {}  # has the form, which so keeps its id
 
+    def selected(self, sample: Any) -> Any:
+        """Return a sample with only those of its tensors that are selected."""
+        return sample if self.wanted is None else project(sample, self.wanted)
+
     def of(self, rows: Rows) -> Structure:
         """Return the structure of a batch: its first sample's."""
         template = rows.template()
         structure = self._by_template.get(id(template))  # has the template, which so keeps its id
         if structure is None:
-            sample = rows.sample(0)
-            sample = sample if self.wanted is None else project(sample, self.wanted)
+            sample = self.selected(rows.sample(0))
             tensors = named_tensors(sample)
             is_plain = not is_shared(sample) and not any("@" in name or "~" in name for name in tensors)
             recipe = recipe_of(sample) if template is not None else None
@@ -126,8 +129,7 @@ class Request:
 
     def sample(self, i: int) -> Any:
         """Return sample `i` of the batch, with lazy tensors."""
-        sample, wanted = self.rows.sample(i), self.structures.wanted
-        return sample if wanted is None else project(sample, wanted)
+        return self.structures.selected(self.rows.sample(i))
 
 
 def columns_of(request: Request, layouts: Layouts) -> Columns:
@@ -137,13 +139,13 @@ def columns_of(request: Request, layouts: Layouts) -> Columns:
         BatchError: A sample lacks a tensor, or has more, or has one of another kind or dtype.
     """
     known, first = request.structures.columns, layouts.items[0]
-    columns = known.get(id(first)) if layouts.which is None else None
+    columns = known.get(id(first)) if len(layouts.items) == 1 else None
     if columns is None:
         tensors = request.structures.tensors(layouts)
         check_same_names(layouts, list(tensors), request.structures.wanted)
         columns = Columns(list(tensors), layouts.items)
         columns.resolve(tensors, [_texts(request, layouts, number) for number in range(len(layouts.items))], layouts)
-        if layouts.which is None and request.structures.known_tensors(first) is not None:
+        if len(layouts.items) == 1 and request.structures.known_tensors(first) is not None:
             _keep(known, id(first), columns)  # have the layout, which so keeps its id
     return columns
 
@@ -155,7 +157,7 @@ def _texts(request: Request, layouts: Layouts, number: int) -> dict[str, str]:
         return dict(zip(layout.tensors, layout.texts, strict=True))
     # the index could not read these skeletons, so that each may refer to its tensors in its own way
     found: dict[str, str] = {}
-    for i in np.flatnonzero(layouts.numbers() == number).tolist():
+    for i in np.flatnonzero(layouts.which == number).tolist():
         references = [lazy._reference for lazy in named_tensors(request.sample(i)).values()]
         texts = {r.name: reference_text(r.kind, r.name, r.attribute) for r in references}
         found = found or texts
