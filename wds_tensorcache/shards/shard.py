@@ -75,9 +75,9 @@ class _Loaded(Generic[_T]):
         self._name = name
 
     def __get__(self, shard: Any, owner: Any = None) -> _T:
-        # only until then: what is in an object's own dictionary goes before this
+        # only until then: an object's own attributes go before this
         shard._load()
-        return vars(shard)[self._name]  # type: ignore[no-any-return]
+        return getattr(shard, self._name)  # type: ignore[no-any-return]
 
 
 class Shard:
@@ -136,12 +136,12 @@ class Shard:
             raise FormatError(
                 f"{self.path}: {len(columns)} samples, but the manifest says {self._count}: it is of another state"
             )
-        checked, numbers = np.zeros(len(columns), np.bool_), np.zeros(len(columns), np.uint8)
-        layout = index.layouts[0] if len(index.layouts) == 1 else None
-        # in one step: another thread must not see some of them alone
-        vars(self).update(
-            index=index, columns=columns, checked=checked, layout_of_all=layout, _template_numbers=numbers
-        )
+        # by setattr: what looks an object's dictionary up makes its attributes slow from then on
+        loaded = {"index": index, "columns": columns, "checked": np.zeros(len(columns), np.bool_)}
+        loaded["_template_numbers"] = np.zeros(len(columns), np.uint8)
+        loaded["layout_of_all"] = index.layouts[0] if len(index.layouts) == 1 else None
+        for name, value in loaded.items():
+            setattr(self, name, value)
 
     @property
     def file(self) -> ShardFile:
@@ -179,9 +179,10 @@ class Shard:
             FormatError: The shard is not what its index says, or damaged.
             UnsafeSkeletonError: The skeleton asks for anything outside the format.
         """
-        layout = self.layout(row)
+        columns = self.columns
+        layout = self._layouts.get(columns.layout.item(row)) or self.layout(row)
         skeleton, begin = self._skeleton(row, layout)
-        source = _ShardSource(self, row, self.columns.tensors_begin.item(row))
+        source = _ShardSource(self, row, columns.tensors_begin.item(row))
         try:
             return decode_body(skeleton, begin, layout, source, True, self._allow)
         except TensorCacheError as exc:
