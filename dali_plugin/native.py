@@ -9,12 +9,12 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 from nvidia.dali import fn
 
 import wds_tensorcache as tc
 from dali_plugin.base import NUMBER, Source, check_batches
 from dali_plugin.carriers import known_names
+from dali_plugin.packed import PackedMembers
 
 __all__ = ["NativeReader"]
 
@@ -48,7 +48,7 @@ class NativeReader(Source):
         count = len(self.cache)
         if count < world_size:
             raise ValueError(f"{count} samples for world_size={world_size}: a rank would have none")
-        self._packed = tc.PackedMembers(self.cache, self.tensors)
+        self._packed = PackedMembers(self.cache, self.tensors)
         for member in self.members:
             if self.cache.members[member] != count:
                 raise ValueError(f"member {member!r}: {self.cache.members[member]} of {count} samples have it")
@@ -122,5 +122,6 @@ class NativeReader(Source):
                 count -= 1
             numbers, packed = numbers[:count], packed[:count]
             others = {name: value[:count] for name, value in others.items()}
-        tensors: Any = self._packed.cut(np.ascontiguousarray(numbers), packed) if self.tensors else {}
-        return self.cache.fill_batch(numbers, tensors), others
+        request = self.cache._request(numbers)
+        tensors: Any = self._packed.cut(request, packed) if self.tensors else {}
+        return self.cache.fill_batch(request, tensors), others

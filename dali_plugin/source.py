@@ -83,6 +83,7 @@ class TensorCacheSource(Source):
         count = len(self.cache)
         self._per_rank = count // world_size if last_batch == "drop" else -(-count // world_size)
         self._kept: deque[Any] = deque(maxlen=keep)
+        self._requests: dict[bytes, Any] = {}  # of batches that were not given yet, by the numbers of their samples
         self._num_made, self._num_given = 0, 0
         self._events: dict[int, Any] = {}  # of batches in pinned memory, by their number
         whole = self._per_rank // batch_size
@@ -98,7 +99,8 @@ class TensorCacheSource(Source):
             self._kept = deque(self._kept, count)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_kept": deque(maxlen=self._kept.maxlen)}  # for worker processes, which keep their own
+        # for worker processes, which keep their own
+        return vars(self) | {"_kept": deque(maxlen=self._kept.maxlen), "_requests": {}}
 
     def __len__(self) -> int:
         """Return how many batches an epoch has."""
@@ -139,7 +141,11 @@ class TensorCacheSource(Source):
             IndexError: The epoch has no such batch.
         """
         numbers = self.numbers(epoch, iteration)
-        batch = (*self.read(numbers), numbers)
+        request = self.cache._request(numbers)
+        batch = (*self._read(request), numbers)
+        self._requests[numbers.tobytes()] = request
+        if len(self._requests) > (self._kept.maxlen or 0):
+            self._requests.pop(next(iter(self._requests)), None)
         if self.pin and len(self._kept) == self._kept.maxlen:
             self._wait_for(self._num_made - len(self._kept))
         self._kept.append(batch)
@@ -166,15 +172,18 @@ class TensorCacheSource(Source):
 
     def read(self, numbers: Sequence[int] | Array) -> list[Any]:
         """Return the tensors and then the members of these samples, as DALI takes them."""
-        read = self._narrow.read_tensors(numbers, collate="auto", pin=self.pin) if self.tensors else {}
+        return self._read(self.cache._request(numbers))
+
+    def _read(self, request: Any) -> list[Any]:
+        read = self._narrow.read_tensors(request, collate="auto", pin=self.pin) if self.tensors else {}
         result: list[Any] = []
         for name in self.tensors:
             if name not in read:
-                raise tc.BatchError(f"sample {self.cache.keys()[int(numbers[0])]!r} has no tensor {name!r}")
+                raise tc.BatchError(f"sample {request.key(0)!r} has no tensor {name!r}")
             value = read[name]
             result.append(tuple(map(plain, value)) if isinstance(value, list) else plain(value))
         for suffix in self.members:
-            result.append(tuple(np.frombuffer(raw, np.uint8) for raw in self.cache.read_members(numbers, suffix)))
+            result.append(tuple(np.frombuffer(raw, np.uint8) for raw in self.cache.read_members(request, suffix)))
         return result
 
     def fill(self, outputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -189,7 +198,9 @@ class TensorCacheSource(Source):
             TypeError: An operator has computed with integers that were the bits of something else.
         """
         tensors, others, numbers = self._restored(outputs)
-        return self.cache.fill_batch(numbers, tensors), others
+        # another process may have made the batch
+        request = self._requests.pop(numbers.tobytes(), numbers)
+        return self.cache.fill_batch(request, tensors), others
 
 
 def _pinned(value: Any) -> Any:

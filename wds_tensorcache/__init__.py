@@ -21,11 +21,10 @@ from wds_tensorcache.integrations import torch_collate as collate
 from wds_tensorcache.integrations.webdataset import decode, encoder
 from wds_tensorcache.integrations.webdataset_resumable import resumable
 from wds_tensorcache.integrations.webdataset_tar import tarfile_to_samples
+from wds_tensorcache.reading.batch.nest import fill_samples, named_tensors
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.join import JoinedCache
-from wds_tensorcache.reading.nest import fill_samples, named_tensors
 from wds_tensorcache.reading.open_cache import open
-from wds_tensorcache.reading.packed import PackedMembers
 from wds_tensorcache.shards.catalog import index
 from wds_tensorcache.training.batch_info import BatchInfo
 from wds_tensorcache.training.iterable import IterableCache, WorkerSetup
@@ -48,7 +47,6 @@ __all__ = [
     "LazyTensor",
     "Loader",
     "MissingShardError",
-    "PackedMembers",
     "Report",
     "ShardWriter",
     "StaleCacheError",

@@ -15,6 +15,7 @@ import webdataset as wds
 
 import dali_plugin
 import wds_tensorcache as tc
+from dali_plugin.packed import PackedMembers
 from tests.dali.conftest import COUNT, sample
 from tests.dali.pipelines import pipeline, unbatched
 from tests.same import assert_same
@@ -147,7 +148,7 @@ def test_indexes_of_another_state(tmp_path: Path) -> None:
         tc.open(tmp_path) as cache,
         pytest.raises(tc.FormatError, match="DALI's index is of another state of the shard"),
     ):
-        tc.PackedMembers(cache, ["x"]).numbers([f"{tmp_path}/0.tar:77:0.safetensors".encode()])
+        PackedMembers(cache, ["x"]).numbers([f"{tmp_path}/0.tar:77:0.safetensors".encode()])
 
 
 def test_foreign_members_and_shards_given_twice(tmp_path: Path) -> None:

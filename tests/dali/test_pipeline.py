@@ -14,9 +14,11 @@ import torch
 
 import dali_plugin
 import wds_tensorcache as tc
+from benchmarks.calls import traced
 from tests.dali.conftest import COUNT, sample
 from tests.dali.pipelines import dali, pipeline, unbatched
 from tests.same import assert_same
+from wds_tensorcache.reading.batch.rows import locate
 
 LATENT = "tensors.float32"
 
@@ -287,3 +289,29 @@ def test_tensors_that_some_samples_lack(tmp_path: Path) -> None:
     made = pipeline(lambda: dali_plugin.fn.tensorcache(tmp_path), 1)
     with pytest.raises(tc.BatchError, match="sample 'a' has no tensor 'y'"):
         next(dali_plugin.TensorCacheIterator(made))
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_a_batch_locates_its_samples_once(folder: Path, is_joined: bool) -> None:
+    opened = tc.open({"a": folder, "b": folder}, join="key") if is_joined else tc.open(folder)
+    with opened as cache:
+        # the samples of one batch are located while the batch before it is made whole again
+        batches = dali_plugin.TensorCacheIterator(
+            pipeline(lambda: dali_plugin.fn.tensorcache(cache, members=["bin"], shuffle=True), 2)
+        )
+        trace = traced(lambda: next(iter(batches)))
+        assert trace.calls[locate.__code__] == 1 + is_joined
+        batch, others = next(iter(batches))
+        numbers = (batch["a"] if is_joined else batch)["id"].tolist()
+        assert [raw.numpy().tobytes() for raw in others["bin"]] == [b"member %d" % n for n in numbers]
+
+
+def test_batches_that_another_process_made_or_that_came_before(cache: Any) -> None:
+    source = dali_plugin.TensorCacheSource(cache, batch_size=4, keep=2, shuffle=True)
+    made = [dict(zip(source.outputs, source.batch(0, at), strict=True)) for at in range(5)]
+    other = dali_plugin.TensorCacheSource(cache, batch_size=4)
+    for outputs in (*made, *made[::-1]):
+        for filling in (source, other):
+            batch, _ = filling.fill(dict(outputs))
+            for at, number in enumerate(outputs["number"].tolist()):
+                assert_same(sample(number), unbatched(batch, at))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.reading.batch.placement import check_collate
+from wds_tensorcache.reading.batch.assemble import check_collate
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.training.batch_info import BatchInfo
