@@ -65,7 +65,7 @@ def tensorcache(
         if isinstance(cache, IterableDataset):
             source = TensorCacheStream(cache, tensors, members, **options)
         else:
-            options.setdefault("pin", device == "gpu" and not parallel)
+            options.setdefault("pin_memory", device == "gpu" and not parallel)
             source = TensorCacheSource(cache, tensors, members, **options)
     source.use_float(as_float)
     depth = pipeline.prefetch_queue_depth  # an int, or one for each of DALI's stages

@@ -39,7 +39,7 @@ class TensorCacheSource(Source):
         last_batch: What becomes of an epoch's last batch if it is not full. `"short"` cuts it to the same length on all
             ranks; at most `world_size - 1` rows of all ranks together are padding. `"pad"` fills it with padding; `"wrap"`
             with the epoch's first samples, which are not marked; `"drop"` drops it. `TensorCacheIterator.is_padding` marks.
-        pin: Read into page-locked memory, from which DALI copies to a GPU without a detour; needs a GPU.
+        pin_memory: Read into page-locked memory, from which DALI copies to a GPU without a detour; needs a GPU.
         keep: How many batches stay in memory after they were returned: what DALI has not read yet, as it does not copy.
 
     Raises:
@@ -63,7 +63,7 @@ class TensorCacheSource(Source):
         rank: int = 0,
         world_size: int = 1,
         last_batch: str = "short",
-        pin: bool = False,
+        pin_memory: bool = False,
         keep: int = 8,
     ) -> None:
         check_batches(batch_size, rank, world_size, last_batch)
@@ -75,7 +75,7 @@ class TensorCacheSource(Source):
         self.tensors = list(schema) if tensors is None else known_names(tensors, schema, "tensor")
         self.members = known_names(members, self.cache.members, "member") if members else []
         self.schema = what_is_carried({name: schema[name] for name in self.tensors})
-        self.pin = pin
+        self.pin = pin_memory
         self._narrow = self.cache.select([glob.escape(name) for name in self.tensors])
         self._order = tc.EpochOrder(len(self.cache), shuffle=shuffle, seed=seed)
         self.batch_size = batch_size

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -12,8 +12,11 @@ from wds_tensorcache.errors import TensorCacheError
 from wds_tensorcache.reading.batch.placement import check_collate
 from wds_tensorcache.training.base_loader import BaseLoader
 from wds_tensorcache.training.batch_info import info_of
-from wds_tensorcache.training.step_sampler import StepSampler
+from wds_tensorcache.training.step_sampler import StepOptions, StepSampler
 from wds_tensorcache.training.steps import Step
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["StepDataset", "TorchLoader", "torch_loader"]
 
@@ -59,35 +62,27 @@ def torch_loader(
     batch_size: int = 1,
     *,
     num_workers: int = 0,
-    shuffle: bool | str = False,
-    seed: int = 0,
-    rank: int | None = None,
-    world_size: int | None = None,
-    group: Any = None,
-    last_batch: str = "short",
-    weights: Any = None,
-    mix: Mapping[str, tuple[Any, float]] | None = None,
-    bucket_by: Any = None,
     collate: Any = "stack",
     pad_value: Any = 0,
-    window: int = 4096,
     pin_memory: bool = False,
     prefetch_factor: int | None = None,
     persistent_workers: bool = False,
     multiprocessing_context: Any = None,
     timeout: float = 0,
     worker_init_fn: Callable[[int], Any] | None = None,
+    **steps: Unpack[StepOptions],
 ) -> TorchLoader:
     """Return a torch `DataLoader` of a cache's batches with an exact state.
 
     `tc.Loader` needs no workers; this is for trainers that want a `DataLoader`, and for Python code in `collate`.
 
     Args:
-        cache, batch_size, shuffle, seed, rank, world_size, group, last_batch, weights, mix, bucket_by, window: As of
-            `StepSampler`.
+        cache, batch_size: As of `StepSampler`.
         collate, pad_value: As of `read_batch`; a function for `collate` is called in the workers.
         num_workers, pin_memory, prefetch_factor, persistent_workers, multiprocessing_context, timeout, worker_init_fn: As of
             `torch.utils.data.DataLoader`.
+        steps: `shuffle`, `seed`, `rank`, `world_size`, `group`, `last_batch`, `weights`, `mix`, `bucket_by`, `window`: as of
+            `StepSampler`.
 
     Raises:
         ValueError: Arguments exclude each other, or are out of range.
@@ -96,22 +91,8 @@ def torch_loader(
         raise ValueError(f"timeout={timeout} is for worker processes, and num_workers=0: leave it out")
     if prefetch_factor is not None and num_workers > 0 and prefetch_factor < 1:
         raise ValueError(f"prefetch_factor={prefetch_factor}, expected at least 1")
-    sampler = StepSampler(
-        cache,
-        batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        rank=rank,
-        world_size=world_size,
-        group=group,
-        last_batch=last_batch,
-        weights=weights,
-        mix=mix,
-        bucket_by=bucket_by,
-        window=window,
-    )
     return TorchLoader(
-        StepDataset(sampler, collate=collate, pad_value=pad_value),
+        StepDataset(StepSampler(cache, batch_size, **steps), collate=collate, pad_value=pad_value),
         num_workers=num_workers,
         pin_memory=pin_memory,
         prefetch_factor=prefetch_factor,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from wds_tensorcache.reading.batch.placement import check_collate
 from wds_tensorcache.training.base_loader import BaseLoader
 from wds_tensorcache.training.iteration import Iteration
-from wds_tensorcache.training.step_sampler import StepSampler
+from wds_tensorcache.training.step_sampler import StepOptions, StepSampler
 from wds_tensorcache.training.steps import Step
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Loader"]
 
@@ -25,11 +27,12 @@ class Loader(BaseLoader):
     of the last batch given: a few integers, which any loader takes, with any batch size and number of ranks.
 
     Args:
-        cache, batch_size, shuffle, seed, rank, world_size, group, last_batch, weights, mix, bucket_by, window: As of
-            `StepSampler`.
+        cache, batch_size: As of `StepSampler`.
         device, pin_memory, collate, pad_value: As of `read_batch`.
         num_threads: Batches that are read at a time; 0 reads in the caller's thread, when a batch is asked for.
         prefetch_batches: Batches that are read ahead.
+        steps: `shuffle`, `seed`, `rank`, `world_size`, `group`, `last_batch`, `weights`, `mix`, `bucket_by`, `window`: as of
+            `StepSampler`.
 
     Raises:
         ValueError: Arguments exclude each other, or are out of range.
@@ -44,41 +47,19 @@ class Loader(BaseLoader):
         cache: Any = None,
         batch_size: int = 1,
         *,
-        shuffle: bool | str = False,
-        seed: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
-        group: Any = None,
-        last_batch: str = "short",
         device: torch.device | str | None = None,
         pin_memory: bool = False,
         num_threads: int = 2,
         prefetch_batches: int = 2,
-        weights: Any = None,
-        mix: Mapping[str, tuple[Any, float]] | None = None,
-        bucket_by: Any = None,
         collate: Any = "stack",
         pad_value: Any = 0,
-        window: int = 4096,
+        **steps: Unpack[StepOptions],
     ) -> None:
         self._num_threads, self._prefetch_batches = operator.index(num_threads), operator.index(prefetch_batches)
         if min(self._num_threads, self._prefetch_batches) < 0:
             raise ValueError(f"num_threads={num_threads}, prefetch_batches={prefetch_batches}: expected 0 or more")
         check_collate(collate)
-        self._plan = StepSampler(
-            cache,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            group=group,
-            last_batch=last_batch,
-            weights=weights,
-            mix=mix,
-            bucket_by=bucket_by,
-            window=window,
-        )
+        self._plan = StepSampler(cache, batch_size, **steps)
         # the threads are the loader's
         self._caches = [each._single_threaded() for each in self._plan._caches]
         self._read_options = {"device": device, "pin": pin_memory, "collate": collate, "pad_value": pad_value}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -21,10 +21,25 @@ from wds_tensorcache.training.state import check_state, fingerprint_of, order_di
 from wds_tensorcache.training.steps import Course, Permuted, Position, Step
 from wds_tensorcache.training.weights import Weights, caches_of
 
-__all__ = ["StepIterator", "StepSampler"]
+__all__ = ["StepIterator", "StepOptions", "StepSampler"]
 
 Array = np.ndarray[Any, Any]
 LAST_BATCH = ("short", "pad", "wrap", "drop")
+
+
+class StepOptions(TypedDict, total=False):
+    """Options of `StepSampler` that every loader takes."""
+
+    shuffle: bool | str
+    seed: int
+    rank: int | None
+    world_size: int | None
+    group: Any
+    last_batch: str
+    weights: Any
+    mix: Mapping[str, tuple[Any, float]] | None
+    bucket_by: Any
+    window: int
 
 
 class StepSampler(Sampler[Step]):
@@ -36,11 +51,11 @@ class StepSampler(Sampler[Step]):
         sampler = tc.StepSampler(cache, 32, shuffle=True)
         loader = StatefulDataLoader(tc.StepDataset(sampler), batch_size=None, sampler=sampler, num_workers=4)
 
-    Each iteration is the next epoch, also after one that was left. torchdata's `StatefulDataLoader` saves and restores the
-    iterator: exactly, with any `snapshot_every_n_steps`, in any order of epochs. It needs as many workers as before. Of a
-    state at the end of an epoch, the rest is empty, and the next iteration is the next epoch. Where `set_epoch` was called
-    after the state was loaded, with another epoch than the state's, that one begins. torch's plain `DataLoader` has no
-    state: use `tc.torch_loader`, which can also change the number of workers.
+    Each iteration is the next epoch, also after one that was left. torchdata's `StatefulDataLoader` resumes exactly, with any
+    `snapshot_every_n_steps`, but only with as many workers as before; a snapshot interval above 1 also needs the same batch
+    size and number of ranks. After a state of a whole epoch, the first loop is empty if the state was taken in the loop. If
+    `set_epoch` was called since the last iteration, with another epoch than the state's, that epoch begins. torch's plain
+    `DataLoader` has no state: use `tc.torch_loader`.
 
     Args:
         cache: Cache of `tc.open`, or joined ones; None with `mix`.
@@ -68,7 +83,7 @@ class StepSampler(Sampler[Step]):
     Raises:
         ValueError: Arguments exclude each other, or are out of range.
 
-    Memory: a window of the order, 64 KiB at most; and `weights`.
+    Memory: at most 64 KiB of the order for each cache or bucket; and `weights`.
     Threads/fork/pickle: for one thread at a time, in the process that made it.
     """
 
@@ -246,10 +261,11 @@ class StepIterator(Iterator[Step]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last step, in the form of `tc.Loader`'s; at the end of an epoch it stays there."""
-        if self._last_saved is not None:
+        # for workers, torchdata calls this before the first step, and then at each snapshot
+        if self._last_saved is not None and self._count > self._last_saved:
             self._every = self._count - self._last_saved
         if self._count == 0 or self._last_saved is not None:
-            self._last_saved = self._count  # workers: torchdata calls this before the first step, then at each snapshot
+            self._last_saved = self._count
         state = self._sampler._state(self._sampler._beginning() if self._at is None else self._at)
         return state | {"step_size": self._sampler._step_size, "every": self._every}
 
@@ -262,7 +278,7 @@ class StepIterator(Iterator[Step]):
         """
         sampler = self._sampler
         check_state(state, sampler._settings, sampler._identity())
-        if state.get("every", 1) > 1 and state.get("step_size") != sampler._step_size:
+        if state.get("every", 1) != 1 and state.get("step_size") != sampler._step_size:
             raise ValueError(
                 f"the state was taken every {state['every']} steps of {state.get('step_size')} samples, and a step has "
                 f"{sampler._step_size} now, so batches given after it cannot be left out; use snapshot_every_n_steps=1, or "
