@@ -89,7 +89,7 @@ def test_weights_that_change(cache: Any, more: Any, strict: bool) -> None:
         again = loader()
         again.load_state_dict(state)
         expected = sources[number + 1 :] if number >= 4 else ["a"] * (len(one) - number - 1)
-        assert [info.source for _, info in again] == expected
+        assert [info.source for _, info in again.with_info()] == expected
 
 
 def test_old_weights_are_forgotten(cache: Any) -> None:
