@@ -18,6 +18,7 @@ from wds_tensorcache.errors import (
     UnsafeSkeletonError,
 )
 from wds_tensorcache.integrations import torch_collate as collate
+from wds_tensorcache.integrations.torch_dataloader import StepDataset, TorchLoader, torch_loader
 from wds_tensorcache.integrations.webdataset import decode, encoder
 from wds_tensorcache.integrations.webdataset_resumable import resumable
 from wds_tensorcache.integrations.webdataset_tar import tarfile_to_samples
@@ -27,9 +28,9 @@ from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.shards.catalog import index
 from wds_tensorcache.training.batch_info import BatchInfo
-from wds_tensorcache.training.iterable import IterableCache, WorkerSetup
 from wds_tensorcache.training.loader import Loader
 from wds_tensorcache.training.order import EpochOrder
+from wds_tensorcache.training.step_sampler import StepSampler
 from wds_tensorcache.writing.build import build
 from wds_tensorcache.writing.writer import ShardWriter
 
@@ -40,7 +41,6 @@ __all__ = [
     "EpochOrder",
     "Fault",
     "FormatError",
-    "IterableCache",
     "JoinedCache",
     "KeyRuleError",
     "LazyArray",
@@ -50,11 +50,13 @@ __all__ = [
     "Report",
     "ShardWriter",
     "StaleCacheError",
+    "StepDataset",
+    "StepSampler",
     "TarFormatError",
     "TensorCache",
     "TensorCacheError",
+    "TorchLoader",
     "UnsafeSkeletonError",
-    "WorkerSetup",
     "build",
     "decode",
     "decode_sample",
@@ -68,6 +70,7 @@ __all__ = [
     "repair",
     "resumable",
     "tarfile_to_samples",
+    "torch_loader",
     "verify",
 ]
 

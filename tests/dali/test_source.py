@@ -22,7 +22,7 @@ def numbers_of(epoch: int, *sources: TensorCacheSource) -> list[list[int]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 20, 32])
 def test_ranks_share_an_epoch(cache: Any, world_size: int, batch_size: int) -> None:
-    for last in ("fill", "partial", "drop"):
+    for last in ("short", "pad", "wrap", "drop"):
         options: dict[str, Any] = {"batch_size": batch_size, "world_size": world_size, "last_batch": last}
         if last == "drop" and COUNT // world_size < batch_size:
             with pytest.raises(
@@ -41,10 +41,23 @@ def test_ranks_share_an_epoch(cache: Any, world_size: int, batch_size: int) -> N
                 assert COUNT - len(everything) < batch_size * world_size
             else:
                 assert set(everything) == set(range(COUNT))
-            if last == "partial":
+            if last == "short":
                 assert len(everything) - COUNT < world_size
-            if last == "fill":
+            if last in ("pad", "wrap"):
                 assert len(everything) == len(ranks[0]) * batch_size * world_size
+            assert_rows_are_those_of_loaders(cache, epoch, ranks, options)
+
+
+def assert_rows_are_those_of_loaders(cache: Any, epoch: int, ranks: list[Any], options: dict[str, Any]) -> None:
+    """The same samples in the same rows, and the same rows are padding."""
+    for rank, source in enumerate(ranks):
+        loader = tc.Loader(cache, rank=rank, shuffle=True, collate="list", num_threads=0, **options)
+        loader.set_epoch(epoch)
+        infos = [info for _, info in loader.with_info()]
+        assert len(infos) == len(source)
+        for iteration, info in enumerate(infos):
+            assert source.numbers(epoch, iteration).tolist() == info.indices.tolist()
+            assert source.is_padding(iteration, len(info.indices)).tolist() == info.is_padding.tolist()
 
 
 def test_orders(cache: Any) -> None:
@@ -88,8 +101,8 @@ def test_what_is_refused(cache: Any, tmp_path: Any) -> None:
     for options in ({"batch_size": 0}, {"batch_size": 1, "rank": 2, "world_size": 2}):
         with pytest.raises(ValueError, match="out of range"):
             TensorCacheSource(cache, **options)
-    with pytest.raises(ValueError, match="last_batch='pad', expected one of fill, partial, drop"):
-        TensorCacheSource(cache, batch_size=2, last_batch="pad")
+    with pytest.raises(ValueError, match="last_batch='fill', expected one of short, pad, wrap, drop"):
+        TensorCacheSource(cache, batch_size=2, last_batch="fill")
     with pytest.raises(ValueError, match="the cache has no samples"):
         TensorCacheSource(cache[:0], batch_size=2)
     assert TensorCacheSource(cache, "scalar", batch_size=4).outputs == ["scalar", "number"]
