@@ -107,7 +107,7 @@ class TensorCacheSource(Source):
         """Return how many batches an epoch has."""
         return self.num_batches
 
-    def numbers(self, epoch: int, iteration: int) -> Array:
+    def indices(self, epoch: int, iteration: int) -> Array:
         """Return which samples a batch has, int64 `[B]`.
 
         Raises:
@@ -154,7 +154,7 @@ class TensorCacheSource(Source):
         Raises:
             IndexError: The epoch has no such batch.
         """
-        numbers = self.numbers(epoch, iteration)
+        numbers = self.indices(epoch, iteration)
         request = self.cache._request(numbers)
         batch = (*self._read(request), numbers)
         self._requests[numbers.tobytes()] = request
@@ -189,7 +189,7 @@ class TensorCacheSource(Source):
         return self._read(self.cache._request(numbers))
 
     def _read(self, request: Any) -> list[Any]:
-        read = self._narrow.read_tensors(request, collate="auto", pin=self.pin) if self.tensors else {}
+        read = self._narrow.read_tensors(request, collate="auto", pin_memory=self.pin) if self.tensors else {}
         result: list[Any] = []
         for name in self.tensors:
             if name not in read:

@@ -16,7 +16,7 @@ from tests.dali.conftest import COUNT
 
 
 def numbers_of(epoch: int, *sources: TensorCacheSource) -> list[list[int]]:
-    return [[n for i in range(len(s)) for n in s.numbers(epoch, i).tolist()] for s in sources]
+    return [[n for i in range(len(s)) for n in s.indices(epoch, i).tolist()] for s in sources]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
@@ -56,7 +56,7 @@ def assert_rows_are_those_of_loaders(cache: Any, epoch: int, ranks: list[Any], o
         infos = [info for _, info in loader.with_info()]
         assert len(infos) == len(source)
         for iteration, info in enumerate(infos):
-            assert source.numbers(epoch, iteration).tolist() == info.indices.tolist()
+            assert source.indices(epoch, iteration).tolist() == info.indices.tolist()
             assert source.is_padding(iteration, len(info.indices)).tolist() == info.is_padding.tolist()
 
 
@@ -73,7 +73,7 @@ def test_orders(cache: Any) -> None:
     with pytest.raises(StopIteration):
         shuffled(SimpleNamespace(iteration=5, epoch_idx=1))
     with pytest.raises(IndexError, match=r"iteration 5 out of range \[0, 5\)"):
-        shuffled.numbers(0, 5)
+        shuffled.indices(0, 5)
 
 
 def test_batches_stay_as_long_as_dali_may_read_them(cache: Any) -> None:

@@ -156,7 +156,7 @@ class TensorCache(Sequence[Any]):
         indices: Iterable[int | str],
         device: torch.device | str | None = None,
         *,
-        pin: bool = False,
+        pin_memory: bool = False,
         collate: Any = "stack",
         pad_value: Any = 0,
     ) -> Any:
@@ -165,7 +165,7 @@ class TensorCache(Sequence[Any]):
         Args:
             indices: Numbers or keys, in any order, also repeated.
             device: Where the tensors go; the CPU by default. A GPU gets them in one transfer from pinned memory.
-            pin: Put them into pinned memory.
+            pin_memory: Put them into pinned memory.
             collate: `"stack"` gives tensors `[B, …]`; `"list"` lists of B tensors; `"pad"` tensors `[B, *largest shape]`.
                 A function is called with the list of the B samples, their tensors loaded, and its result returned.
             pad_value: What `"pad"` fills with, texts and dates aside; a dict has the values of some tensors by name.
@@ -185,14 +185,14 @@ class TensorCache(Sequence[Any]):
         Memory: one recycled arena for the batch, which is reused when the last tensor over it is gone; the cache keeps at
             most 1 GiB of idle arenas. Keep a clone of one small tensor rather than the tensor, which keeps the arena.
         """
-        return read_batch(self._request(indices), device, pin, collate, pad_value)
+        return read_batch(self._request(indices), device, pin_memory, collate, pad_value)
 
     def read_tensors(
         self,
         indices: Iterable[int | str],
         device: torch.device | str | None = None,
         *,
-        pin: bool = False,
+        pin_memory: bool = False,
         collate: str = "stack",
     ) -> dict[str, Any]:
         """Read the tensors of a batch alone, by name; otherwise as `read_batch`.
@@ -200,7 +200,7 @@ class TensorCache(Sequence[Any]):
         Args:
             collate: `"stack"`, `"list"`, or `"auto"`: stacked where a tensor's shapes are equal, else a list.
         """
-        return read_tensors(self._request(indices), device, pin, collate)
+        return read_tensors(self._request(indices), device, pin_memory, collate)
 
     def fill_batch(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
         """Return what `read_batch` returns for these samples, with the values of `tensors` (by name) in its tensors' places.

@@ -127,7 +127,7 @@ class JoinedCache(Sequence[Any]):
         indices: Iterable[Any],
         device: Any = None,
         *,
-        pin: bool = False,
+        pin_memory: bool = False,
         collate: Any = "stack",
         pad_value: Any = 0,
     ) -> Any:
@@ -135,7 +135,7 @@ class JoinedCache(Sequence[Any]):
         request = self._request(indices)
         each = list if callable(collate) else collate
         parts = [
-            cache.read_batch(part, device, pin=pin, collate=each, pad_value=pad_value)
+            cache.read_batch(part, device, pin_memory=pin_memory, collate=each, pad_value=pad_value)
             for cache, part in zip(self._caches, request.parts, strict=True)
         ]
         if callable(collate):
@@ -145,14 +145,14 @@ class JoinedCache(Sequence[Any]):
         return self._merge([batch for batch, _ in parts]), self._merge([shapes for _, shapes in parts])
 
     def read_tensors(
-        self, indices: Iterable[Any], device: Any = None, *, pin: bool = False, collate: str = "stack"
+        self, indices: Iterable[Any], device: Any = None, *, pin_memory: bool = False, collate: str = "stack"
     ) -> dict[str, Any]:
         """Read the tensors of a batch alone, by name; as `TensorCache.read_tensors`."""
         request = self._request(indices)
         return {
             prefix + name: tensor
             for prefix, cache, part in zip(self._prefixes(), self._caches, request.parts, strict=True)
-            for name, tensor in cache.read_tensors(part, device, pin=pin, collate=collate).items()
+            for name, tensor in cache.read_tensors(part, device, pin_memory=pin_memory, collate=collate).items()
         }
 
     def fill_batch(self, indices: Iterable[Any], tensors: Mapping[str, Any]) -> Any:

@@ -62,7 +62,7 @@ class Loader(BaseLoader):
         self._plan = StepSampler(cache, batch_size, **steps)
         # the threads are the loader's
         self._caches = [each._single_threaded() for each in self._plan._caches]
-        self._read_options = {"device": device, "pin": pin_memory, "collate": collate, "pad_value": pad_value}
+        self._read_options = {"device": device, "pin_memory": pin_memory, "collate": collate, "pad_value": pad_value}
         self._is_flushed = False
 
     def _make_iterator(self, *, with_info: bool) -> Iteration:
