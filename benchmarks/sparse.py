@@ -132,7 +132,7 @@ def _first_batch(cache: Any) -> None:
 
 
 def _bucket_by(cache: Any) -> None:
-    loader = tc.Loader(cache, _BATCH, bucket_by="x")
+    loader = tc.Loader(cache, _BATCH, shuffle=True, bucket_by="x")
     _expect(len(loader) == -(-len(cache) // _BATCH), "bucket_by")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from dali_plugin.carriers import Carried, as_value, check_ndim, known_names, restored
@@ -12,7 +13,7 @@ from dali_plugin.carriers import Carried, as_value, check_ndim, known_names, res
 __all__ = ["NUMBER", "Source", "check_batches", "what_is_carried"]
 
 NUMBER = "number"  # the output that says which samples a batch has
-LAST_BATCH = ("fill", "partial", "drop")
+LAST_BATCH = ("short", "pad", "wrap", "drop")
 
 
 class Source:
@@ -26,6 +27,7 @@ class Source:
         num_batches: Of an epoch; None if nobody knows.
         num_surplus: How many batches DALI gives beyond these before the next epoch; None if StopIteration ends an epoch.
         settings: What must be equal for a checkpoint to fit; None if there can be none.
+        last_number: Sample index of the last row given, for sources that repeat it; part of checkpoints.
     """
 
     tensors: list[str]
@@ -36,6 +38,7 @@ class Source:
     num_batches: int | None
     num_surplus: int | None = None
     settings: dict[str, Any] | None = None
+    last_number: int = -1
 
     outputs = property(
         lambda self: [*self.tensors, *self.members, NUMBER], doc="The names of what a batch has, in its order."
@@ -57,6 +60,10 @@ class Source:
 
     def was_given(self, stream: Any) -> None:
         """Hear that the pipeline has given its next batch, on a CUDA stream if there is one."""
+
+    def is_padding(self, iteration: int, count: int) -> np.ndarray[Any, Any]:
+        """Return which of the last batch's `count` rows only fill it, bool `[count]`."""
+        return np.zeros(count, np.bool_)
 
     def _restored(self, outputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Any]:
         """Return tensors, others, and the numbers of the samples."""

@@ -65,7 +65,7 @@ def tensorcache(
         if isinstance(cache, IterableDataset):
             source = TensorCacheStream(cache, tensors, members, **options)
         else:
-            options.setdefault("pin", device == "gpu" and not parallel)
+            options.setdefault("pin_memory", device == "gpu" and not parallel)
             source = TensorCacheSource(cache, tensors, members, **options)
     source.use_float(as_float)
     depth = pipeline.prefetch_queue_depth  # an int, or one for each of DALI's stages
@@ -102,7 +102,7 @@ def native_reader(
     seed: int = 0,
     rank: int = 0,
     world_size: int = 1,
-    last_batch: str = "fill",
+    last_batch: str = "short",
     **options: Any,
 ) -> tuple[Any, ...]:
     """Return nodes of DALI's `fn.readers.webdataset`, which reads shards without any Python; in a pipeline's definition.
@@ -119,7 +119,7 @@ def native_reader(
         shuffle, seed: Out of a buffer of `initial_fill` samples (1,024 by default), not over the whole epoch.
         rank, world_size: Which part of every epoch this process has; which one changes each epoch, unless
             `stick_to_shard=True`. All have as many batches.
-        last_batch: `"fill"` repeats the last sample, `"partial"` leaves the last batch short, `"drop"` drops it.
+        last_batch: As of `tensorcache`, without `"wrap"`; padding repeats the last sample.
         options: Others of `fn.readers.webdataset`: `initial_fill`, `prefetch_queue_depth`, `dont_use_mmap` …
 
     Returns:

@@ -23,6 +23,9 @@ class TensorCacheIterator:
 
     A loop that is left goes on in the next one; after the epoch's end the next one begins the next epoch.
 
+    Attributes:
+        is_padding: Rows of the last batch that only fill it, bool `[B]`; a list of these with several pipelines.
+
     Args:
         pipelines: One or several, built or not, each with its own source (one rank each).
         source: Of the one pipeline, if it is not one that `dali_plugin.fn` made.
@@ -59,6 +62,7 @@ class TensorCacheIterator:
                 raise ValueError("streams may differ in length: give each pipeline over one its own iterator")
             if one.batch_size != pipe.max_batch_size or one.num_batches != self._sources[0].num_batches:
                 raise ValueError("the pipelines have batches of other sizes, or other numbers of them")
+        self.is_padding: Any = None
         self._is_built = False
         self._is_over = False
         self._iteration = 0
@@ -99,8 +103,11 @@ class TensorCacheIterator:
         except StopIteration:
             self._is_over, self._iteration = True, 0
             raise
-        self._iteration += 1
         batches = [self._batch(at, outputs) for at, outputs in enumerate(ran)]
+        counts = [len(outputs[names.index(NUMBER)]) for outputs, names in zip(ran, self._outputs, strict=True)]
+        marks = [one.is_padding(self._iteration, count) for one, count in zip(self._sources, counts, strict=True)]
+        self.is_padding = marks[0] if self._is_one else marks
+        self._iteration += 1
         return batches[0] if self._is_one else batches
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,6 +126,7 @@ class TensorCacheIterator:
             raise RuntimeError("no checkpoint of the pipeline; was it made with enable_checkpointing=True?") from exc
         settings = [source.settings for source in self._sources]
         at = {"over": self._is_over, "iteration": self._iteration, "settings": settings}
+        at["last_numbers"] = [source.last_number for source in self._sources]
         return {"checkpoints": checkpoints, **at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -137,6 +145,8 @@ class TensorCacheIterator:
                 raise ValueError(f"the state is of a source with {name}={settings.get(name)!r}, not {mine.get(name)!r}")
         for pipe, checkpoint in zip(self._pipelines, state["checkpoints"], strict=True):
             pipe._checkpoint = checkpoint
+        for source, number in zip(self._sources, state["last_numbers"], strict=True):
+            source.last_number = number
         self._is_over, self._iteration = state["over"], state["iteration"]
         self._is_to_be_ended = state["over"]
 

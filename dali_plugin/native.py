@@ -15,6 +15,7 @@ from nvidia.dali import fn
 import wds_tensorcache as tc
 from dali_plugin.base import NUMBER, Source, check_batches
 from dali_plugin.carriers import known_names
+from dali_plugin.packed import PackedMembers
 
 __all__ = ["NativeReader"]
 
@@ -35,11 +36,15 @@ class NativeReader(Source):
         batch_size: int,
         rank: int = 0,
         world_size: int = 1,
-        last_batch: str = "fill",
+        last_batch: str = "short",
         shuffle: bool = False,
         seed: int = 0,
     ) -> None:
         check_batches(batch_size, rank, world_size, last_batch)
+        if last_batch == "wrap":
+            raise ValueError(
+                "last_batch='wrap': DALI's reader repeats the last sample; expected 'short', 'pad' or 'drop'"
+            )
         is_open = isinstance(paths, (tc.TensorCache, tc.JoinedCache))
         self.cache: Any = paths if is_open else tc.open(paths)
         schema = self.cache.schema
@@ -48,7 +53,7 @@ class NativeReader(Source):
         count = len(self.cache)
         if count < world_size:
             raise ValueError(f"{count} samples for world_size={world_size}: a rank would have none")
-        self._packed = tc.PackedMembers(self.cache, self.tensors)
+        self._packed = PackedMembers(self.cache, self.tensors)
         for member in self.members:
             if self.cache.members[member] != count:
                 raise ValueError(f"member {member!r}: {self.cache.members[member]} of {count} samples have it")
@@ -71,6 +76,12 @@ class NativeReader(Source):
         self._last_batch = last_batch
         largest = -(-count // world_size)
         num_runs = -(-largest // batch_size)
+        self._last_size = largest - (num_runs - 1) * batch_size if last_batch == "short" else batch_size
+        self._filled = (
+            -1,
+            0,
+            0,
+        )  # the sample before the batch that `fill` made last, rows until it repeats, and all rows
         self.num_batches: int = count // world_size // batch_size if last_batch == "drop" else num_runs
         if not self.num_batches:
             raise ValueError(f"{count} samples are no batch of {batch_size} on each of {world_size} ranks")
@@ -116,11 +127,20 @@ class NativeReader(Source):
         others = dict(outputs)
         packed, origins = others.pop(PACKED), others.pop(NUMBER)
         numbers = self._packed.numbers(bytes(one).rstrip(b"\0") for one in origins.numpy())
-        if self._last_batch == "partial":  # the reader repeats the epoch's last sample
-            count = len(numbers)
-            while count > 1 and numbers[count - 2] == numbers[-1]:
-                count -= 1
-            numbers, packed = numbers[:count], packed[:count]
-            others = {name: value[:count] for name, value in others.items()}
-        tensors: Any = self._packed.cut(np.ascontiguousarray(numbers), packed) if self.tensors else {}
-        return self.cache.fill_batch(numbers, tensors), others
+        # the reader repeats the last sample, to the end of a batch, or for a whole one where other ranks have one more
+        count = len(numbers)
+        while count > 1 and numbers[count - 2] == numbers[-1]:
+            count -= 1
+        width = max(count, self._last_size) if count < len(numbers) else count
+        self._filled, self.last_number = (self.last_number, count, width), int(numbers[-1])
+        numbers, packed = numbers[:width], packed[:width]
+        others = {name: value[:width] for name, value in others.items()}
+        request = self.cache._request(np.ascontiguousarray(numbers))
+        tensors: Any = self._packed.cut(request, packed) if self.tensors else {}
+        return self.cache.fill_batch(request, tensors), others
+
+    def is_padding(self, iteration: int, count: int) -> np.ndarray[Any, Any]:
+        """Return which rows of the batch that `fill` made last only fill it, bool `[count]`."""
+        before, num_samples, width = self._filled
+        is_repeated = iteration > 0 and num_samples == 1 and before == self.last_number
+        return np.arange(width) >= num_samples - is_repeated

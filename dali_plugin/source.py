@@ -36,9 +36,10 @@ class TensorCacheSource(Source):
         batch_size: Samples in a batch.
         shuffle, seed: A new order every epoch, the same on all ranks.
         rank, world_size: Which part of every epoch this process has. All have as many batches.
-        last_batch: `"fill"` fills the last batch up with the first samples of the epoch, `"partial"` leaves it short,
-            `"drop"` drops it. With several ranks, up to `world_size - 1` samples come twice unless it is dropped.
-        pin: Read into page-locked memory, from which DALI copies to a GPU without a detour; needs a GPU.
+        last_batch: What becomes of an epoch's last batch if it is not full. `"short"` cuts it to the same length on all
+            ranks; at most `world_size - 1` rows of all ranks together are padding. `"pad"` fills it with padding; `"wrap"`
+            with the epoch's first samples, which are not marked; `"drop"` drops it. `TensorCacheIterator.is_padding` marks.
+        pin_memory: Read into page-locked memory, from which DALI copies to a GPU without a detour; needs a GPU.
         keep: How many batches stay in memory after they were returned: what DALI has not read yet, as it does not copy.
 
     Raises:
@@ -61,8 +62,8 @@ class TensorCacheSource(Source):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        last_batch: str = "fill",
-        pin: bool = False,
+        last_batch: str = "short",
+        pin_memory: bool = False,
         keep: int = 8,
     ) -> None:
         check_batches(batch_size, rank, world_size, last_batch)
@@ -74,7 +75,7 @@ class TensorCacheSource(Source):
         self.tensors = list(schema) if tensors is None else known_names(tensors, schema, "tensor")
         self.members = known_names(members, self.cache.members, "member") if members else []
         self.schema = what_is_carried({name: schema[name] for name in self.tensors})
-        self.pin = pin
+        self.pin = pin_memory
         self._narrow = self.cache.select([glob.escape(name) for name in self.tensors])
         self._order = tc.EpochOrder(len(self.cache), shuffle=shuffle, seed=seed)
         self.batch_size = batch_size
@@ -83,6 +84,7 @@ class TensorCacheSource(Source):
         count = len(self.cache)
         self._per_rank = count // world_size if last_batch == "drop" else -(-count // world_size)
         self._kept: deque[Any] = deque(maxlen=keep)
+        self._requests: dict[bytes, Any] = {}  # of batches that were not given yet, by the numbers of their samples
         self._num_made, self._num_given = 0, 0
         self._events: dict[int, Any] = {}  # of batches in pinned memory, by their number
         whole = self._per_rank // batch_size
@@ -98,13 +100,14 @@ class TensorCacheSource(Source):
             self._kept = deque(self._kept, count)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_kept": deque(maxlen=self._kept.maxlen)}  # for worker processes, which keep their own
+        # for worker processes, which keep their own
+        return vars(self) | {"_kept": deque(maxlen=self._kept.maxlen), "_requests": {}}
 
     def __len__(self) -> int:
         """Return how many batches an epoch has."""
         return self.num_batches
 
-    def numbers(self, epoch: int, iteration: int) -> Array:
+    def indices(self, epoch: int, iteration: int) -> Array:
         """Return which samples a batch has, int64 `[B]`.
 
         Raises:
@@ -112,12 +115,25 @@ class TensorCacheSource(Source):
         """
         if not 0 <= iteration < len(self):
             raise IndexError(f"iteration {iteration} out of range [0, {len(self)})")
+        rows, begin, count = self._rows(iteration)
+        filler = (rows - count) % len(self.cache) if self._last_batch == "wrap" else begin + rows % count
+        return self._order(epoch, np.where(rows < count, begin + rows, filler))
+
+    def _rows(self, iteration: int) -> tuple[Array, int, int]:
+        """Return this rank's rows of the batches of all ranks, the samples before these, and how many they have."""
         begin = iteration * self.batch_size
         end = begin + self.batch_size
-        if self._last_batch == "partial":
+        if self._last_batch == "short":
             end = min(end, self._per_rank)
-        positions = (np.arange(begin, end) * self._world_size + self._rank) % len(self.cache)
-        return self._order(epoch, positions)
+        rows = np.arange(end - begin) * self._world_size + self._rank
+        begin *= self._world_size
+        return rows, begin, min(self.batch_size * self._world_size, len(self.cache) - begin)
+
+    def is_padding(self, iteration: int, count: int) -> Array:
+        """Return which rows of a batch only fill it, bool `[B]`; the same in every epoch."""
+        rows, _, num_samples = self._rows(iteration)
+        is_padding: Array = (rows >= num_samples) & (self._last_batch != "wrap")
+        return is_padding
 
     def __call__(self, info: Any) -> tuple[Any, ...]:
         """Return the batch of a `BatchInfo`.
@@ -138,8 +154,12 @@ class TensorCacheSource(Source):
         Raises:
             IndexError: The epoch has no such batch.
         """
-        numbers = self.numbers(epoch, iteration)
-        batch = (*self.read(numbers), numbers)
+        numbers = self.indices(epoch, iteration)
+        request = self.cache._request(numbers)
+        batch = (*self._read(request), numbers)
+        self._requests[numbers.tobytes()] = request
+        if len(self._requests) > (self._kept.maxlen or 0):
+            self._requests.pop(next(iter(self._requests)), None)
         if self.pin and len(self._kept) == self._kept.maxlen:
             self._wait_for(self._num_made - len(self._kept))
         self._kept.append(batch)
@@ -166,15 +186,18 @@ class TensorCacheSource(Source):
 
     def read(self, numbers: Sequence[int] | Array) -> list[Any]:
         """Return the tensors and then the members of these samples, as DALI takes them."""
-        read = self._narrow.read_tensors(numbers, collate="auto", pin=self.pin) if self.tensors else {}
+        return self._read(self.cache._request(numbers))
+
+    def _read(self, request: Any) -> list[Any]:
+        read = self._narrow.read_tensors(request, collate="auto", pin_memory=self.pin) if self.tensors else {}
         result: list[Any] = []
         for name in self.tensors:
             if name not in read:
-                raise tc.BatchError(f"sample {self.cache.keys()[int(numbers[0])]!r} has no tensor {name!r}")
+                raise tc.BatchError(f"sample {request.key(0)!r} has no tensor {name!r}")
             value = read[name]
             result.append(tuple(map(plain, value)) if isinstance(value, list) else plain(value))
         for suffix in self.members:
-            result.append(tuple(np.frombuffer(raw, np.uint8) for raw in self.cache.read_members(numbers, suffix)))
+            result.append(tuple(np.frombuffer(raw, np.uint8) for raw in self.cache.read_members(request, suffix)))
         return result
 
     def fill(self, outputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -189,7 +212,9 @@ class TensorCacheSource(Source):
             TypeError: An operator has computed with integers that were the bits of something else.
         """
         tensors, others, numbers = self._restored(outputs)
-        return self.cache.fill_batch(numbers, tensors), others
+        # another process may have made the batch
+        request = self._requests.pop(numbers.tobytes(), numbers)
+        return self.cache.fill_batch(request, tensors), others
 
 
 def _pinned(value: Any) -> Any:

@@ -31,7 +31,7 @@ class TensorCacheStream(Source):
         members: Other fields of the samples, of bytes: `["jpg"]`.
         batch_size: Samples in a batch.
         field: The field of the samples that has the nested tensors.
-        last_batch: `"partial"` leaves the last batch short, `"drop"` drops it. A stream cannot fill it up.
+        last_batch: `"short"` leaves the last batch short, `"drop"` drops it. A stream cannot fill it.
         keep: How many batches stay in memory after they were returned.
 
     Raises:
@@ -49,12 +49,14 @@ class TensorCacheStream(Source):
         *,
         batch_size: int,
         field: str = "tensorcache",
-        last_batch: str = "partial",
+        last_batch: str = "short",
         keep: int = 8,
     ) -> None:
         check_batches(batch_size, 0, 1, last_batch)
-        if last_batch == "fill":
-            raise ValueError("last_batch='fill': a stream is over when it is over; expected 'partial' or 'drop'")
+        if last_batch in ("pad", "wrap"):
+            raise ValueError(
+                f"last_batch={last_batch!r}: a stream cannot fill its last batch; expected 'short' or 'drop'"
+            )
         self._stream = stream
         self._field = field
         begun = iter(stream)

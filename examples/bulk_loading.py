@@ -36,9 +36,9 @@ def write_cache(folder: Path, count: int) -> None:
 
 def in_bulk(cache: tc.TensorCache, name: str, device: str | None) -> Iterator[torch.Tensor]:
     """Yield `[B, C, ...]`, each sample once, in batches of one shape."""
-    loader = tc.Loader(cache.select([name]), 64, shuffle=False, bucket_by=name, device=device)
-    for batch, info in loader:
-        yield batch[name][: len(info.is_padding) - int(info.is_padding.sum())]  # padding is at the end
+    loader = tc.Loader(cache.select([name]), 64, bucket_by=name, device=device)
+    for batch in loader:
+        yield batch[name]
 
 
 def one_by_one(cache: tc.TensorCache, name: str) -> Iterator[torch.Tensor]:

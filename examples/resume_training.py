@@ -59,14 +59,14 @@ def train(data: Path, out: Path, pause: float) -> None:
     path = out / "checkpoint.pt"
     keys: list[str] = []
     with tc.open(data) as cache:
-        loader = tc.Loader(cache, BATCH // world_size, seed=1)
+        loader = tc.Loader(cache, BATCH // world_size, shuffle=True, seed=1)
         if path.exists():
             checkpoint = torch.load(path, weights_only=True)
             model.load_state_dict(checkpoint["model"])
             loader.load_state_dict(checkpoint["loader"])  # of two processes or of one: it is the same
             keys = checkpoint["keys"]
         while loader.epoch < EPOCHS:
-            for batch, info in loader:
+            for batch, info in loader.with_info():
                 counts = ~info.is_padding[:, None]  # rows that only fill the epoch's last batch
                 loss = ((model(batch["x"]) - batch["y"]).square() * counts).sum()
                 optimizer.zero_grad()

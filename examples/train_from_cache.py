@@ -119,7 +119,7 @@ def batches(urls: list[str], epochs: int, batch_size: int) -> Iterator[tuple[Ten
     @pipeline_def(batch_size=batch_size, num_threads=1, device_id=0 if on_gpu else None, seed=0)
     def augmented() -> tuple[Any, ...]:
         latent, text, pooled, number = dali_plugin.fn.tensorcache(
-            urls, names, shuffle=True, last_batch="partial", device="gpu" if on_gpu else "cpu"
+            urls, names, shuffle=True, device="gpu" if on_gpu else "cpu"
         )
         mirrored = fn.random.coin_flip(probability=0.1)
         y, x = (fn.random.uniform(values=[0.0, 0.5, 0.5, 0.5, 0.5, 0.5, 1.0]) for _ in range(2))

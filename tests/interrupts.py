@@ -43,7 +43,7 @@ def over_loader(folder: Path) -> Callable[[], None]:
 
     def loop() -> None:
         before = loader.state_dict()["position"]
-        for _, info in loader:
+        for _, info in loader.with_info():
             after = loader.state_dict()["position"]
             assert (after["epoch"], after["used"]) != (before["epoch"], before["used"])
             assert info.step in (after["step"] - 1, after["step"])
@@ -54,7 +54,7 @@ def over_loader(folder: Path) -> Callable[[], None]:
 
 def left_early(folder: Path) -> Callable[[], None]:
     """Iterations that are left in the middle, and collected."""
-    loader = tc.Loader(tc.open(folder), 4, prefetch=4)
+    loader = tc.Loader(tc.open(folder), 4, prefetch_batches=4)
 
     def loop() -> None:
         for number, _ in enumerate(loader):
@@ -66,7 +66,7 @@ def left_early(folder: Path) -> Callable[[], None]:
 
 def of_caller(folder: Path) -> Callable[[], None]:
     """Batches that the caller's thread reads."""
-    loader = tc.Loader(tc.open(folder), 4, threads=0)
+    loader = tc.Loader(tc.open(folder), 4, num_threads=0)
 
     def loop() -> None:
         for _ in loader:

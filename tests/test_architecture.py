@@ -50,5 +50,35 @@ def test_folders_are_small() -> None:
     assert max(modules.values()) <= 12, modules
 
 
+def test_no_import_circles() -> None:
+    """Nor any of imports inside of functions, or of types alone."""
+    names = {_module_of(path): path for path in SOURCES}
+    left = {name: _imports(path, names) - {name} for name, path in names.items()}
+    # take away what imports nothing that is left: only circles, and what leads to them, stay
+    while free := {name for name, imported in left.items() if not imported & left.keys()}:
+        for name in free:
+            del left[name]
+    assert not left
+
+
+def _module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path: Path, names: dict[str, Path]) -> set[str]:
+    """Return the modules of `names` that a file imports, the file's own names for them aside."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} has a relative import"
+            # of a package, a module in it or a name of its own
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in names else str(node.module) for name in whole}
+    return found & names.keys()
+
+
 def test_import_contracts() -> None:
     subprocess.run([Path(sys.executable).with_name("lint-imports")], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)

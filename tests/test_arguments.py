@@ -164,7 +164,7 @@ def test_no_gpu(shard: Path, device: Any) -> None:
     cache = tc.open(shard)
     for call in (
         lambda: cache.read_batch([0], device),
-        lambda: cache.read_batch([0], device, pin=True),
+        lambda: cache.read_batch([0], device, pin_memory=True),
         lambda: cache.read_batch([0], device, collate="list"),
         lambda: cache.read_batch([0], device, collate="pad"),
         lambda: cache.read_batch([0], device, collate=list),
@@ -177,7 +177,7 @@ def test_no_gpu(shard: Path, device: Any) -> None:
         with pytest.raises(RuntimeError, match="torch sees no GPU; leave it out"):
             call()
     with pytest.raises(RuntimeError, match="pin_memory=True requires"):
-        cache.read_batch([0], pin=True)
+        cache.read_batch([0], pin_memory=True)
 
 
 def test_devices_are_documented() -> None:

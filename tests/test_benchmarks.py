@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from benchmarks.calls import acts, traced
 from benchmarks.ceiling import Ranges
 from benchmarks.peers.base import as_array, as_tensor
 from benchmarks.report import spread
@@ -75,3 +76,21 @@ def test_the_table_of_the_docs() -> None:
     assert found["*DALI's reader, bytes not decoded*"][column] == "5.00 (5.00..5.00)"
     assert found["tensorcache"][size] == "451"
     assert spread([7.0]) == "7.00"
+
+
+def test_calls_are_counted_until_the_first_read_of_a_batch(tmp_path: Path) -> None:
+    with acts(tmp_path) as found:
+        read, get = traced(found["read_batch"]), traced(found["get"])
+    assert read.before is not None
+    assert read.before <= read.calls
+    assert next(iter(read.functions())).split()[:3] == ["1", "1", "TensorCache.read_batch"]
+    assert get.before is None
+    assert get.cells()[3:] == ["-", "-"]
+
+
+def test_the_way_of_a_batch_is_short(tmp_path: Path) -> None:
+    with acts(tmp_path) as found:
+        trace = traced(found["read_batch"])
+    assert trace.before is not None
+    assert trace.calls.total() <= 150
+    assert len(trace.before) <= 20

@@ -70,7 +70,12 @@ def _open_views(folder: Path, workload: Workload) -> Reader:
 def _open_loader(folder: Path, workload: Workload) -> Reader:
     cache = tc.open(folder)
     loader = tc.Loader(
-        cache, workload.batch_size, drop_last=True, threads=2, collate="pad" if workload.ragged else "stack"
+        cache,
+        workload.batch_size,
+        shuffle=True,
+        last_batch="drop",
+        num_threads=2,
+        collate="pad" if workload.ragged else "stack",
     )
 
     def close() -> None:
@@ -80,7 +85,7 @@ def _open_loader(folder: Path, workload: Workload) -> Reader:
     def batches(count: int) -> Iterator[Batch]:
         seen = 0
         while seen < count:
-            for read, _ in loader:
+            for read in loader:
                 tensors, small = workload.split(read[0] if workload.ragged else read)
                 seen += len(tensors[workload.one[0]])
                 yield Batch(len(tensors[workload.one[0]]), partial(_samples, workload, tensors, small))

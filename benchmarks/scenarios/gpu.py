@@ -75,8 +75,9 @@ def loader_gpu(context: Context) -> Rounds:
         order = tc.EpochOrder(len(cache), seed=0)
         numbers = [order(0, range(at, at + _BATCH)) for at in range(0, len(cache) - _BATCH + 1, _BATCH)]
         endless = chain.from_iterable(repeat(numbers))
-        with tc.Loader(cache, _BATCH, drop_last=True, device="cuda", threads=_THREADS, prefetch=_THREADS) as loader:
-            ahead = (batch for batch, _ in chain.from_iterable(repeat(loader)))
+        options = {"num_threads": _THREADS, "prefetch_batches": _THREADS}
+        with tc.Loader(cache, _BATCH, shuffle=True, last_batch="drop", device="cuda", **options) as loader:
+            ahead = chain.from_iterable(repeat(loader))
             runs = {
                 "read_batch(device='cuda')": lambda: cache.read_batch(next(endless), device="cuda"),
                 AHEAD: partial(next, ahead),

@@ -33,11 +33,11 @@ def loader(context: Context) -> Rounds:
         def in_rows(batch: Any) -> dict[str, torch.Tensor]:
             return workload.split(batch)[0]
 
-        ours = tc.Loader(cache, size, drop_last=True, threads=2)
+        ours = tc.Loader(cache, size, shuffle=True, last_batch="drop", num_threads=2)
         stack.callback(ours.close)
         epochs: dict[str, Callable[[], Iterable[Any]]] = {
             READ_BATCH: lambda: (in_rows(cache.read_batch(numbers)) for numbers in order),
-            LOADED: lambda: (in_rows(batch) for batch, _ in ours),
+            LOADED: lambda: map(in_rows, ours),
         }
         owners = {name: name for name in epochs}
         readers = stack.enter_context(context.readers(lambda reader: reader.loaders or reader.batch))

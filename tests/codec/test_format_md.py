@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickletools
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import webdataset as wds
 import wds_tensorcache as tc
 from tests.same import assert_same
 from wds_tensorcache.codec.dtypes import STORED
+from wds_tensorcache.codec.skeleton import opcodes
 from wds_tensorcache.codec.skeleton.builders import ALLOW_ONLY
 from wds_tensorcache.codec.skeleton.types import LISTED
 
@@ -51,6 +53,15 @@ def test_tables() -> None:
     listed = TEXT[TEXT.index("### 2.5") : TEXT.index("### 2.6")]
     for row in LISTED.values():
         assert f"{row.module}.{row.name}" in listed or row.module == "numpy", row
-    opcodes = TEXT[TEXT.index("### 2.4") : TEXT.index("### 2.5")]
-    assert "NEWOBJ NEWOBJ_EX BUILD" in opcodes
-    assert len(ALLOW_ONLY) == 3
+
+
+def test_the_opcodes_are_those_of_the_table() -> None:
+    always, allow = re.findall(r"^\| (?:always|with `allow=` only) \| (.*) \|$", TEXT, re.MULTILINE)
+    values = {
+        name: value
+        for name, value in vars(opcodes).items()
+        if name.isupper() and isinstance(value, int) and name != "LONGEST_GET"
+    }
+    assert {*always.replace("·", "").split(), *allow.split(), "PROTO"} == values.keys()
+    assert {values[name] for name in allow.split()} == ALLOW_ONLY.keys()
+    assert values == {known.name: ord(known.code) for known in pickletools.opcodes if known.name in values}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.codec import header
+from wds_tensorcache.codec import header, layout
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton.paths import short_component
 
@@ -68,7 +68,7 @@ def test_what_a_tensor_costs(make: Any) -> None:
     written, read = [], []
     for count, sample in zip(COUNTS, samples(make), strict=True):
         members = tc.encode_sample(sample)
-        for cache in (header._MADE, header._FORMS):  # which only small samples fill
+        for cache in (layout._MADE, layout._FORMS):  # which only small samples fill
             cache.clear()
         for function in (reference_text, short_component):
             function.cache_clear()

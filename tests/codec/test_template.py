@@ -15,6 +15,7 @@ from tests.conftest import diffusion_sample
 from tests.same import assert_same
 from tests.strategies import keys, plain, tensors
 from wds_tensorcache.codec import header
+from wds_tensorcache.codec import layout as layouts
 from wds_tensorcache.codec.header import parse_header
 
 T = torch.ones(2)
@@ -34,7 +35,7 @@ def no_layouts_from_other_tests() -> Iterator[None]:
 
 def forget() -> None:
     header._LAYOUTS.clear()
-    header._FORMS.clear()
+    layouts._FORMS.clear()
 
 
 def warm_up(skeleton: bytes, tensors: bytes) -> None:

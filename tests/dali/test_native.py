@@ -15,6 +15,7 @@ import webdataset as wds
 
 import dali_plugin
 import wds_tensorcache as tc
+from dali_plugin.packed import PackedMembers
 from tests.dali.conftest import COUNT, sample
 from tests.dali.pipelines import pipeline, unbatched
 from tests.same import assert_same
@@ -30,9 +31,9 @@ def reader(paths: Any, batch_size: int = 6, depth: Any = 2, **options: Any) -> A
     return dali_plugin.TensorCacheIterator(made)
 
 
-@pytest.mark.parametrize("last_batch", ["fill", "partial", "drop"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_epochs(folder: Path, last_batch: str, world_size: int) -> None:
+@pytest.mark.parametrize("last_batch", ["short", "pad", "drop"])
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 6), (2, 6), (3, 6), (3, 1), (3, 2)])
+def test_epochs(folder: Path, last_batch: str, world_size: int, batch_size: int) -> None:
     options = {
         "members": ["bin"],
         "shuffle": True,
@@ -40,24 +41,28 @@ def test_epochs(folder: Path, last_batch: str, world_size: int) -> None:
         "last_batch": last_batch,
         "world_size": world_size,
     }
-    ranks = [reader(folder, rank=rank, **options) for rank in range(world_size)]
+    ranks = [reader(folder, batch_size, rank=rank, **options) for rank in range(world_size)]
     orders = []
     for _ in range(3):
-        seen = []
+        seen, counted, sizes = [], [], []
         for rank in ranks:
             count = 0
+            sizes.append(0)
             for batch, others in rank:
                 count += 1
+                sizes[-1] += len(batch["id"])
+                counted += [i for i, pad in zip(batch["id"], rank.is_padding.tolist(), strict=True) if not pad]
                 for at, i in enumerate(batch["id"]):
                     assert_same(sample(i), unbatched(batch, at))
                     assert bytes(others["bin"][at].numpy()) == b"member %d" % i
                     seen.append(i)
             assert count == len(rank)
         if last_batch == "drop":
-            assert len(set(seen)) == len(seen) == 6 * (COUNT // world_size // 6) * world_size
+            assert len(set(seen)) == len(seen) == batch_size * (COUNT // world_size // batch_size) * world_size
         else:
-            assert set(seen) == set(range(COUNT))
-        if last_batch == "partial":
+            assert sorted(counted) == list(range(COUNT))
+            assert len(set(sizes)) == 1
+        if last_batch == "short":
             assert len(seen) - COUNT < world_size
         orders.append(seen)
     assert orders[0] != orders[1]
@@ -65,7 +70,7 @@ def test_epochs(folder: Path, last_batch: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, {"cpu_size": 3, "gpu_size": 2}], ids=str)
 def test_batches_that_are_kept_do_not_change(folder: Path, depth: Any) -> None:
-    kept = list(reader(folder, 3, depth, last_batch="partial"))
+    kept = list(reader(folder, 3, depth, last_batch="short"))
     assert [i for batch in kept for i in batch["id"]] == list(range(COUNT))
     for batch in kept:
         for at, i in enumerate(batch["id"]):
@@ -85,7 +90,7 @@ def test_shards_of_other_writers(folder: Path, tmp_path: Path) -> None:
     for index_paths in (None, [index]):
         shard.with_suffix(".idx").unlink(missing_ok=True)
         seen = []
-        for batch in reader(shard, 4, index_paths=index_paths, last_batch="partial"):
+        for batch in reader(shard, 4, index_paths=index_paths, last_batch="short"):
             for x, i in zip(batch["x"], batch["i"], strict=True):
                 assert torch.equal(x, torch.full((i % 3 + 1,), i))
                 seen.append(i)
@@ -142,12 +147,12 @@ def test_indexes_of_another_state(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=r"0\.idx is no index of .*0\.tar, or of another state of it"):
                 reader(tmp_path, index_paths=[tmp_path / "0.idx"])
         for _ in range(2):
-            assert [i for batch in reader(tmp_path, 2, last_batch="partial") for i in batch["i"]] == list(range(5))
+            assert [i for batch in reader(tmp_path, 2, last_batch="short") for i in batch["i"]] == list(range(5))
     with (
         tc.open(tmp_path) as cache,
         pytest.raises(tc.FormatError, match="DALI's index is of another state of the shard"),
     ):
-        tc.PackedMembers(cache, ["x"]).numbers([f"{tmp_path}/0.tar:77:0.safetensors".encode()])
+        PackedMembers(cache, ["x"]).numbers([f"{tmp_path}/0.tar:77:0.safetensors".encode()])
 
 
 def test_foreign_members_and_shards_given_twice(tmp_path: Path) -> None:

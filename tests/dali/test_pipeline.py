@@ -14,17 +14,17 @@ import torch
 
 import dali_plugin
 import wds_tensorcache as tc
+from benchmarks.calls import traced
 from tests.dali.conftest import COUNT, sample
 from tests.dali.pipelines import dali, pipeline, unbatched
 from tests.same import assert_same
+from wds_tensorcache.reading.batch.rows import locate
 
 LATENT = "tensors.float32"
 
 
 def test_every_dtype_comes_back(cache: Any) -> None:
-    iterator = dali_plugin.TensorCacheIterator(
-        pipeline(lambda: dali_plugin.fn.tensorcache(cache, last_batch="partial"))
-    )
+    iterator = dali_plugin.TensorCacheIterator(pipeline(lambda: dali_plugin.fn.tensorcache(cache, last_batch="short")))
     assert len(iterator) == 4
     for _ in range(2):
         seen = []
@@ -47,15 +47,16 @@ def test_batches_that_are_kept_do_not_change(cache: Any, depth: Any) -> None:
         made.reset()
 
 
-@pytest.mark.parametrize("last_batch", ["fill", "partial", "drop"])
+@pytest.mark.parametrize("last_batch", ["short", "pad", "wrap", "drop"])
 def test_last_batches_and_members(cache: Any, last_batch: str) -> None:
     iterator = dali_plugin.TensorCacheIterator(
         pipeline(lambda: dali_plugin.fn.tensorcache(cache, ["scalar"], ["bin"], shuffle=True, last_batch=last_batch))
     )
     orders = []
     for _ in range(2):
-        sizes, seen = [], []
+        sizes, seen, padding = [], [], []
         for batch, others in iterator:
+            padding += iterator.is_padding.tolist()
             sizes.append(len(batch["scalar"]))
             seen += list(batch["id"])
             assert batch["scalar"].tolist() == batch["id"]
@@ -63,7 +64,8 @@ def test_last_batches_and_members(cache: Any, last_batch: str) -> None:
             assert batch["tensors"] == {}  # as with select
             assert [bytes(raw.numpy()) for raw in others["bin"]] == [b"member %d" % i for i in batch["id"]]
         orders.append(seen)
-        assert sizes == {"fill": [6] * 4, "partial": [6, 6, 6, 2], "drop": [6] * 3}[last_batch]
+        assert sizes == {"short": [6, 6, 6, 2], "drop": [6] * 3}.get(last_batch, [6] * 4)
+        assert padding == [False] * 20 + [True] * 4 if last_batch == "pad" else not any(padding)
         assert len(set(seen)) == (18 if last_batch == "drop" else COUNT)
     assert orders[0] != orders[1]
 
@@ -107,7 +109,7 @@ def test_worker_processes(cache: Any) -> None:
                 assert bytes(others["bin"][at].numpy()) == b"member %d" % i
                 seen.append(i)
         assert sorted(set(seen)) == list(range(COUNT))
-        assert len(seen) == 24
+        assert len(seen) == COUNT
     del iterator, made, batch, others
     gc.collect()
 
@@ -202,7 +204,7 @@ def test_patterns(cache: Any) -> None:
 def test_dynamic_mode(cache: Any) -> None:
     ndd = pytest.importorskip("nvidia.dali.experimental.dynamic")
     source = dali_plugin.TensorCacheSource(
-        cache, ["tensors.float32", "tensors.bfloat16"], batch_size=6, shuffle=True, last_batch="partial"
+        cache, ["tensors.float32", "tensors.bfloat16"], batch_size=6, shuffle=True, last_batch="short"
     )
     seen = []
     for iteration in range(len(source)):
@@ -287,3 +289,29 @@ def test_tensors_that_some_samples_lack(tmp_path: Path) -> None:
     made = pipeline(lambda: dali_plugin.fn.tensorcache(tmp_path), 1)
     with pytest.raises(tc.BatchError, match="sample 'a' has no tensor 'y'"):
         next(dali_plugin.TensorCacheIterator(made))
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_a_batch_locates_its_samples_once(folder: Path, is_joined: bool) -> None:
+    opened = tc.open({"a": folder, "b": folder}, join="key") if is_joined else tc.open(folder)
+    with opened as cache:
+        # the samples of one batch are located while the batch before it is made whole again
+        batches = dali_plugin.TensorCacheIterator(
+            pipeline(lambda: dali_plugin.fn.tensorcache(cache, members=["bin"], shuffle=True), 2)
+        )
+        trace = traced(lambda: next(iter(batches)))
+        assert trace.calls[locate.__code__] == 1 + is_joined
+        batch, others = next(iter(batches))
+        numbers = (batch["a"] if is_joined else batch)["id"].tolist()
+        assert [raw.numpy().tobytes() for raw in others["bin"]] == [b"member %d" % n for n in numbers]
+
+
+def test_batches_that_another_process_made_or_that_came_before(cache: Any) -> None:
+    source = dali_plugin.TensorCacheSource(cache, batch_size=4, keep=2, shuffle=True)
+    made = [dict(zip(source.outputs, source.batch(0, at), strict=True)) for at in range(5)]
+    other = dali_plugin.TensorCacheSource(cache, batch_size=4)
+    for outputs in (*made, *made[::-1]):
+        for filling in (source, other):
+            batch, _ = filling.fill(dict(outputs))
+            for at, number in enumerate(outputs["number"].tolist()):
+                assert_same(sample(number), unbatched(batch, at))

@@ -26,7 +26,7 @@ def reader(nodes: Any) -> Any:
     return dali_plugin.TensorCacheIterator(made, outputs=["scalar", "number"])
 
 
-@pytest.mark.parametrize("last_batch", ["partial", "drop"])
+@pytest.mark.parametrize("last_batch", ["short", "drop"])
 @pytest.mark.parametrize("native", [False, True])
 def test_resumed_at_every_iteration(cache: Any, native: bool, last_batch: str) -> None:
     def with_noise() -> Any:
@@ -44,7 +44,7 @@ def test_resumed_at_every_iteration(cache: Any, native: bool, last_batch: str) -
         return dali_plugin.TensorCacheIterator(pipeline(of_the_native_reader, enable_checkpointing=True))
 
     whole = sequence(begun(), 10)
-    assert whole[-1][0] == (2 if last_batch == "partial" else 3)
+    assert whole[-1][0] == (2 if last_batch == "short" else 3)
     for count in range(10):
         first, second = begun(), begun()
         head = sequence(first, count)
@@ -61,7 +61,7 @@ def test_resumed_at_an_epochs_end(cache: Any, native: bool) -> None:
     nodes = dali_plugin.fn.native_reader if native else dali_plugin.fn.tensorcache
 
     def begun() -> Any:
-        made = pipeline(lambda: nodes(cache, shuffle=True, last_batch="partial"), enable_checkpointing=True)
+        made = pipeline(lambda: nodes(cache, shuffle=True, last_batch="short"), enable_checkpointing=True)
         return dali_plugin.TensorCacheIterator(made)
 
     first = begun()
@@ -97,7 +97,7 @@ def test_states_that_do_not_fit(cache: Any) -> None:
         (begun(4), "batch_size=6, not 4"),
         (begun(shuffle=True), "shuffle=False, not True"),
         (begun(rank=0, world_size=2), "world_size=1, not 2"),
-        (begun(last_batch="drop"), "last_batch='fill', not 'drop'"),
+        (begun(last_batch="drop"), "last_batch='short', not 'drop'"),
     ):
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(state)

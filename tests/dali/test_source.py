@@ -16,13 +16,13 @@ from tests.dali.conftest import COUNT
 
 
 def numbers_of(epoch: int, *sources: TensorCacheSource) -> list[list[int]]:
-    return [[n for i in range(len(s)) for n in s.numbers(epoch, i).tolist()] for s in sources]
+    return [[n for i in range(len(s)) for n in s.indices(epoch, i).tolist()] for s in sources]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 20, 32])
 def test_ranks_share_an_epoch(cache: Any, world_size: int, batch_size: int) -> None:
-    for last in ("fill", "partial", "drop"):
+    for last in ("short", "pad", "wrap", "drop"):
         options: dict[str, Any] = {"batch_size": batch_size, "world_size": world_size, "last_batch": last}
         if last == "drop" and COUNT // world_size < batch_size:
             with pytest.raises(
@@ -41,10 +41,23 @@ def test_ranks_share_an_epoch(cache: Any, world_size: int, batch_size: int) -> N
                 assert COUNT - len(everything) < batch_size * world_size
             else:
                 assert set(everything) == set(range(COUNT))
-            if last == "partial":
+            if last == "short":
                 assert len(everything) - COUNT < world_size
-            if last == "fill":
+            if last in ("pad", "wrap"):
                 assert len(everything) == len(ranks[0]) * batch_size * world_size
+            assert_rows_are_those_of_loaders(cache, epoch, ranks, options)
+
+
+def assert_rows_are_those_of_loaders(cache: Any, epoch: int, ranks: list[Any], options: dict[str, Any]) -> None:
+    """The same samples in the same rows, and the same rows are padding."""
+    for rank, source in enumerate(ranks):
+        loader = tc.Loader(cache, rank=rank, shuffle=True, collate="list", num_threads=0, **options)
+        loader.set_epoch(epoch)
+        infos = [info for _, info in loader.with_info()]
+        assert len(infos) == len(source)
+        for iteration, info in enumerate(infos):
+            assert source.indices(epoch, iteration).tolist() == info.indices.tolist()
+            assert source.is_padding(iteration, len(info.indices)).tolist() == info.is_padding.tolist()
 
 
 def test_orders(cache: Any) -> None:
@@ -60,7 +73,7 @@ def test_orders(cache: Any) -> None:
     with pytest.raises(StopIteration):
         shuffled(SimpleNamespace(iteration=5, epoch_idx=1))
     with pytest.raises(IndexError, match=r"iteration 5 out of range \[0, 5\)"):
-        shuffled.numbers(0, 5)
+        shuffled.indices(0, 5)
 
 
 def test_batches_stay_as_long_as_dali_may_read_them(cache: Any) -> None:
@@ -88,8 +101,8 @@ def test_what_is_refused(cache: Any, tmp_path: Any) -> None:
     for options in ({"batch_size": 0}, {"batch_size": 1, "rank": 2, "world_size": 2}):
         with pytest.raises(ValueError, match="out of range"):
             TensorCacheSource(cache, **options)
-    with pytest.raises(ValueError, match="last_batch='pad', expected one of fill, partial, drop"):
-        TensorCacheSource(cache, batch_size=2, last_batch="pad")
+    with pytest.raises(ValueError, match="last_batch='fill', expected one of short, pad, wrap, drop"):
+        TensorCacheSource(cache, batch_size=2, last_batch="fill")
     with pytest.raises(ValueError, match="the cache has no samples"):
         TensorCacheSource(cache[:0], batch_size=2)
     assert TensorCacheSource(cache, "scalar", batch_size=4).outputs == ["scalar", "number"]

@@ -21,7 +21,7 @@ def stream_of(folder: Path, *stages: Any) -> Any:
     return wds.DataPipeline(wds.SimpleShardList(urls), wds.tarfile_to_samples(), tc.decode(), *stages)
 
 
-@pytest.mark.parametrize("last_batch", ["partial", "drop"])
+@pytest.mark.parametrize("last_batch", ["short", "drop"])
 def test_every_dtype_comes_back(folder: Path, last_batch: str) -> None:
     stream = stream_of(folder, wds.shuffle(10))
     made = pipeline(lambda: dali_plugin.fn.tensorcache(stream, members=["bin"], last_batch=last_batch))
@@ -33,7 +33,7 @@ def test_every_dtype_comes_back(folder: Path, last_batch: str) -> None:
                 assert_same(sample(i), unbatched(batch, at))
                 assert bytes(others["bin"][at].numpy()) == b"member %d" % i
                 seen.append(i)
-        assert len(seen) == len(set(seen)) == {"partial": COUNT, "drop": 18}[last_batch]
+        assert len(seen) == len(set(seen)) == {"short": COUNT, "drop": 18}[last_batch]
 
 
 def test_some_tensors_augmented(folder: Path) -> None:
@@ -62,8 +62,8 @@ def test_what_is_refused(folder: Path) -> None:
         made([{"__key__": "a", "jpg": b""}])
     with pytest.raises(ValueError, match="the stream has no samples"):
         made([])
-    with pytest.raises(ValueError, match="a stream is over when it is over"):
-        made(stream_of(folder), last_batch="fill")
+    with pytest.raises(ValueError, match="a stream cannot fill its last batch"):
+        made(stream_of(folder), last_batch="pad")
     with pytest.raises(ValueError, match="can be iterated over once"):
         made(iter([{"__key__": "a"}]))
     with pytest.raises(ValueError, match="the stream gives batches"):

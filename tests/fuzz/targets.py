@@ -25,6 +25,7 @@ from tests.fuzz import known
 from tests.fuzz.forge import bound, footer_of, keys_of, tar_of
 from tests.hostile.tables import count_calls, work_of
 from wds_tensorcache.codec import header as headers
+from wds_tensorcache.codec import layout as layouts
 from wds_tensorcache.codec.binding import parse_preamble
 from wds_tensorcache.codec.reference import MemorySource, resolve
 from wds_tensorcache.codec.sample import decode_body, open_tensor
@@ -53,7 +54,7 @@ _MAX_ROWS = 16
 
 def run(name: str, data: bytes) -> None:
     """Give `data` to a target, which finds no state of earlier inputs."""
-    for cache in (headers._LAYOUTS, headers._FORMS, headers._MADE):
+    for cache in (headers._LAYOUTS, layouts._FORMS, layouts._MADE):
         cache.clear()
     TARGETS[name](data)
 

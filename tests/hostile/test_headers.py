@@ -13,6 +13,7 @@ import torch
 
 import wds_tensorcache as tc
 from wds_tensorcache.codec import header
+from wds_tensorcache.codec import layout as layouts
 from wds_tensorcache.codec.header import parse_header
 
 X = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
@@ -139,17 +140,17 @@ def test_a_known_layout_is_checked_again() -> None:
 
 
 def test_the_cache_of_layouts_is_bounded() -> None:
-    for i in range(header._MAX_LAYOUTS + 10):
+    for i in range(layouts.MAX_LAYOUTS + 10):
         tc.decode_sample(*tc.encode_sample({f"n{i}": torch.ones(1)}))
-    assert len(header._LAYOUTS) <= header._MAX_LAYOUTS
+    assert len(header._LAYOUTS) <= layouts.MAX_LAYOUTS
     skeleton, tensors = tc.encode_sample({"a" * 70_000: torch.ones(1)})
     tc.decode_sample(skeleton, tensors)
-    assert max(map(len, header._LAYOUTS)) <= header._MAX_CACHED_NBYTES
-    assert max(len(name) for entries in header._FORMS for name, *_ in entries) < 70_000
-    many = header.form_of(tuple((str(i), "U8", 1) for i in range(2000)))
-    assert header.make_layout(many, [1] * 2000, 8).nbytes == 2008
-    assert max(map(len, header._FORMS)) < 2000
-    assert all(len(layout.tensors) < 2000 for layout in header._MADE.values())
+    assert max(map(len, header._LAYOUTS)) <= layouts.MAX_CACHED_NBYTES
+    assert max(len(name) for entries in layouts._FORMS for name, *_ in entries) < 70_000
+    many = layouts.form_of(tuple((str(i), "U8", 1) for i in range(2000)))
+    assert layouts.make_layout(many, [1] * 2000, 8).nbytes == 2008
+    assert max(map(len, layouts._FORMS)) < 2000
+    assert all(len(layout.tensors) < 2000 for layout in layouts._MADE.values())
 
 
 def test_halves_of_two_samples() -> None:

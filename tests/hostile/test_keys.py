@@ -23,8 +23,8 @@ from tests.hostile.colliding import CONTAINERS, KEYS, container, integer
 from tests.hostile.pickles import PROTO, call, decode, refused, text
 from tests.hostile.tables import HASHED_IN_PYTHON, MODULUS, count_calls, ints_on_one_orbit, work_of, work_of_keys
 from tests.shards.tars import build
-from wds_tensorcache.codec import header
-from wds_tensorcache.codec.header import form_of, make_layout
+from wds_tensorcache.codec import layout as layouts
+from wds_tensorcache.codec.layout import form_of, make_layout
 from wds_tensorcache.codec.skeleton import hashing
 from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 
@@ -94,7 +94,7 @@ def test_shapes_of_one_hash() -> None:
     form = form_of((("x", "U8", 3),))
     for number in range(50):
         builder.add(str(number), [CacheEntry("", 0, 1, 512, make_layout(form, (0, 1, number), 64), 1, None)], [])
-    for table in (builder._places, header._MADE):
+    for table in (builder._places, layouts._MADE):
         assert table
         assert not any(
             type(part) is tuple and all(type(dim) is int for dim in part) for place in table for part in place[:3]

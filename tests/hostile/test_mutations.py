@@ -16,8 +16,8 @@ import wds_tensorcache as tc
 from tests.hostile.pickles import NO_TENSORS, ONE_TENSOR, PROTO, decode, text
 from tests.same import assert_same
 from tests.strategies import samples
-from wds_tensorcache.codec.realize import rebuild
 from wds_tensorcache.codec.reference import reference_text
+from wds_tensorcache.codec.tree import rebuild
 
 
 class Trusted:

@@ -84,8 +84,8 @@ def plain(tmp_path: Path) -> Iterator[Any]:
 
 
 def batches(cache: Any) -> dict[str, Any]:
-    with tc.Loader(cache, 4, shuffle=False) as loader:
-        pair = next(iter(loader))
+    with tc.Loader(cache, 4) as loader:
+        pair = next(iter(loader.with_info()))
     return {
         "stack": cache.read_batch(range(4)),
         "list": cache.read_batch(range(4), collate="list"),
@@ -209,12 +209,12 @@ def test_torch_pins_and_converts(cache: Any) -> None:
 
 
 def test_torch_collates_batches(cache: Any) -> None:
-    """As `DataLoader(IterableCache(cache, 2), batch_size=3)` does; values are collated as those of lists are."""
+    """As a data loader over steps does that has a batch size; values are collated as those of lists are."""
     view = cache[["000", "001", "002", "003", "004", "005"]]
     names = ("x", "name", "ordered", "tuple", "bytes")
     view = view.select(["x", "ordered.*", "tuple.*"])
-    loader = tc.Loader(view, 2, shuffle=False)
-    pairs = [({name: batch[name] for name in names}, info) for batch, info in loader]
+    loader = tc.Loader(view, 2)
+    pairs = [({name: batch[name] for name in names}, info) for batch, info in loader.with_info()]
     collated, infos = default_collate(pairs)
     assert infos == [info for _, info in pairs]
     assert collated["x"].tolist() == [[[2.0 * i + j] * 4 for j in range(2)] for i in range(3)]
@@ -226,8 +226,8 @@ def test_torch_collates_batches(cache: Any) -> None:
 
 
 def test_a_record_is_immutable_and_pickles(cache: Any) -> None:
-    loader = tc.Loader(cache, 4, seed=3, last="pad")
-    infos = [info for _, info in loader]
+    loader = tc.Loader(cache, 4, shuffle=True, seed=3, last_batch="pad")
+    infos = [info for _, info in loader.with_info()]
     info = infos[-1]
     assert info.is_padding.tolist() == [False, False, False, True]
     for change in (lambda: setattr(info, "step", 5), lambda: delattr(info, "step"), lambda: setattr(info, "other", 5)):
@@ -235,7 +235,7 @@ def test_a_record_is_immutable_and_pickles(cache: Any) -> None:
             change()
     with pytest.raises(TypeError, match="unhashable"):
         hash(info)
-    text = f"BatchInfo(numbers={info.numbers!r}, is_padding={info.is_padding!r}, epoch=0, step=2, source=None, cache={cache!r})"
+    text = f"BatchInfo(indices={info.indices!r}, is_padding={info.is_padding!r}, epoch=0, step=2, source=None, cache={cache!r})"
     assert repr(info) == text
     for made in (pickle.loads(pickle.dumps(info)), copy.copy(info), copy.deepcopy(info)):
         assert type(made) is tc.BatchInfo
@@ -246,18 +246,18 @@ def test_a_record_is_immutable_and_pickles(cache: Any) -> None:
         assert made != infos[0]
     assert info == info.to("cpu")
     others = [
-        tc.BatchInfo(info.numbers[::-1], info.is_padding, 0, 2, None, cache),
-        tc.BatchInfo(info.numbers, ~info.is_padding, 0, 2, None, cache),
-        tc.BatchInfo(info.numbers, info.is_padding, 1, 2, None, cache),
-        tc.BatchInfo(info.numbers, info.is_padding, 0, 3, None, cache),
-        tc.BatchInfo(info.numbers, info.is_padding, 0, 2, "a", cache),
-        tc.BatchInfo(info.numbers, info.is_padding, 0, 2, None, cache[::-1]),
-        tc.BatchInfo(info.numbers[:2], info.is_padding[:2], 0, 2, None, cache),
+        tc.BatchInfo(info.indices[::-1], info.is_padding, 0, 2, None, cache),
+        tc.BatchInfo(info.indices, ~info.is_padding, 0, 2, None, cache),
+        tc.BatchInfo(info.indices, info.is_padding, 1, 2, None, cache),
+        tc.BatchInfo(info.indices, info.is_padding, 0, 3, None, cache),
+        tc.BatchInfo(info.indices, info.is_padding, 0, 2, "a", cache),
+        tc.BatchInfo(info.indices, info.is_padding, 0, 2, None, cache[::-1]),
+        tc.BatchInfo(info.indices[:2], info.is_padding[:2], 0, 2, None, cache),
         info.keys,
         None,
     ]
     assert [other == info for other in others] == [False] * len(others)
-    assert tc.BatchInfo(info.numbers, info.is_padding, 0, 2, None, cache) == info
+    assert tc.BatchInfo(info.indices, info.is_padding, 0, 2, None, cache) == info
 
 
 # --- whole trainers ---
@@ -290,19 +290,22 @@ class Model(pl.LightningModule):  # type: ignore[misc]
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
+KINDS = ["Loader", "torch_loader", "torch_loader, workers", "read_batch", "workers"]
+
+
 def loader_of(kind: str, cache: Any) -> Any:
     if kind == "Loader":
-        return tc.Loader(cache, 4, last="drop")
-    if kind == "IterableCache":
-        return DataLoader(tc.IterableCache(cache, 4, last="drop"), batch_size=None, num_workers=2)
+        return tc.Loader(cache, 4, shuffle=True, last_batch="drop")
+    if kind.startswith("torch_loader"):
+        return tc.torch_loader(cache, 4, shuffle=True, last_batch="drop", num_workers=2 * kind.endswith("workers"))
     workers = 2 if kind == "workers" else 0
     numbers: Any = range(8)
     return DataLoader(numbers, batch_size=4, collate_fn=cache.read_batch, num_workers=workers)
 
 
-@pytest.mark.parametrize("kind", ["Loader", "IterableCache", "read_batch", "workers"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_trainer(cache: Any, plain: Any, kind: str) -> None:
-    cache = plain if kind in ("IterableCache", "workers") else cache
+    cache = plain if kind.endswith("workers") else cache
     trainer = pl.Trainer(
         max_epochs=2,
         accelerator="cpu",
@@ -319,7 +322,7 @@ def test_a_trainer(cache: Any, plain: Any, kind: str) -> None:
     assert len(set(model.seen["predict"])) == 8
 
 
-@pytest.mark.parametrize("kind", ["Loader", "IterableCache", "read_batch", "workers"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_accelerator(cache: Any, kind: str) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     model = torch.nn.Linear(4, 1)
@@ -330,3 +333,73 @@ def test_an_accelerator(cache: Any, kind: str) -> None:
         names += list(batch["name"])
         accelerator.backward(model(batch["x"]).mean())
     assert len(names) == len(set(names)) == 8
+
+
+class Stopped(Exception):
+    """The trainer was stopped in the middle of an epoch."""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("Loader", "torch_loader, workers"), ("torch_loader, workers", "Loader")]
+)
+def test_a_trainer_resumes_in_the_middle_of_an_epoch(
+    cache: Any, plain: Any, tmp_path: Path, before: str, after: str
+) -> None:
+    """Lightning saves and loads the loader's state by itself; another kind of loader takes it."""
+
+    class Stopping(Model):
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            loss = super().training_step(batch, number)
+            if len(self.seen["fit"]) == 12 and before == kind:
+                raise Stopped
+            return loss
+
+    seen: list[str] = []
+    for kind in (before, after):
+        options: dict[str, Any] = {"shuffle": True, "last_batch": "drop"}
+        made: Any = (
+            tc.Loader(plain, 2, **options) if kind == "Loader" else tc.torch_loader(plain, 2, num_workers=2, **options)
+        )
+        model = Stopping()
+        saving = pl.callbacks.ModelCheckpoint(dirpath=tmp_path, filename="last", every_n_train_steps=1, save_top_k=-1)
+        trainer = pl.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            logger=False,
+            callbacks=[saving],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        if kind == before:
+            with pytest.raises(Stopped):
+                trainer.fit(model, made)
+            trained = model.seen["fit"][:10]  # the sixth step was not saved
+            seen += trained
+        else:
+            trainer.fit(model, made, ckpt_path=tmp_path / "last.ckpt")
+            seen += model.seen["fit"]
+    loader = tc.Loader(plain, 2, shuffle=True, last_batch="drop")
+    expected = [name for _ in range(2) for batch in loader for name in batch["name"]]
+    assert seen == expected
+
+
+def test_an_accelerator_with_a_stateful_loader(plain: Any) -> None:
+    """accelerate's own data loader has the state; the loader that it was made of says so."""
+    pytest.importorskip("torchdata", reason="needs torchdata: pip install torchdata")
+    configuration = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
+
+    def prepared() -> tuple[Any, Any]:
+        loader = tc.torch_loader(plain, 2, shuffle=True)
+        return loader, accelerate.Accelerator(cpu=True, dataloader_config=configuration).prepare(loader)
+
+    loader, made = prepared()
+    names = [name for batch in tc.Loader(plain, 2, shuffle=True) for name in batch["name"]]
+    for number, _ in enumerate(made, 1):
+        if number == 2:
+            state = copy.deepcopy(made.state_dict())
+            break
+    with pytest.raises(RuntimeError, match="another data loader iterates"):
+        loader.state_dict()
+    _, again = prepared()
+    again.load_state_dict(state)
+    assert [name for batch in again for name in batch["name"]] == names[4:]

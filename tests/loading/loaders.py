@@ -25,7 +25,7 @@ def write_numbers(folder: Path, numbers: range, **options: Any) -> str:
 
 
 def ranks(cache: Any, batch_size: int, world_size: int, **options: Any) -> list[tc.Loader]:
-    options = {"collate": "list", "threads": 0, "prefetch": 0} | options
+    options = {"collate": "list", "num_threads": 0, "prefetch_batches": 0} | options
     return [tc.Loader(cache, batch_size, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
 
 
@@ -33,7 +33,7 @@ def steps(loaders: list[tc.Loader], count: int) -> list[list[int]]:
     """Return the samples of the next `count` steps, of all ranks together in the order of the sequence, without padding."""
     taken: list[list[int]] = []
     while len(taken) < count:
-        for step in zip(*loaders, strict=True):
+        for step in zip(*(loader.with_info() for loader in loaders), strict=True):
             rows = zip(*(zip(info.keys, info.is_padding.tolist(), strict=True) for _, info in step), strict=True)
             taken.append([int(key) for row in rows for key, is_padding in row if not is_padding])
             if len(taken) == count:
@@ -43,10 +43,10 @@ def steps(loaders: list[tc.Loader], count: int) -> list[list[int]]:
 
 def modes(cache: Any, more: Any) -> dict[str, dict[str, Any]]:
     return {
-        "all": {"cache": cache},
-        "in order": {"cache": cache, "shuffle": False},
+        "all": {"cache": cache, "shuffle": True},
+        "in order": {"cache": cache},
         "blocks": {"cache": cache, "shuffle": "blocks", "window": 4},
-        "buckets": {"cache": cache, "bucket_by": "y"},
+        "buckets": {"cache": cache, "shuffle": True, "bucket_by": "y"},
         "weights": {"cache": cache, "weights": np.arange(COUNT)},
-        "mix": {"cache": None, "mix": {"a": (cache, 0.7), "b": (more, 0.3)}},
+        "mix": {"cache": None, "shuffle": True, "mix": {"a": (cache, 0.7), "b": (more, 0.3)}},
     }

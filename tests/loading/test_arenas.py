@@ -147,6 +147,6 @@ def test_devices(small: str) -> None:
         assert cache.read_batch([4, 2], device="meta")["x"].is_meta
         if not torch.cuda.is_available():
             with pytest.raises(RuntimeError, match="pin_memory=True requires"):
-                cache.read_batch([0], pin=True)
+                cache.read_batch([0], pin_memory=True)
             with pytest.raises(RuntimeError, match="torch sees no GPU"):
                 cache.read_batch([0], device="cuda")

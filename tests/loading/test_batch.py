@@ -19,7 +19,6 @@ from tests import strategies
 from tests.loading.batches import COUNT, LARGE, SMALL, assert_all_same, assert_batch, damage, write
 from tests.same import tensor_bytes
 from wds_tensorcache.reading.batch import read_plan as plan_module
-from wds_tensorcache.reading.batch.read_plan import Plan
 from wds_tensorcache.storage.files import ShardFile
 
 
@@ -35,13 +34,13 @@ def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Te
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What each batch's `_gather` returned: True if it was taken."""
     taken: list[bool] = []
-    original = Plan._gather
+    original = plan_module._gather
 
     def spy(*args: Any) -> bool:
         taken.append(original(*args))
         return taken[-1]
 
-    monkeypatch.setattr(Plan, "_gather", spy)
+    monkeypatch.setattr(plan_module, "_gather", spy)
     return taken
 
 

@@ -64,21 +64,21 @@ def test_the_same_as_on_the_cpu(folder: str, device: Any, pin: bool, io: str) ->
         for view in (cache, cache.select(["half.*", "scalar", "empty", "array", "large"])):
             for _ in range(3):
                 alike = [3, 3, 9, 0]  # whose ragged tensors are alike
-                batch = view.read_batch(alike, device=device, pin=pin)
+                batch = view.read_batch(alike, device=device, pin_memory=pin)
                 found = on_cpu(batch)
                 assert batch["large"].device.index == 0
                 assert isinstance(batch["array"], np.ndarray)
                 if view is cache:
                     assert_batch([SAMPLES[i] for i in alike], found)
                 assert found["half"][1] == ["p3", "p3", "p9", "p0"]
-        assert_batch(expected, on_cpu(cache.read_batch(numbers, device, pin=pin, collate="list")), "list")
-        on_host, shapes = cache.read_batch(numbers, pin=pin, collate="pad", pad_value=-1)
-        padded, shapes_too = cache.read_batch(numbers, device, pin=pin, collate="pad", pad_value=-1)
+        assert_batch(expected, on_cpu(cache.read_batch(numbers, device, pin_memory=pin, collate="list")), "list")
+        on_host, shapes = cache.read_batch(numbers, pin_memory=pin, collate="pad", pad_value=-1)
+        padded, shapes_too = cache.read_batch(numbers, device, pin_memory=pin, collate="pad", pad_value=-1)
         padded = on_cpu(padded)
         assert torch.equal(padded["ragged"], on_host["ragged"])
         assert torch.equal(padded["large"], on_host["large"])
         assert all(torch.equal(shapes[name], shapes_too[name]) for name in shapes)
-        loaded = cache.read_batch(numbers, device, pin=pin, collate=list)
+        loaded = cache.read_batch(numbers, device, pin_memory=pin, collate=list)
         assert torch.equal(loaded[1]["large"].cpu(), SAMPLES[17]["large"])
         assert loaded[2]["ragged"].is_cuda
 
@@ -115,7 +115,7 @@ def test_while_the_callers_stream_is_behind(cache: Any) -> None:
 
 def test_pinned(cache: Any) -> None:
     for collate in ("stack", "list", "pad", list):
-        batch = cache.select(["large", "half.*"]).read_batch([1, 2], pin=True, collate=collate)
+        batch = cache.select(["large", "half.*"]).read_batch([1, 2], pin_memory=True, collate=collate)
         first = batch[0] if collate in ("pad", list) else batch
         for tensor in (first["large"], first["half"][0]):
             for one in tensor if isinstance(tensor, list) else [tensor]:
@@ -133,7 +133,7 @@ def test_pinned_memory_is_not_reused_while_a_transfer_is_in_flight(cache: Any) -
     # these copies wait behind the work above; their sources are dropped at once
     moved = []
     for i in range(COUNT):
-        moved.append(view.read_batch([i, i], pin=True)["large"].to("cuda", non_blocking=True))
+        moved.append(view.read_batch([i, i], pin_memory=True)["large"].to("cuda", non_blocking=True))
     torch.cuda.synchronize()
     for i, tensor in enumerate(moved):
         assert torch.equal(tensor.cpu(), torch.full((2, 3, 50_000), float(i)))

@@ -74,6 +74,50 @@ def test_leaves_are_decoded_on_first_use_only(cache: Any) -> None:
         cache.read_batch([2, 2])["name"].tolist()
 
 
+def test_a_structure_is_learnt_from_one_read_of_a_skeleton(tmp_path: Path) -> None:
+    # a name of its own: templates are learnt by the names and dtypes of tensors, for all caches of a process
+    samples = [{"read once": torch.tensor([i]), "name": name} for i, name in enumerate(ABC)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for _ in range(3):
+            cache.read_batch([2, 2])["name"].tolist()
+        cache.read_batch([1, 0])
+        shard = cache._store.shards[0]
+        begin, nbytes = shard.columns.skeleton_begin.item(1), shard.columns.skeleton_nbytes.item(1)
+        damage(shard.path, begin + nbytes - 10, b"\xff" * 10)
+        batch = cache.read_batch([1, 0])
+        assert batch["read once"].tolist() == [[1], [0]]
+        with pytest.raises(tc.FormatError, match="sample '001'"):
+            batch["name"].tolist()
+
+
+def test_tensors_alone_need_no_skeleton_of_a_known_form(tmp_path: Path) -> None:
+    samples = [{"tensors alone": torch.tensor([i]), "name": name} for i, name in enumerate(ABC)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for _ in range(3):
+            cache.read_tensors([2])
+        shard = cache._store.shards[0]
+        begin, nbytes = shard.columns.skeleton_begin.item(1), shard.columns.skeleton_nbytes.item(1)
+        damage(shard.path, begin + nbytes - 10, b"\xff" * 10)
+        assert cache.read_tensors([1, 0])["tensors alone"].tolist() == [[1], [0]]
+        for read in (lambda: cache.read_batch([1, 0]), lambda: cache[1]):
+            with pytest.raises(tc.FormatError, match="sample '001'"):
+                read()
+
+
+def test_samples_of_equal_tensors_and_other_keys(tmp_path: Path) -> None:
+    """The index tells these apart by nothing; the first sample's skeleton does."""
+    samples = [{"x": torch.tensor([i]), "even" if i % 2 == 0 else "odd": i} for i in range(8)]
+    with tc.open(write(tmp_path, samples, max_samples=3)) as cache:
+        for _ in range(3):
+            for first, name in enumerate(("even", "odd")):
+                for numbers in ([first, first + 2], [first + 4, first], [first + 6, first + 6]):
+                    batch = cache.read_batch(numbers)
+                    assert list(batch) == ["x", name]
+                    assert batch[name] == numbers
+            with pytest.raises(tc.BatchError, match="'001' has nothing at 'even'"):
+                cache.read_batch([0, 1])["even"].tolist()
+
+
 def test_looked_at_by_many_threads(cache: Any) -> None:
     with ThreadPoolExecutor(8) as executor:
         for _ in range(20):

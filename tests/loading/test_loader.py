@@ -22,12 +22,12 @@ from tests.same import assert_same
 WORLDS = (1, 2, 3, 5)
 
 
-@pytest.mark.parametrize("last", ["pad", "drop", "wrap"])
+@pytest.mark.parametrize("last", ["short", "pad", "drop", "wrap"])
 @pytest.mark.parametrize("mode", ["all", "in order", "blocks", "buckets"])
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
 def test_epochs(cache: Any, more: Any, mode: str, last: str, world_size: int, batch_size: int) -> None:
-    options = modes(cache, more)[mode] | {"last": last}
+    options = modes(cache, more)[mode] | {"last_batch": last}
     size = world_size * batch_size
     sizes = [8, 8, 7] if mode == "buckets" else [COUNT]
     expected = sum(n // size if last == "drop" else -(-n // size) for n in sizes)
@@ -42,7 +42,7 @@ def test_epochs(cache: Any, more: Any, mode: str, last: str, world_size: int, ba
         taken = steps(loaders, expected)
         seen = [number for step in taken for number in step]
         assert {loader.epoch for loader in loaders} == {epoch + 1}
-        if last == "pad":
+        if last in ("short", "pad"):
             assert sorted(seen) == list(range(COUNT))
         elif last == "drop":
             assert len(seen) == len(set(seen)) == sum(n // size * size for n in sizes)
@@ -57,7 +57,7 @@ def test_epochs(cache: Any, more: Any, mode: str, last: str, world_size: int, ba
 
 def test_blocks_are_near_each_other(cache: Any) -> None:
     loader = tc.Loader(cache, 1, shuffle="blocks", window=5, collate="list")
-    shards = [info.numbers.item() // 5 for _, info in loader]
+    shards = [info.indices.item() // 5 for _, info in loader.with_info()]
     whole = [shards[begin : begin + 5] for begin in range(0, COUNT, 5)]
     assert all(len(set(window)) <= 2 for window in whole)
     assert shards != sorted(shards)
@@ -111,20 +111,20 @@ def test_reading_ahead_changes_nothing(cache: Any, more: Any, mode: str) -> None
     options = modes(cache, more)[mode]
     expected = steps(ranks(**options, batch_size=3, world_size=2), 20)
     for threads, prefetch in ((1, 0), (1, 1), (3, 2), (2, 9), (0, 3)):
-        loaders = ranks(**options, batch_size=3, world_size=2, threads=threads, prefetch=prefetch)
+        loaders = ranks(**options, batch_size=3, world_size=2, num_threads=threads, prefetch_batches=prefetch)
         assert steps(loaders, 20) == expected
 
 
 def test_batches_are_those_of_read_batch(cache: Any) -> None:
     for options in ({"collate": "pad", "pad_value": -1}, {"collate": "list"}, {"collate": len}):
-        for batch, info in tc.Loader(cache, 4, last="drop", **options):
-            assert_same(cache.read_batch(info.numbers, **options), batch)
+        for batch, info in tc.Loader(cache, 4, last_batch="drop", **options).with_info():
+            assert_same(cache.read_batch(info.indices, **options), batch)
             assert info.source is None
             assert not info.is_padding.any()
-    for batch, info in tc.Loader(cache, 4, bucket_by="y"):
+    for batch, info in tc.Loader(cache, 4, bucket_by="y").with_info():
         assert info.source == (len(batch["y"][0]),)
-        assert_same(cache.read_batch(info.numbers), batch)
-    for batch, _ in tc.Loader(cache.select(["x"]), 4):
+        assert_same(cache.read_batch(info.indices), batch)
+    for batch in tc.Loader(cache.select(["x"]), 4):
         assert list(batch) == ["x", "i"]
 
 
@@ -132,18 +132,18 @@ def test_buckets_by_function(cache: Any, tmp_path: Path) -> None:
     def half(entry: Any) -> str:
         return "low" if int(entry.key) < 10 else "high"
 
-    found = Counter(info.source for _, info in tc.Loader(cache, 4, bucket_by=half, collate="list"))
+    found = Counter(info.source for _, info in tc.Loader(cache, 4, bucket_by=half, collate="list").with_info())
     assert found == {"low": 3, "high": 4}
     with pytest.raises(KeyError, match="no tensor is called 'yy'; there are 'y'"):
         tc.Loader(cache, 4, bucket_by="yy")
     joined = tc.open({"a": cache, "b": cache}, join="key")
-    assert {info.source for _, info in tc.Loader(joined, 4, bucket_by="a.y")} == {(1,), (2,), (3,)}
+    assert {info.source for _, info in tc.Loader(joined, 4, bucket_by="a.y").with_info()} == {(1,), (2,), (3,)}
 
 
 def test_iterating_again(cache: Any) -> None:
     loader = tc.Loader(cache, 4, collate="list")
     for expected in (0, 1, 2):
-        _, info = next(iter(loader))
+        _, info = next(iter(loader.with_info()))
         assert (info.epoch, info.step) == (expected, expected)
     assert loader.epoch == 2
     assert len(list(loader)) == len(loader) == 6
@@ -151,7 +151,7 @@ def test_iterating_again(cache: Any) -> None:
     state = loader.state_dict()
     resumed.load_state_dict(state)
     assert resumed.epoch == loader.epoch == 4
-    assert [info.keys for _, info in resumed] == [info.keys for _, info in loader]
+    assert [info.keys for _, info in resumed.with_info()] == [info.keys for _, info in loader.with_info()]
 
 
 def test_states_of_others_are_refused(cache: Any, more: Any) -> None:
@@ -164,7 +164,7 @@ def test_states_of_others_are_refused(cache: Any, more: Any) -> None:
         tc.Loader(more, 4).load_state_dict(state)
     with pytest.raises(ValueError, match="another dataset"):
         tc.Loader(cache[::-1], 4).load_state_dict(state)
-    for options, message in (({"seed": 1}, "seed=0, not 1"), ({"shuffle": False}, "shuffle=True, not False")):
+    for options, message in (({"seed": 1}, "seed=0, not 1"), ({"shuffle": True}, "shuffle=False, not True")):
         with pytest.raises(ValueError, match=message):
             tc.Loader(cache, 4, **options).load_state_dict(state)
     with pytest.raises(ValueError, match="mode='all', not 'buckets'"):
@@ -180,14 +180,13 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
     for options, message in (
         ({"cache": None}, "a cache, or mix="),
         ({"weights": np.ones(COUNT), "bucket_by": "y"}, "exclude each other"),
-        ({"batch_size": 0}, "out of range"),
-        ({"threads": -1}, "out of range"),
-        ({"last": "fill"}, "expected one of pad, drop, wrap"),
-        ({"last": "wrap", "drop_last": True}, "drop_last=True"),
+        ({"batch_size": 0}, "batch_size=0, expected at least 1"),
+        ({"num_threads": -1}, "num_threads=-1, prefetch_batches=2: expected 0 or more"),
+        ({"last_batch": "fill"}, "expected one of short, pad, wrap, drop"),
         ({"shuffle": "yes"}, "expected True, False or 'blocks'"),
         ({"cache": folder}, "open it with tc.open"),
         ({"cache": cache[:0]}, "is no cache with samples"),
-        ({"batch_size": 24, "drop_last": True}, "23 samples do not fill one step of 24 on 1 ranks"),
+        ({"batch_size": 24, "last_batch": "drop"}, "23 samples do not fill one step of 24 on 1 ranks"),
         ({"rank": 1}, "both or neither"),
         ({"rank": 2, "world_size": 2}, "out of range"),
         ({"weights": np.ones(3)}, "expected 23 numbers"),
@@ -223,14 +222,14 @@ def test_states_of_other_orders_are_refused(cache: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["all", "buckets", "mix", "weights"])
 def test_larger_steps_that_do_not_fit_any_more(cache: Any, more: Any, mode: str) -> None:
-    options = modes(cache, more)[mode] | {"last": "drop", "collate": "list"}
+    options = modes(cache, more)[mode] | {"last_batch": "drop", "collate": "list"}
     first = tc.Loader(batch_size=1, **options)
     for taken, _ in enumerate(first, 1):
         if taken == COUNT - 2:
             break
     second = tc.Loader(batch_size=7, **options)
     second.load_state_dict(first.state_dict())
-    seen = [info.epoch for _, info in second]
+    seen = [info.epoch for _, info in second.with_info()]
     assert set(seen) == ({0} if mode == "mix" else {1})
 
 
@@ -238,7 +237,10 @@ def test_buckets_in_blocks(cache: Any) -> None:
     loader = tc.Loader(cache, 4, bucket_by="y", shuffle="blocks", collate="list")
     for _ in range(2):
         seen = [
-            key for _, info in loader for key, pad in zip(info.keys, info.is_padding.tolist(), strict=True) if not pad
+            key
+            for _, info in loader.with_info()
+            for key, pad in zip(info.keys, info.is_padding.tolist(), strict=True)
+            if not pad
         ]
         assert sorted(map(int, seen)) == list(range(COUNT))
 
@@ -246,7 +248,7 @@ def test_buckets_in_blocks(cache: Any) -> None:
 def test_numbers_of_numpy_and_torch(cache: Any) -> None:
     options = {"batch_size": np.int64(4), "rank": np.int32(0), "world_size": np.int64(1), "seed": np.int64(5)}
     loader = tc.Loader(cache, **options, shuffle=np.True_)
-    assert json.loads(json.dumps(loader.state_dict())) == tc.Loader(cache, 4, seed=5).state_dict()
+    assert json.loads(json.dumps(loader.state_dict())) == tc.Loader(cache, 4, shuffle=True, seed=5).state_dict()
     assert len(tc.Loader(cache, torch.tensor(4), seed=torch.tensor(5))) == 6
     for options in ({"batch_size": "4"}, {"seed": None}, {"window": 2.5}, {"rank": 0.5, "world_size": 2}):
         with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
@@ -262,9 +264,11 @@ def test_states_that_wait(cache: Any) -> None:
     second.load_state_dict(first.state_dict())
     iter(second)  # begins nothing
     second.set_epoch(0)  # as loops over epochs do
-    assert [info.step for _, info in second] == [2, 3, 4, 5]
+    assert [info.step for _, info in second.with_info()] == [2, 3, 4, 5]
     second.set_epoch(0)
-    assert [info.keys for _, info in second] == [info.keys for _, info in tc.Loader(cache, 4, collate="list")]
+    assert [info.keys for _, info in second.with_info()] == [
+        info.keys for _, info in tc.Loader(cache, 4, collate="list").with_info()
+    ]
     with pytest.raises(ValueError, match="epoch=-1"):
         second.set_epoch(-1)
     with pytest.raises(TypeError, match="a Loader stays in its process"):
@@ -273,7 +277,7 @@ def test_states_that_wait(cache: Any) -> None:
 
 def test_batches_are_the_callers_alone(cache: Any) -> None:
     iterator = iter(tc.Loader(cache.select(["x"]), 4))
-    batch, info = next(iterator)
+    batch = next(iterator)
     found = weakref.ref(batch["x"])
-    del batch, info
+    del batch
     assert found() is None

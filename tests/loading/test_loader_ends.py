@@ -43,7 +43,7 @@ def nothing_stays(cache: Any) -> Iterator[None]:
 
 
 def test_an_epoch(cache: Any) -> None:
-    for _ in tc.Loader(cache, 4, prefetch=9):
+    for _ in tc.Loader(cache, 4, prefetch_batches=9):
         pass
 
 
@@ -85,7 +85,7 @@ def test_closing_in_a_collate_function(cache: Any, threads: int) -> None:
             loader.close()
         return samples
 
-    loader = tc.Loader(cache, 4, shuffle=False, threads=threads, collate=collate)
+    loader = tc.Loader(cache, 4, num_threads=threads, collate=collate)
     assert len(list(loader)) < 4
     assert len(list(loader)) < 4  # of the next epoch
     assert loader.epoch < 3
@@ -116,7 +116,7 @@ def test_closing_while_another_thread_waits(cache: Any) -> None:
 def test_closing_from_another_thread_at_any_moment(cache: Any, threads: int) -> None:
     """Whoever iterates is told by the end of the iteration and nothing else; what it was given is where the loader stands."""
     chance, errors = random.Random(threads), list[BaseException]()
-    loader = tc.Loader(cache, 4, threads=threads)
+    loader = tc.Loader(cache, 4, num_threads=threads)
     for _ in range(100):
         begun, wait_s, first = threading.Event(), chance.uniform(0, 0.001), chance.randrange(9)
 
@@ -132,7 +132,7 @@ def test_closing_from_another_thread_at_any_moment(cache: Any, threads: int) -> 
         closing = threading.Thread(target=close)
         closing.start()
         last = None
-        for number, (_, info) in enumerate(loader):
+        for number, (_, info) in enumerate(loader.with_info()):
             last = info
             if number == first:
                 begun.set()
@@ -148,7 +148,7 @@ def test_closing_from_another_thread_at_any_moment(cache: Any, threads: int) -> 
 
 def test_iterating_in_two_threads(cache: Any) -> None:
     """Is refused, or they get different batches."""
-    iterator, found = iter(tc.Loader(cache, 1, shuffle=False)), list[Any]()
+    iterator, found = iter(tc.Loader(cache, 1).with_info()), list[Any]()
 
     def work(iterator: Any = iterator) -> None:
         while True:
@@ -232,7 +232,7 @@ def test_an_error_in_collate(cache: Any) -> None:
     gc.collect()
     again = tc.Loader(cache, 4)
     again.load_state_dict(loader.state_dict())
-    batch, _ = next(iter(again))
+    batch = next(iter(again))
     assert 17 in batch["x"][:, 0].tolist()
 
 
@@ -274,7 +274,7 @@ import wds_tensorcache as tc
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background is told to ignore it
 loader = tc.Loader(tc.open({str(tmp_path)!r}), 4)
 while True:
-    for batch, info in loader:
+    for batch, info in loader.with_info():
         print(info.step, flush=True)
 """
     running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

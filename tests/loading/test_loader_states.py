@@ -72,7 +72,7 @@ def test_weights_that_are_none(cache: Any, values: list[float]) -> None:
     state = loader.state_dict()
     other = copy.deepcopy(state)
     good = tc.Loader(cache, 4, weights=np.arange(COUNT)).state_dict()["weights"]
-    loader._weights._set([(0, np.array(values))])  # no public way makes such a state
+    loader._plan._weights._set([(0, np.array(values))])  # no public way makes such a state
     other["weights"] = loader.state_dict()["weights"]
     loader.load_state_dict(state)
     for weights in (other["weights"], [*good, *good]):
@@ -96,7 +96,7 @@ def test_epochs_that_are_numbers_of_others(cache: Any, number: Any) -> None:
     loader = tc.Loader(cache, 4, collate="list")
     loader.set_epoch(number)
     assert json.loads(json.dumps(loader.state_dict()))["position"]["epoch"] == 3
-    assert {info.epoch for _, info in loader} == {3}
+    assert {info.epoch for _, info in loader.with_info()} == {3}
     for wrong, error in ((-1, ValueError), (1 << 62, ValueError), (float("nan"), TypeError), ("1", TypeError)):
         with pytest.raises(error):
             loader.set_epoch(wrong)  # type: ignore[arg-type]
@@ -109,8 +109,8 @@ def test_buckets_that_equal_nothing(cache: Any) -> None:
 
 def test_arguments(cache: Any) -> None:
     for options, error in (
-        ({"threads": float("nan")}, TypeError),
-        ({"prefetch": 1.5}, TypeError),
+        ({"num_threads": float("nan")}, TypeError),
+        ({"prefetch_batches": 1.5}, TypeError),
         ({"collate": "stacked"}, ValueError),
     ):
         with pytest.raises(error):

@@ -18,21 +18,23 @@ def test_weights(cache: Any) -> None:
     weights = np.zeros(COUNT)
     weights[[3, 7]] = 1, 3
     loader = tc.Loader(cache, 10, weights=weights, collate="list")
-    found = Counter(number for _ in range(100) for _, info in loader for number in info.numbers.tolist())
+    found = Counter(number for _ in range(100) for _, info in loader.with_info() for number in info.indices.tolist())
     assert set(found) == {3, 7}
     assert 2.5 < found[7] / found[3] < 3.5
 
 
 def test_weights_of_any_size(cache: Any) -> None:
     loader = tc.Loader(cache, 23, weights=[1e308] * COUNT, collate="list")
-    assert len({number for _ in range(20) for _, info in loader for number in info.numbers.tolist()}) == COUNT
+    assert (
+        len({number for _ in range(20) for _, info in loader.with_info() for number in info.indices.tolist()}) == COUNT
+    )
 
 
 def test_weights_of_samples_that_change(cache: Any) -> None:
     loader = tc.Loader(cache, 5, weights=np.eye(COUNT)[1], collate="list")
     seen = []
-    for number, (_, info) in enumerate(loader):
-        seen.append(set(info.numbers.tolist()))
+    for number, (_, info) in enumerate(loader.with_info()):
+        seen.append(set(info.indices.tolist()))
         if number == 1:
             assert loader.set_weights(torch.eye(COUNT)[2], strict=True) == 2
     assert seen == [{1}, {1}, {2}, {2}, {2}]
@@ -41,14 +43,14 @@ def test_weights_of_samples_that_change(cache: Any) -> None:
 def test_weights_that_change_twice(cache: Any) -> None:
     each = np.eye(COUNT)
     loader = tc.Loader(cache, 1, weights=each[0], collate="list")
-    iterator = iter(loader)
+    iterator = iter(loader.with_info())
     next(iterator)
     assert loader.set_weights(each[1], strict=True) == 1
     changed = loader.set_weights(each[2])
     again = tc.Loader(cache, 1, weights=each[0], collate="list")
     again.load_state_dict(loader.state_dict())
-    seen = [info.numbers.item() for _, info in iterator]
-    assert seen == [info.numbers.item() for _, info in again]
+    seen = [info.indices.item() for _, info in iterator]
+    assert seen == [info.indices.item() for _, info in again.with_info()]
     assert seen[: changed - 1] == [1] * (changed - 1)
     assert set(seen[changed - 1 :]) == {2}
 
@@ -59,7 +61,7 @@ def test_mix(cache: Any, more: Any) -> None:
     found: Counter[str] = Counter()
     keys: dict[str, list[str]] = {"a": [], "b": []}
     for _ in range(100):
-        for _, info in loader:
+        for _, info in loader.with_info():
             found[info.source] += 1
             keys[info.source] += info.keys
     assert 2.3 < found["a"] / found["b"] < 3.9
@@ -72,11 +74,11 @@ def test_mix(cache: Any, more: Any) -> None:
 @pytest.mark.parametrize("strict", [True, False])
 def test_weights_that_change(cache: Any, more: Any, strict: bool) -> None:
     def loader() -> tc.Loader:
-        return tc.Loader(None, 2, mix={"a": (cache, 1), "b": (more, 0)}, collate="list", prefetch=3)
+        return tc.Loader(None, 2, mix={"a": (cache, 1), "b": (more, 0)}, collate="list", prefetch_batches=3)
 
     one = loader()
     sources, states = [], []
-    for number, (_, info) in enumerate(one):
+    for number, (_, info) in enumerate(one.with_info()):
         sources.append(info.source)
         if number == 4:
             at = one.set_weights({"a": 0, "b": 1}, strict=strict)
@@ -87,23 +89,23 @@ def test_weights_that_change(cache: Any, more: Any, strict: bool) -> None:
         again = loader()
         again.load_state_dict(state)
         expected = sources[number + 1 :] if number >= 4 else ["a"] * (len(one) - number - 1)
-        assert [info.source for _, info in again] == expected
+        assert [info.source for _, info in again.with_info()] == expected
 
 
 def test_old_weights_are_forgotten(cache: Any) -> None:
     loader = tc.Loader(cache, 1, weights=np.ones(COUNT), collate="list")
     for number, _ in enumerate(loader):
         loader.set_weights(np.full(COUNT, number + 1), strict=number % 2 == 0)
-        assert len(loader._weights._steps) <= 8  # of what was read ahead, at most
+        assert len(loader._plan._weights._steps) <= 8  # of what was read ahead, at most
 
 
 def test_states_have_the_weights(cache: Any) -> None:
     first = tc.Loader(cache, 4, weights=np.eye(COUNT)[3])
     second = tc.Loader(cache, 4, weights=np.eye(COUNT)[4], collate="list")
     second.load_state_dict(first.state_dict())
-    assert {number for _, info in second for number in info.numbers.tolist()} == {3}
+    assert {number for _, info in second.with_info() for number in info.indices.tolist()} == {3}
     second.set_weights(np.eye(COUNT)[4])
-    assert {number for _, info in second for number in info.numbers.tolist()} == {4}
+    assert {number for _, info in second.with_info() for number in info.indices.tolist()} == {4}
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ loaders = {
 }
 seen = {}
 for name, loader in loaders.items():
-    seen[name] = [key for _, info in loader for key, pad in zip(info.keys, info.is_padding.tolist()) if not pad]
+    seen[name] = [key for _, info in loader.with_info() for key, pad in zip(info.keys, info.is_padding.tolist()) if not pad]
 everyone = [None, None]
 dist.all_gather_object(everyone, seen)
 for name in loaders:

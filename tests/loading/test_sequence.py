@@ -21,7 +21,7 @@ from tests import strategies
 from tests.conftest import diffusion_sample
 from tests.loading.batches import assert_all_same
 from tests.same import assert_same
-from wds_tensorcache.reading.batch.placement import fill
+from wds_tensorcache.reading.batch.nest import fill
 
 COUNT = 20
 

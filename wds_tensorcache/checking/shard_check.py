@@ -13,7 +13,8 @@ from wds_tensorcache.checking.places import find_places
 from wds_tensorcache.checking.report import Fault
 from wds_tensorcache.checking.walk import Break, End, Member, walk
 from wds_tensorcache.codec.binding import had_preamble, parse_preamble
-from wds_tensorcache.codec.header import DIGITS_END, MAX_HEADER_NBYTES, Layout, is_bound, parse_header
+from wds_tensorcache.codec.header import DIGITS_END, MAX_HEADER_NBYTES, is_bound, parse_header
+from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, list_references
 from wds_tensorcache.errors import FormatError, Kind, TensorCacheError, UnsafeSkeletonError

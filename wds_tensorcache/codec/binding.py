@@ -7,6 +7,7 @@ from struct import Struct
 import xxhash
 
 from wds_tensorcache.codec.header import FORMAT_VERSION, check_version
+from wds_tensorcache.codec.skeleton.opcodes import POP, PROTO, SHORT_BINBYTES
 from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
 
 __all__ = ["PREAMBLE_NBYTES", "build_preamble", "had_preamble", "is_damaged", "is_preamble", "parse_preamble"]
@@ -14,16 +15,15 @@ __all__ = ["PREAMBLE_NBYTES", "build_preamble", "had_preamble", "is_damaged", "i
 MAGIC = b"tensorcache"
 _FIELDS = Struct("<HQQQ")
 _CONTENT_NBYTES = len(MAGIC) + _FIELDS.size
-# PROTO 5, SHORT_BINBYTES: with its POP, a no-op in front of the pickle's body
-_PREAMBLE_BEGIN = b"\x80\x05C" + bytes([_CONTENT_NBYTES]) + MAGIC
+# with the POP after its fields, a no-op before the pickle's body
+_PREAMBLE_BEGIN = bytes((PROTO, 5, SHORT_BINBYTES, _CONTENT_NBYTES)) + MAGIC
 PREAMBLE_NBYTES = len(_PREAMBLE_BEGIN) + _FIELDS.size + 1
-_POP = b"0"[0]
 
 
 def build_preamble(tensors_nbytes: int, tensors_digest: int, body: bytes) -> bytes:
     """Return the `PREAMBLE_NBYTES` bytes that go in front of `body`."""
     fields = _FIELDS.pack(FORMAT_VERSION, tensors_nbytes, tensors_digest, xxhash.xxh3_64_intdigest(body))
-    return b"%b%b0" % (_PREAMBLE_BEGIN, fields)
+    return b"%b%b%c" % (_PREAMBLE_BEGIN, fields, POP)
 
 
 _FIXED = _PREAMBLE_BEGIN + FORMAT_VERSION.to_bytes(2, "little")
@@ -39,7 +39,7 @@ def is_preamble(skeleton: bytes, bound: bytes) -> bool:
         skeleton.startswith(_FIXED)
         and skeleton[len(_FIXED) : end] == bound
         and len(skeleton) > PREAMBLE_NBYTES
-        and skeleton[PREAMBLE_NBYTES - 1] == _POP
+        and skeleton[PREAMBLE_NBYTES - 1] == POP
     )
 
 
@@ -71,12 +71,12 @@ def parse_preamble(skeleton: bytes | memoryview) -> Preamble:
         version, nbytes, tensors, body = _FIELDS.unpack_from(skeleton, len(_PREAMBLE_BEGIN))
         if version != FORMAT_VERSION:
             check_version(version)
-        if skeleton[PREAMBLE_NBYTES - 1] != _POP:
+        if skeleton[PREAMBLE_NBYTES - 1] != POP:
             raise FormatError("the preamble does not end in POP")
         return PREAMBLE_NBYTES, nbytes, tensors, body
     if skeleton[4 : 4 + len(MAGIC)] == MAGIC:
         check_version(int.from_bytes(skeleton[4 + len(MAGIC) : 6 + len(MAGIC)], "little"))
         raise FormatError("the preamble is damaged")
-    if skeleton[:1] != b"\x80" or skeleton[1:2] not in (b"\x04", b"\x05"):
+    if len(skeleton) < 2 or skeleton[0] != PROTO or skeleton[1] not in (4, 5):
         raise UnsafeSkeletonError("the skeleton is not a pickle of protocol 4 or 5")
     return 2, None, None, None

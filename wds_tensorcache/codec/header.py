@@ -1,7 +1,7 @@
-"""The `.safetensors` member: parse and build its header (FORMAT.md 3).
+"""The header of a `.safetensors` member, parsed and built (FORMAT.md 3.1).
 
-Parsing validates once into frozen records; everything behind it only slices. A header that differs from an earlier one in
-nothing but its digest is not parsed again: samples of one cache share a handful of layouts.
+Parsing validates once into frozen records; all later code only slices. A header that differs from an earlier one in its
+digest alone is not parsed again.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from json.encoder import encode_basestring
 from typing import Any
@@ -20,6 +18,7 @@ import xxhash
 
 from wds_tensorcache.codec.collector import LARGE_NBYTES, collector_paused
 from wds_tensorcache.codec.dtypes import STORED
+from wds_tensorcache.codec.layout import MAX_CACHED_NBYTES, MAX_LAYOUTS, Layout, StoredTensor, form_of, make_layout
 from wds_tensorcache.errors import FormatError
 
 __all__ = [
@@ -27,14 +26,9 @@ __all__ = [
     "DIGITS_END",
     "FORMAT_VERSION",
     "MAX_HEADER_NBYTES",
-    "Form",
-    "Layout",
-    "StoredTensor",
     "build_header",
-    "form_of",
     "is_bound",
     "is_possible",
-    "make_layout",
     "parse_header",
     "parse_int",
     "plan_member",
@@ -44,112 +38,16 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
-DIGITS_BEGIN = 8 + len(b'{"__metadata__":{"tensorcache":"1 ')
+_PREFIX = b'{"__metadata__":{"tensorcache":"1 '
+DIGITS_BEGIN = 8 + len(_PREFIX)
 DIGITS_END = DIGITS_BEGIN + 16
 MAX_HEADER_NBYTES = 100_000_000  # the bound of the safetensors specification
 MAX_NDIM = 64  # numpy's
 _MAX_SIZE = (1 << 63) - 1
-_PREFIX = b'{"__metadata__":{"tensorcache":"1 '
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _METADATA = re.compile(r"([1-9]\d{0,8}) [0-9a-f]{16}", re.ASCII)
 
-# Layouts by every header byte behind the digits. Entries come from files, so both their number and size are bounded.
-_LAYOUTS: dict[bytes, Layout] = {}
-_MAX_LAYOUTS = 1024
-_MAX_CACHED_NBYTES = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One entry of a header: `shape` in elements of `dtype` (a safetensors name), bytes `[begin, end)` of the *member*."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-@dataclass(slots=True, eq=False)
-class Form:
-    """What layouts that differ in their shapes alone have in common: ragged samples are of one form.
-
-    Attributes:
-        entries: (name, stored dtype, number of dimensions) of each tensor, in the order of their bytes.
-        template: What an earlier skeleton was like, if that is worth knowing.
-        num_interpreted: Samples that no template matched.
-    """
-
-    entries: tuple[tuple[str, str, int], ...]
-    template: Any = None
-    num_interpreted: int = 0
-
-
-@dataclass(slots=True)
-class Layout:
-    """What every member with the same header has in common.
-
-    Attributes:
-        tensors: Name to entry, in the order of their bytes, which they cover without a hole.
-        data_begin: Where they begin in the member, behind the header.
-        nbytes: Of the whole member, header included.
-        form: The same for all layouts that differ in their shapes alone.
-        texts: How the skeletons refer to the tensors, in the same order; None if only the header is known.
-        references: What the text of a reference stands for, once it was resolved; filled by `resolve`.
-        resolved: A template, what its references stand for in its order, and their texts in the tensors' order.
-    """
-
-    tensors: dict[str, StoredTensor]
-    data_begin: int
-    nbytes: int
-    form: Form = field(compare=False, repr=False)
-    texts: tuple[str, ...] | None = field(default=None, compare=False)
-    references: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    resolved: tuple[Any, Any, Any] = field(default=(None, None, None), compare=False, repr=False)
-
-
-# Layouts that an index describes. Two of the same may be two objects once the table was full.
-_MADE: dict[tuple[Form, bytes, int, tuple[str, ...] | None], Layout] = {}
-# By entries. Bounded as _LAYOUTS is; a form that falls out only loses its template, and large ones have none.
-_FORMS: dict[tuple[tuple[str, str, int], ...], Form] = {}
-
-
-def form_of(entries: tuple[tuple[str, str, int], ...]) -> Form:
-    """Return the one form with these entries; another one each time if they are many."""
-    form = _FORMS.get(entries)
-    if form is None:
-        if not _is_small(entries):
-            return Form(entries)
-        if len(_FORMS) >= _MAX_LAYOUTS:
-            _FORMS.clear()
-        form = _FORMS.setdefault(entries, Form(entries))
-    return form
-
-
-def _is_small(entries: tuple[tuple[str, str, int], ...]) -> bool:
-    return sum(len(name) + 64 for name, *_ in entries) <= _MAX_CACHED_NBYTES
-
-
-def make_layout(form: Form, dims: Sequence[int], data_begin: int, texts: tuple[str, ...] | None = None) -> Layout:
-    """Return the layout of `form` whose tensors' shapes, one behind the other, are `dims`; these are taken as valid."""
-    # Hazard: an index's author can choose numbers whose hashes collide. Hashes of bytes cannot be chosen.
-    place = (form, array("Q", dims).tobytes(), data_begin, texts)
-    layout = _MADE.get(place)
-    if layout is not None:
-        return layout
-    tensors = {}
-    begin, first = data_begin, 0
-    for name, dtype, ndim in form.entries:
-        shape = tuple(dims[first : first + ndim])
-        end = begin + math.prod(shape) * STORED[dtype][0]
-        tensors[name] = StoredTensor(name, dtype, shape, begin, end)
-        begin, first = end, first + ndim
-    layout = Layout(tensors, data_begin, begin, form, texts)
-    if not _is_small(form.entries):
-        return layout
-    if len(_MADE) >= _MAX_LAYOUTS:
-        _MADE.clear()
-    return _MADE.setdefault(place, layout)
+_LAYOUTS: dict[bytes, Layout] = {}  # by every header byte after the digits
 
 
 def is_bound(member: Any) -> bool:
@@ -228,8 +126,8 @@ def parse_header(member: bytes | memoryview, member_nbytes: int | None = None) -
     layout = _LAYOUTS.get(rest)
     if layout is None:
         layout = _parse_layout(bytes(member[8:end]), end, nbytes)
-        if len(rest) <= _MAX_CACHED_NBYTES:
-            if len(_LAYOUTS) >= _MAX_LAYOUTS:
+        if len(rest) <= MAX_CACHED_NBYTES:
+            if len(_LAYOUTS) >= MAX_LAYOUTS:
                 _LAYOUTS.clear()
             _LAYOUTS[rest] = layout
     elif layout.nbytes != nbytes:

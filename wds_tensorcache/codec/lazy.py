@@ -1,4 +1,4 @@
-"""Lazy tensors: where a tensor's bytes lie, and everything a tensor can be asked before anybody reads them."""
+"""Lazy tensors and arrays: where their bytes are, and what can be asked of them without reading."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from wds_tensorcache.codec.devices import check_device
 from wds_tensorcache.codec.reference import Reference, Source
-from wds_tensorcache.codec.views import check_tensor, view_tensor
+from wds_tensorcache.codec.views import check_array, check_tensor, view_array, view_tensor
 
-__all__ = ["Lazy", "LazyTensor", "install_operators", "loaded", "read_tensor", "refuse_in_place"]
+__all__ = ["Lazy", "LazyArray", "LazyTensor", "read_array", "read_tensor"]
 
 
 class Lazy:
@@ -124,15 +124,22 @@ def read_tensor(source: Source, begin: int, end: int, dtype: torch.dtype, shape:
     return check_tensor(tensor) if dtype is torch.bool else tensor
 
 
-def loaded(value: Any) -> Any:
+def read_array(
+    source: Source, begin: int, end: int, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> np.ndarray[Any, Any]:
+    """Return the bytes `[begin, end)` of `source` as an array in memory of its own."""
+    return check_array(view_array(source.read(begin, end), dtype, shape))
+
+
+def _loaded(value: Any) -> Any:
     """Return `value` with every lazy tensor in plain lists, tuples and dicts loaded."""
     cls = type(value)
     if issubclass(cls, Lazy):
         return value.load()
     if cls is list or cls is tuple:
-        return cls(map(loaded, value))
+        return cls(map(_loaded, value))
     if cls is dict:
-        return {key: loaded(part) for key, part in value.items()}
+        return {key: _loaded(part) for key, part in value.items()}
     return value
 
 
@@ -140,7 +147,7 @@ def _holds_lazy(value: Any) -> bool:
     return isinstance(value, Lazy) or (type(value) in (list, tuple) and any(map(_holds_lazy, value)))
 
 
-def refuse_in_place(cls: type, name: str) -> NoReturn:
+def _refuse_in_place(cls: type, name: str) -> NoReturn:
     raise TypeError(
         f"{name} would write into a {cls.__name__}, where the result is lost; call .load() and write into that"
     )
@@ -222,7 +229,7 @@ class LazyTensor(Lazy):
         """
         if out is not None:
             if isinstance(out, Lazy):
-                refuse_in_place(type(out), "load(out=…)")
+                _refuse_in_place(type(out), "load(out=…)")
             if out.shape != self.shape or out.dtype != self.dtype:
                 raise ValueError(f"out is {out.dtype}{list(out.shape)}, but {self!r} is not")
             return self._load_into(out)
@@ -240,7 +247,7 @@ class LazyTensor(Lazy):
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Load the tensor and return what its `torch.Tensor.to` does; trainers look for this method in a value's class."""
-        return self.load().to(*loaded(list(args)), **loaded(kwargs))
+        return self.load().to(*_loaded(list(args)), **_loaded(kwargs))
 
     def _load_into(self, out: torch.Tensor) -> torch.Tensor:
         if (
@@ -260,10 +267,10 @@ class LazyTensor(Lazy):
     def __getitem__(self, index: Any) -> torch.Tensor:
         found = self._rows(index)
         if found is None:
-            return self.load()[loaded(index)]
+            return self.load()[_loaded(index)]
         rows, rest = found
         part = read_tensor(self._source, *self._extent(rows), self.dtype, (rows[1] - rows[0], *self.shape[1:]))
-        return part[loaded(rest)] if rest != (slice(None),) else part
+        return part[_loaded(rest)] if rest != (slice(None),) else part
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -277,19 +284,19 @@ class LazyTensor(Lazy):
             or (writes and name not in _NOT_IN_PLACE and _holds_lazy(target))
             or (name in ("batch_norm", "instance_norm") and _holds_lazy(statistics) and kwargs.get("training", True))
         ):
-            refuse_in_place(cls, name)
-        return func(*loaded(list(args)), **loaded(kwargs))
+            _refuse_in_place(cls, name)
+        return func(*_loaded(list(args)), **_loaded(kwargs))
 
     def __getattr__(self, name: str) -> Any:
         # everything a tensor can do, except what would change it
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name.endswith("_"):
-            return lambda *args, **kwargs: refuse_in_place(type(self), name)
+            return lambda *args, **kwargs: _refuse_in_place(type(self), name)
         value = getattr(self.load(), name)
         if not callable(value):
             return value
-        return lambda *args, **kwargs: value(*loaded(list(args)), **loaded(kwargs))
+        return lambda *args, **kwargs: value(*_loaded(list(args)), **_loaded(kwargs))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if torch.bfloat16 == self.dtype or (self.dtype.itemsize == 1 and self.dtype.is_floating_point):
@@ -322,7 +329,7 @@ _OPERATORS = [f"__{name}__" for name in (*_BINARY, *(f"r{name}" for name in _BIN
 def _operator(name: str) -> Any:
     def method(self: Any, *args: Any) -> Any:
         function = getattr(self.load(), name, None)
-        return NotImplemented if function is None else function(*loaded(list(args)))
+        return NotImplemented if function is None else function(*_loaded(list(args)))
 
     method.__name__ = name
     return method
@@ -330,13 +337,13 @@ def _operator(name: str) -> Any:
 
 def _in_place_operator(name: str) -> Any:
     def method(self: Any, other: Any) -> NoReturn:
-        refuse_in_place(type(self), name)
+        _refuse_in_place(type(self), name)
 
     method.__name__ = name
     return method
 
 
-def install_operators(cls: Any) -> None:
+def _install_operators(cls: Any) -> None:
     """Give `cls` every operator of what it loads; the augmented ones refuse."""
     for name in _OPERATORS:
         setattr(cls, name, _operator(name))
@@ -345,4 +352,68 @@ def install_operators(cls: Any) -> None:
     cls.__hash__ = object.__hash__  # by identity, as tensors do
 
 
-install_operators(LazyTensor)
+class LazyArray(Lazy):
+    """A numpy array that has not been read yet: what `LazyTensor` is for tensors; `np.asarray` and ufuncs take it."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d array")
+        return int(self.shape[0])
+
+    def load(self, out: np.ndarray[Any, Any] | None = None, *, copy: bool = True) -> np.ndarray[Any, Any]:
+        """Return the array, little-endian and C-contiguous; arguments, errors and memory as in `LazyTensor.load`."""
+        if out is not None:
+            if isinstance(out, Lazy):
+                _refuse_in_place(type(out), "load(out=…)")
+            if out.shape != self.shape or out.dtype != self.dtype:
+                raise ValueError(f"out is {out.dtype}{list(out.shape)}, but {self!r} is not")
+            out[...] = self.load()
+            return out
+        reference = self._reference
+        if copy:
+            return read_array(self._source, reference.begin, reference.end, reference.dtype, reference.shape)
+        return check_array(view_array(self.view_bytes(), reference.dtype, reference.shape))
+
+    def _reduce_for_torch_save(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"torch.save of {self!r}: torch.load refuses numpy arrays; save torch.from_numpy(x.load()), or tc.realize(sample) "
+            "for torch.load(weights_only=False)"
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._rows(index)
+        if found is None:
+            return self.load()[_loaded(index)]
+        rows, rest = found
+        part = read_array(self._source, *self._extent(rows), self.dtype, (rows[1] - rows[0], *self.shape[1:]))
+        return part[_loaded(rest)]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(np.ndarray, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in _ARRAY_IN_PLACE:
+            return lambda *args, **kwargs: _refuse_in_place(type(self), name)
+        return getattr(self.load(), name)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.load().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return 1, 0  # kDLCPU
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError("reading a lazy array always copies; .load(copy=False) gives a view")
+        array = self.load()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+
+_ARRAY_IN_PLACE = frozenset(
+    {"byteswap", "fill", "itemset", "partition", "put", "resize", "setfield", "setflags", "sort"}
+)
+
+
+_install_operators(LazyTensor)
+_install_operators(LazyArray)

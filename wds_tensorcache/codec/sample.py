@@ -12,15 +12,14 @@ import xxhash
 from wds_tensorcache.codec.binding import build_preamble, had_preamble, is_damaged, parse_preamble
 from wds_tensorcache.codec.collector import LARGE_NBYTES, collector_paused
 from wds_tensorcache.codec.header import (
-    Layout,
     parse_header,
     plan_member,
     plan_small_member,
     sign_header,
     tensors_digest,
 )
-from wds_tensorcache.codec.lazy import LazyTensor, read_tensor
-from wds_tensorcache.codec.lazy_array import LazyArray, read_array
+from wds_tensorcache.codec.layout import Layout
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor, read_array, read_tensor
 from wds_tensorcache.codec.reference import (
     MemorySource,
     Reference,

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import TORCH_TRUE
-from wds_tensorcache.codec.nesting import shown, walk
 from wds_tensorcache.codec.skeleton import opcodes as op
 from wds_tensorcache.codec.skeleton.builders import ALLOW_ONLY, Builder
 from wds_tensorcache.codec.skeleton.calls import call_budget
 from wds_tensorcache.codec.skeleton.hashing import KeyTables
 from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.types import BUILDERS
+from wds_tensorcache.codec.tree import shown, walk
 from wds_tensorcache.codec.views import check_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
@@ -39,7 +39,7 @@ _ZIP = b"PK\x03\x04"
 _IS_ENCRYPTED = 1
 _MAX_NDIM = 64
 _MAX_SIZE = 1 << 59
-_BINPERSID, _BUILD = b"Q"[0], op.BUILD[0]
+_BINPERSID = b"Q"[0]
 _STORAGES = {
     "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16, "Long": torch.int64,
     "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool,
@@ -115,11 +115,11 @@ def _translate(pickled: bytes) -> bytes:
         if name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
             memo[len(memo) if arg is None else arg] = count
             count += 1
-            parts.append(op.MEMOIZE)
+            parts.append(op.CODE[op.MEMOIZE])
         elif name in ("BINGET", "LONG_BINGET"):
             parts.append(op.write_get(memo[arg]))
         elif name == "GLOBAL":
-            parts += *map(op.ATOM_WRITERS[str], arg.split(" ", 1)), op.STACK_GLOBAL
+            parts += *map(op.ATOM_WRITERS[str], arg.split(" ", 1)), op.CODE[op.STACK_GLOBAL]
         else:
             parts.append(pickled[begin:end])
     return b"".join(parts)
@@ -144,7 +144,7 @@ class _Reader:
         self._limit = self._nbytes_left = limit
         self._tables = KeyTables(nbytes)
         self._elements_left = call_budget(nbytes)
-        self.opcodes = {**ALLOW_ONLY, _BINPERSID: self._open_storage, _BUILD: _set_state}
+        self.opcodes = {**ALLOW_ONLY, _BINPERSID: self._open_storage, op.BUILD: _set_state}
         self.builders = {
             **_BUILDERS,
             ("torch._utils", "_rebuild_tensor_v2"): Builder(partial(self._build_tensor, has_dtype=False)),
@@ -208,7 +208,7 @@ def _set_state(stack: list[Any], allow: Mapping[tuple[str, str], type], callable
     if stack[-2].__class__ is OrderedDict:  # `_metadata`, the versions of a module's state dict
         stack.pop()
         return 0
-    return ALLOW_ONLY[_BUILD](stack, allow, callables)
+    return ALLOW_ONLY[op.BUILD](stack, allow, callables)
 
 
 def _build_parameter(args: tuple[Any, ...]) -> torch.nn.Parameter:

@@ -8,8 +8,7 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from wds_tensorcache.codec.lazy import LazyTensor
-from wds_tensorcache.codec.lazy_array import LazyArray
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.reading.batch.values import Leaves
 from wds_tensorcache.training.batch_info import BatchInfo
 

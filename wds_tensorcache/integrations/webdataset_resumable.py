@@ -14,11 +14,11 @@ from webdataset.pipeline import DataPipeline
 from webdataset.shardlists import split_by_node, split_by_worker
 from webdataset.tariterators import tarfile_samples
 
+from wds_tensorcache.integrations.webdataset_epochs import EpochLog
 from wds_tensorcache.integrations.webdataset_tar import Stopped, TarSamples, open_path
 from wds_tensorcache.integrations.webdataset_urls import find_urls
 from wds_tensorcache.training.order import EpochOrder
 from wds_tensorcache.training.ranks import find_rank
-from wds_tensorcache.training.shared import SharedPosition, token_of
 
 __all__ = ["ResumableStream", "resumable"]
 
@@ -109,7 +109,7 @@ class ResumableStream(IterableDataset[Any]):
         self._handler = handler
         self._read = TarSamples(handler, select_files, rename_files)
         self._loads = _loads(found)
-        self._shared = SharedPosition([0])
+        self._log = EpochLog()
         self._num_iterations = 0
         self._reset()
 
@@ -119,7 +119,7 @@ class ResumableStream(IterableDataset[Any]):
         self._done: dict[int, _Done] = {}  # by shard
         self._is_resumed = False
         self._is_over = False
-        self._num_given = 0
+        self._num_turns = 0  # iterations of this worker
 
     def _come_into(self) -> Any:
         """Return torch's `WorkerInfo`; in a worker that was forked, where this process stood means nothing."""
@@ -135,21 +135,23 @@ class ResumableStream(IterableDataset[Any]):
         """Begin an epoch; after `load_state_dict`, go on in the one that was left. Ends what is still iterating."""
         self._num_iterations += 1
         info = self._come_into()
-        if info is not None and not self._is_resumed:  # before torchdata asks for the state
-            self._epoch, self._done, self._is_over = self._shared.begin(token_of(info), info.id)[0], {}, False
+        if info is not None:  # now, before torchdata asks for the state
+            self._num_turns += 1
+            if self._is_resumed:
+                self._log.begin(info, self._num_turns, self._epoch)
+            else:
+                self._epoch, self._done, self._is_over = self._log.begin(info, self._num_turns), {}, False
         return self._items(self._num_iterations, info)
 
     def _items(self, iteration: int, info: Any) -> Iterator[Any]:
-        shared, is_resumed = self._shared, self._is_resumed
+        is_resumed = self._is_resumed
         if info is None:
-            if self._is_over or (self._done and not is_resumed):
+            of_workers = self._log.epoch_of_workers()
+            if of_workers is not None and not is_resumed:
+                self._epoch, self._done = of_workers + 1, {}
+            elif self._is_over or (self._done and not is_resumed):
                 self._epoch, self._done = self._epoch + 1, {}
-            if shared.is_begun:
-                shared.give(shared.next)  # behind what workers have done
-            if shared.num_given != self._num_given and not is_resumed:
-                self._epoch, self._done = shared.given[0], {}
-            self._num_given = shared.num_given
-        shared.put([self._epoch + 1], None if info is None else token_of(info))
+            self._log.put(self._epoch)
         self._is_resumed = False
         if is_resumed and self._is_over and info is not None:
             return  # this worker had given all of its own, other ones had not
@@ -177,7 +179,7 @@ class ResumableStream(IterableDataset[Any]):
             return
         self._num_iterations += 1
         self._epoch, self._done, self._is_resumed, self._is_over = epoch, {}, False, False
-        self._shared.give([epoch])
+        self._log.put(epoch - 1)
 
     def _samples(self) -> Iterator[dict[str, Any]]:
         done = {shard: _Done(one.ranges, one.count) for shard, one in self._done.items()}  # before this iteration
@@ -227,7 +229,7 @@ class ResumableStream(IterableDataset[Any]):
             RuntimeError: Workers have the samples, and this is not one: their loader has the state.
         """
         info = self._come_into()
-        if info is None and self._shared.is_begun:
+        if info is None and self._log.epoch_of_workers() is not None:
             raise RuntimeError("the workers have the state: StatefulDataLoader's state_dict collects it")
         done = {str(shard): [list(map(list, one.ranges)), one.count] for shard, one in self._done.items() if one.ranges}
         state = {"version": VERSION, "epoch": self._epoch, "over": self._is_over, "done": done}
@@ -249,12 +251,8 @@ class ResumableStream(IterableDataset[Any]):
         done = _done_from(state.get("done"), len(self._urls))
         self._num_iterations += 1
         self._epoch, self._is_over, self._done, self._is_resumed = epoch, is_over, done, True
-        info = get_worker_info()
-        if info is not None:
-            self._shared.resume(token_of(info), info.id, [epoch])
-        elif self._shared.is_begun:
-            self._shared.give([epoch])
-            self._num_given = self._shared.num_given
+        if get_worker_info() is None:
+            self._log.put(epoch - 1)
 
     def _identity(self, info: Any) -> dict[str, Any]:
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.reading.batch.assemble import Request, fill_batch, read_batch, read_tensors
-from wds_tensorcache.reading.batch.placement import project
-from wds_tensorcache.reading.batch.structure import Structure, structure_of
+from wds_tensorcache.reading.batch.assemble import fill_batch, read_batch, read_tensors
+from wds_tensorcache.reading.batch.nest import project
+from wds_tensorcache.reading.batch.request import Request, Structures
+from wds_tensorcache.reading.batch.rows import locate
 from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.positions import Inverse, Positions, as_array, numbers_of, take
 from wds_tensorcache.reading.schema import (
@@ -30,7 +31,7 @@ from wds_tensorcache.reading.shard_set import Store
 __all__ = ["TensorCache"]
 
 Array = np.ndarray[Any, Any]
-_MAX_STRUCTURES = 16
+_MAX_VIEWS = 16
 
 
 class TensorCache(Sequence[Any]):
@@ -52,9 +53,9 @@ class TensorCache(Sequence[Any]):
         self._where: Positions = everything if self._order is None else self._order
         self._inverse: Inverse | None = None
         self._patterns = patterns
-        self._structures: dict[int, tuple[Any, Structure]] = {}
         self._narrowed: dict[tuple[str, ...], TensorCache] = {}  # views for fill_batch
         self._wanted = name_matcher(patterns) if patterns is not None else None
+        self._structures = Structures(self._wanted)
 
     def __reduce__(self) -> Any:
         return TensorCache, (self._store, self._order, self._patterns)
@@ -76,7 +77,7 @@ class TensorCache(Sequence[Any]):
         if isinstance(index, str):
             return self._sample(self._at(self._find(index)))
         if isinstance(index, list) or getattr(index, "ndim", 0) == 1:
-            return TensorCache(self._store, self._resolve(index), self._patterns)
+            return self._take(numbers_of(index, len(self), self._find))
         count = len(self)
         if not hasattr(index, "__index__"):
             raise TypeError(f"a sample is named by number or key, got {index!r:.100}")
@@ -91,16 +92,12 @@ class TensorCache(Sequence[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples at `indices` as a list; torch's DataLoader fetches batches with it."""
-        return [self._sample(position) for position in self._resolve(indices).tolist()]
+        positions = as_array(take(self._where, numbers_of(indices, len(self), self._find)))
+        return [self._sample(position) for position in positions.tolist()]
 
     def __contains__(self, key: object) -> bool:
         """Return whether there is a sample with this key."""
         return isinstance(key, str) and bool(self._found(key))
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    __hash__ = object.__hash__
 
     def keys(self) -> KeysView:
         """Return the keys in order, as a sequence that decodes each when it is asked for."""
@@ -159,7 +156,7 @@ class TensorCache(Sequence[Any]):
         indices: Iterable[int | str],
         device: torch.device | str | None = None,
         *,
-        pin: bool = False,
+        pin_memory: bool = False,
         collate: Any = "stack",
         pad_value: Any = 0,
     ) -> Any:
@@ -168,7 +165,7 @@ class TensorCache(Sequence[Any]):
         Args:
             indices: Numbers or keys, in any order, also repeated.
             device: Where the tensors go; the CPU by default. A GPU gets them in one transfer from pinned memory.
-            pin: Put them into pinned memory.
+            pin_memory: Put them into pinned memory.
             collate: `"stack"` gives tensors `[B, …]`; `"list"` lists of B tensors; `"pad"` tensors `[B, *largest shape]`.
                 A function is called with the list of the B samples, their tensors loaded, and its result returned.
             pad_value: What `"pad"` fills with, texts and dates aside; a dict has the values of some tensors by name.
@@ -188,14 +185,14 @@ class TensorCache(Sequence[Any]):
         Memory: one recycled arena for the batch, which is reused when the last tensor over it is gone; the cache keeps at
             most 1 GiB of idle arenas. Keep a clone of one small tensor rather than the tensor, which keeps the arena.
         """
-        return read_batch(self._request(indices), device, pin, collate, pad_value)
+        return read_batch(self._request(indices), device, pin_memory, collate, pad_value)
 
     def read_tensors(
         self,
         indices: Iterable[int | str],
         device: torch.device | str | None = None,
         *,
-        pin: bool = False,
+        pin_memory: bool = False,
         collate: str = "stack",
     ) -> dict[str, Any]:
         """Read the tensors of a batch alone, by name; otherwise as `read_batch`.
@@ -203,7 +200,7 @@ class TensorCache(Sequence[Any]):
         Args:
             collate: `"stack"`, `"list"`, or `"auto"`: stacked where a tensor's shapes are equal, else a list.
         """
-        return read_tensors(self._request(indices), device, pin, collate)
+        return read_tensors(self._request(indices), device, pin_memory, collate)
 
     def fill_batch(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
         """Return what `read_batch` returns for these samples, with the values of `tensors` (by name) in its tensors' places.
@@ -216,32 +213,24 @@ class TensorCache(Sequence[Any]):
         names = tuple(sorted(tensors))
         view = self._narrowed.get(names)
         if view is None:
-            if len(self._narrowed) >= _MAX_STRUCTURES:
+            if len(self._narrowed) >= _MAX_VIEWS:
                 self._narrowed.clear()
             view = TensorCache(self._store, self._order, tuple(map(glob.escape, names)))
             self._narrowed[names] = view
-        request = view._request(indices)
+        request = view._request(self._request(indices))
+        structure = request.structures.of(request.rows)
         for name in names:
-            if name not in request.structure.tensors or (self._wanted is not None and not self._wanted(name)):
+            if name not in structure.tensors or (self._wanted is not None and not self._wanted(name)):
                 raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r}")
         return fill_batch(request, tensors)
 
-    def _request(self, indices: Iterable[int | str]) -> Request:
-        positions = self._resolve(indices)
-        if not len(positions):
-            raise ValueError("no indices: a batch has at least one sample")
-        store = self._store
-        return Request(
-            store.places(positions),
-            self._structure(positions.item(0)),
-            lambda i: self._sample(positions.item(i)),
-            lambda i: store.key(positions.item(i)),
-            self._wanted,
-            store.pool,
-            store.io.method,
-            store.threads,
-            store.executor(),
-        )
+    def _request(self, indices: Any) -> Request:
+        """Return the request of samples: by number or key, or of those of another view's request, which has located them."""
+        if isinstance(indices, Request):
+            return Request(self._store, indices.rows, self._structures)
+        numbers = numbers_of(indices, len(self._where), self._find)
+        positions = numbers if self._order is None else as_array(take(self._where, numbers))
+        return Request(self._store, locate(self._store, positions), self._structures)
 
     @property
     def members(self) -> dict[str, int]:
@@ -258,21 +247,20 @@ class TensorCache(Sequence[Any]):
             IndexError, KeyError: A sample that is not there, or that has no such member.
             FormatError: A shard is not what its index says.
         """
-        return [self._member(position, suffix) for position in self._resolve(indices).tolist()]
+        return all_found(self, self._request(indices), suffix)
 
-    def _read_member(self, number: int, suffix: str) -> bytes:
-        return self.read_members([number], suffix)[0]
-
-    def _has_member(self, number: int, suffix: str) -> bool:
-        shard, row = self._store.locate(self._resolve([number]).item(0))
-        return bool(shard.find_members(np.array([row]), _suffix(suffix))[0] >= 0)
-
-    def _member(self, position: int, suffix: str) -> bytes:
-        shard, row = self._store.locate(position)
-        found = shard.find_members(np.array([row]), _suffix(suffix)).item()
-        if found < 0:
-            raise KeyError(f"sample {shard.key(row)!r} has no member {suffix!r}; in the cache are {self.members}")
-        return shard.member(row, _suffix(suffix), found)
+    def _find_members(self, request: Request, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
+        """Return a member of those `wanted` samples of a batch that have it, by their place in the batch."""
+        rows = request.rows
+        suffix = suffix.lower().removeprefix(".")  # as the index has it, and webdataset
+        numbers = np.empty(len(rows), np.int64)
+        for number, at, some in rows.parts:
+            numbers[at] = rows.shards[number].find_members(some, suffix)
+        return {
+            i: rows.shards[rows.number.item(i)].member(rows.row.item(i), suffix, number)
+            for i in wanted
+            if (number := numbers.item(i)) >= 0
+        }
 
     def close(self) -> None:
         """Close the files and threads of this cache and its views."""
@@ -304,20 +292,6 @@ class TensorCache(Sequence[Any]):
         sample = shard.sample(row)
         return sample if self._wanted is None else project(sample, self._wanted)
 
-    def _structure(self, position: int) -> Structure:
-        """Return the structure of a sample; samples that differ in their values alone share it."""
-        shard, row = self._store.locate(position)
-        template = shard.template(row)
-        known = self._structures.get(id(template))
-        if known is not None and known[0] is template:
-            return known[1]
-        structure = structure_of(self._sample(position), template)
-        if template is not None:
-            if len(self._structures) >= _MAX_STRUCTURES:
-                self._structures.clear()
-            self._structures[id(template)] = template, structure
-        return structure
-
     def _found(self, key: str) -> list[int]:
         """Return the numbers of the samples with this key."""
         found = self._store.find(key)
@@ -336,11 +310,15 @@ class TensorCache(Sequence[Any]):
             raise KeyError(f"sample {key!r} is in several shards, {paths}; use its number")
         return found[0]
 
-    def _resolve(self, indices: Iterable[int | str]) -> Array:
-        """Return the positions of samples given by number or key."""
-        return as_array(take(self._where, numbers_of(indices, len(self), self._find)))
 
+def all_found(cache: Any, request: Any, suffix: str) -> list[bytes]:
+    """Return a member of each sample of a request that a cache has made.
 
-def _suffix(suffix: str) -> str:
-    """Return a member's suffix as the index has it: in small letters, as webdataset does."""
-    return suffix.lower().removeprefix(".")
+    Raises:
+        KeyError: A sample does not have it.
+    """
+    found: dict[int, bytes] = cache._find_members(request, suffix, range(len(request)))
+    for i in range(len(request)):
+        if i not in found:
+            raise KeyError(f"sample {request.key(i)!r} has no member {suffix!r}; in the cache are {cache.members}")
+    return [found[i] for i in range(len(request))]

@@ -5,16 +5,35 @@ from __future__ import annotations
 import fnmatch
 import glob
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.reading.matching import are_equal, match
+from wds_tensorcache.reading.cache import all_found
+from wds_tensorcache.reading.positions import by_shard, in_order
 from wds_tensorcache.reading.schema import Entry, as_patterns
+from wds_tensorcache.shards.lookup import match_keys
 
-__all__ = ["JoinedCache"]
+__all__ = ["JoinedCache", "are_equal", "match"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _JoinedRequest:
+    """The samples of a batch; `parts` has each cache's request of them."""
+
+    parts: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+    def key(self, i: int) -> str:
+        """Return the key of sample `i` of the batch."""
+        return self.parts[0].key(i)  # type: ignore[no-any-return]
 
 
 class JoinedCache(Sequence[Any]):
@@ -34,7 +53,7 @@ class JoinedCache(Sequence[Any]):
         for number, cache in enumerate(caches[1:], start=1):
             first, other = _first(caches[0]), _first(cache)
             if not are_equal(first, other):
-                cache = cache._take(_match(first, other, number))
+                cache = cache._take(_match_or_raise(first, other, number))
             self._caches.append(cache)
 
     def __reduce__(self) -> Any:
@@ -108,15 +127,16 @@ class JoinedCache(Sequence[Any]):
         indices: Iterable[Any],
         device: Any = None,
         *,
-        pin: bool = False,
+        pin_memory: bool = False,
         collate: Any = "stack",
         pad_value: Any = 0,
     ) -> Any:
         """Read one batch of each cache, joined as samples are; `"pad"` joins the shapes too. As `TensorCache.read_batch`."""
-        numbers = self._numbers(indices)
+        request = self._request(indices)
         each = list if callable(collate) else collate
         parts = [
-            cache.read_batch(numbers, device, pin=pin, collate=each, pad_value=pad_value) for cache in self._caches
+            cache.read_batch(part, device, pin_memory=pin_memory, collate=each, pad_value=pad_value)
+            for cache, part in zip(self._caches, request.parts, strict=True)
         ]
         if callable(collate):
             return collate([self._merge(samples) for samples in zip(*parts, strict=True)])
@@ -125,23 +145,25 @@ class JoinedCache(Sequence[Any]):
         return self._merge([batch for batch, _ in parts]), self._merge([shapes for _, shapes in parts])
 
     def read_tensors(
-        self, indices: Iterable[Any], device: Any = None, *, pin: bool = False, collate: str = "stack"
+        self, indices: Iterable[Any], device: Any = None, *, pin_memory: bool = False, collate: str = "stack"
     ) -> dict[str, Any]:
         """Read the tensors of a batch alone, by name; as `TensorCache.read_tensors`."""
-        numbers = self._numbers(indices)
+        request = self._request(indices)
         return {
             prefix + name: tensor
-            for prefix, cache in zip(self._prefixes(), self._caches, strict=True)
-            for name, tensor in cache.read_tensors(numbers, device, pin=pin, collate=collate).items()
+            for prefix, cache, part in zip(self._prefixes(), self._caches, request.parts, strict=True)
+            for name, tensor in cache.read_tensors(part, device, pin_memory=pin_memory, collate=collate).items()
         }
 
     def fill_batch(self, indices: Iterable[Any], tensors: Mapping[str, Any]) -> Any:
         """Return the batch of these samples with `tensors`, named as by `read_tensors`, in it; as `TensorCache.fill_batch`."""
-        numbers = self._numbers(indices)
+        request = self._request(indices)
         parts, rest = [], dict(tensors)
-        for prefix, names, cache in zip(self._prefixes(), self._tensor_names, self._caches, strict=True):
+        for prefix, names, cache, part in zip(
+            self._prefixes(), self._tensor_names, self._caches, request.parts, strict=True
+        ):
             mine = {prefix + name: name for name in names if prefix + name in rest}
-            parts.append(cache.fill_batch(numbers, {name: rest.pop(whole) for whole, name in mine.items()}))
+            parts.append(cache.fill_batch(part, {name: rest.pop(whole) for whole, name in mine.items()}))
         if rest:
             raise KeyError(f"no tensor is called {next(iter(rest))!r}")
         return self._merge(parts)
@@ -154,6 +176,13 @@ class JoinedCache(Sequence[Any]):
         if isinstance(indices, str):
             raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
         return [self._caches[0]._find(i) if isinstance(i, str) else i for i in indices]
+
+    def _request(self, indices: Any) -> _JoinedRequest:
+        """Return the request of samples; as `TensorCache._request`."""
+        if isinstance(indices, _JoinedRequest):
+            return indices
+        numbers = self._numbers(indices)
+        return _JoinedRequest([cache._request(numbers) for cache in self._caches])
 
     def _prefixes(self) -> list[str]:
         """Return what stands in front of the names of each cache's tensors."""
@@ -173,16 +202,14 @@ class JoinedCache(Sequence[Any]):
 
     def read_members(self, indices: Iterable[Any], suffix: str) -> list[bytes]:
         """Return the bytes of a member of each sample, of the first cache that has it; as `TensorCache.read_members`."""
-        return [self._read_member(number, suffix) for number in self._numbers(indices)]
+        return all_found(self, self._request(indices), suffix)
 
-    def _read_member(self, number: Any, suffix: str) -> bytes:
-        for cache in self._caches[:-1]:
-            if cache._has_member(number, suffix):
-                return cache._read_member(number, suffix)  # type: ignore[no-any-return]
-        return self._caches[-1]._read_member(number, suffix)  # type: ignore[no-any-return]
-
-    def _has_member(self, number: Any, suffix: str) -> bool:
-        return any(cache._has_member(number, suffix) for cache in self._caches)
+    def _find_members(self, request: _JoinedRequest, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
+        """Return a member of those `wanted` samples of a batch that have it in one of the caches."""
+        found: dict[int, bytes] = {}
+        for cache, part in zip(self._caches, request.parts, strict=True):
+            found |= cache._find_members(part, suffix, [i for i in wanted if i not in found])
+        return found
 
     @property
     def io(self) -> tuple[Any, ...]:
@@ -246,7 +273,7 @@ def _first(cache: Any) -> Any:
     return cache
 
 
-def _match(first: Any, other: Any, number: int) -> Any:
+def _match_or_raise(first: Any, other: Any, number: int) -> Any:
     """Return which sample of `other`, cache `number`, has the key of each sample of `first`.
 
     Raises:
@@ -272,3 +299,76 @@ def _joined(caches: Sequence[Any], names: tuple[str, ...] | None) -> JoinedCache
     result: JoinedCache = object.__new__(JoinedCache)
     result._caches, result._names = list(caches), names
     return result
+
+
+def are_equal(left: Any, right: Any) -> bool:
+    """Return whether two caches have the same keys in the same order; of the same samples, at once."""
+    if len(left) != len(right):
+        return False
+    if left._store is right._store and _same_positions(left._where, right._where):
+        return True
+    blocks, others = _blocks(left), _blocks(right)
+    lengths, text = _NONE
+    other_lengths, other_text = _NONE
+    while True:
+        if not len(lengths):
+            lengths, text = next(blocks, _NONE)
+        if not len(other_lengths):
+            other_lengths, other_text = next(others, _NONE)
+        count = min(len(lengths), len(other_lengths))
+        if not count:
+            return True
+        nbytes = int(lengths[:count].sum())
+        if not np.array_equal(lengths[:count], other_lengths[:count]) or not np.array_equal(
+            text[:nbytes], other_text[:nbytes]
+        ):
+            return False
+        lengths, text = lengths[count:], text[nbytes:]
+        other_lengths, other_text = other_lengths[count:], other_text[nbytes:]
+
+
+_NONE: tuple[Array, Array] = np.empty(0, np.int64), np.empty(0, np.uint8)
+
+
+def _same_positions(left: Any, right: Any) -> bool:
+    if isinstance(left, range) and isinstance(right, range):
+        return left == right
+    return left is right or (type(left) is type(right) and np.array_equal(left, right))
+
+
+def _blocks(cache: Any) -> Iterator[tuple[Array, Array]]:
+    """Yield the lengths of keys that follow each other in a cache, and their text."""
+    for shard, rows in in_order(cache._store, cache._where):
+        keys, samples = shard.index.keys, shard.columns.rows
+        rows = rows if samples is None else samples[rows].astype(np.int64)
+        first, last = rows.item(0), rows.item(-1)
+        if last - first == len(rows) - 1 and bool((rows[1:] > rows[:-1]).all()):
+            begin = keys.ends.item(first - 1) if first else 0
+            ends = keys.ends[first : last + 1].astype(np.int64)
+            yield np.diff(ends, prepend=begin), keys.text[begin : keys.ends.item(last)]
+        else:
+            found = [keys.raw(row) for row in rows.tolist()]
+            yield np.array(list(map(len, found)), np.int64), np.frombuffer(b"".join(found), np.uint8)
+
+
+def match(left: Any, right: Any) -> Array | None:
+    """Return which sample of `right` has the key of each of `left`, int64; None unless both have the same keys, each once."""
+    (parts, mine), (others, theirs) = _parts(left), _parts(right)
+    matched = match_keys(parts, others)
+    if matched is None:
+        return None
+    result = np.empty(len(matched), np.int64)
+    result[mine] = theirs[matched]
+    return result
+
+
+def _parts(cache: Any) -> tuple[list[Any], Array]:
+    """Return the keys of a cache shard by shard, and which of its samples they are."""
+    parts, numbers = [], np.empty(len(cache), np.min_scalar_type(len(cache)))
+    done = 0
+    for shard, which, rows in by_shard(cache._store, cache._where):
+        samples = shard.columns.rows
+        parts.append((shard.index.keys, rows if samples is None else samples[rows].astype(np.int64)))
+        numbers[done : done + len(rows)] = np.arange(which.start, which.stop) if isinstance(which, slice) else which
+        done += len(rows)
+    return parts, numbers

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.header import Form
+from wds_tensorcache.codec.layout import Form
 from wds_tensorcache.codec.reference import Reference, resolve
-from wds_tensorcache.reading.batch.structure import structure_of
+from wds_tensorcache.reading.batch.nest import named_tensors
 from wds_tensorcache.reading.positions import Positions, by_shard, each
 from wds_tensorcache.reading.shard_set import Store
 from wds_tensorcache.shards.shard import Shard
@@ -66,7 +66,7 @@ class _Forms:
             if layout.texts is not None:
                 found = [resolve(layout, text) for text in layout.texts]
             else:
-                found = [lazy._reference for lazy in structure_of(shard.sample(row), None).tensors.values()]
+                found = [lazy._reference for lazy in named_tensors(shard.sample(row)).values()]
             self._known[key] = layout.form, {reference.name: reference for reference in found}
         return self._known[key][1]
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.reading.batch.read_plan import Places
 from wds_tensorcache.shards.lookup import KeyTable
 from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files
@@ -20,7 +18,6 @@ from wds_tensorcache.storage.threads import ThreadPool
 __all__ = ["Store"]
 
 Array = np.ndarray[Any, Any]
-_ALL = slice(None)
 _PIECE = 1 << 16
 
 
@@ -50,7 +47,7 @@ class Store:
             [np.zeros(1, np.int64), np.cumsum([len(shard) for shard in shards], dtype=np.int64)]
         )
         self._starts = self.starts.tolist()
-        self._number_dtype = np.min_scalar_type(len(self.shards))
+        self.number_dtype = np.min_scalar_type(len(self.shards))
         self._table: KeyTable | None = None
         self._executor: tuple[int, ThreadPool] | None = None
 
@@ -77,7 +74,7 @@ class Store:
 
     def shard_numbers(self, positions: Array) -> Array:
         """Return the number of the shard of each sample, in as few bytes as there are shards for."""
-        numbers: Array = np.empty_like(positions, self._number_dtype)
+        numbers: Array = np.empty_like(positions, self.number_dtype)
         for begin in range(0, len(positions), _PIECE):  # no array of int64 beside the positions
             piece = slice(begin, begin + _PIECE)
             numbers[piece] = np.searchsorted(self.starts, positions[piece], "right") - 1
@@ -87,35 +84,6 @@ class Store:
         """Return the key of a sample."""
         shard, row = self.locate(position)
         return shard.key(row)
-
-    def places(self, positions: Array) -> Places:
-        """Return where the samples at `positions` lie."""
-        if len(self.shards) == 1:
-            shard = self.shards[0]
-            return Places(
-                self.shards,
-                np.zeros(len(positions), np.int64),
-                positions,
-                shard.columns.tensors_begin[positions].astype(np.int64),
-                ((0, _ALL, positions),),
-            )
-        number = np.searchsorted(self.starts, positions, "right") - 1
-        row = positions - self.starts[number]
-        if number.min() == number.max():
-            at = number.item(0)
-            begin = self.shards[at].columns.tensors_begin[row].astype(np.int64)
-            return Places(self.shards, number, row, begin, ((at, _ALL, row),))
-        order = np.argsort(number.astype(self._number_dtype), kind="stable")  # by radix, if they are short
-        present, rows = number[order], row[order]
-        edges = [0, *(np.flatnonzero(np.diff(present)) + 1).tolist(), len(order)]
-        parts, begins = [], np.empty(len(order), np.int64)
-        for first, last in pairwise(edges):
-            at = present.item(first)
-            parts.append((at, order[first:last], rows[first:last]))
-            begins[first:last] = self.shards[at].columns.tensors_begin[rows[first:last]]
-        begin = np.empty_like(begins)
-        begin[order] = begins
-        return Places(self.shards, number, row, begin, parts)
 
     def find(self, key: str) -> list[int]:
         """Return the positions of the samples with this key, ascending: one at most, unless shards share a key."""

@@ -11,7 +11,8 @@ import numpy as np
 import xxhash
 
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.header import build_header, form_of, parse_header, parse_int, sign_header, tensors_digest
+from wds_tensorcache.codec.header import build_header, parse_header, parse_int, sign_header, tensors_digest
+from wds_tensorcache.codec.layout import form_of
 from wds_tensorcache.codec.reference import named_by
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, ShardIndex

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.header import Form, Layout, make_layout
+from wds_tensorcache.codec.layout import Form, Layout, make_layout
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.lookup import Keys
 
@@ -170,9 +170,9 @@ class ShardIndex:
         """Raise FormatError if anything points out of the shard, or to nothing: indexes are read from files."""
         num_samples = len(self.keys)
         ends = self.keys.ends
-        if num_samples and (np.any(np.diff(ends, prepend=ends.dtype.type(0)) == 0)):
+        if np.any(np.diff(ends, prepend=ends.dtype.type(0)) == 0):
             raise FormatError("the index has empty keys", kind="index")
-        if num_samples and (np.any(ends[1:] < ends[:-1]) or int(ends[-1]) != len(self.keys.text)):
+        if np.any(ends[1:] < ends[:-1]) or (ends.item(-1) if num_samples else 0) != len(self.keys.text):
             raise FormatError("the index has keys that overlap", kind="index")
         self.keys.ascend(False)  # here, where the keys are in the processor's cache, it costs least
         total = 0.0

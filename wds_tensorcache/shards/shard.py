@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, is_preamble
-from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, Layout, parse_header
+from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, parse_header
+from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.views import view_bytes
@@ -21,19 +22,21 @@ from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.sidecar import open_sidecar
-from wds_tensorcache.shards.sources import ShardSource
+from wds_tensorcache.shards.sources import FileSource, StoredBytes
 from wds_tensorcache.shards.tar.archive import BLOCK, names_of
 from wds_tensorcache.shards.tar.fields import parse_number
 from wds_tensorcache.storage.files import Files, ShardFile
-from wds_tensorcache.storage.maps import MapLost, Maps, gather
+from wds_tensorcache.storage.maps import Maps, gather, read_ranges
 from wds_tensorcache.storage.pool import Pool
 
 __all__ = ["Shard", "load_index"]
 
 Array = np.ndarray[Any, Any]
+_T = TypeVar("_T")
 _NAME_NBYTES = 100  # of the tar header's field
 _SIZE_BEGIN = 124  # of the next field but three
 _OCTAL_SHIFTS = np.arange(30, -1, -3)
+_MAX_TEMPLATES = 255
 _HEX = np.array([list(b"%02x" % byte) for byte in range(256)], np.uint8)
 
 
@@ -52,11 +55,35 @@ def load_index(file: ShardFile) -> ShardIndex:
         raise exc.at(file.path) from exc
 
 
+class _Loaded(Generic[_T]):
+    """An attribute that is there once the shard's index is loaded; when it is first looked up, the index is."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, shard: Any, owner: Any = None) -> _T:
+        # only until then: an object's own attributes go before this
+        shard._load()
+        return getattr(shard, self._name)  # type: ignore[no-any-return]
+
+
 class Shard:
     """One cache of one shard. `row` counts the samples that have it.
 
+    Attributes:
+        index: The shard's index, loaded on first use, as are the others.
+        columns: The columns of this cache.
+        checked: Whether `check_tensors` has looked at a sample, bool `[len(shard)]`.
+        layout_of_all: The layout of all samples; None if the shard has several.
+
     Threads/fork/pickle: safe everywhere; pickles as its path, and loads its index again.
     """
+
+    index = _Loaded[ShardIndex]()
+    columns = _Loaded[CacheColumns]()
+    checked = _Loaded[Array]()
+    layout_of_all = _Loaded["Layout | None"]()
+    _template_numbers = _Loaded[Array]()  # the number of each sample's template, where it is known; uint8, 0 where not
 
     def __init__(
         self,
@@ -75,11 +102,11 @@ class Shard:
         self._allow = allow
         self._count = count
         self._index = index
-        self._loaded: tuple[ShardIndex, CacheColumns, Array] | None = None
         prefix = f"{name}." if name else ""
         self._suffixes = (f".{prefix}{SKELETON}".encode(), f".{prefix}{TENSORS}".encode())
         self._layouts: dict[int, Layout] = {}
-        self._confirmed: dict[int, bytes] = {}  # by layout, what its headers have behind the digest
+        self._confirmed: dict[int, bytes] = {}  # by layout, what its headers have after the digest
+        self._templates: list[Template] = []
 
     def __reduce__(self) -> Any:
         return Shard, (self.path, self.name, self.files, self.pool, self._allow, len(self))
@@ -89,19 +116,19 @@ class Shard:
             self._count = len(self.columns)
         return self._count
 
-    def _load(self) -> tuple[ShardIndex, CacheColumns, Array]:
-        if self._loaded is None:
-            index = self._index or load_index(self.file)
-            columns = index.caches.get(self.name, _NONE)
-            if self._count is not None and self._count != len(columns):
-                raise FormatError(
-                    f"{self.path}: {len(columns)} samples, but the manifest says {self._count}: it is of another state"
-                )
-            self._loaded = index, columns, np.zeros(len(columns), np.bool_)
-        return self._loaded
-
-    index = property(lambda self: self._load()[0], doc="The ShardIndex, loaded on first use.")
-    columns = property(lambda self: self._load()[1], doc="The CacheColumns of this cache.")
+    def _load(self) -> None:
+        index = self._index or load_index(self.file)
+        columns = index.caches.get(self.name, _NONE)
+        if self._count is not None and self._count != len(columns):
+            raise FormatError(
+                f"{self.path}: {len(columns)} samples, but the manifest says {self._count}: it is of another state"
+            )
+        # by setattr: what looks an object's dictionary up makes its attributes slow from then on
+        loaded = {"index": index, "columns": columns, "checked": np.zeros(len(columns), np.bool_)}
+        loaded["_template_numbers"] = np.zeros(len(columns), np.uint8)
+        loaded["layout_of_all"] = index.layouts[0] if len(index.layouts) == 1 else None
+        for name, value in loaded.items():
+            setattr(self, name, value)
 
     @property
     def file(self) -> ShardFile:
@@ -115,17 +142,22 @@ class Shard:
 
     def key(self, row: int) -> str:
         """Return the key of a sample."""
-        return self.index.keys[self.sample_row(row)]  # type: ignore[no-any-return]
+        return self.index.keys[self.sample_row(row)]
 
     def layout(self, row: int) -> Layout:
         """Return the layout of a sample."""
-        number = self._load()[1].layout.item(row)
+        number = self.columns.layout.item(row)
         layout = self._layouts.get(number)
         if layout is None:
             if len(self._layouts) >= 4096:
                 self._layouts.clear()
             layout = self._layouts[number] = self.index.layouts[number]
         return layout
+
+    def layouts_of(self, rows: Array) -> tuple[list[Layout], Array]:
+        """Return the layouts of samples, and which of them each sample has."""
+        _, some, inverse = np.unique(self.columns.layout[rows], return_index=True, return_inverse=True)
+        return [self.layout(row) for row in rows[some].tolist()], inverse
 
     def sample(self, row: int) -> Any:
         """Return a sample, its tensors lazy; from one read of its skeleton.
@@ -134,26 +166,47 @@ class Shard:
             FormatError: The shard is not what its index says, or damaged.
             UnsafeSkeletonError: The skeleton asks for anything outside the format.
         """
-        layout = self.layout(row)
+        columns = self.columns
+        layout = self._layouts.get(columns.layout.item(row)) or self.layout(row)
         skeleton, begin = self._skeleton(row, layout)
-        source = ShardSource(self, row, self._loaded[1].tensors_begin.item(row))  # type: ignore[index]
+        source = _ShardSource(self, row, columns.tensors_begin.item(row))
         try:
             return decode_body(skeleton, begin, layout, source, True, self._allow)
         except TensorCacheError as exc:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
     def template(self, row: int) -> Template | None:
-        """Return the template that a sample's skeleton matches, if there is one: samples of one template differ in values."""
+        """Return the template that a sample's skeleton matches, if any: samples of one template differ in values.
+
+        The skeleton is read once. What the index knows does not tell: samples with the same tensors may have other values.
+        """
+        known: int = self._template_numbers.item(row)
+        if known:
+            return self._templates[known - 1]
         layout = self.layout(row)
         template: Template | None = layout.form.template
         if template is None:
             return None
         skeleton, begin = self._skeleton(row, layout)
-        return None if template.match(skeleton, begin) is MISS else template
+        if template.match(skeleton, begin) is MISS:
+            return None
+        self.note_template(row, template)
+        return template
+
+    def note_template(self, rows: int | Array, template: Template) -> None:
+        """Remember that the skeletons of samples match a template."""
+        for number, known in enumerate(self._templates, start=1):
+            if known is template:
+                self._template_numbers[rows] = number
+                return
+        if len(self._templates) < _MAX_TEMPLATES:
+            # by its place in the list, which another thread may extend too
+            self._templates.append(template)
+            self.note_template(rows, template)
 
     def _skeleton(self, row: int, layout: Layout) -> tuple[bytes, int]:
         """Return the skeleton member, and where its body begins; its tar header is checked, which costs no read of its own."""
-        index, columns, _ = self._load()
+        index, columns = self.index, self.columns
         begin = columns.skeleton_begin.item(row)
         data = self.files.get(self.path).read(begin - BLOCK, begin + columns.skeleton_nbytes.item(row))
         name = index.keys.raw(row if columns.rows is None else columns.rows.item(row)) + self._suffixes[0]
@@ -201,7 +254,7 @@ class Shard:
 
     def check_tensors(self, row: int) -> None:
         """Raise FormatError unless the tensors of a sample are where the index says; looks once per sample."""
-        index, columns, checked = self._load()
+        index, columns, checked = self.index, self.columns, self.checked
         if checked[row]:
             return
         layout = self.layout(row)
@@ -228,10 +281,6 @@ class Shard:
             )
         checked[row] = True
 
-    def is_checked(self, row: int) -> bool:
-        """Return whether `check_tensors` has looked at a sample."""
-        return self._loaded is not None and self._loaded[2].item(row)
-
     def skeletons(self, rows: Array, io: str) -> tuple[list[bytes], list[int]]:
         """Return the skeleton members of many samples, and where their bodies begin; `io` is as of `tc.open`.
 
@@ -247,7 +296,7 @@ class Shard:
         text, suffix = self.index.keys.text.data, self._suffixes[0]
         skeletons, bodies = [], []
         # one slice or read per sample; what is not just as the writer makes it is looked at closely
-        extents = zip(_members(file, begins - BLOCK, ends, io), key_begins.tolist(), key_ends.tolist(), strict=True)
+        extents = zip(read_ranges(file, begins - BLOCK, ends, io), key_begins.tolist(), key_ends.tolist(), strict=True)
         for i, (data, key_begin, key_end) in enumerate(extents):
             skeleton, body = data[BLOCK:], PREAMBLE_NBYTES
             name = text[key_begin:key_end].tobytes() + suffix
@@ -266,7 +315,7 @@ class Shard:
 
     def check_mapped(self, rows: Array, maps: Maps, base: int) -> None:
         """Do what `check_tensors` does for many samples, through the map, which begins at `base` in `maps`."""
-        index, columns, checked = self._load()
+        index, columns, checked = self.index, self.columns, self.checked
         known = checked[rows]
         if known.all():
             return
@@ -315,17 +364,27 @@ _EMPTY = np.empty(0, np.uint64)
 _NONE = CacheColumns(None, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
 
 
-def _members(file: ShardFile, begins: Array, ends: Array, io: str) -> Iterator[bytes]:
-    """Return the bytes of many ranges of a shard."""
-    if io != "pread":
-        try:
-            with Maps([file], len(begins), io) as maps:
-                return iter(maps.slices(begins, ends))
-        except MapLost:
-            return _members(file, begins, ends, "pread")
-    return map(file.read, begins.tolist(), ends.tolist())
-
-
 def _equal(left: Array, right: Array) -> Array:
     """Return which rows are equal; their width is a multiple of 8."""
     return (left.view(np.uint64) == np.ascontiguousarray(right).view(np.uint64)).all(1)  # type: ignore[no-any-return]
+
+
+class _ShardSource(StoredBytes):
+    """The tensors of one sample of a shard; pickles as the file's path and identity."""
+
+    __slots__ = ("_begin", "_row", "_shard")
+
+    def __init__(self, shard: Shard, row: int, begin: int) -> None:
+        self._shard = shard
+        self._row = row
+        self._begin = begin
+
+    def _open(self) -> tuple[ShardFile, int, Pool]:
+        shard = self._shard
+        if not shard.checked[self._row]:
+            shard.check_tensors(self._row)
+        return shard.files.get(shard.path), self._begin, shard.pool
+
+    def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
+        file, first, _ = self._open()
+        return FileSource(file.path, file.identity), first + begin

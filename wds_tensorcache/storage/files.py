@@ -138,7 +138,8 @@ class ShardFile:
             except OSError as exc:
                 if not self._is_unable(exc):
                     return False
-        self._fill(buffers, begin)
+        if buffers:
+            self._fill(buffers, begin)
         return True
 
     def _is_unable(self, error: OSError) -> bool:

@@ -13,7 +13,7 @@ import ctypes
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from wds_tensorcache.codec.views import view_address
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.lease import Leases
 
-__all__ = ["CAN_COPY", "MapLost", "Maps", "gather"]
+__all__ = ["CAN_COPY", "MapLost", "Maps", "gather", "read_ranges"]
 
 Array = np.ndarray[Any, Any]
 CAN_COPY = sys.platform == "linux"  # elsewhere there are neither leases nor process_vm_readv
@@ -155,6 +155,17 @@ def gather(memory: torch.Tensor, begins: Array, width: int, out: Array | None = 
     result = np.empty((len(begins), width), np.uint8) if out is None else out
     torch.index_select(windows, 0, torch.from_numpy(begins), out=torch.from_numpy(result))
     return result
+
+
+def read_ranges(file: ShardFile, begins: Array, ends: Array, io: str) -> Iterator[bytes]:
+    """Yield the bytes of many ranges of a shard: out of its map, if that is safe now and `io` is not "pread"."""
+    if io != "pread":
+        try:
+            with Maps([file], len(begins), io) as maps:
+                return iter(maps.slices(begins, ends))
+        except MapLost:
+            return read_ranges(file, begins, ends, "pread")
+    return map(file.read, begins.tolist(), ends.tolist())
 
 
 def _copy(addresses: Array, sizes: Array, out: Array) -> None:

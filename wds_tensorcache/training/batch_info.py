@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-__all__ = ["BatchInfo"]
+from wds_tensorcache.training.steps import Step
+
+__all__ = ["BatchInfo", "info_of"]
 
 Array = np.ndarray[Any, Any]
 
@@ -19,7 +22,7 @@ class BatchInfo:
     call its `to`, as they do with a tensor.
 
     Attributes:
-        numbers: Sample indices in the cache, int64 `[B]`.
+        indices: Sample indices in the cache, int64 `[B]`.
         is_padding: Rows that are there only to fill the batch, and do not count, bool `[B]`, on the loader's device.
         epoch, step: Epoch and step of the batch; steps are counted through all epochs.
         source: Name of the mixed cache, or the bucket, that the batch is from; else None.
@@ -29,9 +32,9 @@ class BatchInfo:
         cache is.
     """
 
-    __slots__ = ("_sent", "cache", "epoch", "is_padding", "numbers", "source", "step")
+    __slots__ = ("_sent", "cache", "epoch", "indices", "is_padding", "source", "step")
 
-    numbers: Array
+    indices: Array
     is_padding: torch.Tensor
     epoch: int
     step: int
@@ -41,7 +44,7 @@ class BatchInfo:
 
     def __init__(
         self,
-        numbers: Array,
+        indices: Array,
         is_padding: torch.Tensor,
         epoch: int,
         step: int,
@@ -49,7 +52,7 @@ class BatchInfo:
         cache: Any,
         _sent: tuple[str, ...] = (),
     ) -> None:
-        fields = {"numbers": numbers, "is_padding": is_padding, "epoch": epoch, "step": step, "source": source}
+        fields = {"indices": indices, "is_padding": is_padding, "epoch": epoch, "step": step, "source": source}
         for name, value in (fields | {"cache": cache, "_sent": _sent}).items():
             object.__setattr__(self, name, value)
 
@@ -65,19 +68,19 @@ class BatchInfo:
         if self.cache is None:
             return list(self._sent)
         keys = self.cache.keys()
-        return [keys[number] for number in self.numbers.tolist()]
+        return [keys[index] for index in self.indices.tolist()]
 
     def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> BatchInfo:
         """Return a record whose `is_padding` is on `device`: Lightning and accelerate move it so, with the batch."""
         is_padding = self.is_padding.to(device, non_blocking=non_blocking)
-        return BatchInfo(self.numbers, is_padding, self.epoch, self.step, self.source, self.cache, self._sent)
+        return BatchInfo(self.indices, is_padding, self.epoch, self.step, self.source, self.cache, self._sent)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BatchInfo):
             return NotImplemented
         return (
             (self.epoch, self.step, self.source) == (other.epoch, other.step, other.source)
-            and np.array_equal(self.numbers, other.numbers)
+            and np.array_equal(self.indices, other.indices)
             and torch.equal(self.is_padding.cpu(), other.is_padding.cpu())
             and self.keys == other.keys
         )
@@ -85,14 +88,21 @@ class BatchInfo:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        shown = ("numbers", "is_padding", "epoch", "step", "source", "cache")
+        shown = ("indices", "is_padding", "epoch", "step", "source", "cache")
         return f"BatchInfo({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def __reduce__(self) -> Any:
         # no tensor, for which torch would send a file descriptor
         padding = self.is_padding.cpu().numpy()
-        return _received, (self.numbers, padding, self.epoch, self.step, self.source, tuple(self.keys))
+        return _received, (self.indices, padding, self.epoch, self.step, self.source, tuple(self.keys))
 
 
-def _received(numbers: Array, padding: Array, epoch: int, step: int, source: Any, keys: tuple[str, ...]) -> BatchInfo:
-    return BatchInfo(numbers, torch.from_numpy(padding), epoch, step, source, None, keys)
+def _received(indices: Array, padding: Array, epoch: int, step: int, source: Any, keys: tuple[str, ...]) -> BatchInfo:
+    return BatchInfo(indices, torch.from_numpy(padding), epoch, step, source, None, keys)
+
+
+def info_of(step: Step, names: Sequence[Any], cache: Any, device: torch.device | str | None = None) -> BatchInfo:
+    """Return the record of a step's batch; `names` has that of each stream."""
+    padding = torch.from_numpy(step.is_padding)
+    padding = padding if device is None else padding.to(device)
+    return BatchInfo(step.indices, padding, step.epoch, step.number, names[step.stream], cache)

@@ -15,6 +15,7 @@ from wds_tensorcache.training.steps import Position, Step
 
 __all__ = ["Iteration"]
 
+_Begun = tuple[Step, Position, "Job[Any] | None"]  # a step, the position after it, and who reads it
 _INTERRUPTED_WAITS_S = 1.0  # for batches that are being read
 
 
@@ -27,14 +28,15 @@ class Iteration(Iterator[Any]):
     Threads: one calls `next`; any may `close`.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, *, with_info: bool) -> None:
+        self._loader, self._with_info = loader, with_info
+        self._plan = loader._plan
         self._number = loader._num_iterations
         self._pid = os.getpid()
-        self._pool = ThreadPool(loader._threads, "tensorcache-loader") if loader._threads else None
-        self._waiting: deque[tuple[Step, Job[Any] | None]] = deque()
+        self._pool = ThreadPool(loader._num_threads, "tensorcache-loader") if loader._num_threads else None
+        self._waiting: deque[_Begun] = deque()
         self._planned: Position | None = None  # after the last step that was begun; None before the first `next`
-        self._epoch = self._begins = 0
+        self._epoch = 0
         self._stream: Any = None
         self._is_in_next = False
         self._is_closed = False
@@ -45,8 +47,7 @@ class Iteration(Iterator[Any]):
         return 0 if self._planned is None or self._is_closed else self._planned.step
 
     def __next__(self) -> Any:
-        if self._number != self._loader._num_iterations:
-            raise RuntimeError("another iteration of this loader has begun, which ended this one")
+        self._loader._check_current(self._number)
         if self._pid != os.getpid():
             raise RuntimeError("this iteration is of another process, whose threads a fork does not have")
         if self._is_closed:
@@ -56,14 +57,15 @@ class Iteration(Iterator[Any]):
         try:
             self._is_in_next = True
             waiting = self._waiting  # `close` puts another one in its place
-            self._plan(waiting)
+            self._read_ahead(waiting)
             if not waiting and not self._is_closed:
-                self._loader._position = self._planned
+                self._plan._position = self._planned
             if not waiting:
                 raise StopIteration
-            step, job = waiting.popleft()
-            batch = self._loader._read(step, self._stream) if job is None else job.result()
-            info, after = self._loader._info(step), self._loader._settled(step.after)
+            step, after, job = waiting.popleft()
+            given = self._loader._read(step, self._stream) if job is None else job.result()
+            if self._with_info:
+                given = given, self._plan._info(step, self._loader._read_options["device"])
             self._is_in_next = False
         except Cancelled:
             self._end(-1)
@@ -75,29 +77,27 @@ class Iteration(Iterator[Any]):
             self._end(-1)  # one of its threads may have closed it, which cannot wait for itself
             raise StopIteration
         # Hazard: an interrupt after a call here would lose the batch. So no calls from here on.
-        self._loader._position = after
-        return batch, info
+        self._plan._position = after
+        return given
 
-    def _plan(self, waiting: deque[tuple[Step, Job[Any] | None]]) -> None:
+    def _read_ahead(self, waiting: deque[_Begun]) -> None:
         """Begin steps until enough are on their way, or the epoch has no more."""
-        loader = self._loader
+        loader, plan = self._loader, self._plan
         if self._planned is None:
-            self._planned = loader._begin_epoch()
-            self._epoch, self._begins = self._planned.epoch, self._planned.step
+            self._planned = plan._position = plan._beginning()
+            plan._is_resumed, self._epoch = False, self._planned.epoch
             self._stream = _stream_of(loader._read_options["device"])
         if loader._is_flushed:
             while waiting:
-                _, job = waiting.popleft()
+                _, _, job = waiting.popleft()
                 if job is not None:
                     job.cancel()
-            self._planned, loader._is_flushed = loader._position, False
-        mine, of_workers = loader._dealt
-        while len(waiting) <= loader._prefetch and self._planned.epoch == self._epoch:
-            step = loader._course.step(self._planned, loader._weights.drawn(self._planned.step))
-            self._planned = loader._settled(step.after)
-            if (step.at.step - self._begins) % of_workers == mine:
-                job = self._pool.submit(loader._read, step, self._stream) if self._pool is not None else None
-                waiting.append((step, job))
+            self._planned, loader._is_flushed = plan._position, False
+        while len(waiting) <= loader._prefetch_batches and self._planned.epoch == self._epoch:
+            step, after = plan._step(self._planned)
+            self._planned = plan._settled(after)
+            job = self._pool.submit(loader._read, step, self._stream) if self._pool is not None else None
+            waiting.append((step, self._planned, job))
 
     def close(self) -> None:
         """End it, and its threads when they have read what they are reading; a thread that waits in `next` gets no batch."""

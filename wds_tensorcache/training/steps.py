@@ -36,22 +36,27 @@ class Position:
     began: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One batch on each rank.
+    """One batch of one rank: all that a worker process needs to read it.
 
     Attributes:
-        stream: Which one it is of.
-        numbers: Of this rank's samples, int64 `[batch_size]`.
-        is_padding: Which of them are there only to fill the batch, bool of the same length.
-        at, after: Where training stands before it and after it, on all ranks together.
+        number: Number of steps before it, in all epochs.
+        epoch: Epoch of the step.
+        stream: Number of the mixed cache, or of the bucket, that the samples are from; 0 if there is one stream.
+        indices: Sample indices in the cache, int64 `[B]`.
+        is_padding: Rows that only fill the batch, bool `[B]`.
     """
 
+    number: int
+    epoch: int
     stream: int
-    numbers: Array
+    indices: Array
     is_padding: Array
-    at: Position
-    after: Position
+
+    def cache_of(self, caches: Sequence[Any]) -> Any:
+        """Return the cache that the samples are from: each stream has its own, or all have the only one."""
+        return caches[self.stream % len(caches)]
 
 
 class Permuted:
@@ -60,21 +65,23 @@ class Permuted:
     def __init__(self, order: Any, members: Array | None = None) -> None:
         self._order = order
         self._members = members
-        self._known: tuple[int, int, Array] | None = None  # an epoch, a window of it, and what is there
+        self._known: dict[tuple[int, int], Array] = {}  # the last two windows, by epoch and number
 
     def __len__(self) -> int:
         return int(self._order.count)
 
-    def numbers(self, epoch: int, positions: Array) -> Array:
+    def indices(self, epoch: int, positions: Array) -> Array:
         """Return the samples at positions of an epoch; those of steps to come are computed with them, which costs as much."""
         window = int(positions[0]) // _WINDOW
         begin = window * _WINDOW
         if int(positions.min()) < begin or int(positions.max()) >= begin + _WINDOW:
             return self._compute(epoch, positions)
-        if self._known is None or self._known[:2] != (epoch, window):
+        if (epoch, window) not in self._known:
+            # two windows: steps are asked for when they are begun, and again when their batch is given
+            self._known = dict(list(self._known.items())[-1:])
             end = min(begin + _WINDOW, len(self))
-            self._known = epoch, window, self._compute(epoch, np.arange(begin, end))
-        found: Array = self._known[2][positions - begin]
+            self._known[epoch, window] = self._compute(epoch, np.arange(begin, end))
+        found: Array = self._known[epoch, window][positions - begin]
         return found
 
     def identity(self) -> list[Any]:
@@ -96,7 +103,7 @@ class Drawn:
     def __len__(self) -> int:
         return len(self._sums)
 
-    def numbers(self, epoch: int, positions: Array) -> Array:
+    def indices(self, epoch: int, positions: Array) -> Array:
         """Return the samples that are drawn at positions of an epoch."""
         drawn = uniform(self._seed, epoch, positions) * self._sums[-1]
         found: Array = np.searchsorted(self._sums, drawn, "right")
@@ -112,7 +119,7 @@ class Course:
         streams: Of samples; a step has those of one stream.
         batch_size: Samples of a step on each rank.
         rank, world_size: Which of a step's samples are this process's: every `world_size`-th.
-        last: `"pad"`, `"drop"` or `"wrap"`: what becomes of a stream's last step, which has not so many.
+        last_batch: `"short"`, `"pad"`, `"wrap"` or `"drop"`: what becomes of a stream's last step, if it is not full.
         seed: Of what is chosen at random.
         weights: Returns the weights in proportion to which streams are mixed at a step, each beginning again when it is
             over; None for streams that are all used up in each epoch, the larger the sooner.
@@ -124,14 +131,15 @@ class Course:
         batch_size: int,
         rank: int,
         world_size: int,
-        last: str,
+        last_batch: str,
         seed: int,
         weights: Callable[[int], Any] | None = None,
     ) -> None:
         self._streams = list(streams)
         self._size = batch_size * world_size
+        self._world_size = world_size
         self._mine = rank + world_size * np.arange(batch_size)  # of a step's samples
-        self._last = last
+        self._last_batch = last_batch
         self._seed = seed
         self._weights = weights
         self._count = sum(map(len, self._streams))
@@ -155,22 +163,22 @@ class Course:
     def num_steps(self) -> int:
         """Return how many steps an epoch has."""
         counts = [self._count] if self._weights else list(map(len, self._streams))
-        return sum(count // self._size if self._last == "drop" else -(-count // self._size) for count in counts)
+        return sum(count // self._size if self._last_batch == "drop" else -(-count // self._size) for count in counts)
 
     def is_over(self, at: Position) -> bool:
         """Return whether an epoch has no further step."""
         if self._weights is None:
             return not any(self._left(at))
-        return at.used >= (self._count // self._size * self._size if self._last == "drop" else self._count)
+        return at.used >= (self._count // self._size * self._size if self._last_batch == "drop" else self._count)
 
     def _left(self, at: Position) -> list[int]:
         """Return how many samples of each stream are left for steps of an epoch."""
-        least = self._size if self._last == "drop" else 1
+        least = self._size if self._last_batch == "drop" else 1
         left = [len(stream) - count for stream, count in zip(self._streams, at.counts, strict=True)]
         return [count if count >= least else 0 for count in left]
 
-    def step(self, at: Position, drawn: Drawn | None = None) -> Step:
-        """Return the step at a position where the epoch is not over.
+    def step(self, at: Position, drawn: Drawn | None = None) -> tuple[Step, Position]:
+        """Return the step at a position where the epoch is not over, and the position after it.
 
         Args:
             drawn: What stands for the only stream.
@@ -184,25 +192,28 @@ class Course:
             stream, count, positions = drawn, self._size, begin + mine
         else:
             count = min(self._size, left[number])
-            filler = begin + mine % count if self._last == "pad" else (mine - count) % len(stream)
+            if self._last_batch == "short":
+                mine = mine[: -(-count // self._world_size)]
+            filler = (mine - count) % len(stream) if self._last_batch == "wrap" else begin + mine % count
             positions = np.where(mine < count, begin + mine, filler)
-        is_padding = (mine >= count) & (self._last == "pad")
-        return Step(number, stream.numbers(at.epoch, positions), is_padding, at, self._after(at, number, count))
+        is_padding = (mine >= count) & (self._last_batch != "wrap")
+        return self._made(at, number, stream.indices(at.epoch, positions), is_padding, count)
 
-    def _mixed(self, at: Position, weights: Any) -> Step:
+    def _mixed(self, at: Position, weights: Any) -> tuple[Step, Position]:
         number = self._choose(weights, 0, at.step)
         stream = self._streams[number]
         epochs, positions = np.divmod(at.counts[number] + self._mine, len(stream))
-        parts = [stream.numbers(epoch, positions[epochs == epoch]) for epoch in np.unique(epochs).tolist()]
-        is_padding = np.zeros(len(positions), np.bool_)
-        return Step(number, np.concatenate(parts), is_padding, at, self._after(at, number, self._size))
+        parts = [stream.indices(epoch, positions[epochs == epoch]) for epoch in np.unique(epochs).tolist()]
+        return self._made(at, number, np.concatenate(parts), np.zeros(len(positions), np.bool_), self._size)
 
     def _choose(self, weights: Sequence[float], epoch: int, position: int) -> int:
         """Return a stream, in proportion to the weights."""
         if len(weights) == 1:
             return 0
-        return int(Drawn(np.array(weights, np.float64), self._seed ^ _CHOICE).numbers(epoch, np.array([position]))[0])
+        return int(Drawn(np.array(weights, np.float64), self._seed ^ _CHOICE).indices(epoch, np.array([position]))[0])
 
-    def _after(self, at: Position, number: int, count: int) -> Position:
-        counts = tuple(used + count * (at == number) for at, used in enumerate(at.counts))
-        return replace(at, counts=counts, used=at.used + count, step=at.step + 1)
+    def _made(self, at: Position, number: int, indices: Array, is_padding: Array, count: int) -> tuple[Step, Position]:
+        """Return a step of `count` samples of a stream, on all ranks together, and the position after it."""
+        counts = tuple(used + count * (stream == number) for stream, used in enumerate(at.counts))
+        after = replace(at, counts=counts, used=at.used + count, step=at.step + 1)
+        return Step(at.step, at.epoch, number, indices, is_padding), after

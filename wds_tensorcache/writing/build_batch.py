@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.realize import rebuild
+from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import EncodeError
 
 __all__ = ["Batch"]

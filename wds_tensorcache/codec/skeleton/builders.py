@@ -1,15 +1,18 @@
-"""What a skeleton may call: builders of listed types, and objects of the classes in allow= (FORMAT.md 2.4, 2.7)."""
+"""What a skeleton may call: builders of listed types, and the classes in allow=, both ways (FORMAT.md 2.4, 2.7)."""
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from wds_tensorcache.codec.nesting import walk
-from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
+from wds_tensorcache.codec.skeleton.opcodes import BUILD, NEWOBJ, NEWOBJ_EX, REDUCE
+from wds_tensorcache.codec.skeleton.refusals import at
+from wds_tensorcache.codec.tree import walk
+from wds_tensorcache.errors import EncodeError, FormatError, UnsafeSkeletonError
 
-__all__ = ["ALLOW_ONLY", "MAX_DEQUES", "Builder", "Operation", "allow_table", "refuse_callables"]
+__all__ = ["ALLOW_ONLY", "MAX_DEQUES", "Builder", "Operation", "allow_table", "reduction", "refuse_callables"]
 
 MAX_DEQUES = 1000
 
@@ -47,17 +50,8 @@ def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
     return table
 
 
-def _new_object(stack: list[Any], allow: Mapping[tuple[str, str], type], callables: int) -> int:
+def _instantiate(stack: list[Any], kwargs: Any, callables: int) -> int:
     args = stack.pop()
-    return _instantiate(stack, args, {}, callables)
-
-
-def _new_object_ex(stack: list[Any], allow: Mapping[tuple[str, str], type], callables: int) -> int:
-    kwargs, args = stack.pop(), stack.pop()
-    return _instantiate(stack, args, kwargs, callables)
-
-
-def _instantiate(stack: list[Any], args: Any, kwargs: Any, callables: int) -> int:
     builder = stack[-1]
     if builder.__class__ is not Builder or builder.cls is None:
         raise UnsafeSkeletonError("NEWOBJ of something that is not a class in allow=")
@@ -72,7 +66,7 @@ def _set_state(stack: list[Any], allow: Mapping[tuple[str, str], type], callable
     state = stack.pop()
     target = stack[-1]
     refuse_callables(state, callables)
-    # never a class, nor an Enum's member: they are the process's own, and a state would patch them for everybody
+    # Hazard: classes and members of Enums belong to the process; a state would patch them for all of its code.
     if type(target) not in allow.values() or isinstance(target, Enum):
         raise UnsafeSkeletonError(f"BUILD on a {type(target).__name__}, which is not an instance of a class in allow=")
     setstate = getattr(type(target), "__setstate__", None)
@@ -99,9 +93,9 @@ def _set_state(stack: list[Any], allow: Mapping[tuple[str, str], type], callable
 # gets the stack, `allow`, and how many callables are fetched and not yet called; returns how many it has called
 Operation = Callable[[list[Any], Mapping[tuple[str, str], type], int], int]
 ALLOW_ONLY: dict[int, Operation] = {
-    0x81: _new_object,  # NEWOBJ
-    0x92: _new_object_ex,  # NEWOBJ_EX
-    0x62: _set_state,  # BUILD
+    NEWOBJ: lambda stack, allow, callables: _instantiate(stack, {}, callables),
+    NEWOBJ_EX: lambda stack, allow, callables: _instantiate(stack, stack.pop(), callables),
+    BUILD: _set_state,
 }
 
 
@@ -113,3 +107,29 @@ def refuse_callables(arguments: Any, outstanding: int) -> None:
     """
     if outstanding and any(value.__class__ is Builder for value, _ in walk(arguments)):
         raise UnsafeSkeletonError("the skeleton uses a callable as a value")
+
+
+def reduction(value: Any, path: str) -> tuple[int, Any, Any, Any, Any, Any]:
+    """Return the opcode that makes `value`, which is at `path`, its arguments and keywords, and its state, items and pairs.
+
+    Raises:
+        EncodeError: Something other than its class makes it.
+    """
+    cls = type(value)
+    reduced: Any = value.__reduce_ex__(4)
+    parts: list[Any] = [*reduced, *[None] * 6] if type(reduced) is tuple else [None] * 6
+    function, arguments, state, items, pairs, setter = parts[:6]
+    keywords = None
+    if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+        function, *arguments = arguments
+        opcode = NEWOBJ
+    elif function is copyreg.__newobj_ex__:  # type: ignore[attr-defined]
+        function, arguments, keywords = arguments
+        opcode = NEWOBJ_EX
+    else:
+        opcode = REDUCE
+    if function is not cls or setter is not None:
+        raise EncodeError(
+            f"{at(path)}: {cls.__qualname__} is pickled by {function!r}, which allow= cannot cover; store its fields"
+        )
+    return opcode, arguments, keywords, state, items, pairs

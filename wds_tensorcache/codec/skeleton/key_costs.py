@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import PurePath
 from typing import Any
 
-from wds_tensorcache.codec.nesting import MAX_DEPTH
+from wds_tensorcache.codec.tree import MAX_DEPTH
 from wds_tensorcache.errors import FormatError
 
 __all__ = ["ONLY_COMPARED", "SHORT_TEXT", "are_few_texts", "comparison_cost", "hash_cost"]

@@ -1,4 +1,7 @@
-"""The opcodes of FORMAT.md 2.4 that a skeleton is written with, and the canonical bytes of plain values."""
+"""The opcodes of FORMAT.md 2.4, and the shortest encoding of each plain value.
+
+The reader and the templates compare the integers; the writer joins `CODE[opcode]`.
+"""
 
 from __future__ import annotations
 
@@ -6,67 +9,82 @@ from collections.abc import Callable
 from struct import pack
 from typing import Any
 
-MEMOIZE = b"\x94"
-MARK = b"("
-STOP = b"."
-POP = b"0"
-POP_MARK = b"1"
-REDUCE = b"R"
-STACK_GLOBAL = b"\x93"
-EMPTY_LIST, APPENDS = b"]", b"e"
-EMPTY_DICT, SETITEMS = b"}", b"u"
-EMPTY_SET, ADDITEMS, FROZENSET = b"\x8f", b"\x90", b"\x91"
-BYTEARRAY8 = b"\x96"
-EMPTY_TUPLE, TUPLE1, TUPLE = b")", b"\x85", b"t"
+PROTO, STOP, FRAME = 0x80, 0x2E, 0x95
+NONE, NEWTRUE, NEWFALSE, BINFLOAT = 0x4E, 0x88, 0x89, 0x47
+BININT, BININT1, BININT2, LONG1, LONG4 = 0x4A, 0x4B, 0x4D, 0x8A, 0x8B
+SHORT_BINUNICODE, BINUNICODE, BINUNICODE8 = 0x8C, 0x58, 0x8D
+SHORT_BINBYTES, BINBYTES, BINBYTES8, BYTEARRAY8 = 0x43, 0x42, 0x8E, 0x96
+EMPTY_LIST, APPEND, APPENDS = 0x5D, 0x61, 0x65
+EMPTY_DICT, SETITEM, SETITEMS = 0x7D, 0x73, 0x75
+EMPTY_SET, ADDITEMS, FROZENSET = 0x8F, 0x90, 0x91
+EMPTY_TUPLE, TUPLE1, TUPLE2, TUPLE3, TUPLE = 0x29, 0x85, 0x86, 0x87, 0x74
+MARK, POP, POP_MARK, MEMOIZE, BINGET, LONG_BINGET = 0x28, 0x30, 0x31, 0x94, 0x68, 0x6A
+STACK_GLOBAL, REDUCE = 0x93, 0x52
 # only with allow=
-NEWOBJ, NEWOBJ_EX, BUILD = b"\x81", b"\x92", b"b"
+NEWOBJ, NEWOBJ_EX, BUILD = 0x81, 0x92, 0x62
+
+CODE = [bytes([opcode]) for opcode in range(256)]
+SHORT_TUPLES = {0: EMPTY_TUPLE, 1: TUPLE1, 2: TUPLE2, 3: TUPLE3}  # by length; these need no MARK
+CONSTANTS = {NONE: None, NEWTRUE: True, NEWFALSE: False}
+FIXED_NBYTES = {BININT1: 1, BININT2: 2, BININT: 4, BINFLOAT: 8, NONE: 0, NEWTRUE: 0, NEWFALSE: 0}
+# bytes of the length field
+LENGTH_NBYTES = {
+    **dict.fromkeys((SHORT_BINUNICODE, SHORT_BINBYTES, LONG1), 1),
+    **dict.fromkeys((BINUNICODE, BINBYTES, LONG4), 4),
+    **dict.fromkeys((BINUNICODE8, BINBYTES8, BYTEARRAY8), 8),
+}
 
 
-def _sized(short: bytes, medium: bytes, long: bytes, raw: bytes) -> bytes:
+_SHORT_TEXT = CODE[SHORT_BINUNICODE] + b"%c%b"
+
+
+def _write_sized(short: int, medium: int, long: int, raw: bytes) -> bytes:
     if len(raw) < 256:
-        return short + bytes([len(raw)]) + raw
+        return pack("<BB", short, len(raw)) + raw
     if len(raw) < 1 << 32:
-        return medium + pack("<I", len(raw)) + raw
-    return long + pack("<Q", len(raw)) + raw
+        return pack("<BI", medium, len(raw)) + raw
+    return pack("<BQ", long, len(raw)) + raw
 
 
 def _write_int(value: int) -> bytes:
     if 0 <= value < 256:
-        return pack("<BB", 0x4B, value)
+        return pack("<BB", BININT1, value)
     if 0 <= value < 65536:
-        return pack("<BH", 0x4D, value)
+        return pack("<BH", BININT2, value)
     if -(1 << 31) <= value < 1 << 31:
-        return pack("<Bi", 0x4A, value)
+        return pack("<Bi", BININT, value)
     nbytes = (value + (value < 0)).bit_length() // 8 + 1
     raw = value.to_bytes(nbytes, "little", signed=True)
-    return b"\x8a" + bytes([nbytes]) + raw if nbytes < 256 else b"\x8b" + pack("<I", nbytes) + raw
+    return pack("<BB", LONG1, nbytes) + raw if nbytes < 256 else pack("<BI", LONG4, nbytes) + raw
 
 
-def _write_text(value: str) -> bytes:
+def write_text(value: str) -> bytes:
+    """Return the opcode that pushes a text."""
     raw = value.encode("utf-8", "surrogatepass")
-    return b"\x8c%c%b" % (len(raw), raw) if len(raw) < 256 else _sized(b"\x8c", b"X", b"\x8d", raw)
+    if len(raw) < 256:
+        return _SHORT_TEXT % (len(raw), raw)
+    return _write_sized(SHORT_BINUNICODE, BINUNICODE, BINUNICODE8, raw)
 
 
 ATOM_WRITERS: dict[type, Callable[[Any], bytes]] = {
-    type(None): lambda value: b"N",
-    bool: lambda value: b"\x88" if value else b"\x89",
+    type(None): lambda value: CODE[NONE],
+    bool: lambda value: CODE[NEWTRUE if value else NEWFALSE],
     int: _write_int,
-    float: lambda value: pack(">cd", b"G", value),
-    str: _write_text,
-    bytes: lambda value: _sized(b"C", b"B", b"\x8e", value),
+    float: lambda value: pack(">Bd", BINFLOAT, value),
+    str: write_text,
+    bytes: lambda value: _write_sized(SHORT_BINBYTES, BINBYTES, BINBYTES8, value),
 }
-LONGEST_GET = 5
-TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
 def write_get(number: int) -> bytes:
     """Return the opcode that pushes what the `number`-th MEMOIZE kept."""
-    return pack("<cB", b"h", number) if number < 256 else pack("<cI", b"j", number)
+    return pack("<BB", BINGET, number) if number < 256 else pack("<BI", LONG_BINGET, number)
 
 
 GETS = [write_get(number) for number in range(256)]
+LONGEST_GET = 5  # bytes
 
 
 def write_bytearray(value: bytearray) -> bytes:
     """Return the opcode that pushes a bytearray."""
-    return BYTEARRAY8 + pack("<Q", len(value)) + value
+    return pack("<BQ", BYTEARRAY8, len(value)) + value

@@ -15,11 +15,12 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any, NoReturn
 
-from wds_tensorcache.codec.nesting import MAX_DEPTH, check_depth, shown
 from wds_tensorcache.codec.skeleton.builders import ALLOW_ONLY, MAX_DEQUES, Builder, Operation, refuse_callables
 from wds_tensorcache.codec.skeleton.calls import call_budget, call_cost
 from wds_tensorcache.codec.skeleton.hashing import KeyTables
 from wds_tensorcache.codec.skeleton.key_costs import SHORT_TEXT, are_few_texts
+from wds_tensorcache.codec.skeleton.opcodes import *
+from wds_tensorcache.codec.tree import MAX_DEPTH, check_depth, shown
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
 __all__ = ["unpickle"]
@@ -29,7 +30,10 @@ _INT32 = Struct("<i").unpack_from
 _UINT32 = Struct("<I").unpack_from
 _UINT64 = Struct("<Q").unpack_from
 # every opcode that can put one container into another; absent or rare ones cannot have nested 200 deep
-_NESTING = b")]}t\x85\x86\x87\x8f\x91R\x81\x92"
+_NESTING = bytes(
+    (*SHORT_TUPLES.values(), TUPLE, EMPTY_LIST, EMPTY_DICT, EMPTY_SET, FROZENSET, REDUCE, NEWOBJ, NEWOBJ_EX)
+)
+_END_OF_REFERENCE = bytes((TUPLE1, REDUCE))
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
@@ -81,8 +85,8 @@ def _run(
     outer: list[list[Any]] = []  # the stacks below each MARK
     memo: list[Any] = []
     callables = 0  # Builders pushed and not yet called, alone or as the one argument that a defaultdict takes
-    tables = KeyTables(size)
-    argument_budget = call_budget(size)
+    tables = KeyTables(size - pos)
+    argument_budget = call_budget(size - pos)
     num_deques = 0
     has_long_texts = False
     push = stack.append
@@ -91,21 +95,21 @@ def _run(
     while True:
         op = body[pos]
         pos += 1
-        if op == 0x8C:  # SHORT_BINUNICODE
+        if op == SHORT_BINUNICODE:
             end = pos + 1 + body[pos]
             raw = body[pos + 1 : end]
             push(raw.decode() if raw.isascii() else _text(raw))
             pos = end
-        elif op == 0x4B:  # BININT1
+        elif op == BININT1:
             push(body[pos])
             pos += 1
-        elif op == 0x68:  # BINGET
+        elif op == BINGET:
             value = memo[body[pos]]
             pos += 1
             if (
                 value is REFERENCE
-                and body[pos] == 0x8C
-                and body[(end := pos + 2 + body[pos + 1]) : end + 2] == b"\x85R"
+                and body[pos] == SHORT_BINUNICODE
+                and body[(end := pos + 2 + body[pos + 1]) : end + 2] == _END_OF_REFERENCE
             ):
                 # a reference as it is written: its text, TUPLE1, REDUCE; four steps in one
                 push(reference(_text(body[pos + 2 : end])))
@@ -114,15 +118,15 @@ def _run(
             if value.__class__ is Builder or (value.__class__ is tuple and _is_factory(value)):
                 callables += 1
             push(value)
-        elif op == 0x28:  # MARK
+        elif op == MARK:
             outer.append(stack)
             stack = []
             push = stack.append
-        elif op == 0x94:  # MEMOIZE
+        elif op == MEMOIZE:
             memo.append(stack[-1])
-        elif op == 0x85:  # TUPLE1
+        elif op == TUPLE1:
             stack[-1] = (stack[-1],)
-        elif op == 0x52:  # REDUCE
+        elif op == REDUCE:
             args = stack.pop()
             builder = stack[-1]
             if builder.__class__ is not Builder or args.__class__ is not tuple:
@@ -142,21 +146,21 @@ def _run(
                 if builder.cls is not None:
                     refuse_callables(args, callables + _is_factory(args))
                 stack[-1] = builder.build(args)
-        elif op == 0x47:  # BINFLOAT
+        elif op == BINFLOAT:
             push(_FLOAT(body, pos)[0])
             pos += 8
-        elif op == 0x4D:  # BININT2
+        elif op == BININT2:
             push(body[pos] | body[pos + 1] << 8)
             pos += 2
-        elif op == 0x4A:  # BININT
+        elif op == BININT:
             push(_INT32(body, pos)[0])
             pos += 4
-        elif op == 0x7D:  # EMPTY_DICT
+        elif op == EMPTY_DICT:
             push({})
-        elif op == 0x5D:  # EMPTY_LIST
+        elif op == EMPTY_LIST:
             push([])
-        elif op == 0x75 or op == 0x73:  # SETITEMS, SETITEM
-            if op == 0x75:
+        elif op == SETITEMS or op == SETITEM:
+            if op == SETITEMS:
                 items, stack = stack, outer.pop()
                 push = stack.append
             else:
@@ -172,8 +176,8 @@ def _run(
                 tables.add(target, keys)
             for key, value in zip(keys, items[1::2], strict=True):
                 target[key] = value
-        elif op == 0x65 or op == 0x61:  # APPENDS, APPEND
-            if op == 0x65:
+        elif op == APPENDS or op == APPEND:
+            if op == APPENDS:
                 items, stack = stack, outer.pop()
                 push = stack.append
             else:
@@ -186,21 +190,21 @@ def _run(
             ):
                 raise FormatError(f"APPENDS at byte {pos - 1} on a {type(target).__name__}")
             target.extend(items)
-        elif op == 0x86:  # TUPLE2
+        elif op == TUPLE2:
             stack[-2:] = [(stack[-2], stack[-1])]
-        elif op == 0x87:  # TUPLE3
+        elif op == TUPLE3:
             stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
-        elif op == 0x74:  # TUPLE
+        elif op == TUPLE:
             items, stack = stack, outer.pop()
             push = stack.append
             push(tuple(items))
-        elif op == 0x29:  # EMPTY_TUPLE
+        elif op == EMPTY_TUPLE:
             push(())
-        elif op == 0x4E:  # NONE
+        elif op == NONE:
             push(None)
-        elif op == 0x88:  # NEWTRUE
+        elif op == NEWTRUE:
             push(True)
-        elif op == 0x89:  # NEWFALSE
+        elif op == NEWFALSE:
             push(False)
         elif op in _LENGTH_FIELDS:
             width, make = _LENGTH_FIELDS[op]
@@ -213,18 +217,18 @@ def _run(
             push(make(body[begin:end]))
             has_long_texts = has_long_texts or make is _text
             pos = end
-        elif op == 0x6A:  # LONG_BINGET
+        elif op == LONG_BINGET:
             value = memo[_UINT32(body, pos)[0]]
             pos += 4
             if value.__class__ is Builder or (value.__class__ is tuple and _is_factory(value)):
                 callables += 1
             push(value)
-        elif op == 0x8F:  # EMPTY_SET
+        elif op == EMPTY_SET:
             push(set())
-        elif op == 0x90 or op == 0x91:  # ADDITEMS, FROZENSET
+        elif op == ADDITEMS or op == FROZENSET:
             items, stack = stack, outer.pop()
             push = stack.append
-            if op == 0x91:
+            if op == FROZENSET:
                 tables.add(None, items)
                 push(frozenset(items))
             elif stack[-1].__class__ is set:
@@ -232,22 +236,22 @@ def _run(
                 stack[-1].update(items)
             else:
                 raise FormatError(f"ADDITEMS at byte {pos - 1} on a {type(stack[-1]).__name__}")
-        elif op == 0x93:  # STACK_GLOBAL
+        elif op == STACK_GLOBAL:
             name, module = stack.pop(), stack.pop()
             value = _find(module, name, builders, allow)
             if value.__class__ is Builder:
                 callables += 1
             push(value)
-        elif op == 0x30:  # POP
+        elif op == POP:
             stack.pop()
-        elif op == 0x31:  # POP_MARK
+        elif op == POP_MARK:
             stack = outer.pop()
             push = stack.append
-        elif op == 0x95:  # FRAME
+        elif op == FRAME:
             if pos + 8 + _UINT64(body, pos)[0] > size:
                 raise FormatError(f"the frame at byte {pos - 1} is longer than the skeleton")
             pos += 8
-        elif op == 0x2E:  # STOP
+        elif op == STOP:
             break
         elif op in more:
             callables -= more[op](stack, allow, callables)
@@ -278,17 +282,13 @@ def _integer(raw: bytes) -> int:
     return int.from_bytes(raw, "little", signed=True)
 
 
-# opcode -> (width of its length field, what its bytes become)
-_LENGTH_FIELDS: dict[int, tuple[int, Callable[[bytes], Any]]] = {
-    0x58: (4, _text),  # BINUNICODE
-    0x8D: (8, _text),  # BINUNICODE8
-    0x43: (1, bytes),  # SHORT_BINBYTES
-    0x42: (4, bytes),  # BINBYTES
-    0x8E: (8, bytes),  # BINBYTES8
-    0x96: (8, bytearray),  # BYTEARRAY8
-    0x8A: (1, _integer),  # LONG1
-    0x8B: (4, _integer),  # LONG4
+_MAKERS: dict[int, Callable[[bytes], Any]] = {
+    **dict.fromkeys((BINUNICODE, BINUNICODE8), _text),
+    **dict.fromkeys((SHORT_BINBYTES, BINBYTES, BINBYTES8), bytes),
+    **dict.fromkeys((LONG1, LONG4), _integer),
+    BYTEARRAY8: bytearray,
 }
+_LENGTH_FIELDS = {code: (LENGTH_NBYTES[code], make) for code, make in _MAKERS.items()}
 
 
 def _find(

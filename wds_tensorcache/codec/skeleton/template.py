@@ -15,6 +15,8 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any
 
+from wds_tensorcache.codec.skeleton.opcodes import *
+
 __all__ = ["MAX_LEARNT", "MISS", "Template", "assemble", "learn", "taker"]
 
 MISS: Any = object()
@@ -22,9 +24,7 @@ MAX_LEARNT = 8
 MAX_PARTS = 100  # beyond, building from a template is no faster than interpreting
 _FLOAT = Struct(">d").unpack_from
 _INT32 = Struct("<i").unpack_from
-_CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
-_FIXED = {0x4B: 2, 0x4D: 3, 0x4A: 5, 0x47: 9, 0x4E: 1, 0x88: 1, 0x89: 1}  # opcodes of plain values by their length
-_SIZED = {0x8C: 1, 0x58: 4, 0x43: 1, 0x42: 4, 0x8A: 1}  # … and by the width of their length field
+_SIZED = {code: LENGTH_NBYTES[code] for code in (SHORT_BINUNICODE, BINUNICODE, SHORT_BINBYTES, BINBYTES, LONG1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,31 +63,35 @@ class Template:
                 return MISS
             pos += len(segment)
             op = body[pos]
-            if op == 0x8C:  # SHORT_BINUNICODE
+            if op == SHORT_BINUNICODE:
                 end = pos + 2 + body[pos + 1]
                 append(body[pos + 2 : end].decode())
                 pos = end
-            elif op == 0x4B:  # BININT1
+            elif op == BININT1:
                 append(body[pos + 1])
                 pos += 2
-            elif op == 0x4D:  # BININT2
+            elif op == BININT2:
                 append(body[pos + 1] | body[pos + 2] << 8)
                 pos += 3
-            elif op == 0x47:  # BINFLOAT
+            elif op == BINFLOAT:
                 append(_FLOAT(body, pos + 1)[0])
                 pos += 9
-            elif op == 0x4A:  # BININT
+            elif op == BININT:
                 append(_INT32(body, pos + 1)[0])
                 pos += 5
-            elif op in _CONSTANTS:
-                append(_CONSTANTS[op])
+            elif op in CONSTANTS:
+                append(CONSTANTS[op])
                 pos += 1
             elif op in _SIZED:  # BINUNICODE, SHORT_BINBYTES, BINBYTES, LONG1
                 first = pos + 1 + _SIZED[op]
                 pos = first + int.from_bytes(body[pos + 1 : first], "little")
                 raw = body[first:pos]
                 append(
-                    raw.decode() if op == 0x58 else int.from_bytes(raw, "little", signed=True) if op == 0x8A else raw
+                    raw.decode()
+                    if op == BINUNICODE
+                    else int.from_bytes(raw, "little", signed=True)
+                    if op == LONG1
+                    else raw
                 )
             else:
                 return MISS
@@ -169,58 +173,62 @@ def _take_apart(body: bytes, pos: int) -> tuple[list[Any], Any]:
         if len(parts) > 4 * MAX_PARTS:  # keys and names count too, until they are known to be
             raise _Unlike
         op = body[pos]
-        if op in _FIXED or op in _SIZED:
-            width = _SIZED.get(op)
-            size = _FIXED.get(op) or 1 + width + int.from_bytes(body[pos + 1 : pos + 1 + width], "little")  # type: ignore[operator]
+        if op in FIXED_NBYTES or op in _SIZED:
+            width = _SIZED.get(op, 0)
+            size = (
+                1
+                + width
+                + (FIXED_NBYTES[op] if not width else int.from_bytes(body[pos + 1 : pos + 1 + width], "little"))
+            )
             stack.append(_Value(pos, pos + size))
             parts.append(stack[-1])
             pos += size
             continue
         pos += 1
-        if op == 0x94:  # MEMOIZE
+        if op == MEMOIZE:
             if isinstance(stack[-1], _Container):
                 raise _Unlike  # may be referred to twice
             memo.append(stack[-1])
-        elif op == 0x68:  # BINGET
+        elif op == BINGET:
             stack.append(memo[body[pos]])
             pos += 1
-        elif op == 0x28:  # MARK
+        elif op == MARK:
             marks.append(stack)
             stack = []
-        elif op == 0x93:  # STACK_GLOBAL
+        elif op == STACK_GLOBAL:
             name, module = stack.pop(), stack.pop()
             if _constant(body, module) != "builtins" or _constant(body, name) != "format":
                 raise _Unlike
             stack.append(_REFERENCE)
-        elif op == 0x52:  # REDUCE
+        elif op == REDUCE:
             arguments = stack.pop()
             if stack.pop() is not _REFERENCE:
                 raise _Unlike
             parts.remove(arguments)
             stack.append(_Tensor(_constant(body, arguments.items[0])))
             parts.append(stack[-1])
-        elif op == 0x7D or op == 0x5D:  # EMPTY_DICT, EMPTY_LIST
-            stack.append(_Container(dict if op == 0x7D else list, [], []))
-            if body[pos] != 0x28:
+        elif op == EMPTY_DICT or op == EMPTY_LIST:
+            stack.append(_Container(dict if op == EMPTY_DICT else list, [], []))
+            if body[pos] != MARK:
                 parts.append(stack[-1])
-        elif op == 0x75 or op == 0x65:  # SETITEMS, APPENDS
+        elif op == SETITEMS or op == APPENDS:
             items, stack = stack, marks.pop()
             target = stack[-1]
             if target.items or target in parts:
                 raise _Unlike
-            target.items = items if op == 0x65 else items[1::2]
-            target.keys = [] if op == 0x65 else [_constant(body, key) for key in items[::2]]
+            target.items = items if op == APPENDS else items[1::2]
+            target.keys = [] if op == APPENDS else [_constant(body, key) for key in items[::2]]
             parts.append(target)
-        elif op in (0x29, 0x85, 0x86, 0x87, 0x74):  # EMPTY_TUPLE, TUPLE1, TUPLE2, TUPLE3, TUPLE
-            if op == 0x74:
+        elif op in (EMPTY_TUPLE, TUPLE1, TUPLE2, TUPLE3, TUPLE):
+            if op == TUPLE:
                 items, stack = stack, marks.pop()
             else:
-                count = 0 if op == 0x29 else op - 0x84
+                count = 0 if op == EMPTY_TUPLE else op - TUPLE1 + 1
                 items = stack[len(stack) - count :]
                 del stack[len(stack) - count :]
             stack.append(_Container(tuple, items, []))
             parts.append(stack[-1])
-        elif op == 0x2E and len(stack) == 1:  # STOP
+        elif op == STOP and len(stack) == 1:
             return parts, stack[0]
         else:
             raise _Unlike
@@ -231,7 +239,7 @@ _REFERENCE = object()
 
 def _constant(body: bytes, value: Any) -> str:
     """Return the text that `value` is in every skeleton of the template."""
-    if not isinstance(value, _Value) or body[value.begin] != 0x8C:
+    if not isinstance(value, _Value) or body[value.begin] != SHORT_BINUNICODE:
         raise _Unlike
     value.fixed = True
     return body[value.begin + 2 : value.end].decode()

@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Context, Decimal
 from fractions import Fraction
+from itertools import product
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.nesting import shown
 from wds_tensorcache.codec.skeleton.builders import Builder
+from wds_tensorcache.codec.tree import shown
 
 __all__ = ["BUILDERS", "FACTORIES", "LISTED", "Listed", "numpy_dtype_arguments", "torch_dtype_name"]
 
 _DECIMALS = Context(capitals=1)  # str(Decimal) depends on the thread's context
-MAX_FRACTION_BITS = 4096  # the greatest common divisor of longer numbers takes seconds
-MAX_RANGE_BITS = 4096  # the length of a range is a quotient
+MAX_BITS = 4096  # the greatest common divisor of longer numbers takes seconds, and the length of a range is a quotient
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,89 +39,56 @@ class Listed:
     arguments: Callable[[Any], tuple[Any, ...]]
 
 
-def _plain(*classes: type) -> Callable[[tuple[Any, ...]], None]:
-    def check(args: tuple[Any, ...]) -> None:
-        for arg in args:
-            if arg.__class__ not in classes:
-                raise TypeError(f"{shown(arg)} is not one of {', '.join(cls.__name__ for cls in classes)}")
-
-    return check
-
-
-def _checked(cls: type, *classes: type, counts: tuple[int, ...]) -> Callable[[tuple[Any, ...]], Any]:
-    """Return a `build` that calls `cls` with arguments of exactly these classes, and as many as `counts` has."""
-    check = _plain(*classes)
+def _checked(make: Callable[..., Any], *kinds: Any, optional: int = 0) -> Callable[[tuple[Any, ...]], Any]:
+    """Return a `build` that calls `make` with arguments of exactly these classes; the last `optional` may be left out."""
+    allowed = [kind if isinstance(kind, tuple) else (kind,) for kind in kinds]
+    counts = range(len(allowed) - optional, len(allowed) + 1)
+    signatures = {signature for count in counts for signature in product(*allowed[:count])}
 
     def build(args: tuple[Any, ...]) -> Any:
-        if len(args) not in counts:
-            raise TypeError(f"{cls.__name__} with {len(args)} arguments")
-        check(args)
+        if tuple(map(type, args)) not in signatures:
+            expected = ", ".join(" or ".join(cls.__name__ for cls in classes) for classes in allowed)
+            raise TypeError(f"arguments {', '.join(map(shown, args))}; expected {expected or 'none'}")
+        return make(*args)
+
+    return build
+
+
+def _path(cls: type) -> Callable[[tuple[Any, ...]], Any]:
+    def build(args: tuple[Any, ...]) -> Any:
+        if len(args) > 255 or any(type(arg) is not str for arg in args):
+            raise TypeError(f"a {cls.__name__} of {len(args)} parts, expected at most 255 texts")
         return cls(*args)
 
     return build
 
 
-def _build_fraction(args: tuple[Any, ...]) -> Fraction:
-    numerator, denominator = args
-    _plain(int)(args)
-    if max(numerator.bit_length(), denominator.bit_length()) > MAX_FRACTION_BITS:
-        raise ValueError(f"a Fraction of more than {MAX_FRACTION_BITS} bits")
-    return Fraction(numerator, denominator)
-
-
-def _fraction_arguments(value: Fraction) -> tuple[int, int]:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_FRACTION_BITS:
-        raise ValueError(f"a Fraction of more than {MAX_FRACTION_BITS} bits; store its numerator and denominator")
-    return value.numerator, value.denominator
-
-
-def _range_arguments(value: range) -> tuple[int, int, int]:
-    parts = (value.start, value.stop, value.step)
-    if max(map(int.bit_length, parts)) > MAX_RANGE_BITS:
-        raise ValueError(f"a range of numbers of more than {MAX_RANGE_BITS} bits; store its three numbers")
-    return parts
-
-
-def _build_range(args: tuple[Any, ...]) -> range:
-    start, stop, step = args
-    _plain(int)(args)
-    if max(map(int.bit_length, args)) > MAX_RANGE_BITS:
-        raise ValueError(f"a range of numbers of more than {MAX_RANGE_BITS} bits")
-    return range(start, stop, step)
+def _short(*numbers: int) -> tuple[int, ...]:
+    if max(map(int.bit_length, numbers)) > MAX_BITS:
+        raise ValueError(f"a number of more than {MAX_BITS} bits; store the numbers that it is made of")
+    return numbers
 
 
 # datetime's own pickles hold its fields as bytes and the C constructor trusts them: they are read field by field instead
-def _build_date(args: tuple[Any, ...]) -> date:
-    (raw,) = args
-    if raw.__class__ is not bytes or len(raw) != 4:
-        raise TypeError("a date is 4 bytes")
+def _date(raw: bytes) -> date:
+    _check_length(raw, 4)
     return date(raw[0] << 8 | raw[1], raw[2], raw[3])
 
 
-def _build_time(args: tuple[Any, ...]) -> time:
-    raw, tz = _clock(args, 6)
-    return time(raw[0] & 0x7F, raw[1], raw[2], int.from_bytes(raw[3:6], "big"), tz, fold=raw[0] >> 7)
+def _time(raw: bytes, tz: timezone | None = None) -> time:
+    _check_length(raw, 6)
+    return time(raw[0] & 0x7F, raw[1], raw[2], int.from_bytes(raw[3:], "big"), tz, fold=raw[0] >> 7)
 
 
-def _build_datetime(args: tuple[Any, ...]) -> datetime:
-    raw, tz = _clock(args, 10)
-    microsecond = int.from_bytes(raw[7:10], "big")
-    return datetime(
-        raw[0] << 8 | raw[1], raw[2] & 0x7F, raw[3], raw[4], raw[5], raw[6], microsecond, tz, fold=raw[2] >> 7
-    )
+def _datetime(raw: bytes, tz: timezone | None = None) -> datetime:
+    _check_length(raw, 10)
+    day = raw[0] << 8 | raw[1], raw[2] & 0x7F, raw[3]
+    return datetime(*day, raw[4], raw[5], raw[6], int.from_bytes(raw[7:], "big"), tz, fold=raw[2] >> 7)
 
 
-def _clock(args: tuple[Any, ...], nbytes: int) -> tuple[bytes, timezone | None]:
-    raw, *zones = args
-    tz = zones[0] if zones else None
-    if (
-        raw.__class__ is not bytes
-        or len(raw) != nbytes
-        or len(zones) > 1
-        or any(z.__class__ is not timezone for z in zones)
-    ):
-        raise TypeError(f"expected {nbytes} bytes and a datetime.timezone")
-    return raw, tz
+def _check_length(raw: bytes, nbytes: int) -> None:
+    if len(raw) != nbytes:
+        raise TypeError(f"{len(raw)} bytes, expected {nbytes}")
 
 
 def _tz_arguments(value: Any) -> tuple[Any, ...]:
@@ -132,24 +99,14 @@ def _tz_arguments(value: Any) -> tuple[Any, ...]:
     return tuple(value.__reduce_ex__(4)[1])
 
 
-def _build_timedelta(args: tuple[Any, ...]) -> timedelta:
-    days, seconds, microseconds = args
-    _plain(int)(args)
+def _timedelta(days: int, seconds: int, microseconds: int) -> timedelta:
     if not (0 <= seconds < 86_400 and 0 <= microseconds < 1_000_000):
         raise ValueError("a timedelta has fewer seconds than a day, and fewer microseconds than a second")
     return timedelta(days, seconds, microseconds)
 
 
-def _build_timezone(args: tuple[Any, ...]) -> timezone:
-    offset, *name = args
-    if offset.__class__ is not timedelta or len(name) > 1:
-        raise TypeError("a timezone is a timedelta and a name")
-    _plain(str)(tuple(name))
-    return timezone(offset, *name)
-
-
-def _build_deque(args: tuple[Any, ...]) -> Any:
-    if args and (len(args) != 2 or args[0].__class__ is not tuple or args[0] or args[1].__class__ is not int):
+def _deque(*args: Any) -> deque[Any]:
+    if len(args) == 1 or (args and args[0]):
         raise TypeError("a deque is built empty, with its maximal length")
     return deque(*args)
 
@@ -158,46 +115,39 @@ FACTORIES: dict[type, str] = {cls: cls.__name__ for cls in (list, dict, set, int
 
 
 def _build_defaultdict(args: tuple[Any, ...]) -> Any:
-    if not args:
-        return defaultdict()
-    (factory,) = args
-    if factory.__class__ is not Builder or factory.factory is None:
+    if args and (len(args) > 1 or args[0].__class__ is not Builder or args[0].factory is None):
         raise TypeError(f"a defaultdict's factory is left out, or one of {', '.join(FACTORIES.values())}")
-    return defaultdict(factory.factory)
+    return defaultdict(*(arg.factory for arg in args))
 
 
 def _refuse_factory(args: tuple[Any, ...]) -> Any:
     raise TypeError("only a defaultdict's factory may be named here")
 
 
-def _build_size(args: tuple[Any, ...]) -> torch.Size:
-    (sizes,) = args
-    if sizes.__class__ is not tuple:
+def _size(sizes: tuple[Any, ...]) -> torch.Size:
+    if any(size.__class__ is not int for size in sizes):
         raise TypeError("a torch.Size is a tuple of ints")
-    _plain(int)(sizes)
     return torch.Size(sizes)
 
 
 _DEVICE = re.compile(r"[a-z]{2,20}", re.ASCII)
 
 
-def _build_device(args: tuple[Any, ...]) -> torch.device:
-    kind, *index = args
-    _plain(int)(tuple(index))
-    if kind.__class__ is not str or not _DEVICE.fullmatch(kind) or (index and not 0 <= index[0] < 128):
-        raise ValueError("no device is called so")
-    return torch.device(*args)
+def _device(kind: str, *index: int) -> torch.device:
+    if not _DEVICE.fullmatch(kind) or (index and not 0 <= index[0] < 128):
+        raise ValueError(f"unknown device {kind!r:.80}")
+    return torch.device(kind, *index)
 
 
-_NUMPY_DTYPE = re.compile(
-    r"[<>|=]?(?:[?bB]|b1|[iu][1248]|f[248]|c8|c16|[SU]\d{1,9}|[mM]8\[(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])",
-    re.ASCII,
-)
+_UNIT = r"(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)"
+_is_unit = re.compile(_UNIT, re.ASCII).fullmatch
+_is_numpy_dtype = re.compile(
+    rf"[<>|=]?(?:[?bB]|b1|[iu][1248]|f[248]|c8|c16|[SU]\d{{1,9}}|[mM]8\[{_UNIT}\])", re.ASCII
+).fullmatch
 
 
-def _build_dtype(args: tuple[Any, ...]) -> Any:
-    (text,) = args
-    if text.__class__ is not str or not _NUMPY_DTYPE.fullmatch(text):
+def _numpy_dtype(text: str) -> Any:
+    if not _is_numpy_dtype(text):
         raise ValueError(f"{shown(text)} is not a plain numpy dtype")
     return np.dtype(text)
 
@@ -208,37 +158,29 @@ def numpy_dtype_arguments(value: Any) -> tuple[str]:
     Raises:
         ValueError: A record, an object dtype, or one that carries metadata.
     """
-    if not _NUMPY_DTYPE.fullmatch(value.str) or value.metadata is not None:
+    if not _is_numpy_dtype(value.str) or value.metadata is not None:
         raise ValueError(f"numpy dtype {value} is a record or an object dtype")
     return (value.str,)
 
 
-def _build_scalar(cls: type, classes: tuple[type, ...]) -> Callable[[tuple[Any, ...]], Any]:
-    check = _plain(*classes)
-
-    def build(args: tuple[Any, ...]) -> Any:
-        check(args)
-        (value,) = args
+def _scalar(cls: Any, kind: type) -> Callable[[Any], Any]:
+    def make(value: Any) -> Any:
         with np.errstate(over="raise", invalid="ignore"):
             scalar = cls(value)
-        if classes == (int,) and int(scalar) != value:  # numpy before 2 wraps around
+        if kind is int and int(scalar) != value:  # numpy before 2 wraps around
             raise OverflowError(f"{value} in a {cls.__name__}")
         return scalar
 
-    return build
+    return make
 
 
-_UNIT = re.compile(r"(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)", re.ASCII)
+def _time_scalar(cls: Any) -> Callable[[int, str], Any]:
+    def make(count: int, unit: str) -> Any:
+        if not _is_unit(unit):
+            raise ValueError(f"unknown unit {unit!r:.80}")
+        return cls(count, unit)
 
-
-def _build_time_scalar(cls: type) -> Callable[[tuple[Any, ...]], Any]:
-    def build(args: tuple[Any, ...]) -> Any:
-        value, unit = args
-        if value.__class__ is not int or unit.__class__ is not str or not _UNIT.fullmatch(unit):
-            raise TypeError("expected a count and a unit")
-        return cls(value, unit)
-
-    return build
+    return make
 
 
 def _time_scalar_arguments(value: Any) -> tuple[int, str]:
@@ -246,6 +188,13 @@ def _time_scalar_arguments(value: Any) -> tuple[int, str]:
     if unit == "generic":
         raise ValueError(f"{value!r} has no unit")
     return int(value.view("i8")), unit if count == 1 else f"{count}{unit}"
+
+
+def _slice_arguments(value: slice) -> tuple[Any, ...]:
+    parts = (value.start, value.stop, value.step)
+    if any(part.__class__ not in (int, type(None)) for part in parts):
+        raise TypeError("its start, stop and step are not all ints or None")
+    return parts
 
 
 def torch_dtype_name(value: torch.dtype) -> str:
@@ -258,45 +207,53 @@ _Row = tuple[Any, str, str, Callable[[Any], tuple[Any, ...]], Callable[[tuple[An
 
 
 def _rows() -> Iterator[_Row]:
-    yield complex, "builtins", "complex", lambda v: (v.real, v.imag), _checked(complex, float, counts=(2,))
-    yield slice, "builtins", "slice", _slice_arguments, _checked(slice, int, type(None), counts=(3,))
-    yield range, "builtins", "range", _range_arguments, _build_range
-    yield Decimal, "decimal", "Decimal", lambda v: (_DECIMALS.to_sci_string(v),), _checked(Decimal, str, counts=(1,))
-    yield Fraction, "fractions", "Fraction", _fraction_arguments, _build_fraction
-    yield date, "datetime", "date", lambda v: v.__reduce__()[1], _build_date
-    yield time, "datetime", "time", _tz_arguments, _build_time
-    yield datetime, "datetime", "datetime", _tz_arguments, _build_datetime
-    yield timedelta, "datetime", "timedelta", lambda v: (v.days, v.seconds, v.microseconds), _build_timedelta
-    yield timezone, "datetime", "timezone", lambda v: v.__getinitargs__(), _build_timezone
-    yield uuid.UUID, "uuid", "UUID", lambda v: (str(v),), _checked(uuid.UUID, str, counts=(1,))
+    yield complex, "builtins", "complex", lambda v: (v.real, v.imag), _checked(complex, float, float)
+    yield slice, "builtins", "slice", _slice_arguments, _checked(slice, *[(int, type(None))] * 3)
+    yield (
+        range,
+        "builtins",
+        "range",
+        lambda v: _short(v.start, v.stop, v.step),
+        _checked(lambda *v: range(*_short(*v)), int, int, int),
+    )
+    yield Decimal, "decimal", "Decimal", lambda v: (_DECIMALS.to_sci_string(v),), _checked(Decimal, str)
+    yield (
+        Fraction,
+        "fractions",
+        "Fraction",
+        lambda v: _short(v.numerator, v.denominator),
+        _checked(lambda *v: Fraction(*_short(*v)), int, int),
+    )
+    yield date, "datetime", "date", lambda v: v.__reduce__()[1], _checked(_date, bytes)
+    yield time, "datetime", "time", _tz_arguments, _checked(_time, bytes, timezone, optional=1)
+    yield datetime, "datetime", "datetime", _tz_arguments, _checked(_datetime, bytes, timezone, optional=1)
+    days = _checked(_timedelta, int, int, int)
+    yield timedelta, "datetime", "timedelta", lambda v: (v.days, v.seconds, v.microseconds), days
+    zone = _checked(timezone, timedelta, str, optional=1)
+    yield timezone, "datetime", "timezone", lambda v: v.__getinitargs__(), zone
+    yield uuid.UUID, "uuid", "UUID", lambda v: (str(v),), _checked(uuid.UUID, str)
     for path in (PurePosixPath, PureWindowsPath):
-        parts = _checked(path, str, counts=tuple(range(256)))
-        yield path, "pathlib", path.__name__, lambda v: (str(v),), parts
-    yield OrderedDict, "collections", "OrderedDict", lambda v: (), _checked(OrderedDict, counts=(0,))
-    yield deque, "collections", "deque", lambda v: () if v.maxlen is None else ((), v.maxlen), _build_deque
-    yield torch.Size, "torch", "Size", lambda v: (tuple(v),), _build_size
-    yield torch.device, "torch", "device", lambda v: v.__reduce__()[1], _build_device
-    for kinds, cls in (("?", bool), ("bhilqBHILQ", int), ("efd", float), ("FD", complex)):
+        yield path, "pathlib", path.__name__, lambda v: (str(v),), _path(path)
+    yield OrderedDict, "collections", "OrderedDict", lambda v: (), _checked(OrderedDict)
+    empty = _checked(_deque, tuple, int, optional=2)
+    yield deque, "collections", "deque", lambda v: () if v.maxlen is None else ((), v.maxlen), empty
+    yield torch.Size, "torch", "Size", lambda v: (tuple(v),), _checked(_size, tuple)
+    yield torch.device, "torch", "device", lambda v: v.__reduce__()[1], _checked(_device, str, int, optional=1)
+    for kinds, cls in (("?", bool), ("bhilqBHILQ", int), ("efd", float), ("FD", complex), ("U", str), ("S", bytes)):
         for scalar in dict.fromkeys(np.dtype(kind).type for kind in kinds):
-            name = "bool_" if scalar is np.bool_ else np.dtype(scalar).name  # numpy 1 has no numpy.bool
-            yield scalar, "numpy", name, lambda v: (v.item(),), _build_scalar(scalar, (cls,))
-    for scalar, text in ((np.str_, str), (np.bytes_, bytes)):
-        yield scalar, "numpy", scalar.__name__, lambda v: (v.item(),), _build_scalar(scalar, (text,))
+            name = scalar.__name__ if kinds in "?US" else np.dtype(scalar).name
+            name = "bool_" if scalar is np.bool_ else name  # numpy 1 has no numpy.bool
+            yield scalar, "numpy", name, lambda v: (v.item(),), _checked(_scalar(scalar, cls), cls)
     for scalar in (np.datetime64, np.timedelta64):
-        yield scalar, "numpy", scalar.__name__, _time_scalar_arguments, _build_time_scalar(scalar)
-
-
-def _slice_arguments(value: slice) -> tuple[Any, ...]:
-    parts = (value.start, value.stop, value.step)
-    _plain(int, type(None))(parts)
-    return parts
+        build = _checked(_time_scalar(scalar), int, str)
+        yield scalar, "numpy", scalar.__name__, _time_scalar_arguments, build
 
 
 LISTED: dict[type, Listed] = {}
 BUILDERS: dict[tuple[str, str], object] = {
-    ("builtins", "bytearray"): Builder(_checked(bytearray, bytes, counts=(1,))),  # protocol 4 has no opcode for it
+    ("builtins", "bytearray"): Builder(_checked(bytearray, bytes)),  # protocol 4 has no opcode for it
     ("collections", "defaultdict"): Builder(_build_defaultdict),
-    ("numpy", "dtype"): Builder(_build_dtype),
+    ("numpy", "dtype"): Builder(_checked(_numpy_dtype, str)),
     ("builtins", "Ellipsis"): ...,
 }
 for _cls, _module, _name, _arguments, _build in _rows():

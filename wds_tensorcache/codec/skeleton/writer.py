@@ -19,20 +19,19 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.collector import collector_paused
-from wds_tensorcache.codec.lazy import LazyTensor
-from wds_tensorcache.codec.lazy_array import LazyArray
-from wds_tensorcache.codec.nesting import MAX_DEPTH
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton import opcodes as op
-from wds_tensorcache.codec.skeleton.builders import MAX_DEQUES
+from wds_tensorcache.codec.skeleton.builders import MAX_DEQUES, reduction
 from wds_tensorcache.codec.skeleton.calls import CALLS_OF_ANY, PER_BYTE, call_budget, call_cost
 from wds_tensorcache.codec.skeleton.hashing import comparison_budget, work_of_keys
 from wds_tensorcache.codec.skeleton.key_costs import ONLY_COMPARED, are_few_texts, hash_cost
+from wds_tensorcache.codec.skeleton.opcodes import CODE
 from wds_tensorcache.codec.skeleton.paths import RESERVED, Counter, component, join, short_component, unique
-from wds_tensorcache.codec.skeleton.reduction import reduction
 from wds_tensorcache.codec.skeleton.refusals import at, checked_arguments, remedy
 from wds_tensorcache.codec.skeleton.types import FACTORIES, LISTED, numpy_dtype_arguments, torch_dtype_name
 from wds_tensorcache.codec.storable import StorableTensor, describe_tensor
+from wds_tensorcache.codec.tree import MAX_DEPTH
 from wds_tensorcache.errors import EncodeError, FormatError
 
 __all__ = ["MANY_ITEMS", "SkeletonWriter"]
@@ -43,7 +42,7 @@ _NO_CLASSES: dict[type, tuple[str, str]] = {}
 _TEXTS = frozenset({str})
 _FIRST = itemgetter(0)
 _RUNNING = nullcontext()  # leaves the garbage collector as it is
-_write_key = lru_cache(4096)(op.ATOM_WRITERS[str])  # the keys of dicts are the same in every sample
+_write_key = lru_cache(4096)(op.write_text)  # the keys of dicts are the same in every sample
 
 
 class SkeletonWriter:
@@ -86,11 +85,11 @@ class SkeletonWriter:
         if gets:
             memo = {}
             for number, slot in enumerate(sorted(set(gets.values()))):
-                parts[slot] = op.MEMOIZE
+                parts[slot] = CODE[op.MEMOIZE]
                 memo[slot] = op.GETS[number] if number < len(op.GETS) else op.write_get(number)
             for index, slot in gets.items():
                 parts[index] = memo[slot]
-        parts.append(op.STOP)
+        parts.append(CODE[op.STOP])
         body = b"".join(parts)
         parts.pop()
         return body
@@ -125,7 +124,7 @@ class SkeletonWriter:
         if known is not None:
             self._get(known[0])
             return
-        if depth > MAX_DEPTH and (cls in _CONTAINERS or cls in self._classes or cls is torch.Size):
+        if depth > MAX_DEPTH and (cls in _NESTED or cls in self._classes):
             raise EncodeError(f"{at(path)}: containers nest more than {MAX_DEPTH} deep; flatten them")
         container = _CONTAINERS.get(cls)
         if container is not None:
@@ -174,24 +173,24 @@ class SkeletonWriter:
         self.save(item, path, opaque, depth + 1)
 
     def _save_list(self, value: list[Any], path: str, opaque: Counter | None, depth: int) -> None:
-        self._parts.append(op.EMPTY_LIST)
+        self._parts.append(CODE[op.EMPTY_LIST])
         self._remember(value)
         self._save_items(value, path, opaque, depth)
 
     def _save_items(self, values: Iterable[Any], path: str, opaque: Counter | None, depth: int) -> None:
         values = list(values)
         if values:
-            self._parts.append(op.MARK)
+            self._parts.append(CODE[op.MARK])
             with collector_paused(True) if len(values) > MANY_ITEMS else _RUNNING:
                 for index, item in enumerate(values):
                     if (atom := op.ATOM_WRITERS.get(type(item))) is not None:
                         self._save_atom(item, type(item), atom)
                     else:
                         self._save_item(item, path, index, opaque, depth)
-            self._parts.append(op.APPENDS)
+            self._parts.append(CODE[op.APPENDS])
 
     def _save_dict(self, value: dict[Any, Any], path: str, opaque: Counter | None, depth: int) -> None:
-        self._parts.append(op.EMPTY_DICT)
+        self._parts.append(CODE[op.EMPTY_DICT])
         self._remember(value)
         self._save_pairs(value.items(), path, opaque, depth)
 
@@ -202,20 +201,20 @@ class SkeletonWriter:
         keys = list(map(_FIRST, pairs))
         if len(keys) > ONLY_COMPARED or not _TEXTS.issuperset(map(type, keys)):
             self._check_keys(keys, path)
-        self._parts.append(op.MARK)
+        self._parts.append(CODE[op.MARK])
         with collector_paused(True) if len(pairs) > MANY_ITEMS else _RUNNING:
             for index, (key, item) in enumerate(pairs):
                 if type(key) is not str:
                     inside = path if opaque else join(path, component(key, index))
                     self.save(key, inside, Counter(), depth + 1)
                 else:
-                    self._save_atom(key, str, _write_key if len(key) < 64 else op.ATOM_WRITERS[str])
+                    self._save_atom(key, str, _write_key if len(key) < 64 else op.write_text)
                 if (atom := op.ATOM_WRITERS.get(type(item))) is not None:  # has no path
                     self._save_atom(item, type(item), atom)
                 else:
                     part = short_component(key) if type(key) is str and len(key) < 64 else component(key, index)
                     self._save_item(item, path, part, opaque, depth)
-        self._parts.append(op.SETITEMS)
+        self._parts.append(CODE[op.SETITEMS])
 
     def _check_keys(self, keys: list[Any], path: str, *, is_set: bool = False) -> None:
         """Refuse keys that a reader would refuse, and count what they cost it."""
@@ -228,35 +227,35 @@ class SkeletonWriter:
             raise EncodeError(f"{at(path)}: {exc}; use other keys, or a list") from exc
 
     def _save_tuple(self, value: tuple[Any, ...], path: str, opaque: Counter | None, depth: int) -> None:
-        if len(value) not in op.TUPLES:
-            self._parts.append(op.MARK)
+        if len(value) not in op.SHORT_TUPLES:
+            self._parts.append(CODE[op.MARK])
         for index, item in enumerate(value):
             self._save_item(item, path, index, opaque, depth)
         known = self._slots.get(id(value))
         if known is not None:  # one of the items holds this tuple, and has written it
-            self._parts.append(op.POP * len(value) if len(value) in op.TUPLES else op.POP_MARK)
+            self._parts.append(CODE[op.POP] * len(value) if len(value) in op.SHORT_TUPLES else CODE[op.POP_MARK])
             self._get(known[0])
             return
-        self._parts.append(op.TUPLES.get(len(value), op.TUPLE))
+        self._parts.append(CODE[op.SHORT_TUPLES.get(len(value), op.TUPLE)])
         if value:
             self._remember(value)
 
     def _save_set(self, value: set[Any], path: str, opaque: Counter | None, depth: int) -> None:
-        self._parts.append(op.EMPTY_SET)
+        self._parts.append(CODE[op.EMPTY_SET])
         self._remember(value)
         if value:
             self._save_elements(value, path, depth)
-            self._parts.append(op.ADDITEMS)
+            self._parts.append(CODE[op.ADDITEMS])
 
     def _save_frozenset(self, value: frozenset[Any], path: str, opaque: Counter | None, depth: int) -> None:
         self._save_elements(value, path, depth)
         if id(value) in self._slots:
             raise EncodeError(f"{at(path)}: a frozenset that holds itself; use a list")
-        self._parts.append(op.FROZENSET)
+        self._parts.append(CODE[op.FROZENSET])
         self._remember(value)
 
     def _save_elements(self, values: Iterable[Any], path: str, depth: int) -> None:
-        self._parts.append(op.MARK)
+        self._parts.append(CODE[op.MARK])
         inside = Counter()  # elements have no names: tensors in them are counted
         elements = sorted(values, key=lambda item: self._canonical(item, path, depth + 1))
         self._check_keys(elements, path, is_set=True)
@@ -296,11 +295,11 @@ class SkeletonWriter:
             raise EncodeError(f"{at(path)}: a defaultdict's factory must be None or one of {names}; store dict(x)")
         self._global("collections", "defaultdict")
         if factory is None:
-            self._parts.append(op.EMPTY_TUPLE)
+            self._parts.append(CODE[op.EMPTY_TUPLE])
         else:
             self._global("builtins", FACTORIES[factory])
-            self._parts.append(op.TUPLE1)
-        self._parts.append(op.REDUCE)
+            self._parts.append(CODE[op.TUPLE1])
+        self._parts.append(CODE[op.REDUCE])
         self._remember(value)
         self._save_pairs(value.items(), path, opaque, depth)
 
@@ -316,11 +315,11 @@ class SkeletonWriter:
     def _save_call(self, module: str, name: str, arguments: tuple[Any, ...], path: str, depth: int = 1) -> None:
         """Write `module.name(*arguments)`; the arguments are plain, so no tensor and no path is in them."""
         self._global(module, name)
-        if len(arguments) not in op.TUPLES:
-            self._parts.append(op.MARK)
+        if len(arguments) not in op.SHORT_TUPLES:
+            self._parts.append(CODE[op.MARK])
         self._save_arguments(arguments, path, Counter(), depth)
-        self._parts.append(op.TUPLES.get(len(arguments), op.TUPLE))
-        self._parts.append(op.REDUCE)
+        self._parts.append(CODE[op.SHORT_TUPLES.get(len(arguments), op.TUPLE)])
+        self._parts.append(CODE[op.REDUCE])
 
     def _save_arguments(self, arguments: tuple[Any, ...], path: str, inside: Counter, depth: int) -> None:
         self._call_cost += call_cost(arguments)
@@ -337,7 +336,7 @@ class SkeletonWriter:
             return
         for text in (module, name):
             self._save_atom(text, str, _write_key)
-        self._parts += op.STACK_GLOBAL, b""
+        self._parts += CODE[op.STACK_GLOBAL], b""
         self._globals[module, name] = len(self._parts) - 1
 
     def _save_tensor(self, value: Any, path: str, opaque: Counter | None) -> None:
@@ -352,9 +351,9 @@ class SkeletonWriter:
         stored.name, stored.reference = path, reference_text(stored.kind, path, stored.true.attribute)
         self.tensors[path] = stored
         self._global("builtins", "format")
-        self._save_atom(stored.reference, str, op.ATOM_WRITERS[str])
+        self._save_atom(stored.reference, str, op.write_text)
         self._slots[id(value)] = (len(self._parts) + 1, value)
-        self._parts += op.TUPLE1 + op.REDUCE, b""
+        self._parts += CODE[op.TUPLE1] + CODE[op.REDUCE], b""
 
     def _save_object(self, value: Any, path: str, depth: int) -> None:
         """Write an instance of a class in allow= as its `__reduce_ex__` describes it."""
@@ -364,21 +363,21 @@ class SkeletonWriter:
         if isinstance(value, Enum):  # what Enum reduces to depends on the Python version
             self._global(*self._classes[cls])
             self._save_arguments((value.value,), path, inside, depth + 1)
-            self._parts.append(op.TUPLE1 + op.REDUCE)
+            self._parts.append(CODE[op.TUPLE1] + CODE[op.REDUCE])
             self._remember(value)
             return
         opcode, arguments, keywords, state, items, pairs = reduction(value, path)
         self._global(*self._classes[cls])
-        self._parts.append(op.MARK)
+        self._parts.append(CODE[op.MARK])
         if opcode == op.REDUCE:
             self._save_arguments(arguments, path, inside, depth + 1)
         else:  # copies nothing
             for argument in arguments:
                 self.save(argument, path, inside, depth + 1)
-        self._parts.append(op.TUPLE)
+        self._parts.append(CODE[op.TUPLE])
         if keywords is not None:
             self.save(keywords, path, inside, depth + 1)
-        self._parts.append(opcode)
+        self._parts.append(CODE[opcode])
         self._remember(value)
         if items is not None:
             self._save_items(items, path, inside, depth)
@@ -386,7 +385,7 @@ class SkeletonWriter:
             self._save_pairs(pairs, path, inside, depth)
         if state is not None:
             self.save(state, path, inside, depth + 1)
-            self._parts.append(op.BUILD)
+            self._parts.append(CODE[op.BUILD])
 
 
 _CONTAINERS: dict[type, Callable[[SkeletonWriter, Any, str, Counter | None, int], None]] = {
@@ -400,3 +399,4 @@ _CONTAINERS: dict[type, Callable[[SkeletonWriter, Any, str, Counter | None, int]
     defaultdict: SkeletonWriter._save_defaultdict,
     bytearray: SkeletonWriter._save_bytearray,
 }
+_NESTED = {*_CONTAINERS, torch.Size} - {bytearray}  # what counts as one level of nesting

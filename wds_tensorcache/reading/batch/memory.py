@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +9,10 @@ import torch
 
 from wds_tensorcache.codec.reference import Reference
 from wds_tensorcache.codec.views import check_array, view_array, view_tensor
-from wds_tensorcache.errors import BatchError
+from wds_tensorcache.reading.batch.placement import nbytes_of, no_memory
 from wds_tensorcache.storage.pool import Pool
 
-__all__ = ["Memory", "filler_of", "nbytes_of", "no_memory", "to_device"]
+__all__ = ["Memory", "to_device"]
 
 Array = np.ndarray[Any, Any]
 
@@ -51,66 +49,6 @@ class Memory:
             part = self._flat[begin : begin + nbytes] if nbytes else self._flat.new_empty(0)
             return part.view(reference.dtype).view(shape)
         return view_tensor(self.array, reference.dtype, shape, begin)
-
-
-def no_memory(nbytes: int) -> BatchError:
-    """Return the error of a batch that is too large."""
-    return BatchError(f"a batch of {nbytes} bytes does not fit into memory; read fewer samples, or use collate='list'")
-
-
-def filler_of(reference: Reference, value: float) -> tuple[np.dtype[Any], Any]:
-    """Return a numpy dtype of a tensor's width, and the bits of `value` in it.
-
-    Raises:
-        BatchError: `value` is no number, or the tensor's dtype has none that is near.
-    """
-    numpy = reference.kind == "ndarray"
-    dtype = reference.dtype
-    if not numpy:
-        dtype = np.dtype("c16" if reference.dtype.itemsize == 16 else f"u{reference.dtype.itemsize}")
-    if not isinstance(value, (int, float, complex, np.number)):
-        raise BatchError(f"pad_value={value!r}, expected a number, or a dict of numbers by tensor name")
-    if (value == 0 and str(value)[0] != "-") or (numpy and dtype.kind not in "biufc"):
-        return dtype, np.zeros((), dtype)  # zero bits; also of texts and dates, which no number is meant for
-    try:
-        with np.errstate(over="ignore", invalid="ignore"):
-            if numpy:
-                filler = np.array(value, dtype)
-                found: Any = filler.item()
-            else:
-                one = torch.full((1,), value, dtype=reference.dtype, device="cpu")
-                filler, found = one.view(torch.uint8).numpy().view(dtype), one.to(_widest(reference.dtype)).item()
-    except (ValueError, OverflowError, RuntimeError, TypeError) as exc:
-        raise _cannot_hold(reference, value) from exc
-    is_exact = reference.dtype.kind in "biu" if numpy else _widest(reference.dtype) in (torch.int64, reference.dtype)
-    if not (found == value if is_exact else _is_near(found, value)):
-        raise _cannot_hold(reference, value)
-    return dtype, filler
-
-
-def _widest(dtype: torch.dtype) -> torch.dtype:
-    """Return a dtype that holds what one of this kind holds, and that Python has."""
-    if dtype.is_complex:
-        return torch.complex128
-    return torch.float64 if dtype.is_floating_point else dtype
-
-
-def _is_near(found: complex, value: complex) -> bool:
-    """Return whether a float is `value` but for rounding: not where it became infinite, NaN or the largest there is."""
-    if value != value or found != found:
-        return value != value and found != found
-    if math.isinf(abs(value)):
-        return found == value
-    return abs(found - value) <= abs(value) / 2  # float8_e8m0fnu has powers of two alone
-
-
-def _cannot_hold(reference: Reference, value: float) -> BatchError:
-    return BatchError(f"pad_value={value!r}, which {reference.dtype} of tensor {reference.name!r} cannot hold")
-
-
-def nbytes_of(reference: Reference, shape: Sequence[int]) -> int:
-    """Return the bytes of an array of a tensor's dtype."""
-    return math.prod(shape) * int(reference.dtype.itemsize)
 
 
 _STREAMS: dict[torch.device, Any] = {}

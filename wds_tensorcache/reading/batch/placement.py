@@ -1,244 +1,133 @@
-"""A batch has the structure of a sample: what stands in the places of its tensors, and of everything else."""
+"""Where each row of a batch goes in its memory, and what fills the rest. Nothing is read here."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
-from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.skeleton.template import assemble, taker
+import numpy as np
+import torch
 
-__all__ = ["Path", "Recipe", "check_collate", "difference", "fill", "is_shared", "project", "recipe_of"]
+from wds_tensorcache.codec.reference import Reference
+from wds_tensorcache.errors import BatchError
 
-_DICTS = (dict, OrderedDict, defaultdict)
-_SEQUENCES = (list, tuple, deque)
-Path = tuple[Any, ...]
+__all__ = ["Placement", "fillers_of", "nbytes_of", "no_memory", "place_equal", "place_in_turn"]
 
-
-def check_collate(collate: Any) -> None:
-    """Raise ValueError unless `read_batch` knows this way to make a batch of samples."""
-    if not callable(collate) and collate not in ("stack", "list", "pad"):
-        raise ValueError(f"collate={collate!r}, expected 'stack', 'list', 'pad' or a function of a list of samples")
-
-
-def fill(sample: Any, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any]) -> Any:
-    """Return the structure of `sample` with other things in it.
-
-    Dicts keep their keys; lists, tuples and deques are kept where a tensor is in them. Everything else, a tuple of ints
-    say, is one leaf: what `leaf` returns for the path to it. What is one object in the sample is one in the result.
-    """
-    return _Fill(tensor, leaf).visit(sample, ())
-
-
-class _Fill:
-    # an object, not nested functions: those refer to themselves, and would hold a batch until the garbage collector runs
-    def __init__(self, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any]) -> None:
-        self._tensor = tensor
-        self._leaf = leaf
-        self._holding: dict[int, bool] = {}  # which containers have a tensor in them
-        self._made: dict[int, Any] = {}
-
-    def holds(self, value: Any) -> bool:
-        """Return whether a tensor is in `value`."""
-        if isinstance(value, Lazy):
-            return True
-        cls = type(value)
-        if cls not in _DICTS and cls not in _SEQUENCES:
-            return False
-        known = self._holding.get(id(value))
-        if known is None:
-            self._holding[id(value)] = False  # while its own items are looked at
-            known = self._holding[id(value)] = any(map(self.holds, value.values() if cls in _DICTS else value))
-        return known
-
-    def visit(self, value: Any, path: Path) -> Any:
-        made = self._made
-        if id(value) in made:
-            return made[id(value)]
-        cls = type(value)
-        if isinstance(value, Lazy):
-            result = made[id(value)] = self._tensor(value)
-            return result
-        if cls in _DICTS:
-            result = made[id(value)] = _empty_like(value)
-            for key, item in value.items():
-                result[key] = self.visit(item, (*path, key))
-            return result
-        if cls not in _SEQUENCES or not self.holds(value):
-            return self._leaf(path)
-        if cls is tuple:
-            items = tuple(self.visit(item, (*path, at)) for at, item in enumerate(value))
-            return made.setdefault(id(value), items)
-        result = made[id(value)] = _empty_like(value)
-        for at, item in enumerate(value):
-            result.append(self.visit(item, (*path, at)))
-        return result
-
-
-def _empty_like(value: Any) -> Any:
-    cls = type(value)
-    if cls is defaultdict:
-        return defaultdict(value.default_factory)
-    return deque(maxlen=value.maxlen) if cls is deque else cls()
-
-
-def is_shared(sample: Any) -> bool:
-    """Return whether a tensor of `sample`, or a container with one in it, is in two places."""
-    return _Shared().visit(sample)
-
-
-class _Shared:
-    def __init__(self) -> None:
-        self._holds = _Fill(lambda lazy: None, lambda path: None).holds
-        self._seen: set[int] = set()
-
-    def visit(self, value: Any) -> bool:
-        if not self._holds(value):
-            return False
-        if id(value) in self._seen:
-            return True
-        self._seen.add(id(value))
-        if isinstance(value, Lazy):
-            return False
-        return any(map(self.visit, value.values() if type(value) in _DICTS else value))
-
-
-def difference(first: Any, other: Any) -> tuple[str, str, str] | None:
-    """Return the place where two samples differ, and what each has there; None if what `fill` makes of the first fits both.
-
-    What is one container in the first must be one in the other: `fill` makes one of it, with the values of one place. Each
-    container of the first is visited once, so that shared ones cost no more than others.
-    """
-    found = _Difference().between(first, other, ())
-    return None if found is None else (_at(found[0]), found[1], found[2])
-
-
-class _Difference:
-    def __init__(self) -> None:
-        self._holds = _Fill(lambda lazy: None, lambda path: None).holds
-        self._met: dict[int, tuple[Any, Path]] = {}  # by id of a container of the first: the other's, and where
-
-    def _kind(self, value: Any) -> Any:
-        """Return a tensor's name, a container's type, or None for every other value."""
-        if isinstance(value, Lazy):
-            return value.name
-        cls = type(value)
-        return cls if cls in _DICTS or (cls in _SEQUENCES and self._holds(value)) else None
-
-    def between(self, first: Any, other: Any, path: Path) -> tuple[Path, str, str] | None:
-        if first is _NOTHING or other is _NOTHING:
-            return path, self._described(first), self._described(other)
-        kind = self._kind(first)
-        if kind != self._kind(other):
-            return path, self._described(first), self._described(other)
-        if not isinstance(kind, type):
-            return None
-        if id(first) in self._met:
-            met, place = self._met[id(first)]
-            own = f"a {kind.__name__} of its own"
-            return None if met is other else (path, f"the {kind.__name__} {_at(place)}", own)
-        self._met[id(first)] = other, path
-        if kind in _DICTS:
-            keys = dict.fromkeys([*first, *other])
-            pairs = ((key, first.get(key, _NOTHING), other.get(key, _NOTHING)) for key in keys)
-        else:
-            pairs = ((at, *both) for at, both in enumerate(zip_longest(first, other, fillvalue=_NOTHING)))
-        return next(filter(None, (self.between(one, two, (*path, step)) for step, one, two in pairs)), None)
-
-    def _described(self, value: Any) -> str:
-        if value is _NOTHING:
-            return "nothing"
-        kind = self._kind(value)
-        if isinstance(kind, type):
-            return f"a {kind.__name__} of {len(value)}"
-        return "a value" if kind is None else f"tensor {kind!r}"
-
-
-_NOTHING: Any = object()
-
-
-def _at(path: Path) -> str:
-    return f"at {'.'.join(map(str, path))!r}" if path else "at its root"
+Array = np.ndarray[Any, Any]
+_ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """`fill` for samples of one template: what it would visit is known.
+class Placement:
+    """Bytes of a batch's memory.
 
     Attributes:
-        names: Of the tensors.
-        paths: To the leaves.
-        containers: As a template has them, of the tensors and then the leaves.
+        first: Where each tensor's first row begins.
+        rows: [tensors][samples], where each row begins; a range where rows follow each other at one distance.
+        nbytes: Bytes of the whole memory.
     """
 
-    names: list[str]
-    paths: list[Path]
-    containers: list[tuple[type, Any, Any]]
-
-    def fill(self, tensors: Mapping[str, Any], leaf: Callable[[Path], Any]) -> Any:
-        """Return the structure with `tensors` and leaves in it."""
-        return assemble(self.containers, [*map(tensors.__getitem__, self.names), *map(leaf, self.paths)])
+    first: Sequence[int]
+    rows: Sequence[Sequence[int]]
+    nbytes: int
 
 
-def recipe_of(sample: Any) -> Recipe:
-    """Return the recipe of a sample that is of a template: of dicts, lists and tuples, none of them in it twice."""
-    tensors: list[_Slot] = []
-    leaves: list[_Slot] = []
-
-    def slot(slots: list[_Slot], of: Any) -> _Slot:
-        slots.append(_Slot(of))
-        return slots[-1]
-
-    filled = fill(sample, lambda lazy: slot(tensors, lazy.name), lambda path: slot(leaves, path))
-    numbers = {id(one): number for number, one in enumerate([*tensors, *leaves])}
-    containers: list[tuple[type, Any, Any]] = []
-
-    def visit(value: Any) -> int:
-        if isinstance(value, _Slot):
-            return numbers[id(value)]
-        items = [visit(item) for item in (value.values() if type(value) is dict else value)]
-        containers.append((type(value), tuple(value) if type(value) is dict else (), taker(items)))
-        return len(numbers) + len(containers) - 1
-
-    visit(filled)
-    return Recipe([one.of for one in tensors], [one.of for one in leaves], containers)
+@lru_cache(8)  # batches of one layout have one placement
+def place_equal(steps: tuple[int, ...], count: int) -> Placement:
+    """Return the placement of `count` rows of each tensor, one every `steps` bytes."""
+    first, nbytes = _in_turn([step * count for step in steps])
+    rows = [range(at, at + step * count, step) if step else [at] * count for at, step in zip(first, steps, strict=True)]
+    return Placement(first, rows, nbytes)
 
 
-class _Slot:
-    def __init__(self, of: Any) -> None:
-        self.of = of
+def place_in_turn(sizes: Array) -> Placement:
+    """Return the placement of rows without gaps between them; `sizes` are their bytes, int64 `[tensors, samples]`."""
+    first, nbytes = _in_turn(sizes.sum(1).tolist())
+    rows = np.array(first)[:, None] + sizes.cumsum(1) - sizes
+    return Placement(first, rows.tolist(), nbytes)
 
 
-_DROPPED: Any = object()
+def _in_turn(sizes: list[int]) -> tuple[list[int], int]:
+    """Return where arrays of so many bytes begin in one memory, each aligned, and how large that is."""
+    edges = list(accumulate((size + -size % _ALIGN for size in sizes), initial=0))
+    if edges[-1] >= 1 << 63:
+        raise no_memory(edges[-1])
+    return edges[:-1], edges[-1]
 
 
-def project(sample: Any, wanted: Callable[[str], bool]) -> Any:
-    """Return `sample` with only those of its tensors whose names are wanted: others leave dicts, and are None in sequences."""
-    return _or_none(_project(sample, wanted, {}))
+def no_memory(nbytes: int) -> BatchError:
+    """Return the error of a batch that is too large."""
+    return BatchError(f"a batch of {nbytes} bytes does not fit into memory; read fewer samples, or use collate='list'")
 
 
-def _project(value: Any, wanted: Callable[[str], bool], made: dict[int, Any]) -> Any:
-    if isinstance(value, Lazy):
-        return value if wanted(value.name) else _DROPPED
-    cls = type(value)
-    if id(value) in made or (cls not in _DICTS and cls not in _SEQUENCES):
-        return made.get(id(value), value)
-    if cls is tuple:
-        items = tuple(_or_none(_project(item, wanted, made)) for item in value)
-        return made.setdefault(id(value), items)
-    result = made[id(value)] = _empty_like(value)
-    if cls in _DICTS:
-        for key, item in value.items():
-            kept = _project(item, wanted, made)
-            if kept is not _DROPPED:
-                result[key] = kept
-    else:
-        result.extend(_or_none(_project(item, wanted, made)) for item in value)
-    return result
+def nbytes_of(reference: Reference, shape: Sequence[int]) -> int:
+    """Return the bytes of an array of a tensor's dtype."""
+    return math.prod(shape) * int(reference.dtype.itemsize)
 
 
-def _or_none(value: Any) -> Any:
-    return None if value is _DROPPED else value
+def fillers_of(
+    names: Sequence[str], references: Sequence[Sequence[Reference]], shapes: Sequence[tuple[int, ...]], value: Any
+) -> list[tuple[np.dtype[Any], Any]]:
+    """Return what fills each tensor's rows up to `shapes`: a numpy dtype of the tensor's width, and the bits of the value.
+
+    Args:
+        names, references, shapes: The tensors' names, what they are by layout, and the shapes of padded rows.
+        value: A number for all tensors, or a dict of numbers by name; 0 for the others.
+
+    Raises:
+        BatchError: No tensor has such a name, or a tensor's dtype cannot hold its number.
+    """
+    values = value if isinstance(value, Mapping) else dict.fromkeys(names, value)
+    return [
+        _filler_of(each[0], values.get(name, 0) if any(one.shape != shape for one in each) else 0)
+        for name, each, shape in zip(names, references, shapes, strict=True)
+    ]
+
+
+def _filler_of(reference: Reference, value: float) -> tuple[np.dtype[Any], Any]:
+    numpy = reference.kind == "ndarray"
+    dtype = reference.dtype
+    if not numpy:
+        dtype = np.dtype("c16" if reference.dtype.itemsize == 16 else f"u{reference.dtype.itemsize}")
+    if not isinstance(value, (int, float, complex, np.number)):
+        raise BatchError(f"pad_value={value!r}, expected a number, or a dict of numbers by tensor name")
+    if (value == 0 and str(value)[0] != "-") or (numpy and dtype.kind not in "biufc"):
+        return dtype, np.zeros((), dtype)  # zero bits; also of texts and dates, which no number is meant for
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):
+            if numpy:
+                filler = np.array(value, dtype)
+                found: Any = filler.item()
+            else:
+                one = torch.full((1,), value, dtype=reference.dtype, device="cpu")
+                filler, found = one.view(torch.uint8).numpy().view(dtype), one.to(_widest(reference.dtype)).item()
+    except (ValueError, OverflowError, RuntimeError, TypeError) as exc:
+        raise _cannot_hold(reference, value) from exc
+    is_exact = reference.dtype.kind in "biu" if numpy else _widest(reference.dtype) in (torch.int64, reference.dtype)
+    if not (found == value if is_exact else _is_near(found, value)):
+        raise _cannot_hold(reference, value)
+    return dtype, filler
+
+
+def _widest(dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype that holds what one of this kind holds, and that Python has."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def _is_near(found: complex, value: complex) -> bool:
+    """Return whether a float is `value` but for rounding: not where it became infinite, NaN or the largest there is."""
+    if value != value or found != found:
+        return value != value and found != found
+    if math.isinf(abs(value)):
+        return found == value
+    return abs(found - value) <= abs(value) / 2  # float8_e8m0fnu has powers of two alone
+
+
+def _cannot_hold(reference: Reference, value: float) -> BatchError:
+    return BatchError(f"pad_value={value!r}, which {reference.dtype} of tensor {reference.name!r} cannot hold")

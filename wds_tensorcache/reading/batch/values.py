@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.reference import MemorySource, Reference
-from wds_tensorcache.codec.skeleton.template import MISS, Template
+from wds_tensorcache.codec.skeleton.template import MISS
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.reading.batch.placement import Path, difference, project
-from wds_tensorcache.reading.batch.read_plan import Places
+from wds_tensorcache.reading.batch.nest import Path, difference, item_at, project
+from wds_tensorcache.reading.batch.request import Request, Structure
 
 __all__ = ["Decoded", "Leaves"]
 
@@ -19,33 +19,24 @@ __all__ = ["Decoded", "Leaves"]
 class Decoded:
     """The skeletons of a batch, read once; of samples that match the first one's template only the values are taken out.
 
+    Args:
+        request: The batch.
+        structure: The batch's structure.
+        io: How to read: the way in which its tensors were just read.
+
     Threads: any number may ask at once.
     """
 
-    def __init__(
-        self,
-        places: Places,
-        template: Template | None,
-        io: str,
-        sample: Callable[[int], Any],
-        key: Callable[[int], str],
-        wanted: Callable[[str], bool] | None = None,
-        like: Any = None,
-    ) -> None:
-        self._like = like  # the first sample, as the batch has it
-        self._places = places
-        self._template = template
+    def __init__(self, request: Request, structure: Structure, io: str) -> None:
+        self._request = request
+        self._structure = structure
         self._io = io
-        self._sample = sample
-        self.key = key
-        self._wanted = wanted
         self._lock = threading.Lock()
         self._values: list[list[Any] | None] | None = None
         self._samples: list[Any] | None = None
-        self._slots: dict[Path, int | None] = {}
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._request)
 
     def column(self, path: Path) -> list[Any]:
         """Return what each sample has at `path`.
@@ -61,7 +52,7 @@ class Decoded:
                 return [values[slot] for values in self._values if values is not None]
             if self._samples is None:
                 self._samples = [self._build(i, values) for i, values in enumerate(self._values)]
-        return [_walk(sample, path) for sample in self._samples]
+        return [item_at(sample, path) for sample in self._samples]
 
     def check(self) -> None:
         """Raise BatchError unless every sample has the first one's structure."""
@@ -74,49 +65,48 @@ class Decoded:
 
     def _match(self) -> list[list[Any] | None]:
         found: list[list[Any] | None] = [None] * len(self)
-        template = self._template
+        template, rows = self._structure.template, self._request.rows
         if template is not None:
             # two steps in Python per sample: its bytes, its values
-            for i, skeleton, begin in self._places.skeletons(self._io):
+            for i, skeleton, begin in rows.skeletons(self._io):
                 values = template.match(skeleton, begin)
                 if values is not MISS:
                     found[i] = values
+            if None not in found:
+                for number, _, some in rows.parts:
+                    rows.shards[number].note_template(some, template)
         return found
 
     def _slot(self, path: Path) -> int | None:
         """Return which of a template's values stands alone at `path`."""
-        template = self._template
+        template, slots = self._structure.template, self._structure.slots
         if template is None:
             return None
-        if path not in self._slots:
+        if path not in slots:
             marks = [_Mark(number) for number in range(len(template.segments) - 1)]
             value = template.build([*marks, *(None for _ in template.references)])
             for step in path:
                 value = value[step]
-            self._slots[path] = value.number if isinstance(value, _Mark) else None
-        return self._slots[path]
+            slots[path] = value.number if isinstance(value, _Mark) else None
+        return slots[path]
 
     def _build(self, i: int, values: list[Any] | None) -> Any:
-        if values is None or self._template is None:
-            sample = self._sample(i)
-            found = difference(self._like, sample)
+        template, wanted = self._structure.template, self._request.structures.wanted
+        if values is None or template is None:
+            sample = self._request.sample(i)
+            found = difference(self._structure.sample, sample)
             if found is not None:
                 where, first, other = found
+                key = self._request.key
                 raise BatchError(
-                    f"sample {self.key(i)!r} has {other} {where}, but {self.key(0)!r} has {first}: their structures differ; "
+                    f"sample {key(i)!r} has {other} {where}, but {key(0)!r} has {first}: their structures differ; "
                     "use a function, or read_tensors"
                 )
             return sample
-        if self._wanted is None:
-            return self._template.build([*values, *(None for _ in self._template.references)])
-        made = self._template.build([*values, *map(_stand_in, self._template.references)])
-        return project(made, self._wanted)  # tensors that were not selected are gone from dicts
-
-
-def _walk(value: Any, path: Path) -> Any:
-    for step in path:
-        value = value[step]
-    return value
+        if wanted is None:
+            return template.build([*values, *(None for _ in template.references)])
+        # tensors that were not selected are gone from dicts
+        return project(template.build([*values, *map(_stand_in, template.references)]), wanted)
 
 
 def _stand_in(text: str) -> Any:

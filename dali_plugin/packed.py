@@ -1,22 +1,20 @@
-"""Tensor members that somebody else has read, an accelerator's reader say: which samples they are of, and their tensors."""
+"""Tensor members that DALI's own reader has read: which samples they are of, and their tensors."""
 
 from __future__ import annotations
 
 import glob
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.reference import Reference
+import wds_tensorcache as tc
 from wds_tensorcache.codec.views import check_array, check_tensor
-from wds_tensorcache.errors import FormatError
-from wds_tensorcache.reading.batch.assemble import Reading
-from wds_tensorcache.reading.batch.columns import check_stackable
-from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.batch.columns import check_stackable, layouts_of
+from wds_tensorcache.reading.batch.request import columns_of
 from wds_tensorcache.shards.catalog import dali_index_path, write_dali_index
 
 __all__ = ["PackedMembers"]
@@ -26,7 +24,7 @@ _MAX_ITEMSIZE = 16  # complex128
 
 
 class PackedMembers:
-    """A whole cache whose shards are read by somebody else, member by member, for the sake of some tensors.
+    """A whole cache whose shards DALI reads, member by member, for the sake of some tensors.
 
     Attributes:
         paths: Of the shards.
@@ -36,8 +34,8 @@ class PackedMembers:
         TypeError, ValueError: Not a cache, a view of one, or one that has a shard twice.
     """
 
-    def __init__(self, cache: TensorCache, names: Iterable[str]) -> None:
-        if not isinstance(cache, TensorCache):
+    def __init__(self, cache: tc.TensorCache, names: Iterable[str]) -> None:
+        if not isinstance(cache, tc.TensorCache):
             raise TypeError(f"whole shards of one cache are read, got {type(cache).__name__}")
         if cache._order is not None:
             raise ValueError(f"whole shards are read, but {cache!r} is a view of some samples")
@@ -116,7 +114,7 @@ class PackedMembers:
                     return int(self._starts[at] + rows[found])
             end = origin.find(b":", end + 1)
         where = origin.decode(errors="replace")
-        raise FormatError(
+        raise tc.FormatError(
             f"no tensors of the cache begin at {where!r:.300}: DALI's index is of another state of the shard"
         )
 
@@ -128,11 +126,11 @@ class PackedMembers:
             known = self._begins[at] = begins[order].tolist(), order.tolist()
         return known
 
-    def cut(self, numbers: Sequence[int] | Array, members: torch.Tensor) -> dict[str, Any]:
+    def cut(self, numbers: Any, members: torch.Tensor) -> dict[str, Any]:
         """Return the tensors of samples by name, `[B, …]` where shapes are equal, else a list of B.
 
         Args:
-            numbers: Of the samples, `[B]`.
+            numbers: Numbers of the samples, `[B]`, or the cache's request of them.
             members: Their tensor members, uint8 `[B, n]`, on any device; shorter ones are filled up to n.
 
         Raises:
@@ -143,15 +141,15 @@ class PackedMembers:
         """
         if len(members) != len(numbers):
             raise ValueError(f"{len(members)} members of {len(numbers)} samples")
-        reading = Reading(self._narrow._request(numbers), False, None)
-        reading.take_all()
-        columns, which = reading.columns, reading.which().tolist()
+        request = self._narrow._request(numbers)
+        layouts = layouts_of(request.rows)
+        columns, which = columns_of(request, layouts), layouts.which.tolist()
         result: dict[str, Any] = {}
         for name, references in zip(columns.names, columns.references, strict=True):
             first = references[0]
             if max(one.end for one in references) > members.shape[1]:
-                raise FormatError(f"tensor {name!r} ends behind its member: the shard is not what its index says")
-            check_stackable(first, len(members), first.shape, self._narrow.keys()[int(numbers[0])])
+                raise tc.FormatError(f"tensor {name!r} ends behind its member: the shard is not what its index says")
+            check_stackable(first, len(members), first.shape, request.rows.key(0))
             if all((one.begin, one.shape) == (first.begin, first.shape) for one in references):
                 result[name] = _cut(members, first)
                 continue
@@ -163,7 +161,7 @@ class PackedMembers:
         return result
 
 
-def _cut(members: torch.Tensor, reference: Reference) -> Any:
+def _cut(members: torch.Tensor, reference: Any) -> Any:
     """Return a tensor of each of `members` as `[n, …]`."""
     count = len(members)
     part = members[:, reference.begin : reference.end]

@@ -1,0 +1,154 @@
+"""How long the way of the data is: `python -m benchmarks.calls` counts calls of Python functions, warm.
+
+It prints a markdown table. A row is an act: writing a sample, reading a batch, a batch by DALI, decoding a sample. Its
+columns are the calls of functions of `wds_tensorcache` and `dali_plugin`, how many functions and files these are, and how
+many calls and functions come before the batch's first `preadv`. Times depend on the machine and its load; these depend on
+the code alone. Only the calling thread is traced. A comprehension counts as a function up to Python 3.11, which calls it as
+one; a generator counts as one, and each resumption as a call.
+
+`python -m benchmarks.calls --functions read_batch` lists the functions of an act in the order of their first calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+import wds_tensorcache as tc
+
+__all__ = ["Trace", "acts", "traced"]
+
+BATCH_SIZE = 32
+_COUNT = 256
+_ROOT = Path(tc.__file__).parent.parent
+_PACKAGES = tuple(str(_ROOT / name) + os.sep for name in ("wds_tensorcache", "dali_plugin"))
+
+
+class Trace:
+    """Calls of functions of our packages, and what had been called when `os.preadv` was first called.
+
+    Attributes:
+        calls: How often each function was called, in the order of their first calls.
+        before: The same before the first `preadv`; None if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[CodeType] = Counter()
+        self.before: Counter[CodeType] | None = None
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGES):
+            self.calls[frame.f_code] += 1
+        elif event == "c_call" and arg is os.preadv and self.before is None:
+            self.before = self.calls.copy()
+
+    def functions(self) -> Iterator[str]:
+        """Yield a line for each function, in the order of their first calls."""
+        for number, (code, count) in enumerate(self.calls.items(), start=1):
+            place = Path(code.co_filename).relative_to(_ROOT)
+            early = "before the first preadv" if self.before and code in self.before else ""
+            name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the short one alone
+            yield f"{number:4} {count:5} {name:44} {place}:{code.co_firstlineno} {early}".rstrip()
+
+    def cells(self) -> list[str]:
+        """Return the cells of a row of the table."""
+        found = [self.calls.total(), len(self.calls), len({code.co_filename for code in self.calls})]
+        found += [self.before.total(), len(self.before)] if self.before is not None else []
+        return [*map(str, found), *["-"] * (5 - len(found))]
+
+
+def traced(act: Callable[[], Any]) -> Trace:
+    """Return the calls of `act`, which ran three times before so that everything that is kept is there."""
+    for _ in range(3):
+        act()
+    trace = Trace()
+    sys.setprofile(trace)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return trace
+
+
+def _sample(index: int) -> dict[str, Any]:
+    latents, states = torch.full((4, 64, 64), index).half(), torch.full((77, 768), index).half()
+    return {"latents": latents, "text_states": states, "prompt": f"prompt number {index}", "index": index}
+
+
+@contextmanager
+def acts(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
+    """Write a cache of one shard into `folder`; yield what is traced, by name.
+
+    Everything runs on one thread. The batches are of the same 32 random samples, so that no sample is new in the traced one.
+    """
+    with tc.ShardWriter(folder / "%06d.tar") as writer:
+        for index in range(_COUNT):
+            writer.write(f"{index:08d}", _sample(index))
+    numbers = random.Random(0).sample(range(_COUNT), BATCH_SIZE)
+    new = iter(range(_COUNT))
+    members = tc.encode_sample(_sample(0))
+    with tc.ShardWriter(folder / "more" / "%06d.tar") as writer, tc.open(folder, threads=1) as cache:
+        found: dict[str, Callable[[], Any]] = {
+            "write": lambda: writer.write(f"{next(new):08d}", _sample(0)),
+            "read_batch": lambda: cache.read_batch(numbers),
+            "get": lambda: cache[numbers[0]],
+            "decode": lambda: tc.decode_sample(*members),
+        }
+        with suppress(ImportError):
+            found["dali"] = _dali(cache)
+        yield found
+
+
+def _dali(cache: Any) -> Callable[[], Any]:
+    """Return what takes the next nested batch of a pipeline.
+
+    Raises:
+        ImportError: NVIDIA DALI is not installed.
+    """
+    from nvidia.dali import pipeline_def
+
+    import dali_plugin
+
+    @pipeline_def(batch_size=BATCH_SIZE, num_threads=1, device_id=None)  # type: ignore[untyped-decorator]
+    def pipeline() -> Any:
+        return dali_plugin.fn.tensorcache(cache, shuffle=True)
+
+    batches = dali_plugin.TensorCacheIterator(pipeline())
+    for _ in batches:  # each sample is looked at once when it is first read
+        pass
+    return lambda: next(iter(batches))
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.calls", description=__doc__)
+    parser.add_argument("--functions", metavar="ACT", help="list the functions of one act instead")
+    options = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="calls-") as folder, acts(Path(folder)) as found:
+        if options.functions is not None:
+            if options.functions not in found:
+                parser.error(f"no act {options.functions!r}, expected one of {', '.join(found)}")
+            print(*traced(found[options.functions]).functions(), sep="\n")
+            return
+        for name, act in found.items():
+            rows.append([name, *traced(act).cells()])
+    print("| | calls | functions | files | calls before `preadv` | functions before `preadv` |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    main()

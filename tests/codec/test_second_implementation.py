@@ -1,0 +1,439 @@
+"""FORMAT.md is complete: an implementation from its text alone writes the same bytes and refuses the same ones."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections import defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from tests.codec import second_implementation as second
+from tests.codec import second_shards
+from tests.interop.other_python import read_folder
+from tests.same import assert_same
+from tests.strategies import samples
+from wds_tensorcache.shards.footer import build_footer, parse_footer, read_footer
+from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.manifest import ShardEntry, read_manifest
+from wds_tensorcache.shards.tar.archive import build_header
+
+OPCODES = b"()]}\x85\x86\x87t\x8c\x94hjR\x93.N0ueasK\x81b\x8f\x90\x911\x95"
+
+
+def outcomes(ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return what both give; `Refused` where one refuses, and fail unless both do."""
+    found: list[Any] = []
+    for call, error in ((ours, tc.TensorCacheError), (theirs, second.Refused)):
+        try:
+            found.append(call())
+        except error as exc:
+            found.append(second.Refused(str(exc)))
+    assert isinstance(found[0], second.Refused) == isinstance(found[1], second.Refused), found
+    return found[0], found[1]
+
+
+def decode_both(skeleton: bytes, tensors: bytes, verify: bool = False) -> Any:
+    """Return what both read, which must be the same; None if both refuse."""
+    one, other = outcomes(
+        lambda: tc.decode_sample(skeleton, tensors, lazy=False, verify=verify),
+        lambda: second.decode(skeleton, tensors, verify=verify),
+    )
+    if isinstance(one, second.Refused):
+        return None
+    assert_same(one, other)
+    return one
+
+
+@given(samples())
+def test_members_are_equal(sample: Any) -> None:
+    members = tc.encode_sample(sample)
+    assert second.encode(sample) == members
+    assert_same(sample, second.decode(*members, verify=True))
+
+
+def mutate(raw: bytes, begin: int, choose: random.Random) -> bytes:
+    changed = bytearray(raw)
+    at = choose.randrange(begin if choose.random() < 0.7 and begin < len(raw) else 0, len(raw))
+    new = choose.choice(OPCODES) if choose.random() < 0.5 else choose.randrange(256)
+    kind = choose.randrange(4)
+    changed[at : at + (kind != 1)] = bytes(
+        [changed[at] ^ 1 << choose.randrange(8)] if kind == 0 else [new] * (kind != 2)
+    )
+    return bytes(changed)
+
+
+@settings(max_examples=30)
+@given(samples(), st.integers(0, 1 << 30))
+def test_mutated_members_are_refused_alike(sample: Any, seed: int) -> None:
+    choose = random.Random(seed)
+    skeleton, tensors = tc.encode_sample(sample)
+    for _ in range(20):
+        decode_both(mutate(skeleton, 42, choose), tensors, verify=choose.random() < 0.1)
+        decode_both(skeleton, mutate(tensors, 58, choose), verify=choose.random() < 0.1)
+
+
+@pytest.mark.parametrize("name", MEMBERS := read_folder(Path(__file__).parent.parent / "golden" / "v1"))
+def test_members_of_version_1(name: str) -> None:
+    assert decode_both(*MEMBERS[name], verify=True) is not None
+
+
+def text(value: str) -> bytes:
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+def name(module: str, name: str) -> bytes:
+    return text(module) + text(name) + b"\x93"
+
+
+def reference(value: str) -> bytes:
+    return name("builtins", "format") + text(value) + b"\x85R"
+
+
+ONE = safetensors.torch.save({"a": torch.arange(3)})
+NONE = safetensors.torch.save({})
+# (body without a preamble, whether it is accepted, tensors)
+BODIES: dict[str, tuple[bytes, bool, bytes]] = {
+    "defaultdict() has no factory": (name("collections", "defaultdict") + b")R.", True, NONE),
+    "defaultdict(None)": (name("collections", "defaultdict") + b"N\x85R.", False, NONE),
+    "a callable that is popped": (name("datetime", "date") + b"0N.", False, NONE),
+    "a callable that is overwritten": (b"}(" + text("a") + name("datetime", "date") + text("a") + b"Nu.", False, NONE),
+    "a factory as a value": (name("builtins", "list") + b".", False, NONE),
+    "a factory that is fetched and dropped": (
+        name("collections", "defaultdict") + name("builtins", "list") + b"\x85\x94Rh\0\x860N.",
+        False,
+        NONE,
+    ),
+    "bytearray(bytes)": (name("builtins", "bytearray") + b"C\x01a\x85R.", True, NONE),
+    "a path of parts": (name("pathlib", "PurePosixPath") + text("a") + text("b") + b"\x86R.", True, NONE),
+    "a path of no parts": (name("pathlib", "PureWindowsPath") + b")R.", True, NONE),
+    "a path of 255 parts": (name("pathlib", "PurePosixPath") + b"(" + text("a") * 255 + b"tR.", True, NONE),
+    "a path of 256 parts": (name("pathlib", "PurePosixPath") + b"(" + text("a") * 256 + b"tR.", False, NONE),
+    "pathlib._local": (name("pathlib._local", "PurePosixPath") + text("a") + b"\x85R.", True, NONE),
+    "deque((), None)": (name("collections", "deque") + b")N\x86R.", False, NONE),
+    "deque(())": (name("collections", "deque") + b")\x85R.", False, NONE),
+    "deque((), -1)": (name("collections", "deque") + b")J\xff\xff\xff\xff\x86R.", False, NONE),
+    "time(bytes, None)": (name("datetime", "time") + b"C\x06" + bytes(6) + b"N\x86R.", False, NONE),
+    "a 13th month": (name("datetime", "date") + b"C\x04\x07\xd0\x0d\x01\x85R.", False, NONE),
+    "a timedelta of negative seconds": (name("datetime", "timedelta") + b"K\0J\xff\xff\xff\xffK\0\x87R.", False, NONE),
+    "numpy.bool_": (name("numpy", "bool_") + b"\x88\x85R.", True, NONE),
+    "numpy.bool": (name("numpy", "bool") + b"\x88\x85R.", False, NONE),
+    "300 in an int8": (name("numpy", "int8") + b"M\x2c\x01\x85R.", False, NONE),
+    "10^6 in a float16": (name("numpy", "float16") + b"G" + struct.pack(">d", 1e6) + b"\x85R.", False, NONE),
+    "0.1 in a float16": (name("numpy", "float16") + b"G" + struct.pack(">d", 0.1) + b"\x85R.", True, NONE),
+    "an int in a float32": (name("numpy", "float32") + b"K\1\x85R.", False, NONE),
+    "numpy.dtype('float32')": (name("numpy", "dtype") + text("float32") + b"\x85R.", False, NONE),
+    "numpy.dtype('f4')": (name("numpy", "dtype") + text("f4") + b"\x85R.", True, NONE),
+    "a device that torch does not know": (name("torch", "device") + text("foo") + b"\x85R.", False, NONE),
+    "a device with its index in the text": (name("torch", "device") + text("cuda:1") + b"\x85R.", False, NONE),
+    "a device of index 128": (name("torch", "device") + text("cpu") + b"K\x80\x86R.", False, NONE),
+    "torch.half": (name("torch", "half") + b".", True, NONE),
+    "POP of a MARK": (b"(0N.", False, NONE),
+    "PROTO again": (b"\x80\x05N.", False, NONE),
+    "FRAME anywhere": (b"]\x95" + bytes(8) + b".", True, NONE),
+    "FRAME beyond the end": (b"N\x95\x05" + bytes(7) + b".", False, NONE),
+    "a surrogate": (b"\x8c\x03\xed\xa0\x80.", True, NONE),
+    "bytes after STOP": (b"N.N", False, NONE),
+    "two objects": (b"NN.", False, NONE),
+    "a MARK that is left": (b"N(.", False, NONE),
+    "a list as a key": (b"}(]K\2u.", False, NONE),
+    "a key that occurs twice": (b"}(K\1K\2K\1K\3u.", True, NONE),
+    "an odd number of objects": (b"}(K\1u.", False, NONE),
+    "SETITEMS on a list": (b"](K\1K\2u.", False, NONE),
+    "APPEND on a tuple": (b")Na.", False, NONE),
+    "ADDITEMS on a frozenset": (b"(\x91(K\1\x90.", False, NONE),
+    "a memo that is not there": (b"h\5.", False, NONE),
+    "a long int of no bytes": (b"\x8a\0.", True, NONE),
+    "another spelling of a Decimal": (name("decimal", "Decimal") + text("1_0e5") + b"\x85R.", True, NONE),
+    "a Fraction that is not reduced": (name("fractions", "Fraction") + b"K\2J\xfe\xff\xff\xff\x86R.", True, NONE),
+    "a reference": (reference("tensor:a") + b".", True, ONE),
+    "an empty attribute": (reference("tensor:a?") + b".", False, ONE),
+    "an unknown attribute": (reference("tensor:a?trim=3") + b".", False, ONE),
+    "an attribute twice": (reference("tensor:a?dtype=x&dtype=x") + b".", False, ONE),
+    "one text twice is one object": (b"](" + reference("tensor:a") * 2 + b"e.", True, ONE),
+    "two ways": (b"](" + reference("tensor:a") + reference("ndarray:a") + b"e.", False, ONE),
+    "a text that only looks like a reference": (text("tensor:a") + b".", False, ONE),
+    "no bfloat16 in numpy": (
+        reference("ndarray:a") + b".",
+        False,
+        safetensors.torch.save({"a": torch.ones(2, dtype=torch.bfloat16)}),
+    ),
+    "201 lists": (b"]" * 201 + b"a" * 200 + b".", False, NONE),
+    "200 lists": (b"]" * 200 + b"a" * 199 + b".", True, NONE),
+    "a Size in 200 lists": (b"]" * 200 + name("torch", "Size") + b"K\1\x85\x85R" + b"a" * 200 + b".", False, NONE),
+    "a bytearray in 200 lists": (b"]" * 200 + b"\x96" + bytes(8) + b"a" * 200 + b".", True, NONE),
+}
+
+
+@pytest.mark.parametrize("case", BODIES)
+def test_hand_made_bodies(case: str) -> None:
+    body, is_accepted, tensors = BODIES[case]
+    assert (decode_both(b"\x80\x05" + body, tensors) is not None or body == b"N.") == is_accepted
+
+
+def test_arguments_may_cost_ten_for_each_byte_of_the_body() -> None:
+    outcomes = set()
+    for length in range(9_000, 10_000):
+        fetched = name("decimal", "Decimal") + b"\x94X" + struct.pack("<I", length) + b"1" * length + b"\x94\x85R"
+        count = (1_000_000 + 10 * len(b"](" + fetched + b"e.")) // (length + 1 - 10 * 6)
+        for more in (0, 1):
+            body = b"](" + fetched + b"h\0h\1\x85R" * (count + more - 1) + b"e."
+            excess = (length + 1) * (count + more) - 1_000_000 - 10 * len(body)
+            if -500 < excess <= 10:
+                assert (decode_both(b"\x80\x05" + body, NONE) is not None) == (excess <= 0)
+                outcomes.add(excess <= 0)
+    assert outcomes == {True, False}
+
+
+def test_arguments_beyond_the_budget_are_written_anew() -> None:
+    long = [np.str_("x" * 3000 + str(i % 3)) for i in range(700)]
+    members = tc.encode_sample(long)
+    assert members[0].count(b"x" * 3000) > 3
+    assert second.encode(long) == members
+
+
+def test_a_bytearray_is_no_level_of_nesting() -> None:
+    deep: Any = bytearray(b"a")
+    for _ in range(200):
+        deep = [deep]
+    members = tc.encode_sample(deep)
+    assert second.encode(deep) == members
+    assert decode_both(*members) is not None
+
+
+class Opaque:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    ("damage", "is_accepted"),
+    [
+        (lambda skeleton: skeleton, True),
+        (lambda skeleton: b"\x81" + skeleton[1:], False),  # and so it is no pickle
+        (lambda skeleton: skeleton[:3] + b"\x26" + skeleton[4:], False),  # the magic is in its place
+        (lambda skeleton: skeleton[:4] + b"T" + skeleton[5:], False),  # the fields are
+        (lambda skeleton: skeleton[:41] + b"1" + skeleton[42:], False),
+        (lambda skeleton: skeleton[:15] + b"\2" + skeleton[16:], False),
+        (lambda skeleton: skeleton[:33] + bytes(8) + skeleton[41:], True),  # its own digest is not compared
+        (lambda skeleton: b"\x80\x05" + skeleton[42:], True),
+        (lambda skeleton: b"\x80\x04" + skeleton[42:], True),
+        (lambda skeleton: b"\x80\x03" + skeleton[42:], False),
+        (lambda skeleton: skeleton[:42], False),
+    ],
+)
+def test_preambles(damage: Callable[[bytes], bytes], is_accepted: bool) -> None:
+    skeleton, tensors = tc.encode_sample({"a": torch.arange(3)})
+    assert (decode_both(damage(skeleton), tensors) is not None) == is_accepted
+
+
+def test_a_member_without_digits_may_have_another_length() -> None:
+    skeleton, _ = tc.encode_sample({"a": torch.arange(3)})
+    rewritten = safetensors.torch.save({"a": torch.arange(50)})
+    assert len(decode_both(skeleton, rewritten)["a"]) == 50
+    assert decode_both(skeleton, rewritten, verify=True) is None
+
+
+def test_writers_refuse_alike() -> None:
+    deep: Any = torch.Size([1])
+    for _ in range(200):
+        deep = [deep]
+    for value in (
+        torch.empty((0, 1 << 59), dtype=torch.uint8),
+        deep,
+        defaultdict(print),
+        np.datetime64("NaT"),
+        range(1 << 5000),
+        [deque() for _ in range(1001)],
+        torch.zeros(1, dtype=torch.uint8).to_sparse(),
+    ):
+        with pytest.raises(tc.EncodeError):
+            tc.encode_sample(value)
+    for value in ({tuple(range(2000)): 1}, {tuple(range(20_000))}):
+        with pytest.raises(tc.EncodeError, match="too long"):
+            tc.encode_sample(value)
+        with pytest.raises(tc.FormatError, match="too long"):
+            tc.decode_sample(*second.encode(value))
+
+
+def test_a_tensor_that_readers_refuse_is_an_encode_error_of_the_writer(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "a.tar") as sink, pytest.raises(tc.EncodeError, match="'k'"):
+        sink.write("k", torch.empty((0, 1 << 59), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 8**11 - 1, 8**11, 10**10, 10**12])
+def test_tar_headers_are_equal(nbytes: int) -> None:
+    name = "folder/" + "k" * 80 + ".safetensors"
+    assert build_header(name, nbytes) == second_shards.tar_header(name, nbytes)
+
+
+BOUND = tc.encode_sample({"x": torch.arange(2)})
+MEMBERS_OF_SHARDS: dict[str, tuple[bool, dict[str, bytes]]] = {
+    "no samples": (True, {}),
+    "names that are no samples": (
+        True,
+        dict.fromkeys(["x", ".a.b", "d/.a.b", "__m__/a.b", "__m__", "__m__.txt", "__", "___", "d.d/x"], b""),
+    ),
+    "names that writers avoid": (
+        True,
+        dict.fromkeys(["a.", "__a.b", "d/__m__/a.b", "x y.z", "d.d/a.b", "../a.b"], b""),
+    ),
+    "suffixes in capitals": (True, dict(zip(["k.SKEL.pyd", "k.SafeTensors", "k.TXT"], (*BOUND, b""), strict=True))),
+    "one suffix twice": (False, {"k.TXT": b"", "k.txt": b""}),
+    "a key apart": (False, {"a.x": b"", "b.x": b"", "a.y": b""}),
+    "no tensors": (False, {"k.skel.pyd": BOUND[0]}),
+    "no skeleton": (False, {"k.safetensors": BOUND[1]}),
+    "no skeleton, of another origin": (True, {"k.safetensors": ONE, "k.a.safetensors": ONE}),
+    "tensors first": (True, {"k.a.safetensors": BOUND[1], "k.txt": b"", "k.a.skel.pyd": BOUND[0]}),
+    "names that no cache has": (True, {"k.a.b.skel.pyd": BOUND[0], "k._a.skel.pyd": BOUND[0], "k.pyd.skel.pyd": b""}),
+    "halves of two samples": (False, {"k.skel.pyd": BOUND[0], "k.safetensors": tc.encode_sample(torch.ones(3))[1]}),
+    "a damaged body": (True, {"k.skel.pyd": BOUND[0][:-1] + b"0", "k.safetensors": BOUND[1]}),
+    "by hand": (True, {"k.skel.pyd": b"\x80\x04" + reference("tensor:a") + b".", "k.safetensors": ONE}),
+    "by hand, without its tensors": (True, {"k.skel.pyd": b"\x80\x04N.", "k.safetensors": ONE}),
+}
+
+
+@pytest.mark.parametrize("case", MEMBERS_OF_SHARDS)
+def test_scans_are_equal(case: str) -> None:
+    is_accepted, members = MEMBERS_OF_SHARDS[case]
+    parts = [second_shards.tar_header(name, len(raw)) + raw + bytes(-len(raw) % 512) for name, raw in members.items()]
+    shard = b"".join(parts) + bytes(1024)
+    ours, theirs = outcomes(
+        lambda: build_footer(scan_shard(lambda begin, end: shard[begin:end], len(shard))),
+        lambda: second_shards.build_trailer(*second_shards.index_arrays(shard)),
+    )
+    assert isinstance(ours, second.Refused) != is_accepted
+    assert not is_accepted or ours == theirs
+
+
+def shard_samples(count: int) -> second_shards.Shard:
+    """Return samples with several caches, forms and layouts, of which some lack what others have."""
+    found: second_shards.Shard = []
+    for i in range(count):
+        caches: list[tuple[str, Any]] = [("", {"x": torch.full((i % 3, 2), i), "é": np.float32([i]), "t": "a"})]
+        if i % 2:
+            caches.append(("vae-b_1", [torch.zeros(3, dtype=torch.complex64), ("text", i)]))
+        if i == 3:
+            caches[0] = ("", {"other": "form"})
+        others = [("txt", b"text %d" % i), ("JPG", bytes(i))] if i % 3 else [("seg.png", b"p" * (300 * i))]
+        found.append((f"folder/k{i}", caches, others))
+    return found
+
+
+def write_ours(folder: Path, shards: dict[str, second_shards.Shard], **options: Any) -> None:
+    for url, rows in shards.items():
+        with tc.ShardWriter(folder / url, fsync=False, **options) as sink:
+            for key, caches, others in rows:
+                named = {f"{name}.tensorcache".lstrip("."): value for name, value in caches}
+                sink.write(key, **named, **dict(others))
+
+
+@pytest.mark.parametrize("fingerprint", [None, {"model": "m", "crop": {"y": [2, 1], "é": None}}])
+def test_shards_and_what_is_beside_them_are_equal(fingerprint: Any, tmp_path: Path) -> None:
+    rows = shard_samples(12)
+    shards = {"b.tar": rows[:7], "a.tar": rows[7:]}
+    write_ours(tmp_path, shards, fingerprint=fingerprint)
+    theirs = {url: second_shards.write_shard(part, fingerprint) for url, part in shards.items()}
+    for url, shard in theirs.items():
+        assert (tmp_path / url).read_bytes() == shard
+        assert (tmp_path / url).with_suffix(".idx").read_bytes() == second_shards.build_idx(shard)
+    assert (tmp_path / "manifest.json").read_bytes() == second_shards.build_manifest(theirs)
+    assert read_manifest(str(tmp_path / "manifest.json"))[0] == [
+        ShardEntry(*entry) for entry in second_shards.read_manifest(second_shards.build_manifest(theirs))
+    ]
+
+
+def test_an_index_beside_a_shard_is_equal(tmp_path: Path) -> None:
+    write_ours(tmp_path, {"a.tar": shard_samples(5)}, footer=False, manifest=False)
+    tc.index(tmp_path / "a.tar")
+    shard = (tmp_path / "a.tar").read_bytes()
+    expected = second_shards.build_trailer(*second_shards.index_arrays(shard), len(shard))
+    assert (tmp_path / "a.tar.index").read_bytes() == expected
+    assert second_shards.read_index(shard, expected) is not None
+
+
+def test_samples_of_allowed_classes_have_no_references(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "a.tar", allow=[Opaque]) as sink:
+        sink.write("k", Opaque(torch.arange(2)))
+    shard = (tmp_path / "a.tar").read_bytes()
+    arrays, names, end = second_shards.index_arrays(shard)
+    assert names["references"] == [None]
+    assert shard.endswith(second_shards.build_trailer(arrays, names, end))
+
+
+CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
+    "nothing": lambda arrays, names: None,
+    "further arrays and keys": lambda arrays, names: (arrays.update(new=[1]), names.update(new=1)),
+    "no keys": lambda arrays, names: arrays.pop("keys.text"),
+    "an empty key": lambda arrays, names: arrays["keys.ends"].__setitem__(0, 0),
+    "keys that end too soon": lambda arrays, names: arrays["keys.text"].append(65),
+    "a missing column": lambda arrays, names: arrays.pop("cache.0.digest"),
+    "a short column": lambda arrays, names: arrays["cache.0.digest"].pop(),
+    "rows that do not ascend": lambda arrays, names: arrays["cache.1.rows"].reverse(),
+    "a row beyond the samples": lambda arrays, names: arrays["cache.1.rows"].__setitem__(-1, 99),
+    "a layout beyond the layouts": lambda arrays, names: arrays["cache.0.layout"].__setitem__(0, 99),
+    "a form beyond the forms": lambda arrays, names: arrays["layouts.form"].__setitem__(0, 99),
+    "a dimension too many": lambda arrays, names: arrays["layouts.dims"].append(1),
+    "a size of 2^62": lambda arrays, names: arrays["layouts.dims"].__setitem__(0, 1 << 62),
+    "a member in the first header": lambda arrays, names: arrays["cache.0.skeleton_begin"].__setitem__(0, 511),
+    "a member beyond the archive": lambda arrays, names: arrays["member.0.begin"].__setitem__(0, 10**6),
+    "members that overlap": lambda arrays, names: arrays.update(
+        {"member.0.begin": [512] * 5, "member.0.nbytes": [20_000] * 5}
+    ),
+    "a cache name in capitals": lambda arrays, names: names["caches"].__setitem__(1, "VAE"),
+    "a suffix that is no text": lambda arrays, names: names["members"].__setitem__(0, 1),
+    "an unknown dtype": lambda arrays, names: names["forms"][0][0].__setitem__(1, "U9"),
+    "65 dimensions": lambda arrays, names: names["forms"][0][0].__setitem__(2, 65),
+    "a reference to another tensor": lambda arrays, names: names["references"][0].reverse(),
+    "a reference too few": lambda arrays, names: names["references"][0].pop(),
+    "references of too few forms": lambda arrays, names: names["references"].pop(),
+    "no references": lambda arrays, names: names["references"].__setitem__(0, None),
+    "a fingerprint that is a list": lambda arrays, names: names.update(fingerprint=[]),
+}
+REFUSED = CHANGES.keys() - {"nothing", "further arrays and keys", "no references"}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_indexes_are_refused_alike(change: str) -> None:
+    shard = second_shards.write_shard(shard_samples(7))
+    arrays, names, end = second_shards.index_arrays(shard)
+    CHANGES[change](arrays, names)
+    changed = shard[: end + 1024] + second_shards.build_trailer(arrays, names, end)
+    ours, _ = outcomes(
+        lambda: read_footer(lambda begin, end: changed[begin:end], len(changed)),
+        lambda: second_shards.read_index(changed),
+    )
+    assert isinstance(ours, second.Refused) == (change in REFUSED)
+
+
+def test_an_index_of_no_samples_has_no_text() -> None:
+    arrays: dict[str, Any] = {"keys.text": [65], "keys.ends": [], "layouts.form": [], "layouts.data_begin": []}
+    arrays["layouts.dims"] = []
+    names: dict[str, Any] = {"caches": [], "members": [], "forms": [], "references": []}
+    footer = second_shards.build_trailer(arrays, names, 0, 1024)
+    ours, _ = outcomes(lambda: parse_footer(footer, 1024), lambda: second_shards.read_index(bytes(1024), footer))
+    assert isinstance(ours, second.Refused)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 1 << 30))
+def test_damaged_indexes_are_ignored_alike(seed: int) -> None:
+    shard = second_shards.write_shard(shard_samples(3))
+    choose = random.Random(seed)
+    end = second_shards.members_of(shard)[1]
+    for _ in range(10):
+        changed = mutate(shard, choose.choice([end, end + 1024, len(shard) - 40]), choose)
+        ours, theirs = outcomes(
+            lambda changed=changed: read_footer(lambda begin, end: changed[begin:end], len(changed)),
+            lambda changed=changed: second_shards.read_index(changed),
+        )
+        assert (ours is None) == (theirs is None)
