@@ -385,7 +385,7 @@ def test_readers_of_both(tmp_path: Path) -> None:
     values = numbered(k002=102, k019=119)
     with tc.open(tmp_path / "0") as cache:
         loader = tc.Loader(cache, batch_size=4, shuffle=True, seed=3)
-        stream = iter(loader)
+        stream = iter(loader.with_info())
         first = [next(stream)[1].keys for _ in range(2)]
         state = loader.state_dict()
         fn, _ = broken_at(0, lambda: assert_same(tc.realize(cache["k002"]), double([{"value": 2}])[0]))
@@ -397,7 +397,7 @@ def test_readers_of_both(tmp_path: Path) -> None:
     with tc.open(tmp_path / "1") as cache:
         resumed = tc.Loader(cache, batch_size=4, shuffle=True, seed=3)
         resumed.load_state_dict(state)
-        assert [info.keys for _, info in resumed] == rest
+        assert [info.keys for _, info in resumed.with_info()] == rest
         assert cache["k019"]["of"] == 119
     assert len(first) == 2
 

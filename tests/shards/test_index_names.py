@@ -109,19 +109,19 @@ def test_a_shard_called_like_an_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.parametrize("other", ["a.idx", "a.index"])
+@pytest.mark.parametrize("other", ["a0.idx", "a0.index"])
 def test_writers_beside_shards_of_such_names(tmp_path: Path, other: str, overwrite: bool) -> None:
     path = write(tmp_path / "x", footer=False, idx=False)
     shutil.copy(path, tmp_path / other)
     if overwrite:
-        shutil.copy(path, tmp_path / "a")
-    elif other == "a.index":
+        shutil.copy(path, tmp_path / "a0")
+    elif other == "a0.index":
         return
     shutil.rmtree(tmp_path / "x")
     before = contents(tmp_path)
     with (
         pytest.raises(FileExistsError, match=rf"{other} is a tar"),
-        tc.ShardWriter(tmp_path / "a", fsync=False, overwrite=overwrite, manifest=False) as sink,
+        tc.ShardWriter(tmp_path / "a%d", fsync=False, overwrite=overwrite, manifest=False) as sink,
     ):
         sink.write("0", {"x": 1})
     assert contents(tmp_path) == before
