@@ -8,8 +8,8 @@ import xxhash
 
 from tests.hostile.colliding import CONTAINERS, KEYS, container
 from wds_tensorcache.codec.binding import MAGIC as PREAMBLE_MAGIC
-from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, build_preamble
-from wds_tensorcache.codec.header import build_header, is_bound, sign_header, tensors_digest
+from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, build_preamble, sign_header, tensors_digest
+from wds_tensorcache.codec.header import build_header, is_bound
 from wds_tensorcache.shards.footer import MAGIC as FOOTER_MAGIC
 from wds_tensorcache.shards.footer import TRAILER_NBYTES
 from wds_tensorcache.shards.tar.archive import BLOCK, END_OF_ARCHIVE, padding

@@ -1,16 +1,27 @@
-"""The preamble of a skeleton: what binds it to its tensors (FORMAT.md 2.1)."""
+"""The preamble of a skeleton and the digests, which bind the two members of a sample (FORMAT.md 2.1, 3.3)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from struct import Struct
+from typing import Any
 
 import xxhash
 
-from wds_tensorcache.codec.header import FORMAT_VERSION, check_version
+from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, FORMAT_VERSION, check_version
 from wds_tensorcache.codec.skeleton.opcodes import POP, PROTO, SHORT_BINBYTES
 from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
 
-__all__ = ["PREAMBLE_NBYTES", "build_preamble", "had_preamble", "is_damaged", "is_preamble", "parse_preamble"]
+__all__ = [
+    "PREAMBLE_NBYTES",
+    "build_preamble",
+    "had_preamble",
+    "is_damaged",
+    "is_preamble",
+    "parse_preamble",
+    "sign_header",
+    "tensors_digest",
+]
 
 MAGIC = b"tensorcache"
 _FIELDS = Struct("<HQQQ")
@@ -18,6 +29,19 @@ _CONTENT_NBYTES = len(MAGIC) + _FIELDS.size
 # with the POP after its fields, a no-op before the pickle's body
 _PREAMBLE_BEGIN = bytes((PROTO, 5, SHORT_BINBYTES, _CONTENT_NBYTES)) + MAGIC
 PREAMBLE_NBYTES = len(_PREAMBLE_BEGIN) + _FIELDS.size + 1
+
+
+def tensors_digest(header: bytes | memoryview, buffers: Iterable[Any] = ()) -> int:
+    """Return the XXH3-64 of every byte of a member behind the digits; `header` may be the whole member."""
+    digest = xxhash.xxh3_64(memoryview(header)[DIGITS_END:])
+    for buffer in buffers:
+        digest.update(buffer)
+    return int(digest.intdigest())
+
+
+def sign_header(header: bytes, digest: int) -> bytes:
+    """Return `header` with `digest` in its place."""
+    return b"%b%016x%b" % (header[:DIGITS_BEGIN], digest, header[DIGITS_END:])
 
 
 def build_preamble(tensors_nbytes: int, tensors_digest: int, body: bytes) -> bytes:

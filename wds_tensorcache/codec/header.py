@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring
 from typing import Any
-
-import xxhash
 
 from wds_tensorcache.codec.collector import LARGE_NBYTES, collector_paused
 from wds_tensorcache.codec.dtypes import STORED
@@ -33,8 +31,6 @@ __all__ = [
     "parse_int",
     "plan_member",
     "plan_small_member",
-    "sign_header",
-    "tensors_digest",
 ]
 
 FORMAT_VERSION = 1
@@ -53,14 +49,6 @@ _LAYOUTS: dict[bytes, Layout] = {}  # by every header byte after the digits
 def is_bound(member: Any) -> bool:
     """Return whether `member` was written by this format: whether it declares a digest in the fixed place."""
     return isinstance(member, (bytes, memoryview)) and member[8 : len(_PREFIX) + 6] == _PREFIX[:-2]
-
-
-def tensors_digest(header: bytes | memoryview, buffers: Iterable[Any] = ()) -> int:
-    """Return the XXH3-64 of every byte of a member behind the digits; `header` may be the whole member."""
-    digest = xxhash.xxh3_64(memoryview(header)[DIGITS_END:])
-    for buffer in buffers:
-        digest.update(buffer)
-    return int(digest.intdigest())
 
 
 def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], align: int) -> bytes:
@@ -97,11 +85,6 @@ def plan_member(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], alig
 
 
 plan_small_member = lru_cache(256)(plan_member)  # samples of one layout have one header
-
-
-def sign_header(header: bytes, digest: int) -> bytes:
-    """Return `header` with `digest` in its place."""
-    return b"%b%016x%b" % (header[:DIGITS_BEGIN], digest, header[DIGITS_END:])
 
 
 def parse_header(member: bytes | memoryview, member_nbytes: int | None = None) -> tuple[Layout, int | None]:

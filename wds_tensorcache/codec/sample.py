@@ -9,15 +9,16 @@ from typing import Any
 
 import xxhash
 
-from wds_tensorcache.codec.binding import build_preamble, had_preamble, is_damaged, parse_preamble
-from wds_tensorcache.codec.collector import LARGE_NBYTES, collector_paused
-from wds_tensorcache.codec.header import (
-    parse_header,
-    plan_member,
-    plan_small_member,
+from wds_tensorcache.codec.binding import (
+    build_preamble,
+    had_preamble,
+    is_damaged,
+    parse_preamble,
     sign_header,
     tensors_digest,
 )
+from wds_tensorcache.codec.collector import LARGE_NBYTES, collector_paused
+from wds_tensorcache.codec.header import parse_header, plan_member, plan_small_member
 from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor, read_array, read_tensor
 from wds_tensorcache.codec.reference import (

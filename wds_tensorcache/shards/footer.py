@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from wds_tensorcache.codec.binding import sign_header, tensors_digest
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.header import build_header, parse_header, parse_int, sign_header, tensors_digest
+from wds_tensorcache.codec.header import build_header, parse_header, parse_int
 from wds_tensorcache.codec.layout import form_of
 from wds_tensorcache.codec.reference import named_by
 from wds_tensorcache.errors import FormatError
