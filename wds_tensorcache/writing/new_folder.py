@@ -66,17 +66,21 @@ def new_folder(out: str, fsync: bool = True) -> Iterator[str]:
                 if os.name != "posix":
                     os.rmdir(out)  # elsewhere a folder cannot take an empty one's place
             # Hazard: a name may reach the disk before what it names; but all of it is there by now.
-            try:
-                os.rename(folder, out)
-            except OSError as exc:
-                if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
-                    raise FileExistsError(f"{out} is not empty any more; choose a new folder") from exc
-                raise
+            _rename(folder, out)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     if fsync:
         fsync_folder(parent)
+
+
+def _rename(folder: str, out: str) -> None:
+    try:
+        os.rename(folder, out)
+    except OSError as exc:
+        if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
+            raise FileExistsError(f"{out} is not empty any more; choose a new folder") from exc
+        raise
 
 
 def _is_of_caches(folder: str) -> bool:
