@@ -108,6 +108,19 @@ def test_a_shard_called_like_an_index(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["x", "x.idx", "x.idx.index"]
 
 
+@pytest.mark.parametrize("name", ["000000.tar.index", "000000.idx"])
+def test_versions_of_shards_of_such_names(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "x", per_shard=2, idx=False)
+    (tmp_path / "x" / "000001.tar").rename(tmp_path / "x" / name)
+    relist(tmp_path / "x", "000001.tar", name)
+    assert list(tc.open(tmp_path / "x").keys()) == KEYS
+    before = contents(tmp_path)
+    with pytest.raises(FileExistsError, match=rf"{name} is a tar.*rename"):
+        tc.drop(tmp_path / "x", tmp_path / "y", [KEYS[0]])
+    assert contents(tmp_path) == before
+    assert os.listdir(tmp_path) == ["x"]
+
+
 @pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize("other", ["a0.idx", "a0.index"])
 def test_writers_beside_shards_of_such_names(tmp_path: Path, other: str, overwrite: bool) -> None:

@@ -19,7 +19,7 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import ShardEntry
 from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.remainder import check_end
-from wds_tensorcache.shards.sidecar import sidecar_path
+from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path
 from wds_tensorcache.shards.tar.archive import BLOCK, Scanner, padding
 from wds_tensorcache.shards.tar.skipped import skipped_members
 from wds_tensorcache.storage.atomic import fsync_folder, write_atomically
@@ -108,7 +108,7 @@ def drop(
         fsync: Wait for the disk before the folder appears.
 
     Raises:
-        FileExistsError: `out` is not empty.
+        FileExistsError: `out` is not empty, or a shard has the name of another one's index.
         FileNotFoundError: There is no such folder, or no shard.
         FormatError: A shard or the manifest is damaged, or was changed meanwhile.
         KeyError: There is no sample of a key.
@@ -146,6 +146,7 @@ def write_version(
     listing = Listing(extra=Catalog(old.folder).read().extra)
     with new_folder(out, fsync) as folder:
         for part in parts:
+            check_replaceable(dali_index_path(part.path), sidecar_path(part.path))
             path = os.path.join(folder, part.url)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             index = _add(part, path, computed, fsync)
