@@ -173,17 +173,17 @@ def test_a_pickled_view_of_shards_that_are_gone(tmp_path: Path) -> None:
             copied[5]
 
 
-@pytest.mark.parametrize(
-    "dataset", [lambda cache: cache, lambda cache: tc.IterableCache(cache, 4)], ids=["map", "iterable"]
-)
-def test_a_spawned_worker_after_shards_are_written_again(tmp_path: Path, dataset: Callable[[Any], Any]) -> None:
+LOADERS: dict[str, Callable[[Any], Any]] = {
+    "map": lambda cache: DataLoader(cache, 4, num_workers=1, multiprocessing_context="spawn", collate_fn=as_list),
+    "torch_loader": lambda cache: tc.torch_loader(cache, 4, num_workers=1, multiprocessing_context="spawn"),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_spawned_worker_after_shards_are_written_again(tmp_path: Path, kind: str) -> None:
     write_numbers(tmp_path, 0, 12)
     with tc.open(tmp_path) as cache:
-        made = dataset(cache)
-        size = None if isinstance(made, tc.IterableCache) else 4
-        loader = DataLoader(
-            made, size, num_workers=1, multiprocessing_context="spawn", collate_fn=as_list if size else None
-        )
+        loader = LOADERS[kind](cache)
         assert len(list(loader)) == 3
         write_numbers(tmp_path, 100, 12)
         with pytest.raises(tc.FormatError, match=r"\d\.tar: the shard was changed since this cache was opened"):
