@@ -1,4 +1,4 @@
-"""The preamble of a skeleton and the digests, which bind the two members of a sample (FORMAT.md 2.1, 3.3)."""
+"""The preamble and the digests that bind the two members of a sample (FORMAT.md 2.1, 3.3)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ __all__ = [
 
 MAGIC = b"tensorcache"
 _FIELDS = Struct("<HQQQ")
-_CONTENT_NBYTES = len(MAGIC) + _FIELDS.size
-# with the POP after its fields, a no-op before the pickle's body
-_PREAMBLE_BEGIN = bytes((PROTO, 5, SHORT_BINBYTES, _CONTENT_NBYTES)) + MAGIC
+# With the POP after its fields, a no-op for unpicklers.
+_PREAMBLE_BEGIN = bytes((PROTO, 5, SHORT_BINBYTES, len(MAGIC) + _FIELDS.size)) + MAGIC
+_FIXED = _PREAMBLE_BEGIN + FORMAT_VERSION.to_bytes(2, "little")
 PREAMBLE_NBYTES = len(_PREAMBLE_BEGIN) + _FIELDS.size + 1
+
+# Offset of the pickle's body, length and digest of the `.safetensors` member, digest of the body. None: stock pickle wrote it.
+Preamble = tuple[int, int | None, int | None, int | None]
 
 
 def tensors_digest(header: bytes | memoryview, buffers: Iterable[Any] = ()) -> int:
-    """Return the XXH3-64 of every byte of a member behind the digits; `header` may be the whole member."""
+    """Return the XXH3-64 of a member's bytes after the digits; `header` may be the whole member."""
     digest = xxhash.xxh3_64(memoryview(header)[DIGITS_END:])
     for buffer in buffers:
         digest.update(buffer)
@@ -45,18 +48,15 @@ def sign_header(header: bytes, digest: int) -> bytes:
 
 
 def build_preamble(tensors_nbytes: int, tensors_digest: int, body: bytes) -> bytes:
-    """Return the `PREAMBLE_NBYTES` bytes that go in front of `body`."""
+    """Return the `PREAMBLE_NBYTES` bytes that precede `body`."""
     fields = _FIELDS.pack(FORMAT_VERSION, tensors_nbytes, tensors_digest, xxhash.xxh3_64_intdigest(body))
     return b"%b%b%c" % (_PREAMBLE_BEGIN, fields, POP)
 
 
-_FIXED = _PREAMBLE_BEGIN + FORMAT_VERSION.to_bytes(2, "little")
-
-
 def is_preamble(skeleton: bytes, bound: bytes) -> bool:
-    """Return whether `skeleton` begins with a preamble that is bound to `bound`, 8 bytes of length and 8 of digest.
+    """Return whether `skeleton` begins with a valid preamble for `bound`, the 16 bytes of a length and a digest.
 
-    True without anything left to check; False is for `parse_preamble` to explain.
+    If not, `parse_preamble` finds the reason.
     """
     end = len(_FIXED) + 16
     return (
@@ -68,28 +68,24 @@ def is_preamble(skeleton: bytes, bound: bytes) -> bool:
 
 
 def had_preamble(skeleton: bytes, tensors_nbytes: int, tensors_digest: int) -> bool:
-    """Return whether the fields of a preamble are there, in front of which its beginning is perhaps damaged."""
+    """Return whether `skeleton` has the fields of this preamble, although its beginning may be damaged."""
     fields = _FIELDS.pack(FORMAT_VERSION, tensors_nbytes, tensors_digest, 0)[:-8]
     return skeleton[len(_PREAMBLE_BEGIN) :].startswith(fields)
 
 
 def is_damaged(skeleton: bytes) -> bool:
-    """Return whether a skeleton that has a preamble is not what its digest says."""
+    """Return whether the body of a skeleton with a preamble differs from its digest."""
     if not skeleton.startswith(_FIXED) or len(skeleton) <= PREAMBLE_NBYTES:
         return False
     *_, body = _FIELDS.unpack_from(skeleton, len(_PREAMBLE_BEGIN))
     return bool(xxhash.xxh3_64_intdigest(memoryview(skeleton)[PREAMBLE_NBYTES:]) != body)
 
 
-# where the pickle goes on, bytes of the safetensors member, its digest, digest of the body; None: written by stock pickle
-Preamble = tuple[int, int | None, int | None, int | None]
-
-
 def parse_preamble(skeleton: bytes | memoryview) -> Preamble:
-    """Return what a skeleton says of its other half and of itself.
+    """Return the fields of a skeleton's preamble.
 
     Raises:
-        FormatError: A newer version, a damaged preamble, or a pickle protocol below 4.
+        FormatError: A newer version, a damaged preamble, or a pickle protocol other than 4 and 5.
     """
     if skeleton[: len(_PREAMBLE_BEGIN)] == _PREAMBLE_BEGIN and len(skeleton) > PREAMBLE_NBYTES:
         version, nbytes, tensors, body = _FIELDS.unpack_from(skeleton, len(_PREAMBLE_BEGIN))

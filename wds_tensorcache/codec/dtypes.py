@@ -1,7 +1,7 @@
-"""The table of FORMAT.md 3.2: which dtype is stored as what.
+"""The table of dtypes in FORMAT.md 3.2.
 
-A *stored* dtype is a name of the safetensors specification that every admitted safetensors release loads. A *true* dtype
-that safetensors cannot hold is stored as a view of one that it can, and named by the reference's `dtype` attribute.
+A *stored* dtype is a name of the safetensors specification that every supported safetensors release loads. A *true* dtype
+that safetensors cannot represent is stored as a view of a stored dtype; the reference's `dtype` attribute names it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-__all__ = ["STORED", "TORCH_TRUE", "TrueDtype", "numpy_dtype", "numpy_true_dtype", "torch_dtype"]
+__all__ = ["STORED", "TORCH_TRUE", "TrueDtype", "numpy_true_dtype", "true_dtype"]
 
-# safetensors name -> (bytes per element, torch name, numpy name); a torch release may lack the newest of them
+# safetensors name -> (bytes per element, torch name, numpy name); older torch releases lack the newest
 STORED: dict[str, tuple[int, str, str | None]] = {
     "BOOL": (1, "bool", "bool"),
     "U8": (1, "uint8", "uint8"),
@@ -39,13 +39,13 @@ STORED: dict[str, tuple[int, str, str | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class TrueDtype:
-    """How one dtype lies in the file.
+    """The stored form of one dtype.
 
     Attributes:
         stored: safetensors dtype name.
-        inner: Elements of the stored dtype in one element of the true one; they become a last dimension, `()` if one.
-        attribute: Value of the reference's `dtype` attribute; None where the stored dtype says it all.
-        itemsize: Bytes per element of the *stored* dtype, which is what alignment goes by.
+        inner: Shape of one element in stored elements, the last dimensions in the file; `()` if it is one.
+        attribute: Value of the reference's `dtype` attribute; None if `stored` determines the dtype.
+        itemsize: Bytes per element of the *stored* dtype.
     """
 
     stored: str
@@ -57,7 +57,7 @@ class TrueDtype:
         object.__setattr__(self, "itemsize", STORED[self.stored][0])
 
 
-# torch names that safetensors has no dtype for, or saves and then cannot load
+# Torch names that safetensors lacks, or can save but not load.
 _TORCH_VIEWS = {
     "complex32": TrueDtype("F16", (2,), "complex32"),
     "complex128": TrueDtype("F64", (2,), "complex128"),
@@ -65,7 +65,7 @@ _TORCH_VIEWS = {
     "float4_e2m1fn_x2": TrueDtype("U8", (), "float4_e2m1fn_x2"),
 }
 _TORCH_BY_NAME = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-# how each dtype of torch is stored; those that the format has no place for (quantised, bits, sub-byte ints) are missing
+# Without dtypes that the format cannot store: quantised ones, bits, and ints of less than a byte.
 TORCH_TRUE = {
     _TORCH_BY_NAME[name]: true
     for name, true in (*((row[1], TrueDtype(stored)) for stored, row in STORED.items()), *_TORCH_VIEWS.items())
@@ -73,13 +73,13 @@ TORCH_TRUE = {
 }
 _NUMPY_NATIVE = {np.dtype(row[2]): TrueDtype(stored) for stored, row in STORED.items() if row[2] is not None}
 
-# the generic unit has no name that numpy.dtype() takes back, and no meaning either: it is not in the table
+# Without the generic unit, which numpy.dtype() does not accept.
 _TIME = re.compile(r"(?:datetime|timedelta)64\[(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\]", re.ASCII)
 _TEXT = re.compile(r"([SU])([1-9]\d{0,8})", re.ASCII)
 
 
 def numpy_true_dtype(dtype: np.dtype) -> TrueDtype | None:
-    """Return how `dtype`, in little-endian order, is stored; None for objects, records, long doubles and unknown kinds."""
+    """Return the stored form of `dtype` in little-endian order; None for objects, records and long doubles."""
     little = dtype.newbyteorder("<")
     native = _NUMPY_NATIVE.get(little)
     if native is not None:
@@ -99,38 +99,29 @@ def _numpy_view(attribute: str) -> TrueDtype | None:
     return None
 
 
-def torch_dtype(stored: str, attribute: str | None) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return (true dtype, inner shape) of a tensor from its stored dtype and its reference's attribute.
+def true_dtype(kind: str, stored: str, attribute: str | None) -> tuple[torch.dtype | np.dtype, tuple[int, ...]]:
+    """Return (true dtype, inner shape) of a tensor or array; an array's is little-endian.
+
+    Args:
+        kind: `"tensor"` or `"ndarray"`.
+        stored: Stored dtype.
+        attribute: The reference's `dtype` attribute.
 
     Raises:
-        KeyError: They do not go together, or this torch release has no such dtype; the message is the key.
+        ValueError: The arguments do not match, or this release of torch or numpy lacks the dtype.
     """
-    if attribute is None:
-        return _find_torch(STORED[stored][1]), ()
-    view = _TORCH_VIEWS.get(attribute)
-    if view is None or view.stored != stored:
-        raise KeyError(f"dtype={attribute} is not a view of {stored}")
-    return _find_torch(attribute), view.inner
-
-
-def _find_torch(name: str) -> torch.dtype:
+    is_torch = kind == "tensor"
+    _, torch_name, numpy_name = STORED[stored]
+    name, inner = torch_name if is_torch else numpy_name, tuple[int, ...]()
+    if attribute is not None:
+        view = _TORCH_VIEWS.get(attribute) if is_torch else _numpy_view(attribute)
+        if view is None or view.stored != stored:
+            raise ValueError(f"dtype={attribute} is not a view of {stored}")
+        name, inner = attribute, view.inner
+    if name is None:
+        raise ValueError(f"numpy has no dtype for {stored}")
+    if not is_torch:
+        return np.dtype(name).newbyteorder("<"), inner
     if name not in _TORCH_BY_NAME:
-        raise KeyError(f"torch {torch.__version__} has no dtype {name}; a newer torch reads it")
-    return _TORCH_BY_NAME[name]
-
-
-def numpy_dtype(stored: str, attribute: str | None) -> tuple[np.dtype, tuple[int, ...]]:
-    """Return (true dtype, inner shape) of an array, as `torch_dtype` does for tensors; always little-endian.
-
-    Raises:
-        KeyError: They do not go together, or numpy has no such dtype; the message is the key.
-    """
-    if attribute is None:
-        name = STORED[stored][2]
-        if name is None:
-            raise KeyError(f"numpy has no dtype for {stored}")
-        return np.dtype(name).newbyteorder("<"), ()
-    view = _numpy_view(attribute)
-    if view is None or view.stored != stored:
-        raise KeyError(f"dtype={attribute} is not a view of {stored}")
-    return np.dtype(attribute).newbyteorder("<"), view.inner
+        raise ValueError(f"torch {torch.__version__} has no dtype {name}; a newer torch reads it")
+    return _TORCH_BY_NAME[name], inner

@@ -1,6 +1,6 @@
-"""What headers with the same tensors share, each kept once in bounded caches (FORMAT.md 3.1).
+"""Layouts and forms: the contents of equal headers, kept once in bounded caches (FORMAT.md 3.1).
 
-Samples of one cache share a handful of layouts. Hazard: entries come from files, so their number and size are bounded.
+Samples of one cache share a few layouts. Hazard: entries come from files, so the caches bound their number and size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ MAX_CACHED_NBYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One entry of a header: `shape` in elements of `dtype` (a safetensors name), bytes `[begin, end)` of the *member*."""
+    """One entry of a header.
+
+    Attributes:
+        name, dtype: Name, and stored dtype of safetensors.
+        shape: Shape in elements of `dtype`.
+        begin, end: Range of bytes in the *member*.
+    """
 
     name: str
     dtype: str
@@ -32,12 +38,12 @@ class StoredTensor:
 
 @dataclass(slots=True, eq=False)
 class Form:
-    """What layouts share if they differ in their shapes alone; ragged samples have one form.
+    """The common part of layouts that differ only in shapes, as those of ragged samples do.
 
     Attributes:
         entries: (name, stored dtype, number of dimensions) of each tensor, in the order of their bytes.
-        template: Learnt from an earlier skeleton of the form; None before that.
-        num_interpreted: Number of samples that no template matched.
+        template: Template of an earlier skeleton; None before one is learnt.
+        num_interpreted: Number of samples that did not match a template.
     """
 
     entries: tuple[tuple[str, str, int], ...]
@@ -47,16 +53,16 @@ class Form:
 
 @dataclass(slots=True)
 class Layout:
-    """What all members with the same header share.
+    """The contents of all members with one header.
 
     Attributes:
-        tensors: Entries by name, in the order of their bytes, which have no holes.
-        data_begin: Byte offset of the first tensor in the member, after the header.
-        nbytes: Bytes of the whole member, header included.
-        form: Shared by all layouts that differ in their shapes alone.
-        texts: References to the tensors in the same order; None if only the header is known.
+        tensors: Entries by name, in the order of their bytes, without holes.
+        data_begin: Offset of the first tensor in the member.
+        nbytes: Bytes of the whole member, with its header.
+        form: Form of this layout.
+        texts: References to the tensors, in the same order; None if only the header is known.
         references: Resolved references by text; filled by `resolve`.
-        resolved: A template, its references resolved in its order, and their texts in the tensors' order.
+        resolved: A template with its resolved references, in its order, and their texts, in the order of the tensors.
     """
 
     tensors: dict[str, StoredTensor]
@@ -68,14 +74,14 @@ class Layout:
     resolved: tuple[Any, Any, Any] = field(default=(None, None, None), compare=False, repr=False)
 
 
-# Layouts that an index describes. After the table was full, equal ones may be two objects.
+# Layouts of indexes and writers. After the table was full, equal layouts may be two objects.
 _MADE: dict[tuple[Form, bytes, int, tuple[str, ...] | None], Layout] = {}
-# By entries. A form that is dropped loses its template alone.
+# By entries. Dropping a form loses only its template.
 _FORMS: dict[tuple[tuple[str, str, int], ...], Form] = {}
 
 
 def form_of(entries: tuple[tuple[str, str, int], ...]) -> Form:
-    """Return the form with these entries: the same object each time, unless they are many."""
+    """Return the form with these entries: the same object each time, unless there are very many entries."""
     form = _FORMS.get(entries)
     if form is None:
         if not _is_small(entries):
@@ -91,8 +97,8 @@ def _is_small(entries: tuple[tuple[str, str, int], ...]) -> bool:
 
 
 def make_layout(form: Form, dims: Sequence[int], data_begin: int, texts: tuple[str, ...] | None = None) -> Layout:
-    """Return the layout of `form` whose shapes, one after another, are `dims`; these must be valid."""
-    # Hazard: an index's author can choose numbers whose hashes collide. Hashes of bytes cannot be chosen.
+    """Return the layout of `form` with the concatenated, valid shapes `dims`."""
+    # Hazard: the author of an index can choose integers whose hashes collide. The hashes of bytes are seeded.
     place = (form, array("Q", dims).tobytes(), data_begin, texts)
     layout = _MADE.get(place)
     if layout is not None:

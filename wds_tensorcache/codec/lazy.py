@@ -1,23 +1,22 @@
-"""Lazy tensors and arrays: where their bytes are, and what can be asked of them without reading."""
+"""Lazy tensors and arrays: the place of their bytes, and all operations that need no bytes."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.devices import check_device
 from wds_tensorcache.codec.reference import Reference, Source
-from wds_tensorcache.codec.views import check_array, check_tensor, view_array, view_tensor
+from wds_tensorcache.codec.views import check_array, check_device, check_tensor, view_array, view_tensor
 
-__all__ = ["Lazy", "LazyArray", "LazyTensor", "read_array", "read_tensor"]
+__all__ = ["Lazy", "LazyArray", "LazyTensor"]
 
 
 class Lazy:
-    """What both kinds share: an immutable pair of a reference and a source."""
+    """An immutable pair of a reference and a source; the base of `LazyTensor` and `LazyArray`."""
 
     __slots__ = ("__weakref__", "_reference", "_source")
     _reference: Reference
@@ -29,44 +28,67 @@ class Lazy:
         _set_source(self, source)
         return self
 
-    name = property(lambda self: self._reference.name, doc="The tensor's name in its `.safetensors` member.")
-    dtype = property(lambda self: self._reference.dtype, doc="The dtype that loading gives.")
-    shape = property(lambda self: self._reference.shape, doc="The shape that loading gives.")
+    name = property(lambda self: self._reference.name, doc="Name of the tensor in its `.safetensors` member.")
+    dtype = property(lambda self: self._reference.dtype, doc="Dtype of the loaded value.")
+    shape = property(lambda self: self._reference.shape, doc="Shape of the loaded value.")
     ndim = property(lambda self: len(self._reference.shape), doc="Number of dimensions.")
     nbytes = property(lambda self: self._reference.end - self._reference.begin, doc="Bytes of the elements.")
+
+    @staticmethod
+    def view_buffer(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """Return a buffer as a tensor or array after checking its values; aliases the buffer."""
+        raise NotImplementedError
+
+    def load(self) -> Any:
+        raise NotImplementedError
 
     def view_bytes(self) -> np.ndarray[Any, Any]:
         """Return the elements' bytes as uint8.
 
-        Memory: the source's; never write into it. A shard's is a memory map: if the shard is cut short in place, or the
-            disk cannot read it, reading the view kills the process (SIGBUS).
+        Memory: aliases the source; never write into it. The view of a shard is a memory map: reading it kills the process
+            (SIGBUS) if the shard is truncated in place, or if the disk fails.
         """
         return self._source.view(self._reference.begin, self._reference.end)
 
-    def _extent(self, rows: tuple[int, int]) -> tuple[int, int]:
-        """Return the bytes of the member that hold `rows` of the first dimension."""
+    def _load(self, copy: bool) -> Any:
+        reference = self._reference
+        buffer = self._source.read(reference.begin, reference.end) if copy else self.view_bytes()
+        return self.view_buffer(buffer, reference.dtype, reference.shape)
+
+    def _check_out(self, out: Any) -> None:
+        if isinstance(out, Lazy):
+            _refuse_in_place(type(out), "load(out=…)")
+        if out.shape != self.shape or out.dtype != self.dtype:
+            raise ValueError(f"out is {out.dtype}{list(out.shape)}, but {self!r} is not")
+
+    def __getitem__(self, index: Any) -> Any:
+        first, rest = (index[0], index[1:]) if type(index) is tuple and index else (index, ())
+        rows = self._rows(first)
+        if rows is None:
+            return self.load()[_loaded(index)]
         begin, end = self._reference.begin, self._reference.end
         stride = (end - begin) // self.shape[0]
-        return begin + rows[0] * stride, begin + rows[1] * stride
+        buffer = self._source.read(begin + rows.start * stride, begin + rows.stop * stride)
+        part = self.view_buffer(buffer, self.dtype, (len(rows), *self.shape[1:]))
+        if type(first) is int:
+            return part[_loaded((0, *rest))]
+        return part[_loaded((slice(None), *rest))] if rest else part
 
-    def _rows(self, index: Any) -> tuple[tuple[int, int], Any] | None:
-        """Return which rows `index` needs, and the index into those; None if it is not simply a part of the first dim."""
-        first, rest = (index[0], index[1:]) if type(index) is tuple and index else (index, ())
-        if not self.shape or not self.shape[0]:
-            return None
-        if type(first) is int and -self.shape[0] <= first < self.shape[0]:
-            row = first % self.shape[0]
-            return (row, row + 1), (0, *rest)
-        if type(first) is slice and first.step in (None, 1):
+    def _rows(self, first: Any) -> range | None:
+        """Return the rows of the first dimension that an index needs; None for all rows."""
+        length = self.shape[0] if self.shape else 0
+        if type(first) is int and -length <= first < length:
+            return range(first % length, first % length + 1)
+        if type(first) is slice and first.step in (None, 1) and length:
             try:
-                begin, end, _ = first.indices(self.shape[0])
+                begin, end, _ = first.indices(length)
             except TypeError:
                 return None
-            return (begin, max(begin, end)), (slice(None), *rest)
+            return range(begin, max(begin, end))
         return None
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a {type(self).__name__} is immutable; set attributes on what .load() returns")
+        raise AttributeError(f"a {type(self).__name__} is immutable; set attributes on the result of .load()")
 
     def __delattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"a {type(self).__name__} is immutable")
@@ -76,20 +98,20 @@ class Lazy:
 
     def __setitem__(self, index: object, value: object) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} is read-only, what is assigned would be lost; assign to what .load() returns"
+            f"a {type(self).__name__} is read-only, so the assignment would be lost; assign to the result of .load()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A C pickler has no frame of its own: this is its caller's.
+        # A C pickler has no frame, so this is the frame of its caller.
         if sys._getframe(1).f_globals.get("__name__") == "torch.serialization":
             return self._reduce_for_torch_save(protocol)
         r = self._reference
         source, begin = self._source.cut(r.begin, r.end)
-        moved = begin + r.end - r.begin
-        return _rebuild, (type(self), source, r.name, r.kind, r.dtype, tuple(r.shape), begin, moved, r.attribute)
+        end = begin + r.end - r.begin
+        return _rebuild, (type(self), source, r.name, r.kind, r.dtype, tuple(r.shape), begin, end, r.attribute)
 
     def _reduce_for_torch_save(self, protocol: Any) -> Any:
-        """Return a reduction that `torch.load` accepts with weights_only=True: without classes of this package."""
+        """Return a reduction without classes of this package, which `torch.load(weights_only=True)` requires."""
         raise NotImplementedError
 
     def __copy__(self) -> Any:
@@ -101,15 +123,24 @@ class Lazy:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.load())
 
-    def load(self) -> Any:
-        raise NotImplementedError
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError(f"reading a {type(self).__name__} always copies; .load(copy=False) gives a view")
+        array = np.asarray(self.load())
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.load().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return 1, 0  # kDLCPU
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
 
 def _rebuild(cls: Any, source: Source, name: str, kind: str, dtype: Any, shape: Any, *rest: Any) -> Any:
-    """Return a lazy tensor that was pickled: without its Reference, whose own pickling would take twice as long."""
+    """Rebuild a pickled lazy tensor from its fields: pickling the Reference itself would take twice as long."""
     return cls(Reference(name, kind, dtype, torch.Size(shape) if kind == "tensor" else shape, *rest), source)
 
 
@@ -118,21 +149,8 @@ _set_reference: Any = vars(Lazy)["_reference"].__set__
 _set_source: Any = vars(Lazy)["_source"].__set__
 
 
-def read_tensor(source: Source, begin: int, end: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the bytes `[begin, end)` of `source` as a tensor in memory of its own."""
-    tensor = view_tensor(source.read(begin, end), dtype, shape)
-    return check_tensor(tensor) if dtype is torch.bool else tensor
-
-
-def read_array(
-    source: Source, begin: int, end: int, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> np.ndarray[Any, Any]:
-    """Return the bytes `[begin, end)` of `source` as an array in memory of its own."""
-    return check_array(view_array(source.read(begin, end), dtype, shape))
-
-
 def _loaded(value: Any) -> Any:
-    """Return `value` with every lazy tensor in plain lists, tuples and dicts loaded."""
+    """Return `value` with each lazy tensor in plain lists, tuples and dicts loaded."""
     cls = type(value)
     if issubclass(cls, Lazy):
         return value.load()
@@ -154,59 +172,42 @@ def _refuse_in_place(cls: type, name: str) -> NoReturn:
 
 
 class LazyTensor(Lazy):
-    """A torch.Tensor that has not been read yet.
+    """A torch.Tensor whose bytes have not been read yet.
 
-    Torch functions, operators, methods and indexing read it each time they are used, into fresh memory that is the
-    caller's own; a part of the first dimension reads only its own bytes. What is used more than once: `.load()` it once.
+    Torch functions, operators, methods and indexing read it at each use, into fresh memory that belongs to the caller. An
+    index into the first dimension reads only the bytes of its rows. Attributes such as shape and dtype read nothing. For
+    repeated use, call `.load()` once.
 
-    Memory: holds its source (the member's bytes, or what identifies the file), not its elements.
-    Threads/fork/pickle: immutable, safe everywhere; pickles with just its own bytes if its source is memory.
+    Memory: holds its source (the member's bytes, or the identity of the file), not its elements.
+    Threads/fork/pickle: immutable, safe everywhere; a source in memory is pickled with only the bytes of this tensor.
     """
 
     __slots__ = ()
 
-    device = property(lambda self: torch.device("cpu"), doc="Where `.load()` puts it by default.")
-    requires_grad = property(lambda self: False, doc="Caches hold values: False.")
-    is_cuda = property(lambda self: False, doc="False: `.load(device)` puts it elsewhere.")
+    if TYPE_CHECKING:  # types of attributes that `__getattr__` and the base class provide
+        ndim: int
+        dim: Callable[[], int]
+        numel: Callable[[], int]
+        element_size: Callable[[], int]
+        is_complex: Callable[[], bool]
+        is_contiguous: Callable[..., bool]
+        is_floating_point: Callable[[], bool]
 
-    layout = property(lambda self: torch.strided, doc="Always torch.strided.")
-    itemsize = property(lambda self: self._like().element_size(), doc="Bytes of one element.")
+        def __getitem__(self, index: Any) -> torch.Tensor: ...
 
-    def _like(self) -> torch.Tensor:
-        """Return a tensor with this dtype and no bytes, which answers what depends on the dtype alone."""
-        return torch.empty(0, dtype=torch.uint8, device="cpu").view(self.dtype)
+    @staticmethod
+    def view_buffer(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = view_tensor(buffer, dtype, shape)
+        return check_tensor(tensor) if dtype is torch.bool else tensor
 
-    def element_size(self) -> int:
-        """Return the bytes of one element."""
-        return self._like().element_size()
-
-    def is_floating_point(self) -> bool:
-        """Return whether the dtype is a floating-point one."""
-        return self._like().is_floating_point()
-
-    def is_complex(self) -> bool:
-        """Return whether the dtype is a complex one."""
-        return self._like().is_complex()
-
-    def is_contiguous(self) -> bool:
-        """Return True: what is loaded always is."""
-        return True
+    @property
+    def device(self) -> torch.device:
+        """Device of the result of `.load()`."""
+        return torch.device("cpu")
 
     def __len__(self) -> NoReturn:
-        # torch takes an index that has a length below 32 for a tuple of indices: tensor[lazy] would be silently wrong
+        # Hazard: torch treats an index with a length below 32 as a tuple of indices; tensor[lazy] would be silently wrong.
         raise TypeError("a LazyTensor has no len(); use .shape[0]")
-
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return int(self.shape.numel())
-
-    def dim(self) -> int:
-        """Return the number of dimensions."""
-        return len(self.shape)
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or one dimension of it."""
-        return self.shape if dim is None else self.shape[dim]
 
     def load(
         self, device: torch.device | str | None = None, out: torch.Tensor | None = None, *, copy: bool = True
@@ -214,49 +215,29 @@ class LazyTensor(Lazy):
         """Return the tensor.
 
         Args:
-            device: Where to put it; the CPU by default.
-            out: Receives the elements and is returned; its shape and dtype must be the same.
-            copy: False gives a view of the source, CPU only: never write into it, other reads of the source see it. A
-                shard's view is a memory map, and **a shard that is cut short in place kills the process** that reads it
-                (SIGBUS).
+            device: Device of the result; the CPU by default.
+            out: Tensor of the same shape and dtype, which receives the elements and is returned.
+            copy: False returns a view of the source, on the CPU. Never write into it: other reads would see the change.
+                The view of a shard is a memory map, and reading it **kills the process** (SIGBUS) if the shard is
+                truncated in place.
 
         Raises:
             ValueError: `out` has another shape or dtype.
-            RuntimeError: `device` is not there.
-            FormatError: A bool tensor holds other bytes than 0 and 1.
+            RuntimeError: `device` is not available.
+            FormatError: A bool tensor contains bytes other than 0 and 1.
 
-        Memory: fresh and the caller's own, aligned to 16 bytes; with `copy=False` it aliases the source and keeps it alive.
+        Memory: fresh, the caller's, aligned to 16 bytes; with `copy=False` it aliases the source and keeps it alive.
         """
         if out is not None:
-            if isinstance(out, Lazy):
-                _refuse_in_place(type(out), "load(out=…)")
-            if out.shape != self.shape or out.dtype != self.dtype:
-                raise ValueError(f"out is {out.dtype}{list(out.shape)}, but {self!r} is not")
+            self._check_out(out)
             return self._load_into(out)
-        reference = self._reference
-        if copy:
-            tensor = read_tensor(self._source, reference.begin, reference.end, reference.dtype, reference.shape)
-        else:
-            tensor = check_tensor(view_tensor(self.view_bytes(), reference.dtype, reference.shape))
+        tensor: torch.Tensor = self._load(copy)
         check_device(device)
         return tensor if device is None else tensor.to(device)
 
-    def _reduce_for_torch_save(self, protocol: Any) -> Any:
-        tensor: Any = self.load()
-        return tensor.__reduce_ex__(protocol)
-
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Load the tensor and return what its `torch.Tensor.to` does; trainers look for this method in a value's class."""
-        return self.load().to(*_loaded(list(args)), **_loaded(kwargs))
-
     def _load_into(self, out: torch.Tensor) -> torch.Tensor:
-        if (
-            out.device.type != "cpu"
-            or not out.is_contiguous()
-            or out.is_conj()
-            or out.is_neg()
-            or self.dtype is torch.bool
-        ):
+        is_plain = out.is_cpu and out.is_contiguous() and not out.is_conj() and not out.is_neg()
+        if not is_plain or self.dtype is torch.bool:
             with torch.no_grad():
                 return out.copy_(self.load())
         if self.nbytes:
@@ -264,13 +245,14 @@ class LazyTensor(Lazy):
             self._source.read_into(memoryview(raw), self._reference.begin)
         return out
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        found = self._rows(index)
-        if found is None:
-            return self.load()[_loaded(index)]
-        rows, rest = found
-        part = read_tensor(self._source, *self._extent(rows), self.dtype, (rows[1] - rows[0], *self.shape[1:]))
-        return part[_loaded(rest)] if rest != (slice(None),) else part
+    def _reduce_for_torch_save(self, protocol: Any) -> Any:
+        tensor: Any = self.load()
+        return tensor.__reduce_ex__(protocol)
+
+    # Trainers look for this method in the class of a value.
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Load the tensor, and return the result of its `torch.Tensor.to`."""
+        return self.load().to(*_loaded(list(args)), **_loaded(kwargs))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -288,11 +270,15 @@ class LazyTensor(Lazy):
         return func(*_loaded(list(args)), **_loaded(kwargs))
 
     def __getattr__(self, name: str) -> Any:
-        # everything a tensor can do, except what would change it
+        # every attribute of a tensor, except in-place methods
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name.endswith("_"):
             return lambda *args, **kwargs: _refuse_in_place(type(self), name)
+        if name in _OF_SHAPE:
+            return getattr(torch.empty(self.shape, device="meta"), name)
+        if name in _OF_DTYPE:
+            return getattr(view_tensor(b"", self.dtype, (0,)), name)
         value = getattr(self.load(), name)
         if not callable(value):
             return value
@@ -303,59 +289,27 @@ class LazyTensor(Lazy):
             raise TypeError(
                 f"numpy has no {self.dtype}; use .load().float().numpy(), or .load().view(torch.uint8).numpy()"
             )
-        if copy is False:
-            raise ValueError("reading a lazy tensor always copies; .load(copy=False) gives a view")
-        array = self.load().numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.load().__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> Any:
-        return 1, 0  # kDLCPU
+        return super().__array__(dtype, copy)
 
     def __format__(self, spec: str) -> str:
         return format(self.load(), spec) if spec else repr(self)
 
 
 _NOT_IN_PLACE = frozenset({"__invert__", "__index__", "__int__", "__iter__"})
-
-
-_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
-_OTHERS = "eq ne lt le gt ge neg pos abs invert bool int float complex index contains".split()
-_OPERATORS = [f"__{name}__" for name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS)]
-
-
-def _operator(name: str) -> Any:
-    def method(self: Any, *args: Any) -> Any:
-        function = getattr(self.load(), name, None)
-        return NotImplemented if function is None else function(*_loaded(list(args)))
-
-    method.__name__ = name
-    return method
-
-
-def _in_place_operator(name: str) -> Any:
-    def method(self: Any, other: Any) -> NoReturn:
-        _refuse_in_place(type(self), name)
-
-    method.__name__ = name
-    return method
-
-
-def _install_operators(cls: Any) -> None:
-    """Give `cls` every operator of what it loads; the augmented ones refuse."""
-    for name in _OPERATORS:
-        setattr(cls, name, _operator(name))
-    for name in _BINARY:
-        setattr(cls, f"__i{name}__", _in_place_operator(f"__i{name}__"))
-    cls.__hash__ = object.__hash__  # by identity, as tensors do
+_OF_SHAPE = frozenset(
+    "dim ndimension numel nelement size stride is_contiguous layout requires_grad is_cuda is_sparse".split()
+)
+_OF_DTYPE = frozenset("itemsize element_size is_floating_point is_complex is_signed".split())
 
 
 class LazyArray(Lazy):
-    """A numpy array that has not been read yet: what `LazyTensor` is for tensors; `np.asarray` and ufuncs take it."""
+    """A numpy array whose bytes have not been read yet; numpy functions and ufuncs accept it. See `LazyTensor`."""
 
     __slots__ = ()
+
+    @staticmethod
+    def view_buffer(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        return check_array(view_array(buffer, dtype, shape))
 
     def __len__(self) -> int:
         if not self.shape:
@@ -364,31 +318,17 @@ class LazyArray(Lazy):
 
     def load(self, out: np.ndarray[Any, Any] | None = None, *, copy: bool = True) -> np.ndarray[Any, Any]:
         """Return the array, little-endian and C-contiguous; arguments, errors and memory as in `LazyTensor.load`."""
-        if out is not None:
-            if isinstance(out, Lazy):
-                _refuse_in_place(type(out), "load(out=…)")
-            if out.shape != self.shape or out.dtype != self.dtype:
-                raise ValueError(f"out is {out.dtype}{list(out.shape)}, but {self!r} is not")
-            out[...] = self.load()
-            return out
-        reference = self._reference
-        if copy:
-            return read_array(self._source, reference.begin, reference.end, reference.dtype, reference.shape)
-        return check_array(view_array(self.view_bytes(), reference.dtype, reference.shape))
+        if out is None:
+            return self._load(copy)  # type: ignore[no-any-return]
+        self._check_out(out)
+        out[...] = self._load(True)
+        return out
 
     def _reduce_for_torch_save(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"torch.save of {self!r}: torch.load refuses numpy arrays; save torch.from_numpy(x.load()), or tc.realize(sample) "
             "for torch.load(weights_only=False)"
         )
-
-    def __getitem__(self, index: Any) -> Any:
-        found = self._rows(index)
-        if found is None:
-            return self.load()[_loaded(index)]
-        rows, rest = found
-        part = read_array(self._source, *self._extent(rows), self.dtype, (rows[1] - rows[0], *self.shape[1:]))
-        return part[_loaded(rest)]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(np.ndarray, name):
@@ -397,23 +337,29 @@ class LazyArray(Lazy):
             return lambda *args, **kwargs: _refuse_in_place(type(self), name)
         return getattr(self.load(), name)
 
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.load().__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> Any:
-        return 1, 0  # kDLCPU
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        if copy is False:
-            raise ValueError("reading a lazy array always copies; .load(copy=False) gives a view")
-        array = self.load()
-        return array if dtype is None else array.astype(dtype, copy=False)
-
 
 _ARRAY_IN_PLACE = frozenset(
     {"byteswap", "fill", "itemset", "partition", "put", "resize", "setfield", "setflags", "sort"}
 )
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
+_OTHERS = "eq ne lt le gt ge neg pos abs invert bool int float complex index contains".split()
 
 
-_install_operators(LazyTensor)
-_install_operators(LazyArray)
+def _operator(name: str) -> Any:
+    def method(self: Any, *args: Any) -> Any:
+        function = getattr(self.load(), name, None)
+        return NotImplemented if function is None else function(*_loaded(list(args)))
+
+    return method
+
+
+def _in_place_operator(name: str) -> Any:
+    return lambda self, other: _refuse_in_place(type(self), name)
+
+
+for _cls in (LazyTensor, LazyArray):
+    for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS):
+        setattr(_cls, f"__{_name}__", _operator(f"__{_name}__"))
+    for _name in _BINARY:
+        setattr(_cls, f"__i{_name}__", _in_place_operator(f"__i{_name}__"))
+    _cls.__hash__ = object.__hash__  # type: ignore[method-assign]  # by identity, as tensors do

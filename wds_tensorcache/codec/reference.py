@@ -1,4 +1,4 @@
-"""What a skeleton's reference stands for: a tensor of a layout, and the source that holds its bytes."""
+"""References in a skeleton: each names a tensor of a layout; a source provides the tensor's bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.dtypes import numpy_dtype, torch_dtype
+from wds_tensorcache.codec.dtypes import true_dtype
 from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError
@@ -20,29 +20,29 @@ __all__ = ["MemorySource", "Reference", "Source", "check_named", "named_by", "re
 
 
 class Source(Protocol):
-    """Where bytes of a `.safetensors` member lie; offsets count from the member's first byte."""
+    """Bytes of a `.safetensors` member; offsets count from the member's first byte."""
 
     def read(self, begin: int, end: int) -> bytearray | np.ndarray[Any, Any]:
-        """Return the bytes `[begin, end)` in memory of their own, or raise."""
+        """Return a private copy of the bytes `[begin, end)`, or raise."""
 
     def read_into(self, buffer: memoryview, begin: int) -> None:
         """Fill `buffer` (1-D, bytes) from `begin`, or raise."""
 
     def view(self, begin: int, end: int) -> np.ndarray[Any, Any]:
-        """Return the bytes `[begin, end)` as uint8 without copying them; they may not be written to, whatever numpy says.
+        """Return the bytes `[begin, end)` as uint8 without a copy; the caller must never write into them, even if numpy can.
 
-        A file's are a memory map's: if the file is cut short in place, reading them kills the process (SIGBUS).
+        The view of a file is a memory map: reading it kills the process (SIGBUS) if the file is truncated in place.
         """
 
     def hold(self, begin: int, end: int) -> bytearray | np.ndarray[Any, Any]:
-        """Return the bytes `[begin, end)` in memory that nothing outside this process changes; they may not be written to."""
+        """Return the bytes `[begin, end)`, read-only, in memory that no other process can change."""
 
     def cut(self, begin: int, end: int) -> tuple[Source, int]:
-        """Return what another process needs to read `[begin, end)`, and where that then begins."""
+        """Return a source of `[begin, end)` for another process, and the offset of `begin` in it."""
 
 
 class MemorySource:
-    """A member that is in memory already, as webdataset's streams deliver it. Pickles as its bytes."""
+    """A member in memory, for example from a stream of webdataset; pickled as its bytes."""
 
     __slots__ = ("member",)
 
@@ -69,15 +69,15 @@ class MemorySource:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One tensor of a layout as its skeleton refers to it.
+    """A skeleton's reference to one tensor of a layout.
 
     Attributes:
-        name: In the `.safetensors` member.
-        kind: `"tensor"` (comes back as torch.Tensor) or `"ndarray"` (as np.ndarray).
-        dtype: The true one, of torch or of numpy.
-        shape: In elements of `dtype`.
-        begin, end: Bytes of the member.
-        attribute: The reference's `dtype` attribute, if it has one.
+        name: Name in the `.safetensors` member.
+        kind: `"tensor"` for a torch.Tensor, `"ndarray"` for an np.ndarray.
+        dtype: True dtype, of torch or of numpy.
+        shape: Shape in elements of `dtype`.
+        begin, end: Range of bytes in the member.
+        attribute: The reference's `dtype` attribute, or None.
     """
 
     name: str
@@ -89,23 +89,23 @@ class Reference:
     attribute: str | None
 
 
-@lru_cache(4096)  # the names are the same in every sample
+@lru_cache(4096)  # samples of one cache have the same names
 def reference_text(kind: str, name: str, attribute: str | None) -> str:
-    """Return how a skeleton refers to a tensor."""
+    """Return the text of a reference."""
     return f"{kind}:{name}" if attribute is None else f"{kind}:{name}?dtype={attribute}"
 
 
 def named_by(text: str) -> tuple[str, str]:
-    """Return the kind and the name in the text of a reference."""
+    """Return the kind and the name in a reference text."""
     kind, _, rest = text.partition(":")
     return kind, rest.partition("?")[0]
 
 
 def resolve(layout: Layout, text: str) -> Reference:
-    """Return what the reference `text` stands for, once per layout.
+    """Return the reference for this text; the layout caches it.
 
     Raises:
-        FormatError: No such tensor, or a kind, attribute or dtype that this release does not know.
+        FormatError: The tensor, the kind, the attribute or the dtype is unknown.
     """
     known = layout.references.get(text)
     if known is not None:
@@ -117,29 +117,27 @@ def resolve(layout: Layout, text: str) -> Reference:
         raise FormatError(f"reference {text!r:.100} is neither a tensor nor an ndarray")
     if stored is None:
         raise FormatError(f"the skeleton names tensor {name!r:.100}, which the safetensors member does not have")
-    attribute = None
-    for pair in attributes.split("&") if mark else ():
-        key, _, value = pair.partition("=")
-        if key != "dtype" or attribute is not None:
-            raise FormatError(f"tensor {name!r}: unknown attribute {pair!r:.100}; a newer release may know it")
-        attribute = value
+    if mark and (not attributes.startswith("dtype=") or "&" in attributes):
+        raise FormatError(f"tensor {name!r}: unknown attribute {attributes!r:.100}; a newer release may know it")
+    attribute = attributes.removeprefix("dtype=") if mark else None
     try:
-        dtype, inner = (torch_dtype if kind == "tensor" else numpy_dtype)(stored.dtype, attribute)
-    except (KeyError, TypeError) as exc:
-        raise FormatError(f"tensor {name!r}: {exc.args[0]}") from exc
+        dtype, inner = true_dtype(kind, stored.dtype, attribute)
+    except (ValueError, TypeError) as exc:
+        raise FormatError(f"tensor {name!r}: {exc}") from exc
     shape = stored.shape[: len(stored.shape) - len(inner)]
     if stored.shape[len(shape) :] != inner:
         raise FormatError(f"tensor {name!r}: {stored.dtype}{list(stored.shape)} cannot be a view of {dtype}")
     if kind == "tensor":
         shape = torch.Size(shape)
     reference = Reference(name, kind, dtype, shape, stored.begin, stored.end, attribute)
-    if len(layout.references) < 16 + 4 * len(layout.tensors):  # texts come from files; layouts live long
+    # Hazard: texts come from files, and layouts live long.
+    if len(layout.references) < 16 + 4 * len(layout.tensors):
         layout.references[text] = reference
     return reference
 
 
 def check_named(layout: Layout, texts: Iterable[str]) -> None:
-    """Raise FormatError unless `texts`, all of which `resolve` knows, refer to every tensor of `layout`, each in one way."""
+    """Raise FormatError unless the resolved `texts` together name each tensor of `layout` exactly once."""
     names: set[str] = set()
     for text in texts:
         name = named_by(text)[1]

@@ -1,8 +1,8 @@
-"""One sample to its two members and back: where skeleton, header and tensors meet."""
+"""Encode one sample as its two members, and decode it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -20,19 +20,11 @@ from wds_tensorcache.codec.binding import (
 from wds_tensorcache.codec.collector import LARGE_NBYTES, collector_paused
 from wds_tensorcache.codec.header import parse_header, plan_member, plan_small_member
 from wds_tensorcache.codec.layout import Layout
-from wds_tensorcache.codec.lazy import LazyArray, LazyTensor, read_array, read_tensor
-from wds_tensorcache.codec.reference import (
-    MemorySource,
-    Reference,
-    Source,
-    check_named,
-    named_by,
-    resolve,
-)
-from wds_tensorcache.codec.skeleton.builders import allow_table
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
+from wds_tensorcache.codec.reference import MemorySource, Reference, Source, check_named, named_by, resolve
 from wds_tensorcache.codec.skeleton.reader import unpickle
-from wds_tensorcache.codec.skeleton.template import MAX_LEARNT, MISS, Template, learn
-from wds_tensorcache.codec.skeleton.types import BUILDERS
+from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, MISS, Template, learn
+from wds_tensorcache.codec.skeleton.types import BUILDERS, Allowed, allow_table
 from wds_tensorcache.codec.skeleton.writer import MANY_ITEMS, SkeletonWriter
 from wds_tensorcache.errors import EncodeError, FormatError, UnsafeSkeletonError
 
@@ -49,16 +41,19 @@ __all__ = [
 ]
 
 
+_WIDTH = attrgetter("true.itemsize")
+_MANY_TENSORS = 64  # headers with more tensors are not cached
+
+
 @dataclass(slots=True)
 class EncodedSample:
-    """Both members, the tensors' bytes not copied yet.
+    """Both members of a sample; the bytes of the tensors are not copied yet.
 
     Attributes:
-        skeleton: The member `KEY.skel.pyd`.
-        header, buffers: The member `KEY.safetensors` in its parts.
-        layout, digest: What its header says.
-        references: How the skeleton refers to the tensors, in the order of their bytes; None, as in every index, if it needs
-            `allow=`.
+        skeleton: Member `KEY.skel.pyd`.
+        header, buffers: Parts of the member `KEY.safetensors`.
+        layout, digest: Contents of the header.
+        references: References to the tensors, in the order of their bytes; None if the skeleton needs `allow=`.
     """
 
     skeleton: bytes
@@ -69,12 +64,8 @@ class EncodedSample:
     references: tuple[str, ...] | None
 
 
-_WIDTH = attrgetter("true.itemsize")
-_MANY_TENSORS = 64  # the headers of so many are not kept
-
-
-def encode_views(sample: Any, allow: Mapping[tuple[str, str], type], align: int = 64) -> EncodedSample:
-    """Encode as `encode_sample` does, for a caller that encodes many: `allow` is `allow_table`'s result.
+def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
+    """Encode as `encode_sample` does; `allow` is the result of `allow_table`.
 
     Memory: `buffers` alias the tensors of `sample` that are contiguous on the CPU.
     """
@@ -82,8 +73,8 @@ def encode_views(sample: Any, allow: Mapping[tuple[str, str], type], align: int 
     try:
         writer.save(sample)
     except RecursionError as exc:
-        raise EncodeError("the sample nests too deep for what is left of this interpreter's recursion limit") from exc
-    # wide elements first: then each tensor is aligned to its own element without padding, which safetensors forbids
+        raise EncodeError("the sample nests too deep for the remaining recursion limit of this interpreter") from exc
+    # Wide elements first, so that each tensor is aligned to its element without padding, which safetensors forbids.
     tensors = sorted(writer.tensors.values(), key=_WIDTH, reverse=True)
     entries = tuple([(t.name, t.true.stored, t.shape, len(t.flat)) for t in tensors])
     if len(tensors) <= _MANY_TENSORS:
@@ -103,19 +94,18 @@ def encode_sample(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -
     """Encode a nested Python structure as the two members of a shard.
 
     Args:
-        sample: Containers, plain values, the listed types of FORMAT.md, and tensors or arrays anywhere in them; CUDA,
-            `requires_grad`, non-contiguous, conjugated and expanded tensors are stored by value. Lazy tensors are copied
-            without being decoded.
-        allow: Classes to write besides the listed types; a reader must allow them too.
-        align: The tensors' bytes begin at a multiple of this many bytes of the member; itself a multiple of 8.
+        sample: Containers, plain values, listed types of FORMAT.md, and tensors or arrays anywhere in them. Every strided
+            tensor is stored by value. Lazy tensors are copied without being decoded.
+        allow: Further classes to write; a reader must allow them too.
+        align: Alignment of the first tensor in its member, a multiple of 8.
 
     Returns:
-        (skeleton, tensors): the bytes of `KEY.skel.pyd` and of `KEY.safetensors`. Equal samples, with the same of their
-        objects being one, give equal bytes in every process and on every Python version.
+        (skeleton, tensors): The bytes of `KEY.skel.pyd` and of `KEY.safetensors`. Equal samples that share the same objects
+        give equal bytes in every process and on every Python version.
 
     Raises:
-        EncodeError: Something cannot be represented; the message names its path and the remedy.
-        ValueError: `align` is not a positive multiple of 8, or the header is longer than safetensors allows.
+        EncodeError: A value cannot be written; the message names its path and the remedy.
+        ValueError: `align` is not a positive multiple of 8, or the header exceeds the limit of safetensors.
 
     Memory: fresh bytes, each tensor copied once.
     """
@@ -131,22 +121,21 @@ def decode_sample(
     verify: bool = False,
     allow: Iterable[type] = (),
 ) -> Any:
-    """Rebuild what `encode_sample` was given.
+    """Rebuild a sample from its two members.
 
     Args:
-        skeleton: The `KEY.skel.pyd` member; one that stock pickle wrote (protocol 4 or 5) is read too.
-        tensors: The `KEY.safetensors` member; one that stock safetensors wrote is read too.
-        lazy: True leaves `LazyTensor` and `LazyArray` in the tensors' places; False loads them.
+        skeleton: Member `KEY.skel.pyd`, or a skeleton from stock pickle (protocol 4 or 5).
+        tensors: Member `KEY.safetensors`, or one from stock safetensors.
+        lazy: True returns `LazyTensor` and `LazyArray` objects; False loads the tensors.
         verify: Recompute both digests.
         allow: Classes that the skeleton may build; only for files that you trust.
 
     Raises:
-        UnsafeSkeletonError: The skeleton asks for anything outside the format; nothing was executed.
-        FormatError: Damaged bytes, members that do not belong together, or with `verify`, digests that do not match or
-            are not there.
+        UnsafeSkeletonError: The skeleton names code outside the format; nothing was executed.
+        FormatError: The members are damaged or do not belong together; with `verify`, a digest does not match or is missing.
         TypeError: A member is not bytes.
 
-    Memory: lazy tensors keep `tensors` alive; loaded ones are fresh and private, one allocation each.
+    Memory: lazy tensors keep `tensors` alive; loaded tensors are fresh and private, one allocation each.
     """
     return decode_members(_member(skeleton), _member(tensors), lazy, verify, allow_table(allow))
 
@@ -165,15 +154,15 @@ def decode_members(
     tensors: bytes | memoryview,
     lazy: bool,
     verify: bool,
-    allow: Mapping[tuple[str, str], type],
+    allow: Allowed,
 ) -> Any:
-    """Decode as `decode_sample` does, for a caller that decodes many: `allow` is `allow_table`'s result."""
+    """Decode as `decode_sample` does; `allow` is the result of `allow_table`."""
     skeleton = bytes(skeleton)
     layout, digest = parse_header(tensors)
     begin, body_digest = check_binding(skeleton, layout.nbytes, digest)
     if verify:
         if digest is None or body_digest is None:
-            raise FormatError("cannot be verified: a member written by other means has no digest")
+            raise FormatError("cannot be verified: a member from another writer has no digest")
         if tensors_digest(tensors) != digest:
             raise FormatError("the safetensors member is damaged: its digest does not match its bytes", kind="damaged")
         if xxhash.xxh3_64_intdigest(memoryview(skeleton)[begin:]) != body_digest:
@@ -182,19 +171,19 @@ def decode_members(
 
 
 def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int, int | None]:
-    """Return where a skeleton's body begins, and the digest that it declares of that.
+    """Return the offset of a skeleton's body, and the digest of the body in the preamble, or None.
 
     Args:
         skeleton: The member, or at least its preamble.
-        nbytes: Length of the `.safetensors` member that is beside it.
-        digest: What that declares; None if it declares none.
+        nbytes: Length of the `.safetensors` member.
+        digest: Digest in the header of the `.safetensors` member, or None.
 
     Raises:
         FormatError: The two members do not belong together.
     """
     begin, expected_nbytes, expected_digest, body_digest = parse_preamble(skeleton)
     if expected_digest is None and digest is not None and had_preamble(skeleton, nbytes, digest):
-        raise FormatError("the preamble is damaged where it begins")
+        raise FormatError("the beginning of the preamble is damaged")
     if (expected_digest != digest or expected_nbytes != nbytes) and None not in (expected_digest, digest):
         raise FormatError(
             "the two members do not belong together: the skeleton was written with a safetensors member of "
@@ -204,12 +193,9 @@ def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int
     return begin, body_digest
 
 
-def decode_body(
-    skeleton: bytes, begin: int, layout: Layout, source: Source, lazy: bool, allow: Mapping[tuple[str, str], type]
-) -> Any:
-    """Return the object of a skeleton whose body begins at `begin`, its tensors at `source` as `layout` says."""
-    form = layout.form
-    template = form.template
+def decode_body(skeleton: bytes, begin: int, layout: Layout, source: Source, lazy: bool, allow: Allowed) -> Any:
+    """Return the object of a skeleton whose body starts at `begin`, with the tensors of `layout` in `source`."""
+    template = layout.form.template
     if template is not None:
         made = template.match(skeleton, begin)
         if made is not MISS:
@@ -220,7 +206,7 @@ def decode_body(
 
 
 def _interpret(
-    skeleton: bytes, begin: int, layout: Layout, source: Source, lazy: bool, allow: Mapping[tuple[str, str], type]
+    skeleton: bytes, begin: int, layout: Layout, source: Source, lazy: bool, allow: Allowed
 ) -> tuple[Any, Iterable[str]]:
     """Return the object of a skeleton, and the texts of its references."""
     met: dict[str, Any] = {}
@@ -237,29 +223,30 @@ def _interpret(
     except FormatError as exc:
         if is_damaged(skeleton):
             what = "the skeleton is damaged: its digest does not match its bytes"
-            if isinstance(exc, UnsafeSkeletonError):  # `allow=` mends no damage
-                what += f"; they name {exc.needs!r}" if exc.needs else ""
-            else:
-                what += f"; {exc.reason}"
+            # Without a hint to use `allow=`, which does not repair damage.
+            reason = (
+                exc.reason if not isinstance(exc, UnsafeSkeletonError) else exc.needs and f"they name {exc.needs!r}"
+            )
+            what += f"; {reason}" if reason else ""
             raise type(exc)(what, offset=exc.offset, kind="damaged") from exc
         raise
     check_named(layout, met)
     form = layout.form
     form.num_interpreted += 1
-    if 1 < form.num_interpreted <= MAX_LEARNT:  # not for a form that one sample has, nor again and again
+    if 1 < form.num_interpreted <= MAX_ATTEMPTS:  # not for a form with only one sample, and not more often than this
         form.template = learn(skeleton, begin)
     return sample, met
 
 
 def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[str, ...]:
-    """Return how a skeleton, whose body begins at `begin`, refers to each tensor, in the order of their bytes.
+    """Return the references of a skeleton, whose body starts at `begin`, in the order of the tensors' bytes.
 
     Raises:
-        UnsafeSkeletonError, FormatError: It cannot be read without `allow=`, or not at all.
+        UnsafeSkeletonError, FormatError: The skeleton needs `allow=`, or is damaged.
     """
     template = layout.form.template
     if template is not None and template.match(skeleton, begin) is not MISS:
-        resolve_template(layout, template)  # raises where these shapes cannot be
+        resolve_template(layout, template)  # raises for impossible shapes
         return layout.resolved[2]  # type: ignore[no-any-return]
     return _in_order(layout, _interpret(skeleton, begin, layout, _NOWHERE, True, {})[1])
 
@@ -273,7 +260,7 @@ _NOWHERE = MemorySource(b"")
 
 
 def resolve_template(layout: Layout, template: Template) -> tuple[Reference, ...]:
-    """Return what the references of a template, learnt from another sample of the form, are in this layout."""
+    """Return the references of a template in this layout; the template may come from another sample of the form."""
     known, references, _ = layout.resolved
     if known is not template:
         references = tuple(resolve(layout, text) for text in template.references)
@@ -282,26 +269,19 @@ def resolve_template(layout: Layout, template: Template) -> tuple[Reference, ...
 
 
 def open_tensor(reference: Reference, source: Source, lazy: bool) -> Any:
-    """Return the tensor or array at `reference`, lazy or loaded."""
-    if reference.kind == "tensor":
-        if lazy:
-            return LazyTensor(reference, source)
-        return read_tensor(source, reference.begin, reference.end, reference.dtype, reference.shape)
+    """Return the tensor or array of `reference`, lazy or loaded."""
+    cls = LazyTensor if reference.kind == "tensor" else LazyArray
     if lazy:
-        return LazyArray(reference, source)
-    return read_array(source, reference.begin, reference.end, reference.dtype, reference.shape)
+        return cls(reference, source)
+    return cls.view_buffer(source.read(reference.begin, reference.end), reference.dtype, reference.shape)
 
 
-def decode_plain_pickle(pickled: bytes, allow: Mapping[tuple[str, str], type]) -> Any:
-    """Return what a pickle of plain values and listed types holds.
+def decode_plain_pickle(pickled: bytes, allow: Allowed) -> Any:
+    """Return the content of a pickle of plain values and listed types.
 
     Raises:
-        UnsafeSkeletonError: It needs anything else; nothing was executed.
-        FormatError: It is damaged, or a skeleton that lacks its tensors.
+        UnsafeSkeletonError: The pickle needs other types; nothing was executed.
+        FormatError: The pickle is damaged, or a skeleton that lacks its tensors.
     """
-
-    def reference(text: str) -> Any:
-        raise FormatError(f"a skeleton, which refers to {text!r:.100}, under a name that is no cache's")
-
     begin, *_ = parse_preamble(pickled)
-    return unpickle(pickled, begin, reference, BUILDERS, allow)
+    return unpickle(pickled, begin, None, BUILDERS, allow)

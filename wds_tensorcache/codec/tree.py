@@ -1,6 +1,6 @@
-"""Walks over nested containers: depth, and copies with other tensors in them (FORMAT.md 2.6).
+"""Walks over nested containers: copies, projections, batches of samples, differences, depth (FORMAT.md 2.6).
 
-Both walks visit each object once, so shared and cyclic parts make them neither slow nor endless.
+Each walk visits every object once, so shared and cyclic parts make no walk slow or endless.
 """
 
 from __future__ import annotations
@@ -8,41 +8,65 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.devices import check_device
-from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.codec.lazy import Lazy, LazyArray, LazyTensor
+from wds_tensorcache.codec.views import check_device
+from wds_tensorcache.errors import BatchError, FormatError
 
-__all__ = ["ATOMS", "MAX_DEPTH", "check_depth", "realize", "rebuild", "shown", "walk"]
+__all__ = [
+    "ATOMS",
+    "MAX_DEPTH",
+    "Path",
+    "check_depth",
+    "difference",
+    "flatten",
+    "is_shared",
+    "item_at",
+    "map_leaves",
+    "nest",
+    "project",
+    "realize",
+    "rebuild",
+    "shown",
+    "walk",
+]
 
+Path = tuple[Any, ...]
 MAX_DEPTH = 200
 ATOMS = frozenset({str, int, bool, float, bytes, type(None), complex})
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_DICTS = (dict, OrderedDict, defaultdict)
+_SEQUENCES = (list, tuple, deque)
 _LEAVES = (LazyTensor, LazyArray, torch.Tensor, np.ndarray, bytearray)
+_INNER: Any = object()  # tells `_Copier` to copy the container
+_DROPPED: Any = object()
+_NOTHING: Any = object()
 
 
 def realize(obj: Any, device: torch.device | str | None = None) -> Any:
     """Return `obj` with every lazy tensor loaded; `obj` itself is not changed.
 
-    Containers are rebuilt with their own types. Shared objects stay shared, and containers that contain themselves still
-    do. Loaded tensors are kept, or moved if `device` is given; numpy arrays stay in memory.
+    Containers are rebuilt with their own types. Shared objects stay shared, and cyclic containers stay cyclic. Tensors that
+    are already loaded are kept, or moved if `device` is given; numpy arrays stay in host memory.
 
-    Objects of other classes are kept as they are, with the lazy tensors in them.
+    Objects of other classes are returned unchanged, including any lazy tensors in them.
 
     Args:
-        obj: A decoded sample, a lazy tensor, or any nesting of containers, namedtuples and dataclasses with some inside.
-        device: Where the tensors go; the CPU by default.
+        obj: A decoded sample, a lazy tensor, or any nesting of containers, namedtuples and dataclasses that contains lazy
+            tensors.
+        device: Device of the tensors; the CPU by default.
 
     Raises:
-        RuntimeError: `device` is not there.
+        RuntimeError: `device` is not available.
 
-    Memory: loaded tensors are fresh and the caller's own; everything that is not a container is shared with `obj`.
+    Memory: loaded tensors are fresh and belong to the caller. All other values that are not containers are shared with
+        `obj`.
     """
     check_device(device)
 
@@ -57,60 +81,247 @@ def realize(obj: Any, device: torch.device | str | None = None) -> Any:
 
 
 def rebuild(obj: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return a copy of `obj`, as `realize` does, with each tensor, array (lazy or not) and bytearray replaced once."""
-    return _Rebuilder(replace).visit(obj)
+    """Return a copy of `obj` as `realize` does, with each tensor, array (lazy or not) and bytearray replaced once."""
+    return _Copier(lambda value, path: replace(value) if isinstance(value, _LEAVES) else _INNER, _LEAVES, True).visit(
+        obj
+    )
 
 
-class _Rebuilder:
-    def __init__(self, replace: Callable[[Any], Any]) -> None:
-        self._replace = replace
-        self._done: dict[int, tuple[Any, Any]] = {}  # by id: the object, which keeps its id, and its copy
+class _Copier:
+    """Copies nested containers and replaces values in them.
 
-    def visit(self, value: Any) -> Any:
+    Args:
+        replace: Function of a value and its path; returns the replacement, or `_INNER`.
+        once: Types of values that are replaced only once, even if they occur several times; always true of containers.
+        with_keys: Also replace keys of dicts.
+    """
+
+    # an object, not nested functions: these are cyclic, and would keep a batch alive until the garbage collector runs
+    def __init__(self, replace: Callable[[Any, Path], Any], once: Any, with_keys: bool = False) -> None:
+        self._replace, self._once, self._with_keys = replace, once, with_keys
+        self._done: dict[int, tuple[Any, Any]] = {}  # by id: the object, so that its id is not reused, and its copy
+
+    def visit(self, value: Any, path: Path = ()) -> Any:
         known = self._done.get(id(value))
         if known is not None:
             return known[1]
-        result = self._build(value)
-        # a tuple that contains itself was finished while its items were visited
+        result = self._replace(value, path)
+        if result is _INNER:
+            result = self._copy(value, path)
+        elif not isinstance(value, self._once):
+            return result  # the interpreter may use one object for equal small values in many places
+        # visiting the items of a tuple that contains itself has already finished it
         return self._done.setdefault(id(value), (value, result))[1]
 
-    def _build(self, value: Any) -> Any:
+    def _copy(self, value: Any, path: Path) -> Any:
         cls = type(value)
         result: Any
-        if isinstance(value, _LEAVES):
-            return self._replace(value)
-        if cls is list or cls is deque:
-            result = [] if cls is list else deque(maxlen=value.maxlen)
-            self._done[id(value)] = (value, result)
-            result.extend(self.visit(item) for item in value)
-            return result
-        if cls in (dict, OrderedDict, defaultdict):
-            result = defaultdict(value.default_factory) if cls is defaultdict else cls()
+        if cls in _DICTS:
+            result = _empty_like(value)
             self._done[id(value)] = (value, result)
             for key, item in value.items():
-                result[self.visit(key)] = self.visit(item)
-            return result
-        if cls is set:
-            result = set()
+                made = self.visit(item, (*path, key))
+                result[self.visit(key) if self._with_keys else key] = made
+        elif cls in (list, deque, set):
+            result = _empty_like(value)
             self._done[id(value)] = (value, result)
-            result.update([self.visit(item) for item in value])
-            return result
-        if isinstance(value, (tuple, frozenset)):
-            items = [self.visit(item) for item in value]
+            items = [self.visit(item, (*path, at)) for at, item in enumerate(value)]
+            result.update(items) if cls is set else result.extend(items)
+        elif isinstance(value, (tuple, frozenset)):
+            items = [self.visit(item, (*path, at)) for at, item in enumerate(value)]
             if all(new is old for new, old in zip(items, value, strict=True)):
                 return value
             return cls._make(items) if hasattr(cls, "_make") else cls(items)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return self._build_dataclass(value)
-        return value
-
-    def _build_dataclass(self, value: Any) -> Any:
-        result = copy.copy(value)
-        self._done[id(value)] = (value, result)
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                object.__setattr__(result, field.name, self.visit(getattr(value, field.name)))
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            result = copy.copy(value)
+            self._done[id(value)] = (value, result)
+            for field in dataclasses.fields(value):
+                if hasattr(value, field.name):
+                    object.__setattr__(result, field.name, self.visit(getattr(value, field.name), (*path, field.name)))
+        else:
+            return value
         return result
+
+
+class _Holding:
+    """A predicate: whether a value contains a tensor. Examines each dict, list, tuple and deque once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, bool] = {}
+
+    def __call__(self, value: Any) -> bool:
+        if isinstance(value, Lazy):
+            return True
+        cls = type(value)
+        if cls not in _DICTS and cls not in _SEQUENCES:
+            return False
+        known = self._known.get(id(value))
+        if known is None:
+            self._known[id(value)] = False  # until its items are examined
+            known = self._known[id(value)] = any(map(self, value.values() if cls in _DICTS else value))
+        return known
+
+
+def map_leaves(sample: Any, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any]) -> Any:
+    """Return a copy of the structure of `sample` with its tensors and leaves replaced.
+
+    Dicts keep their keys; lists, tuples and deques that contain a tensor are kept. Any other value, for example a tuple of
+    ints, is a leaf, replaced by `leaf(path)`. A shared object of the sample is also shared in the result.
+    """
+    holds = _Holding()
+
+    def replace(value: Any, path: Path) -> Any:
+        if isinstance(value, Lazy):
+            return tensor(value)
+        cls = type(value)
+        return _INNER if cls in _DICTS or (cls in _SEQUENCES and holds(value)) else leaf(path)
+
+    return _Copier(replace, Lazy).visit(sample)
+
+
+def project(sample: Any, wanted: Callable[[str], bool]) -> Any:
+    """Return `sample` with only the tensors that `wanted` accepts; the rest is removed from dicts, and None in sequences."""
+    found = _project(sample, wanted, {})
+    return None if found is _DROPPED else found
+
+
+def _project(value: Any, wanted: Callable[[str], bool], done: dict[int, Any]) -> Any:
+    # hot path: runs for each sample of a view by `select`; a third faster than a `_Copier`
+    cls = type(value)
+    if cls in ATOMS:
+        return value
+    if isinstance(value, Lazy):
+        return value if wanted(value.name) else _DROPPED
+    if id(value) in done or (cls not in _DICTS and cls not in _SEQUENCES):
+        return done.get(id(value), value)
+    if cls is not tuple:
+        done[id(value)] = result = _empty_like(value)
+        if cls in _DICTS:
+            for key, item in value.items():
+                kept = _project(item, wanted, done)
+                if kept is not _DROPPED:
+                    result[key] = kept
+            return result
+    items = [_project(item, wanted, done) for item in value]
+    items = [None if item is _DROPPED else item for item in items]
+    if cls is tuple:
+        return done.setdefault(id(value), tuple(items))
+    result.extend(items)
+    return result
+
+
+def _empty_like(value: Any) -> Any:
+    cls = type(value)
+    if cls is defaultdict:
+        return defaultdict(value.default_factory)
+    return deque(maxlen=value.maxlen) if cls is deque else cls()
+
+
+def flatten(sample: Any) -> dict[str, Any]:
+    """Return the lazy tensors and arrays of a nested sample by name, for example `latent.samples`, in order."""
+    tensors: dict[str, Any] = {}
+    map_leaves(sample, lambda lazy: tensors.setdefault(lazy.name, lazy), lambda path: None)
+    return tensors
+
+
+def item_at(value: Any, path: Path) -> Any:
+    """Return the value at a path of a nested sample."""
+    for step in path:
+        value = value[step]
+    return value
+
+
+def is_shared(sample: Any) -> bool:
+    """Return whether a tensor of `sample`, or a container with a tensor, occurs in two places."""
+    holds, met, todo = _Holding(), {id(sample)}, [sample]
+    for value in todo:
+        items = value.values() if type(value) in _DICTS else value if type(value) in _SEQUENCES else ()
+        for item in filter(holds, items):
+            if id(item) in met:
+                return True
+            met.add(id(item))
+            todo.append(item)
+    return False
+
+
+def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
+    """Return lazy samples as one batch, with the values of `tensors` (by name) in place of its tensors.
+
+    As in `TensorCache.nest`, the structure is that of the first sample, missing tensors are left out, and every other value
+    becomes a list of B values.
+
+    Raises:
+        BatchError: The structures of two samples differ.
+        KeyError: The first sample has no tensor with one of these names.
+    """
+    kept = [project(sample, tensors.__contains__) for sample in samples]
+    for number, sample in enumerate(kept):
+        if found := difference(kept[0], sample):
+            where, first, other = found
+            raise BatchError(
+                f"the structures of samples 0 and {number} of the batch differ: {where} the first has {first}, "
+                f"the other {other}"
+            )
+    known = flatten(kept[0])
+    for name in tensors:
+        if name not in known:
+            raise KeyError(f"the samples have no tensor {name!r}")
+    return map_leaves(kept[0], lambda lazy: tensors[lazy.name], lambda path: [item_at(sample, path) for sample in kept])
+
+
+def difference(first: Any, other: Any) -> tuple[str, str, str] | None:
+    """Return the place where the structures of two samples differ, and what each sample has there; None if they are equal.
+
+    A container that occurs several times in the first sample must be one container in the other, too: `map_leaves` visits
+    it once.
+    """
+    found = _Difference().between(first, other, ())
+    return None if found is None else (_at(found[0]), found[1], found[2])
+
+
+class _Difference:
+    def __init__(self) -> None:
+        self._holds = _Holding()
+        self._met: dict[int, tuple[Any, Path]] = {}  # by id of the first's container: the other's, and its path
+
+    def _kind(self, value: Any) -> Any:
+        """Return a tensor's name, a container's type, or None for every other value."""
+        if isinstance(value, Lazy):
+            return value.name
+        cls = type(value)
+        return cls if cls in _DICTS or (cls in _SEQUENCES and self._holds(value)) else None
+
+    def between(self, first: Any, other: Any, path: Path) -> tuple[Path, str, str] | None:
+        if first is _NOTHING or other is _NOTHING:
+            return path, self._described(first), self._described(other)
+        kind = self._kind(first)
+        if kind != self._kind(other):
+            return path, self._described(first), self._described(other)
+        if not isinstance(kind, type):
+            return None
+        if id(first) in self._met:
+            met, place = self._met[id(first)]
+            own = f"its own {kind.__name__}"
+            return None if met is other else (path, f"the {kind.__name__} {_at(place)}", own)
+        self._met[id(first)] = other, path
+        if kind in _DICTS:
+            keys = dict.fromkeys([*first, *other])
+            pairs = ((key, first.get(key, _NOTHING), other.get(key, _NOTHING)) for key in keys)
+        else:
+            pairs = ((at, *both) for at, both in enumerate(zip_longest(first, other, fillvalue=_NOTHING)))
+        return next(filter(None, (self.between(one, two, (*path, step)) for step, one, two in pairs)), None)
+
+    def _described(self, value: Any) -> str:
+        if value is _NOTHING:
+            return "nothing"
+        kind = self._kind(value)
+        if isinstance(kind, type):
+            return f"a {kind.__name__} of {len(value)}"
+        return "a value" if kind is None else f"tensor {kind!r}"
+
+
+def _at(path: Path) -> str:
+    return f"at {'.'.join(map(str, path))!r}" if path else "at its root"
 
 
 def _children(value: Any) -> Iterable[Any]:
@@ -118,17 +329,17 @@ def _children(value: Any) -> Iterable[Any]:
         return chain.from_iterable(value.items())
     if isinstance(value, _CONTAINERS):
         return value
-    # looked up in the class, so that no `__getattr__` of the value runs
+    # found in the class, so that no `__getattr__` of the value runs
     return value.__dict__.values() if type(value).__dictoffset__ else ()
 
 
 def shown(value: Any) -> str:
-    """Return how an error shows a value of a file. Hazard: the repr of a container may take for ever."""
+    """Return the text of a value from a file, for an error. Hazard: the repr of a container may take forever."""
     return f"{value!r:.80}" if value.__class__ in ATOMS else f"a {type(value).__name__}"
 
 
 def walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield each object that containers hold, once, and its depth, in document order."""
+    """Yield each object in nested containers once, with its depth, in document order."""
     seen: set[int] = set()
     todo = [(value, 1)]
     while todo:
@@ -142,7 +353,7 @@ def walk(value: Any) -> Iterator[tuple[Any, int]]:
 
 
 def check_depth(value: Any) -> None:
-    """Raise FormatError if containers nest more than `MAX_DEPTH` deep, each counted where it is first met."""
+    """Raise FormatError if containers nest more than `MAX_DEPTH` deep, each counted at its first occurrence."""
     for part, depth in walk(value):
         if depth > MAX_DEPTH and isinstance(part, _CONTAINERS):
             raise FormatError(f"containers nest more than {MAX_DEPTH} deep")

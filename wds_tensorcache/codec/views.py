@@ -1,4 +1,4 @@
-"""Bytes to tensors and arrays (FORMAT.md 3.2). Nothing here knows where the bytes come from."""
+"""Bytes to tensors and arrays (FORMAT.md 3.2), wherever the bytes come from."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ __all__ = [
     "NUMPY_NDIM",
     "SHARED",
     "check_array",
+    "check_device",
     "check_tensor",
     "view_address",
     "view_array",
@@ -27,59 +28,59 @@ _MAX_CODE_POINT = 0x10FFFF
 Array = np.ndarray[Any, Any]
 
 
-def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`.
+def check_device(device: Any) -> None:
+    """Raise RuntimeError if `device` is a GPU and torch finds none; torch itself raises it for unknown devices."""
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"device={device!r}, but torch sees no GPU; leave it out, or install a build of torch for CUDA"
+        )
 
-    Raises:
-        FormatError: A bool that is neither 0 nor 1: torch's kernels assume that there is none.
-    """
+
+def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`; raise FormatError if the byte of a bool is neither 0 nor 1, which torch's kernels do not expect."""
     if tensor.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).cpu().numpy().max()) > 1:
         raise FormatError("a bool tensor holds bytes other than 0 and 1")
     return tensor
 
 
-# dtypes that numpy has too, and torch takes from it in every release
+# Dtypes that every torch release converts from numpy.
 SHARED = {
     getattr(torch, name): np.dtype(name)
     for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64 complex128".split()
 }
-NUMPY_NDIM = 32  # of numpy 1
-ARRAY_NDIM = 64 if int(np.__version__.partition(".")[0]) >= 2 else NUMPY_NDIM  # of the numpy that is there
+NUMPY_NDIM = 32  # the limit of numpy 1
+ARRAY_NDIM = 64 if int(np.__version__.partition(".")[0]) >= 2 else NUMPY_NDIM  # the limit of the installed numpy
 
 
 @cache
 def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], bool]:
-    """Return the numpy dtype under which torch takes elements of `dtype`, and whether they must be viewed as that then."""
+    """Return a numpy dtype that torch accepts for `dtype`, and whether the tensor must then be viewed as `dtype`."""
     shared = SHARED.get(dtype)
     return (np.dtype(f"i{dtype.itemsize}"), True) if shared is None else (shared, False)
 
 
 def view_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], begin: int = 0) -> torch.Tensor:
-    """Return a writable buffer of bytes, from `begin` on, as a tensor in host memory, whatever torch's default device is.
+    """Return the bytes of a writable buffer, from offset `begin`, as a tensor on the CPU, whatever torch's default device is.
 
-    Memory: aliases `buffer` and keeps it alive, if there is anything to see.
+    Memory: aliases `buffer` and keeps it alive, unless the tensor is empty.
     """
     if 0 in shape:
         return torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype).view(shape)
     if len(shape) > NUMPY_NDIM:
         return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=begin).view(shape)
-    # torch gives an array's shape to the tensor at once: in half the time of torch.frombuffer and view
+    # half the time of torch.frombuffer and view
     carrier, is_viewed = _carrier(dtype)
     tensor = torch.from_numpy(np.ndarray(shape, carrier, buffer, begin))
     return tensor.view(dtype) if is_viewed else tensor
 
 
 def view_array(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], begin: int = 0) -> Array:
-    """Return a writable buffer of bytes, from `begin` on, as an array. Memory: aliases `buffer` and keeps it alive."""
+    """Return the bytes of a writable buffer, from offset `begin`, as an array. Memory: aliases `buffer` and keeps it alive."""
     return np.ndarray(shape, dtype, buffer, begin) if math.prod(shape) else np.empty(shape, dtype)
 
 
 def check_array(array: Array) -> Array:
-    """Return `array`.
-
-    Raises:
-        FormatError: A bool that is neither 0 nor 1, or text beyond Unicode, on which numpy fails later.
-    """
+    """Return `array`; raise FormatError for a bool other than 0 and 1, or invalid Unicode, on which numpy fails later."""
     if array.dtype.kind == "b" and array.size and int(array.view(np.uint8).max()) > 1:
         raise FormatError("a bool array holds bytes other than 0 and 1")
     if array.dtype.kind == "U" and array.size and int(array.reshape(-1).view("<u4").max()) > _MAX_CODE_POINT:
@@ -88,15 +89,15 @@ def check_array(array: Array) -> Array:
 
 
 class _Exposed:
-    """Lets numpy see memory as writable, without the warning that a view is asked for knowingly; keeps its owner alive."""
+    """Memory that numpy treats as writable, without a warning; keeps its owner alive."""
 
     def __init__(self, address: int, nbytes: int, owner: Any) -> None:
-        self.owner = owner  # numpy keeps this object
+        self.owner = owner  # numpy keeps this object alive
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
 def view_address(address: int, nbytes: int, owner: Any) -> Array:
-    """Return what lies at an address as a 1-D uint8 array. Memory: aliases it, and keeps `owner` alive."""
+    """Return the bytes at an address as a 1-D uint8 array. Memory: aliases them, and keeps `owner` alive."""
     return np.asarray(_Exposed(address, nbytes, owner))
 
 

@@ -77,14 +77,9 @@ ATOM_WRITERS: dict[type, Callable[[Any], bytes]] = {
 
 
 def write_get(number: int) -> bytes:
-    """Return the opcode that pushes what the `number`-th MEMOIZE kept."""
+    """Return the opcode that pushes the object of the `number`-th MEMOIZE."""
     return pack("<BB", BINGET, number) if number < 256 else pack("<BI", LONG_BINGET, number)
 
 
 GETS = [write_get(number) for number in range(256)]
 LONGEST_GET = 5  # bytes
-
-
-def write_bytearray(value: bytearray) -> bytes:
-    """Return the opcode that pushes a bytearray."""
-    return pack("<BQ", BYTEARRAY8, len(value)) + value

@@ -1,9 +1,9 @@
-"""Skeletons that differ from an earlier one in plain values alone: compared with it instead of being interpreted.
+"""Templates: a fast path for skeletons that differ from an earlier one only in plain values.
 
-The samples of a cache mostly have one structure: the same opcodes, with other numbers and texts between them. A template
-is a skeleton that the interpreter has read, cut at those values. One that agrees with it byte for byte everywhere else has
-the same opcodes and so passes the same checks; its containers are built anew from its own values. Anything that does not
-agree, or holds more than dicts, lists, tuples, plain values and references, is left to the interpreter.
+Most samples of a cache have the same structure: the same opcodes, with different numbers and texts between them. A template
+is a skeleton that the interpreter has read, cut at those values. A body that matches it byte for byte everywhere else has
+the same opcodes, and so passes the same checks. The interpreter reads every other body, and every body that contains more
+than dicts, lists, tuples, plain values and references.
 """
 
 from __future__ import annotations
@@ -11,20 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import itemgetter
+from pickletools import genops
 from struct import Struct
 from struct import error as StructError
 from typing import Any
 
 from wds_tensorcache.codec.skeleton.opcodes import *
 
-__all__ = ["MAX_LEARNT", "MISS", "Template", "assemble", "learn", "taker"]
+__all__ = ["MAX_ATTEMPTS", "MISS", "Template", "assemble", "item_getter", "learn"]
 
 MISS: Any = object()
-MAX_LEARNT = 8
-MAX_PARTS = 100  # beyond, building from a template is no faster than interpreting
+MAX_ATTEMPTS = 8
+MAX_PARTS = 100  # interpreting a larger body is as fast
 _FLOAT = Struct(">d").unpack_from
 _INT32 = Struct("<i").unpack_from
-_SIZED = {code: LENGTH_NBYTES[code] for code in (SHORT_BINUNICODE, BINUNICODE, SHORT_BINBYTES, BINBYTES, LONG1)}
+_SIZED: dict[int, Callable[[bytes], Any]] = {
+    **dict.fromkeys((SHORT_BINUNICODE, BINUNICODE), bytes.decode),
+    **dict.fromkeys((SHORT_BINBYTES, BINBYTES), bytes),
+    LONG1: lambda raw: int.from_bytes(raw, "little", signed=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +37,10 @@ class Template:
     """A skeleton's body without its plain values.
 
     Attributes:
-        segments: The bytes before each value, and those behind the last.
-        references: Their texts, in order.
-        containers: (type, keys of a dict, which of what was made so far it takes), inner ones first. Values come first
-            in that count, then the tensors, then the containers.
+        segments: Bytes before each value, and after the last.
+        references: Texts of the references, in order.
+        containers: For each container, inner ones first: its type, the keys of a dict, and a function that gets the items.
+            This function gets them from a list of all values, all tensors, and all containers built before.
     """
 
     segments: tuple[bytes, ...]
@@ -43,63 +48,52 @@ class Template:
     containers: tuple[tuple[type, Any, Any], ...]
 
     def match(self, body: bytes, pos: int) -> Any:
-        """Return the values of a skeleton, whose preamble ends at `pos`; `MISS` if it is not of this template."""
-        try:
-            return self._match(body, pos)
-        except (IndexError, StructError, UnicodeDecodeError):
-            return MISS  # cut short, or damaged: for the interpreter to say
-
-    def build(self, made: list[Any]) -> Any:
-        """Return the object whose values and then tensors are in `made`, which is used up."""
-        return assemble(self.containers, made)
-
-    def _match(self, body: bytes, pos: int) -> Any:
+        """Return the values of a skeleton whose preamble ends at `pos`, or `MISS` if it does not match."""
         values: list[Any] = []
         append = values.append
-        segments = self.segments
         # one step per value
-        for segment in segments[:-1]:
-            if not body.startswith(segment, pos):
-                return MISS
-            pos += len(segment)
-            op = body[pos]
-            if op == SHORT_BINUNICODE:
-                end = pos + 2 + body[pos + 1]
-                append(body[pos + 2 : end].decode())
-                pos = end
-            elif op == BININT1:
-                append(body[pos + 1])
-                pos += 2
-            elif op == BININT2:
-                append(body[pos + 1] | body[pos + 2] << 8)
-                pos += 3
-            elif op == BINFLOAT:
-                append(_FLOAT(body, pos + 1)[0])
-                pos += 9
-            elif op == BININT:
-                append(_INT32(body, pos + 1)[0])
-                pos += 5
-            elif op in CONSTANTS:
-                append(CONSTANTS[op])
-                pos += 1
-            elif op in _SIZED:  # BINUNICODE, SHORT_BINBYTES, BINBYTES, LONG1
-                first = pos + 1 + _SIZED[op]
-                pos = first + int.from_bytes(body[pos + 1 : first], "little")
-                raw = body[first:pos]
-                append(
-                    raw.decode()
-                    if op == BINUNICODE
-                    else int.from_bytes(raw, "little", signed=True)
-                    if op == LONG1
-                    else raw
-                )
-            else:
-                return MISS
-        return values if body[pos:] == segments[-1] else MISS
+        try:
+            for segment in self.segments[:-1]:
+                if not body.startswith(segment, pos):
+                    return MISS
+                pos += len(segment)
+                op = body[pos]
+                if op == SHORT_BINUNICODE:
+                    end = pos + 2 + body[pos + 1]
+                    append(body[pos + 2 : end].decode())
+                    pos = end
+                elif op == BININT1:
+                    append(body[pos + 1])
+                    pos += 2
+                elif op == BININT2:
+                    append(body[pos + 1] | body[pos + 2] << 8)
+                    pos += 3
+                elif op == BINFLOAT:
+                    append(_FLOAT(body, pos + 1)[0])
+                    pos += 9
+                elif op == BININT:
+                    append(_INT32(body, pos + 1)[0])
+                    pos += 5
+                elif op in CONSTANTS:
+                    append(CONSTANTS[op])
+                    pos += 1
+                elif op in _SIZED:
+                    first = pos + 1 + LENGTH_NBYTES[op]
+                    pos = first + int.from_bytes(body[pos + 1 : first], "little")
+                    append(_SIZED[op](body[first:pos]))
+                else:
+                    return MISS
+        except (IndexError, StructError, UnicodeDecodeError):
+            return MISS  # the interpreter raises the error of a truncated or damaged body
+        return values if body[pos:] == self.segments[-1] else MISS
+
+    def build(self, made: list[Any]) -> Any:
+        """Return the object built from `made`, its values and then its tensors. Consumes `made`."""
+        return assemble(self.containers, made)
 
 
 def assemble(containers: Iterable[tuple[type, Any, Any]], made: list[Any]) -> Any:
-    """Make each container of what is in `made`, to which it is added; return the last. As `Template.containers`."""
+    """Build each container from items of `made`, append it to `made`, and return the last. `containers` as in `Template`."""
     for kind, keys, take in containers:
         if kind is dict:
             made.append(dict(zip(keys, take(made), strict=True)))
@@ -108,53 +102,8 @@ def assemble(containers: Iterable[tuple[type, Any, Any]], made: list[Any]) -> An
     return made[-1]
 
 
-@dataclass(slots=True, eq=False)
-class _Value:
-    """An opcode of a plain value while a body is taken apart; `fixed` if it is a key, or names a global or a tensor."""
-
-    begin: int
-    end: int
-    fixed: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Tensor:
-    text: str
-
-
-@dataclass(slots=True, eq=False)
-class _Container:
-    kind: type
-    items: list[Any]
-    keys: list[Any]
-
-
-class _Unlike(Exception):
-    """The body holds more than a template can."""
-
-
-def learn(body: bytes, begin: int) -> Template | None:
-    """Return the template of a body that the interpreter has read; None if it holds more than a template can."""
-    try:
-        parts, root = _take_apart(body, begin)
-    except (_Unlike, IndexError, UnicodeDecodeError):
-        return None
-    values = [part for part in parts if isinstance(part, _Value) and not part.fixed]
-    tensors = [part for part in parts if isinstance(part, _Tensor)]
-    containers = [part for part in parts if isinstance(part, _Container)]
-    if not containers or root is not containers[-1] or len(values) + len(containers) > MAX_PARTS:
-        return None
-    order = {id(part): index for index, part in enumerate([*values, *tensors, *containers])}
-    if any(id(item) not in order for container in containers for item in container.items):
-        return None  # a text that is a key here and a value there
-    cuts = [begin, *(edge for value in values for edge in (value.begin, value.end)), len(body)]
-    segments = tuple(body[first:last] for first, last in zip(cuts[::2], cuts[1::2], strict=True))
-    steps = tuple((part.kind, tuple(part.keys), taker([order[id(item)] for item in part.items])) for part in containers)
-    return Template(segments, tuple(tensor.text for tensor in tensors), steps)
-
-
-def taker(indices: list[int]) -> Callable[[list[Any]], Iterable[Any]]:
-    """Return what takes the items at `indices` out of a list."""
+def item_getter(indices: list[int]) -> Callable[[list[Any]], Iterable[Any]]:
+    """Return a function that returns the items at `indices` of a list."""
     if not indices:
         return lambda made: ()
     if len(indices) == 1:
@@ -163,83 +112,118 @@ def taker(indices: list[int]) -> Callable[[list[Any]], Iterable[Any]]:
     return itemgetter(*indices)
 
 
-def _take_apart(body: bytes, pos: int) -> tuple[list[Any], Any]:
-    """Return every value, tensor and finished container of a body in order, and the one that is the sample."""
-    parts: list[Any] = []
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A value, tensor or container of a body."""
+
+    kind: Any  # `_VALUE`, `_TENSOR`, or the type of a container
+    content: Any  # of a value; the reference to a tensor; the items of a container
+    begin: int = 0
+    end: int = 0
+    keys: tuple[str, ...] = ()
+
+
+_VALUE, _TENSOR, _REFERENCE = object(), object(), object()
+
+
+class _NotATemplate(Exception):
+    """The body contains something that a template cannot represent."""
+
+
+def learn(body: bytes, begin: int) -> Template | None:
+    """Return the template of a body that the interpreter has read.
+
+    Returns None if the body contains something that a template cannot represent.
+    """
+    try:
+        parts, root = _parse_body(body, begin)
+    except (_NotATemplate, IndexError):
+        return None
+    values = [part for part in parts if part.kind is _VALUE]
+    tensors = [part for part in parts if part.kind is _TENSOR]
+    containers = [part for part in parts if part.kind in (dict, list, tuple)]
+    if not containers or root is not containers[-1] or len(values) + len(containers) > MAX_PARTS:
+        return None
+    order = {id(part): index for index, part in enumerate([*values, *tensors, *containers])}
+    if any(id(item) not in order for container in containers for item in container.content):
+        return None  # a text that is both a key and a value
+    cuts = [begin, *(edge for value in values for edge in (value.begin, value.end)), len(body)]
+    segments = tuple(body[first:last] for first, last in zip(cuts[::2], cuts[1::2], strict=True))
+    steps = tuple(
+        (part.kind, part.keys, item_getter([order[id(item)] for item in part.content])) for part in containers
+    )
+    return Template(segments, tuple(tensor.content for tensor in tensors), steps)
+
+
+def _parse_body(body: bytes, begin: int) -> tuple[list[_Node], Any]:
+    """Return all values, tensors and finished containers of a body in order, and the root."""
+    parts: list[_Node] = []
     stack: list[Any] = []
     marks: list[list[Any]] = []
     memo: list[Any] = []
-    while True:
-        if len(parts) > 4 * MAX_PARTS:  # keys and names count too, until they are known to be
-            raise _Unlike
-        op = body[pos]
+    value: _Node | None = None
+    operations: Iterable[tuple[Any, Any, Any]] = genops(body[begin:])
+    for opcode, argument, at in operations:
+        op = ord(opcode.code)
+        if value is not None:
+            value.end, value = begin + at, None
+        if len(parts) > 4 * MAX_PARTS:  # this count includes keys and names, which are removed later
+            raise _NotATemplate
         if op in FIXED_NBYTES or op in _SIZED:
-            width = _SIZED.get(op, 0)
-            size = (
-                1
-                + width
-                + (FIXED_NBYTES[op] if not width else int.from_bytes(body[pos + 1 : pos + 1 + width], "little"))
-            )
-            stack.append(_Value(pos, pos + size))
-            parts.append(stack[-1])
-            pos += size
-            continue
-        pos += 1
-        if op == MEMOIZE:
-            if isinstance(stack[-1], _Container):
-                raise _Unlike  # may be referred to twice
+            value = _Node(_VALUE, argument, begin + at)
+            stack.append(value)
+            parts.append(value)
+        elif op == MEMOIZE:
+            if stack[-1].__class__ is _Node and stack[-1].kind in (dict, list, tuple):
+                raise _NotATemplate  # the container may be fetched again
             memo.append(stack[-1])
         elif op == BINGET:
-            stack.append(memo[body[pos]])
-            pos += 1
+            stack.append(memo[argument])
         elif op == MARK:
             marks.append(stack)
             stack = []
         elif op == STACK_GLOBAL:
             name, module = stack.pop(), stack.pop()
-            if _constant(body, module) != "builtins" or _constant(body, name) != "format":
-                raise _Unlike
+            if (_claim_constant_text(module), _claim_constant_text(name)) != ("builtins", "format"):
+                raise _NotATemplate
             stack.append(_REFERENCE)
         elif op == REDUCE:
             arguments = stack.pop()
             if stack.pop() is not _REFERENCE:
-                raise _Unlike
+                raise _NotATemplate
             parts.remove(arguments)
-            stack.append(_Tensor(_constant(body, arguments.items[0])))
+            stack.append(_Node(_TENSOR, _claim_constant_text(arguments.content[0])))
             parts.append(stack[-1])
         elif op == EMPTY_DICT or op == EMPTY_LIST:
-            stack.append(_Container(dict if op == EMPTY_DICT else list, [], []))
-            if body[pos] != MARK:
+            stack.append(_Node(dict if op == EMPTY_DICT else list, ()))
+            if body[begin + at + 1] != MARK:
                 parts.append(stack[-1])
         elif op == SETITEMS or op == APPENDS:
             items, stack = stack, marks.pop()
             target = stack[-1]
-            if target.items or target in parts:
-                raise _Unlike
-            target.items = items if op == APPENDS else items[1::2]
-            target.keys = [] if op == APPENDS else [_constant(body, key) for key in items[::2]]
+            if target.content or target in parts:
+                raise _NotATemplate
+            if op == SETITEMS:
+                target.keys = tuple(map(_claim_constant_text, items[::2]))
+            target.content = items if op == APPENDS else items[1::2]
             parts.append(target)
         elif op in (EMPTY_TUPLE, TUPLE1, TUPLE2, TUPLE3, TUPLE):
             if op == TUPLE:
                 items, stack = stack, marks.pop()
             else:
-                count = 0 if op == EMPTY_TUPLE else op - TUPLE1 + 1
-                items = stack[len(stack) - count :]
-                del stack[len(stack) - count :]
-            stack.append(_Container(tuple, items, []))
+                first = len(stack) - (0 if op == EMPTY_TUPLE else op - TUPLE1 + 1)
+                items = stack[first:]
+                del stack[first:]
+            stack.append(_Node(tuple, items))
             parts.append(stack[-1])
-        elif op == STOP and len(stack) == 1:
-            return parts, stack[0]
-        else:
-            raise _Unlike
+        elif op != STOP or len(stack) != 1:
+            raise _NotATemplate
+    return parts, stack[0]
 
 
-_REFERENCE = object()
-
-
-def _constant(body: bytes, value: Any) -> str:
-    """Return the text that `value` is in every skeleton of the template."""
-    if not isinstance(value, _Value) or body[value.begin] != SHORT_BINUNICODE:
-        raise _Unlike
-    value.fixed = True
-    return body[value.begin + 2 : value.end].decode()
+def _claim_constant_text(part: Any) -> str:
+    """Return the text of a part that is the same in all skeletons of the template, and mark the part as not a value."""
+    if part.__class__ is not _Node or part.kind not in (_VALUE, None) or part.content.__class__ is not str:
+        raise _NotATemplate
+    part.kind = None
+    return str(part.content)

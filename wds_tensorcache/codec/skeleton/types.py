@@ -1,18 +1,20 @@
-"""The listed types of FORMAT.md 2.5: each is written as one REDUCE of a stock global on plain arguments.
+"""The types that a skeleton may name, for writing and reading: listed types, and classes in `allow=` (FORMAT.md 2.5, 2.7).
 
-One row per type holds both directions, so that what is written is what is read. A row's arguments are canonical, the same
-on every Python version, and `build` accepts nothing that could run code, open a file or allocate more than it was given.
+One row per listed type holds its writer and its builder. A row's arguments are canonical, the same on every Python version.
+A builder accepts nothing that could run code, open a file, or allocate more memory than its arguments occupy.
 """
 
 from __future__ import annotations
 
+import copyreg
 import re
 import uuid
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Context, Decimal
+from enum import Enum
 from fractions import Fraction
 from itertools import product
 from pathlib import PurePosixPath, PureWindowsPath
@@ -21,26 +23,154 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.skeleton.builders import Builder
-from wds_tensorcache.codec.tree import shown
+from wds_tensorcache.codec.skeleton.opcodes import BUILD, NEWOBJ, NEWOBJ_EX, REDUCE
+from wds_tensorcache.codec.tree import shown, walk
+from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
 
-__all__ = ["BUILDERS", "FACTORIES", "LISTED", "Listed", "numpy_dtype_arguments", "torch_dtype_name"]
+__all__ = [
+    "ALLOW_ONLY",
+    "BUILDERS",
+    "FACTORIES",
+    "LISTED",
+    "MAX_DEQUES",
+    "NUMPY_DTYPE",
+    "Allowed",
+    "Builder",
+    "Listed",
+    "Operation",
+    "allow_table",
+    "reduction",
+    "refuse_callables",
+    "torch_dtype_name",
+]
 
+MAX_DEQUES = 1000
+# Hazard: the greatest common divisor of longer numbers takes seconds, and the length of a range is a quotient.
+MAX_BITS = 4096
 _DECIMALS = Context(capitals=1)  # str(Decimal) depends on the thread's context
-MAX_BITS = 4096  # the greatest common divisor of longer numbers takes seconds, and the length of a range is a quotient
+
+Allowed = Mapping[tuple[str, str], type]
+"""Classes that the caller trusts, by module and qualified name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Builder:
+    """A callable that a skeleton may call by REDUCE.
+
+    Attributes:
+        build: Function of the argument tuple, which checks every argument.
+        cls: Class in `allow=`, which NEWOBJ may instantiate.
+        factory: Class that may only be the factory of a defaultdict.
+        is_deque: True for deques, whose number is limited: freeing nested deques overflows C's stack.
+    """
+
+    build: Callable[[tuple[Any, ...]], Any]
+    cls: type | None = None
+    factory: type | None = None
+    is_deque: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """How one type is written: the global `module.name`, and the arguments it is called with."""
+    """The written form of one type: the global `module.name`, and the arguments of its call."""
 
     module: str
     name: str
     arguments: Callable[[Any], tuple[Any, ...]]
 
 
+def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
+    """Return the classes of an `allow=` argument by module and qualified name.
+
+    Raises:
+        TypeError: An item is not a class.
+    """
+    table = {}
+    for cls in allow:
+        if not isinstance(cls, type):
+            raise TypeError(f"allow= takes classes, got {cls!r}")
+        table[cls.__module__, cls.__qualname__] = cls
+    return table
+
+
+def reduction(value: Any) -> tuple[int, Any, Any, Any, Any, Any]:
+    """Return the opcode that builds `value`, with its arguments, keywords, state, items and pairs.
+
+    Raises:
+        ValueError: A callable other than the class builds the object.
+    """
+    cls = type(value)
+    reduced: Any = value.__reduce_ex__(4)
+    parts = (*(reduced if type(reduced) is tuple else ()), *[None] * 6)
+    function, arguments, state, items, pairs, setter = parts[:6]
+    opcode, keywords = REDUCE, None
+    if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+        opcode, (function, *arguments) = NEWOBJ, arguments
+    elif function is copyreg.__newobj_ex__:  # type: ignore[attr-defined]
+        opcode, (function, arguments, keywords) = NEWOBJ_EX, arguments
+    if function is not cls or setter is not None:
+        raise ValueError(f"{cls.__qualname__} is pickled by {function!r}, which allow= cannot cover; store its fields")
+    return opcode, arguments, keywords, state, items, pairs
+
+
+def refuse_callables(arguments: Any, num_callables: int) -> None:
+    """Raise UnsafeSkeletonError if a class in `allow=` would receive a callable of this file.
+
+    Without an uncalled callable on the stack or in the memo, the arguments are not walked, which would be slow if they are
+    shared.
+    """
+    if num_callables and any(value.__class__ is Builder for value, _ in walk(arguments)):
+        raise UnsafeSkeletonError("the skeleton uses a callable as a value")
+
+
+def _instantiate(stack: list[Any], kwargs: Any, num_callables: int) -> int:
+    args = stack.pop()
+    builder = stack[-1]
+    if builder.__class__ is not Builder or builder.cls is None:
+        raise UnsafeSkeletonError("NEWOBJ needs a class in allow=")
+    if args.__class__ is not tuple or kwargs.__class__ is not dict:
+        raise FormatError("NEWOBJ needs a tuple of arguments")
+    refuse_callables((args, kwargs), num_callables - 1)  # without the class
+    stack[-1] = builder.cls.__new__(builder.cls, *args, **kwargs)
+    return 1
+
+
+def _set_state(stack: list[Any], allow: Allowed, num_callables: int) -> int:
+    state = stack.pop()
+    target = stack[-1]
+    refuse_callables(state, num_callables)
+    name = type(target).__name__
+    # Hazard: classes and members of Enums belong to the process; a state would patch them for all of its code.
+    if type(target) not in allow.values() or isinstance(target, Enum):
+        raise UnsafeSkeletonError(f"BUILD on a {name}, which is not an instance of a class in allow=")
+    setstate = getattr(type(target), "__setstate__", None)
+    if setstate is not None:
+        setstate(target, state)
+        return 0
+    attributes, slots = state if state.__class__ is tuple and len(state) == 2 else (state, None)
+    for part in (attributes, slots):
+        if part is not None and (part.__class__ is not dict or any(key.__class__ is not str for key in part)):
+            raise FormatError(f"the state of a {name} is not a dict of attributes")
+    if attributes:
+        target.__dict__.update(attributes)
+    for slot, value in (slots or {}).items():
+        if slot.startswith("__"):
+            raise UnsafeSkeletonError(f"the state of a {name} sets {slot}")
+        object.__setattr__(target, slot, value)
+    return 0
+
+
+# Arguments: the stack, `allow`, and the number of uncalled callables. Returns the number of callables that it called.
+Operation = Callable[[list[Any], Allowed, int], int]
+ALLOW_ONLY: dict[int, Operation] = {
+    NEWOBJ: lambda stack, allow, num_callables: _instantiate(stack, {}, num_callables),
+    NEWOBJ_EX: lambda stack, allow, num_callables: _instantiate(stack, stack.pop(), num_callables),
+    BUILD: _set_state,
+}
+
+
 def _checked(make: Callable[..., Any], *kinds: Any, optional: int = 0) -> Callable[[tuple[Any, ...]], Any]:
-    """Return a `build` that calls `make` with arguments of exactly these classes; the last `optional` may be left out."""
+    """Return a `build` that calls `make` with arguments of exactly these classes; the last `optional` ones may be missing."""
     allowed = [kind if isinstance(kind, tuple) else (kind,) for kind in kinds]
     counts = range(len(allowed) - optional, len(allowed) + 1)
     signatures = {signature for count in counts for signature in product(*allowed[:count])}
@@ -69,26 +199,21 @@ def _short(*numbers: int) -> tuple[int, ...]:
     return numbers
 
 
-# datetime's own pickles hold its fields as bytes and the C constructor trusts them: they are read field by field instead
+# Hazard: C constructors trust the bytes of datetime's own pickles. Each field is checked instead.
 def _date(raw: bytes) -> date:
-    _check_length(raw, 4)
-    return date(raw[0] << 8 | raw[1], raw[2], raw[3])
+    high, low, month, day = raw
+    return date(high << 8 | low, month, day)
 
 
 def _time(raw: bytes, tz: timezone | None = None) -> time:
-    _check_length(raw, 6)
-    return time(raw[0] & 0x7F, raw[1], raw[2], int.from_bytes(raw[3:], "big"), tz, fold=raw[0] >> 7)
+    hour, minute, second, a, b, c = raw
+    return time(hour & 0x7F, minute, second, a << 16 | b << 8 | c, tz, fold=hour >> 7)
 
 
 def _datetime(raw: bytes, tz: timezone | None = None) -> datetime:
-    _check_length(raw, 10)
-    day = raw[0] << 8 | raw[1], raw[2] & 0x7F, raw[3]
-    return datetime(*day, raw[4], raw[5], raw[6], int.from_bytes(raw[7:], "big"), tz, fold=raw[2] >> 7)
-
-
-def _check_length(raw: bytes, nbytes: int) -> None:
-    if len(raw) != nbytes:
-        raise TypeError(f"{len(raw)} bytes, expected {nbytes}")
+    high, low, month, day, hour, minute, second, a, b, c = raw
+    microsecond = a << 16 | b << 8 | c
+    return datetime(high << 8 | low, month & 0x7F, day, hour, minute, second, microsecond, tz, fold=month >> 7)
 
 
 def _tz_arguments(value: Any) -> tuple[Any, ...]:
@@ -125,8 +250,8 @@ def _refuse_factory(args: tuple[Any, ...]) -> Any:
 
 
 def _size(sizes: tuple[Any, ...]) -> torch.Size:
-    if any(size.__class__ is not int for size in sizes):
-        raise TypeError("a torch.Size is a tuple of ints")
+    if any(size.__class__ is not int or not -1 << 63 <= size < 1 << 63 for size in sizes):
+        raise TypeError("a torch.Size is a tuple of ints from -2^63 to 2^63 - 1")
     return torch.Size(sizes)
 
 
@@ -152,15 +277,13 @@ def _numpy_dtype(text: str) -> Any:
     return np.dtype(text)
 
 
-def numpy_dtype_arguments(value: Any) -> tuple[str]:
-    """Return the argument that `numpy.dtype` is called with.
-
-    Raises:
-        ValueError: A record, an object dtype, or one that carries metadata.
-    """
+def _numpy_dtype_arguments(value: Any) -> tuple[str]:
     if not _is_numpy_dtype(value.str) or value.metadata is not None:
         raise ValueError(f"numpy dtype {value} is a record or an object dtype")
     return (value.str,)
+
+
+NUMPY_DTYPE = Listed("numpy", "dtype", _numpy_dtype_arguments)  # each dtype has its own class
 
 
 def _scalar(cls: Any, kind: type) -> Callable[[Any], Any]:
@@ -198,32 +321,22 @@ def _slice_arguments(value: slice) -> tuple[Any, ...]:
 
 
 def torch_dtype_name(value: torch.dtype) -> str:
-    """Return the attribute of `torch` that `value` is."""
+    """Return the name of the dtype `value` in `torch`."""
     return str(value).removeprefix("torch.")
 
 
-# type, how it is named, its arguments, how it is built from them
+# Type, module, name, arguments, builder.
 _Row = tuple[Any, str, str, Callable[[Any], tuple[Any, ...]], Callable[[tuple[Any, ...]], Any]]
 
 
 def _rows() -> Iterator[_Row]:
     yield complex, "builtins", "complex", lambda v: (v.real, v.imag), _checked(complex, float, float)
     yield slice, "builtins", "slice", _slice_arguments, _checked(slice, *[(int, type(None))] * 3)
-    yield (
-        range,
-        "builtins",
-        "range",
-        lambda v: _short(v.start, v.stop, v.step),
-        _checked(lambda *v: range(*_short(*v)), int, int, int),
-    )
+    bounds = _checked(lambda *v: range(*_short(*v)), int, int, int)
+    yield range, "builtins", "range", lambda v: _short(v.start, v.stop, v.step), bounds
     yield Decimal, "decimal", "Decimal", lambda v: (_DECIMALS.to_sci_string(v),), _checked(Decimal, str)
-    yield (
-        Fraction,
-        "fractions",
-        "Fraction",
-        lambda v: _short(v.numerator, v.denominator),
-        _checked(lambda *v: Fraction(*_short(*v)), int, int),
-    )
+    quotient = _checked(lambda *v: Fraction(*_short(*v)), int, int)
+    yield Fraction, "fractions", "Fraction", lambda v: _short(v.numerator, v.denominator), quotient
     yield date, "datetime", "date", lambda v: v.__reduce__()[1], _checked(_date, bytes)
     yield time, "datetime", "time", _tz_arguments, _checked(_time, bytes, timezone, optional=1)
     yield datetime, "datetime", "datetime", _tz_arguments, _checked(_datetime, bytes, timezone, optional=1)
@@ -251,21 +364,18 @@ def _rows() -> Iterator[_Row]:
 
 LISTED: dict[type, Listed] = {}
 BUILDERS: dict[tuple[str, str], object] = {
-    ("builtins", "bytearray"): Builder(_checked(bytearray, bytes)),  # protocol 4 has no opcode for it
+    ("builtins", "bytearray"): Builder(_checked(bytearray, bytes, optional=1)),  # protocol 4 has no opcode for it
     ("collections", "defaultdict"): Builder(_build_defaultdict),
     ("numpy", "dtype"): Builder(_checked(_numpy_dtype, str)),
     ("builtins", "Ellipsis"): ...,
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
 for _cls, _module, _name, _arguments, _build in _rows():
     LISTED[_cls] = Listed(_module, _name, _arguments)
-    BUILDERS.setdefault(
-        (_module, _name), Builder(_build, is_deque=_cls is deque)
-    )  # numpy.longlong is written, and comes back, as numpy.int64
+    # numpy.longlong is written, and comes back, as numpy.int64
+    BUILDERS.setdefault((_module, _name), Builder(_build, is_deque=_cls is deque))
 for _cls, _name in FACTORIES.items():
     BUILDERS.setdefault(("builtins", _name), Builder(_refuse_factory, factory=_cls))
-for _name, _value in vars(torch).items():
-    if isinstance(_value, torch.dtype):
-        BUILDERS["torch", _name] = _value
 # where Python 3.13 and 3.14 say that these classes live
 for _name in ("PurePosixPath", "PureWindowsPath"):
     BUILDERS["pathlib._local", _name] = BUILDERS["pathlib", _name]

@@ -1,4 +1,4 @@
-"""Tensors and arrays to what is stored of them, or why they cannot be (FORMAT.md 3.2)."""
+"""The stored bytes of tensors and arrays, or the reason why they cannot be stored (FORMAT.md 3.2)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(slots=True, eq=False)
 class StorableTensor:
-    """One tensor or array of a sample.
+    """One tensor or array of a sample, in its stored form.
 
     Attributes:
-        kind: `"tensor"` or `"ndarray"`, as in its reference.
-        true: How its dtype is stored.
-        shape: As the header declares it, in elements of the stored dtype.
-        flat: Its bytes in C order, little-endian, 1-D; aliases it where it is a plain contiguous tensor on the CPU.
-        name, reference: Its name, and how the skeleton refers to it; the skeleton's writer fills them in.
+        kind: `"tensor"` or `"ndarray"`.
+        true: Stored form of the dtype.
+        shape: Shape in elements of the stored dtype.
+        flat: Bytes in C order, little-endian, 1-D; may alias a contiguous tensor on the CPU.
+        name, reference: Name, and text of the reference; set by the skeleton's writer.
     """
 
     kind: str
@@ -39,11 +39,7 @@ class StorableTensor:
 
 
 def describe_tensor(value: Any) -> StorableTensor:
-    """Return what is stored of a torch.Tensor, np.ndarray or lazy tensor.
-
-    Raises:
-        ValueError: It cannot be stored; the message says why and what to do about it.
-    """
+    """Return the stored form of a torch.Tensor, np.ndarray or lazy tensor; raise ValueError with a remedy if there is none."""
     if isinstance(value, torch.Tensor):
         kind, true, flat = "tensor", TORCH_TRUE.get(value.dtype), _bytes_of_tensor(value)
     elif isinstance(value, np.ndarray):
@@ -52,34 +48,34 @@ def describe_tensor(value: Any) -> StorableTensor:
         is_tensor = isinstance(value, LazyTensor)
         kind = "tensor" if is_tensor else "ndarray"
         true = TORCH_TRUE.get(value.dtype) if is_tensor else numpy_true_dtype(value.dtype)
-        # Hazard: a view of a file that is cut short kills the process (SIGBUS). So the bytes are copied.
+        # Hazard: reading a view of a truncated file kills the process (SIGBUS), so the bytes are copied.
         flat = np.ndarray(value.nbytes, np.uint8, value._source.hold(value._reference.begin, value._reference.end))
     if true is None:
-        raise ValueError(f"{value.dtype} has no place in the format")
+        raise ValueError(f"the format cannot store {value.dtype}")
     shape = (*value.shape, *true.inner)
     if len(shape) > MAX_NDIM:
         raise ValueError(
-            f"{len(shape)} dimensions as they are stored, of at most {MAX_NDIM}; store it flattened, and its shape"
+            f"{len(shape)} dimensions as they are stored, of at most {MAX_NDIM}; store x.flatten() and x.shape"
         )
     if not len(flat) and not is_possible(shape):
         raise ValueError(
-            f"{list(shape)} as it is stored: its dimensions, other than 0, multiply to 2^59 and more, which "
-            "readers refuse; store an empty tensor of fewer dimensions, and its shape"
+            f"{list(shape)} as it is stored: its dimensions, other than 0, multiply to 2^59 or more; "
+            "store an empty tensor of fewer dimensions, and the shape"
         )
     return StorableTensor(kind, true, shape, flat)
 
 
 def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
-    """Return the elements of a tensor in C order. Memory: aliases it where it is plain, contiguous and on the CPU."""
-    reason = why_not_tensor(tensor)
+    """Return the elements of a tensor in C order. Memory: aliases a plain contiguous tensor on the CPU."""
+    reason = _why_not_tensor(tensor)
     if reason is not None:
         raise ValueError(reason)
     try:
         is_contiguous = tensor.is_contiguous()
-        if is_contiguous:
-            end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-        else:
-            end = _end_of(tensor)
+        last = tensor.numel() - 1
+        if not is_contiguous:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end = (tensor.storage_offset() + last + 1) * tensor.element_size()
         if tensor.untyped_storage().nbytes() < end and tensor.numel():
             raise RuntimeError("its storage was freed, or cut")
         plain = tensor.detach() if tensor.requires_grad else tensor
@@ -97,8 +93,8 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
 
 
 def _bytes_of_array(array: Array) -> Array:
-    """Return the elements of an array in C order, little-endian. Memory: aliases it where it is so already."""
-    reason = why_not_array(array)
+    """Return the elements of an array in C order, little-endian. Memory: aliases an array in that form."""
+    reason = _why_not_array(array)
     if reason is not None:
         raise ValueError(reason)
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1)
@@ -106,14 +102,8 @@ def _bytes_of_array(array: Array) -> Array:
     return little.view(np.uint8)
 
 
-def _end_of(tensor: torch.Tensor) -> int:
-    """Return how many bytes of its storage a tensor that is not contiguous reaches into."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
-
-
-def why_not_tensor(tensor: torch.Tensor) -> str | None:
-    """Return why `tensor` cannot be stored and what to do about it; None if it can."""
+def _why_not_tensor(tensor: torch.Tensor) -> str | None:
+    """Return the reason why `tensor` cannot be stored and a remedy; None if it can be stored."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return f"a tensor subclass, {type(tensor).__name__}; store x.as_subclass(torch.Tensor)"
     if tensor.is_nested:
@@ -124,15 +114,14 @@ def why_not_tensor(tensor: torch.Tensor) -> str | None:
         return "a meta tensor, which has no bytes; store its shape and dtype"
     if tensor.is_quantized:
         return "a quantized tensor; store x.int_repr(), x.q_scale() and x.q_zero_point()"
-    if any(getattr(tensor, "names", ())):  # gone from newer torch releases
+    if any(getattr(tensor, "names", ())):  # removed from newer torch releases
         return "a named tensor; store x.rename(None) and x.names"
     if tensor.dtype not in TORCH_TRUE:
         return f"a tensor of {tensor.dtype}, which safetensors cannot hold; store x.view(torch.uint8)"
     return None
 
 
-def why_not_array(array: np.ndarray[Any, Any]) -> str | None:
-    """Return why `array` cannot be stored and what to do about it; None if it can."""
+def _why_not_array(array: Array) -> str | None:
     if isinstance(array, np.ma.MaskedArray):
         return "a masked array; store x.data and x.mask"
     if type(array) is not np.ndarray and type(array) is not np.memmap:

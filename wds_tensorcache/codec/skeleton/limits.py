@@ -1,0 +1,242 @@
+"""Limits on the work of a reader (FORMAT.md 2.6): bytes that calls copy, and the cost of dict keys and set elements.
+
+Hazard: by the memo, a short skeleton can pass one long text to many calls, and one long key to many dicts. The author of a
+file can also choose the hashes of all values but texts, so that building a dict takes time quadratic in its length. The
+costs are counted before anything is built, in the same steps as CPython's tables.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePath
+from typing import Any
+
+from wds_tensorcache.codec.tree import MAX_DEPTH
+from wds_tensorcache.errors import FormatError
+
+__all__ = ["CALLS_OF_ANY", "PER_BYTE", "SHORT_TEXT", "KeyCosts", "are_few_texts", "call_budget", "call_cost"]
+
+CALLS_OF_ANY = 1_000_000
+PER_BYTE = 10
+MAX_WORK = 128  # per key of one dict; for comparisons, per byte of the skeleton
+MAX_SET_WORK = 48  # per element of one set
+MAX_KEY_PARTS = 1000
+SHORT_TEXT = 256  # characters; comparing shorter texts is as fast as reading them
+_SMALL_TABLE = 512  # keys; the slots of fewer keys cost less than reading them
+_FEW_KEYS = 8  # fewer keys are compared in pairs, without a table
+_MIN_SLOTS = 1024
+_NUM_NEIGHBOURS = 10  # adjacent slots that a set tries
+_ALL_BITS = 0xFFFFFFFFFFFFFFFF
+# Comparing longer numbers with another type converts them, in time quadratic in their length.
+_LONG_NUMBER_NBYTES = 512
+_PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None)})
+_TEXTS = frozenset({str})
+_NUMBERS = {Fraction: 16, Decimal: 8}  # hashed in Python, or by a conversion
+
+
+def call_budget(nbytes: int) -> int:
+    """Return the limit on the sum of `call_cost` over a skeleton of this length."""
+    return CALLS_OF_ANY + PER_BYTE * nbytes
+
+
+def call_cost(arguments: Sequence[Any]) -> int:
+    """Return the number of bytes of its arguments that a call copies."""
+    return len(arguments) + sum(map(_argument_cost, arguments))
+
+
+def _argument_cost(argument: Any) -> int:
+    if argument.__class__ is int:
+        return argument.bit_length() >> 3
+    return len(argument) if argument.__class__ in (str, bytes, tuple) else 0
+
+
+def are_few_texts(keys: Sequence[Any], num_others: int) -> bool:
+    """Return whether keys need no counting in a container with `num_others` other keys; true for nearly all dicts."""
+    return len(keys) + num_others <= _SMALL_TABLE and _TEXTS.issuperset(map(type, keys))
+
+
+class KeyCosts:
+    """The costs of all keys of one skeleton; `nbytes` is its length, None while it is being written."""
+
+    def __init__(self, nbytes: int | None = None) -> None:
+        self._nbytes = sys.maxsize if nbytes is None else nbytes
+        self._hashed = self._compared = 0
+        self._tables: dict[int, tuple[Any, _Table]] = {}  # by the id of the container, which the entry keeps alive
+
+    def add(self, container: Any, keys: Sequence[Any], is_set: bool) -> None:
+        """Count keys before they are added to a dict or set; `container` is None for a new one.
+
+        Raises:
+            FormatError: The keys cost too much.
+        """
+        self._count_hashing(keys)
+        hashes = list(map(hash, keys))
+        if not container and len(keys) <= _SMALL_TABLE and len(set(hashes)) == len(keys):
+            return
+        if not isinstance(container, (dict, set, type(None))):
+            return  # of a class in allow=, which is trusted
+        _, table = self._tables.get(id(container), (None, None))
+        known = list(container or ()) if table is None else []
+        if table is None and len(known) + len(keys) <= _FEW_KEYS:
+            self._count_hashing(known)
+            self._compared += _compare_pairs(known, keys, [*map(hash, known), *hashes])
+        else:
+            if table is None:
+                table = _Table(is_set)
+                table.add(known, list(map(hash, known)))
+                if container is not None:
+                    self._tables[id(container)] = container, table
+            self._compared += table.add(keys, hashes)
+        self.check(self._nbytes)
+
+    def check(self, nbytes: int) -> None:
+        """Raise FormatError if a skeleton of this length is too short for its keys."""
+        if self._hashed > 1000 + PER_BYTE * nbytes:
+            raise FormatError("dict keys or set elements that take too long to hash")
+        if self._compared > 1000 + MAX_WORK * nbytes:
+            raise FormatError("dict keys or set elements that take too long to compare")
+
+    def _count_hashing(self, keys: Sequence[Any]) -> None:
+        classes = set(map(type, keys))
+        if int not in classes and classes <= _PLAIN:
+            return  # texts and bytes store their hashes
+        budget = 1000 + PER_BYTE * self._nbytes
+        for key in keys:
+            if key.__class__ is int:
+                self._hashed += key.bit_length() >> 6
+            elif key.__class__ not in _PLAIN:
+                self._hashed += _hash_cost(key, min(MAX_KEY_PARTS, budget - self._hashed))
+        self.check(self._nbytes)
+
+
+def _hash_cost(key: Any, limit: int) -> int:
+    """Return the cost of `hash(key)`: one per visited part, counting shared parts each time, and one per 64 bits of a number.
+
+    Raises:
+        FormatError: More than `limit`, or so deep that hashing overflows C's stack.
+    """
+    cost = 0
+    todo = [(key, 1)]
+    while todo:
+        value, depth = todo.pop()
+        cost += 1
+        if isinstance(value, (tuple, frozenset)):
+            todo.extend((child, depth + 1) for child in value)
+        elif isinstance(value, int):
+            cost += value.bit_length() >> 6
+        elif isinstance(value, (range, slice)):
+            todo.extend((part, depth + 1) for part in (value.start, value.stop, value.step))
+        elif value.__class__ in _NUMBERS:
+            cost += _NUMBERS[value.__class__] + (sys.getsizeof(value) >> 6)
+        if cost > limit or depth > MAX_DEPTH:
+            raise FormatError("a dict key or set element is too deep, too long, or shares its parts too often")
+    return cost
+
+
+def _comparison_cost(key: Any) -> int:
+    """Return the cost of comparing a key with another key of the same hash, in slots; 64 bytes count as one."""
+    cost = 0 if key.__class__ in _PLAIN else 16
+    todo = [key]
+    while todo:
+        value = todo.pop()
+        nbytes = sys.getsizeof(value)
+        is_converted = nbytes > _LONG_NUMBER_NBYTES and isinstance(value, (int, Decimal))
+        cost += 1 + ((nbytes >> 3) ** 2 if is_converted else nbytes >> 6)
+        if isinstance(value, (tuple, frozenset)):
+            todo.extend(value)
+        elif isinstance(value, PurePath):
+            cost += 100 + len(str(value))  # compared part by part; the object's size does not include its parts
+        elif value.__class__ not in _PLAIN:
+            cost += 100  # compared in Python code, or converted first
+    return cost
+
+
+def _compare_pairs(known: list[Any], keys: Sequence[Any], hashes: list[int]) -> int:
+    """Return the cost of comparing each of `keys` with the keys before it; comparing an object with itself is free."""
+    both = [*known, *keys]
+    return sum(
+        _comparison_cost(both[earlier]) + _comparison_cost(both[number])
+        for number in range(len(known), len(both))
+        for earlier in range(number)
+        if hashes[earlier] == hashes[number] and both[earlier] is not both[number]
+    )
+
+
+class _Table:
+    """CPython's table of one dict or set: the hashes of its keys, and the key in each slot."""
+
+    def __init__(self, is_set: bool) -> None:
+        self.work = 0
+        self._is_set = is_set
+        self._keys: list[Any] = []
+        self._hashes = array("q")
+        self._costs: dict[int, int] = {}  # the cost of comparing each key, by its number
+        self._slots = array("i")  # the number of a key, -1 if free
+        self._limit = 0
+
+    def add(self, keys: Sequence[Any], hashes: Sequence[int]) -> int:
+        """Add keys; return the cost of comparing them with each other and with earlier keys.
+
+        Raises:
+            FormatError: The work exceeds `MAX_WORK` per key, or `MAX_SET_WORK` per element.
+        """
+        first = len(self._keys)
+        self._keys.extend(keys)
+        self._hashes.extend(hashes)
+        compared = 0
+        while first < len(self._keys):
+            if first >= self._limit:
+                self._grow(first)
+                self._place(0, first, is_new=False)
+            last = min(self._limit, len(self._keys))
+            compared += self._place(first, last, is_new=True)
+            first = last
+        return compared
+
+    def _grow(self, used: int) -> None:
+        size = _MIN_SLOTS
+        if self._is_set:
+            while size <= used * (2 if used > 50_000 else 4):
+                size *= 2
+            self._limit = -(-3 * (size - 1) // 5)
+        else:
+            while size < 3 * used:
+                size *= 2
+            self._limit = 2 * size // 3
+        self._slots = array("i", b"\xff" * (4 * size))
+
+    def _place(self, first: int, last: int, *, is_new: bool) -> int:
+        """Put the keys `[first, last)` into slots; return the cost of comparing new keys with earlier ones."""
+        slots, hashes, is_set = self._slots, self._hashes, self._is_set
+        mask, compared = len(slots) - 1, 0
+        self.work += last - first
+        limit = (MAX_SET_WORK if is_set else MAX_WORK) * len(hashes)
+        # one step per slot that CPython examines
+        for number in range(first, last):
+            value = hashes[number]
+            home = slot = value & mask
+            perturb = value & _ALL_BITS
+            while (earlier := slots[slot]) >= 0:
+                if is_new and hashes[earlier] == value:
+                    cost = self._cost(number)
+                    compared += cost + self._cost(earlier)
+                    self.work += cost
+                slot += 1
+                if not is_set or home + _NUM_NEIGHBOURS > mask + 1 or slot == home + _NUM_NEIGHBOURS:
+                    self.work += 1
+                    perturb >>= 5
+                    home = slot = (5 * home + perturb + 1) & mask
+                if self.work > limit:
+                    what = "elements of a set" if is_set else "keys of a dict"
+                    raise FormatError(f"{len(hashes)} {what} share too many hashes, or slots of their table")
+            slots[slot] = number
+        return compared
+
+    def _cost(self, number: int) -> int:
+        if number not in self._costs:
+            self._costs[number] = _comparison_cost(self._keys[number])
+        return self._costs[number]
