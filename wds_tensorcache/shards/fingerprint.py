@@ -1,4 +1,4 @@
-"""How a cache was made: model, revision, dtype, scaling, crop, …, compared with what its reader expects."""
+"""Fingerprints: how a cache was made (model, revision, dtype, scaling, crop, …), compared with the reader's expectation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NONE: Any = object()
 
 
 def as_fingerprint(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields as they come back from JSON, in which they are kept: tuples as lists.
+    """Return fields in the form in which JSON returns them: tuples become lists.
 
     Raises:
-        TypeError, ValueError: JSON cannot hold them.
+        TypeError, ValueError: JSON cannot represent the fields.
     """
     if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
         raise TypeError(f"a fingerprint is a dict by field's name, got {fields!r:.200}")
@@ -34,7 +34,7 @@ def as_fingerprint(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_fingerprint(where: str, found: Mapping[str, Any] | None, expected: Mapping[str, Any]) -> None:
-    """Raise StaleCacheError unless a cache has all the expected fields; it may have others, too."""
+    """Raise StaleCacheError unless a cache has all expected fields and values; it may have more fields."""
     if found is None:
         raise StaleCacheError(f"{where}: nothing says how it was made; expected {expected!r:.500}")
     for name, value in expected.items():
@@ -45,14 +45,14 @@ def check_fingerprint(where: str, found: Mapping[str, Any] | None, expected: Map
 
 
 def check_same(where: str, found: Mapping[str, Any] | None, mine: Mapping[str, Any] | None) -> None:
-    """Raise StaleCacheError unless a cache was made just as new samples are."""
+    """Raise StaleCacheError unless a cache has exactly the fingerprint of the new samples."""
     if found != mine:
         check_fingerprint(where, found, mine or {})
         raise StaleCacheError(f"{where} was made with {found!r:.500}, new samples are made with {mine!r:.500}")
 
 
 def common_fields(fingerprints: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Return the fields on which all agree."""
+    """Return the fields on which all fingerprints agree."""
     every = [fingerprint or {} for fingerprint in fingerprints]
     first = every[0] if every else {}
     return {name: value for name, value in first.items() if all(other.get(name, _NONE) == value for other in every)}

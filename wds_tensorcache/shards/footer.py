@@ -1,18 +1,18 @@
-"""An index as bytes: behind a shard's end-of-archive marker, or in a file beside it (FORMAT.md 4)."""
+"""An index as bytes: a footer after a shard's end-of-archive marker, or a sidecar (FORMAT.md 4)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from wds_tensorcache.codec.binding import sign_header, tensors_digest
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.header import build_header, parse_header, parse_int
+from wds_tensorcache.codec.header import build_header, parse_header, parse_json
 from wds_tensorcache.codec.layout import form_of
 from wds_tensorcache.codec.reference import named_by
 from wds_tensorcache.errors import FormatError
@@ -34,7 +34,7 @@ MAGIC = b"tcindex1"
 # bytes of the index, offset of the end-of-archive marker, bytes of the whole shard, digest of the index and those three
 _TRAILER = Struct("<QQQQ8s")
 TRAILER_NBYTES = _TRAILER.size
-_TAIL_NBYTES = 1 << 16  # what the first read of a tail takes
+_TAIL_NBYTES = 1 << 16  # the length of the first read
 _STORED = {"u1": "U8", "u2": "U16", "u4": "U32", "u8": "U64"}
 _CACHE = ("rows", "skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "digest")
 _MEMBER = ("rows", "begin", "nbytes")
@@ -44,8 +44,8 @@ def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
     """Return the index as a safetensors file with its trailer.
 
     Args:
-        index: Of the shard.
-        shard_nbytes: Of the whole shard, for a file beside it; None for a footer right behind its end-of-archive marker.
+        index: Index of the shard.
+        shard_nbytes: Length of the whole shard, for a sidecar; None for a footer right after the end-of-archive marker.
     """
     named: dict[str, np.ndarray[Any, Any] | None] = {"keys.text": index.keys.text, "keys.ends": index.keys.ends}
     layouts = index.layouts
@@ -70,7 +70,7 @@ def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
     body = b"".join([sign_header(header, tensors_digest(header, buffers)), *buffers])
     zeros = b""
     if shard_nbytes is None:
-        # GNU tar appends at the wrong place where a shard is no multiple of 512 bytes long
+        # GNU tar appends at the wrong place unless the length of a shard is a multiple of 512 bytes
         zeros = bytes(padding(len(body) + TRAILER_NBYTES))
         shard_nbytes = index.end + 1024 + len(zeros) + len(body) + TRAILER_NBYTES
     numbers = (len(body), index.end, shard_nbytes)
@@ -82,86 +82,78 @@ def _digest(body: bytes, numbers: tuple[int, int, int]) -> int:
 
 
 def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int) -> ShardIndex | None:
-    """Return the index behind a shard; None if there is none, or it is not of the shard as it is now.
-
-    Args:
-        read: Returns the bytes `[begin, end)` of the shard.
-        shard_nbytes: Of the shard.
+    """Return the index at the end of a shard; None if there is none, or it is stale.
 
     Raises:
-        FormatError: There is one, it is undamaged, and it cannot be true.
+        FormatError: It is undamaged, and cannot be true.
     """
     tail_begin = max(0, shard_nbytes - _TAIL_NBYTES)
     tail = read(tail_begin, shard_nbytes)
     trailer = _parse_trailer(tail, shard_nbytes, shard_nbytes)
     if trailer is None:
         return None
-    index_nbytes, end = trailer
-    begin = shard_nbytes - TRAILER_NBYTES - index_nbytes
-    if begin < end + 1024:
+    begin = shard_nbytes - TRAILER_NBYTES - trailer.index_nbytes
+    if begin < trailer.end + 1024:
         return None
-    if begin < tail_begin:
-        tail = read(begin, tail_begin) + tail
-    else:
-        tail = tail[begin - tail_begin :]
-    if read(end, end + 1024).strip(b"\0"):
-        return None  # the archive has grown since, inside of what was padding
-    return parse_footer(tail, shard_nbytes)
+    if read(trailer.end, trailer.end + 1024).strip(b"\0"):
+        return None  # the archive has grown since, over former padding
+    footer = read(begin, tail_begin) + tail if begin < tail_begin else tail[begin - tail_begin :]
+    return parse_footer(footer, shard_nbytes)
 
 
 def stale_footer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> ShardIndex | None:
-    """Return the index at the end of a file, though the shard may have changed since: the caller has to confirm it.
+    """Return the index at the end of a shard or a sidecar of `nbytes`, even if the shard has changed since.
 
-    Args:
-        read: Returns the bytes `[begin, end)` of the shard, or of the file beside it.
-        nbytes: Length of that file.
-        shard_nbytes: Length that the shard must have had, None if any will do.
+    The caller must confirm its entries. The index must declare `shard_nbytes` as the shard's length, unless that is None.
 
     Raises:
         FormatError: It is undamaged, and cannot be true.
     """
-    tail = read(max(0, nbytes - TRAILER_NBYTES), nbytes)
-    if len(tail) < TRAILER_NBYTES or not tail.endswith(MAGIC):
+    trailer = _parse_trailer(read(max(0, nbytes - TRAILER_NBYTES), nbytes), nbytes, shard_nbytes)
+    if trailer is None:
         return None
-    index_nbytes, _, declared_nbytes, _, _ = _TRAILER.unpack(tail)
-    begin = nbytes - TRAILER_NBYTES - index_nbytes
-    if begin < 0 or (shard_nbytes is not None and shard_nbytes != declared_nbytes):
-        return None
-    return parse_footer(read(begin, nbytes), declared_nbytes)
+    return parse_footer(read(nbytes - TRAILER_NBYTES - trailer.index_nbytes, nbytes), trailer.shard_nbytes)
 
 
 def declared_place(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int) -> tuple[int, int] | None:
-    """Return where an index at the end of a file begins, and where it says that the archive ends; it may be a stale one.
+    """Return the offset of an index at the end of a file, and the end of the archive that it declares; it may be stale.
 
-    None if the last bytes are no trailer, or of a shard of another length than `shard_nbytes`.
+    Returns None if the last bytes are not a trailer, or declare another length than `shard_nbytes`.
     """
     trailer = _parse_trailer(read(max(0, nbytes - TRAILER_NBYTES), nbytes), nbytes, shard_nbytes)
-    return None if trailer is None else (nbytes - TRAILER_NBYTES - trailer[0], trailer[1])
+    return None if trailer is None else (nbytes - TRAILER_NBYTES - trailer.index_nbytes, trailer.end)
 
 
-def _parse_trailer(tail: bytes, nbytes: int, shard_nbytes: int) -> tuple[int, int] | None:
+class _Trailer(NamedTuple):
+    index_nbytes: int
+    end: int
+    shard_nbytes: int
+    digest: int
+
+
+def _parse_trailer(tail: bytes, nbytes: int, shard_nbytes: int | None) -> _Trailer | None:
+    """Return the trailer of a file of `nbytes`; None if there is none, or it does not match the shard's length."""
     if len(tail) < TRAILER_NBYTES or not tail.endswith(MAGIC):
         return None
-    index_nbytes, end, declared_nbytes, _, _ = _TRAILER.unpack(tail[-TRAILER_NBYTES:])
-    if declared_nbytes != shard_nbytes or index_nbytes + TRAILER_NBYTES > nbytes:
+    trailer = _Trailer(*_TRAILER.unpack(tail[-TRAILER_NBYTES:])[:4])
+    if trailer.index_nbytes + TRAILER_NBYTES > nbytes or trailer.end + 512 > trailer.shard_nbytes:
         return None
-    return (index_nbytes, end) if end + 512 <= shard_nbytes else None
+    return trailer if shard_nbytes in (None, trailer.shard_nbytes) else None
 
 
 def parse_footer(footer: bytes, shard_nbytes: int) -> ShardIndex | None:
-    """Return the index that `build_footer` was given; None if the bytes are damaged, or made for a shard of another size.
+    """Return the index in a footer; None if the bytes are damaged, or were made for a shard of another length.
 
     Raises:
-        FormatError: The digest is right, and what it covers cannot be true.
+        FormatError: The digest matches, but the content is impossible.
 
     Memory: the index's arrays are views of `footer`.
     """
     trailer = _parse_trailer(footer, len(footer), shard_nbytes)
-    if trailer is None or trailer[0] + TRAILER_NBYTES != len(footer):
+    if trailer is None or trailer.index_nbytes + TRAILER_NBYTES != len(footer):
         return None
-    numbers = (*trailer, shard_nbytes)
     body = memoryview(footer)[:-TRAILER_NBYTES]
-    if _digest(body, numbers) != _TRAILER.unpack(footer[-TRAILER_NBYTES:])[3]:  # type: ignore[arg-type]
+    if _digest(body, trailer[:3]) != trailer.digest:  # type: ignore[arg-type]
         return None
     layout, _ = parse_header(body)
     arrays: dict[str, Any] = {}
@@ -172,14 +164,9 @@ def parse_footer(footer: bytes, shard_nbytes: int) -> ShardIndex | None:
             )
         arrays[tensor.name] = np.frombuffer(body, f"<u{STORED[tensor.dtype][0]}", tensor.shape[0], tensor.begin)
     try:
-        index = _assemble(arrays, trailer[1])
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RecursionError,
-    ) as exc:  # ValueError: not JSON, or FormatError
+        index = _assemble(arrays, trailer.end)
+    # ValueError: not JSON, or FormatError
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as exc:
         raise FormatError(f"the index is incomplete: {exc!r}", kind="index") from exc
     index.check()
     return index
@@ -188,28 +175,28 @@ def parse_footer(footer: bytes, shard_nbytes: int) -> ShardIndex | None:
 def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
     if arrays["names"].dtype != np.uint8 or arrays["keys.text"].dtype != np.uint8:
         raise FormatError("its texts are not bytes", kind="index")
-    names = json.loads(arrays["names"].tobytes(), parse_int=parse_int)
-    if not all(type(suffix) is str for suffix in names["members"]):
-        raise FormatError(f"impossible members {names['members']!r:.100}", kind="index")
-    if not all(name == "" or is_cache_name(name) for name in names["caches"]):
-        raise FormatError(f"impossible cache names {names['caches']!r:.100}", kind="index")
-    if not isinstance(names.get("fingerprint", {}), dict):
-        raise FormatError(f"impossible fingerprint {names['fingerprint']!r:.100}", kind="index")
+    names = parse_json(arrays["names"].tobytes())
+    for key in ("caches", "members", "forms", "references"):
+        _check(type(names[key]) is list, key, names[key])
+    for key in ("caches", "members"):
+        _check(len(set(names[key])) == len(names[key]), key, names[key])
+    _check(all(str.lower(suffix) == suffix for suffix in names["members"]), "members", names["members"])
+    _check(all(name == "" or is_cache_name(name) for name in names["caches"]), "cache names", names["caches"])
+    _check(isinstance(names.get("fingerprint", {}), dict), "fingerprint", names.get("fingerprint"))
     forms = []
-    for entries in names["forms"]:
-        entries = tuple((name, dtype, ndim) for name, dtype, ndim in entries)
-        if any(dtype not in STORED or type(name) is not str or type(ndim) is not int for name, dtype, ndim in entries):
-            raise FormatError(f"impossible form {entries!r:.100}", kind="index")
-        if len({entry[0] for entry in entries}) != len(entries) or any(not 0 <= entry[2] <= 64 for entry in entries):
-            raise FormatError(f"impossible form {entries!r:.100}", kind="index")
+    for each in names["forms"]:
+        _check(type(each) is list, "form", each)
+        entries = tuple((name, dtype, ndim) for name, dtype, ndim in each)
+        are_known = all(type(name) is str and dtype in STORED and type(ndim) is int for name, dtype, ndim in entries)
+        _check(are_known and all(0 <= ndim <= 64 for *_, ndim in entries), "form", entries)
+        _check(len({name for name, *_ in entries}) == len(entries), "form", entries)
         forms.append(form_of(entries))
+    for form, texts in zip(forms, names["references"], strict=True):
+        if texts is not None:
+            _check(type(texts) is list, "references", texts)
+            tensors = [name for _, name in map(named_by, texts)]
+            _check(tensors == [entry[0] for entry in form.entries], "references", texts)
     references = tuple(None if texts is None else tuple(texts) for texts in names["references"])
-    for form, texts in zip(forms, references, strict=True):
-        named = None if texts is None else [named_by(text) for text in texts]
-        if named is not None and named != [
-            (kind, entry[0]) for (kind, _), entry in zip(named, form.entries, strict=True)
-        ]:
-            raise FormatError(f"impossible references {texts!r:.100}", kind="index")
     return ShardIndex(
         Keys(arrays["keys.text"], arrays["keys.ends"]),
         {
@@ -230,3 +217,8 @@ def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
 
 def _column(arrays: dict[str, Any], name: str) -> Any:
     return arrays.get(name) if name.endswith(".rows") else arrays[name]
+
+
+def _check(is_possible: bool, what: str, found: object) -> None:
+    if not is_possible:
+        raise FormatError(f"impossible {what} {found!r:.100}", kind="index")

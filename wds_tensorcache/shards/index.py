@@ -1,13 +1,13 @@
-"""What is where in a shard, as arrays: no Python object per sample.
+"""The index of a shard, as arrays: offsets, lengths and layouts, without a Python object per sample.
 
-A standard sample takes 22 bytes and its key: where its key ends (4), where its members begin and how long the skeleton
-is (10), the number of its layout (1 or 2), and the digest of its tensors (8). Layouts are stored once, and of those that
-are of one form (the names, dtypes and numbers of dimensions) only the shapes.
+A standard sample takes 22 bytes plus its key. The end of its key takes 4, its members' offsets and the skeleton's length
+10, its layout's number 1 or 2, and its digest 8. Each layout is stored once. Layouts of one form (names, dtypes and numbers
+of dimensions) share all but the shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,12 @@ from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.layout import Form, Layout, make_layout
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.lookup import Keys
+from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 
-__all__ = ["CacheColumns", "LayoutTable", "MemberColumns", "ShardIndex", "narrow"]
+__all__ = ["CacheColumns", "LayoutTable", "MemberColumns", "MemberTable", "ShardIndex", "narrow"]
 
 Array = np.ndarray[Any, Any]
-_LIMIT = 1 << 62  # offsets, shapes and sizes stay below, so that sums of two do not overflow
+_LIMIT = 1 << 62  # offsets, shapes and sizes are smaller, so that the sum of two does not overflow
 
 
 def narrow(values: Sequence[int] | Array) -> Array:
@@ -32,19 +33,19 @@ def narrow(values: Sequence[int] | Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class MemberColumns:
-    """Members with one suffix. `rows`: the samples that have it, ascending, None for all; then byte offsets and sizes."""
+    """Members with one suffix: the samples that have one, ascending, or None for all; and the members' offsets and lengths."""
 
     rows: Array | None
     begin: Array
     nbytes: Array
 
     def find(self, rows: Array) -> Array:
-        """Return which of these members each sample of `rows` has, -1 for none."""
+        """Return the position in these columns of each sample's member, -1 for a sample without one."""
         if self.rows is None:
             return rows.astype(np.int64)
         if not len(self.rows):
             return np.full(len(rows), -1, np.int64)
-        # of one dtype: else numpy makes a copy of the whole column to search for a single row
+        # with equal dtypes, since numpy otherwise copies the whole column to search for a single row
         wanted = np.minimum(rows, self.rows.item(-1)).astype(self.rows.dtype)
         found = np.searchsorted(self.rows, wanted)
         return np.where(self.rows[found] == rows, found, -1)
@@ -52,10 +53,9 @@ class MemberColumns:
 
 @dataclass(frozen=True, slots=True)
 class LayoutTable:
-    """The layouts of a shard: each one's form, where its tensors begin in the member, and the dimensions of their shapes.
+    """The layouts of a shard: the form of each, the offset of its tensors in the member, and the sizes of their dimensions.
 
-    `references`, one for each form, are how the skeletons refer to the tensors, which gives their true dtypes; None where
-    they could not be read. Forms that differ in these alone are two.
+    `references` contains, for each form, the reference texts of its tensors, which determine true dtypes; None if unknown.
     """
 
     forms: tuple[Form, ...]
@@ -68,41 +68,34 @@ class LayoutTable:
 
     def __post_init__(self) -> None:
         counts = np.array([sum(ndim for *_, ndim in form.entries) for form in self.forms], np.int64)
-        if len(self.form) and int(self.form.max()) >= len(self.forms):
-            raise FormatError("the index has a layout of a form that it does not have", kind="index")
+        _refuse(len(self.form) and int(self.form.max()) >= len(self.forms), "a layout of a form that it does not have")
         ends = np.cumsum(counts[self.form], dtype=np.int64)
-        if len(self.data_begin) != len(self.form) or (int(ends[-1]) if len(ends) else 0) != len(self.dims):
-            raise FormatError("the index has layouts with other numbers of dimensions than their forms", kind="index")
+        are_equal = len(self.data_begin) == len(self.form) and (ends.item(-1) if len(ends) else 0) == len(self.dims)
+        _refuse(not are_equal, "layouts with other numbers of dimensions than their forms")
         object.__setattr__(self, "dims_begin", ends - counts[self.form])
         object.__setattr__(self, "nbytes", self._nbytes())
 
     def _nbytes(self) -> Array:
-        if len(self.dims) and int(self.dims.max()) >= _LIMIT:
-            raise FormatError("the index has a layout of an impossible size", kind="index")
-        total = self.data_begin.astype(np.float64)  # exact below 2^53, and far above that it only has to be seen
+        _refuse(len(self.dims) and int(self.dims.max()) >= _LIMIT, "a layout of an impossible size")
+        total = self.data_begin.astype(np.float64)  # exact below 2^53; far larger values only have to be detected
         result = self.data_begin.astype(np.int64)
-        # linear in what the file has, whatever it announces: one pass over the layouts, and one over their dimensions
+        # linear in the size of the file, whatever it declares: one pass over the layouts, and one over their dimensions
         order = np.argsort(self.form, kind="stable")
         ends = np.cumsum(np.bincount(self.form.astype(np.int64), minlength=len(self.forms)))
         first = 0
         for form, end in zip(self.forms, ends.tolist(), strict=True):
             which, first = order[first:end], end
-            if not len(which):
-                continue
             scalars = sum(STORED[dtype][0] for _, dtype, ndim in form.entries if not ndim)
             total[which] += scalars
             result[which] += scalars
             begin = self.dims_begin[which]
-            for _, dtype, ndim in form.entries:
-                if not ndim:
-                    continue
+            for dtype, ndim in [entry[1:] for entry in form.entries if entry[2]] if len(which) else ():
                 shapes = self.dims[begin[:, None] + np.arange(ndim)].astype(np.int64)
                 with np.errstate(over="ignore"):
                     total[which] += np.where(shapes == 0, 1.0, shapes).prod(1) * STORED[dtype][0]
                 result[which] += shapes.prod(1) * STORED[dtype][0]
                 begin = begin + ndim
-        if len(total) and float(total.max()) >= _LIMIT:
-            raise FormatError("the index has a layout of an impossible size", kind="index")
+        _refuse(len(total) and float(total.max()) >= _LIMIT, "a layout of an impossible size")
         return result
 
     def __len__(self) -> int:
@@ -118,10 +111,10 @@ class LayoutTable:
 
 @dataclass(frozen=True, slots=True)
 class CacheColumns:
-    """One cache of the samples in `rows` (None: of all).
+    """One cache of the samples `rows`; None for all samples.
 
-    `skeleton_begin` and `tensors_begin` are byte offsets in the shard, `layout` numbers of the layout table, `digest` what
-    both members declare of the tensors, 0 where one declares nothing.
+    `skeleton_begin` and `tensors_begin` are byte offsets in the shard. `layout` contains positions in the layout table.
+    `digest` contains the digests that both members declare for the tensors, 0 if one of them declares none.
     """
 
     rows: Array | None
@@ -135,17 +128,30 @@ class CacheColumns:
         return len(self.layout)
 
 
+@dataclass(frozen=True, slots=True)
+class MemberTable:
+    """All members of a shard in the order of their bytes, as int64 arrays; `kinds` lists the suffixes."""
+
+    suffixes: list[str]
+    caches: list[CacheColumns | None]  # of each suffix, None for other members
+    kinds: Array
+    numbers: Array  # rows in the cache or the `MemberColumns`
+    rows: Array  # samples
+    begins: Array  # of the content, in bytes
+    sizes: Array
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardIndex:
-    """Everything that is known of a shard without reading its samples.
+    """The keys, offsets, lengths and layouts of a shard's samples.
 
     Attributes:
-        keys: In the order of the shard.
-        caches: By name, `""` for the one without.
+        keys: Keys in the order of the shard.
+        caches: Caches by name, `""` for the one without a name.
         members: All other members by suffix.
-        layouts: What the caches' `layout` numbers mean.
+        layouts: Layouts, to which the `layout` columns of the caches refer.
         end: Byte offset of the end-of-archive marker.
-        fingerprint: How the cache was made, if its footer says so.
+        fingerprint: Description of how the cache was made; None if unknown.
     """
 
     keys: Keys
@@ -160,37 +166,58 @@ class ShardIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the arrays take."""
-        arrays = [self.keys.text, self.keys.ends, *vars_of(self.layouts)]
-        for columns in (*self.caches.values(), *self.members.values()):
-            arrays.extend(vars_of(columns))
-        return sum(array.nbytes for array in arrays)
+        """Memory of the arrays in bytes."""
+        records: list[Any] = [self.keys, self.layouts, *self.caches.values(), *self.members.values()]
+        columns = (getattr(record, name) for record in records for name in record.__slots__)
+        return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+
+    def members_in_order(self) -> MemberTable:
+        """Return all members, including those of caches."""
+        everything = np.arange(len(self.keys))
+        parts: list[tuple[str, CacheColumns | None, Array | None, Array, Array]] = []
+        for name, cache in self.caches.items():
+            skeletons, tensors = member_suffix(name, SKELETON), member_suffix(name, TENSORS)
+            parts.append((skeletons, cache, cache.rows, cache.skeleton_begin, cache.skeleton_nbytes))
+            parts.append((tensors, cache, cache.rows, cache.tensors_begin, self.layouts.nbytes[cache.layout]))
+        for suffix, member in self.members.items():
+            parts.append((suffix, None, member.rows, member.begin, member.nbytes))
+        begins = _joined(part[3] for part in parts)
+        order = np.argsort(begins, kind="stable")
+        return MemberTable(
+            [part[0] for part in parts],
+            [part[1] for part in parts],
+            _joined(np.full(len(part[3]), kind) for kind, part in enumerate(parts))[order],
+            _joined(np.arange(len(part[3])) for part in parts)[order],
+            _joined(everything if part[2] is None else part[2] for part in parts)[order],
+            begins[order],
+            _joined(part[4] for part in parts)[order],
+        )
 
     def check(self) -> None:
-        """Raise FormatError if anything points out of the shard, or to nothing: indexes are read from files."""
+        """Raise FormatError if an offset is outside the shard, or columns do not match. Indexes come from untrusted files."""
         num_samples = len(self.keys)
         ends = self.keys.ends
-        if np.any(np.diff(ends, prepend=ends.dtype.type(0)) == 0):
-            raise FormatError("the index has empty keys", kind="index")
-        if np.any(ends[1:] < ends[:-1]) or (ends.item(-1) if num_samples else 0) != len(self.keys.text):
-            raise FormatError("the index has keys that overlap", kind="index")
-        self.keys.ascend(False)  # here, where the keys are in the processor's cache, it costs least
+        _refuse(np.any(np.diff(ends, prepend=ends.dtype.type(0)) == 0), "empty keys")
+        last = ends.item(-1) if num_samples else 0
+        _refuse(np.any(ends[1:] < ends[:-1]) or last != len(self.keys.text), "keys that overlap")
+        # now, where the keys are in the processor's cache: at the first look-up it would take ten times as long
+        _ = self.keys.is_ascending(False) or self.keys.is_ascending(True)
         total = 0.0
         for columns in self.caches.values():
             self._check_rows(columns.rows, columns.layout, num_samples)
-            if len(columns) and int(columns.layout.max()) >= len(self.layouts):
-                raise FormatError("the index has a sample with a layout that it does not have", kind="index")
+            is_known = not len(columns) or int(columns.layout.max()) < len(self.layouts)
+            _refuse(not is_known, "a sample with a layout that it does not have")
+            tensors_nbytes = self.layouts.nbytes[columns.layout]
             self._check_extent(columns.skeleton_begin, columns.skeleton_nbytes)
-            self._check_extent(columns.tensors_begin, self.layouts.nbytes[columns.layout])
-            total += columns.skeleton_nbytes.sum(dtype=float) + self.layouts.nbytes[columns.layout].sum(dtype=float)
-            if len(columns.digest) != len(columns):
-                raise FormatError("the index has columns of unequal lengths", kind="index")
+            self._check_extent(columns.tensors_begin, tensors_nbytes)
+            total += columns.skeleton_nbytes.sum(dtype=float) + tensors_nbytes.sum(dtype=float)
+            _refuse(len(columns.digest) != len(columns), "columns of unequal lengths")
         for member in self.members.values():
             self._check_rows(member.rows, member.begin, num_samples)
             self._check_extent(member.begin, member.nbytes)
             total += member.nbytes.sum(dtype=float)
-        if total > self.end:  # else reading all of them could take the archive's size for each
-            raise FormatError("the index has members that overlap", kind="index")
+        # without this check, reading every member could cost the archive's size each time
+        _refuse(total > self.end, "members that overlap")
 
     def _check_rows(self, rows: Array | None, column: Array, num_samples: int) -> None:
         if rows is None:
@@ -198,19 +225,21 @@ class ShardIndex:
         else:
             good = len(rows) == len(column) and not np.any(rows[1:] <= rows[:-1])
             good = good and (not len(rows) or int(rows[-1]) < num_samples)
-        if not good:
-            raise FormatError("the index has columns of unequal lengths", kind="index")
+        _refuse(not good, "columns of unequal lengths")
 
     def _check_extent(self, begin: Array, nbytes: Array) -> None:
-        if len(begin) != len(nbytes):
-            raise FormatError("the index has columns of unequal lengths", kind="index")
-        if len(begin) and (int(begin.min()) < 512 or int(begin.max()) > self.end or int(nbytes.max()) > self.end):
-            raise FormatError("the index has a member outside of the archive", kind="index")
-        if np.any(begin.astype(np.int64) + nbytes.astype(np.int64) > self.end):
-            raise FormatError("the index has a member that reaches beyond the archive", kind="index")
+        _refuse(len(begin) != len(nbytes), "columns of unequal lengths")
+        if len(begin):
+            is_outside = int(begin.min()) < 512 or int(begin.max()) > self.end or int(nbytes.max()) > self.end
+            _refuse(is_outside, "a member outside of the archive")
+        is_beyond = np.any(begin.astype(np.int64) + nbytes.astype(np.int64) > self.end)
+        _refuse(is_beyond, "a member that reaches beyond the archive")
 
 
-def vars_of(columns: Any) -> list[Array]:
-    """Return the arrays of a record."""
-    values = [getattr(columns, name) for name in columns.__slots__]
-    return [value for value in values if isinstance(value, np.ndarray)]
+def _refuse(is_bad: Any, what: str) -> None:
+    if is_bad:
+        raise FormatError(f"the index has {what}", kind="index")
+
+
+def _joined(arrays: Iterable[Array]) -> Array:
+    return np.concatenate([np.empty(0, np.int64), *(array.astype(np.int64) for array in arrays)])

@@ -1,10 +1,11 @@
-"""Build a shard's index: sample by sample, as a writer knows them or as one pass over a tar finds them."""
+"""Build a shard's index, sample by sample: from a writer, or from a scan of a tar."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,15 @@ from wds_tensorcache.codec.sample import check_binding, list_references
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, ShardIndex, narrow
 from wds_tensorcache.shards.lookup import Keys
-from wds_tensorcache.shards.names import APART, SKELETON, TENSORS, is_cache_name, split_member
+from wds_tensorcache.shards.names import APART, find_half, split_member
 from wds_tensorcache.shards.tar.archive import Scanner
 
-__all__ = ["CacheEntry", "IndexBuilder", "scan_shard", "split_suffix"]
-
-
-_KINDS = (SKELETON, TENSORS)
+__all__ = ["CacheEntry", "IndexBuilder", "scan_shard"]
 
 
 @dataclass(slots=True)
 class CacheEntry:
-    """One cache of one sample: byte offsets of its members in the shard, and what the index keeps of them."""
+    """One cache of one sample: byte offsets of its members in the shard, and their layout, digest and references."""
 
     name: str
     skeleton_begin: int
@@ -34,19 +32,19 @@ class CacheEntry:
     tensors_begin: int
     layout: Layout
     digest: int | None
-    references: tuple[str, ...] | None  # how the skeleton refers to the tensors, None if it cannot be read
+    references: tuple[str, ...] | None  # references to the tensors; None if the skeleton cannot be read
 
 
 @dataclass(slots=True)
 class IndexBuilder:
-    """Takes samples in the order of the shard; `finish` gives the index. The same samples always give the same one."""
+    """Builder of an index from samples in the order of the shard. Equal samples give equal indexes."""
 
     _text: bytearray = field(default_factory=bytearray)
     _ends: array[int] = field(default_factory=lambda: array("Q"))
-    # by name or suffix, one row of numbers behind the other
+    # by name or suffix, row after row
     _caches: dict[str, array[int]] = field(default_factory=dict)
     _members: dict[str, array[int]] = field(default_factory=dict)
-    # by id(layout), which _layouts keeps alive, and references
+    # by references and by id(layout), which _layouts keeps alive
     _numbers: dict[tuple[int, tuple[str, ...] | None], int] = field(default_factory=dict)
     _layouts: list[Layout] = field(default_factory=list)
     # By form, begin of the tensors, and shapes as bytes. Hazard: a shard's author can choose numbers whose hashes collide.
@@ -78,7 +76,7 @@ class IndexBuilder:
             self._members.setdefault(suffix, array("Q")).extend((row, begin, nbytes))
 
     def _number(self, layout: Layout, references: tuple[str, ...] | None) -> int:
-        """Return the number of a layout that this builder has not met as this object."""
+        """Return the number of a layout object that this builder has not seen yet."""
         forms, form, data_begin, dims = self._table
         form_number = self._forms.setdefault((layout.form.entries, references), len(forms))
         if form_number == len(forms):
@@ -127,14 +125,11 @@ class IndexBuilder:
 
 
 def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
-    """Return the index of a tar, from one pass over its headers, preambles and safetensors headers.
-
-    Args:
-        read: Returns the bytes `[begin, end)` of the file.
-        nbytes: Of the file.
+    """Return the index of a tar of `nbytes`, from one pass over its headers, preambles and safetensors headers.
 
     Raises:
-        FormatError: It is no tar, is cut short, has a key twice or apart, or halves that do not belong together.
+        FormatError: The file is not a tar or is truncated; a key occurs twice, or its members are not adjacent; two halves
+            do not belong together.
     """
     scanner = Scanner(read, nbytes)
     builder = IndexBuilder()
@@ -164,34 +159,20 @@ def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
 def _add(builder: IndexBuilder, scanner: Scanner, key: str, members: dict[str, tuple[int, int]]) -> None:
     caches: list[CacheEntry] = []
     others: list[tuple[str, int, int]] = []
+
+    def is_bound_at(begin: int, nbytes: int) -> bool:
+        return is_bound(scanner.peek(begin, begin + min(64, nbytes)))
+
     try:
-        for suffix, (begin, nbytes) in members.items():
-            prefix, kind = split_suffix(suffix)
-            pair = members.get(prefix + SKELETON), members.get(prefix + TENSORS)
-            if kind is None or (kind == TENSORS and pair[0] is None and not _declares(scanner, begin, nbytes)):
-                others.append((suffix, begin, nbytes))
-            elif pair[0] is None or pair[1] is None:
-                missing = prefix + (TENSORS if kind == SKELETON else SKELETON)
-                raise FormatError(f"member {missing!r} is missing beside {suffix!r}{APART}", kind="missing")
-            elif kind == SKELETON:
-                caches.append(_entry(scanner, prefix[:-1], pair[0], pair[1]))
+        for suffix, place in members.items():
+            half = find_half(suffix, members, partial(is_bound_at, *place))
+            if half is None:
+                others.append((suffix, *place))
+            elif half.is_skeleton:
+                caches.append(_entry(scanner, half.name, place, members[half.other]))
     except TensorCacheError as exc:
         raise exc.at(f"sample {key!r:.100}") from exc
     builder.add(key, caches, others)
-
-
-def split_suffix(suffix: str) -> tuple[str, str | None]:
-    """Return the prefix of a cache's member, `NAME.` or nothing, and which half it is; None for other members."""
-    if suffix in _KINDS:
-        return "", suffix
-    for kind in _KINDS:
-        if suffix.endswith("." + kind) and is_cache_name(suffix[: -len(kind) - 1]):
-            return suffix[: -len(kind)], kind
-    return "", None
-
-
-def _declares(scanner: Scanner, begin: int, nbytes: int) -> bool:
-    return is_bound(scanner.peek(begin, begin + min(64, nbytes)))
 
 
 def _entry(scanner: Scanner, name: str, skeleton: tuple[int, int], tensors: tuple[int, int]) -> CacheEntry:
@@ -204,5 +185,5 @@ def _entry(scanner: Scanner, name: str, skeleton: tuple[int, int], tensors: tupl
     try:
         references = list_references(text, body, layout)
     except TensorCacheError:
-        references = None  # needs allow=, or is damaged, which whoever reads the sample is told
+        references = None  # the skeleton needs allow=, or is damaged: readers of the sample get the error
     return CacheEntry(name, *skeleton, begin, layout, digest, references)

@@ -1,116 +1,71 @@
-"""The files beside shards: `NAME.idx` as DALI reads it, `manifest.json` as wids reads it, each replaced as a whole."""
+"""The manifest of a folder of shards, `manifest.json`: read, changed under a lock, and written as a whole."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from wds_tensorcache.errors import FormatError, KeyRuleError, MissingShardError
-from wds_tensorcache.storage.atomic import write_atomically
+from wds_tensorcache.codec.header import parse_json
+from wds_tensorcache.errors import FormatError, Kind, MissingShardError
+from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.locks import locked_folder
 
 __all__ = [
     "MANIFEST",
+    "Catalog",
+    "Listing",
     "Located",
     "ShardEntry",
-    "build_idx",
-    "dali_index_path",
     "locate_shards",
-    "own_file",
     "read_manifest",
-    "write_idx",
     "write_manifest",
 ]
 
 MANIFEST = "manifest.json"
 _KIND = "wids-shard-index-v1"
 _WIDS_VERSION = 1
-_CHUNK_NBYTES = 1 << 22
-_OURS = "tensorcache"
+_OURS, _OUR_VERSION = "tensorcache", 1
 _NO_NAME = frozenset({errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ})
-_NO_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # what no file name holds, even with surrogateescape
+_NO_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # no file name contains these, even with surrogateescape
 
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """What a manifest says of one shard."""
+    """One shard of a manifest; a relative url is relative to the manifest's folder, `nbytes` counts the whole file."""
 
-    url: str  # relative ones are relative to the manifest's folder
+    url: str
     num_samples: int
-    nbytes: int  # of the whole file
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A shard of a manifest, found on disk or not."""
+    """The location of a shard in a manifest, or the error if it cannot be read."""
 
     entry: ShardEntry
     path: str
-    nbytes: int  # of the file; 0 if there is an error
+    nbytes: int  # length of the file; 0 if there is an error
     same_as: str | None  # the url of an earlier entry that is the same file
     error: FormatError | OSError | None  # why it cannot be read
-
-
-def dali_index_path(path: str) -> str:
-    """Return where DALI's tools put the index of the shard at `path`."""
-    return os.path.splitext(path)[0] + ".idx"
-
-
-def write_idx(path: str, samples: Iterable[Sequence[tuple[str, int, int, str]]], *, fsync: bool = True) -> None:
-    """Write DALI's index of one shard; DALI finds it by nothing but its `index_paths`.
-
-    Args:
-        path: Of the index.
-        samples: As of `build_idx`.
-        fsync: Wait for the disk.
-
-    Raises:
-        KeyRuleError: As `build_idx`.
-    """
-    write_atomically(path, [build_idx(samples)], fsync)
-
-
-def build_idx(samples: Iterable[Sequence[tuple[str, int, int, str]]]) -> bytes:
-    """Return DALI's index of one shard, version 1.2: the bytes that DALI's own `wds2idx` writes.
-
-    Args:
-        samples: For each, in the order of the shard, its members: (extension, offset of the content in the tar in bytes,
-            length in bytes, member name).
-
-    Raises:
-        KeyRuleError: A name or an extension is empty or has white space, which separates fields in this format; or a sample
-            has no members.
-    """
-    lines: list[bytes] = []
-    for sample in samples:
-        line = " ".join([f"{suffix} {begin} {nbytes} {name}" for suffix, begin, nbytes, name in sample])
-        encoded = line.encode("utf-8", "surrogateescape")
-        if not sample or len(encoded.split()) != 4 * len(sample):
-            raise KeyRuleError(
-                f"sample {len(lines)} with the members {[name for *_, name in sample]!r:.200}: DALI's index cannot hold it; "
-                f"expected at least one member, and neither white space nor empty extensions"
-            )
-        lines.append(encoded)
-    return b"".join([b"v1.2 %d\n" % len(lines), *[line + b"\n" for line in lines]])
 
 
 def write_manifest(path: str, shards: Sequence[ShardEntry], extra: dict[str, Any], *, fsync: bool = True) -> None:
     """Write a manifest, one line per shard.
 
     Args:
-        path: Of the manifest.
-        shards: In the order in which readers number samples.
-        extra: Goes under the key `tensorcache`, which wids ignores; what JSON can hold.
+        path: Path of the manifest.
+        shards: Shards in the order in which readers number samples.
+        extra: Value of the key `tensorcache`, which wids ignores; must be representable in JSON.
         fsync: Wait for the disk.
-
-    Raises:
-        TypeError, ValueError: `extra` is not what JSON can hold. Nothing is written.
     """
     entries = [json.dumps({"url": s.url, "nsamples": s.num_samples, "filesize": s.nbytes}) for s in shards]
     text = (
@@ -122,12 +77,12 @@ def write_manifest(path: str, shards: Sequence[ShardEntry], extra: dict[str, Any
 
 
 def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
-    """Return the shards of a manifest, in its order, and what is under its key `tensorcache`, if anything.
+    """Return the shards of a manifest, in order, and the value of its key `tensorcache`, which is empty if the key is missing.
 
-    Manifests by wids's own tool are read, too, except those that resolve urls by `base` or refer to other `datasets`.
+    Manifests from wids's own tool are also accepted, except those that use `base` or `datasets`.
 
     Raises:
-        FormatError: The file is no such manifest; the message names it and says what is wrong.
+        FormatError: The file is not such a manifest.
         OSError: It cannot be read.
     """
     file = ShardFile(path)
@@ -139,79 +94,64 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
 
 
 def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]:
-    """Yield where each shard of a manifest is.
-
-    Args:
-        path: Path of the manifest.
-        entries: Entries of the manifest, in its order.
-    """
+    """Yield the location of each of the `entries` of the manifest at `path`, in order."""
     urls: dict[Any, str] = {}  # by file
     for entry in entries:
-        shard, same_as = os.path.join(os.path.dirname(path), entry.url), None
-        status: os.stat_result | None = None
+        shard, same_as, nbytes = os.path.join(os.path.dirname(path), entry.url), None, 0
         error: FormatError | OSError | None = None
         try:
             status = _status(entry, shard)
+            # `./a.tar`, links and absolute paths may all name the same file
+            nbytes, identity = status.st_size, (status.st_dev, status.st_ino)
+            first = urls.setdefault(identity if status.st_ino else os.path.realpath(shard), entry.url)
+            if first != entry.url:
+                same_as = first
+                what = f"{entry.url!r:.200} is the same file as {first!r:.200}, and would come twice; list it once"
+                error = FormatError(what).at(path)
         except FormatError as exc:
             error = exc.at(path)
         except FileNotFoundError:
-            remedy = "copy it again, or let tc.repair write what is left into another folder"
+            remedy = "copy it again, or let tc.repair write the remaining shards into another folder"
             error = MissingShardError(f"{entry.url!r:.200} is listed, and not there: {remedy}").at(path)
         except OSError as exc:
             error = exc
-        else:
-            # `./a.tar`, links and absolute paths are other spellings of one file
-            identity = (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(shard)
-            same_as = urls.setdefault(identity, entry.url)
-        if same_as == entry.url:
-            same_as = None
-        if same_as is not None:
-            error = FormatError(
-                f"{path}: {entry.url!r:.200} is the same file as {same_as!r:.200}, and would come twice; list it once"
-            )
-        yield Located(entry, shard, 0 if status is None else status.st_size, same_as, error)
+        yield Located(entry, shard, nbytes, same_as, error)
 
 
 def _status(entry: ShardEntry, shard: str) -> os.stat_result:
+    what = f"{entry.url!r:.200} is a folder, pipe or device, expected a file"
     if "://" in entry.url:
-        raise FormatError(
-            f"{entry.url:.200} is not a local path; stream it with wds.DataPipeline and tc.decode", kind="index"
-        )
+        what = f"{entry.url:.200} is not a local path; stream it with wds.DataPipeline and tc.decode"
+        raise FormatError(what, kind="index")
     try:
         status = os.stat(shard)
     except (OSError, ValueError) as exc:
         if isinstance(exc, OSError) and exc.errno not in _NO_NAME:
             raise
-        raise FormatError(
-            f"no file can be called {entry.url!r:.200}: {getattr(exc, 'strerror', exc)}", kind="index"
-        ) from exc
+        what = f"no file can be called {entry.url!r:.200}: {getattr(exc, 'strerror', exc)}"
+        raise FormatError(what, kind="index") from exc
     if not stat.S_ISREG(status.st_mode):
-        raise FormatError(f"{entry.url!r:.200} is a folder, pipe or device, expected a file", kind="index")
+        raise FormatError(what, kind="index")
     return status
 
 
 def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
     try:
-        document = json.loads(content.decode("utf-8"))
+        document = parse_json(content)
     except (ValueError, RecursionError) as exc:
         raise FormatError(f"no manifest, since it is not JSON: {exc}", kind="index") from exc
-    if not isinstance(document, dict):
-        raise FormatError(f"no manifest: expected a JSON object, got {_show(document)}", kind="index")
+    _expect(isinstance(document, dict), "the manifest", document, "an object")
     kind, version = document.get("__kind__", _KIND), document.get("wids_version")
-    if kind != _KIND:
-        raise FormatError(f"__kind__ is {_show(kind)}, expected {_KIND!r}", kind="index")
-    if type(version) is not int or version != _WIDS_VERSION:
-        raise FormatError(f"wids_version is {_show(version)}, expected {_WIDS_VERSION}", kind="index")
+    _expect(kind == _KIND, "__kind__", kind, repr(_KIND))
+    _expect(type(version) is int and version == _WIDS_VERSION, "wids_version", version, str(_WIDS_VERSION))
     for key in ("base", "datasets"):
-        if document.get(key):
-            raise FormatError(
-                f"{key} is {_show(document[key])}, expected urls of shards only, relative to the manifest"
-            )
+        what = "urls of shards only, relative to the manifest"
+        _expect(not document.get(key), key, document.get(key), what, kind="format")
     shardlist, extra = document.get("shardlist"), document.get(_OURS, {})
-    if not isinstance(shardlist, list):
-        raise FormatError(f"shardlist is {_show(shardlist)}, expected a list", kind="index")
-    if not isinstance(extra, dict):
-        raise FormatError(f"{_OURS} is {_show(extra)}, expected an object", kind="index")
+    _expect(isinstance(shardlist, list), "shardlist", shardlist, "a list")
+    _expect(isinstance(extra, dict), _OURS, extra, "an object")
+    version = extra.get("version", _OUR_VERSION)
+    _expect(type(version) is int and version == _OUR_VERSION, f"{_OURS}.version", version, str(_OUR_VERSION))
     entries: dict[str, ShardEntry] = {}
     for position, shard in enumerate(shardlist):
         entry = _parse_shard(shard, f"shardlist[{position}]")
@@ -220,37 +160,126 @@ def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
     return list(entries.values()), extra
 
 
-def _parse_shard(shard: object, where: str) -> ShardEntry:
+def _parse_shard(shard: Any, where: str) -> ShardEntry:
     if not isinstance(shard, dict):
-        raise FormatError(f"{where} is {_show(shard)}, expected an object", kind="index")
-    url = shard.get("url")
+        raise _wrong(where, shard, "an object")
+    url, num_samples, nbytes = shard.get("url"), shard.get("nsamples"), shard.get("filesize")
     if not isinstance(url, str) or not url or _NO_PATH.search(url):
-        raise FormatError(f"{where}: url is {_show(url)}, expected a path or a url", kind="index")
-    return ShardEntry(url, _parse_count(shard, "nsamples", where), _parse_count(shard, "filesize", where))
+        raise _wrong(f"{where}: url", url, "a path or a url")
+    for key, count in (("nsamples", num_samples), ("filesize", nbytes)):
+        if type(count) is not int or not 0 <= count < 1 << 63:
+            raise _wrong(f"{where}: {key}", count, "a number that is not negative")
+    return ShardEntry(url, num_samples, nbytes)  # type: ignore[arg-type]
 
 
-def _parse_count(shard: dict[str, Any], key: str, where: str) -> int:
-    value = shard.get(key)
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise FormatError(f"{where}: {key} is {_show(value)}, expected a number that is not negative", kind="index")
-    return value
+def _expect(is_good: bool, what: str, value: object, expected: str, kind: Kind = "index") -> None:
+    """Raise FormatError unless a condition holds."""
+    if not is_good:
+        raise _wrong(what, value, expected, kind)
 
 
-def _show(value: object) -> str:
-    """Return a scalar's repr, a container's type: the repr of a deep one exceeds the interpreter's recursion."""
-    return f"a {type(value).__name__}" if isinstance(value, (list, dict)) else f"{value!r:.100}"
+def _wrong(what: str, value: object, expected: str, kind: Kind = "index") -> FormatError:
+    # the repr of a deep container exceeds the interpreter's recursion
+    text = f"a {type(value).__name__}" if isinstance(value, (list, dict)) else f"{value!r:.100}"
+    return FormatError(f"{what} is {text}, expected {expected}", kind=kind)
 
 
-def own_file(file: ShardFile) -> ShardFile:
-    """Return the file, or a copy in its place if it has other names: versions of a cache share shards by hard links.
+@dataclass(slots=True)
+class Listing:
+    """The content of a manifest: shards, numbers of samples by cache, and fingerprints, each by url."""
 
-    Raises:
-        FormatError: Another file has its name since it was opened.
-    """
-    if os.fstat(file.fd).st_nlink < 2:
-        return file
-    parts = (file.read(at, min(at + _CHUNK_NBYTES, file.nbytes)) for at in range(0, file.nbytes, _CHUNK_NBYTES))
-    if ShardFile(file.path).identity != file.identity:
-        raise FormatError("another file has this name since it was opened: try again").at(file.path)
-    write_atomically(os.path.realpath(file.path), parts)
-    return ShardFile(file.path)
+    entries: dict[str, ShardEntry] = field(default_factory=dict)
+    caches: dict[str, dict[str, int]] = field(default_factory=dict)
+    fingerprints: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    folder: str = ""
+    _spelled: dict[str, str] = field(init=False)  # maps `./a.tar`, or an absolute path, to `a.tar`
+
+    def __post_init__(self) -> None:
+        spelled = {os.path.basename(url): url for url in self.entries if os.path.basename(url) != url}
+        where = {name: [os.path.abspath(self._locate(each)) for each in (name, url)] for name, url in spelled.items()}
+        self._spelled = {name: url for name, url in spelled.items() if where[name][0] == where[name][1]}
+
+    def _locate(self, url: str) -> str:
+        return os.path.join(self.folder, url)
+
+    def find(self, path: str) -> str | None:
+        """Return the listed url of a file, whatever spelling the path has; None if the file is not listed."""
+        name = os.path.basename(path)
+        for url in (*(url for url in self.entries if os.path.basename(url) == name), *self.entries):
+            with contextlib.suppress(OSError, ValueError):
+                if os.path.samefile(self._locate(url), path):
+                    return url
+        return None
+
+    def lists(self, path: str, index: ShardIndex) -> bool:
+        """Return whether the entry of a shard is current."""
+        entry = _entry(path, index)
+        return self.entries.get(entry.url) == entry
+
+    def fingerprint(self, name: str) -> Any:
+        """Return the fingerprint of a shard, None if there is none."""
+        return self.fingerprints.get(self._spelled.get(name, name))
+
+    def add(self, path: str, index: ShardIndex, entry: ShardEntry | None = None) -> None:
+        """Add a shard or replace its entry. Pass `entry` if its url or length differs from those of the file at `path`."""
+        entry = entry or _entry(path, index)
+        self.remove(entry.url)
+        self.entries[entry.url] = entry
+        self.caches[entry.url] = {name: len(columns) for name, columns in index.caches.items() if len(columns)}
+        if index.fingerprint is not None:
+            self.fingerprints[entry.url] = dict(index.fingerprint)
+
+    def remove(self, *urls: str) -> None:
+        """Remove shards."""
+        for url in {*urls, *(self._spelled.pop(url, url) for url in urls)}:
+            for table in (self.entries, self.caches, self.fingerprints):
+                table.pop(url, None)
+
+    def write(self, path: str, urls: Iterable[str], fsync: bool = True) -> None:
+        """Write the manifest, with the shards in the order of `urls`."""
+        ours: dict[str, Any] = {"version": _OUR_VERSION, "caches": dict(sorted(self.caches.items()))}
+        if self.fingerprints:
+            ours["fingerprints"] = dict(sorted(self.fingerprints.items()))
+        write_manifest(path, [self.entries[url] for url in urls], {**self.extra, **ours}, fsync=fsync)
+
+
+def _entry(path: str, index: ShardIndex) -> ShardEntry:
+    return ShardEntry(os.path.basename(path), len(index.keys), os.path.getsize(path))
+
+
+class Catalog:
+    """The manifest of a folder. Several processes may change it, one at a time."""
+
+    def __init__(self, folder: str, fsync: bool = True) -> None:
+        self.folder = folder
+        self._path = os.path.join(folder, MANIFEST)
+        self._fsync = fsync
+
+    def read(self) -> Listing:
+        """Return the content of the manifest."""
+        entries, extra = read_manifest(self._path) if os.path.exists(self._path) else ([], {})
+        caches, fingerprints = extra.pop("caches", {}), extra.pop("fingerprints", {})
+        if not isinstance(caches, dict) or not isinstance(fingerprints, dict):
+            raise FormatError(f"{self._path}: caches and fingerprints are not both objects")
+        return Listing({entry.url: entry for entry in entries}, caches, fingerprints, extra, self.folder)
+
+    def add(self, path: str, index: ShardIndex) -> None:
+        """Add or replace a shard."""
+        with self.changed() as listing:
+            listing.add(path, index)
+
+    def remove(self, *urls: str) -> None:
+        """Remove shards."""
+        with self.changed() as listing:
+            listing.remove(*urls)
+
+    @contextlib.contextmanager
+    def changed(self) -> Iterator[Listing]:
+        """Yield the content under a lock; at the end of the `with` block, write it with the caller's changes."""
+        with locked_folder(self.folder):
+            for stray in find_temporary(self.folder, re.escape(MANIFEST)):
+                remove_stray(stray)  # left by a killed writer, since the lock excludes other writers
+            listing = self.read()
+            yield listing
+            listing.write(self._path, sorted(listing.entries), self._fsync)

@@ -1,45 +1,52 @@
-"""The rules that keep names of members readable by every reader, each with the reader that needs it (FORMAT.md 1)."""
+"""Names of members: the rules that all readers need (FORMAT.md 1), and which two members form a cache."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
+from functools import lru_cache
+from typing import NamedTuple
 
-from wds_tensorcache.errors import KeyRuleError
+from wds_tensorcache.errors import FormatError, InvalidKeyError
 
 __all__ = [
     "APART",
     "FIELD",
     "SKELETON",
     "TENSORS",
+    "Half",
     "cache_name",
+    "cache_of_field",
     "check_key",
     "check_suffixes",
+    "find_half",
+    "half_of",
     "is_cache_name",
     "is_plain_key",
+    "is_reserved",
     "member_suffix",
     "split_member",
 ]
 
-FIELD = "tensorcache"  # what a cache is called in a sample
-APART = "; the members of a sample must follow each other, as `tar --sort=name` puts them"  # behind what is missing
+FIELD = "tensorcache"  # the field of a cache in a sample
+APART = "; the members of a sample must follow each other, as `tar --sort=name` puts them"
 SKELETON = "skel.pyd"
 TENSORS = "safetensors"
 MAX_MEMBER_NBYTES = 100
 _CACHE_NAME = re.compile(r"[a-z0-9-][a-z0-9_-]*", re.ASCII)
 _RESERVED = frozenset({"skel", "pyd", "safetensors"})
-_KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)  # as webdataset splits names
+_KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)  # splits names as webdataset does
 _BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-# The keys of nearly all samples: `check_key` and, for one cache without a name, `check_suffixes` have nothing against them.
+# Nearly all keys match. `check_key` accepts these, and so does `check_suffixes` for one cache without a name.
 is_plain_key = re.compile(r"(?!__)[A-Za-z0-9_-]{1,80}", re.ASCII).fullmatch
 
 
 def check_key(key: object) -> None:
-    """Raise KeyRuleError unless `key` is read back as itself by every reader of tar shards."""
+    """Raise InvalidKeyError unless every reader of tar shards reads `key` back unchanged."""
     if not isinstance(key, str) or not key:
-        raise KeyRuleError(
+        raise InvalidKeyError(
             f"__key__ is {key!r:.100}, expected a non-empty str; number the samples, for example '000017'"
         )
     parts = key.split("/")
@@ -47,57 +54,51 @@ def check_key(key: object) -> None:
     if blank is not None:
         what = f"has {blank[0]!r} in it: white space and controls break DALI's index; replace it, e.g. by '_'"
     elif not key.isascii():
-        what = "is not ASCII: DALI without an index takes such keys for one another; number the samples"
+        what = "is not ASCII: DALI without an index cannot tell such keys apart; number the samples"
     elif "." in parts[-1]:
         what = "has a dot in its last part: every reader ends the key there; replace it, e.g. by '_'"
     elif not all(parts) or "." in parts or ".." in parts:
         what = "is not a plain relative path: extracting it would leave its folder; leave out '.', '..' and empty parts"
     elif parts[0].startswith("__"):
-        what = "begins with '__': stock readers skip such members; begin it otherwise"
+        what = "begins with '__': stock readers skip such members; choose another first character"
     else:
         return
-    raise KeyRuleError(f"key {key!r:.100} {what}")
+    raise InvalidKeyError(f"key {key!r:.100} {what}")
 
 
 def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
-    """Raise KeyRuleError if a member `KEY.SUFFIX` has a name that some reader gets wrong."""
+    """Raise InvalidKeyError if a reader misreads the name of a member `KEY.SUFFIX`."""
     for suffix in suffixes:
         what = None
         if suffix[:1] == "_":
-            what = "begins with '_': stock tools keep such names for themselves; begin it otherwise"
+            what = "begins with '_': stock tools keep such names for themselves; choose another first character"
         elif not suffix or not suffix.isascii() or "/" in suffix or _BLANK.search(suffix):
             what = "is no extension: it is empty, or has '/' or blanks; expected one as 'json'"
         if what is not None:
-            raise KeyRuleError(f"sample {key!r:.100}: {suffix!r:.100} {what}")
+            raise InvalidKeyError(f"sample {key!r:.100}: {suffix!r:.100} {what}")
         nbytes = len(f"{key}.{suffix}".encode())
         if nbytes > MAX_MEMBER_NBYTES:
-            raise KeyRuleError(
+            raise InvalidKeyError(
                 f"member name {key!r:.100}.{suffix} has {nbytes} bytes: "
                 f"DALI without an index reads at most {MAX_MEMBER_NBYTES}; shorten the key"
             )
 
 
-def member_suffix(name: str, suffix: str) -> str:
-    """Return the suffix of a member of the cache `name`."""
-    return f"{name}.{suffix}" if name else suffix
-
-
 def split_member(name: str) -> tuple[str, str] | None:
-    """Return key and suffix of a member; None if it is of no sample."""
+    """Return key and suffix of a member; None if it belongs to no sample."""
     match = _KEY_AND_SUFFIX.fullmatch(name)
     return None if match is None else (match[1], match[2])
 
 
 def cache_name(name: str) -> str:
-    """Return `name` if a sample's cache may be called so.
+    """Return `name` if a sample's cache may have this name.
 
     Raises:
-        KeyRuleError: It has other characters than `a-z0-9_-` (webdataset lowercases suffixes, DALI does not), it begins with
-            `_` (stock writers skip such fields), or it is
-            one of the words that the members' own suffixes consist of.
+        InvalidKeyError: The name contains characters other than `a-z0-9_-` (webdataset lowercases suffixes, DALI does not).
+            Or it begins with `_` (stock writers skip such fields), or is part of the members' own suffixes.
     """
-    if not _CACHE_NAME.fullmatch(name) or name in _RESERVED:
-        raise KeyRuleError(
+    if not is_cache_name(name):
+        raise InvalidKeyError(
             f"cache name {name!r:.100} must match [a-z0-9-][a-z0-9_-]* and not be one of {sorted(_RESERVED)}; "
             "use small letters, for example 'text'"
         )
@@ -105,5 +106,62 @@ def cache_name(name: str) -> str:
 
 
 def is_cache_name(name: str) -> bool:
-    """Return whether `name` may be a cache's."""
+    """Return whether `name` is a valid name of a cache."""
     return name not in _RESERVED and _CACHE_NAME.fullmatch(name) is not None
+
+
+def cache_of_field(field: str) -> str | None:
+    """Return the name of the cache in a sample's field, without checking it; None for other fields."""
+    if field == FIELD:
+        return ""
+    return field[: -len(FIELD) - 1] if field.endswith("." + FIELD) else None
+
+
+def is_reserved(field: str) -> bool:
+    """Return whether this name is reserved for a cache's skeleton, or the field of a cache."""
+    return field.lower().endswith((SKELETON, FIELD))
+
+
+def member_suffix(name: str, suffix: str) -> str:
+    """Return the suffix of a member of the cache `name`."""
+    return f"{name}.{suffix}" if name else suffix
+
+
+class Half(NamedTuple):
+    """One of the two members of a cache: name and field of the cache, which half it is, and the suffix of the other half."""
+
+    name: str
+    field: str
+    is_skeleton: bool
+    other: str
+
+
+@lru_cache(maxsize=256)  # samples share a few suffixes
+def half_of(suffix: str) -> Half | None:
+    """Return the half of a cache that a member may be, by its lowercase suffix; None for other members."""
+    for half, other in ((SKELETON, TENSORS), (TENSORS, SKELETON)):
+        if suffix.endswith(half):
+            prefix = suffix[: -len(half)]
+            if not prefix or (prefix[-1] == "." and is_cache_name(prefix[:-1])):
+                return Half(prefix[:-1], prefix + FIELD, half == SKELETON, prefix + other)
+    return None
+
+
+def find_half(suffix: str, members: Container[str], is_bound: Callable[[], bool], hint: str = APART) -> Half | None:
+    """Return the half of a cache that a member is; None for other members.
+
+    Args:
+        suffix: Suffix of the member, in lowercase.
+        members: Suffixes of all members of its sample.
+        is_bound: Function that returns whether the member, a safetensors file, declares that it belongs to a skeleton.
+        hint: End of the message if the other half is missing.
+
+    Raises:
+        FormatError: The other half is missing.
+    """
+    half = half_of(suffix)
+    if half is None or half.other in members:
+        return half
+    if not half.is_skeleton and not is_bound():
+        return None
+    raise FormatError(f"member {half.other!r} is missing beside {suffix!r}{hint}", kind="missing")

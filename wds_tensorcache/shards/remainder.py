@@ -1,15 +1,15 @@
-"""Bytes after the end of an archive: nothing but zeros and an index, or the shard is not written again."""
+"""Bytes after the end of an archive: a shard is rewritten only if these are zeros, an index, or both."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 
 from wds_tensorcache.errors import FormatError, Kind, TarFormatError
+from wds_tensorcache.shards.dali_index import dali_index_path, parse_dali_index
 from wds_tensorcache.shards.footer import declared_place, read_footer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.manifest import MANIFEST, dali_index_path, read_manifest
+from wds_tensorcache.shards.manifest import MANIFEST, read_manifest
 from wds_tensorcache.shards.shard import load_index
 from wds_tensorcache.shards.sidecar import stored
 from wds_tensorcache.shards.tar.archive import BLOCK
@@ -19,16 +19,15 @@ from wds_tensorcache.storage.files import ShardFile
 __all__ = ["check_end", "load_whole"]
 
 _CHUNK_NBYTES = 1 << 20
-_MIN_LOST_NBYTES = 3 * BLOCK  # a header and the end-of-archive marker; an index begins within as much
-_NUMBER = re.compile(rb"[0-9]{1,19}").fullmatch
+_MIN_LOST_NBYTES = 3 * BLOCK  # a header and the end-of-archive marker; an index begins within this distance
 _REMEDY = "tc.verify says what is wrong, tc.repair saves the rest into another folder"
 
 
 def load_whole(path: str) -> ShardIndex:
-    """Return the index of a shard that is to be added to.
+    """Return the index of a shard to which a writer appends.
 
     Raises:
-        FormatError: It is no shard, or a damaged one, or something follows its archive that is no index.
+        FormatError: The file is not a shard, or is damaged, or something other than an index follows its archive.
     """
     file = ShardFile(path)
     try:
@@ -41,54 +40,47 @@ def load_whole(path: str) -> ShardIndex:
 
 
 def check_end(file: ShardFile, end: int, num_samples: int) -> None:
-    """Raise TarFormatError unless a scan that found the end of the archive at byte `end` accounts for all of the file.
+    """Raise TarFormatError unless a scan found every member of the file.
 
     Args:
         file: The shard.
-        end: Where the scan found the end-of-archive marker.
-        num_samples: That it found before.
+        end: Offset of the end-of-archive marker that the scan found.
+        num_samples: Number of samples that the scan found.
 
-    Hazard: readers end at the first block of zeros. Where zeros have overwritten a header, or another tar follows, members
-    follow it, and a shard that is cut there, or written again up to there, would lose them for good.
+    Hazard: readers end at the first block of zeros. If zeros overwrote a header, or another tar follows, there are more
+    members after them. Truncating the shard there, or rewriting it up to there, would lose these members.
     """
     place = declared_place(file.read, file.nbytes, file.nbytes)
-    # of a stale index, which the archive has outgrown, some bytes may be left
+    # the archive may have grown over a part of a stale index
     stop = file.nbytes if place is None else max(end, place[0])
     for begin in range(end, stop, _CHUNK_NBYTES):
         chunk = file.read(begin, min(begin + _CHUNK_NBYTES, stop))
         if chunk.strip(b"\0"):
             at = begin + len(chunk) - len(chunk.lstrip(b"\0"))
-            what = f"bytes that are no index, after the end of the archive at byte {end}"
-            raise _refused(file, what, at)
+            raise _refused(file, f"bytes other than an index, after the end of the archive at byte {end}", at)
     if stop < file.nbytes and read_footer(file.read, file.nbytes) is None:
-        # Hazard: `tar -r` writes over an index from its beginning, and leaves its trailer: what is before that may be members.
-        _refuse_headers(file, stop)
+        # Hazard: `tar -r` overwrites the beginning of an index, but not its trailer: new members may precede the trailer.
+        for begin in range(stop - stop % BLOCK, file.nbytes - BLOCK + 1, BLOCK):
+            header = file.read(begin, begin + BLOCK)
+            if header[257:262] == b"ustar" and adds_up(header):
+                raise _refused(file, "a tar header in the rest of an index", begin)
     declared = stored(file, lambda each: declared_place(each.read, each.nbytes, file.nbytes))
     later = max((declared_end for _, declared_end in declared), default=0)
     if later > end:
         raise _refused(file, f"zeros, where an index has the end of the archive at byte {later}", end)
-    # Hazard: the index and the manifest that are to be written are all that tells of members that zeros have overwritten.
+    # Hazard: only the index and the manifest list members that zeros have overwritten, and both will be replaced.
     if stop - end >= _MIN_LOST_NBYTES:
         idx = dali_index_path(file.path)
-        if (listed := _listed_behind(idx, end, file.nbytes)) is not None:
+        if (listed := _listed_after(idx, end, file.nbytes)) is not None:
             what = f"zeros, where {os.path.basename(idx)} has a member at byte {listed}"
-            raise _refused(file, f"{what} (delete the .idx if it is of another state of the shard)", end, "lost")
+            raise _refused(file, f"{what} (delete {idx} if it is stale)", end, "lost")
         if (count := _listed_samples(file)) > num_samples:
             what = f"zeros after {num_samples} samples, where {MANIFEST} lists {count} in a file of this length"
             raise _refused(file, what, end, "lost")
 
 
-def _refuse_headers(file: ShardFile, begin: int) -> None:
-    """Raise TarFormatError if a tar header is in what is left of a stale index, from byte `begin` on."""
-    begin -= begin % BLOCK
-    for at in range(begin, file.nbytes - BLOCK + 1, BLOCK):
-        header = file.read(at, at + BLOCK)
-        if header[257:262] == b"ustar" and adds_up(header):
-            raise _refused(file, "a tar header in what is left of an index", at)
-
-
 def _listed_samples(file: ShardFile) -> int:
-    """Return how many samples the manifest lists of a shard of this length, 0 if it lists none."""
+    """Return the number of samples that the manifest lists for a shard of this length; 0 if it does not list the shard."""
     folder, name = os.path.split(os.path.abspath(file.path))
     with contextlib.suppress(FileNotFoundError, FormatError):
         entries, _ = read_manifest(os.path.join(folder, MANIFEST))
@@ -97,22 +89,15 @@ def _listed_samples(file: ShardFile) -> int:
     return 0
 
 
-def _listed_behind(path: str, end: int, nbytes: int) -> int | None:
-    """Return where DALI's index has the first member behind byte `end`; None without any, or if one is beyond the file."""
+def _listed_after(path: str, end: int, nbytes: int) -> int | None:
+    """Return the offset of the first member after `end` in DALI's index; None without one, or if one is beyond the file."""
     with contextlib.suppress(FileNotFoundError, FormatError):
         file = ShardFile(path)
-        first, *lines = file.read(0, file.nbytes).splitlines() or [b""]
-        width = {b"v1.1": 3, b"v1.2": 4}.get(first[:4], 0)
-        found: list[int] = []
-        for line in lines if width else ():
-            fields = line.split()
-            for begin, size in zip(fields[1::width], fields[2::width], strict=False):
-                if not (_NUMBER(begin) and _NUMBER(size)):
-                    continue  # a damaged line says nothing
-                if int(begin) + int(size) > nbytes:
-                    return None
-                found.append(int(begin))
-        return min((begin for begin in found if begin > end), default=None)
+        # a damaged line lists nothing
+        lines = parse_dali_index(file.read(0, file.nbytes), lenient=True)
+        members = [member for line in lines if line is not None for member in line]
+        if all(begin + size <= nbytes for _, begin, size, _ in members):
+            return min((begin for _, begin, *_ in members if begin > end), default=None)
     return None
 
 

@@ -1,16 +1,17 @@
-"""One shard by sample number: its index, the samples' skeletons, and sources for their tensors."""
+"""One cache of one shard: its index, the skeletons of its samples, and sources for their tensors."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, is_preamble
+from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, is_preamble, sign_header
 from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, parse_header
 from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.sample import check_binding, decode_body
@@ -20,31 +21,33 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import parse_footer, read_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.names import SKELETON, TENSORS
+from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.shards.sidecar import open_sidecar
-from wds_tensorcache.shards.sources import FileSource, StoredBytes
 from wds_tensorcache.shards.tar.archive import BLOCK, names_of
 from wds_tensorcache.shards.tar.fields import parse_number
-from wds_tensorcache.storage.files import Files, ShardFile
+from wds_tensorcache.storage.files import Files, Identity, ShardFile
 from wds_tensorcache.storage.maps import Maps, gather, read_ranges
 from wds_tensorcache.storage.pool import Pool
 
-__all__ = ["Shard", "load_index"]
+__all__ = ["FileSource", "Shard", "load_index"]
 
 Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
-_NAME_NBYTES = 100  # of the tar header's field
-_SIZE_BEGIN = 124  # of the next field but three
+_NAME_NBYTES = 100  # the width of a tar header's name field
+_SIZE_BEGIN = 124  # the offset of a tar header's size field
 _OCTAL_SHIFTS = np.arange(30, -1, -3)
 _MAX_TEMPLATES = 255
+_LEASED_NBYTES = 1 << 16  # from this size on, recycled memory is faster than new memory
+_MAX_LAYOUTS = 4096  # in memory, of one shard
+_CHANGED = "the shard was changed or damaged; tc.verify tells which"
 _HEX = np.array([list(b"%02x" % byte) for byte in range(256)], np.uint8)
 
 
 def load_index(file: ShardFile) -> ShardIndex:
-    """Return the index of a shard: from its footer, the file beside it, or one scan; the three are the same.
+    """Return the index of a shard: from its footer, its sidecar, or a scan, which give the same index.
 
     Raises:
-        FormatError: It is no shard, or a damaged one.
+        FormatError: The file is not a shard, or is damaged.
     """
     try:
         index = read_footer(file.read, file.nbytes)
@@ -55,25 +58,31 @@ def load_index(file: ShardFile) -> ShardIndex:
         raise exc.at(file.path) from exc
 
 
+@lru_cache(maxsize=64)  # one or a few names for all shards
+def _suffixes(name: str) -> tuple[bytes, bytes]:
+    """Return the suffixes of a cache's two members, each with its first dot."""
+    return f".{member_suffix(name, SKELETON)}".encode(), f".{member_suffix(name, TENSORS)}".encode()
+
+
 class _Loaded(Generic[_T]):
-    """An attribute that is there once the shard's index is loaded; when it is first looked up, the index is."""
+    """An attribute whose first use loads the shard's index."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, shard: Any, owner: Any = None) -> _T:
-        # only until then: an object's own attributes go before this
+        # called only before the index is loaded: instance attributes take precedence over this descriptor
         shard._load()
         return getattr(shard, self._name)  # type: ignore[no-any-return]
 
 
 class Shard:
-    """One cache of one shard. `row` counts the samples that have it.
+    """One cache of one shard. A `row` is a sample's number among the samples that have this cache.
 
     Attributes:
-        index: The shard's index, loaded on first use, as are the others.
+        index: The shard's index; loaded on first use, like the other attributes.
         columns: The columns of this cache.
-        checked: Whether `check_tensors` has looked at a sample, bool `[len(shard)]`.
+        checked: True for each sample that `check_tensors` accepted, bool `[len(shard)]`.
         layout_of_all: The layout of all samples; None if the shard has several.
 
     Threads/fork/pickle: safe everywhere; pickles as its path, and loads its index again.
@@ -83,7 +92,7 @@ class Shard:
     columns = _Loaded[CacheColumns]()
     checked = _Loaded[Array]()
     layout_of_all = _Loaded["Layout | None"]()
-    _template_numbers = _Loaded[Array]()  # the number of each sample's template, where it is known; uint8, 0 where not
+    _template_numbers = _Loaded[Array]()  # the number of each sample's template, uint8; 0 if unknown
 
     def __init__(
         self,
@@ -94,22 +103,23 @@ class Shard:
         allow: Mapping[tuple[str, str], type],
         count: int | None = None,
         index: ShardIndex | None = None,
+        num_samples: int | None = None,
     ) -> None:
-        self.path = sys.intern(os.path.abspath(path))  # of use in other processes, and after os.chdir; pickled once
+        self.path = sys.intern(os.path.abspath(path))  # also valid in other processes and after os.chdir; pickled once
         self.name = name
         self.files = files
         self.pool = pool
+        self._num_samples = num_samples  # as the manifest has it, with samples that lack the cache
         self._allow = allow
         self._count = count
         self._index = index
-        prefix = f"{name}." if name else ""
-        self._suffixes = (f".{prefix}{SKELETON}".encode(), f".{prefix}{TENSORS}".encode())
+        self._suffixes = _suffixes(name)
         self._layouts: dict[int, Layout] = {}
-        self._confirmed: dict[int, bytes] = {}  # by layout, what its headers have after the digest
+        self._confirmed: dict[int, bytes] = {}  # by layout, one of its headers, which differ only in their digests
         self._templates: list[Template] = []
 
     def __reduce__(self) -> Any:
-        return Shard, (self.path, self.name, self.files, self.pool, self._allow, len(self))
+        return Shard, (self.path, self.name, self.files, self.pool, self._allow, len(self), None, self._num_samples)
 
     def __len__(self) -> int:
         if self._count is None:
@@ -119,11 +129,12 @@ class Shard:
     def _load(self) -> None:
         index = self._index or load_index(self.file)
         columns = index.caches.get(self.name, _NONE)
-        if self._count is not None and self._count != len(columns):
-            raise FormatError(
-                f"{self.path}: {len(columns)} samples, but the manifest says {self._count}: it is of another state"
-            )
-        # by setattr: what looks an object's dictionary up makes its attributes slow from then on
+        of = f"with cache {self.name!r}"
+        for found, listed, which in ((len(columns), self._count, of), (len(index.keys), self._num_samples, "in all")):
+            if listed not in (None, found):
+                what = f"{found} samples, but the manifest says {listed} {which}: it is stale"
+                raise FormatError(f"{self.path}: {what}; call tc.write_index({self.path!r})")
+        # by setattr: using `__dict__` would slow down every later access to an attribute
         loaded = {"index": index, "columns": columns, "checked": np.zeros(len(columns), np.bool_)}
         loaded["_template_numbers"] = np.zeros(len(columns), np.uint8)
         loaded["layout_of_all"] = index.layouts[0] if len(index.layouts) == 1 else None
@@ -132,11 +143,11 @@ class Shard:
 
     @property
     def file(self) -> ShardFile:
-        """The file, opened if it is not."""
+        """The open file of the shard; opened on use."""
         return self.files.get(self.path)
 
     def sample_row(self, row: int) -> int:
-        """Return the number of the sample in the shard, where some samples lack this cache."""
+        """Return a sample's number among all samples of the shard, including those without this cache."""
         rows = self.columns.rows
         return row if rows is None else rows.item(row)
 
@@ -149,21 +160,21 @@ class Shard:
         number = self.columns.layout.item(row)
         layout = self._layouts.get(number)
         if layout is None:
-            if len(self._layouts) >= 4096:
+            if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
             layout = self._layouts[number] = self.index.layouts[number]
         return layout
 
     def layouts_of(self, rows: Array) -> tuple[list[Layout], Array]:
-        """Return the layouts of samples, and which of them each sample has."""
+        """Return the distinct layouts of samples, and the index of each sample's layout among them."""
         _, some, inverse = np.unique(self.columns.layout[rows], return_index=True, return_inverse=True)
         return [self.layout(row) for row in rows[some].tolist()], inverse
 
     def sample(self, row: int) -> Any:
-        """Return a sample, its tensors lazy; from one read of its skeleton.
+        """Return a sample with lazy tensors. Cost: one read, of its skeleton.
 
         Raises:
-            FormatError: The shard is not what its index says, or damaged.
+            FormatError: The shard is damaged, or does not match its index.
             UnsafeSkeletonError: The skeleton asks for anything outside the format.
         """
         columns = self.columns
@@ -176,9 +187,9 @@ class Shard:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
     def template(self, row: int) -> Template | None:
-        """Return the template that a sample's skeleton matches, if any: samples of one template differ in values.
+        """Return the template that a sample's skeleton matches, if any; reads the skeleton once.
 
-        The skeleton is read once. What the index knows does not tell: samples with the same tensors may have other values.
+        Samples of one template differ only in plain values. The index does not contain their templates.
         """
         known: int = self._template_numbers.item(row)
         if known:
@@ -194,46 +205,47 @@ class Shard:
         return template
 
     def note_template(self, rows: int | Array, template: Template) -> None:
-        """Remember that the skeletons of samples match a template."""
+        """Record that the skeletons of `rows` match `template`."""
         for number, known in enumerate(self._templates, start=1):
             if known is template:
                 self._template_numbers[rows] = number
                 return
         if len(self._templates) < _MAX_TEMPLATES:
-            # by its place in the list, which another thread may extend too
+            # search again: another thread may have appended, too
             self._templates.append(template)
             self.note_template(rows, template)
 
     def _skeleton(self, row: int, layout: Layout) -> tuple[bytes, int]:
-        """Return the skeleton member, and where its body begins; its tar header is checked, which costs no read of its own."""
+        """Return the skeleton member and the offset of its body.
+
+        The same read includes the tar header, whose name is checked.
+        """
         index, columns = self.index, self.columns
         begin = columns.skeleton_begin.item(row)
-        data = self.files.get(self.path).read(begin - BLOCK, begin + columns.skeleton_nbytes.item(row))
+        stored = self.files.get(self.path).read(begin - BLOCK, begin + columns.skeleton_nbytes.item(row))
         name = index.keys.raw(row if columns.rows is None else columns.rows.item(row)) + self._suffixes[0]
-        if not data.startswith(name) or data[len(name)]:
-            self._check_name(data, name, begin)
-        skeleton = data[BLOCK:]
+        if not stored.startswith(name) or stored[len(name)]:
+            self._check_name(stored, name, begin)
+        skeleton = stored[BLOCK:]
         try:
             return skeleton, check_binding(skeleton, layout.nbytes, columns.digest.item(row) or None)[0]
         except TensorCacheError as exc:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
-    def _check_name(self, data: bytes, name: bytes, begin: int) -> None:
-        if data.startswith(name) and not data[len(name)] and len(name) < _NAME_NBYTES:
+    def _check_name(self, stored: bytes, name: bytes, begin: int) -> None:
+        if stored.startswith(name) and not stored[len(name)] and len(name) < _NAME_NBYTES:
             return
         dot = name.find(b".", name.rfind(b"/") + 2)
-        # long and odd names, which other writers put elsewhere, and suffixes in capitals
+        # other writers may put the name into extended headers, and may write suffixes in capitals
         for found in names_of(self.file.read, begin, self.file.nbytes):
             if found[:dot] == name[:dot] and found[dot:].lower() == name[dot:]:
                 return
-        there = data[:_NAME_NBYTES].partition(b"\0")[0].decode(errors="replace")
-        raise FormatError(
-            f"{self.path}: the index has member {name.decode(errors='replace')!r} where {there!r:.120} is: "
-            "the shard was changed or damaged; tc.verify tells which"
-        )
+        there = stored[:_NAME_NBYTES].partition(b"\0")[0].decode(errors="replace")
+        what = f"the index has member {name.decode(errors='replace')!r} where {there!r:.120} is"
+        raise FormatError(f"{self.path}: {what}: {_CHANGED}")
 
     def find_members(self, rows: Array, suffix: str) -> Array:
-        """Return the number of each sample's member with this suffix, -1 for samples without one."""
+        """Return, for each sample, the position of its member among the members with this suffix; -1 if it has none."""
         members = self.index.members.get(suffix)
         samples = rows if self.columns.rows is None else self.columns.rows[rows]
         return np.full(len(rows), -1) if members is None else members.find(samples)
@@ -246,43 +258,41 @@ class Shard:
         """
         members = self.index.members[suffix]
         begin, nbytes = members.begin.item(number), members.nbytes.item(number)
-        data = self.file.read(begin - BLOCK, begin + nbytes)
-        self._check_name(data, self.index.keys.raw(self.sample_row(row)) + f".{suffix}".encode(), begin)
-        if nbytes < 1 << 33 and parse_number(data[_SIZE_BEGIN : _SIZE_BEGIN + 12]) != nbytes:
+        stored = self.file.read(begin - BLOCK, begin + nbytes)
+        self._check_name(stored, self.index.keys.raw(self.sample_row(row)) + f".{suffix}".encode(), begin)
+        if not _has_size(stored, nbytes):
             raise FormatError(f"{self.path}: sample {self.key(row)!r}: its {suffix!r} is not the one that was indexed")
-        return data[BLOCK:]
+        return stored[BLOCK:]
 
     def check_tensors(self, row: int) -> None:
-        """Raise FormatError unless the tensors of a sample are where the index says; looks once per sample."""
+        """Raise FormatError if the tensors of a sample do not match the index. Each sample is checked once."""
         index, columns, checked = self.index, self.columns, self.checked
         if checked[row]:
             return
         layout = self.layout(row)
         begin, digest = columns.tensors_begin.item(row), columns.digest.item(row)
-        data = self.file.read(begin - BLOCK, begin + max(layout.data_begin, DIGITS_END))
-        self._check_name(data, index.keys.raw(self.sample_row(row)) + self._suffixes[1], begin)
-        # from 8 GiB on, sizes may be in a pax record
-        good = layout.nbytes >= 1 << 33 or parse_number(data[_SIZE_BEGIN : _SIZE_BEGIN + 12]) == layout.nbytes
-        good = good and (not digest or data.startswith(b"%016x" % digest, BLOCK + DIGITS_BEGIN))
-        number, rest = columns.layout.item(row), data[BLOCK + DIGITS_END :]
-        if good and not (digest and self._confirmed.get(number) == rest):
+        stored = self.file.read(begin - BLOCK, begin + max(layout.data_begin, DIGITS_END))
+        self._check_name(stored, index.keys.raw(self.sample_row(row)) + self._suffixes[1], begin)
+        good = _has_size(stored, layout.nbytes)
+        number, header = columns.layout.item(row), stored[BLOCK:]
+        known = self._confirmed.get(number) if digest else None
+        if good and (known is None or header != sign_header(known, digest)):
             try:
-                good = parse_header(data[BLOCK:], layout.nbytes)[0] == layout
+                found, declared = parse_header(header, layout.nbytes)
+                good = found == layout and (declared or 0) == digest
             except FormatError:
                 good = False
             if good and digest:
-                if len(self._confirmed) >= 4096:
+                if len(self._confirmed) >= _MAX_LAYOUTS:
                     self._confirmed.clear()
-                self._confirmed[number] = rest
+                self._confirmed[number] = header
         if not good:
-            raise FormatError(
-                f"{self.path}: sample {self.key(row)!r}: its tensors are not those that were indexed: "
-                "the shard was changed or damaged; tc.verify tells which"
-            )
+            what = "its tensors are not those that were indexed"
+            raise FormatError(f"{self.path}: sample {self.key(row)!r}: {what}: {_CHANGED}")
         checked[row] = True
 
     def skeletons(self, rows: Array, io: str) -> tuple[list[bytes], list[int]]:
-        """Return the skeleton members of many samples, and where their bodies begin; `io` is as of `tc.open`.
+        """Return the skeleton members of many samples, and the offsets of their bodies. `io` as in `tc.open`.
 
         Raises:
             FormatError: The shard is not what its index says.
@@ -293,14 +303,14 @@ class Shard:
         nbytes = self.index.layouts.nbytes[columns.layout[rows]].astype("<u8")
         bound = np.stack([nbytes, columns.digest[rows].astype("<u8")], 1).tobytes()
         key_begins, key_ends = self._key_extents(rows)
-        text, suffix = self.index.keys.text.data, self._suffixes[0]
+        text, suffix = self.index.keys.text.data, self._suffixes[0] + b"\0"
         skeletons, bodies = [], []
-        # one slice or read per sample; what is not just as the writer makes it is looked at closely
+        # one slice or read per sample; `_skeleton` checks members that differ from those of our writer
         extents = zip(read_ranges(file, begins - BLOCK, ends, io), key_begins.tolist(), key_ends.tolist(), strict=True)
-        for i, (data, key_begin, key_end) in enumerate(extents):
-            skeleton, body = data[BLOCK:], PREAMBLE_NBYTES
+        for i, (stored, key_begin, key_end) in enumerate(extents):
+            skeleton, body = stored[BLOCK:], PREAMBLE_NBYTES
             name = text[key_begin:key_end].tobytes() + suffix
-            if not (data.startswith(name) and is_preamble(skeleton, bound[16 * i : 16 * i + 16])):
+            if not (stored.startswith(name) and is_preamble(skeleton, bound[16 * i : 16 * i + 16])):
                 row = rows.item(i)
                 skeleton, body = self._skeleton(row, self.layout(row))
             skeletons.append(skeleton)
@@ -314,7 +324,7 @@ class Shard:
         return np.where(samples > 0, ends[samples - 1], 0).astype(np.int64), ends[samples].astype(np.int64)
 
     def check_mapped(self, rows: Array, maps: Maps, base: int) -> None:
-        """Do what `check_tensors` does for many samples, through the map, which begins at `base` in `maps`."""
+        """Check many samples at once as `check_tensors` does, through the map that starts at offset `base` of `maps`."""
         index, columns, checked = self.index, self.columns, self.checked
         known = checked[rows]
         if known.all():
@@ -323,20 +333,21 @@ class Shard:
         numbers = columns.layout[rows]
         begins = columns.tensors_begin[rows].astype(np.int64) + base
         digests = columns.digest[rows]
-        digits = _HEX[digests.astype(">u8").view(np.uint8)]
-        good = _equal(maps.gather(begins + DIGITS_BEGIN, 16), digits.reshape(-1, 16))
+        digits = _HEX[digests.astype(">u8").view(np.uint8)].reshape(-1, 16)
+        good = digests != 0  # samples without a digest are parsed one by one
         for number in np.unique(numbers).tolist():
             which = slice(None) if bool((numbers == number).all()) else np.flatnonzero(numbers == number)
-            rest = self._confirmed.get(number)
-            if rest is None:
+            header = self._confirmed.get(number)
+            if header is None:
                 self.check_tensors(rows[which][0].item())
-                rest = self._confirmed.get(number)
-            if rest is None:
+                header = self._confirmed.get(number)
+            if header is None:
                 good[which] = False
-            elif rest:
-                found = maps.gather(begins[which] + DIGITS_END, len(rest))
-                good[which] &= (found == np.frombuffer(rest, np.uint8)).all(1)
-        good &= digests != 0  # the others are parsed one by one
+                continue
+            found = maps.gather(begins[which], len(header))
+            same = found == np.frombuffer(header, np.uint8)
+            same[:, DIGITS_BEGIN:DIGITS_END] = found[:, DIGITS_BEGIN:DIGITS_END] == digits[which]
+            good[which] &= same.all(1)
         headers = maps.gather(begins - BLOCK, _SIZE_BEGIN + 12)
         nbytes = index.layouts.nbytes[numbers]
         octal = (nbytes[:, None] >> _OCTAL_SHIFTS & 7) + ord("0")
@@ -347,7 +358,7 @@ class Shard:
         suffix = np.frombuffer(self._suffixes[1], np.uint8)
         for length in np.unique(lengths).tolist():
             which = slice(None) if bool((lengths == length).all()) else np.flatnonzero(lengths == length)
-            width = -(-(length + len(suffix) + 1) // 8) * 8  # the field is filled up with zeros
+            width = -(-(length + len(suffix) + 1) // 8) * 8  # the name field is padded with zeros
             if width > _NAME_NBYTES:
                 good[which] = False
                 continue
@@ -360,17 +371,81 @@ class Shard:
             self.check_tensors(row)  # raises
 
 
+def _has_size(header: bytes, nbytes: int) -> bool:
+    """Return whether a tar header declares this length. From 8 GiB on it may be in a pax record, and is not checked here."""
+    return nbytes >= 1 << 33 or parse_number(header[_SIZE_BEGIN : _SIZE_BEGIN + 12]) == nbytes
+
+
 _EMPTY = np.empty(0, np.uint64)
 _NONE = CacheColumns(None, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
 
 
 def _equal(left: Array, right: Array) -> Array:
-    """Return which rows are equal; their width is a multiple of 8."""
+    """Return a mask of the rows that are equal; the width of a row is a multiple of 8."""
     return (left.view(np.uint64) == np.ascontiguousarray(right).view(np.uint64)).all(1)  # type: ignore[no-any-return]
 
 
-class _ShardSource(StoredBytes):
-    """The tensors of one sample of a shard; pickles as the file's path and identity."""
+class _StoredBytes:
+    """Base of the sources that read from a file; implements `codec.reference.Source`."""
+
+    __slots__ = ()
+
+    def _open(self) -> tuple[ShardFile, int, Pool]:
+        """Return the file, the offset in it at which the source starts, and the pool for large buffers."""
+        raise NotImplementedError
+
+    def read(self, begin: int, end: int) -> bytearray | Array:
+        file, first, pool = self._open()
+        nbytes = end - begin
+        buffer = pool.lease(nbytes) if nbytes >= _LEASED_NBYTES else bytearray(nbytes)
+        file.read_into([buffer], first + begin)
+        file.check_unchanged()
+        return buffer
+
+    hold = read
+
+    def read_into(self, buffer: memoryview, begin: int) -> None:
+        file, first, _ = self._open()
+        file.read_into([buffer], first + begin)
+        file.check_unchanged()
+
+    def view(self, begin: int, end: int) -> Array:
+        file, first, _ = self._open()
+        file.check_unchanged()
+        return file.array()[first + begin : first + end]
+
+
+class FileSource(_StoredBytes):
+    """A file named by a lazy tensor from another process; each read checks that it is still the same file."""
+
+    __slots__ = ("_identity", "_path")
+
+    def __init__(self, path: str, identity: Identity) -> None:
+        self._path = path
+        self._identity = identity
+
+    def _open(self) -> tuple[ShardFile, int, Pool]:
+        file = _FILES.get(self._path)
+        if file.identity != self._identity:
+            file = _FILES.reopen(self._path)  # the open file may have been replaced on disk
+        if file.identity != self._identity:
+            raise FormatError("the shard was changed since this lazy tensor was made").at(self._path)
+        return file, 0, _POOL
+
+    def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
+        return self, begin
+
+    def __reduce__(self) -> Any:
+        return FileSource, (self._path, self._identity)
+
+
+# files and memory of lazy tensors from other processes, which belong to no open cache
+_FILES = Files(64, fixed=False)
+_POOL = Pool(1 << 28)
+
+
+class _ShardSource(_StoredBytes):
+    """Source of the tensors of one sample of a shard; pickles as the file's path and identity."""
 
     __slots__ = ("_begin", "_row", "_shard")
 

@@ -1,4 +1,4 @@
-"""The index that a shard has, at its end or else in its sidecar; and files that no index may take the place of."""
+"""The sidecar of a shard, `PATH.index`, and the places where a shard may have an index."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from wds_tensorcache.shards.tar.archive import BLOCK
 from wds_tensorcache.shards.tar.fields import adds_up
 from wds_tensorcache.storage.files import ShardFile
 
-__all__ = ["check_replaceable", "open_sidecar", "sidecar_path", "stored"]
+__all__ = ["SUFFIX", "check_replaceable", "open_sidecar", "sidecar_path", "stored"]
 
+SUFFIX = ".index"
 _Found = TypeVar("_Found")
 
 
 def sidecar_path(path: str) -> str:
-    """Return where the index of the shard at `path` lies if it is not behind the shard."""
-    return path + ".index"
+    """Return the path of the sidecar of the shard at `path`."""
+    return path + SUFFIX
 
 
 def open_sidecar(path: str) -> ShardFile | None:
-    """Return the sidecar of the shard at `path`; None if there is none, perhaps as no file can have so long a name."""
+    """Return the sidecar of the shard at `path`, None if there is none."""
     try:
         return ShardFile(sidecar_path(path))
     except OSError as exc:
@@ -34,12 +35,12 @@ def open_sidecar(path: str) -> ShardFile | None:
 
 
 def stored(file: ShardFile, parse: Callable[[ShardFile], _Found | None], *, lenient: bool = False) -> Iterator[_Found]:
-    """Yield what `parse` finds in a shard, and then in its sidecar; either may end in an index.
+    """Yield the results of `parse` for a shard, then for its sidecar; either may contain an index.
 
     Args:
         file: The shard.
-        parse: Returns None, or raises FormatError, where there is no index.
-        lenient: Take a file that the system cannot read for one without an index.
+        parse: Function that returns None, or raises FormatError, if there is no index.
+        lenient: Skip a file that the system cannot read.
     """
     for is_sidecar in (False, True):
         found = None
@@ -51,10 +52,10 @@ def stored(file: ShardFile, parse: Callable[[ShardFile], _Found | None], *, leni
 
 
 def check_replaceable(*paths: str) -> None:
-    """Raise FileExistsError if a file that an index would replace is a shard, or not a file at all."""
+    """Raise FileExistsError if an index would replace a shard, or something that is not a file."""
     for path in filter(os.path.exists, paths):
         if not os.path.isfile(path):
-            raise FileExistsError(f"{path} is no file, and an index of a shard would have this name: move it away")
+            raise FileExistsError(f"{path} is not a file, and an index of a shard would have this name: move it away")
         file = ShardFile(path)
         if adds_up(file.read(0, min(BLOCK, file.nbytes))):
             what = f"{path} is a tar, and an index of a shard would have this name"

@@ -15,62 +15,66 @@ __all__ = [
     "find_temporary",
     "fsync_folder",
     "remove_stray",
+    "replace",
     "temporary_path",
     "write_atomically",
 ]
 
 
 def temporary_path(path: str) -> str:
-    """Return a hidden name beside `path`, `.NAME.TOKEN.tmp`, for what is renamed to `path` when it is complete."""
+    """Return a hidden name in the folder of `path`, `.NAME.TOKEN.tmp`, for a file that will be renamed to `path`."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
 
 
 def find_temporary(folder: str, names: str) -> list[str]:
-    """Return what has a temporary name in a folder, for files whose names a regular expression matches."""
+    """Return the temporary files in a folder, for files whose names match a regular expression."""
     matches = re.compile(rf"\.{names}\.[0-9a-f]+\.tmp").fullmatch
     return [os.path.join(folder, name) for name in os.listdir(folder or ".") if matches(name)]
 
 
 @contextlib.contextmanager
 def create_temporary(path: str) -> Iterator[Held]:
-    """Give a locked file of a temporary name, to be written and renamed to `path`; delete it at the end if it was not."""
+    """Yield a locked temporary file, to be written and renamed to `path`; delete it at the end unless it was renamed."""
     pid = os.getpid()
     while True:
-        # Hazard: an interrupt may come right after any call. So the name is known before there is a file.
+        # Hazard: an interrupt may arrive right after any call. So the name is known before the file exists.
         temporary = temporary_path(path)
         try:
             with Held(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
-                # Hazard: before it is locked, another writer's `remove_stray` takes it for a killed writer's, and deletes it.
+                # Hazard: before it is locked, another writer's `remove_stray` may delete it as a killed writer's.
                 if file.lock() is not False and os.path.exists(temporary):
                     yield file
                     return
         finally:
-            if pid == os.getpid():  # a forked child has a copy of all this
-                with contextlib.suppress(OSError):  # renamed; or left to the next writer, after another error
+            if pid == os.getpid():  # a forked child runs this block, too
+                with contextlib.suppress(
+                    OSError
+                ):  # already renamed; after any other error, the next writer deletes the file
                     os.remove(temporary)
 
 
 def remove_stray(path: str) -> None:
-    """Delete a temporary file, unless a living process is known to write it, or it is something else than a file."""
+    """Delete a temporary file, unless a living process writes it, or it is not an ordinary file."""
     file = open_regular(path)
     if file is not None:
         with file:
             if file.lock() is not False:
-                with contextlib.suppress(OSError):  # another user's, in a folder whose files only their owners delete
+                with contextlib.suppress(OSError):  # another user's file, in a folder in which only owners may delete
                     os.remove(path)
 
 
 def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> None:
-    """Write a file so that, whatever happens, readers see all of the new one or all of the old one.
+    """Write a file so that, whatever happens, readers see either the complete new file or the complete old one.
 
     Args:
-        path: Of the file; its folder must be there.
+        path: Path of the file; its folder must exist.
         parts: The content.
-        fsync: Wait for the disk. Without it, readers are safe from this process's death, not from the machine's.
+        fsync: Wait for the disk. Without it, the file survives the death of this process, but perhaps not a crash of the
+            machine.
 
     Raises:
-        OSError: The disk is full, the folder is not there, … The old file is as it was and nothing else is left.
+        OSError: The disk is full, the folder does not exist, … The old file is unchanged, and no other file remains.
     """
     # Hazard: a rename may reach the disk before the bytes it names, and a crash then leaves an empty file under the name.
     # So the bytes go first, then the name, then the folder that holds it.
@@ -81,16 +85,30 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
                 rest = rest[os.write(file.fd, rest) :]
         if fsync:
             os.fsync(file.fd)
-        if os.name != "posix":  # elsewhere an open file keeps its name
+        if os.name != "posix":  # other systems do not rename an open file
             file.close()
-        os.replace(file.path, path)  # before the lock is gone
+        replace(file.path, path)  # before the lock is released
     if fsync:
         fsync_folder(os.path.dirname(path))
 
 
+def replace(temporary: str, path: str) -> None:
+    """Rename a complete file, or a folder that replaces an empty one, to its final name.
+
+    Raises:
+        FileExistsError: Another folder that is not empty has the name.
+    """
+    try:
+        os.replace(temporary, path)
+    except OSError as exc:
+        if os.path.isdir(temporary) and os.path.exists(path) and not (os.path.isdir(path) and not os.listdir(path)):
+            raise FileExistsError(f"{path} is not empty any more; choose a new folder") from exc
+        raise
+
+
 def fsync_folder(folder: str) -> None:
-    """Wait until the names in a folder are on disk."""
-    if os.name != "posix":  # elsewhere folders cannot be opened
+    """Wait until the directory entries of a folder are on disk."""
+    if os.name != "posix":  # other systems cannot open folders
         return
     descriptor = os.open(folder or ".", os.O_RDONLY)
     try:

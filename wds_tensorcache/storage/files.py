@@ -1,4 +1,4 @@
-"""Local files: positioned reads, maps, a bound on how many are open, and what is known of where they lie."""
+"""Local files: positioned reads, maps, and a bound on how many are open."""
 
 from __future__ import annotations
 
@@ -19,43 +19,41 @@ import torch
 
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
-from wds_tensorcache.storage.locks import call_when_gone
 from wds_tensorcache.storage.system import MEMORY, file_system
+from wds_tensorcache.storage.threads import call_when_gone
 
-__all__ = ["LEASE_FDS", "Files", "Identity", "ShardFile"]
+__all__ = ["LEASE_FDS", "MAX_BUFFERS", "Files", "Identity", "ShardFile", "skip_bytes"]
 
 Identity = tuple[int, int, int]  # inode, bytes, modification time in ns
 _HAS_PREAD, _HAS_PREADV = hasattr(os, "pread"), hasattr(os, "preadv")
-_MAX_BUFFERS = 1024  # IOV_MAX
+MAX_BUFFERS = 1024  # IOV_MAX
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _UNKNOWN = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 _NO_FILE = frozenset({errno.ENXIO, errno.ENODEV, errno.ELOOP})
-_ONE_BYTE = [bytearray(1)]
+# Hazard: opening a FIFO that has a shard's name would wait for a process that writes into it; O_NONBLOCK does not.
+_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK"))
+
+LEASE_FDS: dict[int, list[int]] = {}  # descriptors open for read leases, each with the list of idle ones of its file
+_NETS: dict[int, Any] = {}  # by descriptor; the net of a closed one stays until the next file with its number
 
 
 def _identity(status: os.stat_result) -> Identity:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-# each descriptor that is open for read leases, and the idle ones of its file
-LEASE_FDS: dict[int, list[int]] = {}
-
-
-_NETS: dict[int, Any] = {}  # by descriptor: one that is closed stays until the next file with its number
-
-
 class ShardFile:
-    """One open file. Reads have no shared position, so any number of threads and forked processes may read at once.
+    """One open file. Reads do not use the file position, so any number of threads and forked processes may read at once.
 
-    The file closes when the last reference is gone: one that is being read is never closed under the reader.
+    The file is closed when the last reference to it is gone, never during a read.
+
+    Raises:
+        FormatError: The path is not an ordinary file.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # O_NONBLOCK: opening a FIFO that is called like a shard would wait for somebody to write into it
-        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
         try:
-            self.fd = os.open(path, flags)
+            self.fd = os.open(path, _FLAGS)
         except OSError as exc:
             if exc.errno in _NO_FILE:
                 raise FormatError("expected a file, not a socket, device or link to itself", kind="unreadable").at(
@@ -73,34 +71,27 @@ class ShardFile:
         self._map: mmap.mmap | None = None
         self._array: np.ndarray[Any, Any] | None = None
         self._tensor: torch.Tensor | None = None
-        self._tells = bool(_NOWAIT)  # until the file system says that it cannot
-        self._is_memory: bool | None = None  # asked when needed
-        self.may_lease: bool | None = None  # whether a read lease is worth trying; asked when needed
+        self._can_tell = bool(_NOWAIT)  # set to False when the file system cannot report what is in memory
+        self._is_memory: bool | None = None  # found when needed
+        self.may_lease: bool | None = None  # whether a read lease is worth trying; found when needed
 
     def read(self, begin: int, end: int) -> bytes:
-        """Return the bytes `[begin, end)`.
-
-        Raises:
-            FormatError: The file ends before.
-        """
+        """Return the bytes `[begin, end)`; raise FormatError if the file is too short."""
         pread = os.pread if _HAS_PREAD else _seek_and_read
-        data = pread(self.fd, end - begin, begin)
-        while len(data) < end - begin:  # the system stops at 2 GiB
-            more = pread(self.fd, end - begin - len(data), begin + len(data))
+        content = pread(self.fd, end - begin, begin)
+        while len(content) < end - begin:  # the system stops at 2 GiB
+            more = pread(self.fd, end - begin - len(content), begin + len(content))
             if not more:
                 raise self._cut_short()
-            data += more
-        return data
+            content += more
+        return content
 
     def _cut_short(self) -> FormatError:
         what = f"the file ends at byte {os.fstat(self.fd).st_size}: it was cut short"
         return TarFormatError(what, kind="truncated").at(self.path)
 
     def check_unchanged(self) -> None:
-        """Raise FormatError if the file was written to since it was opened: what is known of its bytes is no longer true.
-
-        Before maps are used, and after reads. One system call.
-        """
+        """Raise FormatError if the file was written to since it was opened. One system call."""
         found = _identity(os.fstat(self.fd))
         if found[1] < self.nbytes:
             raise self._cut_short()
@@ -108,58 +99,51 @@ class ShardFile:
             raise FormatError("the shard was changed while it was open: open it again").at(self.path)
 
     def check_is(self, fd: int) -> None:
-        """Raise FormatError unless a descriptor is of this file, which was not written to since it was opened here."""
+        """Raise FormatError unless a descriptor belongs to this file, unchanged since it was opened."""
         self.check_unchanged()
         if _identity(os.fstat(fd)) != self.identity:
             raise FormatError("another file has this name since it was opened: try again").at(self.path)
 
     def read_into(self, buffers: Sequence[Any], begin: int) -> None:
-        """Fill `buffers` (1-D, of bytes), one behind the other, from `begin`: as few calls as the system allows.
-
-        Raises:
-            FormatError: The file ends before they are full: it was cut short.
-        """
+        """Fill `buffers` (1-D, of bytes) one after another, starting at `begin`; raise FormatError if the file is too short."""
         if _HAS_PREADV and len(buffers) == 1 and os.preadv(self.fd, buffers, begin) == len(buffers[0]):
             return
         self._fill(buffers, begin)
 
     def read_resident(self, buffers: Sequence[Any], begin: int) -> bool:
-        """Fill `buffers` if that needs no disk; else return False, with anything in them. Never waits.
+        """Fill `buffers` without waiting for a disk. Return False if that is not possible; their contents are then undefined.
 
-        True without a word where the system cannot tell: the caller then reads nothing twice.
+        If the system cannot report what is in memory, fill them with an ordinary read, so that no data is read twice.
         """
-        while self._tells and buffers:
+        while self._can_tell and buffers:
+            some, buffers = buffers[:MAX_BUFFERS], buffers[MAX_BUFFERS:]
             try:
-                count = os.preadv(self.fd, buffers[:_MAX_BUFFERS], begin, _NOWAIT)
-                if count != sum(map(len, buffers[:_MAX_BUFFERS])):
+                nbytes = sum(map(len, some))
+                if os.preadv(self.fd, some, begin, _NOWAIT) != nbytes:
                     return False
-                begin += count
-                buffers = buffers[_MAX_BUFFERS:]
+                begin += nbytes
             except OSError as exc:
                 if not self._is_unable(exc):
                     return False
+                buffers = [*some, *buffers]
         if buffers:
             self._fill(buffers, begin)
         return True
 
     def _is_unable(self, error: OSError) -> bool:
-        """Return whether the file system cannot tell what is in memory, which is then known; False if something is not.
-
-        Raises:
-            OSError: `error`, if it is neither.
-        """
+        """Return True if the file system cannot report what is in memory, False if the bytes are not; else raise `error`."""
         if error.errno in _UNKNOWN:
-            self._tells = False
+            self._can_tell = False
             return True
         if not isinstance(error, BlockingIOError):
             raise error
         return False
 
     def is_resident(self, begin: int) -> bool:
-        """Return whether the byte at `begin` is in memory; False where the system cannot tell."""
-        while self._tells:
+        """Return whether the byte at `begin` is in memory; False if the system cannot report it."""
+        if self._can_tell:
             try:
-                return os.preadv(self.fd, _ONE_BYTE, begin, _NOWAIT) == 1
+                return os.preadv(self.fd, [bytearray(1)], begin, _NOWAIT) == 1
             except OSError as exc:
                 if not self._is_unable(exc):
                     return False
@@ -178,35 +162,29 @@ class ShardFile:
                 memoryview(buffer)[:] = self.read(begin, begin + len(buffer))
                 begin += len(buffer)
             return
-        position = 0
         # one call per 1,024 buffers; the system also stops at 2 GiB
-        while position < len(buffers):
-            count = os.preadv(self.fd, buffers[position : position + _MAX_BUFFERS], begin)
-            if not count and any(map(len, buffers[position : position + _MAX_BUFFERS])):
+        while buffers:
+            count = os.preadv(self.fd, buffers[:MAX_BUFFERS], begin)
+            if not count and any(map(len, buffers[:MAX_BUFFERS])):
                 raise self._cut_short()
             begin += count
-            while position < len(buffers) and count >= len(buffers[position]):
-                count -= len(buffers[position])
-                position += 1
-            if count:
-                buffers = [buffers[position][count:], *buffers[position + 1 :]]
-                position = 0
+            buffers = skip_bytes(buffers, count)
 
     def map(self) -> mmap.mmap:
         """Return the whole file as a read-only map, made on first use.
 
-        Hazard: where a file is cut short in place, or the disk cannot read a page, reading the map kills the process (SIGBUS).
-        `Maps` copies safely.
+        Hazard: if the file is truncated in place, or the disk cannot read a page, reading the map kills the process
+        (SIGBUS). `Maps` copies safely.
         """
         if self._map is None:
             with _lock:
                 if self._map is None:
-                    # a map keeps a descriptor of its own unless it is told not to
+                    # by default, mmap duplicates the descriptor
                     untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
                     self.check_unchanged()
                     try:
                         self._map = mmap.mmap(self.fd, self.nbytes, access=mmap.ACCESS_READ, **untracked)
-                    except ValueError:  # cut short since
+                    except ValueError:  # truncated since it was opened
                         self.check_unchanged()
                         raise
         return self._map
@@ -222,32 +200,40 @@ class ShardFile:
         tensor = self._tensor
         if tensor is None:
             tensor = torch.from_numpy(self.array())
-            if type(tensor) is torch.Tensor:  # not a fake one, of a mode that torch is in
+            if type(tensor) is torch.Tensor:  # a real tensor, even under torch's fake mode
                 self._tensor = tensor
         return tensor
 
     def address(self) -> int:
-        """Return where the map begins in this process's memory."""
+        """Return the address at which the map starts."""
         return self.tensor().data_ptr()
+
+
+def skip_bytes(buffers: Sequence[Any], nbytes: int) -> Sequence[Any]:
+    """Return what follows the first `nbytes` bytes of `buffers`. Memory: views."""
+    for at, buffer in enumerate(buffers):
+        if nbytes < len(buffer):
+            return [buffer[nbytes:], *buffers[at + 1 :]]
+        nbytes -= len(buffer)
+    return []
 
 
 _seeking = threading.Lock()
 
 
 def _seek_and_read(fd: int, nbytes: int, begin: int) -> bytes:
-    """Do what `os.pread` does, where that is missing: threads take turns at the file's position."""
+    """Replace `os.pread` on systems without it: threads take turns at the file's position."""
     with _seeking:
         os.lseek(fd, begin, os.SEEK_SET)
         return os.read(fd, nbytes)
 
 
 class Files:
-    """Open files by path, at most `max_open` at once; the one opened longest ago is dropped first.
+    """Open files by path, at most `max_open` at once; the file opened longest ago is dropped first.
 
-    A `fixed` file that was replaced or changed since it was first opened is not opened again: what is known of its bytes
-    is no longer true.
+    A `fixed` file that was replaced or changed since it was first opened is not opened again.
 
-    Threads/fork/pickle: safe everywhere; a copy in another process opens its own files, which must be the same.
+    Threads/fork/pickle: safe everywhere; a copy in another process opens the files again, and requires the same files.
     """
 
     def __init__(
@@ -262,11 +248,11 @@ class Files:
         self._closed = False
 
     def get(self, path: str) -> ShardFile:
-        """Return the file, opened if it is not.
+        """Return the file; open it if needed.
 
         Raises:
-            OSError: It cannot be opened; a MissingShardError if it is not there.
-            FormatError: It is not the one that was opened before.
+            OSError: The file cannot be opened; a MissingShardError if it does not exist.
+            FormatError: The file is not the one that was opened before.
             ValueError: `close` was called.
         """
         file = self._open.get(path)
@@ -289,15 +275,11 @@ class Files:
         return file
 
     def expect(self, path: str) -> None:
-        """Let nothing but the file that is at `path` now be opened under it later.
-
-        Raises:
-            OSError: There is none.
-        """
+        """Let `get` open only the file that now has this path; raise OSError if there is none."""
         self._identities.setdefault(path, _identity(os.stat(path)))
 
     def reopen(self, path: str) -> ShardFile:
-        """Return the file that has this path now, whatever had it when it was opened."""
+        """Open and return the file that now has this path."""
         with _lock:
             self._open.pop(path, None)
         return self.get(path)
@@ -306,7 +288,7 @@ class Files:
         return len(self._open)
 
     def close(self) -> None:
-        """Close every file; reads that are under way finish first. Views of maps stay valid as long as they live."""
+        """Close every file when its current reads end. Views of maps stay valid."""
         with _lock:
             self._closed = True
             self._open.clear()
@@ -315,11 +297,11 @@ class Files:
         return Files, (self.max_open, self._fixed, self._identities)
 
 
-_lock = threading.Lock()  # of what opens and maps files
+_lock = threading.Lock()  # held during opening and mapping of a file
 
 
 def _renew_lock() -> None:
-    """Called in a forked child: a thread that held the lock is not there to release it."""
+    """Renew the lock in a forked child, which lacks the thread that may hold it."""
     global _lock
     _lock = threading.Lock()
 
@@ -329,7 +311,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _default_max_open() -> int:
-    """Return a quarter of the descriptors that this process may have: maps take a second one each."""
+    """Return a quarter of this process's limit of descriptors, since a map may take a second one."""
     try:
         import resource
 

@@ -1,6 +1,6 @@
-"""Read leases: while one is held, Linux holds up processes that cut the file short or open it for writing.
+"""Read leases: while a process holds one, Linux delays processes that truncate the file or open it for writing.
 
-A copy from a map of a file that is cut short meanwhile ends in SIGBUS; under a lease the file cannot be cut.
+If a mapped file is truncated during a copy, the process gets SIGBUS. Under a lease, the file cannot be truncated.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import weakref
 from collections.abc import Sequence
 
 from wds_tensorcache.storage.files import LEASE_FDS, ShardFile
-from wds_tensorcache.storage.system import LOCAL as _LOCAL
-from wds_tensorcache.storage.system import file_system
+from wds_tensorcache.storage.system import LOCAL, file_system
 
 if sys.platform == "linux":
     import fcntl
@@ -23,20 +22,19 @@ if sys.platform == "linux":
 
 __all__ = ["Leases"]
 
-# descriptors that leases may take of what the process may have; half of them stay open for the next copy
+# the number of descriptors that leases may use; half of them stay open for the next copy
 _MAX_OPEN = 64
-# the kernel waits so long for a lease to be given back, and then lets the file be cut: less could end during a copy
+# the kernel breaks a lease after `lease-break-time`; if that is shorter than this, it could end during a copy
 _MIN_BREAK_TIME_S = 5
-# a writer has the file open, or descriptors or memory are short; all else, such as another owner, stays as it is
+# temporary: another process writes the file, or descriptors or memory are short; other errors are permanent
 _PASSING = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _opening = threading.RLock()  # no fork between opening a descriptor and noting it
 
 
 class Leases:
-    """Read leases, each on an open file description of its own: those of other threads and processes do not end with it.
+    """Read leases, each on a separate open file description, so that releasing one does not release those of other threads.
 
-    Hold them for one copy: a process that opens the shard for writing waits until they are released. They are, too, when the
-    last reference to this object has gone.
+    Hold them only for one copy: a process that opens the shard for writing waits until `release`, or until they are freed.
     """
 
     def __init__(self) -> None:
@@ -45,14 +43,14 @@ class Leases:
         self._net.atexit = False
 
     def take(self, files: Sequence[ShardFile]) -> bool:
-        """Take a lease on each file; return False, with none taken, if one of them cannot be had or trusted."""
+        """Take a lease on each file. If one is unavailable or not trusted, take none and return False."""
         if sys.platform != "linux" or len(LEASE_FDS) + sum(not file.lease_fds for file in files) > _MAX_OPEN:
             return False
         for file in files:
             try:
                 if file.may_lease is None:
                     file.may_lease = _is_trusted(file)
-            except OSError:  # descriptors or memory are short: it is asked again
+            except OSError:  # descriptors or memory are short: the next copy tries again
                 break
             if not file.may_lease:
                 break
@@ -67,11 +65,7 @@ class Leases:
         return False
 
     def _add(self, file: ShardFile) -> None:
-        """Take a lease on one more file.
-
-        Raises:
-            OSError: There is none to be had; EAGAIN if the file is open for writing.
-        """
+        """Take a lease on one more file; raise OSError if none is available, EAGAIN if the file is open for writing."""
         if sys.platform == "linux":
             idle = file.lease_fds
             try:
@@ -87,13 +81,13 @@ class Leases:
             fcntl.fcntl(fd, fcntl.F_SETOWN, 0)
 
     def are_held(self) -> bool:
-        """Return False if a process waits for one of them to be released."""
+        """Return False if a process waits for one of the leases."""
         return sys.platform == "linux" and all(
             fcntl.fcntl(fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK for fd, _ in self._taken
         )
 
     def release(self) -> None:
-        """Give all of them back."""
+        """Release all leases."""
         _release(self._taken)
         self._net.detach()
 
@@ -102,38 +96,32 @@ def _release(taken: list[tuple[int, list[int]]]) -> None:
     while taken:
         fd, idle = taken[-1]
         if sys.platform == "linux":
-            # closing alone would leave the lease to a child that was forked meanwhile
+            # only closing would leave the lease with a child that was forked meanwhile
             with contextlib.suppress(OSError):  # there was none, or the kernel took it back
                 fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-        # Hazard: an interrupt between these two costs a descriptor, but never leaves a lease, nor gives one out twice.
+        # Hazard: an interrupt between these two costs a descriptor, but never keeps a lease, nor gives one out twice.
         taken.pop()
         idle.append(fd)
-        if len(LEASE_FDS) > _MAX_OPEN // 2:
-            _close(idle)
+        while len(LEASE_FDS) > _MAX_OPEN // 2 and idle:
+            with contextlib.suppress(IndexError):  # other threads take descriptors of the file, too
+                fd = idle.pop()
+                del LEASE_FDS[fd]
+                os.close(fd)
 
 
 def _is_trusted(file: ShardFile) -> bool:
-    """Return whether a lease on `file` keeps every writer away, and long enough."""
+    """Return whether a lease on `file` keeps every writer away for long enough."""
     with open("/proc/sys/fs/lease-break-time", encoding="ascii") as setting:
-        break_time_s = int(setting.read())  # 0: without end
+        break_time_s = int(setting.read())  # 0: no limit
     kind, _ = file_system(f"/proc/self/fd/{file.fd}")
     status = os.fstat(file.fd)
-    # to read a hole tmpfs needs memory: SIGBUS where it has none left
+    # Hazard: reading a hole of a tmpfs file allocates memory; without free memory, it ends in SIGBUS.
     is_sparse = kind == "tmpfs" and status.st_blocks * 512 < status.st_size
-    return kind in _LOCAL and not is_sparse and not 0 < break_time_s < _MIN_BREAK_TIME_S
-
-
-def _close(idle: list[int]) -> None:
-    """Close the idle descriptors of a file."""
-    with contextlib.suppress(IndexError):  # other threads take of them too
-        while True:
-            fd = idle.pop()
-            del LEASE_FDS[fd]
-            os.close(fd)
+    return kind in LOCAL and not is_sparse and not 0 < break_time_s < _MIN_BREAK_TIME_S
 
 
 def _forget() -> None:
-    """Close what a forked child inherited: the leases are its parent's, and would outlive it."""
+    """Close inherited descriptors in a forked child; they would keep the parent's leases after the parent ends."""
     for fd, idle in LEASE_FDS.items():
         os.close(fd)
         idle.clear()

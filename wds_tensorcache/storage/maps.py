@@ -1,10 +1,9 @@
-"""Copies of many small ranges out of maps of shards, safe from SIGBUS unless the caller asked for bare maps.
+"""Copies of many small ranges out of memory maps of shards, safe from SIGBUS unless the caller asked for unprotected maps.
 
-A shard that is cut short in place takes the pages of its map away, and the next access kills the process. Two ways keep
-the copy from that: a read lease, under which the shard cannot be cut, and `process_vm_readv` on this very process, which
-fails with EFAULT. A lease ends by itself when the process is stopped in the middle of a copy for longer than the kernel's
-`lease-break-time`, 45 s: such a copy may still crash. The lease costs more for each shard (5 us), the call more for each
-sample (0.6 us instead of 0.1).
+Truncating a shard in place removes pages from its map; the next access to one kills the process. Two mechanisms prevent
+that. Under a read lease, the shard cannot be truncated. `process_vm_readv` on the own process fails with EFAULT instead.
+The kernel ends a lease after its `lease-break-time` (45 s), so a process that is stopped for longer during a copy may still
+crash. A lease costs more per shard (5 us), the call more per sample (0.6 us instead of 0.1).
 """
 
 from __future__ import annotations
@@ -26,30 +25,31 @@ from wds_tensorcache.storage.lease import Leases
 __all__ = ["CAN_COPY", "MapLost", "Maps", "gather", "read_ranges"]
 
 Array = np.ndarray[Any, Any]
-CAN_COPY = sys.platform == "linux"  # elsewhere there are neither leases nor process_vm_readv
-LEASED_SAMPLES = 16  # so many samples of a shard are worth a lease: measured, 14 to 20
-_CHUNK_NBYTES = 1 << 22  # a writer waits for one chunk at most
+CAN_COPY = sys.platform == "linux"  # other systems have neither leases nor process_vm_readv
+LEASED_SAMPLES = 16  # from this many samples of a shard on, a lease is faster: measured, 14 to 20
+_CHUNK_NBYTES = 1 << 22  # a writer waits for at most one chunk
 _MAX_RANGES = 1024  # IOV_MAX
-_refused: set[int] = set()  # the errors by which a sandbox forbids process_vm_readv
+_refused: set[int] = set()  # errors with which a sandbox forbids process_vm_readv
 
 
 class MapLost(Exception):
-    """The maps may not be copied from now: the caller reads the files instead, and that read says if anything is wrong."""
+    """The maps cannot be copied safely now. The caller reads the files instead, and that read reports damage."""
 
 
 class Maps:
-    """Maps of some shards as one range of bytes, while a batch is copied out of them.
+    """Maps of several shards, addressed as one range of bytes during one copy.
 
     Args:
         files: The shards.
-        num_samples: How many samples will be copied.
-        io: "auto" copies safely; "mmap" as fast as possible, and dies of SIGBUS if a shard is cut short meanwhile.
+        num_samples: Number of samples in the copy.
+        io: "auto" copies safely. "mmap" copies as fast as possible; if a shard is truncated meanwhile, SIGBUS kills the
+            process.
 
     Attributes:
-        bases: Where each file's first byte is in the range.
+        bases: Offset of each file's first byte in the range.
 
     Raises (in the block, and when it ends):
-        MapLost: A process wants to write to a shard, a page cannot be read, or nothing safe is to be had.
+        MapLost: A process wants to write to a shard, a page cannot be read, or no safe copy is available.
         FormatError: A shard was written to since it was opened.
     """
 
@@ -62,48 +62,44 @@ class Maps:
         self._leases: Leases | None = None
 
     def __enter__(self) -> Maps:
-        files = self._files
         if not self._is_bare and not CAN_COPY:
             raise MapLost
         leases = Leases() if self._is_leasable else None
         try:
-            if leases is not None and leases.take(files):
+            if leases is not None and leases.take(self._files):
                 self._leases = leases
-            for file in files:
-                # Hazard: a cut before the lease was taken. It is seen here, and a file that is whole now stays whole.
+            for file in self._files:
+                # Hazard: truncation before the lease was taken. This check sees it; under the lease, a whole file stays whole.
                 file.check_unchanged()
-            self._map()
+            addresses = self._addresses()
         except BaseException:
             if leases is not None:
                 leases.release()
             raise
+        self._first = min(addresses)
+        self.bases = [address - self._first for address in addresses]
         return self
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        self._release()
-        if error is None:
-            for file in self._files:
-                file.check_unchanged()
-
-    def _release(self) -> None:
-        if self._leases is not None:
-            self._leases.release()
-
-    def _map(self) -> None:
+    def _addresses(self) -> list[int]:
         try:
-            addresses = [file.address() for file in self._files]
+            return [file.address() for file in self._files]
         except OSError as exc:
             if self._is_bare:
                 raise
-            raise MapLost from exc  # no memory for a map, or a file system without them
-        self._first = min(addresses)
-        self.bases = [address - self._first for address in addresses]
+            raise MapLost from exc  # no memory for a map, or a file system without maps
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if self._leases is not None:
+            self._leases.release()
+        if error is None:
+            for file in self._files:
+                file.check_unchanged()
 
     def _whole(self) -> torch.Tensor:
         files = self._files
         if len(files) == 1:
             return files[0].tensor()
-        # from the first one's address to the end of the last; the bytes between the maps are never touched
+        # from the address of the first map to the end of the last; bytes between the maps are never touched
         nbytes = max(base + file.nbytes for base, file in zip(self.bases, files, strict=True))
         return torch.from_numpy(view_address(self._first, nbytes, files))
 
@@ -158,7 +154,7 @@ def gather(memory: torch.Tensor, begins: Array, width: int, out: Array | None = 
 
 
 def read_ranges(file: ShardFile, begins: Array, ends: Array, io: str) -> Iterator[bytes]:
-    """Yield the bytes of many ranges of a shard: out of its map, if that is safe now and `io` is not "pread"."""
+    """Yield the bytes of many ranges of a shard, from its map if that is safe now and `io` is not "pread"."""
     if io != "pread":
         try:
             with Maps([file], len(begins), io) as maps:
@@ -169,35 +165,28 @@ def read_ranges(file: ShardFile, begins: Array, ends: Array, io: str) -> Iterato
 
 
 def _copy(addresses: Array, sizes: Array, out: Array) -> None:
-    """Fill `out` with the bytes at `addresses` in this process, range after range.
-
-    Raises:
-        MapLost: One of them is not mapped to bytes any more, or the system forbids the call.
-    """
+    """Fill `out` with the bytes at `addresses` in this process; raise MapLost if one is unmapped, or the call is forbidden."""
     ranges = np.stack([addresses, sizes], 1).astype(np.uint64)
     target = out.__array_interface__["data"][0]
     # one call per 1,024 ranges
     for at in range(0, len(ranges), _MAX_RANGES):
         some = ranges[at : at + _MAX_RANGES]
         nbytes = int(some[:, 1].sum())
-        if _refused or _process_vm_readv(target, nbytes, some) != nbytes:
+        if _refused:
+            raise MapLost
+        local = (ctypes.c_size_t * 2)(target, nbytes)
+        count: int = _process_vm_readv(os.getpid(), local, 1, some.ctypes.data, len(some), 0)
+        if count < 0 and ctypes.get_errno() not in (errno.EFAULT, errno.ENOMEM):
+            _refused.add(ctypes.get_errno())
+        if count != nbytes:
             raise MapLost
         target += nbytes
 
 
-def _process_vm_readv(target: int, nbytes: int, ranges: Array) -> int:
-    """Call `process_vm_readv` on this process; return how many bytes it copied, -1 if it failed."""
-    local = (ctypes.c_size_t * 2)(target, nbytes)
-    count: int = _function(os.getpid(), local, 1, ranges.ctypes.data, len(ranges), 0)
-    if count < 0 and ctypes.get_errno() not in (errno.EFAULT, errno.ENOMEM):
-        _refused.add(ctypes.get_errno())
-    return count
-
-
 if CAN_COPY:
-    _function: Any = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    _function.argtypes = [
+    _process_vm_readv: Any = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    _process_vm_readv.argtypes = [
         *(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong),
         *(ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong),
     ]
-    _function.restype = ctypes.c_ssize_t
+    _process_vm_readv.restype = ctypes.c_ssize_t

@@ -1,4 +1,4 @@
-"""A file that is written under a temporary name, by a thread of its own, and gets its name when it is complete."""
+"""A file that a separate thread writes under a temporary name, renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from wds_tensorcache.storage.atomic import create_temporary, fsync_folder
+from wds_tensorcache.storage.atomic import create_temporary, fsync_folder, replace
+from wds_tensorcache.storage.files import MAX_BUFFERS, skip_bytes
 from wds_tensorcache.storage.pool import Pool
 from wds_tensorcache.storage.threads import Job, ThreadPool
 
 __all__ = ["Output"]
 
 _STAGE_NBYTES = 1 << 22
-_LARGE_NBYTES = 1 << 21  # from here on, a copy costs more than it hides
-_MAX_STAGES = 2  # being written, while a third is filled
+_LARGE_NBYTES = 1 << 21  # from this size on, a copy costs more time than it hides
+_MAX_STAGES = 2  # stages being written, while another one is filled
 _POOL = Pool(_STAGE_NBYTES * (_MAX_STAGES + 1))
-_MAX_BUFFERS = 1024  # IOV_MAX
 
 
 class Output:
-    """Appends bytes to a file.
+    """A file to which bytes are appended.
 
-    Small pieces are copied into recycled memory, which a thread writes while the next samples are encoded: on a memory file
-    system the copy takes 40 us for 450 KB, the system call 130. Large ones are written where they lie.
+    Small pieces are copied into recycled memory, which a thread writes while the caller encodes the next samples: on a memory
+    file system the copy takes 40 us for 450 KB, the system call 130. Large pieces are written without a copy.
 
-    Threads/fork: one caller; nothing of it may be used in a forked child.
+    Threads/fork: one caller; not for a forked child.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._pid = os.getpid()
-        self._made = contextlib.ExitStack()  # closed by finish and drop
+        self._made = contextlib.ExitStack()  # `finish` and `drop` close it
         self._file = self._made.enter_context(create_temporary(path))
-        self.temporary = self._file.path  # what was appended can be read there after `flush`
+        self.temporary = self._file.path  # after `flush`, the file contains all appended bytes
         self._thread = ThreadPool(1, "tensorcache-output")
         self._writing: deque[Job[None]] = deque()
         self._stage: Any = None
@@ -44,7 +44,7 @@ class Output:
         self._failure: BaseException | None = None
 
     def append(self, parts: Sequence[Any], nbytes: int) -> None:
-        """Append `parts`, bytes-like, `nbytes` in all; they may be changed as soon as this returns.
+        """Append `parts`, bytes-like, `nbytes` in total. The caller may change them as soon as this returns.
 
         Raises:
             OSError: This or an earlier piece could not be written.
@@ -72,13 +72,13 @@ class Output:
         self._stage, self._filled = None, 0
 
     def _wait(self, remaining: int) -> None:
-        """Return when no more than `remaining` stages are being written."""
+        """Wait until at most `remaining` stages are being written."""
         while len(self._writing) > remaining:
             self._writing.popleft().result()
         self._check()
 
     def flush(self) -> None:
-        """Return when everything appended was handed to the system."""
+        """Wait until all appended bytes are handed to the system."""
         self._hand_over()
         self._wait(0)
 
@@ -89,46 +89,36 @@ class Output:
 
     def _write(self, parts: list[memoryview]) -> None:
         if self._failure is not None:
-            return  # what follows would be at another place than the index says
+            return  # later bytes would be at wrong offsets
         try:
             self._write_all(parts)
-        except OSError as exc:
-            self._failure = exc  # whoever waits for it, or appends more, is told
-        except BaseException as exc:  # an interrupt of the caller, who writes large parts itself
-            self._failure = exc
-            raise
+        except BaseException as exc:
+            self._failure = exc  # for `_check`
+            if not isinstance(exc, OSError):  # an interrupt of the caller, which writes large parts
+                raise
 
-    def _write_all(self, parts: list[memoryview]) -> None:
-        if not hasattr(os, "writev"):
-            for part in parts:
-                while len(part):
-                    part = part[os.write(self._file.fd, part) :]
-            return
-        # one call per 1,024 buffers; a disk that is almost full, and 2 GiB, make it take less than all
-        first = 0
-        while first < len(parts):
-            count = os.writev(self._file.fd, parts[first : first + _MAX_BUFFERS])
-            while first < len(parts) and count >= len(parts[first]):
-                count -= len(parts[first])
-                first += 1
-            if count:
-                parts[first] = parts[first][count:]
+    def _write_all(self, parts: Sequence[memoryview]) -> None:
+        fd, has_writev = self._file.fd, hasattr(os, "writev")
+        # one call per 1,024 buffers; it stops at 2 GiB, or where a disk is almost full
+        while parts:
+            count = os.writev(fd, parts[:MAX_BUFFERS]) if has_writev else os.write(fd, parts[0])
+            parts = skip_bytes(parts, count)
 
     def finish(self, fsync: bool) -> None:
-        """Give the file its name; with `fsync` after it is on disk, else a crash may leave the name with other bytes."""
+        """Rename the file to its name. With `fsync`, write it to disk first: otherwise a crash could leave wrong bytes."""
         self.flush()
         if fsync:
             os.fsync(self._file.fd)
         self._close()
         with self._made:
-            os.replace(self.temporary, self.path)
+            replace(self.temporary, self.path)
         if fsync:
             fsync_folder(os.path.dirname(self.path))
 
     def drop(self) -> None:
-        """Delete what was written; what cannot be deleted is left to the next writer, since there was another error before."""
+        """Delete the file; if that fails, the next writer deletes it."""
         if self._pid != os.getpid():
-            return  # a forked child, which leaves a `with` block as its parent will
+            return  # a forked child also leaves its parent's `with` block
         try:
             self._close()
         finally:

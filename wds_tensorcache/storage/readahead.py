@@ -1,4 +1,4 @@
-"""Go through a file once from its begin to its end, in pieces that other threads read ahead."""
+"""Read a file once from beginning to end, in pieces that other threads read ahead."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool
 __all__ = ["Digest", "ReadAhead", "Readers", "in_order"]
 
 _PIECE_NBYTES = 1 << 21
-_AHEAD_NBYTES = 1 << 22  # of a piece that another thread reads: handing it over costs little beside that
+_AHEAD_NBYTES = 1 << 22  # pieces for another thread are larger, since the hand-over costs time
 
-# So few bytes are hashed without giving up the interpreter. Where threads go through files of their own, one that gave it up
-# would wait each time until another does; where one goes through a file that others read, those do little else.
+# Hazard: GIL. xxhash does not release it for so few bytes. Threads that check one file each would wait for it after every hash.
 _HELD_NBYTES = 1 << 16
 
 _Job = TypeVar("_Job")
@@ -27,17 +26,17 @@ _Result = TypeVar("_Result")
 
 
 class Digest:
-    """The XXH3-64 of bytes of a file.
+    """The running XXH3-64 of the bytes `[begin, end)` of a file.
 
     Attributes:
-        value: 64 bits, of the bytes that are done; 0 if there are none.
-        error: Why they could not be read.
+        value: Digest of the bytes so far, 64 bits; 0 if there are none.
+        error: The error of a read, None if there was none.
     """
 
     __slots__ = ("_hash", "begin", "end", "error", "value")
 
     def __init__(self, begin: int, end: int) -> None:
-        self.begin, self.end = begin, end  # what is left
+        self.begin, self.end = begin, end  # the rest
         self.value = 0
         self.error: Exception | None = None
         self._hash: xxhash.xxh3_64 | None = None
@@ -55,12 +54,13 @@ class Digest:
 
 @dataclass(slots=True)
 class Readers:
-    """Who reads ahead in files, of which there may be several at a time, and the memory that they all use again.
+    """Threads that read ahead in one or several files at a time, and their recycled memory.
 
     Attributes:
-        pool: Its threads; None reads each piece when it is asked for.
-        threads: How many read in one file at a time.
-        is_stopped: Whether reading is to stop: then the next piece that is asked for raises Cancelled.
+        pool: The threads; None reads each piece in the thread that asks for it.
+        threads: Number of threads that read one file together.
+        is_stopped: Set to True to end reading: the next piece raises Cancelled.
+        spare: Memory for the next pieces.
     """
 
     pool: ThreadPool | None = None
@@ -70,21 +70,20 @@ class Readers:
 
 
 class ReadAhead:
-    """The bytes of a file for whoever asks for them in their order; others are read when they are asked for.
+    """The bytes of a file, for a caller that reads them mostly in order.
 
-    What is done with a piece is done piece by piece: headers are looked at, then all of it is hashed, so that neither's code
-    and data push the other's out of the processor's caches. A piece that cannot be read is left out: who asks for bytes of it
-    reads just those, and so is told which they are.
+    The caller reads the headers of a piece before the piece is hashed, which is better for the processor's caches. If a
+    piece cannot be read, its bytes are read again on request, so that the error names the bad ones.
 
     Args:
-        file: What is read.
-        readers: Who read it.
+        file: The file.
+        readers: The threads and the memory.
 
     Attributes:
-        done: Offset of the byte up to which digests are known.
+        done: Offset up to which digests are computed.
 
-    Threads: one at a time asks. Memory: a piece, and with a pool at most two more for each thread and one; the end of the
-    `with` block gives it back.
+    Threads: one caller. Memory: one piece; with a pool, two more per thread and another one, until the end of the `with`
+        block.
     """
 
     def __init__(self, file: ShardFile, readers: Readers) -> None:
@@ -124,7 +123,7 @@ class ReadAhead:
         return begin, memory, True
 
     def _holds(self, at: int) -> bool:
-        """Move on to the piece of the byte at `at`; return whether it is here."""
+        """Advance to the piece of the byte at `at`; return whether it could be read."""
         while at >= self._end:
             self.hash()
             self._keep()
@@ -134,14 +133,7 @@ class ReadAhead:
         return at >= self._begin
 
     def read(self, begin: int, end: int) -> bytes:
-        """Return the bytes `[begin, end)`, of which there are as many.
-
-        Raises:
-            OSError: They cannot be read.
-            FormatError: The file has fewer than it had.
-
-        Memory: a copy.
-        """
+        """Return the bytes `[begin, end)` of the file; raise OSError or FormatError if they cannot be read. Memory: a copy."""
         if end > self._end and begin < self._file.nbytes:
             self._holds(begin)
         if self._begin <= begin and end <= self._end:
@@ -149,20 +141,20 @@ class ReadAhead:
         return self._file.read(begin, end)
 
     def digest(self, begin: int, end: int) -> Digest:
-        """Return the digest of the bytes `[begin, end)`, of which there are as many; it is known when all of them are done."""
+        """Return the digest of the bytes `[begin, end)` of the file; it is complete when `done` reaches `end`."""
         digest = Digest(begin, end)
         self._digests.append(digest)
         self.done = min(self.done, begin)
         return digest
 
     def finish(self) -> None:
-        """Do what is left to do, for all digests."""
+        """Complete all digests."""
         while self._digests:
             self._holds(max(digest.end for digest in self._digests) - 1)
             self.hash()
 
     def hash(self) -> None:
-        """Do what is left to do for digests, with the bytes up to the end of the piece that is here."""
+        """Add the bytes up to the end of the current piece to all digests."""
         first, end, memory, step = self._begin, self._end, self._memory, self._step
         rest: list[Digest] = []
         for digest in self._digests:
@@ -186,7 +178,7 @@ class ReadAhead:
 def in_order(
     jobs: Iterable[_Job], run: Callable[[_Job], _Result], pool: ThreadPool | None, threads: int
 ) -> Generator[_Result, None, None]:
-    """Yield what `run` returns of each job, in their order; at most twice as many as threads are ahead of the caller."""
+    """Yield the results of `run` for each job, in order; at most two jobs per thread are ahead of the caller."""
     waiting: deque[Job[_Result]] = deque()
     try:
         for job in jobs:

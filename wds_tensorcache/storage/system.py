@@ -6,14 +6,14 @@ import os
 
 __all__ = ["LOCAL", "MEMORY", "file_system", "memory_nbytes", "overcommit_is_off"]
 
-# on network and stacked file systems a lease is granted, but does not bind other hosts or the layer below
+# network and stacked file systems grant leases that do not bind other hosts or the layer below
 LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs"})
 MEMORY = frozenset({"tmpfs", "ramfs"})
 _NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs", "afs", "gluster", "virtiofs")
 
 
 def file_system(path: str) -> tuple[str, bool]:
-    """Return the type of the file system that `path` is on, "" if unknown, and whether it is a network one."""
+    """Return the type of the file system of `path`, "" if unknown, and whether it is a network file system."""
     path = os.path.realpath(path)
     found, kind = "", ""
     try:
@@ -29,7 +29,7 @@ def file_system(path: str) -> tuple[str, bool]:
 
 
 def memory_nbytes() -> int | None:
-    """Return the bytes of physical memory, None if the system does not say."""
+    """Return the bytes of physical memory; None if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -37,7 +37,7 @@ def memory_nbytes() -> int | None:
 
 
 def overcommit_is_off() -> bool:
-    """Return whether the system counts memory when it is asked for: then private maps of shards would take as much again."""
+    """Return whether the system does not overcommit memory, so that private maps of shards would count as memory."""
     try:
         with open("/proc/sys/vm/overcommit_memory", encoding="ascii") as setting:
             return setting.read().strip() == "2"

@@ -1,8 +1,8 @@
 """Threads that run jobs for a caller that may be interrupted at any moment.
 
-Hazard: `concurrent.futures` waits by `threading.Condition`, which is Python code. A KeyboardInterrupt inside of it can leave
-a lock held, for which other threads wait forever, or release one that is not held, which is a RuntimeError. Here a caller
-waits by single calls into the interpreter: when the interrupt comes, each is done or has not begun.
+Hazard: `concurrent.futures` waits by `threading.Condition`, which is Python code. A KeyboardInterrupt inside it can leave a
+lock held forever, or release a lock that is not held. Here a caller waits by single C calls: an interrupt arrives before or
+after each call, not inside it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,34 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable
+from operator import methodcaller
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Cancelled", "Job", "ThreadPool", "interrupt_again", "wait_for"]
+__all__ = ["Cancelled", "Job", "ThreadPool", "call_when_gone", "interrupt_again", "wait_for"]
 
 _Result = TypeVar("_Result")
 
-# How long an interrupt, or the drop of a pool, waits for threads: they may need a lock that the waiting code holds.
+# After an interrupt, or when a pool is dropped, wait at most this long: threads may need a lock that the waiting code holds.
 _AT_MOST_S = 1.0
+
+
+class _Net(weakref.ref):  # type: ignore[type-arg]
+    call: Callable[[], Any] = tuple  # does nothing, in case an interrupt arrives before it is set
+
+
+_CALL = methodcaller("call")
+
+
+def call_when_gone(thing: Any, call: Callable[[], Any]) -> Any:
+    """Call a function when an object is freed, unless the returned handle is released first.
+
+    Hazard: if KeyboardInterrupt arrives inside a Python callback, the interpreter prints it and drops it. So the function,
+    and all that it calls, must be in C. It may run inside the garbage collector, so it must not wait for a lock.
+    """
+    net = _Net(thing, _CALL)
+    net.call = call
+    return net
 
 
 class Cancelled(Exception):
@@ -30,7 +49,7 @@ class Cancelled(Exception):
 
 
 class Job(Generic[_Result]):
-    """A call that another thread makes; any number of threads may wait for it."""
+    """A call that another thread executes; any number of threads may wait for it."""
 
     __slots__ = ("_calls", "_error", "_is_running", "_value", "is_done")
 
@@ -43,9 +62,9 @@ class Job(Generic[_Result]):
         self._is_running.acquire()
 
     def run(self) -> None:
-        """Make the call, unless it was cancelled."""
+        """Execute the call, unless it was cancelled."""
         try:
-            call, args = self._calls.pop()  # one thread gets it: that is one step of the interpreter
+            call, args = self._calls.pop()  # atomic, so only one thread gets it
         except IndexError:
             return
         try:
@@ -54,10 +73,10 @@ class Job(Generic[_Result]):
             self._error = exc
         del call, args
         self._end()
-        del self  # the error has a traceback, which has this frame
+        del self  # the error's traceback refers to this frame
 
     def cancel(self) -> bool:
-        """Return whether the call had not begun; then it never will, and `result` raises Cancelled."""
+        """Prevent the call, so that `result` raises Cancelled; return False if the call has begun."""
         try:
             self._calls.pop()
         except IndexError:
@@ -71,7 +90,7 @@ class Job(Generic[_Result]):
         self._is_running.release()
 
     def wait(self, timeout_s: float = -1) -> bool:
-        """Wait until the call has returned or was cancelled; return False if that took longer than `timeout_s`."""
+        """Wait until the call has returned or was cancelled; return False if that takes longer than `timeout_s`."""
         if timeout_s < 0:
             while not self.is_done:
                 with self._is_running:
@@ -81,12 +100,7 @@ class Job(Generic[_Result]):
         return self.is_done
 
     def result(self) -> _Result:
-        """Wait, and return what the call did.
-
-        Raises:
-            Cancelled: It was cancelled.
-            BaseException: Whatever the call raised.
-        """
+        """Wait for the call; return its result or raise its error. Raise Cancelled if it was cancelled."""
         self.wait()
         try:
             if self._error is not None:
@@ -103,12 +117,12 @@ def wait_for(jobs: Iterable[Job[Any]]) -> None:
 
 
 class _Crew:
-    """State that the threads of a pool share. They do not refer to the pool, so that it is freed when the caller drops it."""
+    """State that the threads of a pool share. The threads do not refer to the pool, so it ends when the caller drops it."""
 
     def __init__(self, count: int, name: str) -> None:
         self.jobs: SimpleQueue[Any] = SimpleQueue()  # jobs; anything else ends a thread
         self.is_begun = False
-        self.net: Any = None  # what ends the threads when the pool is dropped
+        self.net: Any = None  # ends the threads when the pool is dropped
         self._ends = [Job(self._work) for _ in range(count)]
         self._threads: list[threading.Thread] = []
         self._idents: set[int] = set()
@@ -120,10 +134,11 @@ class _Crew:
         """Start the threads, once."""
         _OPEN.add(self)
         try:
-            # By a thread of its own: Thread.start waits by Condition. No calls in between, after which an interrupt may come.
+            # In a separate thread, as Thread.start waits by Condition; and without a call between the two lines, after which
+            # an interrupt may come.
             self.is_begun = True
             _thread.start_new_thread(self._starting.run, ())
-        except RuntimeError:  # the system gives no more threads
+        except RuntimeError:  # the system allows no more threads
             self.is_begun = False
             raise
 
@@ -133,7 +148,7 @@ class _Crew:
             thread = threading.Thread(target=end.run, name=f"{self._name}_{number}", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the system gives no more threads: those that there are do it all
+            except RuntimeError:  # the system allows no more threads: the existing ones do all jobs
                 if not number:
                     self._work()
                 return
@@ -147,7 +162,7 @@ class _Crew:
                 self.jobs.put(job)  # for the next thread
                 return
             job.run()
-            del job  # while this waits for the next one, nothing of the last is kept
+            del job  # otherwise the job's memory would be kept until the next job
 
     def cancel(self) -> None:
         """Cancel the jobs that no thread has begun."""
@@ -160,7 +175,7 @@ class _Crew:
                 job.cancel()
 
     def end(self, timeout_s: float = -1) -> None:
-        """Let the threads end when they have done what they are given, and wait for them, unless this is one of them."""
+        """End the threads after their current jobs, and wait for them, unless the caller is one of them."""
         self.net = None
         self.jobs.put(None)
         _OPEN.discard(self)
@@ -170,17 +185,17 @@ class _Crew:
         if self._starting.wait(timeout_s):
             for end, thread in zip(self._ends, self._threads, strict=False):
                 if end.wait(timeout_s):
-                    thread.join()  # all but over
+                    thread.join()  # about to end
         _ENDED.extend(self._threads)
 
 
 class ThreadPool:
     """Threads that run jobs; the first job starts them.
 
-    Jobs begin in the order in which they were given. The end of the `with` block, and `close`, wait until all are done. Where a
-    pool is dropped, or the interpreter ends, its threads end with the jobs that they have begun.
+    Jobs begin in the order of `submit`. The end of the `with` block, and `close`, wait until all jobs are done. When the
+    pool is dropped, or the interpreter ends, the threads end after their current jobs.
 
-    Threads/fork/pickle: any thread may use it, and several at once; a forked child has none of its parent's threads.
+    Threads/fork/pickle: any number of threads may use it at once; a forked child does not have its parent's threads.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -188,7 +203,7 @@ class ThreadPool:
         self._is_closed = False
 
     def submit(self, call: Callable[..., _Result], *args: Any) -> Job[_Result]:
-        """Let a thread make a call. After `close`, it is cancelled at once."""
+        """Return a job for a thread to run. After `close`, it is cancelled at once."""
         job = Job(call, *args)
         if not self._crew.is_begun:
             end = _end_dropped(self._crew)
@@ -201,16 +216,16 @@ class ThreadPool:
         return job
 
     def close(self, *, cancel: bool = False, timeout_s: float = -1) -> None:
-        """Wait for all jobs, or with `cancel` for those that have begun, and for the threads to end.
+        """Wait for all jobs and threads to end; with `cancel`, drop jobs that have not started.
 
-        Called by one of the threads, it does not wait.
+        If called from a pool thread, do not wait.
         """
         self._is_closed = True
         if cancel:
             self._crew.cancel()
         try:
             self._crew.end(timeout_s)
-        except BaseException:  # an interrupt; the threads have been told
+        except BaseException:  # an interrupt: the threads already know that they must end
             self._crew.end(_AT_MOST_S)
             raise
 
@@ -222,9 +237,9 @@ class ThreadPool:
 
 
 def _end_dropped(crew: _Crew) -> Generator[None, object, None]:
-    """End threads when the last reference to their pool has gone, which may be anywhere in the caller's code.
+    """End threads after the last reference to their pool is gone, at any point of the caller's code.
 
-    Hazard: an interrupt may come when a callback is called, before its first line. A generator that goes on is in its `try`.
+    Hazard: an interrupt may arrive before the first line of a callback. A resumed generator is already inside its `try`.
     """
     try:
         yield
@@ -237,23 +252,23 @@ def _end_dropped(crew: _Crew) -> Generator[None, object, None]:
 
 
 def interrupt_again() -> None:
-    """Let a KeyboardInterrupt come once more; the last call of the callback of a weak reference in which it came.
+    """Interrupt the main thread again; the last call in a weak reference's callback that was interrupted.
 
-    What such a callback raises has no caller: the interpreter would print and forget it.
+    An error in such a callback has no caller: the interpreter prints it and drops it.
     """
-    _thread.start_new_thread(_thread.interrupt_main, ())  # not at once, which would be in the callback still
+    _thread.start_new_thread(_thread.interrupt_main, ())  # not at once, which would be inside the callback
 
 
 _OPEN: set[_Crew] = set()
 
-# Threads that have ended. `threading` has a weak reference to each with a callback in Python, in which an interrupt would be
-# printed and forgotten: so they are freed by a thread that is never interrupted.
+# Threads that have ended. `threading` has a weak reference to each with a callback in Python, which would forget an interrupt:
+# so a thread that is never interrupted frees them.
 _ENDED: list[threading.Thread] = []
 
 
 @atexit.register
 def _end_all() -> None:
-    """End all threads while there is an interpreter for them to end in."""
+    """End all threads before the interpreter ends."""
     for crew in list(_OPEN):
         crew.cancel()
         crew.end()

@@ -1,4 +1,4 @@
-"""Tar headers, built and scanned here because offsets and speed matter; what is read is what `tarfile` reads (FORMAT.md 1)."""
+"""Tar headers, built and scanned here because offsets and speed matter; reads the same members as `tarfile` (FORMAT.md 1)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import struct
 import tarfile
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 from zlib import adler32
 
 from wds_tensorcache.errors import FormatError, TarFormatError
@@ -13,6 +14,7 @@ from wds_tensorcache.shards.tar.fields import (
     Pairs,
     Records,
     check_checksum,
+    check_length,
     parse_number,
     parse_records,
     refuse_compressed,
@@ -21,6 +23,8 @@ from wds_tensorcache.shards.tar.fields import (
 __all__ = [
     "BLOCK",
     "END_OF_ARCHIVE",
+    "Header",
+    "Headers",
     "Scanner",
     "build_header",
     "is_extended",
@@ -33,16 +37,16 @@ __all__ = [
 BLOCK = 512
 END_OF_ARCHIVE = bytes(2 * BLOCK)
 
-_MAX_OCTAL_NBYTES = 8**11  # 11 digits: 8 GiB and more need a pax record
+_MAX_OCTAL_NBYTES = 8**11  # 11 octal digits: from 8 GiB on, a pax record is needed
 _MAX_RECORDS_NBYTES = 1 << 20
 _MAX_FIELD_NBYTES = 100
-_MAX_NAME_NBYTES = 1 << 14  # a global pax header names all members that follow, and each name takes its time
-_MAX_EXTENDED_BLOCKS = 10  # before a header, as far as `names_of` looks back
+_MAX_NAME_NBYTES = 1 << 14  # limits the name in a global pax header, which costs time for each member that follows
+_MAX_EXTENDED_BLOCKS = 10  # the distance that `names_of` searches before a header
 _MAX_WINDOW_NBYTES = 1 << 18
 _MIN_WINDOW_NBYTES = 1 << 13
 _LARGE_MEMBER_NBYTES = 1 << 16
 
-# What webdataset's TarWriter writes around name, size and checksum.
+# webdataset's TarWriter writes these around name, size and checksum
 _OWNER = b"0000444\0" + b"0000000\0" * 2
 _TIME = bytes(1) + b"00000000000\0"
 _TAIL = b"0" + bytes(100) + b"ustar\x0000" + b"bigdata".ljust(32, b"\0") * 2 + bytes(183)
@@ -50,6 +54,7 @@ _BASE_SUM = sum(_OWNER + _TIME + b" " * 8 + _TAIL)
 _PACK_HEADER = struct.Struct("100s24s11s13s8s356s").pack
 
 _SPLIT_HEADER = struct.Struct("100s24x11sB12x8s356s").unpack_from  # name, size, its end, checksum, from typeflag on
+_SPARSE = ord("S")
 _FILE_TYPES = frozenset(b"0\x007")
 _EMPTY_TYPES = frozenset(b"123456")  # links, devices, directories, FIFOs: their size field counts no content
 _EXTENDED_TYPES = frozenset(b"xXgLK")  # pax records of one member, Solaris's, of all members; GNU long name and link
@@ -57,17 +62,17 @@ _IS_META = re.compile(r"__[^/]*__($|/)|___?\Z").match  # webdataset's tar_file_i
 
 
 def padding(nbytes: int) -> int:
-    """Return how many zero bytes follow `nbytes` bytes of content, up to the next multiple of 512."""
+    """Return the number of zero bytes after `nbytes` bytes of content, up to the next multiple of 512."""
     return -nbytes % BLOCK
 
 
 def is_meta_name(name: str) -> bool:
-    """Return whether webdataset takes a member of this name for metadata, and skips it."""
+    """Return whether webdataset skips a member of this name as metadata."""
     return _IS_META(name) is not None
 
 
 def is_extended(header: bytes) -> bool:
-    """Return whether a header is of pax records or a long name: what they are of follows."""
+    """Return whether a header's content, pax records or a long name, describes the members that follow."""
     return header[156] in _EXTENDED_TYPES
 
 
@@ -75,61 +80,160 @@ def build_header(name: str, nbytes: int) -> bytes:
     """Return the header of an ordinary file, byte for byte what webdataset's `TarWriter(mtime=0)` writes.
 
     Args:
-        name: Member name, at most 100 ASCII bytes: `names.check_suffixes` has seen to that.
+        name: Name of the member, at most 100 ASCII bytes, as `names.check_suffixes` ensures.
         nbytes: Length of the content in bytes, not negative.
 
     Returns:
-        512 bytes; from 8 GiB on 1,536 bytes, since such a size needs a pax record in front.
+        512 bytes; from 8 GiB on 1,536 bytes, since such a size needs a pax record before the header.
     """
     if nbytes >= _MAX_OCTAL_NBYTES:
-        return _build_pax_size(nbytes) + build_header(name, 0)
+        return _by_tarfile(name, nbytes, 0o444, "bigdata")
     path = name.encode("ascii")
     size = b"%011o" % nbytes
-    # Adler-32 begins with 1 + the sum of the bytes, modulo 65,521 that at most 256 bytes cannot reach.
+    # The lower half of Adler-32 is 1 + the sum of the bytes, modulo 65,521, which at most 256 bytes cannot reach.
     checksum = b"%06o\0 " % (_BASE_SUM - 1 + (adler32(path + size) & 0xFFFF))
     return _PACK_HEADER(path, _OWNER, size, _TIME, checksum, _TAIL)
 
 
 def rebuild_header(name: str, nbytes: int) -> bytes:
-    """Return the headers of an ordinary file of any name, for a member that has lost its own."""
+    """Return the headers of an ordinary file with any name, for a member that lost its own."""
     if name.isascii() and len(name) <= _MAX_FIELD_NBYTES:
         return build_header(name, nbytes)
+    return _by_tarfile(name, nbytes)
+
+
+def _by_tarfile(name: str, nbytes: int, mode: int = 0o644, owner: str = "") -> bytes:
     member = tarfile.TarInfo(name)
-    member.size = nbytes
+    member.size, member.mode, member.uname, member.gname = nbytes, mode, owner, owner
     return member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
 
 
-def _build_pax_size(nbytes: int) -> bytes:
-    record = b"%d size=%d\n" % (len(str(nbytes)) + 9, nbytes)  # 10 to 19 digits: the length itself has 2
-    header = bytearray(b"././@PaxHeader".ljust(100, b"\0") + b"0000000\0" * 3)
-    header += b"%011o" % len(record) + _TIME + b" " * 8 + b"x" + bytes(100) + b"ustar\x0000" + bytes(247)
-    header[148:155] = b"%06o\0" % sum(header)
-    return bytes(header) + record.ljust(BLOCK, b"\0")
+class Header(NamedTuple):
+    """A header, with its member's name and size, which may come from preceding extended headers.
+
+    Attributes:
+        kind: Type of the member, a byte of the header.
+        name: Name, decoded as UTF-8 with surrogateescape.
+        nbytes: Length of the content after the header, without padding.
+        is_file: True for an ordinary file.
+        sparse: Pax records of a GNU sparse member, without `GNU.sparse.` before their names.
+    """
+
+    kind: int
+    name: str
+    nbytes: int
+    is_file: bool
+    sparse: Pairs
+
+
+class Headers:
+    """The headers of one tar, read one after another: extended headers name the members that follow them.
+
+    Args:
+        read: `read(begin, end)` returns exactly those bytes of the tar.
+        nbytes: Length of the tar.
+        accepts_sparse: Accept GNU sparse members instead of refusing them.
+
+    Attributes:
+        own: Path and size for the next member, from extended headers.
+        common: Path for all following members, from global headers.
+    """
+
+    def __init__(self, read: Callable[[int, int], bytes], nbytes: int, *, accepts_sparse: bool = False) -> None:
+        self.own: Records = {}
+        self.common: Records = {}
+        self._sparse: Pairs | None = [] if accepts_sparse else None
+        self._read = read
+        self._nbytes = nbytes
+        self._expected_at = -1  # the offset at which a header must follow, after an extended one
+
+    def is_end(self, header: bytes, begin: int) -> bool:
+        """Return whether the block at byte `begin` ends the archive; raise TarFormatError if an extended header precedes it."""
+        if header.count(0) < BLOCK:
+            return False
+        if begin == self._expected_at:
+            raise TarFormatError("the archive ends after an extended header", offset=begin, kind="extended-header")
+        return True
+
+    def parse(self, header: bytes, begin: int) -> Header:
+        """Return the header at byte `begin`, and read the content of an extended one; raise TarFormatError if it is damaged."""
+        check_checksum(header, begin)
+        kind, path, nbytes = header[156], header[:100].partition(b"\0")[0], parse_number(header[124:136])
+        sparse = self._sparse
+        if kind == _SPARSE and sparse is None:
+            raise TarFormatError(
+                f"{path!r} is a GNU sparse member, expected one without holes", offset=begin, kind="sparse"
+            )
+        if kind == 0 and path.endswith(b"/"):
+            kind = ord("5")  # a directory in V7 format
+        if kind not in _EXTENDED_TYPES:
+            prefix = (
+                header[345:500].partition(b"\0")[0] if kind != _SPARSE else b""
+            )  # a sparse member has its map there
+            path = self.own.get(b"path", self.common.get(b"path", prefix + b"/" + path if prefix else path))
+            nbytes = 0 if kind in _EMPTY_TYPES else int(self.own.get(b"size", nbytes))
+            self.own.clear()
+            self._sparse = None if sparse is None else []
+        what = None
+        if len(path) > _MAX_NAME_NBYTES:
+            what = f"a name of {len(path)} bytes, expected at most {_MAX_NAME_NBYTES}: {path!r:.120}"
+        elif nbytes < 0:
+            what = f"the size is {header[124:136]!r}, expected octal digits or base 256, not negative"
+        if what is not None:
+            raise TarFormatError(what, offset=begin, kind="header")
+        if nbytes > self._nbytes - begin - BLOCK:
+            what = f"{path!r:.120} has {nbytes} bytes from {begin + BLOCK} on, the file {self._nbytes}"
+            raise TarFormatError(f"truncated, or a wrong size: {what}", offset=begin, kind="truncated")
+        if kind in _EXTENDED_TYPES:
+            self._parse_extended(kind, begin, nbytes)
+            self._expected_at = begin + BLOCK + nbytes + padding(nbytes)
+        is_file = kind in _FILE_TYPES or kind == _SPARSE
+        return Header(kind, path.decode("utf-8", "surrogateescape"), nbytes, is_file, sparse or [])
+
+    def _parse_extended(self, kind: int, header_begin: int, nbytes: int) -> None:
+        begin = header_begin + BLOCK
+        what, at = None, header_begin
+        if nbytes > _MAX_RECORDS_NBYTES:
+            what = f"an extended header of {nbytes} bytes, expected at most {_MAX_RECORDS_NBYTES}"
+            raise TarFormatError(what, offset=at, kind="extended-header")
+        content = self._read(begin, begin + nbytes)
+        if kind == ord("L"):
+            if b"\0" not in content:
+                what, at = f"a long name of {nbytes} bytes, expected a NUL after it", begin
+            self.own.setdefault(b"path", content.partition(b"\0")[0])
+        elif kind == ord("g"):
+            self.common.update(parse_records(content, begin))
+            if b"size" in self.common:
+                what = "a global pax header has a size, for all members"
+        elif kind != ord("K"):
+            # of two extended headers, tarfile uses the first
+            self.own = parse_records(content, begin, self._sparse) | self.own
+        if what is not None:
+            raise TarFormatError(what, offset=at, kind="extended-header")
 
 
 class Scanner:
     """The ordinary files of one uncompressed tar: iterating yields `(name, begin, nbytes)` for each.
 
     `begin` is the offset of the content in the tar and `nbytes` its length, both in bytes. Names are decoded as UTF-8,
-    other bytes with surrogateescape. Directories, links, devices and names that webdataset takes for its own metadata
-    (`__…__`) are skipped. Content is not read unless it lies between headers that are near each other: small members
-    are scanned in windows of 256 KiB, and large ones cost a read of 8 KiB each.
+    other bytes with surrogateescape. The scanner skips directories, links, devices and names that webdataset reserves for
+    its own metadata (`__…__`). It reads headers in windows of 256 KiB; after a large member, it reads 8 KiB.
 
     Args:
         read: `read(begin, end)` returns exactly those bytes of the file.
         nbytes: Length of the file.
-        begin: Of the first header.
+        begin: Offset of the first header.
 
     Raises:
-        TarFormatError: While iterating, with the offset in the tar. The tar is compressed, truncated (stock readers take a
-            missing end-of-archive block for the end), sparse, or breaks a rule of its format.
+        TarFormatError: While iterating, with the offset in the tar. The tar is compressed or truncated (stock readers
+            accept a missing end-of-archive block), contains a sparse member, or breaks another rule of the format.
 
-    Threads: not safe; one iteration at a time.
+    Threads: not thread-safe; one iteration at a time.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], nbytes: int, begin: int = 0) -> None:
         self.end = -1  # offset of the end-of-archive block, when an iteration has reached it
-        self.header_begin = begin  # of the last header that was not like the one before it, or could not be read
+        self.header_begin = begin  # of the last header that differed from the one before it, or could not be read
         self._read = read
         self._nbytes = nbytes
         self._begin = begin
@@ -138,13 +242,7 @@ class Scanner:
         self._next_window_nbytes = _MAX_WINDOW_NBYTES
 
     def peek(self, begin: int, end: int) -> bytes:
-        """Return the bytes [begin, end) of the tar: from the scanner's window if they are there, else by a read.
-
-        Raises:
-            FormatError: The file has fewer bytes than it had.
-
-        Memory: a copy.
-        """
+        """Return the bytes `[begin, end)` of the tar, from the window or by a read. Memory: a copy."""
         base = self._window_begin
         if base <= begin and end <= base + len(self._window):
             return self._window[begin - base : end - base]
@@ -152,37 +250,28 @@ class Scanner:
 
     def _read_exactly(self, begin: int, end: int) -> bytes:
         content = self._read(begin, end)
-        if len(content) != end - begin:
-            raise TarFormatError(
-                f"truncated: expected {end - begin} bytes, got {len(content)}", offset=begin, kind="truncated"
-            )
+        check_length(content, begin, end)
         return content
 
     def _move_window(self, begin: int) -> bytes:
         end = min(begin + self._next_window_nbytes, self._nbytes)
         if end - begin < BLOCK:
-            if not self._nbytes:
-                raise TarFormatError("the file is empty, expected a tar", offset=0, kind="truncated")
-            if not begin:
+            if not begin and end:
                 refuse_compressed(self._read_exactly(0, end))
-            raise TarFormatError(
-                f"truncated: the file ends at {self._nbytes}, without an end-of-archive block",
-                offset=begin,
-                kind="truncated",
-            )
-        self._window = self._read_exactly(begin, end)
-        self._window_begin = begin
+            what = f"truncated: the file ends at {self._nbytes}, without an end-of-archive block"
+            what = what if self._nbytes else "the file is empty, expected a tar"
+            raise TarFormatError(what, offset=begin, kind="truncated")
+        self._window, self._window_begin = self._read_exactly(begin, end), begin
         self._next_window_nbytes = min(2 * self._next_window_nbytes, _MAX_WINDOW_NBYTES)
         return self._window
 
     def __iter__(self) -> Iterator[tuple[str, int, int]]:
         # Hot path: what counts for small members is the number of Python's operations, so one header is one
-        # struct, one int and one checksum. Every header that differs behind its checksum from the last ordinary one
-        # (type, link, owner, prefix), or in any other way, goes to _read_header.
-        own: dict[bytes, bytes] = {}  # path and size of the next member, where an extended header has them
-        common: dict[bytes, bytes] = {}  # path of all members, likewise
+        # struct, one int and one checksum. Every header that differs after its checksum from the last ordinary one
+        # (type, link, owner, prefix), or in any other way, goes to `Headers.parse`.
+        headers = Headers(self.peek, self._nbytes)
         window, base, last = b"", 0, -1  # `last`: where the last header begins that is whole in the window
-        known_rest, known_sum, expected_at = b"", 0, -1
+        known_rest, known_sum = b"", 0
         total, header_begin, nbytes = self._nbytes, self._begin, 0
         self.end = -1
         self._next_window_nbytes = _MAX_WINDOW_NBYTES
@@ -195,7 +284,7 @@ class Scanner:
             at = header_begin - base
             begin = header_begin + BLOCK
             path, size, size_end, checksum, rest = _SPLIT_HEADER(window, at)
-            if rest == known_rest and not size_end & 0xDF and not own:  # NUL, or BSD tar's space
+            if rest == known_rest and not size_end & 0xDF and not headers.own:  # NUL, or BSD tar's space
                 try:
                     name = path.partition(b"\0")[0].decode()
                     nbytes = int(size, 8)
@@ -208,125 +297,35 @@ class Scanner:
                         header_begin = begin + nbytes + -nbytes % BLOCK
                         continue
             header = window[at : at + BLOCK]
-            if header.count(0) == BLOCK:
-                if header_begin == expected_at:
-                    raise TarFormatError(
-                        "the archive ends behind an extended header", offset=header_begin, kind="extended-header"
-                    )
+            if headers.is_end(header, header_begin):
                 self.end = header_begin
                 return
-            kind, name, nbytes = self._read_header(header, header_begin, own, common)
-            if kind in _FILE_TYPES and not _IS_META(name):
+            self.header_begin = header_begin
+            kind, name, nbytes, is_file, _ = headers.parse(header, header_begin)
+            if is_file and not _IS_META(name):
                 yield name, begin, nbytes
             header_begin = begin + nbytes + padding(nbytes)
             if kind in _EXTENDED_TYPES:
-                expected_at = header_begin
-                known_rest = known_rest if not common else b""
-            elif rest != known_rest and kind == ord("0") and not header[345] and not common:
+                known_rest = known_rest if not headers.common else b""
+            elif rest != known_rest and kind == ord("0") and not header[345] and not headers.common:
                 known_rest, known_sum = rest, sum(rest) + 8 * 32 - 1
-
-    def read_header(
-        self, header: bytes, header_begin: int, own: Records, common: Records, sparse: Pairs | None = None
-    ) -> tuple[bool, str, int]:
-        """Return whether a header is an ordinary file's, name and length of content.
-
-        Put into `own` and `common` what extended headers say, which is of the next member and of all of them; into `sparse` the
-        records of GNU sparse members, which are refused without it.
-
-        Raises:
-            FormatError: It is not a header that this reads.
-        """
-        kind, name, nbytes = self._read_header(header, header_begin, own, common, sparse)
-        return kind in _FILE_TYPES or kind == ord("S"), name, nbytes
-
-    def _read_header(
-        self, header: bytes, header_begin: int, own: Records, common: Records, sparse: Pairs | None = None
-    ) -> tuple[int, str, int]:
-        """Return type, name and length of content; put into `own` and `common` what extended headers say, and use it."""
-        self.header_begin = header_begin
-        check_checksum(header, header_begin)
-        begin, kind = header_begin + BLOCK, header[156]
-        path = header[:100].partition(b"\0")[0]
-        nbytes = parse_number(header[124:136])
-        if kind == ord("S") and sparse is None:
-            raise TarFormatError(
-                f"{path!r} is a GNU sparse member, expected one without holes", offset=header_begin, kind="sparse"
-            )
-        if kind == 0 and path.endswith(b"/"):
-            kind = ord("5")  # a directory, as V7 wrote it
-        if kind not in _EXTENDED_TYPES:
-            prefix = header[345:500].partition(b"\0")[0] if kind != ord("S") else b""  # there is its map
-            path = own.get(b"path", common.get(b"path", prefix + b"/" + path if prefix else path))
-            nbytes = 0 if kind in _EMPTY_TYPES else int(own.get(b"size", nbytes))
-            own.clear()
-        if len(path) > _MAX_NAME_NBYTES:
-            raise TarFormatError(
-                f"a name of {len(path)} bytes, expected at most {_MAX_NAME_NBYTES}: {path!r:.120}",
-                offset=header_begin,
-                kind="header",
-            )
-        if nbytes < 0:
-            field = header[124:136]
-            raise TarFormatError(
-                f"the size is {field!r}, expected octal digits or base 256, not negative",
-                offset=header_begin,
-                kind="header",
-            )
-        if nbytes > self._nbytes - begin:
-            raise TarFormatError(
-                f"truncated, or a wrong size: {path!r:.120} has {nbytes} bytes from {begin} on, "
-                f"the file {self._nbytes}",
-                offset=header_begin,
-                kind="truncated",
-            )
-        if kind in _EXTENDED_TYPES:
-            if nbytes > _MAX_RECORDS_NBYTES:
-                raise TarFormatError(
-                    f"an extended header of {nbytes} bytes, expected at most {_MAX_RECORDS_NBYTES}",
-                    offset=header_begin,
-                    kind="extended-header",
-                )
-            content = self.peek(begin, begin + nbytes)
-            if kind == ord("L"):
-                if b"\0" not in content:
-                    raise TarFormatError(
-                        f"a long name of {nbytes} bytes, expected a NUL after it", offset=begin, kind="extended-header"
-                    )
-                own.setdefault(b"path", content.partition(b"\0")[0])
-            elif kind == ord("g"):
-                common.update(parse_records(content, begin))
-                if b"size" in common:
-                    raise TarFormatError(
-                        "a global pax header has a size, for all members", offset=header_begin, kind="extended-header"
-                    )
-            elif kind != ord("K"):
-                for key, value in parse_records(content, begin, sparse).items():
-                    own.setdefault(key, value)  # of two extended headers tarfile obeys the first
-        return kind, path.decode("utf-8", "surrogateescape"), nbytes
 
 
 def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[bytes]:
-    """Yield the names that the member whose content begins at byte `begin` may have: by its header, and by extended ones.
-
-    Args:
-        read: Returns the bytes `[begin, end)` of the file.
-        begin: Of the content.
-        nbytes: Length of the file.
-    """
-    scanner = Scanner(read, nbytes)
+    """Yield possible names, from headers, of the member whose content starts at byte `begin` of a file of `nbytes`."""
     for blocks in range(1, _MAX_EXTENDED_BLOCKS):
-        at, own = begin - blocks * BLOCK, dict[bytes, bytes]()
+        at, headers = begin - blocks * BLOCK, Headers(read, nbytes)
         try:
             while 0 <= at < begin:
-                header = read(at, at + BLOCK)
-                if is_extended(header) and parse_number(header[124:136]) > begin - at - 2 * BLOCK:
+                block = read(at, at + BLOCK)
+                if is_extended(block) and parse_number(block[124:136]) > begin - at - 2 * BLOCK:
                     break  # before it is read: it may be a megabyte, and each member may have one
-                kind, name, size = scanner._read_header(header, at, own, {})
+                header = headers.parse(block, at)
                 at += BLOCK
-                if at == begin and kind in _FILE_TYPES:
-                    yield name.encode("utf-8", "surrogateescape")
-                if kind not in _EXTENDED_TYPES:
+                if at == begin and header.is_file:
+                    yield header.name.encode("utf-8", "surrogateescape")
+                if header.kind not in _EXTENDED_TYPES:
                     break
-                at += size + padding(size)
+                at += header.nbytes + padding(header.nbytes)
         except FormatError:
-            continue  # no header at this place
+            continue  # no header at this offset

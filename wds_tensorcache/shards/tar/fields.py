@@ -5,12 +5,23 @@ from __future__ import annotations
 import re
 from zlib import adler32
 
-from wds_tensorcache.errors import TarFormatError
+from wds_tensorcache.errors import Kind, TarFormatError
 
-__all__ = ["Pairs", "Records", "adds_up", "check_checksum", "parse_number", "parse_records", "refuse_compressed"]
+__all__ = [
+    "Pairs",
+    "Records",
+    "adds_up",
+    "check_checksum",
+    "check_length",
+    "parse_number",
+    "parse_records",
+    "refuse_compressed",
+]
 
 Records = dict[bytes, bytes]
 Pairs = list[tuple[bytes, bytes]]
+_EXTENDED: Kind = "extended-header"
+_SPARSE: Kind = "sparse"
 _RECORD_LENGTH = re.compile(rb"([0-9]{1,19}) ")
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -22,14 +33,14 @@ _COMPRESSED = {
 
 
 def check_checksum(header: bytes, header_begin: int) -> None:
-    """Raise TarFormatError unless the bytes of a header, at byte `header_begin` of the tar, add up to what it says."""
+    """Raise TarFormatError unless the checksum of the header at byte `header_begin` of the tar matches."""
     field = header[148:156]
     total = (adler32(header[:256]) & 0xFFFF) + (adler32(header[256:]) & 0xFFFF) - 2 - sum(field) + 8 * 32
     checksum = parse_number(field)
     if checksum == total:
         return
     high = sum(byte > 127 for byte in header) - sum(byte > 127 for byte in field)
-    if checksum == total - 256 * high:  # old tars add signed bytes
+    if checksum == total - 256 * high:  # old tars sum signed bytes
         return
     if not header_begin:
         refuse_compressed(header)
@@ -40,7 +51,7 @@ def check_checksum(header: bytes, header_begin: int) -> None:
 
 def refuse_compressed(header: bytes) -> None:
     """Raise TarFormatError if the first bytes of a file are those of a compressed one."""
-    # Only where no header is: `BZh9.json` is a name that a member may have.
+    # Call this only if there is no header: a member may have the name `BZh9.json`.
     for magic, name in _COMPRESSED.items():
         if header.startswith(magic):
             raise TarFormatError(
@@ -50,8 +61,15 @@ def refuse_compressed(header: bytes) -> None:
             )
 
 
+def check_length(content: bytes, begin: int, end: int) -> None:
+    """Raise TarFormatError unless a read of the bytes `[begin, end)` returned all of them."""
+    if len(content) < end - begin:
+        what = f"truncated: expected {end - begin} bytes, got {len(content)}"
+        raise TarFormatError(what, offset=begin, kind="truncated")
+
+
 def parse_number(field: bytes) -> int:
-    """Return a number of a header, in octal digits or GNU's base 256; -1 if it is neither."""
+    """Return a number field of a header, in octal digits or GNU's base 256; -1 if it is neither."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
     try:
@@ -61,9 +79,9 @@ def parse_number(field: bytes) -> int:
 
 
 def parse_records(content: bytes, begin: int, sparse: Pairs | None = None) -> Records:
-    """Return path and size from pax records, each `LENGTH KEY=VALUE` and a line feed, where they are among them.
+    """Return the path and the size in pax records, each `LENGTH KEY=VALUE` and a line feed.
 
-    Put into `sparse` the records of GNU sparse members, which are refused without it.
+    Append the records of GNU sparse members to `sparse`; refuse them without it.
     """
     records: Records = {}
     at = 0
@@ -71,34 +89,30 @@ def parse_records(content: bytes, begin: int, sparse: Pairs | None = None) -> Re
         length = _RECORD_LENGTH.match(content, at)
         end = at + int(length[1]) if length else 0
         key, equals, value = content[length.end() : end - 1].partition(b"=") if length else (b"", b"", b"")
+        what, kind = None, _EXTENDED
         if not key or not equals or content[end - 1 : end] != b"\n":
-            raise TarFormatError(
-                f"malformed pax record {content[at : at + 40]!r}", offset=begin + at, kind="extended-header"
-            )
-        if key.startswith(b"GNU.sparse."):
-            if sparse is None:
-                raise TarFormatError(
-                    "a GNU sparse member, expected one without holes", offset=begin + at, kind="sparse"
-                )
+            what = f"malformed pax record {content[at : at + 40]!r}"
+        elif key.startswith(b"GNU.sparse.") and sparse is None:
+            what, kind = "a GNU sparse member, expected one without holes", _SPARSE
+        elif key.startswith(b"GNU.sparse.") and sparse is not None:
             sparse.append((key[len(b"GNU.sparse.") :], value))
-            if key == b"GNU.sparse.name":
-                key = b"path"
-        if key == b"path" or key == b"size":
-            if not (value.strip(b"/") if key == b"path" else value.isdigit() and len(value) < 20):
-                raise TarFormatError(
-                    f"the pax record of a {key.decode()} is {value[:40]!r}", offset=begin + at, kind="extended-header"
-                )
+            key = b"path" if key == b"GNU.sparse.name" else key
+        if what is None and key in (b"path", b"size"):
             records[key] = value.rstrip(b"/")
+            if not (value.strip(b"/") if key == b"path" else value.isdigit() and len(value) < 20):
+                what = f"the pax record of a {key.decode()} is {value[:40]!r}"
+        if what is not None:
+            raise TarFormatError(what, offset=begin + at, kind=kind)
         at = end
     return records
 
 
 def adds_up(header: bytes) -> bool:
-    """Return whether bytes are a header, and add up to what it says."""
+    """Return whether the bytes are a header with a matching checksum."""
     if len(header) < 512:
         return False
     try:
-        check_checksum(header, 1)  # not at the beginning of a file, where a compressed one would be told
+        check_checksum(header, 1)  # the offset only has to be other than 0, where compressed files are recognised
     except TarFormatError:
         return False
     return True

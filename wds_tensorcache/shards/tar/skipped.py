@@ -1,4 +1,4 @@
-"""Members of a tar that are of no sample: directories, links, metadata, and headers of all members that follow."""
+"""Members of a tar outside of samples: directories, links, metadata, and headers that apply to all members that follow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.tar.archive import BLOCK, Scanner, is_extended, padding
+from wds_tensorcache.shards.tar.archive import BLOCK, Headers, is_extended, padding
 from wds_tensorcache.shards.tar.fields import parse_number
 
 __all__ = ["Skipped", "skipped_members"]
@@ -19,9 +19,10 @@ _COMMON = ord("g")
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Whole members `[begin, end)` that tar readers of samples skip: directories, links, metadata.
+    """A whole member `[begin, end)` that readers of samples skip: a directory, link or metadata.
 
-    One that `is_common` is headers of all members that follow. An archive MUST NOT end with it: readers expect a member.
+    `is_common` marks a header that applies to all members that follow. An archive must not end with one: readers expect a
+    member after it.
     """
 
     begin: int
@@ -30,9 +31,10 @@ class Skipped:
 
 
 def skipped_members(read: Callable[[int, int], bytes], nbytes: int, first: int, limit: int) -> list[Skipped]:
-    """Return the members that `Scanner` skips from byte `first` on, up to the header at byte `limit`.
+    """Return the members that `Scanner` skips, from byte `first` up to the header at byte `limit`.
 
-    Extended headers of that header belong to it; those of all members that follow are returned.
+    Extended headers directly before that header belong to it and are not returned, unless they apply to all following
+    members.
 
     Args:
         read: Returns the bytes `[begin, end)` of the file.
@@ -44,12 +46,12 @@ def skipped_members(read: Callable[[int, int], bytes], nbytes: int, first: int, 
     at = after = first
     with contextlib.suppress(FormatError, OSError):
         if limit < first + BLOCK or _end_of_extended(read, first) == limit:
-            return []  # pax tars have one before each member
-        scanner, own = Scanner(read, nbytes), dict[bytes, bytes]()
+            return []  # pax tars have an extended header before each member
+        headers = Headers(read, nbytes)
         while at < limit and at + BLOCK <= nbytes:
             header, begin = read(at, at + BLOCK), at
             at += BLOCK
-            size = scanner.read_header(header, begin, own, {})[2]
+            size = headers.parse(header, begin).nbytes
             at += size + padding(size)
             is_common = header[_KIND] == _COMMON and after == begin
             if is_common or not is_extended(header):

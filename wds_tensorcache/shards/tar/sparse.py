@@ -20,14 +20,14 @@ _OLD = ord("S")
 
 @dataclass(frozen=True, slots=True)
 class SparseMap:
-    """Stored parts of a file, one after the other: `(begin, nbytes)` in the file, ascending; the rest is zeros."""
+    """The stored parts of a file: `(begin, nbytes)` in the file, ascending; the rest is zeros."""
 
     parts: list[tuple[int, int]]
     nbytes: int  # of the file
 
-    def fill(self, stored: bytes) -> bytes:
-        """Return the file."""
-        content, at = io.BytesIO(), 0  # its bytes are returned without a copy
+    def expand(self, stored: bytes) -> bytes:
+        """Return the content of the file, with zeros in the holes."""
+        content, at = io.BytesIO(), 0  # without holes, the bytes are returned without a copy
         if self.nbytes:
             content.seek(self.nbytes - 1)
             content.write(b"\0")
@@ -37,24 +37,20 @@ class SparseMap:
             at += nbytes
         return content.getvalue()
 
-    def num_stored(self) -> int:
-        """Return how many bytes are stored."""
-        return sum(nbytes for _, nbytes in self.parts)
-
 
 def read_map(
     header: bytes, records: list[tuple[bytes, bytes]], nbytes: int, take: Callable[[int], bytes]
 ) -> tuple[SparseMap, int]:
-    """Return the map of a sparse member, and how many bytes of its content follow the map.
+    """Return the map of a sparse member, and the number of bytes that follow the map.
 
     Args:
         header: Header of the member, 512 bytes.
         records: Pax records of the member: names without `GNU.sparse.`, and values.
         nbytes: Length of the member in the tar.
-        take: Returns so many bytes of what follows the header.
+        take: Function that returns the next n bytes after the header.
 
     Raises:
-        TarFormatError: The map is damaged, or the file is larger than a member may become.
+        TarFormatError: The map is damaged, or the file exceeds the limit for expanded members.
     """
     said = dict(records)
     if header[156] == _OLD:
@@ -62,9 +58,8 @@ def read_map(
     elif b"map" in said:
         found, left = SparseMap(_pairs(said[b"map"].split(b",")), _size(said)), nbytes
     elif b"size" in said:
-        begins = [value for name, value in records if name == b"offset"]
-        found = SparseMap(list(zip(_numbers(begins), _numbers(_all(records, b"numbytes")), strict=False)), _size(said))
-        left = nbytes
+        begins, sizes = (_numbers([v for k, v in records if k == name]) for name in (b"offset", b"numbytes"))
+        found, left = SparseMap(list(zip(begins, sizes, strict=False)), _size(said)), nbytes
     elif (said.get(b"major"), said.get(b"minor")) == (b"1", b"0"):
         parts, taken = _read_parts(nbytes, take)
         found, left = SparseMap(parts, _size(said)), nbytes - taken
@@ -72,10 +67,6 @@ def read_map(
         raise TarFormatError(f"a GNU sparse member of an unknown version, {said.get(b'major')!r:.40}")
     _check(found, left, nbytes)
     return found, left
-
-
-def _all(records: list[tuple[bytes, bytes]], wanted: bytes) -> list[bytes]:
-    return [value for name, value in records if name == wanted]
 
 
 def _read_old(header: bytes, take: Callable[[int], bytes]) -> SparseMap:
@@ -99,7 +90,7 @@ def _read_structs(fields: bytes) -> list[tuple[int, int]]:
 
 
 def _read_parts(nbytes: int, take: Callable[[int], bytes]) -> tuple[list[tuple[int, int]], int]:
-    """Return the parts that the content begins with, and how many bytes those take: blocks of decimal numbers in lines."""
+    """Return the parts in the map at the beginning of the content, and the map's length: blocks of decimal numbers in lines."""
     text, taken, lines, wanted = b"", 0, 0, 1
     while lines < wanted:
         if taken + BLOCK > nbytes + -nbytes % BLOCK or len(text.rpartition(b"\n")[2]) > _MAX_DIGITS:
@@ -133,11 +124,11 @@ def _check(found: SparseMap, left: int, nbytes: int) -> None:
         if begin < end and length:
             raise TarFormatError(f"a GNU sparse member whose parts overlap at byte {begin}")
         end = max(end, begin + length)
-    if end > found.nbytes or found.num_stored() > left:
+    if end > found.nbytes or sum(length for _, length in found.parts) > left:
         raise TarFormatError(
             f"a GNU sparse member of {found.nbytes} bytes, {left} stored, whose parts end at byte {end}"
         )
     limit = max(MAX_EXPANDED_NBYTES, _MAX_RATIO * nbytes)
     if found.nbytes > limit:
-        # one block may say that it is a terabyte of zeros
+        # one block may declare a terabyte of zeros
         raise TarFormatError(f"a GNU sparse member of {nbytes} bytes becomes {found.nbytes}, expected at most {limit}")

@@ -1,4 +1,4 @@
-"""A tar as it comes out of a stream, member by member; what is read is what `Scanner` reads."""
+"""Read a tar from a stream, member by member, by the same rules as `Scanner`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import Kind, TarFormatError
-from wds_tensorcache.shards.tar.archive import BLOCK, Scanner, is_extended, is_meta_name, padding
-from wds_tensorcache.shards.tar.fields import Pairs, adds_up
+from wds_tensorcache.shards.tar.archive import BLOCK, Header, Headers, is_extended, is_meta_name, padding
+from wds_tensorcache.shards.tar.fields import adds_up, check_length
 from wds_tensorcache.shards.tar.sparse import SparseMap, read_map
 
 __all__ = ["TarStream"]
 
-_UNKNOWN = 1 << 62  # bytes, in place of the length that a stream does not have
+_KIND, _OLD_SPARSE = 156, ord("S")
+_UNKNOWN = 1 << 62  # stands for the length of the tar, which a stream does not have
 _MAX_SKIP_NBYTES = 1 << 20
 _MAX_READ_NBYTES = 1 << 26
 _MAX_MAGIC_NBYTES = 6
@@ -29,62 +30,62 @@ _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
 
 
 class TarStream:
-    """The ordinary files of a tar, also of one compressed by gzip, bzip2 or xz: iterating yields `(name, read)` for each.
+    """The ordinary files of a tar, plain or compressed with gzip, bzip2 or xz. Iterating yields `(name, read)` for each file.
 
-    `read()` returns the content, in memory of its own; what is not read until the next member is asked for is skipped.
-    Directories, links, devices and webdataset's own metadata (`__…__`) are skipped; GNU sparse members come with their holes.
+    `read()` returns a copy of the content. Call it before requesting the next member. The stream skips directories, links,
+    devices and webdataset's own metadata (`__…__`). The holes of GNU sparse members are returned as zeros.
 
     Args:
-        stream: Has `read(n)`, which may return fewer bytes.
+        stream: Object with `read(n)`, which may return fewer than n bytes.
 
     Raises:
-        TarFormatError: While iterating or reading, with the offset in the (decompressed) tar. The stream ends without an
+        TarFormatError: While iterating or reading, with the offset in the decompressed tar. The stream ends without an
             end-of-archive block, or breaks a rule of the format.
 
-    Threads: not safe; one iteration.
+    Threads: not thread-safe. Iterate once.
     """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._at = 0
         self._is_compressed = False
-        self._begun: bytes = b""  # what was read to see whether the stream is compressed
+        self._begun: bytes = b""  # read to find out whether the stream is compressed
 
     def __iter__(self) -> Iterator[tuple[str, Callable[[], bytes]]]:
-        scanner = Scanner(self._read_range, _UNKNOWN)
-        own: dict[bytes, bytes] = {}
-        common: dict[bytes, bytes] = {}
-        records: Pairs = []  # of a sparse member
-        is_expected = False  # another header
+        headers = Headers(self._read_range, _UNKNOWN, accepts_sparse=True)
         self._decompress()
         while True:
             header_begin = self._at
-            header = self._take(BLOCK)
-            if not header and not header_begin:
-                raise TarFormatError("the stream is empty, expected a tar", offset=0, kind="truncated")
-            if len(header) < BLOCK:
-                raise TarFormatError(
-                    "truncated: the stream ends without an end-of-archive block", offset=header_begin, kind="truncated"
-                )
-            if header.count(0) == BLOCK:
-                if is_expected:
-                    raise TarFormatError(
-                        "the archive ends behind an extended header", offset=header_begin, kind="extended-header"
-                    )
+            block = self._take(BLOCK)
+            if len(block) < BLOCK:
+                what = "truncated: the stream ends without an end-of-archive block"
+                what = what if header_begin or block else "the stream is empty, expected a tar"
+                raise TarFormatError(what, offset=header_begin, kind="truncated")
+            if headers.is_end(block, header_begin):
                 return
-            is_file, name, nbytes = scanner.read_header(header, header_begin, own, common, records)
-            is_expected = is_extended(header)
-            begin, end, holes = header_begin + BLOCK, header_begin + BLOCK + nbytes, None
-            if is_file and not is_expected and (records or header[156] == ord("S")):
-                holes, left = _at_byte(header_begin, partial(read_map, header, records, nbytes, self._take_exactly))
+            header = headers.parse(block, header_begin)
+            begin, end, holes = header_begin + BLOCK, header_begin + BLOCK + header.nbytes, None
+            if is_extended(block):  # its content was read
+                self._skip_to(end + padding(header.nbytes))
+                continue
+            if header.is_file and (header.sparse or block[_KIND] == _OLD_SPARSE):
+                holes, left = self._read_map(block, header)
                 begin, end = self._at, self._at + left
-            records = records if is_expected else []
-            if is_file and not is_meta_name(name):
-                yield name, partial(self._read_member, begin, end, holes)
-            self._skip_to(end + padding(nbytes))
+            if header.is_file and not is_meta_name(header.name):
+                yield header.name, partial(self._read_member, begin, end, holes)
+            self._skip_to(end + padding(header.nbytes))
+
+    def _read_map(self, block: bytes, header: Header) -> tuple[SparseMap, int]:
+        begin = self._at - BLOCK
+        try:
+            return read_map(block, header.sparse, header.nbytes, self._take_exactly)
+        except TarFormatError as exc:
+            if exc.offset is not None:
+                raise
+            raise TarFormatError(exc.reason, offset=begin, kind="sparse") from exc
 
     def finish(self) -> None:
-        """Read what is behind the archive, if it was compressed: a checksum is at the end.
+        """Read the rest of a compressed stream, which ends in a checksum.
 
         Raises:
             FormatError: The compressed stream is cut short or damaged.
@@ -97,26 +98,23 @@ class TarStream:
         decompressor = next((made for magic, made in _DECOMPRESSORS.items() if head.startswith(magic)), None)
         if decompressor is not None:
             head += self._take(BLOCK - len(head))
-            # a member may be called like that; tars from before POSIX have no magic
+            # a member's name may start like compressed data; tars from before POSIX have no magic
             if not (len(head) == BLOCK and head[257:262] == b"ustar") and not adds_up(head):
-                self._stream, head, self._is_compressed = decompressor(_Rejoined(head, self._stream)), b"", True
+                self._stream, head, self._is_compressed = decompressor(_Prepended(head, self._stream)), b"", True
         self._begun, self._at = head, 0
 
     def _read_range(self, begin: int, end: int) -> bytes:
         if begin != self._at:
             raise ValueError("the members of a stream are read once, each before the next one")
         content = self._take(end - begin)
-        if len(content) < end - begin:
-            raise TarFormatError(
-                f"truncated: expected {end - begin} bytes, got {len(content)}", offset=begin, kind="truncated"
-            )
+        check_length(content, begin, end)
         return content
 
     def _take_exactly(self, nbytes: int) -> bytes:
         return self._read_range(self._at, self._at + nbytes)
 
     def _read_member(self, begin: int, end: int, holes: SparseMap | None) -> bytes:
-        return self._read_range(begin, end) if holes is None else holes.fill(self._read_range(begin, end))
+        return self._read_range(begin, end) if holes is None else holes.expand(self._read_range(begin, end))
 
     def _skip_to(self, end: int) -> None:
         while self._at < end:
@@ -129,12 +127,12 @@ class TarStream:
                 )
 
     def _take(self, nbytes: int) -> bytes:
-        """Return so many bytes, or fewer at the stream's end."""
+        """Return `nbytes` bytes, or fewer at the stream's end."""
         if self._begun:
             head, self._begun = self._begun[:nbytes], self._begun[nbytes:]
             self._at += len(head)
             return head + self._take(nbytes - len(head)) if len(head) < nbytes else head
-        # one piece, unless a pipe gives less; no more memory is asked for than a header may claim and a stream not have
+        # usually one read. Hazard: a header may declare more bytes than the stream has, so each read is limited
         content: bytes = self._read(min(nbytes, _MAX_READ_NBYTES))
         if len(content) < nbytes:
             parts, missing = [content], nbytes - len(content)
@@ -146,30 +144,18 @@ class TarStream:
         return content
 
     def _read(self, nbytes: int) -> Any:
-        if not self._is_compressed:
-            return self._stream.read(nbytes)
         try:
             return self._stream.read(nbytes)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as exc:
-            if getattr(exc, "errno", None) is not None:
-                raise  # of the stream itself; those of gzip and bz2 have no number
+            if not self._is_compressed or getattr(exc, "errno", None) is not None:
+                raise  # an error of the stream itself; errors of gzip and bz2 have no errno
             kind: Kind = "truncated" if isinstance(exc, EOFError) else "compressed"
-            raise TarFormatError(
-                f"the compressed stream is cut short or damaged: {exc}", offset=self._at, kind=kind
-            ) from exc
+            what = f"the compressed stream is cut short or damaged: {exc}"
+            raise TarFormatError(what, offset=self._at, kind=kind) from exc
 
 
-def _at_byte(begin: int, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except TarFormatError as exc:
-        if exc.offset is not None:
-            raise
-        raise TarFormatError(exc.reason, offset=begin, kind="sparse") from exc
-
-
-class _Rejoined:
-    """A stream, and in front of it what was read of it already."""
+class _Prepended:
+    """A stream with the bytes already read put back in front."""
 
     def __init__(self, head: bytes, stream: Any) -> None:
         self._head = head
