@@ -1,30 +1,129 @@
-"""Several caches of the same keys as one: new text states never rewrite old latents."""
+"""Several caches as one, joined by key, so that new text states need no rewrite of old latents."""
 
 from __future__ import annotations
 
 import fnmatch
 import glob
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from typing import Any, Literal
 
 import numpy as np
 
+from wds_tensorcache.codec.skeleton.paths import component
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.reading.cache import all_found
-from wds_tensorcache.reading.positions import by_shard, in_order
-from wds_tensorcache.reading.schema import Entry, as_patterns
-from wds_tensorcache.shards.lookup import match_keys
+from wds_tensorcache.reading.base_cache import Cache, _Sample
+from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, PadValue, as_collate
+from wds_tensorcache.reading.keys import KeysView
+from wds_tensorcache.reading.match import KeyMap, match_some
+from wds_tensorcache.reading.open_cache import Source, open
+from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns
+from wds_tensorcache.reading.shard_set import Io
+from wds_tensorcache.shards.fingerprint import common_fields
 
-__all__ = ["JoinedCache", "are_equal", "match"]
+__all__ = ["JoinedCache", "join"]
 
 Array = np.ndarray[Any, Any]
+_NUM_SHOWN = 5  # missing keys
+
+
+def join(
+    caches: Sequence[Cache | Source] | Mapping[str, Cache | Source],
+    *,
+    how: Literal["exact", "inner"] = "exact",
+    keys: Mapping[str, KeyMap] | Mapping[int, KeyMap] | None = None,
+) -> JoinedCache:
+    """Join caches by key: each sample combines the samples of all caches that have the same key.
+
+    Args:
+        caches: Caches, or what `tc.open` takes. With a list, samples must be dicts, and are merged into one dict. With a
+            dict of caches, a joined sample has each cache's sample under the cache's name. Keys, indices and order of
+            samples are those of the first cache, which has no entry in `keys`.
+        how: `"exact"` requires the same keys in all caches. `"inner"` keeps the samples whose keys are in all caches.
+        keys: Functions or mappings from a sample's key to the key in another cache, by the cache's name or position in the
+            list. Many samples may share one key there, so that repeated captions are stored once: `keys={"text":
+            caption_of.get}`. A function returns None if there is no such key.
+
+    Raises:
+        KeyError: With `"exact"`, a key is missing in one of the caches; the message lists some. Or a key occurs twice in a
+            cache other than the first.
+        TypeError: `caches` is one cache or path, a name is not a text, or `keys` is not a dict.
+        ValueError: There are no caches; `how` is unknown; `keys` names a cache that does not exist, or the first one.
+        Errors of `tc.open`: A path among `caches` cannot be opened.
+
+    Memory: at most 8 bytes per sample; if keys differ, also about 150 bytes per key during the call.
+    """
+    if isinstance(caches, (str, bytes, os.PathLike, Cache)) or not isinstance(caches, (Sequence, Mapping)):
+        raise TypeError(f"tc.join needs a list or a dict of what is joined, got {caches!r:.200}")
+    if how not in ("exact", "inner"):
+        raise ValueError(f"how={how!r}, expected 'exact' or 'inner'")
+    names: Sequence[Any] = list(caches) if isinstance(caches, Mapping) else range(len(caches))
+    if not names:
+        raise ValueError("nothing to join: expected at least one cache")
+    if isinstance(caches, Mapping) and not all(isinstance(name, str) for name in names):
+        raise TypeError(f"tc.join needs texts as names of caches, got {names!r:.200}")
+    if keys is not None and not isinstance(keys, Mapping):
+        raise TypeError(
+            f"keys={keys!r:.200}, expected a dict of functions or mappings by cache: {{'text': caption_of.get}}"
+        )
+    maps: Mapping[Any, KeyMap] = keys or {}
+    for name in maps:
+        if name not in names[1:]:
+            shown = ", ".join(map(repr, names[1:]))
+            raise ValueError(
+                f"keys has {name!r}, expected names of caches after the first: {shown or 'there are none'}"
+            )
+    opened: list[Any] = []
+    try:
+        given = caches.values() if isinstance(caches, Mapping) else caches
+        parts = [each if isinstance(each, Cache) else opened.append(open(each)) or opened[-1] for each in given]  # type: ignore[func-returns-value]
+        matched = _matched(parts, names, how, maps)
+    except BaseException:
+        for cache in opened:
+            cache.close()
+        raise
+    return JoinedCache(matched, tuple(names) if isinstance(caches, Mapping) else None)
+
+
+def _matched(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, KeyMap]) -> list[Any]:
+    """Return views of the caches in which samples with the same index belong together."""
+    first, found = _with_keys(parts[0]), []
+    for name, other in zip(names[1:], parts[1:], strict=True):
+        rows, more = match_some(first, _with_keys(other), maps.get(name))
+        missing = np.flatnonzero(rows < 0) if rows is not None else ()
+        found.append(rows)
+        if how == "exact" and (len(missing) or more):
+            keys = [first.keys()[number] for number in missing[:_NUM_SHOWN]] if len(missing) else sorted(more)
+            lacking, count = (name, len(missing)) if len(missing) else (names[0], len(more))
+            hint = "; keys= gave another key for each" if name in maps else ", and keys= maps keys that differ"
+            shown = ", ".join(map(repr, keys[:_NUM_SHOWN])) + ", …" * (count > _NUM_SHOWN)
+            raise KeyError(
+                f"cache {names[0]!r} with {len(first)} samples and cache {name!r} with {len(other)}: {lacking!r} lacks "
+                f"{count} of their keys: {shown}; tc.join(…, how='inner') keeps the samples that all have" + hint
+            )
+    lacking_any = [rows < 0 for rows in found if rows is not None and (rows < 0).any()]
+    if not lacking_any:
+        return [
+            parts[0],
+            *(part if rows is None else part._take(rows) for part, rows in zip(parts[1:], found, strict=True)),
+        ]
+    kept = np.flatnonzero(~np.logical_or.reduce(lacking_any))
+    return [part._take(kept if rows is None else rows[kept]) for part, rows in zip(parts, [None, *found], strict=True)]
+
+
+def _with_keys(cache: Any) -> Any:
+    """Return the cache whose keys a joined cache has."""
+    while isinstance(cache, JoinedCache):
+        cache = cache._caches[0]
+    return cache
 
 
 @dataclass(frozen=True, slots=True)
 class _JoinedRequest:
-    """The samples of a batch; `parts` has each cache's request of them."""
+    """The samples of a batch; `parts` contains one request per cache."""
 
     parts: Sequence[Any]
 
@@ -36,199 +135,131 @@ class _JoinedRequest:
         return self.parts[0].key(i)  # type: ignore[no-any-return]
 
 
-class JoinedCache(Sequence[Any]):
-    """Caches joined by key; made by `tc.open([…], join="key")`.
+class JoinedCache(Cache[_Sample]):
+    """Caches joined by key; made by `tc.join`.
 
-    Numbers and order are the first cache's. Methods are `TensorCache`'s.
-
-    Raises (when made):
-        KeyError: A cache lacks a key of the first one, or the other way round.
+    Keys, indices and order are the first cache's. Tensors are called `NAME.TENSOR` where the caches have names.
     """
 
     def __init__(self, caches: Sequence[Any], names: tuple[str, ...] | None = None) -> None:
-        if not caches:
-            raise ValueError("nothing to join")
+        self._caches = list(caches)
         self._names = names
-        self._caches = [caches[0]]
-        for number, cache in enumerate(caches[1:], start=1):
-            first, other = _first(caches[0]), _first(cache)
-            if not are_equal(first, other):
-                cache = cache._take(_match_or_raise(first, other, number))
-            self._caches.append(cache)
+        # the prefix of the tensor names of each cache
+        self._prefixes = [f"{component(name, 0)}." for name in names] if names is not None else [""] * len(self._caches)
 
     def __reduce__(self) -> Any:
-        return _joined, (self._caches, self._names)
+        return JoinedCache, (self._caches, self._names)
 
     def __len__(self) -> int:
         return len(self._caches[0])
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self._each(lambda cache: cache[index])
-        if isinstance(index, list) or getattr(index, "ndim", 0) == 1:
-            numbers = self._numbers(index)
-            return self._each(lambda cache: cache[numbers])
-        number = self._caches[0]._find(index) if isinstance(index, str) else index
-        return self._merge([cache[number] for cache in self._caches])
-
-    def __iter__(self) -> Iterator[Any]:
-        for number in range(len(self)):
-            yield self[number]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples at `indices` as a list."""
-        return [self._merge(parts) for parts in zip(*(c.__getitems__(indices) for c in self._caches), strict=True)]
-
     def __contains__(self, key: object) -> bool:
         return key in self._caches[0]
 
+    def keys(self) -> KeysView:
+        keys: KeysView = self._caches[0].keys()
+        return keys
+
+    @property
+    def schema(self) -> dict[str, TensorSchema]:
+        return {prefix + name: tensor for prefix, cache in self._prefixed() for name, tensor in cache.schema.items()}
+
+    @property
+    def fingerprint(self) -> dict[str, object]:
+        """Description of how the caches were made: the fields on which all of them agree."""
+        return common_fields(cache.fingerprint for cache in self._caches)
+
     @property
     def num_shards(self) -> int:
-        """Number of shards behind all caches."""
         return sum(cache.num_shards for cache in self._caches)
 
-    def keys(self) -> Sequence[str]:
-        """Return the keys in order."""
-        return self._caches[0].keys()  # type: ignore[no-any-return]
-
     @property
-    def schema(self) -> dict[str, Any]:
-        """What the tensors are, by name; called `NAME.TENSOR` where the caches have names, here as everywhere."""
-        return {
-            prefix + name: tensor
-            for prefix, cache in zip(self._prefixes(), self._caches, strict=True)
-            for name, tensor in cache.schema.items()
-        }
+    def io(self) -> tuple[Io, ...]:
+        """How the files of each cache are read, with the reason."""
+        return tuple(cache.io for cache in self._caches)
 
-    def select(self, patterns: Iterable[str]) -> JoinedCache:
-        """Return a view with only the tensors that match: as `TensorCache.select`, on every cache."""
+    def select(self, patterns: str | Iterable[str]) -> JoinedCache[_Sample]:
         patterns = as_patterns(patterns)
-        whole = [
-            [prefix + name for name in cache.schema]
-            for prefix, cache in zip(self._prefixes(), self._caches, strict=True)
-        ]
+        whole = [[prefix + name for name in cache.schema] for prefix, cache in self._prefixed()]
         for pattern in patterns:
             if not any(fnmatch.filter(names, pattern) for names in whole):
                 shown = ", ".join(repr(name) for names in whole for name in names)
-                raise KeyError(f"no tensor is called {pattern!r}; there are {shown}")
+                raise KeyError(f"unknown tensor {pattern!r}; there are {shown}")
         views = []
-        for prefix, names, cache in zip(self._prefixes(), whole, self._caches, strict=True):
+        for (prefix, cache), names in zip(self._prefixed(), whole, strict=True):
             kept = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
             views.append(cache.select([glob.escape(name[len(prefix) :]) for name in kept]))
-        return _joined(views, self._names)
+        return JoinedCache(views, self._names)
 
-    def filter(self, predicate: Callable[[Any], Any]) -> JoinedCache:
-        """Return a view of the samples for which `predicate` is true; as `TensorCache.filter`, of an entry of all caches."""
-        kept = (number for number, entry in enumerate(self._entries()) if predicate(entry))
-        return self._take(np.fromiter(kept, np.int64))
-
-    def read_batch(
-        self,
-        indices: Iterable[Any],
-        device: Any = None,
-        *,
-        pin_memory: bool = False,
-        collate: Any = "stack",
-        pad_value: Any = 0,
-    ) -> Any:
-        """Read one batch of each cache, joined as samples are; `"pad"` joins the shapes too. As `TensorCache.read_batch`."""
-        request = self._request(indices)
-        each = list if callable(collate) else collate
-        parts = [
-            cache.read_batch(part, device, pin_memory=pin_memory, collate=each, pad_value=pad_value)
-            for cache, part in zip(self._caches, request.parts, strict=True)
-        ]
-        if callable(collate):
-            return collate([self._merge(samples) for samples in zip(*parts, strict=True)])
-        if collate != "pad":
-            return self._merge(parts)
-        return self._merge([batch for batch, _ in parts]), self._merge([shapes for _, shapes in parts])
-
-    def read_tensors(
-        self, indices: Iterable[Any], device: Any = None, *, pin_memory: bool = False, collate: str = "stack"
-    ) -> dict[str, Any]:
-        """Read the tensors of a batch alone, by name; as `TensorCache.read_tensors`."""
-        request = self._request(indices)
-        return {
-            prefix + name: tensor
-            for prefix, cache, part in zip(self._prefixes(), self._caches, request.parts, strict=True)
-            for name, tensor in cache.read_tensors(part, device, pin_memory=pin_memory, collate=collate).items()
-        }
-
-    def fill_batch(self, indices: Iterable[Any], tensors: Mapping[str, Any]) -> Any:
-        """Return the batch of these samples with `tensors`, named as by `read_tensors`, in it; as `TensorCache.fill_batch`."""
+    def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
         request = self._request(indices)
         parts, rest = [], dict(tensors)
-        for prefix, names, cache, part in zip(
-            self._prefixes(), self._tensor_names, self._caches, request.parts, strict=True
-        ):
+        for (prefix, cache), names, part in zip(self._prefixed(), self._tensor_names, request.parts, strict=True):
             mine = {prefix + name: name for name in names if prefix + name in rest}
-            parts.append(cache.fill_batch(part, {name: rest.pop(whole) for whole, name in mine.items()}))
+            parts.append(cache.nest(part, {name: rest.pop(whole) for whole, name in mine.items()}))
         if rest:
-            raise KeyError(f"no tensor is called {next(iter(rest))!r}")
+            raise KeyError(f"unknown tensor {next(iter(rest))!r}")
         return self._merge(parts)
-
-    @cached_property
-    def _tensor_names(self) -> list[list[str]]:
-        return [list(cache.schema) for cache in self._caches]
-
-    def _numbers(self, indices: Iterable[Any]) -> list[Any]:
-        if isinstance(indices, str):
-            raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
-        return [self._caches[0]._find(i) if isinstance(i, str) else i for i in indices]
-
-    def _request(self, indices: Any) -> _JoinedRequest:
-        """Return the request of samples; as `TensorCache._request`."""
-        if isinstance(indices, _JoinedRequest):
-            return indices
-        numbers = self._numbers(indices)
-        return _JoinedRequest([cache._request(numbers) for cache in self._caches])
-
-    def _prefixes(self) -> list[str]:
-        """Return what stands in front of the names of each cache's tensors."""
-        return [f"{name}." for name in self._names] if self._names is not None else [""] * len(self._caches)
-
-    @property
-    def members(self) -> dict[str, int]:
-        """Other members of the samples, by suffix: how many samples have it in one of the caches."""
-        return {suffix: int(np.count_nonzero(having)) for suffix, having in self._having().items()}
-
-    def _having(self) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for cache in self._caches:
-            for suffix, having in cache._having().items():
-                result[suffix] = result[suffix] | having if suffix in result else having
-        return result
-
-    def read_members(self, indices: Iterable[Any], suffix: str) -> list[bytes]:
-        """Return the bytes of a member of each sample, of the first cache that has it; as `TensorCache.read_members`."""
-        return all_found(self, self._request(indices), suffix)
-
-    def _find_members(self, request: _JoinedRequest, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
-        """Return a member of those `wanted` samples of a batch that have it in one of the caches."""
-        found: dict[int, bytes] = {}
-        for cache, part in zip(self._caches, request.parts, strict=True):
-            found |= cache._find_members(part, suffix, [i for i in wanted if i not in found])
-        return found
-
-    @property
-    def io(self) -> tuple[Any, ...]:
-        """How the files of each cache are read, and why."""
-        return tuple(cache.io for cache in self._caches)
 
     def close(self) -> None:
         """Close all caches."""
         for cache in self._caches:
             cache.close()
 
-    def __enter__(self) -> JoinedCache:
-        return self
+    def _read_batch(self, request: _JoinedRequest, device: Any, pin: bool, collate: Any, pad_value: PadValue) -> Any:
+        ways = None if callable(collate) else self._ways(collate, pad_value, WAYS)
+        parts = [
+            cache._read_batch(part, device, pin, list if ways is None else ways.with_prefix(prefix), 0)
+            for (prefix, cache), part in zip(self._prefixed(), request.parts, strict=True)
+        ]
+        if ways is None:
+            return collate([self._merge(samples) for samples in zip(*parts, strict=True)])
+        return self._merge(parts)
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def _read_tensors(
+        self, request: _JoinedRequest, device: Any, pin: bool, collate: Any, pad_value: PadValue
+    ) -> dict[str, Any]:
+        ways = self._ways(collate, pad_value, TENSOR_WAYS)
+        return {
+            prefix + name: tensor
+            for (prefix, cache), part in zip(self._prefixed(), request.parts, strict=True)
+            for name, tensor in cache._read_tensors(part, device, pin, ways.with_prefix(prefix), 0).items()
+        }
 
-    def __repr__(self) -> str:
-        return f"JoinedCache({len(self)} samples of {len(self._caches)} caches)"
+    def _ways(self, collate: Any, pad_value: PadValue, known: tuple[str, ...]) -> Any:
+        ways = as_collate(collate, pad_value, known)
+        if ways is not collate and (isinstance(collate, Mapping) or isinstance(pad_value, Mapping)):
+            named = zip(self._prefixes, self._tensor_names, strict=True)
+            ways.check_names([prefix + name for prefix, names in named for name in names])
+        return ways
+
+    @cached_property
+    def _tensor_names(self) -> list[list[str]]:
+        return [list(cache.schema) for cache in self._caches]
+
+    def _prefixed(self) -> Iterator[tuple[str, Any]]:
+        return zip(self._prefixes, self._caches, strict=True)
+
+    def _request(self, indices: Any) -> _JoinedRequest:
+        """Return a request for samples, like `TensorCache._request`."""
+        if isinstance(indices, _JoinedRequest):
+            return indices
+        numbers = self._numbers(indices)
+        return _JoinedRequest([cache._request(numbers) for cache in self._caches])
+
+    def _having(self) -> dict[str, Array]:
+        result: dict[str, Array] = {}
+        for cache in self._caches:
+            for suffix, having in cache._having().items():
+                result[suffix] = result[suffix] | having if suffix in result else having
+        return result
+
+    def _find_members(self, request: _JoinedRequest, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
+        """Return a member of the `wanted` samples of a batch that have it, from the first cache with such a member."""
+        found: dict[int, bytes] = {}
+        for cache, part in zip(self._caches, request.parts, strict=True):
+            found |= cache._find_members(part, suffix, [i for i in wanted if i not in found])
+        return found
 
     def _merge(self, parts: Sequence[Any]) -> Any:
         if self._names is not None:
@@ -243,132 +274,23 @@ class JoinedCache(Sequence[Any]):
             merged.update(part)
         return merged
 
+    def _sample(self, number: int) -> Any:
+        return self._merge([cache._sample(number) for cache in self._caches])
+
     def _find(self, key: str) -> int:
         return self._caches[0]._find(key)  # type: ignore[no-any-return]
 
-    def _entries(self) -> Iterator[Entry]:
-        prefixes = self._prefixes()
-        for parts in zip(*(cache._entries() for cache in self._caches), strict=True):
-            shapes = {
-                prefix + name: shape
-                for prefix, part in zip(prefixes, parts, strict=True)
-                for name, shape in part.shapes.items()
-            }
+    def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
+        for parts in zip(*(cache._entries(selected=selected) for cache in self._caches), strict=True):
+            named = zip(self._prefixes, parts, strict=True)
+            shapes = {prefix + name: shape for prefix, part in named for name, shape in part.shapes.items()}
             yield Entry(parts[0].key, sum(part.nbytes for part in parts), shapes)
 
-    def _take(self, numbers: Any) -> JoinedCache:
-        return self._each(lambda cache: cache._take(numbers))
+    def _paths(self) -> Iterator[str]:
+        return chain.from_iterable(cache._paths() for cache in self._caches)
 
-    def _single_threaded(self) -> JoinedCache:
-        return self._each(lambda cache: cache._single_threaded())
+    def _take(self, numbers: slice | Array) -> JoinedCache[_Sample]:
+        return JoinedCache([cache._take(numbers) for cache in self._caches], self._names)
 
-    def _each(self, view: Callable[[Any], Any]) -> JoinedCache:
-        return _joined([view(cache) for cache in self._caches], self._names)
-
-
-def _first(cache: Any) -> Any:
-    """Return the cache that has the keys of joined ones."""
-    while isinstance(cache, JoinedCache):
-        cache = cache._caches[0]
-    return cache
-
-
-def _match_or_raise(first: Any, other: Any, number: int) -> Any:
-    """Return which sample of `other`, cache `number`, has the key of each sample of `first`.
-
-    Raises:
-        KeyError: A key is not in both, or twice in `other`.
-    """
-    matched = match(first, other)
-    if matched is not None:
-        return matched
-    # an error, most often
-    keys = first.keys()
-    place = {key: at for at, key in enumerate(other.keys())}
-    missing = next((key for key in keys if key not in place), None)
-    if missing is None:
-        missing = min(set(place).difference(keys), default=None)
-    if missing is not None or len(place) != len(other):
-        what = f"sample {missing!r} is not in both" if missing is not None else "a key occurs twice"
-        raise KeyError(f"cache 0 with {len(first)} samples and cache {number} with {len(other)}: {what}")
-    return np.array([place[key] for key in keys], np.int64)
-
-
-def _joined(caches: Sequence[Any], names: tuple[str, ...] | None) -> JoinedCache:
-    """Return caches joined that are known to have the same keys in the same order."""
-    result: JoinedCache = object.__new__(JoinedCache)
-    result._caches, result._names = list(caches), names
-    return result
-
-
-def are_equal(left: Any, right: Any) -> bool:
-    """Return whether two caches have the same keys in the same order; of the same samples, at once."""
-    if len(left) != len(right):
-        return False
-    if left._store is right._store and _same_positions(left._where, right._where):
-        return True
-    blocks, others = _blocks(left), _blocks(right)
-    lengths, text = _NONE
-    other_lengths, other_text = _NONE
-    while True:
-        if not len(lengths):
-            lengths, text = next(blocks, _NONE)
-        if not len(other_lengths):
-            other_lengths, other_text = next(others, _NONE)
-        count = min(len(lengths), len(other_lengths))
-        if not count:
-            return True
-        nbytes = int(lengths[:count].sum())
-        if not np.array_equal(lengths[:count], other_lengths[:count]) or not np.array_equal(
-            text[:nbytes], other_text[:nbytes]
-        ):
-            return False
-        lengths, text = lengths[count:], text[nbytes:]
-        other_lengths, other_text = other_lengths[count:], other_text[nbytes:]
-
-
-_NONE: tuple[Array, Array] = np.empty(0, np.int64), np.empty(0, np.uint8)
-
-
-def _same_positions(left: Any, right: Any) -> bool:
-    if isinstance(left, range) and isinstance(right, range):
-        return left == right
-    return left is right or (type(left) is type(right) and np.array_equal(left, right))
-
-
-def _blocks(cache: Any) -> Iterator[tuple[Array, Array]]:
-    """Yield the lengths of keys that follow each other in a cache, and their text."""
-    for shard, rows in in_order(cache._store, cache._where):
-        keys, samples = shard.index.keys, shard.columns.rows
-        rows = rows if samples is None else samples[rows].astype(np.int64)
-        first, last = rows.item(0), rows.item(-1)
-        if last - first == len(rows) - 1 and bool((rows[1:] > rows[:-1]).all()):
-            begin = keys.ends.item(first - 1) if first else 0
-            ends = keys.ends[first : last + 1].astype(np.int64)
-            yield np.diff(ends, prepend=begin), keys.text[begin : keys.ends.item(last)]
-        else:
-            found = [keys.raw(row) for row in rows.tolist()]
-            yield np.array(list(map(len, found)), np.int64), np.frombuffer(b"".join(found), np.uint8)
-
-
-def match(left: Any, right: Any) -> Array | None:
-    """Return which sample of `right` has the key of each of `left`, int64; None unless both have the same keys, each once."""
-    (parts, mine), (others, theirs) = _parts(left), _parts(right)
-    matched = match_keys(parts, others)
-    if matched is None:
-        return None
-    result = np.empty(len(matched), np.int64)
-    result[mine] = theirs[matched]
-    return result
-
-
-def _parts(cache: Any) -> tuple[list[Any], Array]:
-    """Return the keys of a cache shard by shard, and which of its samples they are."""
-    parts, numbers = [], np.empty(len(cache), np.min_scalar_type(len(cache)))
-    done = 0
-    for shard, which, rows in by_shard(cache._store, cache._where):
-        samples = shard.columns.rows
-        parts.append((shard.index.keys, rows if samples is None else samples[rows].astype(np.int64)))
-        numbers[done : done + len(rows)] = np.arange(which.start, which.stop) if isinstance(which, slice) else which
-        done += len(rows)
-    return parts, numbers
+    def _single_threaded(self) -> JoinedCache[_Sample]:
+        return JoinedCache([cache._single_threaded() for cache in self._caches], self._names)

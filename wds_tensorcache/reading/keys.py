@@ -1,42 +1,42 @@
-"""The keys of a cache as a sequence; no list of them is made."""
+"""The keys of a cache as a sequence, without a list of them in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
-from wds_tensorcache.reading.positions import each, in_order
+from wds_tensorcache.reading.positions import in_order
 
 __all__ = ["KeysView"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class KeysView(Sequence[str]):
-    """The keys of a cache in its order."""
+    """The keys of a cache in order, each decoded on access."""
 
-    cache: Any
+    _cache: Any
 
     def __len__(self) -> int:
-        return len(self.cache)
+        return len(self._cache)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> KeysView: ...
+    def __getitem__(self, index: int | slice) -> str | KeysView:
         if isinstance(index, slice):
-            return KeysView(self.cache[index])
-        return self.cache._store.key(self.cache._at(range(len(self))[index]))
+            return KeysView(self._cache[index])
+        key: str = self._cache._store.key(self._cache._at(range(len(self))[index]))
+        return key
 
     def __contains__(self, key: object) -> bool:
-        return key in self.cache
+        return key in self._cache
 
     def __iter__(self) -> Iterator[str]:
-        where, store = self.cache._where, self.cache._store
-        if not isinstance(where, range):
-            yield from map(store.key, each(where))
-            return
-        for shard, rows in in_order(store, where):
+        for shard, rows in in_order(self._cache._store, self._cache._where):
             keys, samples = shard.index.keys, shard.columns.rows
-            is_whole = samples is None and len(rows) == len(keys) and bool((rows[1:] > rows[:-1]).all())
-            if is_whole:
+            if samples is None and len(rows) == len(keys) and bool((rows[1:] > rows[:-1]).all()):
                 yield from keys
             else:
                 yield from map(keys.__getitem__, (rows if samples is None else samples[rows]).tolist())

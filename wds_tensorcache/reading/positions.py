@@ -1,4 +1,4 @@
-"""Positions of a view's samples in its store: a range where they are one, which takes no memory, else an array."""
+"""Positions of a view's samples in its store: a range, which takes no memory, or else an array."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ import torch
 from wds_tensorcache.reading.shard_set import Store
 from wds_tensorcache.shards.shard import Shard
 
-__all__ = ["Inverse", "Positions", "as_array", "by_shard", "each", "in_order", "numbers_of", "shard_runs", "take"]
+__all__ = [
+    "Inverse",
+    "Positions",
+    "as_array",
+    "by_shard",
+    "in_order",
+    "iter_positions",
+    "numbers_of",
+    "shard_runs",
+    "take",
+]
 
 Array = np.ndarray[Any, Any]
 Positions: TypeAlias = "range | Array"  # in the store, int64 where it is an array
@@ -20,16 +30,18 @@ _CHUNK = 4096
 
 
 def take(positions: Positions, numbers: Any) -> Positions:
-    """Return the positions of the samples `numbers` of a view: a range of a slice of a range, else an array of its own."""
+    """Return the positions of a view's samples `numbers`: a slice of a range stays a range, all else is a new array."""
     if isinstance(positions, range):
         if isinstance(numbers, slice):
             return positions[numbers]
-        # of a whole cache they are the numbers
+        # in a whole cache, positions equal sample indices
         if (positions.start, positions.step) != (0, 1):
             numbers = numbers * positions.step + positions.start
         return numbers  # type: ignore[no-any-return]
     taken: Array = positions[numbers]
-    return taken.copy() if isinstance(numbers, slice) else taken  # a copy: a view keeps all positions alive
+    return (
+        taken.copy() if isinstance(numbers, slice) else taken
+    )  # a copy, since a numpy view would keep all positions alive
 
 
 def as_array(positions: Positions) -> Array:
@@ -39,8 +51,8 @@ def as_array(positions: Positions) -> Array:
     return positions
 
 
-def each(positions: Positions) -> Iterator[int]:
-    """Return positions one by one, as ints of Python; no list of all is made."""
+def iter_positions(positions: Positions) -> Iterator[int]:
+    """Iterate over positions as Python ints, without a list of all of them."""
     if isinstance(positions, range):
         return iter(positions)
     chunks = (positions[begin : begin + _CHUNK].tolist() for begin in range(0, len(positions), _CHUNK))
@@ -48,9 +60,9 @@ def each(positions: Positions) -> Iterator[int]:
 
 
 def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, Array]]:
-    """Yield each shard that has some of the positions, which of them it has, and their rows, shard after shard.
+    """Yield `(shard, indices into positions, rows)` for each shard that contains some of the positions, in shard order.
 
-    One pass over the positions, however many shards there are; of a range, none.
+    Cost: one pass over an array of positions, however many shards there are; a range needs none.
     """
     if isinstance(positions, range):
         runs = list(_runs(store, positions))
@@ -68,12 +80,12 @@ def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, A
 
 
 def _runs(store: Store, positions: range) -> Iterator[tuple[int, int, int]]:
-    """Yield each shard's number and which of the positions it has, `[first, last)`, in the order of the positions."""
+    """Yield `(shard number, first, last)` for each run of positions in one shard; `[first, last)` indexes `positions`."""
     done = 0
     while done < len(positions):
         at = store.shard_number(positions[done])
         begin, end = store.starts.item(at), store.starts.item(at + 1)
-        # how many more there are before the shard's edge
+        # how many more positions are before the shard's edge
         left = end - 1 - positions[done] if positions.step > 0 else positions[done] - begin
         last = min(done + left // abs(positions.step) + 1, len(positions))
         yield at, done, last
@@ -81,7 +93,7 @@ def _runs(store: Store, positions: range) -> Iterator[tuple[int, int, int]]:
 
 
 def in_order(store: Store, positions: Positions) -> Iterator[tuple[Shard, Array]]:
-    """Yield shards and rows of some positions that follow each other, in the order of the positions."""
+    """Yield `(shard, rows)` for each run of positions in one shard, in the order of the positions."""
     if isinstance(positions, range):
         for at, first, last in _runs(store, positions):
             yield store.shards[at], as_array(positions[first:last]) - store.starts[at]
@@ -96,7 +108,7 @@ def in_order(store: Store, positions: Positions) -> Iterator[tuple[Shard, Array]
 
 
 def shard_runs(store: Store, positions: Positions) -> list[int]:
-    """Return how many positions that follow each other are of one shard, run by run."""
+    """Return the length of each run of positions in one shard, in the order of the positions."""
     if isinstance(positions, range):
         return [last - first for _, first, last in _runs(store, positions)]
     number = store.shard_numbers(positions)
@@ -106,18 +118,18 @@ def shard_runs(store: Store, positions: Positions) -> list[int]:
 
 
 def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], int]) -> Array:
-    """Return the numbers, int64 in `[0, count)`, of samples given by number, from the end too, by key, or by a mask.
+    """Return sample indices, int64 in `[0, count)`, for indices (which may be negative), keys, or a mask.
 
     Raises:
-        IndexError, KeyError: A sample that is not there.
-        TypeError: They are something else, or a mask of another length.
+        IndexError, KeyError: A sample does not exist.
+        TypeError: `indices` has another type, or is a mask of another length.
     """
     if isinstance(indices, str) or not isinstance(indices, Iterable):
         raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
     if isinstance(indices, torch.Tensor):
         indices = indices.numpy(force=True)
     indices = indices if isinstance(indices, (np.ndarray, list)) else list(indices)
-    numbers = np.array(indices)  # a copy: what is decoded later still needs them
+    numbers = np.array(indices)  # a copy: values are decoded later, and the caller may change the array meanwhile
     if numbers.dtype.kind in "UO":
         indices = [find(index) if isinstance(index, str) else index for index in indices]
         numbers = np.asarray(indices)
@@ -126,7 +138,7 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
     if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
         raise TypeError(f"indices are a sequence of ints or keys, or a mask of {count} bools, got {indices!r:.100}")
     if numbers.dtype != np.int64 or (len(numbers) and int(numbers.view(np.uint64).max()) >= count):
-        wrong = (numbers < -count) | (numbers >= count)  # before unsigned ones become negative
+        wrong = (numbers < -count) | (numbers >= count)  # before large unsigned ones are cast
         if wrong.any():
             at = int(np.argmax(wrong))
             raise IndexError(f"indices[{at}] = {numbers[at]} out of range [0, {count})")
@@ -136,17 +148,19 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
 
 
 class Inverse:
-    """Numbers of a view's samples by position. Memory: none for a range; 8 bytes per sample of an array that is asked often."""
+    """Sample indices of a view, by store position.
+
+    Memory: none for a range; for an array, 8 bytes per sample, from the 17th look-up on."""
 
     _MAX_SCANS = 16
 
     def __init__(self, positions: Positions) -> None:
         self._positions = positions
         self._num_scans = 0
-        self._packed: Array | None = None  # position and number in one, ascending
+        self._packed: Array | None = None  # position and sample index packed into one integer, ascending
 
     def find(self, position: int) -> list[int]:
-        """Return the numbers of the samples at a position of the store, ascending."""
+        """Return the sample indices in the view that are stored at `position`, ascending."""
         if isinstance(self._positions, range):
             return [self._positions.index(position)] if position in self._positions else []
         if self._packed is None:
@@ -156,6 +170,6 @@ class Inverse:
             packed = self._positions << 31
             packed |= np.arange(len(self._positions))
             packed.sort()
-            self._packed = packed  # only now: another thread must not see it in disorder
+            self._packed = packed  # assigned last: another thread must not see it unsorted
         first, last = self._packed.searchsorted([position << 31, position + 1 << 31]).tolist()
         return (self._packed[first:last] & (1 << 31) - 1).tolist()  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What the index knows of samples: their tensors' dtypes and shapes, without reading them."""
+"""Dtypes and shapes of the samples' tensors, taken from the index without reading a tensor."""
 
 from __future__ import annotations
 
@@ -6,38 +6,51 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
 from wds_tensorcache.codec.layout import Form
 from wds_tensorcache.codec.reference import Reference, resolve
-from wds_tensorcache.reading.batch.nest import named_tensors
-from wds_tensorcache.reading.positions import Positions, by_shard, each
+from wds_tensorcache.codec.tree import flatten
+from wds_tensorcache.reading.positions import Positions, by_shard, iter_positions
 from wds_tensorcache.reading.shard_set import Store
 from wds_tensorcache.shards.shard import Shard
 
-__all__ = ["Entry", "TensorSchema", "as_patterns", "entries", "members_of", "name_matcher", "schema_of", "shapes_of"]
+__all__ = [
+    "Entry",
+    "TensorSchema",
+    "as_patterns",
+    "describe",
+    "entries",
+    "members_of",
+    "name_matcher",
+    "schema_of",
+    "shapes_of",
+]
 
 Array = np.ndarray[Any, Any]
+DType: TypeAlias = "torch.dtype | np.dtype[np.generic]"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSchema:
-    """One tensor over all samples.
+    """The properties of one tensor across all samples.
 
     Attributes:
-        name: Its path in the samples.
-        kind: `"tensor"`, or `"ndarray"` for numpy arrays; of the first that has it.
-        dtype: The true one, of torch or numpy; a tuple of them where samples differ.
-        shape: Each dimension's size, or (smallest, largest) where samples differ; None if these have not as many.
-        nbytes: Of all samples together.
-        num_samples: How many have it.
+        name: Path of the tensor in the samples.
+        kind: `"tensor"`, or `"ndarray"` for numpy arrays; as in the first sample that has the tensor.
+        dtype: The dtype of the loaded tensor, a torch or numpy dtype; a tuple of dtypes if samples differ.
+        shape: Size of each dimension, or (smallest, largest) if samples differ; None if samples differ in their number of
+            dimensions.
+        nbytes: Total bytes of the tensor in all samples.
+        num_samples: Number of samples that have the tensor.
     """
 
     name: str
     kind: str
-    dtype: Any
+    dtype: DType | tuple[DType, ...]
     shape: tuple[int | tuple[int, int], ...] | None
     nbytes: int
     num_samples: int
@@ -45,7 +58,13 @@ class TensorSchema:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One sample as the index knows it: `shapes` by tensor name, `nbytes` of all its tensors."""
+    """The properties of one sample that the index contains.
+
+    Attributes:
+        key: Key of the sample.
+        nbytes: Total bytes of the sample's tensors.
+        shapes: Shape of each tensor, by name.
+    """
 
     key: str
     nbytes: int
@@ -53,32 +72,32 @@ class Entry:
 
 
 class _Forms:
-    """What the tensors of a form are: from the index; where that has only stored dtypes, from one skeleton."""
+    """References to the tensors of each form: from the index, or from one skeleton if the index has only stored dtypes."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, tuple[str, ...] | None], tuple[Form, dict[str, Reference]]] = {}
 
     def references(self, shard: Shard, row: int) -> dict[str, Reference]:
-        """Return the references of a sample by name; their shapes are of any sample of the form."""
+        """Return the references of a sample by name; their shapes may be those of another sample of the same form."""
         layout = shard.layout(row)
         key = (id(layout.form), layout.texts)
         if key not in self._known:
             if layout.texts is not None:
                 found = [resolve(layout, text) for text in layout.texts]
             else:
-                found = [lazy._reference for lazy in named_tensors(shard.sample(row)).values()]
+                found = [lazy._reference for lazy in flatten(shard.sample(row)).values()]
             self._known[key] = layout.form, {reference.name: reference for reference in found}
         return self._known[key][1]
 
 
 def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
-    """Return the schema of the samples at `positions`; a few array operations per shard and form."""
+    """Return the schema of the samples at `positions`. Cost: a few numpy operations per shard and form."""
     forms = _Forms()
     result: dict[str, TensorSchema] = {}
     for shard, _, rows in by_shard(store, positions):
         table, numbers = shard.index.layouts, shard.columns.layout[rows]
         counts = np.bincount(numbers, minlength=len(table))
-        first = np.zeros(len(table), np.int64)  # a sample of each layout
+        first = np.zeros(len(table), np.int64)  # one sample of each layout
         first[numbers[::-1]] = rows[::-1]
         layouts = np.flatnonzero(counts)
         layouts = layouts[np.argsort(table.form[layouts], kind="stable")]
@@ -92,7 +111,7 @@ def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
                 begin = begin + ndim
                 found = references.get(name)
                 if found is None:
-                    continue  # inside of something that has no path
+                    continue  # inside a set, key or allowed object, which have no paths
                 inner = ndim - len(found.shape)
                 itemsize = int(found.dtype.itemsize)
                 shapes = dims[:, : ndim - inner]
@@ -131,25 +150,34 @@ def _merged(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
     )
 
 
+def describe(tensor: TensorSchema) -> str:
+    """Return a tensor's dtype and shape as text: `bfloat16 [3..7, 16]`."""
+    dtypes = "/".join(str(dtype).removeprefix("torch.") for dtype in _as_tuple(tensor.dtype))
+    sizes = ["..".join(map(str, _as_tuple(size))) for size in tensor.shape or ()]
+    shape = f"[{', '.join(sizes)}]" if tensor.shape is not None else "[…]"
+    return f"{dtypes} {shape}{'' if tensor.kind == 'tensor' else ' (numpy)'}"
+
+
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def entries(store: Store, positions: Positions) -> Iterator[Entry]:
-    """Yield an entry for each sample at `positions`."""
+def entries(store: Store, positions: Positions, wanted: Callable[[str], bool] | None = None) -> Iterator[Entry]:
+    """Yield an entry for each sample at `positions`, with the shapes of the tensors that `wanted` accepts; None accepts all."""
     forms = _Forms()
-    for shard, row in map(store.locate, each(positions)):
+    for shard, row in map(store.locate, iter_positions(positions)):
         layout = shard.layout(row)
         references = forms.references(shard, row)
         shapes = {
             name: tensor.shape[: len(references[name].shape)] if name in references else tensor.shape
             for name, tensor in layout.tensors.items()
+            if wanted is None or wanted(name)
         }
         yield Entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
 
 
 def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple[int, ...]], Array]:
-    """Return the shapes that a tensor has, and which of them each sample at `positions` has; a few operations per shard.
+    """Return a tensor's distinct shapes, and the index of each sample's shape. Cost: a few numpy operations per shard.
 
     Raises:
         KeyError: A sample has no such tensor.
@@ -172,7 +200,7 @@ def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple
 
 
 def members_of(store: Store, positions: Positions) -> dict[str, Array]:
-    """Return which of the samples at `positions` have each other member, bool `[len(positions)]`, by suffix."""
+    """Return, by suffix, a mask of the samples at `positions` that have such a member, bool `[len(positions)]`."""
     result: dict[str, Array] = {}
     for shard, which, rows in by_shard(store, positions):
         for suffix in shard.index.members:
@@ -183,16 +211,16 @@ def members_of(store: Store, positions: Positions) -> dict[str, Array]:
 
 
 def as_patterns(patterns: Any) -> tuple[str, ...]:
-    """Return what `select` is given as a tuple; raise TypeError if it is neither a pattern nor some of them."""
+    """Return the argument of `select` as a tuple of patterns; raise TypeError if it is neither a pattern nor several."""
     found = (patterns,) if isinstance(patterns, (str, int)) else tuple(patterns)
     if not all(isinstance(pattern, str) for pattern in found):
         raise TypeError(
-            f"select takes names of tensors, got {patterns!r:.100}; for samples, cache[…] takes numbers, keys or a mask"
+            f"select takes names of tensors, got {patterns!r:.100}; for samples, cache[…] takes indices, keys or a mask"
         )
     return found
 
 
 def name_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Return a function that says whether a tensor's name is one of the patterns, of `fnmatch`."""
+    """Return a function that tells whether a tensor's name matches one of the `fnmatch` patterns."""
     match = re.compile("|".join(f"(?:{fnmatch.translate(pattern)})" for pattern in patterns) or r"(?!)").match
     return lambda name: match(name) is not None

@@ -1,10 +1,11 @@
-"""What a cache and its views share: the shards, where each begins, open files, memory, threads and the table of keys."""
+"""State that a cache shares with its views: shards, open files, memory, threads and the table of keys."""
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,25 @@ from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.pool import Pool
 from wds_tensorcache.storage.threads import ThreadPool
 
-__all__ = ["Store"]
+__all__ = ["Io", "Store"]
 
 Array = np.ndarray[Any, Any]
 _PIECE = 1 << 16
 
 
-class Store:
-    """Samples of several shards by one number, `position`.
+@dataclass(frozen=True, slots=True)
+class Io:
+    """How files are read: `method` is "auto", "mmap" or "pread"; `reason` explains the choice."""
 
-    Threads/fork/pickle: safe everywhere. A forked child makes threads of its own, a copy in another process opens its own
-        files.
+    method: str
+    reason: str
+
+
+class Store:
+    """The samples of several shards, numbered by one `position`.
+
+    Threads/fork/pickle: safe everywhere. A forked child starts new threads; a copy in another process opens the files
+        again.
     """
 
     def __init__(
@@ -33,15 +42,15 @@ class Store:
         shards: Sequence[Shard],
         files: Files,
         pool: Pool,
-        io: Any,
-        threads: int,
+        io: Io,
+        num_threads: int,
         fingerprint: Mapping[str, Any],
     ) -> None:
         self.shards = list(shards)
         self.files = files
         self.pool = pool
         self.io = io
-        self.threads = threads
+        self.num_threads = num_threads
         self.fingerprint = fingerprint
         self.starts = np.concatenate(
             [np.zeros(1, np.int64), np.cumsum([len(shard) for shard in shards], dtype=np.int64)]
@@ -55,27 +64,27 @@ class Store:
         return int(self._starts[-1])
 
     def __reduce__(self) -> Any:
-        return Store, (self.shards, self.files, self.pool, self.io, self.threads, self.fingerprint)
+        return Store, (self.shards, self.files, self.pool, self.io, self.num_threads, self.fingerprint)
 
-    def with_threads(self, threads: int) -> Store:
-        """Return the same, read by so many threads; files and memory are shared."""
-        return Store(self.shards, self.files, self.pool, self.io, threads, self.fingerprint)
+    def with_threads(self, num_threads: int) -> Store:
+        """Return a copy that reads with `num_threads` threads, and shares files and memory."""
+        return Store(self.shards, self.files, self.pool, self.io, num_threads, self.fingerprint)
 
     def locate(self, position: int) -> tuple[Shard, int]:
-        """Return the shard of a sample, and which of its samples it is."""
+        """Return the shard of a sample, and the sample's row in it."""
         if len(self.shards) == 1:
             return self.shards[0], position
         number = self.shard_number(position)
         return self.shards[number], position - self._starts[number]
 
     def shard_number(self, position: int) -> int:
-        """Return the number of the shard that has a sample."""
+        """Return the number of the shard that contains a sample."""
         return bisect_right(self._starts, position) - 1
 
     def shard_numbers(self, positions: Array) -> Array:
-        """Return the number of the shard of each sample, in as few bytes as there are shards for."""
+        """Return the shard number of each sample, in the narrowest dtype for the number of shards."""
         numbers: Array = np.empty_like(positions, self.number_dtype)
-        for begin in range(0, len(positions), _PIECE):  # no array of int64 beside the positions
+        for begin in range(0, len(positions), _PIECE):  # avoids an int64 array of the length of the positions
             piece = slice(begin, begin + _PIECE)
             numbers[piece] = np.searchsorted(self.starts, positions[piece], "right") - 1
         return numbers
@@ -86,23 +95,23 @@ class Store:
         return shard.key(row)
 
     def find(self, key: str) -> list[int]:
-        """Return the positions of the samples with this key, ascending: one at most, unless shards share a key."""
+        """Return the positions of the samples with this key, ascending: at most one, unless several shards contain the key."""
         if self._table is None:
             self._table = KeyTable((shard.index.keys, shard.columns.rows) for shard in self.shards if len(shard))
         return self._table.find(key)
 
     def executor(self) -> ThreadPool | None:
-        """Return what runs all threads but the caller's; None for one thread."""
-        if self.threads <= 1:
+        """Return the pool that runs all threads but the caller's; None if `num_threads` is 1."""
+        if self.num_threads <= 1:
             return None
         known = self._executor
-        if known is None or known[0] != os.getpid():  # the threads of a forked child's parent are not there
-            made = ThreadPool(self.threads - 1, "tensorcache")
+        if known is None or known[0] != os.getpid():  # a forked child does not have its parent's threads
+            made = ThreadPool(self.num_threads - 1, "tensorcache")
             known = self._executor = os.getpid(), made
         return known[1]
 
     def close(self) -> None:
-        """Close files and threads, give idle memory back."""
+        """Close files and threads, and return idle memory to the system."""
         executor, self._executor = self._executor, None
         if executor is not None and executor[0] == os.getpid():
             executor[1].close()

@@ -1,119 +1,121 @@
-"""What `tc.Loader` and `tc.torch_loader` share: a plan of steps, the position of the last batch given, and its state."""
+"""Common parts of `tc.Loader` and `tc.torch_loader`: the position after the last batch returned, its state, and iterations."""
 
 from __future__ import annotations
 
+import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from wds_tensorcache.training.batch_info import BatchInfo
+from wds_tensorcache.reading.base_cache import BatchInfo
+from wds_tensorcache.storage.threads import ThreadPool
 from wds_tensorcache.training.step_sampler import StepSampler
+from wds_tensorcache.training.steps import Position, Step
 
-__all__ = ["BaseLoader"]
+__all__ = ["BaseLoader", "Read"]
+
+Read = tuple[Any, Step, Position]  # a batch, its step, and the position after the step
+_INTERRUPTED_WAITS_S = 1.0  # the wait for batches that threads are reading
 
 
 class BaseLoader(ABC):
-    """Batches of a `StepSampler`'s steps, in an order that can be left and resumed at every step.
+    """Base of the loaders: batches of a `StepSampler`'s steps, and a state that follows the last batch returned.
 
-    The state is that of the last batch given, in spite of what was read ahead: a few integers, the same on all ranks. Every
-    loader takes it, with any batch size, number of ranks and number of workers: it goes on with just the samples that were
-    not used yet.
+    Every loader accepts the state, with any batch size and number of ranks and workers, and continues with the unused
+    samples.
     """
 
     _plan: StepSampler
-    _running: weakref.ref[Any] | None = None
+    _device: Any = None  # the device of the batches and of `is_padding`
+    _running: Callable[[], _Batches | None] = staticmethod(lambda: None)  # a weak reference
+    _num_threads = 0  # of each iteration
     _num_iterations = 0
+    _planned = 0  # the first step that the current iteration has not begun
 
     def __len__(self) -> int:
-        """Return how many batches an epoch has, on every rank."""
+        """Return the number of batches in an epoch, which is equal on all ranks."""
         return len(self._plan)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}{repr(self._plan).removeprefix('StepSampler')}"
 
     @property
     def epoch(self) -> int:
-        """The epoch in which the next batch is."""
+        """The epoch of the next batch."""
         return self._plan.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration begin that epoch; after `load_state_dict` with that one, nothing changes.
-
-        Of a mix, each cache goes on where it stands.
-
-        Raises:
-            ValueError: `epoch` is out of range.
-        """
-        num_moves = self._plan._num_moves
+        """Make the next iteration begin the given epoch; see `StepSampler.set_epoch`. Ends the current iteration."""
         self._plan.set_epoch(epoch)
-        if self._plan._num_moves != num_moves:
-            self._end()
 
     def with_info(self) -> Iterable[tuple[Any, BatchInfo]]:
-        """Return the same batches, each in a pair with its `BatchInfo`; each iteration over the result is an epoch."""
+        """Return an iterable of pairs of a batch and its `BatchInfo`; each iteration over it is an epoch."""
         return _WithInfo(self)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch; after `load_state_dict`, go on in the one that was left. Ends what is still iterating."""
+        """Begin an epoch; after `load_state_dict`, continue the state's epoch. Ends the current iteration."""
         return self._begin(with_info=False)
 
     def _begin(self, *, with_info: bool) -> Iterator[Any]:
-        self._end()
+        BaseLoader.close(self)  # a TorchLoader keeps its persistent workers
         self._num_iterations += 1
-        running: Iterator[Any] = self._make_iterator(with_info=with_info)
+        self._planned = 0
+        running = _Batches(self, with_info=with_info)
         self._running = weakref.ref(running)
         return running
 
-    def _check_current(self, number: int) -> None:
-        if number != self._num_iterations:
-            raise RuntimeError("another iteration of this loader has begun, which ended this one")
-
     @abstractmethod
-    def _make_iterator(self, *, with_info: bool) -> Any:
-        """Return an iterator over an epoch, with `close` and `planned`."""
+    def _read_batches(self, pool: ThreadPool | None) -> Iterator[Read]:
+        """Yield the batches of an epoch, starting at the plan's position."""
+
+    def _end_after(self, exc: BaseException, running: _Batches) -> None:
+        """End an iteration after an error or an interrupt."""
+        running.close(-1 if isinstance(exc, Exception) else _INTERRUPTED_WAITS_S)
 
     def set_weights(self, weights: Any) -> int:
-        """Change the weights, of the samples or of the mix (`{"a": 0.5, …}`), from the first step that was not begun.
+        """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), starting at the first step that has not begun.
 
         Returns:
-            Number of the first step that has the new weights.
+            Number of the first step with the new weights.
 
         Raises:
-            ValueError: The loader has no weights, or these do not fit.
+            ValueError: The loader has no weights, or the new weights do not match it.
         """
-        running = self._running() if self._running is not None else None
-        return self._change_weights(weights, running.planned if running is not None else 0)
+        running = self._running()
+        is_reading = running is not None and not running.is_closed
+        return self._change_weights(weights, self._planned if is_reading else 0)
 
     def _change_weights(self, weights: Any, planned: int) -> int:
         now = self._plan._position.step
-        step = max(now, planned)
-        self._plan._weights.change(step, weights, now)
-        return step
+        self._plan._weights.change(max(now, planned), weights, now)
+        return max(now, planned)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch given; for JSON, and the same on all ranks.
+        """Return the state after the last batch returned: integers and any weights, for JSON, equal on all ranks.
 
-        A few integers; and the weights of samples, if there are any: some bytes for each.
+        Raises:
+            RuntimeError: Another data loader has since iterated over this loader's sampler.
         """
+        if self._plan._is_elsewhere:
+            raise RuntimeError("another data loader iterates over the sampler of this one, and has the state")
         return self._plan._state(self._plan._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the last batch of a state, with the batch size and number of ranks that this loader has.
+        """Continue after the last batch of a state, with this loader's batch size and number of ranks.
 
-        Weights are those of the state; call `set_weights` afterwards for others.
+        The loader takes over the state's weights; call `set_weights` afterwards to change them.
 
         Raises:
-            ValueError: It is of another dataset, or of a loader with another seed, shuffle or mix, or no state at all.
+            ValueError: The state is damaged, or belongs to a loader with other samples, seed, shuffle or mix.
         """
         position = self._plan._load(state)
-        self._end()
-        self._plan._move(self._plan._settled(position), is_resumed=True)  # a larger step may not be left
+        # a larger step may not fit into the rest of the epoch
+        self._plan._move(self._plan._settled(position), is_resumed=True)
 
     def close(self) -> None:
-        """End the iteration and its threads; the position is kept, and the caches stay open."""
-        self._end()
-
-    def _end(self) -> None:
-        running = self._running() if self._running is not None else None
-        self._running = None
+        """End the iteration and its threads. The position is kept, and the caches stay open."""
+        running = self._running()
         if running is not None:
             running.close()
 
@@ -127,3 +129,67 @@ class _WithInfo:
 
     def __iter__(self) -> Iterator[Any]:
         return self._loader._begin(with_info=True)
+
+
+class _Batches(Iterator[Any]):
+    """The rest of an epoch, which begins when the first batch is requested.
+
+    Any exception that `next` raises ends the iteration, including an interrupt at any line. The last line before a batch is
+    returned moves the loader's position, so the caller and the state agree on the batches returned.
+
+    Threads: one calls `next`; any may `close`.
+    """
+
+    def __init__(self, loader: BaseLoader, *, with_info: bool) -> None:
+        self._loader, self._with_info = loader, with_info
+        self._num_iterations, self._num_moves = loader._num_iterations, loader._plan._num_moves
+        self._pid = os.getpid()
+        self._pool = ThreadPool(loader._num_threads, "tensorcache-loader") if loader._num_threads else None
+        self._read: Iterator[Read] | None = None
+        self._is_in_next = self.is_closed = False
+
+    def __next__(self) -> Any:
+        loader, plan = self._loader, self._loader._plan
+        if self._num_iterations != loader._num_iterations:
+            raise RuntimeError("another iteration of this loader has begun, which ended this one")
+        if self._pid != os.getpid():
+            raise RuntimeError("this iteration is of another process, whose threads a fork does not have")
+        if self._num_moves != plan._num_moves:
+            self.close()
+        if self.is_closed:
+            raise StopIteration
+        if self._is_in_next:
+            raise RuntimeError(
+                "this iteration is reading a batch already, for another thread or for code that it calls"
+            )
+        try:
+            self._is_in_next = True
+            if self._read is None:
+                # until a batch is returned, another iteration would also begin here
+                plan._move(plan._beginning(), is_resumed=True)
+                self._num_moves = plan._num_moves
+                self._read = loader._read_batches(self._pool)
+            given, step, after = next(self._read)
+            if self._with_info:
+                given = given, plan._info(step, loader._device)
+            self._is_in_next = False
+        except StopIteration:
+            self.close()
+            raise
+        except BaseException as exc:
+            loader._end_after(exc, self)
+            raise
+        if self.is_closed:
+            self.close()  # a thread of the pool may have closed it; it cannot wait for itself
+            raise StopIteration
+        # Hazard: an interrupt after a call here would lose the batch. So there are no calls from here on.
+        plan._is_resumed = False
+        plan._position = after
+        return given
+
+    def close(self, timeout_s: float = -1) -> None:
+        """End the iteration; a thread that waits in `next` gets no batch."""
+        self.is_closed = True
+        if self._pool is not None and self._pid == os.getpid():
+            self._pool.close(cancel=True, timeout_s=timeout_s)
+        self._read = iter(())

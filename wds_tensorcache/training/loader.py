@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wds_tensorcache.reading.batch.assemble import check_collate
-from wds_tensorcache.training.base_loader import BaseLoader
-from wds_tensorcache.training.iteration import Iteration
+from wds_tensorcache.codec.views import check_device
+from wds_tensorcache.reading.batch.collate import collate_for
+from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool
+from wds_tensorcache.training.base_loader import BaseLoader, Read
 from wds_tensorcache.training.step_sampler import StepOptions, StepSampler
-from wds_tensorcache.training.steps import Step
+from wds_tensorcache.training.steps import Position, Step
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -21,25 +24,25 @@ __all__ = ["Loader"]
 
 
 class Loader(BaseLoader):
-    """Iterates over an epoch of a cache: batches, as `read_batch` returns them, read ahead by threads.
+    """Iterator over the epochs of a cache: batches as `read_batch` returns them, read ahead by threads.
 
-    `for batch in loader`, or `for batch, info in loader.with_info()` for pairs with each batch's `BatchInfo`. The state is that
-    of the last batch given: a few integers, which any loader takes, with any batch size and number of ranks.
+    `for batch in loader`, or `for batch, info in loader.with_info()`. The state follows the last batch returned. Any loader
+    accepts it, with any batch size and number of ranks.
 
     Args:
         cache, batch_size: As of `StepSampler`.
         device, pin_memory, collate, pad_value: As of `read_batch`.
-        num_threads: Batches that are read at a time; 0 reads in the caller's thread, when a batch is asked for.
-        prefetch_batches: Batches that are read ahead.
-        steps: `shuffle`, `seed`, `rank`, `world_size`, `group`, `last_batch`, `weights`, `mix`, `bucket_by`, `window`: as of
-            `StepSampler`.
+        num_threads: Number of batches to read at the same time; 0 reads each batch on request in the caller's thread.
+        prefetch_batches: Number of batches to read ahead.
+        steps: Other options of `StepSampler`.
 
     Raises:
         ValueError: Arguments exclude each other, or are out of range.
+        BatchError: A name or pattern in `collate` or `pad_value` matches no tensor.
 
-    Memory: `prefetch_batches` batches and one, besides the caller's.
-    Threads/fork/pickle: one thread iterates, any may `close`; use it in the process that made it. An iteration that is left,
-        or `close`, ends its threads, and the next one is the next epoch.
+    Memory: `prefetch_batches + 1` batches, besides the caller's.
+    Threads/fork/pickle: one thread iterates, any thread may `close`; use it in the process that made it. Abandoning an
+        iteration, or `close`, ends its threads, and the next iteration is the next epoch.
     """
 
     def __init__(
@@ -58,25 +61,51 @@ class Loader(BaseLoader):
         self._num_threads, self._prefetch_batches = operator.index(num_threads), operator.index(prefetch_batches)
         if min(self._num_threads, self._prefetch_batches) < 0:
             raise ValueError(f"num_threads={num_threads}, prefetch_batches={prefetch_batches}: expected 0 or more")
-        check_collate(collate)
         self._plan = StepSampler(cache, batch_size, **steps)
+        collate = collate_for(self._plan._caches, collate, pad_value)
         # the threads are the loader's
         self._caches = [each._single_threaded() for each in self._plan._caches]
+        self._device = device
         self._read_options = {"device": device, "pin_memory": pin_memory, "collate": collate, "pad_value": pad_value}
         self._is_flushed = False
 
-    def _make_iterator(self, *, with_info: bool) -> Iteration:
-        return Iteration(self, with_info=with_info)
+    def _read_batches(self, pool: ThreadPool | None) -> Iterator[Read]:
+        plan, waiting = self._plan, deque[tuple[Step, Position, "Job[Any] | None"]]()
+        planned, stream = plan._position, _stream_of(self._device)
+        epoch = planned.epoch
+        while True:
+            if self._is_flushed:
+                for _, _, job in waiting:
+                    if job is not None:
+                        job.cancel()
+                waiting.clear()
+                planned, self._is_flushed = plan._position, False
+            while len(waiting) <= self._prefetch_batches and planned.epoch == epoch:
+                step, after = plan._course.step(planned)
+                planned = plan._settled(after)
+                job = None if pool is None else pool.submit(self._read, step, stream)
+                waiting.append((step, planned, job))
+                self._planned = planned.step
+            if not waiting:
+                return
+            step, after, job = waiting.popleft()
+            try:
+                found = [self._read(step, stream) if job is None else job.result()]
+            except Cancelled:
+                return
+            del job
+            yield found.pop(), step, after  # no reference here keeps the batch alive
 
     def _read(self, step: Step, stream: Any) -> Any:
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             return step.cache_of(self._caches).read_batch(step.indices, **self._read_options)
 
     def set_weights(self, weights: Any, *, strict: bool = False) -> int:
-        """Change the weights, of the samples or of the mix (`{"a": 0.5, …}`), and return the first step that has the new ones.
+        """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), and return the first step with the new weights.
 
         Args:
-            strict: From the next batch on, which throws away what was read ahead; else from the first that was not begun.
+            weights: New weights.
+            strict: Apply the weights to the next batch, and discard batches that were read ahead.
 
         Raises:
             ValueError: The loader has no weights, or these do not fit.
@@ -95,3 +124,11 @@ class Loader(BaseLoader):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _stream_of(device: Any) -> Any:
+    """Return the CUDA stream on which the caller will use the batches; None if these are not for a GPU."""
+    check_device(device)
+    if device is None or torch.device(device).type != "cuda":
+        return None
+    return torch.cuda.current_stream(torch.device(device))

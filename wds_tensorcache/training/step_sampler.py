@@ -1,29 +1,25 @@
-"""Plan of training: which samples each step has, on this rank, and from which position training goes on."""
+"""The sampler of training steps: the samples of each step on this rank, and the position at which training resumes."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
-import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from wds_tensorcache.reading.cache import TensorCache
-from wds_tensorcache.reading.join import JoinedCache
-from wds_tensorcache.training.batch_info import BatchInfo, info_of
+from wds_tensorcache.reading.base_cache import BatchInfo, Cache
 from wds_tensorcache.training.buckets import block_sizes, buckets_of
 from wds_tensorcache.training.order import BlockOrder, EpochOrder
 from wds_tensorcache.training.ranks import find_rank
-from wds_tensorcache.training.state import check_state, fingerprint_of, order_digest, position_from, state_of
+from wds_tensorcache.training.state import fingerprint_of, order_digest, position_from, state_of
 from wds_tensorcache.training.steps import Course, Permuted, Position, Step
 from wds_tensorcache.training.weights import Weights, caches_of
 
-__all__ = ["StepIterator", "StepOptions", "StepSampler"]
+__all__ = ["StepOptions", "StepSampler", "make_batch_info"]
 
-Array = np.ndarray[Any, Any]
 LAST_BATCH = ("short", "pad", "wrap", "drop")
 
 
@@ -43,47 +39,45 @@ class StepOptions(TypedDict, total=False):
 
 
 class StepSampler(Sampler[Step]):
-    """The steps of training in their order, as a sampler for torch's data loaders.
+    """The steps of training in order, as a sampler for torch's data loaders.
 
-    Which samples a step has is a pure function of seed, epoch and how many samples were used, on all ranks together.
+    The samples of a step are a pure function of the seed, the epoch and the number of samples used on all ranks.
     `tc.torch_loader` and `tc.Loader` make one of these. For another data loader on a map-style dataset:
 
         sampler = tc.StepSampler(cache, 32, shuffle=True)
         loader = StatefulDataLoader(tc.StepDataset(sampler), batch_size=None, sampler=sampler, num_workers=4)
 
-    Each iteration is the next epoch, also after one that was left. torchdata's `StatefulDataLoader` resumes exactly, with any
-    `snapshot_every_n_steps`, but only with as many workers as before; a snapshot interval above 1 also needs the same batch
-    size and number of ranks. After a state of a whole epoch, the first loop is empty if the state was taken in the loop. If
-    `set_epoch` was called since the last iteration, with another epoch than the state's, that epoch begins. torch's plain
-    `DataLoader` has no state: use `tc.torch_loader`.
+    Each iteration is the next epoch, even if the previous one was abandoned. torchdata's `StatefulDataLoader` resumes
+    exactly, with as many workers as before. With `snapshot_every_n_steps` above 1, it also needs the same batch size and
+    number of ranks. If the state was saved after the last batch of a loop, the first loop is empty. If `set_epoch` chooses
+    an epoch other than the state's, that epoch begins. torch's plain `DataLoader` has no state: use `tc.torch_loader`.
 
     Args:
-        cache: Cache of `tc.open`, or joined ones; None with `mix`.
-        batch_size: Samples in a batch of one rank.
-        shuffle: True for a new order of all samples in each epoch. `"blocks"` has shards in a random order, and mixes samples
-            that are within `window` of each other, for remote shards.
-        seed: Seed of everything random; the same on all ranks.
-        rank, world_size: Number of this data-parallel process, and of all; by default from torch.distributed, or from the
-            environment that torchrun sets.
-        group: Process group, or DeviceMesh of one dimension, that has these instead: with tensor or pipeline parallelism the
-            global rank is wrong.
-        last_batch: What becomes of an epoch's last step if it is not full. All ranks have as many steps in any case, and as
-            many rows in each. `"short"` cuts it to the same length on all ranks; at most `world_size - 1` rows of all
-            ranks together are padding. `"pad"` fills it with padding; `"wrap"` with the epoch's first samples, which
-            are not marked; `"drop"` drops it.
-        weights: One weight for each sample: samples are drawn in proportion, with replacement. An epoch has as many as the
-            cache, rounded up to whole steps, without padding (with `"drop"`, rounded down).
-        mix: `{"a": (cache, 0.7), "b": (other, 0.3)}`: each step has samples of one of these, chosen in proportion. Each cache
-            begins its next epoch when it is used up. An epoch has as many samples as all caches together, rounded as with
-            `weights`.
-        bucket_by: Name of a tensor: the samples of a step have one shape of it. Or a function of what `cache.filter`'s
-            predicate is given. `last_batch` holds for the last step of every bucket.
-        window: Samples that are mixed with `shuffle="blocks"`.
+        cache: Cache from `tc.open` or `tc.join`; None with `mix`.
+        batch_size: Number of samples in a batch of one rank.
+        shuffle: True for a new order in each epoch. `"blocks"`, for remote shards, reads shards in random order, and
+            shuffles samples within windows of `window`.
+        seed: Seed of all random choices; the same on all ranks.
+        rank, world_size: Number of this data-parallel process, and of all such processes. By default those of
+            torch.distributed, or of torchrun's environment.
+        group: Process group, or DeviceMesh of one dimension, that determines rank and world size. With tensor or pipeline
+            parallelism, the global rank would be wrong.
+        last_batch: Treatment of an epoch's last step if it is not full, on all ranks alike. `"short"` shortens it; at most
+            `world_size - 1` rows in total are padding. `"pad"` fills it with padding. `"wrap"` fills it with the epoch's
+            first samples, which are not marked as padding. `"drop"` drops it.
+        weights: One weight for each sample: samples are drawn in proportion, with replacement. An epoch has as many samples
+            as the cache, rounded up to whole steps (down with `"drop"`), without padding.
+        mix: `{"a": (cache, 0.7), "b": (other, 0.3)}`: each step has samples of one cache, chosen in proportion to the
+            weights. An exhausted cache starts again. An epoch has as many samples as all caches, rounded as with `weights`.
+        bucket_by: Name of a tensor: all samples of a step have the same shape of it. Or a function of an entry, as for
+            `cache.filter`: all samples of a step have the same result. `last_batch` applies to the last step of every
+            bucket.
+        window: Number of samples to shuffle together with `shuffle="blocks"`.
 
     Raises:
         ValueError: Arguments exclude each other, or are out of range.
 
-    Memory: at most 64 KiB of the order for each cache or bucket; and `weights`.
+    Memory: at most 64 KiB of the order for each cache or bucket, and `weights`.
     Threads/fork/pickle: for one thread at a time, in the process that made it.
     """
 
@@ -104,9 +98,10 @@ class StepSampler(Sampler[Step]):
         window: int = 4096,
     ) -> None:
         if (cache is None) == (mix is None):
-            raise ValueError("a cache, or mix= with several")
+            raise ValueError("expected a cache, or mix= with several")
         modes = {"weights": weights, "mix": mix, "buckets": bucket_by}
-        if sum(each is not None for each in modes.values()) > 1:
+        mode = [name for name, each in modes.items() if each is not None] or ["all"]
+        if len(mode) > 1:
             raise ValueError("weights, mix and bucket_by exclude each other")
         batch_size, seed, window = map(operator.index, (batch_size, seed, window))
         if batch_size < 1:
@@ -119,59 +114,69 @@ class StepSampler(Sampler[Step]):
         rank, world_size = find_rank(rank, world_size, group)
         self._caches: list[Any] = [cache] if mix is None else caches_of(mix)
         for each in self._caches:
-            if not isinstance(each, (TensorCache, JoinedCache)) or not len(each):
-                raise ValueError(f"{each!r:.200} is no cache with samples; open it with tc.open")
+            if not isinstance(each, Cache):
+                raise ValueError(f"{each!r:.200} is not a cache; open it with tc.open")
+            if not len(each):
+                raise ValueError("the cache has no samples: did a filter or a slice leave none?")
 
-        def order(each: Any, number: int, members: Array | None = None) -> Any:
+        def stream(number: int, each: Any, members: Any = None) -> Permuted:
             if shuffle == "blocks":
-                return BlockOrder(block_sizes(each, members), window=window, seed=seed + number)
-            return EpochOrder(len(each if members is None else members), shuffle=bool(shuffle), seed=seed + number)
+                blocks = BlockOrder(block_sizes(each, members), window=window, seed=seed + number)
+                return Permuted(blocks, members)
+            count = len(each if members is None else members)
+            return Permuted(EpochOrder(count, shuffle=bool(shuffle), seed=seed + number), members)
 
-        self._names: list[Any] = [None] if mix is None else list(mix)
-        streams: list[Any] = [Permuted(order(each, number)) for number, each in enumerate(self._caches)]
-        if bucket_by is not None:
-            found = buckets_of(cache, bucket_by)
-            self._names = list(found)
-            streams = [Permuted(order(cache, at, members), members) for at, members in enumerate(found.values())]
+        if bucket_by is None:
+            self._names: list[Any] = [None] if mix is None else list(mix)
+            streams = [stream(number, each) for number, each in enumerate(self._caches)]
+        else:
+            buckets = buckets_of(cache, bucket_by)
+            self._names = list(buckets)
+            streams = [stream(number, cache, members) for number, members in enumerate(buckets.values())]
         self._weights = Weights(weights, mix, len(self._caches[0]), seed)
-        mixed = self._weights.of_streams if mix is not None else None
-        self._course = Course(streams, batch_size, rank, world_size, last_batch, seed, mixed)
-        self._step_size = batch_size * world_size
+        self._course = Course(streams, self._weights, batch_size, rank, world_size, last_batch, seed)
         self._settings = {
             "seed": seed,
             "shuffle": shuffle,
-            "mode": next((name for name, each in modes.items() if each is not None), "all"),
+            "mode": mode[0],
             "streams": list(map(str, self._names)),
             "order": order_digest(streams),
         }
+        count = sum(map(len, streams))
         if not len(self):
-            count = sum(map(len, streams))
             raise ValueError(f"{count} samples do not fill one step of {batch_size} on {world_size} ranks")
+        self._shown = (
+            f"{count} samples, {batch_size=}, {len(self)} steps per epoch, {rank=}, {world_size=}, {shuffle=}, "
+        )
+        self._shown += f"{seed=}, {last_batch=}" + (f", mode={mode[0]!r}" if mode != ["all"] else "")
         self._fingerprint: str | None = None
-        self._position = self._course.start
-        self._is_resumed = False  # the next iteration goes on at the position, in the middle of an epoch too
+        self._position = Position(0, (0,) * len(streams))
+        self._is_resumed = False  # the next iteration starts at the position, even in the middle of an epoch
         self._chosen: int | None = None  # by set_epoch, since the last iteration began
-        self._num_moves = 0  # how often the position was put elsewhere
-        self._leader: Any = None  # weak reference to a TorchLoader's iteration, which moves the position itself
-        self._is_elsewhere = False  # another data loader iterates, which does not say what it has given
+        self._num_moves = 0  # the number of times that the position was set other than by a batch
+        self._leader: Any = None  # weak reference to the iteration of a TorchLoader, which moves the position itself
+        self._is_elsewhere = False  # another data loader iterates, so the batches that it returned are unknown
 
     def __len__(self) -> int:
-        """Return how many steps an epoch has, on every rank."""
+        """Return the number of steps in an epoch, which is equal on all ranks."""
         return self._course.num_steps()
 
-    def __iter__(self) -> StepIterator:
-        """Begin an epoch when the first step is asked for."""
-        return StepIterator(self)
+    def __iter__(self) -> Iterator[Step]:
+        """Begin an epoch when the first step is requested."""
+        return _StepIterator(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._shown}, epoch={self.epoch}, step={self._position.step})"
 
     @property
     def epoch(self) -> int:
-        """The epoch in which the next step is."""
+        """The epoch of the next step."""
         return self._position.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration begin that epoch; after `load_state_dict` with that one, nothing changes.
+        """Make the next iteration begin the given epoch; no change after `load_state_dict` of a state in that epoch.
 
-        Of a mix, each cache goes on where it stands.
+        The caches of a mix continue after the samples that were used.
 
         Raises:
             ValueError: `epoch` is out of range.
@@ -188,32 +193,28 @@ class StepSampler(Sampler[Step]):
         self._num_moves += 1
 
     def _beginning(self) -> Position:
-        """Return where the next iteration begins."""
-        is_left = self._position.used and not self._is_resumed
-        return self._course.next_epoch(self._position) if is_left else self._position
+        """Return the position at which the next iteration begins."""
+        is_abandoned = self._position.used and not self._is_resumed
+        return self._course.next_epoch(self._position) if is_abandoned else self._position
 
     def _settled(self, at: Position) -> Position:
-        """Return where training stands: at the next epoch's beginning if this one is over."""
+        """Return the position itself, or the start of the next epoch if the position's epoch is over."""
         return self._course.next_epoch(at) if self._course.is_over(at) else at
 
-    def _step(self, at: Position) -> tuple[Step, Position]:
-        """Return the step at a position where the epoch is not over, and the position after it."""
-        return self._course.step(at, self._weights.drawn(at.step))
+    def _step(self, epoch: int, number: int) -> Step:
+        """Return a step of an epoch; for samplers without mix and buckets."""
+        used = number * self._course.step_size
+        return self._course.step(Position(epoch, (used,), used))[0]
 
     def _info(self, step: Step, device: torch.device | str | None = None) -> BatchInfo:
-        return info_of(step, self._names, step.cache_of(self._caches), device)
+        return make_batch_info(step, self._names, step.cache_of(self._caches), device)
 
     def _state(self, at: Position) -> dict[str, Any]:
         return state_of(at, self._settings, self._identity(), self._weights.state(at.step))
 
     def _load(self, state: Mapping[str, Any]) -> Position:
-        """Take the weights of a state, and return its position.
-
-        Raises:
-            ValueError: It is of another dataset or order, or no state; then nothing has changed.
-        """
-        check_state(state, self._settings, self._identity())
-        position = position_from(state, self._course)
+        """Take over the weights of a state, and return its position; a ValueError changes nothing."""
+        position = position_from(state, self._settings, self._identity(), self._course)
         self._weights.load(state["weights"])
         return position
 
@@ -223,10 +224,19 @@ class StepSampler(Sampler[Step]):
         return self._fingerprint
 
 
-class StepIterator(Iterator[Step]):
+def make_batch_info(
+    step: Step, names: Sequence[Any], cache: Any, device: torch.device | str | None = None
+) -> BatchInfo:
+    """Return the record of a step's batch. `names` contains the name of each stream, by its number."""
+    is_padding = torch.from_numpy(step.is_padding)
+    is_padding = is_padding if device is None else is_padding.to(device)
+    return BatchInfo(step.indices, is_padding, step.epoch, step.number, names[step.stream], cache)
+
+
+class _StepIterator(Iterator[Step]):
     """The rest of an epoch's steps; torchdata's `StatefulDataLoader` calls `state_dict` and `load_state_dict`.
 
-    A data loader makes several before it asks one for a step, so an epoch begins with its first step.
+    A data loader may create several iterators and use one, so an epoch begins only with its first step.
     """
 
     def __init__(self, sampler: StepSampler) -> None:
@@ -235,20 +245,21 @@ class StepIterator(Iterator[Step]):
         self._at: Position | None = None  # None before the first step
         self._num_moves = -1
         self._count = 0
-        self._last_saved: int | None = None  # count at the last state_dict, if the first one was before the first step
+        self._last_saved: int | None = None  # count at the last state_dict, if the first call was before the first step
         self._every = 1
 
     def __next__(self) -> Step:
         sampler = self._sampler
         if self._at is None:
             self._at = sampler._beginning()
-            self._is_led = sampler._leader is not None and sampler._leader() is not None
+            leader = sampler._leader and sampler._leader()
+            self._is_led = leader is not None and not leader.is_closed
             self._leave()
         if sampler._course.is_over(self._at):
             if self._num_moves == sampler._num_moves:
                 self._leave()
             raise StopIteration
-        step, self._at = sampler._step(self._at)
+        step, self._at = sampler._course.step(self._at)
         self._count += 1
         return step
 
@@ -260,36 +271,32 @@ class StepIterator(Iterator[Step]):
         self._num_moves = self._sampler._num_moves
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last step, in the form of `tc.Loader`'s; at the end of an epoch it stays there."""
+        """Return the state after the last step, like `tc.Loader.state_dict`; at the end of an epoch it stays there."""
         # for workers, torchdata calls this before the first step, and then at each snapshot
         if self._last_saved is not None and self._count > self._last_saved:
             self._every = self._count - self._last_saved
         if self._count == 0 or self._last_saved is not None:
             self._last_saved = self._count
         state = self._sampler._state(self._sampler._beginning() if self._at is None else self._at)
-        return state | {"step_size": self._sampler._step_size, "every": self._every}
+        return state | {"step_size": self._sampler._course.step_size, "every": self._every}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the last step of a state.
-
-        Raises:
-            ValueError: It is of another dataset or order, or no state. Or it is of another batch size or number of ranks, and
-                of `snapshot_every_n_steps` above 1: torchdata leaves out the batches given after it by their number.
-        """
-        sampler = self._sampler
-        check_state(state, sampler._settings, sampler._identity())
-        if state.get("every", 1) != 1 and state.get("step_size") != sampler._step_size:
+        """Continue after the last step of a state."""
+        sampler, course = self._sampler, self._sampler._course
+        position, every = sampler._load(state), state.get("every", 1)
+        # torchdata skips as many steps as it returned batches after the state
+        if every != 1 and state.get("step_size") != course.step_size:
             raise ValueError(
-                f"the state was taken every {state['every']} steps of {state.get('step_size')} samples, and a step has "
-                f"{sampler._step_size} now, so batches given after it cannot be left out; use snapshot_every_n_steps=1, or "
+                f"the state was taken every {every} steps of {state.get('step_size')} samples, and a step has "
+                f"{course.step_size} now, so batches given after it cannot be skipped; use snapshot_every_n_steps=1, or "
                 "tc.torch_loader"
             )
-        self._at, chosen = sampler._load(state), sampler._chosen
-        if chosen is None or chosen == self._at.epoch:
+        self._at, chosen = position, sampler._chosen
+        if chosen is None or chosen == position.epoch:
             self._leave()
             return
-        begin = replace(sampler._course.next_epoch(self._at), epoch=chosen)
-        if sampler._course.is_over(self._at):  # nothing is left of it
+        begin = replace(course.next_epoch(position), epoch=chosen)
+        if course.is_over(position):  # no step of its epoch remains
             sampler._move(begin, is_elsewhere=True)
         else:
             self._at = begin

@@ -1,32 +1,32 @@
-"""Which samples each step of training has: a pure function of where one stands, which is a few integers."""
+"""The samples of each training step: a pure function of the position, which is a few integers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.training.order import uniform
+from wds_tensorcache.training.weights import Drawn, Weights
 
-__all__ = ["Course", "Drawn", "Permuted", "Position", "Step"]
+__all__ = ["Course", "Permuted", "Position", "Step"]
 
 Array = np.ndarray[Any, Any]
 _WINDOW = 4096
-_CHOICE = 0x5EED  # so that choices of a stream are independent of the orders in them
+_CHOICE = 0x5EED  # makes the choice of a stream independent of the order in it
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where training stands, on all ranks together.
+    """A position of training, counted over all ranks.
 
     Attributes:
-        epoch: Begins at 0.
-        counts: How many samples of each stream were used: in this epoch, or ever where streams are mixed.
-        used: How many samples this epoch has had.
-        step: How many steps there were in all epochs.
-        began: How many there were before this epoch.
+        epoch: Epoch of the next step, from 0.
+        counts: Number of used samples of each stream: in this epoch, or in all epochs if streams are mixed.
+        used: Number of samples used in this epoch.
+        step: Number of steps so far, in all epochs.
+        began: Number of steps before this epoch.
     """
 
     epoch: int
@@ -41,11 +41,11 @@ class Step:
     """One batch of one rank: all that a worker process needs to read it.
 
     Attributes:
-        number: Number of steps before it, in all epochs.
+        number: Number of preceding steps, in all epochs.
         epoch: Epoch of the step.
-        stream: Number of the mixed cache, or of the bucket, that the samples are from; 0 if there is one stream.
+        stream: Number of the mixed cache, or of the bucket, of the samples; 0 if there is only one stream.
         indices: Sample indices in the cache, int64 `[B]`.
-        is_padding: Rows that only fill the batch, bool `[B]`.
+        is_padding: Rows that are padding, bool `[B]`.
     """
 
     number: int
@@ -55,37 +55,37 @@ class Step:
     is_padding: Array
 
     def cache_of(self, caches: Sequence[Any]) -> Any:
-        """Return the cache that the samples are from: each stream has its own, or all have the only one."""
+        """Return the cache of the samples: that of the stream, or the only one."""
         return caches[self.stream % len(caches)]
 
 
 class Permuted:
-    """Each sample once in every epoch: all in `order`, or those of `members`."""
+    """A stream that contains each sample once in every epoch: all samples in `order`, or those of `members`."""
 
     def __init__(self, order: Any, members: Array | None = None) -> None:
         self._order = order
         self._members = members
-        self._known: dict[tuple[int, int], Array] = {}  # the last two windows, by epoch and number
+        self._windows: dict[tuple[int, int], Array] = {}  # the last two windows, by epoch and number
 
     def __len__(self) -> int:
         return int(self._order.count)
 
     def indices(self, epoch: int, positions: Array) -> Array:
-        """Return the samples at positions of an epoch; those of steps to come are computed with them, which costs as much."""
-        window = int(positions[0]) // _WINDOW
-        begin = window * _WINDOW
-        if int(positions.min()) < begin or int(positions.max()) >= begin + _WINDOW:
+        """Return the sample indices at positions of an epoch. Whole windows are computed and kept, at hardly any extra cost."""
+        window = positions.item(0) // _WINDOW
+        begin, end = window * _WINDOW, min(window * _WINDOW + _WINDOW, len(self))
+        if positions.min() < begin or positions.max() >= end:
             return self._compute(epoch, positions)
-        if (epoch, window) not in self._known:
-            # two windows: steps are asked for when they are begun, and again when their batch is given
-            self._known = dict(list(self._known.items())[-1:])
-            end = min(begin + _WINDOW, len(self))
-            self._known[epoch, window] = self._compute(epoch, np.arange(begin, end))
-        found: Array = self._known[epoch, window][positions - begin]
+        known = self._windows.get((epoch, window))
+        if known is None:
+            known = self._compute(epoch, np.arange(begin, end))
+            # two windows: torch_loader computes a step for a worker, and again when its batch is returned
+            self._windows = dict([*self._windows.items(), ((epoch, window), known)][-2:])
+        found: Array = known[positions - begin]
         return found
 
     def identity(self) -> list[Any]:
-        """Return what the order depends on besides the seed."""
+        """Return all that determines the order, except the seed."""
         return [*self._order.identity, [] if self._members is None else self._members]
 
     def _compute(self, epoch: int, positions: Array) -> Array:
@@ -93,127 +93,89 @@ class Permuted:
         return found if self._members is None else np.take(self._members, found)
 
 
-class Drawn:
-    """Samples drawn with replacement, in proportion to their weights."""
-
-    def __init__(self, weights: Array, seed: int) -> None:
-        self._sums = np.cumsum(weights / weights.max())  # so that no sum is infinite
-        self._seed = seed
-
-    def __len__(self) -> int:
-        return len(self._sums)
-
-    def indices(self, epoch: int, positions: Array) -> Array:
-        """Return the samples that are drawn at positions of an epoch."""
-        drawn = uniform(self._seed, epoch, positions) * self._sums[-1]
-        found: Array = np.searchsorted(self._sums, drawn, "right")
-        # rounding must not choose one of weight 0
-        kept: Array = np.minimum(found, np.flatnonzero(np.diff(self._sums, prepend=0))[-1])
-        return kept
-
-
 class Course:
-    """The steps of all epochs.
+    """The steps of all epochs, each with samples of one stream; see `StepSampler` for the arguments.
 
-    Args:
-        streams: Of samples; a step has those of one stream.
-        batch_size: Samples of a step on each rank.
-        rank, world_size: Which of a step's samples are this process's: every `world_size`-th.
-        last_batch: `"short"`, `"pad"`, `"wrap"` or `"drop"`: what becomes of a stream's last step, if it is not full.
-        seed: Of what is chosen at random.
-        weights: Returns the weights in proportion to which streams are mixed at a step, each beginning again when it is
-            over; None for streams that are all used up in each epoch, the larger the sooner.
+    Without weights, an epoch exhausts all streams; longer streams are chosen more often. With weights, streams are mixed:
+    an epoch has as many samples as all streams, and an exhausted stream starts again.
     """
 
     def __init__(
         self,
-        streams: Sequence[Any],
+        streams: Sequence[Permuted],
+        weights: Weights,
         batch_size: int,
         rank: int,
         world_size: int,
         last_batch: str,
         seed: int,
-        weights: Callable[[int], Any] | None = None,
     ) -> None:
-        self._streams = list(streams)
-        self._size = batch_size * world_size
+        self._streams, self._weights = streams, weights
+        lengths = list(map(len, streams))
+        self._lengths = [sum(lengths)] if weights.are_of_streams else lengths  # the samples that an epoch uses
+        self.step_size = batch_size * world_size
         self._world_size = world_size
-        self._mine = rank + world_size * np.arange(batch_size)  # of a step's samples
+        self._rows = rank + world_size * np.arange(batch_size)  # selects this rank's samples of a step
         self._last_batch = last_batch
         self._seed = seed
-        self._weights = weights
-        self._count = sum(map(len, self._streams))
-
-    @property
-    def start(self) -> Position:
-        """Where training begins."""
-        return Position(0, (0,) * len(self._streams))
 
     def has(self, at: Position) -> bool:
-        """Return whether training can stand there."""
+        """Return whether a position is possible in this course."""
         if len(at.counts) != len(self._streams) or at.began > at.step:
             return False
-        return self._weights is not None or sum(at.counts) == at.used
+        return self._weights.are_of_streams or sum(at.counts) == at.used
 
     def next_epoch(self, at: Position) -> Position:
-        """Return the beginning of the next epoch."""
-        counts = at.counts if self._weights else (0,) * len(at.counts)
+        """Return the start of the next epoch."""
+        counts = at.counts if self._weights.are_of_streams else (0,) * len(at.counts)
         return replace(at, epoch=at.epoch + 1, counts=counts, used=0, began=at.step)
 
     def num_steps(self) -> int:
-        """Return how many steps an epoch has."""
-        counts = [self._count] if self._weights else list(map(len, self._streams))
-        return sum(count // self._size if self._last_batch == "drop" else -(-count // self._size) for count in counts)
+        """Return the number of steps in an epoch."""
+        extra = 0 if self._last_batch == "drop" else self.step_size - 1
+        return sum((length + extra) // self.step_size for length in self._lengths)
 
     def is_over(self, at: Position) -> bool:
         """Return whether an epoch has no further step."""
-        if self._weights is None:
-            return not any(self._left(at))
-        return at.used >= (self._count // self._size * self._size if self._last_batch == "drop" else self._count)
+        return not any(self._remaining(at))
 
-    def _left(self, at: Position) -> list[int]:
-        """Return how many samples of each stream are left for steps of an epoch."""
-        least = self._size if self._last_batch == "drop" else 1
-        left = [len(stream) - count for stream, count in zip(self._streams, at.counts, strict=True)]
-        return [count if count >= least else 0 for count in left]
+    def _remaining(self, at: Position) -> list[int]:
+        """Return the number of samples of each stream, or of all mixed streams, that remain in an epoch."""
+        least = self.step_size if self._last_batch == "drop" else 1
+        used = (at.used,) if self._weights.are_of_streams else at.counts
+        counts = [length - count for length, count in zip(self._lengths, used, strict=True)]
+        return [count if count >= least else 0 for count in counts]
 
-    def step(self, at: Position, drawn: Drawn | None = None) -> tuple[Step, Position]:
-        """Return the step at a position where the epoch is not over, and the position after it.
-
-        Args:
-            drawn: What stands for the only stream.
-        """
-        if self._weights is not None:
-            return self._mixed(at, self._weights(at.step))
-        left = self._left(at)
-        number = self._choose(left, at.epoch, at.used)
-        stream, begin, mine = self._streams[number], at.counts[number], self._mine
-        if drawn is not None:
-            stream, count, positions = drawn, self._size, begin + mine
+    def step(self, at: Position) -> tuple[Step, Position]:
+        """Return the step at a position, and the position after it; the epoch must not be over."""
+        remaining, count = self._remaining(at), self.step_size
+        if self._weights.are_of_streams:
+            number = self._choose(self._weights.values(at.step), 0, at.step)
         else:
-            count = min(self._size, left[number])
+            number = self._choose(remaining, at.epoch, at.used)
+        stream, begin, rows = self._streams[number], at.counts[number], self._rows
+        if self._weights.are_of_streams:
+            epochs, positions = np.divmod(begin + rows, len(stream))
+            parts = [stream.indices(epoch, positions[epochs == epoch]) for epoch in np.unique(epochs).tolist()]
+            indices = np.concatenate(parts)
+        elif (drawn := self._weights.drawn(at.step)) is not None:
+            indices = drawn.indices(at.epoch, begin + rows)
+        elif remaining[number] >= count:
+            indices = stream.indices(at.epoch, begin + rows)
+        else:
+            count = remaining[number]
             if self._last_batch == "short":
-                mine = mine[: -(-count // self._world_size)]
-            filler = (mine - count) % len(stream) if self._last_batch == "wrap" else begin + mine % count
-            positions = np.where(mine < count, begin + mine, filler)
-        is_padding = (mine >= count) & (self._last_batch != "wrap")
-        return self._made(at, number, stream.indices(at.epoch, positions), is_padding, count)
+                rows = rows[: -(-count // self._world_size)]
+            filler = (rows - count) % len(stream) if self._last_batch == "wrap" else begin + rows % count
+            indices = stream.indices(at.epoch, np.where(rows < count, begin + rows, filler))
+        is_padding = (rows >= count) & (self._last_batch != "wrap")
+        counts = (*at.counts[:number], begin + count, *at.counts[number + 1 :])
+        after = Position(at.epoch, counts, at.used + count, at.step + 1, at.began)
+        return Step(at.step, at.epoch, number, indices, is_padding), after
 
-    def _mixed(self, at: Position, weights: Any) -> tuple[Step, Position]:
-        number = self._choose(weights, 0, at.step)
-        stream = self._streams[number]
-        epochs, positions = np.divmod(at.counts[number] + self._mine, len(stream))
-        parts = [stream.indices(epoch, positions[epochs == epoch]) for epoch in np.unique(epochs).tolist()]
-        return self._made(at, number, np.concatenate(parts), np.zeros(len(positions), np.bool_), self._size)
-
-    def _choose(self, weights: Sequence[float], epoch: int, position: int) -> int:
-        """Return a stream, in proportion to the weights."""
+    def _choose(self, weights: Sequence[float] | Array, epoch: int, position: int) -> int:
+        """Return the number of a stream, chosen in proportion to the weights."""
         if len(weights) == 1:
             return 0
-        return int(Drawn(np.array(weights, np.float64), self._seed ^ _CHOICE).indices(epoch, np.array([position]))[0])
-
-    def _made(self, at: Position, number: int, indices: Array, is_padding: Array, count: int) -> tuple[Step, Position]:
-        """Return a step of `count` samples of a stream, on all ranks together, and the position after it."""
-        counts = tuple(used + count * (stream == number) for stream, used in enumerate(at.counts))
-        after = replace(at, counts=counts, used=at.used + count, step=at.step + 1)
-        return Step(at.step, at.epoch, number, indices, is_padding), after
+        drawn = Drawn(np.array(weights, np.float64), self._seed ^ _CHOICE)
+        return int(drawn.indices(epoch, np.array([position])).item(0))

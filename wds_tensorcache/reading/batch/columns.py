@@ -1,4 +1,4 @@
-"""Tensors x layouts: what each tensor of a batch is, and where it lies, in every layout that the samples have."""
+"""The dtype, shape and place of each tensor of a batch, in each layout of its samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.reference import Reference, resolve
@@ -19,8 +18,8 @@ from wds_tensorcache.reading.batch.rows import NO_SAMPLES, Rows
 __all__ = ["Columns", "Layouts", "Runs", "check_same_names", "check_stackable", "layouts_of"]
 
 Array = np.ndarray[Any, Any]
-Runs = list[tuple[int, int, list[tuple[int, int]]]]  # (begin, end, (tensor or -1 for a gap, bytes) in their order)
-SCRATCH_NBYTES = 1 << 14  # a gap up to here is cheaper to read than to begin another call
+Runs = list[tuple[int, int, list[tuple[int, int]]]]  # (begin, end, [(tensor, or -1 for a gap; bytes), in order])
+SCRATCH_NBYTES = 1 << 14  # reading a gap of up to this many bytes is cheaper than another system call
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +27,9 @@ class Layouts:
     """The layouts of a batch.
 
     Attributes:
-        rows: The batch.
-        items: The layouts, the first sample's first.
-        which: The number of each sample's layout, int64 `[B]`.
+        rows: Samples of the batch.
+        items: Distinct layouts, starting with the first sample's.
+        which: Index into `items` for each sample, int64 `[B]`.
     """
 
     rows: Rows
@@ -38,7 +37,7 @@ class Layouts:
     which: Array
 
     def key(self, number: int) -> str:
-        """Return the key of the first sample with a layout."""
+        """Return the key of the first sample that has a layout."""
         return self.rows.key(int(np.argmax(self.which == number)))
 
 
@@ -46,14 +45,14 @@ def layouts_of(rows: Rows) -> Layouts:
     """Return the layouts of a batch.
 
     Raises:
-        ValueError: It has no samples.
+        ValueError: The batch is empty.
     """
-    if not rows.parts:
+    if not rows.by_shard:
         raise ValueError(NO_SAMPLES)
     numbers: dict[int, int] = {}
     items: list[Layout] = []
-    found: list[Any] = []  # for each part, one number, or one for each of its samples
-    for number, _, some in rows.parts:
+    found: list[Any] = []  # for each shard: one index, or one index per sample
+    for number, _, some in rows.by_shard:
         layout = rows.shards[number].layout_of_all
         layouts, inverse = ([layout], 0) if layout is not None else rows.shards[number].layouts_of(some)
         present = []
@@ -65,33 +64,33 @@ def layouts_of(rows: Rows) -> Layouts:
     which = np.zeros(len(rows.row), np.int64)
     if len(items) == 1:
         return Layouts(rows, items, which)
-    for (_, at, _), part in zip(rows.parts, found, strict=True):
+    for (_, at, _), part in zip(rows.by_shard, found, strict=True):
         which[at] = part
     first = which.item(0)
-    if first:  # move the first sample's to the front
+    if first:  # move the first sample's layout to the front
         items.insert(0, items.pop(first))
         which = np.where(which == first, 0, which + (which < first))
     return Layouts(rows, items, which)
 
 
 class Columns:
-    """The tensors called `names` of samples of some layouts.
+    """The tensors `names` of a batch, in each of its layouts.
 
     Attributes:
-        names, numbers: The tensors' names, and the number of each: its place among the names.
-        layouts: The layouts, which stay alive: `Structures.columns` knows them by id.
-        begin, nbytes: int64 `[tensors, layouts]`, each tensor's bytes in the `.safetensors` member.
-        sizes: Bytes of each tensor, if they are the same in all layouts.
-        bools: (tensor, layout) of each one that has bools, whose bytes must be looked at.
-        runs: The reads that a sample of each layout takes.
-        references: [tensors][layouts], what each tensor is; empty until `resolve`, as are the next three.
-        is_equal: Whether each tensor has one shape in all layouts.
-        limits: The largest number of samples that can be stacked, by tensor; 0 if shapes differ.
-        limit: The smallest of these.
+        names, numbers: Names of the tensors, and the position of each name.
+        layouts: The layouts. They are kept alive because `Structures.columns` uses their ids as keys.
+        begin, nbytes: Range of each tensor's bytes in the `.safetensors` member, int64 `[tensors, layouts]`.
+        sizes: Bytes of each tensor, if equal in all layouts; else None.
+        bools: (tensor, layout) of each bool tensor, whose bytes must be checked.
+        runs: Byte ranges to read for a sample of each layout.
+        references: Reference of each tensor, `[tensors][layouts]`; unset until `resolve`, as are the next three.
+        shapes: Shape of each tensor in the first layout.
+        limits: Largest number of samples that can be stacked, for each tensor; 0 if shapes differ.
+        limit: Minimum of `limits`.
     """
 
     references: list[list[Reference]]
-    is_equal: bool
+    shapes: list[tuple[int, ...]]
     limits: list[int]
     limit: int
 
@@ -115,15 +114,15 @@ class Columns:
         self.runs = [_runs(*each) for each in zip(self.begin.T.tolist(), self.nbytes.T.tolist(), strict=True)]
 
     def resolve(self, like: dict[str, Any], texts: Sequence[dict[str, str]], layouts: Layouts) -> None:
-        """Find what the tensors are in each layout.
+        """Resolve the reference of each tensor in each layout.
 
         Args:
-            like: The first sample's lazy tensors by name.
-            texts: How the skeletons of each layout refer to its tensors, by name.
-            layouts: The batch's.
+            like: Lazy tensors of the first sample, by name.
+            texts: Reference texts in the skeletons of each layout, by tensor name.
+            layouts: Layouts of the batch.
 
         Raises:
-            BatchError: A tensor is of another kind or dtype in one of them.
+            BatchError: A tensor's kind or dtype differs between layouts.
         """
         for name in self.names:
             mine = like[name]._reference
@@ -135,50 +134,25 @@ class Columns:
                         f"but {found.kind} of {found.dtype} in {layouts.key(number)!r}"
                     )
             self.references.append(references)
-        # one step per tensor and layout, once for all batches of one layout
+        self.shapes = [each[0].shape for each in self.references]
+        # cost: one step per tensor and layout, done once for all batches of one layout
         equal = [all(one.shape == each[0].shape for one in each) for each in self.references]
-        self.is_equal = all(equal)
         self.limits = [
             _most(each[0], each[0].shape) if is_equal else 0
             for each, is_equal in zip(self.references, equal, strict=True)
         ]
         self.limit = min(self.limits, default=1 << 63)
 
-    def check_stackable(self, layouts: Layouts) -> None:
-        """Raise BatchError unless each tensor has one shape in all layouts, and as many as the batch has can be stacked."""
-        for name, references in zip(self.names, self.references, strict=True):
-            for number, reference in enumerate(references):
-                if reference.shape != references[0].shape:
-                    raise BatchError(
-                        f"tensor {name!r} is {list(references[0].shape)} in sample {layouts.key(0)!r}, but "
-                        f"{list(reference.shape)} in {layouts.key(number)!r}; use collate='pad' or 'list'"
-                    )
-        for each in self.references:
-            check_stackable(each[0], len(layouts.rows), each[0].shape, layouts.key(0))
-
-    def largest(self, layouts: Layouts) -> list[tuple[int, ...]]:
-        """Return, for each tensor, the shape that all of its shapes fit into.
-
-        Raises:
-            BatchError: A tensor has different numbers of dimensions.
-        """
-        for name, references in zip(self.names, self.references, strict=True):
-            for number, reference in enumerate(references):
-                if len(reference.shape) != len(references[0].shape):
-                    raise BatchError(
-                        f"tensor {name!r} has {len(references[0].shape)} dimensions in sample {layouts.key(0)!r}, "
-                        f"but {len(reference.shape)} in {layouts.key(number)!r}; use collate='list'"
-                    )
-        return [tuple(map(max, zip(*(r.shape for r in references), strict=True))) for references in self.references]
-
-    def shapes(self, which: Array) -> dict[str, torch.Tensor]:
-        """Return each tensor's shape in each sample, int64 `[B, ndim]`."""
-        return {
-            name: torch.from_numpy(
-                np.array([r.shape for r in references], np.int64).reshape(len(references), -1)[which]
-            )
-            for name, references in zip(self.names, self.references, strict=True)
-        }
+    def check_stackable(self, layouts: Layouts, tensor: int) -> None:
+        """Raise BatchError unless a tensor has one shape in all layouts, and the stacked array stays within size limits."""
+        first, *others = self.references[tensor]
+        for number, other in enumerate(others, start=1):
+            if other.shape != first.shape:
+                raise BatchError(
+                    f"tensor {first.name!r} is {list(first.shape)} in sample {layouts.key(0)!r}, but "
+                    f"{list(other.shape)} in {layouts.key(number)!r}; use collate='pad' or 'list'"
+                )
+        check_stackable(first, len(layouts.rows), first.shape, layouts.key(0))
 
 
 def _runs(begins: list[int], sizes: list[int]) -> Runs:
@@ -197,46 +171,45 @@ def _runs(begins: list[int], sizes: list[int]) -> Runs:
     return runs
 
 
-def check_stackable(
-    reference: Reference, count: int, shape: tuple[int, ...], key: str, with_numpy: bool = False
-) -> None:
-    """Raise BatchError if there can be no `[count, *shape]` of a tensor; `with_numpy` if it becomes an array on the way."""
-    if count <= _most(reference, shape, with_numpy):
+def check_stackable(reference: Reference, count: int, shape: tuple[int, ...], key: str) -> None:
+    """Raise BatchError if a tensor of shape `[count, *shape]` exceeds size limits."""
+    if count <= _most(reference, shape):
         return
     ndim = len(shape) + 1
     reason = f"{ndim} dimensions, of which numpy has at most {ARRAY_NDIM}"
-    if not _has_too_many_dims(reference, shape, with_numpy):
+    if not _has_too_many_dims(reference, shape):
         reason = f"{count} times {list(shape)} of {reference.dtype}, and so 2^63 bytes or more"
     raise BatchError(
         f"tensor {reference.name!r} of sample {key!r} cannot be stacked: the batch has {reason}; use collate='list'"
     )
 
 
-def _most(reference: Reference, shape: tuple[int, ...], with_numpy: bool = False) -> int:
-    """Return the largest `count` of which there can be a `[count, *shape]`."""
-    if _has_too_many_dims(reference, shape, with_numpy):
+def _most(reference: Reference, shape: tuple[int, ...]) -> int:
+    """Return the largest `count` for which `[count, *shape]` stays within size limits."""
+    if _has_too_many_dims(reference, shape):
         return 0
-    # empty ones count as full: torch and numpy compute their strides
+    # dimensions of size 0 count as 1, because torch and numpy compute strides for them
     return ((1 << 63) - 1) // max(1, math.prod(filter(None, shape)) * int(reference.dtype.itemsize))
 
 
-def _has_too_many_dims(reference: Reference, shape: tuple[int, ...], with_numpy: bool) -> bool:
-    return len(shape) >= ARRAY_NDIM and (with_numpy or reference.kind == "ndarray")
+def _has_too_many_dims(reference: Reference, shape: tuple[int, ...]) -> bool:
+    return len(shape) >= ARRAY_NDIM and reference.kind == "ndarray"
+
+
+_LACKING = "select the tensors that all samples have, filter by entry.shapes, or collate with a function"
 
 
 def check_same_names(layouts: Layouts, names: Sequence[str], wanted: Callable[[str], bool] | None) -> None:
-    """Raise BatchError unless the layouts have the same tensors of those that are wanted, as the first sample has them."""
+    """Raise BatchError unless all layouts have the tensors `names` and no further tensors that `wanted` accepts."""
     first = layouts.items[0].tensors.keys()
     for number, layout in enumerate(layouts.items):
         for name in names:
             if name not in layout.tensors:
                 raise BatchError(
-                    f"sample {layouts.key(number)!r} has no tensor {name!r}, but {layouts.key(0)!r} has; "
-                    "collate with a function"
+                    f"sample {layouts.key(number)!r} has no tensor {name!r}, but {layouts.key(0)!r} has; {_LACKING}"
                 )
         more = [name for name in layout.tensors.keys() - first if wanted is None or wanted(name)]
         if more:
             raise BatchError(
-                f"sample {layouts.key(number)!r} has tensor {min(more)!r}, but {layouts.key(0)!r} has not; "
-                "collate with a function"
+                f"sample {layouts.key(number)!r} has tensor {min(more)!r}, but {layouts.key(0)!r} has not; {_LACKING}"
             )

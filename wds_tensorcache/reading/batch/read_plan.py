@@ -1,4 +1,4 @@
-"""Fill a batch's memory: which reads fetch its rows, in which order, by which threads."""
+"""Fill a batch's memory: choose the reads, their order and their threads."""
 
 from __future__ import annotations
 
@@ -17,34 +17,41 @@ from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.maps import MapLost, Maps
 from wds_tensorcache.storage.threads import Job, wait_for
 
-__all__ = ["read"]
+__all__ = ["read_rows"]
 
 Array = np.ndarray[Any, Any]
-GATHER_NBYTES = 1 << 14  # samples up to here are copied from maps faster than by a system call each
-IN_FLIGHT = 32  # reads that keep a disk busy
+GATHER_NBYTES = 1 << 14  # samples of up to this size are copied from maps faster than by one system call each
+IN_FLIGHT = 32  # the number of reads in flight that keeps a disk busy
 _NUM_PROBES = 4
 _PID = os.getpid()
 
 
-def read(store: Store, layouts: Layouts, columns: Columns, placement: Placement, memory: Array) -> str:
-    """Read every row to its place; return how: "pread", or as `store.io` says.
+def read_rows(store: Store, layouts: Layouts, columns: Columns, placement: Placement, memory: Array) -> str:
+    """Read every row to its place; return the method used: "pread" or that of `store.io`.
 
-    Small samples that are in the page cache are gathered from maps, one torch call per tensor; all else takes one positioned
-    read per sample, scattered over the tensors' places. `io` "pread" never gathers. "auto" gathers as above, and a shard that
-    is cut short meanwhile is an error. "mmap" gathers even what may not be in memory, and a shard that is cut short kills the
-    process.
+    Small samples in the page cache are gathered from maps, with one torch call per tensor. All other samples take one
+    positioned read each, scattered over the tensors' places. The method "pread" never gathers. "auto" gathers as above; if
+    a shard is truncated meanwhile, it raises an error. "mmap" gathers without checking the page cache; if a shard is
+    truncated, the process is killed.
 
     Raises:
-        FormatError: A shard is not what its index says, or was cut short.
+        FormatError: A shard does not match its index, or was truncated.
     """
     rows, io = layouts.rows, store.io.method
-    if io != "pread" and columns.sizes is not None and sum(columns.sizes) <= GATHER_NBYTES:
+    if not placement.nbytes:
+        return "pread"
+    if (
+        io != "pread"
+        and columns.sizes is not None
+        and columns.sizes == placement.row_nbytes
+        and sum(columns.sizes) <= GATHER_NBYTES
+    ):
         if _gather(layouts, columns, placement, memory, io):
-            return io  # type: ignore[no-any-return]
+            return io
     count = len(rows.row)
     order = np.lexsort((rows.begin, rows.number)) if len(rows.shards) > 1 else np.arange(count)
     total = int(columns.nbytes.sum(0)[layouts.which].sum())
-    threads = max(1, min(store.threads, count, total >> 18))  # for less, handing over costs more
+    threads = max(1, min(store.num_threads, count, total >> 18))  # a thread for less costs more than it saves
     executor = store.executor() if threads > 1 else None
     parts = np.array_split(order, threads) if executor is not None else [order]
     jobs: list[Job[None]] = []
@@ -53,32 +60,32 @@ def read(store: Store, layouts: Layouts, columns: Columns, placement: Placement,
             jobs.append(executor.submit(_scatter, layouts, columns, placement, memory, part))  # type: ignore[union-attr]
         _scatter(layouts, columns, placement, memory, parts[0])
     finally:
-        # Hazard: a thread that still writes would write into memory that is used for other batches.
+        # Hazard: a thread that still runs would write into memory that another batch may use.
         wait_for(jobs)
     while jobs:
-        jobs.pop(0).result()  # an error refers to this frame, which then must not refer to it
-    for number, *_ in rows.parts:  # one system call each
+        jobs.pop(0).result()  # an error refers to this frame; a reference back to the job would make a cycle
+    for number, *_ in rows.by_shard:  # one system call each
         rows.shards[number].file.check_unchanged()
     return "pread"
 
 
 def _gather(layouts: Layouts, columns: Columns, placement: Placement, memory: Array, io: str) -> bool:
-    """Copy every row out of maps, if that is safe now; return whether it was."""
+    """Copy every row out of maps if that is safe now; return whether it was done."""
     rows = layouts.rows
     if os.getpid() != _PID and torch.get_num_threads() > 1:
-        return False  # forked: if torch's threads were used before, a call that wants them waits forever
-    # where each tensor begins in its member: [tensors, samples], or [tensors, 1] if it is the same for all
+        return False  # forked: if torch used threads before the fork, a call that needs them waits forever
+    # the offset of each tensor in its member: [tensors, samples], or [tensors, 1] if equal for all samples
     begins = columns.begin if len(layouts.items) == 1 else columns.begin[:, layouts.which]
-    if len(rows.parts) > rows.shards[0].files.max_open or (io == "auto" and not _is_resident(rows, begins)):
+    if len(rows.by_shard) > rows.shards[0].files.max_open or (io == "auto" and not _is_resident(rows, begins)):
         return False
     count = len(rows)
     try:
-        with Maps([rows.shards[number].file for number, *_ in rows.parts], count, io) as maps:
+        with Maps([rows.shards[number].file for number, *_ in rows.by_shard], count, io) as maps:
             origin = rows.begin.copy()
-            for (number, at, some), base in zip(rows.parts, maps.bases, strict=True):
+            for (number, at, some), base in zip(rows.by_shard, maps.bases, strict=True):
                 rows.shards[number].check_mapped(some, maps, base)
                 origin[at] += base
-            for first, begin, size in zip(placement.first, begins, columns.sizes or (), strict=True):
+            for first, begin, size in zip(placement.begins, begins, columns.sizes or (), strict=True):
                 if size:
                     maps.gather(origin + begin, size, memory[first : first + size * count].reshape(count, size))
     except MapLost:
@@ -87,7 +94,7 @@ def _gather(layouts: Layouts, columns: Columns, placement: Placement, memory: Ar
 
 
 def _is_resident(rows: Rows, begins: Array) -> bool:
-    """Return whether a few of the samples are in the page cache: through a cold map one waits page by page."""
+    """Return whether a few probed samples are in the page cache; reading a cold map waits for every page."""
     where = rows.begin + begins[-1] if len(begins) else rows.begin
     # one system call each
     return all(
@@ -97,29 +104,29 @@ def _is_resident(rows: Rows, begins: Array) -> bool:
 
 
 def _scatter(layouts: Layouts, columns: Columns, placement: Placement, memory: Array, order: Array) -> None:
-    """Read the samples `order` of a batch, one after the other."""
-    rows, dest, runs = layouts.rows, placement.rows, columns.runs
+    """Read the samples `order` of a batch, one after another."""
+    rows, row_begins, runs = layouts.rows, placement.rows, columns.runs
     target, scratch = memory.data, memoryview(bytearray(SCRATCH_NBYTES))
     which = layouts.which.tolist()
     row, numbers, begins = rows.row.tolist(), rows.number.tolist(), rows.begin.tolist()
-    known = -1
-    todo: list[int] = order.tolist()
-    advised: int | None = None  # how many of them the system was told of; None while all were in memory
+    shard_number = -1
+    samples: list[int] = order.tolist()
+    advised: int | None = None  # number of samples announced to the system; None while all samples were in memory
     # one system call per sample and run
-    for at, i in enumerate(todo):
-        if numbers[i] != known:
-            known = numbers[i]
-            shard = rows.shards[known]
+    for at, i in enumerate(samples):
+        if numbers[i] != shard_number:
+            shard_number = numbers[i]
+            shard = rows.shards[shard_number]
             file, checked = shard.files.get(shard.path), shard.checked
         for first, _, parts in runs[which[i]]:
             buffers = []
             for tensor, n in parts:
-                begin = dest[tensor][i] if tensor >= 0 else 0
+                begin = row_begins[tensor][i] if tensor >= 0 else 0
                 buffers.append(target[begin : begin + n] if tensor >= 0 else scratch[:n])
             if advised is None and file.read_resident(buffers, begins[i] + first):
                 continue
-            # cold: keep the disk busy with the samples to come while this one is waited for
-            for j in todo[max(at, advised or 0) : at + IN_FLIGHT]:
+            # cold: keep the disk busy with the next samples while this one is read
+            for j in samples[max(at, advised or 0) : at + IN_FLIGHT]:
                 _advise(rows.shards[numbers[j]].file, begins[j], runs[which[j]])
             advised = at + IN_FLIGHT
             file.read_into(buffers, begins[i] + first)
@@ -128,8 +135,8 @@ def _scatter(layouts: Layouts, columns: Columns, placement: Placement, memory: A
 
 
 def _advise(file: ShardFile, begin: int, runs: Runs) -> None:
-    """Tell the system to read a sample's runs, and the header before them, in the background."""
-    end = begin + BLOCK  # of what check_tensors reads, and of what follows that at once
+    """Ask the system to read a sample's header and runs in the background."""
+    end = begin + BLOCK  # end of the header block and of the runs directly after it
     for run_begin, run_end, _ in runs:
         if begin + run_begin <= end + SCRATCH_NBYTES:
             end = max(end, begin + run_end)

@@ -1,106 +1,135 @@
-"""Which samples are asked for, and what is known of such samples from the batches before."""
+"""Requests for samples, with what earlier batches learnt about the structure of such samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from wds_tensorcache.codec.layout import Form, Layout
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.reference import reference_text
-from wds_tensorcache.codec.skeleton.template import Template
+from wds_tensorcache.codec.skeleton.template import Template, item_getter
+from wds_tensorcache.codec.tree import Path, flatten, is_shared, map_leaves, project
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Columns, Layouts, check_same_names
-from wds_tensorcache.reading.batch.nest import Path, Recipe, is_shared, named_tensors, project, recipe_of
 from wds_tensorcache.reading.batch.rows import Rows
 from wds_tensorcache.reading.shard_set import Store
 
 __all__ = ["Request", "Structure", "Structures", "columns_of"]
 
 _MAX_KNOWN = 64
+_Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a batch is like whose first sample is like `sample`.
+    """The structure of batches whose first sample is like `sample`.
 
     Attributes:
-        sample: A sample, for its containers and keys.
-        tensors: Its lazy tensors by name.
-        template: The template that the sample is of, if any.
-        recipe: How to make a batch, if the sample is of a template.
-        is_plain: Whether samples with tensors of the same names have them in the same places: no tensor is in two places, or
-            has a name that was made up.
-        slots: Which of the template's values stands alone at a path; None if the value there is more than one.
+        sample: A sample that has the containers and keys.
+        tensors: Lazy tensors of `sample`, by name.
+        template: Template that the sample matches, if any.
+        visits: Objects that `map_leaves` visits, if the sample matches a template: tensor names, paths of leaves, and
+            containers as in `Template`.
+        is_plain: True if tensor names determine places: no tensor is in two places, and every name is the path of its
+            tensor.
+        slots: Index of the template's value at a path; None if the path leads to a container of values.
     """
 
     sample: Any
     tensors: dict[str, Lazy]
     template: Template | None
-    recipe: Recipe | None
+    visits: _Visits | None
     is_plain: bool
     slots: dict[Path, int | None] = field(default_factory=dict)
 
 
 class Structures:
-    """What is known of the samples of a cache, as far as their tensors are selected.
+    """The known structures of a cache's samples, with only the selected tensors.
 
-    Which tensors a sample has is known by its form, which the index has. Where they are in the sample is known by its
-    template: that takes its skeleton, since samples of one form may differ in their containers and values.
+    A sample's form, which is in the index, determines the sample's tensors. Its template determines their places in the
+    sample. Finding the template takes the skeleton, since samples of one form may differ in their containers and values.
 
     Args:
-        wanted: Returns whether a tensor is selected, by name; None if all are.
+        wanted: Function that tells whether the tensor with a name is selected; None if all are.
 
     Attributes:
-        columns: Columns of batches whose samples are all of one layout, by that layout's id.
+        columns: Columns of batches with one layout, by the layout's id.
     """
 
     def __init__(self, wanted: Callable[[str], bool] | None) -> None:
         self.wanted = wanted
         self.columns: dict[int, Columns] = {}
         self._by_template: dict[int, Structure] = {}
-        self._by_form: dict[Any, tuple[Form, dict[str, Lazy]]] = {}  # has the form, which so keeps its id
+        self._by_form: dict[
+            Any, tuple[Form, dict[str, Lazy]]
+        ] = {}  # the value refers to the form, so the id is not reused
 
     def selected(self, sample: Any) -> Any:
-        """Return a sample with only those of its tensors that are selected."""
+        """Return a sample with only its selected tensors."""
         return sample if self.wanted is None else project(sample, self.wanted)
 
-    def of(self, rows: Rows) -> Structure:
-        """Return the structure of a batch: its first sample's."""
+    def structure_for(self, rows: Rows) -> Structure:
+        """Return the structure of a batch, which is that of its first sample."""
         template = rows.template()
-        structure = self._by_template.get(id(template))  # has the template, which so keeps its id
+        structure = self._by_template.get(id(template))  # the value refers to the template, so the id is not reused
         if structure is None:
             sample = self.selected(rows.sample(0))
-            tensors = named_tensors(sample)
+            tensors = flatten(sample)
             is_plain = not is_shared(sample) and not any("@" in name or "~" in name for name in tensors)
-            recipe = recipe_of(sample) if template is not None else None
-            structure = Structure(sample, tensors, template, recipe, is_plain)
+            visits = _visits_of(sample) if template is not None else None
+            structure = Structure(sample, tensors, template, visits, is_plain)
             if template is not None:
                 _keep(self._by_template, id(template), structure)
         return structure
 
     def known_tensors(self, layout: Layout) -> dict[str, Lazy] | None:
-        """Return the lazy tensors by name of an earlier sample of the form; None if there was none."""
+        """Return the lazy tensors of an earlier sample of the form, by name; None if there was none."""
         known = self._by_form.get((id(layout.form), layout.texts))
         return None if known is None else known[1]
 
     def tensors(self, layouts: Layouts) -> dict[str, Lazy]:
-        """Return lazy tensors by name, of the kinds and dtypes of the first sample's."""
+        """Return lazy tensors by name, with the kinds and dtypes of the first sample's tensors."""
         layout = layouts.items[0]
         tensors = self.known_tensors(layout)
         if tensors is None:
-            structure = self.of(layouts.rows)
+            structure = self.structure_for(layouts.rows)
             tensors = structure.tensors
             if structure.template is not None and layout.texts is not None:
                 _keep(self._by_form, (id(layout.form), layout.texts), (layout.form, tensors))
         return tensors
 
 
+class _Slot:
+    """A placeholder for a tensor or leaf while the visits are recorded."""
+
+    def __init__(self, found: list[Any], what: Any) -> None:
+        self.found, self.number = found, len(found)
+        found.append(what)
+
+
+def _visits_of(sample: Any) -> _Visits:
+    """Return the visits of a sample that matches a template: dicts, lists and tuples, none of which occurs twice."""
+    names: list[str] = []
+    paths: list[Path] = []
+    containers: list[tuple[type, Any, Any]] = []
+
+    def visit(value: Any) -> int:
+        if isinstance(value, _Slot):
+            return value.number + (len(names) if value.found is paths else 0)
+        items = list(map(visit, value.values() if type(value) is dict else value))
+        containers.append((type(value), tuple(value) if type(value) is dict else (), item_getter(items)))
+        return len(names) + len(paths) + len(containers) - 1
+
+    visit(map_leaves(sample, lambda lazy: _Slot(names, lazy.name), lambda path: _Slot(paths, path)))
+    return names, paths, containers
+
+
 def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Add to what is known, which is bounded: files have as many layouts and structures as their author likes."""
+    """Add an entry to a bounded cache. Hazard: the author of a file chooses the number of layouts and structures."""
     if len(known) >= _MAX_KNOWN:
         known.clear()
     known[key] = value
@@ -108,12 +137,12 @@ def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The samples of a batch, and what is known of them.
+    """The samples of a batch, and their known structures.
 
     Attributes:
-        store: The shards, and the memory and threads to read them with.
-        rows: The samples.
-        structures: Structures of the cache that is asked.
+        store: Shards, and the memory and threads to read them.
+        rows: Places of the samples.
+        structures: Known structures of the cache.
     """
 
     store: Store
@@ -133,10 +162,10 @@ class Request:
 
 
 def columns_of(request: Request, layouts: Layouts) -> Columns:
-    """Return the tensors of the first sample, which all samples must have.
+    """Return the columns of the first sample's tensors, which all samples must have.
 
     Raises:
-        BatchError: A sample lacks a tensor, or has more, or has one of another kind or dtype.
+        BatchError: A sample lacks a tensor, has additional tensors, or has a tensor of another kind or dtype.
     """
     known, first = request.structures.columns, layouts.items[0]
     columns = known.get(id(first)) if len(layouts.items) == 1 else None
@@ -146,19 +175,19 @@ def columns_of(request: Request, layouts: Layouts) -> Columns:
         columns = Columns(list(tensors), layouts.items)
         columns.resolve(tensors, [_texts(request, layouts, number) for number in range(len(layouts.items))], layouts)
         if len(layouts.items) == 1 and request.structures.known_tensors(first) is not None:
-            _keep(known, id(first), columns)  # have the layout, which so keeps its id
+            _keep(known, id(first), columns)  # columns refer to the layout, so the id is not reused
     return columns
 
 
 def _texts(request: Request, layouts: Layouts, number: int) -> dict[str, str]:
-    """Return how the skeletons of a layout refer to its tensors, by name."""
+    """Return the reference texts in the skeletons of a layout, by tensor name."""
     layout = layouts.items[number]
     if layout.texts is not None:
         return dict(zip(layout.tensors, layout.texts, strict=True))
-    # the index could not read these skeletons, so that each may refer to its tensors in its own way
+    # the indexer could not read these skeletons, so each may have other references
     found: dict[str, str] = {}
     for i in np.flatnonzero(layouts.which == number).tolist():
-        references = [lazy._reference for lazy in named_tensors(request.sample(i)).values()]
+        references = [lazy._reference for lazy in flatten(request.sample(i)).values()]
         texts = {r.name: reference_text(r.kind, r.name, r.attribute) for r in references}
         found = found or texts
         if texts != found:

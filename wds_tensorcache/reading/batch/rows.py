@@ -1,4 +1,4 @@
-"""Locate the samples of a batch: the shard of each, its row there, and where its tensors begin."""
+"""Locate the samples of a batch: the shard, the row and the byte offset of each."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _ALL = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The samples of a batch: sample `i` is `row[i]` of `shards[number[i]]`, and its tensors begin at byte `begin[i]`.
+    """The places of a batch's samples: sample `i` is row `row[i]` of `shards[number[i]]`; its tensors start at byte `begin[i]`.
 
     Attributes:
         shards: All shards of the cache.
-        number, row, begin: int64 `[B]`.
-        parts: For each shard of the batch: its number, which samples of the batch it has, and their rows.
+        number, row, begin: Shard number, row in the shard and byte offset of each sample, int64 `[B]`.
+        by_shard: One `(shard number, batch positions, rows)` for each shard.
     """
 
     shards: Sequence[Shard]
     number: Array
     row: Array
     begin: Array
-    parts: Sequence[tuple[int, Any, Array]]
+    by_shard: Sequence[tuple[int, Any, Array]]
 
     def __len__(self) -> int:
         return len(self.row)
@@ -50,20 +50,20 @@ class Rows:
         return self.shards[self.number.item(i)].sample(self.row.item(i))
 
     def template(self) -> Template | None:
-        """Return the template that the first sample is of, if any.
+        """Return the template that the first sample's skeleton matches, if any.
 
         Raises:
-            ValueError: There is no first sample.
+            ValueError: The batch is empty.
         """
-        if not self.parts:
+        if not self.by_shard:
             raise ValueError(NO_SAMPLES)
         shard: Shard = self.shards[self.number.item(0)]
         return shard.template(self.row.item(0))
 
     def skeletons(self, io: str) -> Iterator[tuple[int, bytes, int]]:
-        """Yield (which sample, its skeleton, where the skeleton's body begins), shard by shard."""
+        """Yield `(position in the batch, skeleton, offset of the skeleton's body)` for each sample, shard by shard."""
         everything = range(len(self))
-        for number, at, rows in self.parts:
+        for number, at, rows in self.by_shard:
             which = everything if isinstance(at, slice) else at.tolist()
             yield from zip(which, *self.shards[number].skeletons(rows, io), strict=True)
 
@@ -81,12 +81,12 @@ def locate(store: Store, positions: Array) -> Rows:
     at = number.item(0)
     if len(shards) == 1 or (number == at).all():
         return Rows(shards, number, row, shards[at].columns.tensors_begin[row].astype(np.int64), ((at, _ALL, row),))
-    order = np.argsort(number.astype(store.number_dtype), kind="stable")  # by radix, if they are short
+    order = np.argsort(number.astype(store.number_dtype), kind="stable")  # numpy uses a radix sort for short integers
     present, rows = number[order], row[order]
     edges = [0, *(np.flatnonzero(np.diff(present)) + 1).tolist(), len(order)]
-    parts, begin = [], np.empty(len(order), np.int64)
+    by_shard, begin = [], np.empty(len(order), np.int64)
     for first, last in pairwise(edges):
         at = present.item(first)
-        parts.append((at, order[first:last], rows[first:last]))
+        by_shard.append((at, order[first:last], rows[first:last]))
         begin[order[first:last]] = shards[at].columns.tensors_begin[rows[first:last]]
-    return Rows(shards, number, row, begin, parts)
+    return Rows(shards, number, row, begin, by_shard)

@@ -1,4 +1,4 @@
-"""A batch's small values: a list for each, made from the skeletons when somebody looks at it."""
+"""The small values of a batch: one list per value, decoded from the skeletons on first use."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.reference import MemorySource, Reference
 from wds_tensorcache.codec.skeleton.template import MISS
+from wds_tensorcache.codec.tree import Path, difference, item_at, project
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.reading.batch.nest import Path, difference, item_at, project
 from wds_tensorcache.reading.batch.request import Request, Structure
 
 __all__ = ["Decoded", "Leaves"]
 
 
 class Decoded:
-    """The skeletons of a batch, read once; of samples that match the first one's template only the values are taken out.
+    """The skeletons of a batch, read once. If a sample matches the first sample's template, only its values are extracted.
 
     Args:
         request: The batch.
-        structure: The batch's structure.
-        io: How to read: the way in which its tensors were just read.
+        structure: Structure of the batch.
+        io: Method that just read the batch's tensors, also used for the skeletons.
 
-    Threads: any number may ask at once.
+    Threads: any number of threads may use it at once.
     """
 
     def __init__(self, request: Request, structure: Structure, io: str) -> None:
@@ -39,7 +39,7 @@ class Decoded:
         return len(self._request)
 
     def column(self, path: Path) -> list[Any]:
-        """Return what each sample has at `path`.
+        """Return the value at `path` of each sample.
 
         Raises:
             BatchError: A sample's structure is another than the first one's.
@@ -67,27 +67,26 @@ class Decoded:
         found: list[list[Any] | None] = [None] * len(self)
         template, rows = self._structure.template, self._request.rows
         if template is not None:
-            # two steps in Python per sample: its bytes, its values
+            # cost per sample in Python: one step for its bytes, one for its values
             for i, skeleton, begin in rows.skeletons(self._io):
                 values = template.match(skeleton, begin)
                 if values is not MISS:
                     found[i] = values
             if None not in found:
-                for number, _, some in rows.parts:
+                for number, _, some in rows.by_shard:
                     rows.shards[number].note_template(some, template)
         return found
 
     def _slot(self, path: Path) -> int | None:
-        """Return which of a template's values stands alone at `path`."""
+        """Return the index of the template's value at `path`; None if there is not exactly one plain value."""
         template, slots = self._structure.template, self._structure.slots
         if template is None:
             return None
         if path not in slots:
-            marks = [_Mark(number) for number in range(len(template.segments) - 1)]
-            value = template.build([*marks, *(None for _ in template.references)])
-            for step in path:
-                value = value[step]
-            slots[path] = value.number if isinstance(value, _Mark) else None
+            # build a sample with numbers in place of plain values, and None in place of tensors
+            numbered = template.build([*range(len(template.segments) - 1), *(None for _ in template.references)])
+            found = item_at(numbered, path)
+            slots[path] = found if isinstance(found, int) else None
         return slots[path]
 
     def _build(self, i: int, values: list[Any] | None) -> Any:
@@ -105,32 +104,24 @@ class Decoded:
             return sample
         if wanted is None:
             return template.build([*values, *(None for _ in template.references)])
-        # tensors that were not selected are gone from dicts
+        # remove tensors that are not selected
         return project(template.build([*values, *map(_stand_in, template.references)]), wanted)
 
 
 def _stand_in(text: str) -> Any:
-    """Return a lazy tensor that has only the name in the reference `text`."""
+    """Return a lazy tensor with only the name in the reference `text`."""
     name = text.partition(":")[2].partition("?")[0]
     return LazyTensor(Reference(name, "tensor", None, (), 0, 0, None), MemorySource(b""))
 
 
-class _Mark:
-    """Stands for a template's value, to find where that goes."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 class Leaves:
-    """One value for each sample of a batch: a list, but that the skeletons are decoded when it is first looked at.
+    """A list with one value per sample of a batch, decoded from the skeletons on first use.
 
-    Pickles, prints and compares as the list that it stands for. It is not a registered `Sequence`: trainers rebuild a sequence
-    from its items, by its constructor, and would decode every value only to move tensors to a device.
+    It pickles, prints and compares like a list. It is not a registered `Sequence`: to move tensors to a device, trainers
+    rebuild every sequence from its items, which would decode all values.
 
-    Raises (when looked at):
-        BatchError: A sample's structure is another than the first one's.
-        FormatError: A skeleton is damaged.
+    Raises (on first use): BatchError: A sample's structure is another than the first one's. FormatError: A skeleton is
+        damaged.
     """
 
     __slots__ = ("_decoded", "_list", "_path")
@@ -141,7 +132,7 @@ class Leaves:
         self._list: list[Any] | None = None
 
     def tolist(self) -> list[Any]:
-        """Return the values as a list, the same one each time."""
+        """Return the values as a list; the same list each time."""
         if self._list is None:
             self._list = self._decoded.column(self._path)
         return self._list
@@ -156,7 +147,7 @@ class Leaves:
         return iter(self.tolist())
 
     def index(self, value: Any, *bounds: int) -> int:
-        """Return the first index of `value`, as of a list."""
+        """Return the first index of `value`, like `list.index`."""
         return self.tolist().index(value, *bounds)
 
     def count(self, value: Any) -> int:

@@ -1,4 +1,4 @@
-"""The memory of a batch: recycled or pinned, moved to a device as a whole, and seen as tensors."""
+"""The memory of a batch: recycled or pinned, moved to a device as a whole, and viewed as tensors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Array = np.ndarray[Any, Any]
 
 
 class Memory:
-    """The bytes of a batch: `array` on the host, recycled or pinned, and after `move` on a device.
+    """The bytes of a batch: `array` on the host, recycled or pinned; after `move` also on a device.
 
-    Views keep it alive: an arena is reused when the last tensor over it is gone.
+    Views keep it alive: an arena is reused after its last tensor is freed.
     """
 
     def __init__(self, pool: Pool, nbytes: int, pin: bool = False, device: Any = None) -> None:
         self._host: torch.Tensor | None = None
         if pin or (device is not None and torch.device(device).type == "cuda"):
-            # torch's own allocator is the pool: only it knows of transfers that are under way
+            # pinned memory comes from torch's allocator, because only it knows which transfers are unfinished
             self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._flat = self._host
         try:
@@ -35,13 +35,13 @@ class Memory:
             raise no_memory(nbytes) from exc
 
     def move(self, device: Any) -> None:
-        """Let `view` give tensors on `device`: one transfer, on a stream of its own if that is a GPU."""
+        """Make `view` return tensors on `device`. Cost: one transfer, on a separate stream for a GPU."""
         if device is not None:
             host = view_tensor(self.array, torch.uint8, (len(self.array),)) if self._host is None else self._host
             self._flat = _move(host, torch.device(device))
 
     def view(self, reference: Reference, begin: int, shape: tuple[int, ...]) -> Any:
-        """Return what lies at byte `begin` as a tensor, or as an array, which is always on the host."""
+        """Return the bytes at `begin` as a tensor, or as an array, which is always on the host."""
         if reference.kind == "ndarray":
             return check_array(view_array(self.array, reference.dtype, shape, begin))
         if self._flat is not None:
@@ -55,13 +55,13 @@ _STREAMS: dict[torch.device, Any] = {}
 
 
 def to_device(tensor: torch.Tensor, pin: bool, device: Any) -> torch.Tensor:
-    """Return a tensor of its own where a batch's tensors go."""
+    """Return a tensor in pinned memory or on a device, like the tensors of a batch."""
     tensor = tensor.pin_memory() if pin else tensor
     return tensor if device is None else _move(tensor, torch.device(device))
 
 
 def _move(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return `host` on `device`: to a GPU by one transfer on a stream of its own, which the caller's stream waits for."""
+    """Copy `host` to `device`; for a GPU on a separate stream, for which the caller's stream waits."""
     if device.type != "cuda" or not host.numel():
         return host.to(device)
     if device.index is None:
@@ -71,8 +71,8 @@ def _move(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         stream = _STREAMS.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
     current = torch.cuda.current_stream(device)
     with torch.cuda.stream(stream):
-        # torch keeps a pinned source until the transfer is over; a pageable one is copied before this returns
+        # torch keeps a pinned source until the transfer ends; a pageable source is copied before this returns
         moved = host.to(device, non_blocking=True)
     current.wait_stream(stream)
-    moved.record_stream(current)  # its memory came from the other stream's pool: do not reuse it under the caller
+    moved.record_stream(current)  # prevents reuse of the memory, which is of the other stream's pool
     return moved

@@ -1,0 +1,444 @@
+"""The base of all caches: samples by index and key, batches and views; and the record of a batch."""
+
+from __future__ import annotations
+
+import operator
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from wds_tensorcache.errors import TensorCacheError
+from wds_tensorcache.reading.batch.collate import Pad, PadValue
+from wds_tensorcache.reading.keys import KeysView
+from wds_tensorcache.reading.positions import numbers_of
+from wds_tensorcache.reading.schema import Entry, TensorSchema, describe
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, TypeVar
+
+    _Sample = TypeVar("_Sample", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    _Sample = TypeVar("_Sample", covariant=True)
+
+__all__ = ["BatchInfo", "Cache"]
+
+_Batch = TypeVar("_Batch")
+Array = np.ndarray[Any, Any]
+_SHOWN = 1000  # samples, shards and tensors that a repr examines
+
+
+class Cache(Sequence[_Sample], Dataset[_Sample]):
+    """Samples by index and by key, each read on access. The base of `TensorCache` and `JoinedCache`.
+
+    `cache[i]` reads only the skeleton and returns the nested sample that was written, with lazy tensors. `cache[a:b]`,
+    `cache[[…]]`, `select` and `filter` return views, which share files and memory with the cache. A cache is a sequence,
+    and a map-style dataset for torch's `DataLoader`.
+
+    Threads/fork/pickle: safe everywhere. A copy in another process opens the shards again, and raises FormatError for a
+        shard that was changed or replaced. `close`, or the end of a `with` block, closes the files and threads of the cache
+        and all its views; lazy tensors that were not loaded can then no longer be read.
+    """
+
+    @overload
+    def __getitem__(self, index: int | str | np.integer[Any]) -> _Sample: ...
+    @overload
+    def __getitem__(
+        self, index: slice | list[int] | list[str] | list[int | str] | list[bool] | Array | torch.Tensor
+    ) -> Self: ...
+    def __getitem__(self, index: Any) -> Any:
+        """Return a sample by index or key; or a view, by a slice, a mask, or a list or array of indices or keys.
+
+        Raises:
+            IndexError: The index is not in `[-len, len)`.
+            TypeError: The index has another type, or is a mask of another length.
+            KeyError: No sample has the key, or several samples do.
+            FormatError: The shard is damaged, or does not match its index.
+        """
+        if isinstance(index, slice):
+            return self._take(index)
+        if isinstance(index, str):
+            return self._sample(self._find(index))
+        if isinstance(index, list) or getattr(index, "ndim", 0) == 1:
+            return self._take(self._numbers(index))
+        count = len(self)
+        if not hasattr(index, "__index__"):
+            raise TypeError(f"a sample is named by number or key, got {index!r:.100}")
+        number = operator.index(index)
+        if not -count <= number < count:
+            raise IndexError(f"index {number} out of range [0, {count})")
+        return self._sample(number)
+
+    def __iter__(self) -> Iterator[_Sample]:
+        for number in range(len(self)):
+            yield self._sample(number)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[_Sample]:
+        """Return the samples at `indices` as a list; torch's DataLoader fetches batches with it."""
+        return [self._sample(number) for number in self._numbers(indices).tolist()]
+
+    @abstractmethod
+    def __contains__(self, key: object) -> bool:
+        """Return whether there is a sample with this key."""
+
+    @abstractmethod
+    def keys(self) -> KeysView:
+        """Return the keys in order, as a sequence that decodes each key on access."""
+
+    @property
+    @abstractmethod
+    def schema(self) -> dict[str, TensorSchema]:
+        """Properties of the samples' tensors by name: dtype, shape or range of shapes, bytes, number of samples."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> dict[str, object]:
+        """Description of how the cache was made: the fields on which all of its shards agree."""
+
+    @property
+    @abstractmethod
+    def num_shards(self) -> int:
+        """Number of shards that contain the samples."""
+
+    @property
+    def members(self) -> dict[str, int]:
+        """Number of samples that have each other member, by suffix, for example `{"jpg": 100, "json": 100}`."""
+        return {suffix: int(np.count_nonzero(having)) for suffix, having in self._having().items()}
+
+    @abstractmethod
+    def select(self, patterns: str | Iterable[str]) -> Self:
+        """Return a view whose samples have only the tensors whose names match `patterns` (`"cond.*"`, as in a shell).
+
+        Other tensors are removed from dicts, and replaced by None in lists and tuples; they are not read. Small values
+        stay.
+
+        Raises:
+            KeyError: A pattern matches no tensor's name.
+            TypeError: A pattern is not a string.
+        """
+
+    def filter(self, predicate: Callable[[Entry], object]) -> Self:
+        """Return a view of the samples for which `predicate` is true. It uses only the index: no tensor is read.
+
+        Args:
+            predicate: Function of an entry, which has `.key`, `.nbytes` (bytes of its tensors) and `.shapes` (shape by
+                tensor name).
+        """
+        kept = (number for number, entry in enumerate(self._entries()) if predicate(entry))
+        return self._take(np.fromiter(kept, np.int64))
+
+    @overload
+    def read_batch(
+        self,
+        indices: Iterable[int | str],
+        device: torch.device | str | None = None,
+        *,
+        pin_memory: bool = False,
+        collate: Callable[[list[_Sample]], _Batch],
+        pad_value: PadValue = 0,
+        return_info: Literal[False] = False,
+    ) -> _Batch: ...
+    @overload
+    def read_batch(
+        self,
+        indices: Iterable[int | str],
+        device: torch.device | str | None = None,
+        *,
+        pin_memory: bool = False,
+        collate: Callable[[list[_Sample]], _Batch],
+        pad_value: PadValue = 0,
+        return_info: Literal[True],
+    ) -> tuple[_Batch, BatchInfo]: ...
+    @overload
+    def read_batch(
+        self,
+        indices: Iterable[int | str],
+        device: torch.device | str | None = None,
+        *,
+        pin_memory: bool = False,
+        collate: str | Pad | Mapping[str, str | Pad] = "stack",
+        pad_value: PadValue = 0,
+        return_info: Literal[False] = False,
+    ) -> Any: ...
+    @overload
+    def read_batch(
+        self,
+        indices: Iterable[int | str],
+        device: torch.device | str | None = None,
+        *,
+        pin_memory: bool = False,
+        collate: str | Pad | Mapping[str, str | Pad] = "stack",
+        pad_value: PadValue = 0,
+        return_info: Literal[True],
+    ) -> tuple[Any, BatchInfo]: ...
+    def read_batch(
+        self,
+        indices: Any,
+        device: torch.device | str | None = None,
+        *,
+        pin_memory: bool = False,
+        collate: Any = "stack",
+        pad_value: PadValue = 0,
+        return_info: bool = False,
+    ) -> Any:
+        """Read samples as one batch, without decoding each sample.
+
+        Args:
+            indices: Indices or keys of samples, in any order; repetitions are allowed.
+            device: Device of the tensors; the CPU by default. Tensors reach a GPU in one transfer from pinned memory.
+            pin_memory: Put the tensors into pinned memory.
+            collate: `"stack"` returns tensors `[B, …]`, `"list"` lists of B tensors. `"pad"`, or `tc.pad(to=…, value=…)`,
+                returns tensors `[B, longest, …]`, padded only in their first dimension. A dict chooses by tensor name or
+                pattern, as in `select`: `{"text": tc.pad(to=512), "cond.*": "list"}`; other tensors are stacked. A function
+                receives the list of B samples with loaded tensors, and returns the batch.
+            pad_value: Fill value for `"pad"` (not for `tc.pad(…)`, texts or dates), or a dict of fill values by tensor name.
+            return_info: Return a pair of the batch and its `BatchInfo`, which contains the shapes before padding.
+
+        Returns:
+            The structure of the first sample, with batched tensors in place of its tensors; arrays are stacked as numpy
+            arrays. Dicts keep their keys. Lists and tuples that contain a tensor are kept. Every other value becomes a
+            list-like of B values, decoded on first use.
+
+        Raises:
+            IndexError, KeyError: The cache lacks a sample.
+            BatchError: Shapes differ with `"stack"`, or differ beyond the first dimension with `"pad"`; dtypes or numbers
+                of dimensions differ. The message names two keys. Or a tensor is longer than `to`; or a name in `collate` or
+                `pad_value` matches no tensor.
+            FormatError: A shard is damaged, or does not match its index.
+            RuntimeError: `device` is not available, or there is no GPU to pin memory for.
+
+        Memory: one recycled arena per batch, reused after its last tensor is freed; the cache keeps at most 1 GiB of idle
+            arenas. To keep one small tensor, keep a clone of it: the tensor itself keeps the whole arena alive.
+        """
+        if not return_info:
+            return self._read_batch(self._request(indices), device, pin_memory, collate, pad_value)
+        numbers = self._numbers(indices)
+        batch = self._read_batch(self._request(numbers), device, pin_memory, collate, pad_value)
+        return batch, BatchInfo(numbers, torch.zeros(len(numbers), dtype=torch.bool, device="cpu"), 0, 0, None, self)
+
+    def read_tensors(
+        self,
+        indices: Iterable[int | str],
+        device: torch.device | str | None = None,
+        *,
+        pin_memory: bool = False,
+        collate: str | Pad | Mapping[str, str | Pad] = "stack",
+        pad_value: PadValue = 0,
+    ) -> dict[str, Any]:
+        """Read only the tensors of a batch, by name; otherwise as `read_batch`.
+
+        Args:
+            collate: As for `read_batch`, but not a function. `"auto"` stacks a tensor if its shapes are equal, else returns
+                a list.
+        """
+        return self._read_tensors(self._request(indices), device, pin_memory, collate, pad_value)
+
+    @abstractmethod
+    def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
+        """Return the structure that `read_batch` returns for these samples, with the given `tensors` in it, by name.
+
+        Missing tensors are left out, as `select` leaves them out. Only the first skeleton is read.
+
+        Raises:
+            KeyError: The first sample has no tensor with one of these names.
+        """
+
+    def read_members(self, indices: Iterable[int | str], suffix: str) -> list[bytes]:
+        """Return the unchanged bytes of each sample's member `KEY.suffix`.
+
+        Raises:
+            IndexError, KeyError: The cache lacks a sample, or the sample has no such member.
+            FormatError: A shard does not match its index.
+        """
+        request = self._request(indices)
+        found = self._find_members(request, suffix, range(len(request)))
+        for i in range(len(request)):
+            if i not in found:
+                raise KeyError(f"sample {request.key(i)!r} has no member {suffix!r}; in the cache are {self.members}")
+        return [found[i] for i in range(len(request))]
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files and threads of this cache and its views."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        """Return a summary: counts, bytes, tensors and fingerprint.
+
+        Tensors are those of the first 1,000 samples, bytes those of the first 1,000 shards.
+        """
+        counts = (
+            f"{len(self):,} sample{'s' * (len(self) != 1)} in {self.num_shards:,} shard{'s' * (self.num_shards != 1)}"
+        )
+        lines = [f"{type(self).__name__}: {counts}{self._shown_nbytes()}"]
+        try:
+            schema = self[:_SHOWN].schema
+            lines += [f"  {name}: {describe(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)]
+            if len(self) > _SHOWN:
+                lines.append(f"  (tensors of the first {_SHOWN:,} samples)")
+        except (TensorCacheError, OSError, ValueError) as exc:  # the cache is closed or damaged
+            lines.append(f"  tensors unknown: {exc}")
+        return "\n".join([*lines, *([f"  fingerprint: {self.fingerprint!r:.1000}"] if self.fingerprint else [])])
+
+    def _shown_nbytes(self) -> str:
+        try:
+            nbytes = sum(map(os.path.getsize, islice(self._paths(), _SHOWN)))
+        except OSError:
+            return ""
+        return f" of {'at least ' if self.num_shards > _SHOWN else ''}{nbytes:,} bytes"
+
+    def _numbers(self, indices: Any) -> Array:
+        """Return sample indices, int64 `[B]`, for indices, keys or a mask."""
+        return numbers_of(indices, len(self), self._find)
+
+    def _shapes(self, numbers: Array) -> dict[str, torch.Tensor]:
+        """Return shapes by name, int64 `[B, ndim]`, of the tensors that all samples have with the same number of dimensions."""
+        found = [entry.shapes for entry in self._take(numbers)._entries(selected=True)]
+        return {
+            name: torch.from_numpy(np.array([each[name] for each in found], np.int64).reshape(len(found), -1))
+            for name, shape in found[0].items()
+            if all(name in each and len(each[name]) == len(shape) for each in found)
+        }
+
+    @abstractmethod
+    def _sample(self, number: int) -> _Sample: ...
+
+    @abstractmethod
+    def _find(self, key: str) -> int: ...
+
+    @abstractmethod
+    def _take(self, numbers: slice | Array) -> Self: ...
+
+    @abstractmethod
+    def _request(self, indices: Any) -> Any:
+        """Return a request for samples by index or key, or by another view's request, which has already located them."""
+
+    @abstractmethod
+    def _read_batch(self, request: Any, device: Any, pin: bool, collate: Any, pad_value: PadValue) -> Any: ...
+
+    @abstractmethod
+    def _read_tensors(
+        self, request: Any, device: Any, pin: bool, collate: Any, pad_value: PadValue
+    ) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
+        """Yield an entry for each sample; `selected` leaves out the shapes of tensors that are not selected."""
+
+    @abstractmethod
+    def _having(self) -> dict[str, Array]:
+        """Return, by suffix of the other members, a mask of the samples that have such a member, bool `[len]`."""
+
+    @abstractmethod
+    def _find_members(self, request: Any, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
+        """Return a member of the `wanted` samples of a batch that have it, by position in the batch."""
+
+    @abstractmethod
+    def _paths(self) -> Iterator[str]: ...
+
+    @abstractmethod
+    def _single_threaded(self) -> Self: ...
+
+
+class BatchInfo:
+    """Immutable record of a batch's samples, epoch and step.
+
+    It is not a dataclass: trainers rebuild dataclasses field by field, which is impossible for an immutable one. They call
+    its `to` method instead, as for a tensor.
+
+    Attributes:
+        indices: Sample indices in the cache, int64 `[B]`.
+        is_padding: Rows that are padding and do not count, bool `[B]`, on the loader's device.
+        epoch, step: Epoch and step of a loader's batch; steps count through all epochs. Both are 0 from `read_batch`.
+        source: Name of the mixed cache, or the bucket, of the batch; else None.
+        cache: Cache of the samples; None in a pickled copy, which has only keys and shapes.
+
+    Threads/fork/pickle: immutable, safe everywhere; a copy has keys and shapes in place of the cache. Records are equal if
+        everything but the cache is equal.
+    """
+
+    __slots__ = ("_sent", "cache", "epoch", "indices", "is_padding", "source", "step")
+
+    indices: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    is_padding: torch.Tensor
+    epoch: int
+    step: int
+    source: object
+    cache: Cache | None
+    _sent: tuple[tuple[str, ...], dict[str, Array]] | None
+
+    def __init__(
+        self,
+        indices: Array,
+        is_padding: torch.Tensor,
+        epoch: int,
+        step: int,
+        source: object,
+        cache: Cache | None,
+        _sent: Any = None,
+    ) -> None:
+        values = (_sent, cache, epoch, indices, is_padding, source, step)
+        for name, value in zip(self.__slots__, values, strict=True):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError("a BatchInfo is immutable")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError("a BatchInfo is immutable")
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys of the samples."""
+        if self.cache is None:
+            return list(self._sent[0]) if self._sent is not None else []
+        keys = self.cache.keys()
+        return [keys[index] for index in self.indices.tolist()]
+
+    @property
+    def shapes(self) -> dict[str, torch.Tensor]:
+        """Shapes before padding by name, int64 `[B, ndim]`: of tensors that all samples have with one number of dimensions."""
+        if self.cache is None:
+            return {name: torch.from_numpy(shapes) for name, shapes in (self._sent[1] if self._sent else {}).items()}
+        return self.cache._shapes(self.indices)
+
+    def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> BatchInfo:
+        """Return a record whose `is_padding` is on `device`. Lightning and accelerate call this when they move a batch."""
+        is_padding = self.is_padding.to(device, non_blocking=non_blocking)
+        return BatchInfo(self.indices, is_padding, self.epoch, self.step, self.source, self.cache, self._sent)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BatchInfo):
+            return NotImplemented
+        return (
+            (self.epoch, self.step, self.source, self.keys) == (other.epoch, other.step, other.source, other.keys)
+            and np.array_equal(self.indices, other.indices)
+            and torch.equal(self.is_padding.cpu(), other.is_padding.cpu())
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shown = ("indices", "is_padding", "epoch", "step", "source", "cache")
+        return f"BatchInfo({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    def __reduce__(self) -> Any:
+        # no tensors, for which torch would send file descriptors
+        sent = tuple(self.keys), {name: shapes.numpy() for name, shapes in self.shapes.items()}
+        return _received, (self.indices, self.is_padding.cpu().numpy(), self.epoch, self.step, self.source, sent)
+
+
+def _received(indices: Array, padding: Array, epoch: int, step: int, source: object, sent: Any) -> BatchInfo:
+    return BatchInfo(indices, torch.from_numpy(padding), epoch, step, source, None, sent)

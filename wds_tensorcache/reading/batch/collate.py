@@ -1,0 +1,125 @@
+"""How to collate the tensors of a batch: stacked, listed or padded, chosen by tensor name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+from wds_tensorcache.errors import BatchError
+
+__all__ = ["Collate", "Pad", "PadValue", "as_collate", "check_collate", "collate_for", "pad"]
+
+PadValue: TypeAlias = "complex | Mapping[str, complex]"
+WAYS = ("stack", "list", "pad")  # accepted by read_batch
+TENSOR_WAYS = (*WAYS, "auto")  # accepted by read_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Pad:
+    """Padding of a tensor's first dimension in batches, made by `tc.pad`.
+
+    Attributes:
+        to: Length of every row; None for the length of the longest row in the batch.
+        value: Number that fills the rest of each row.
+    """
+
+    to: int | None = None
+    value: complex = 0
+
+    def __post_init__(self) -> None:
+        if self.to is not None and (type(self.to) is not int or self.to < 0):
+            raise ValueError(f"to={self.to!r}, expected a length, or None for that of the longest")
+
+
+def pad(to: int | None = None, value: complex = 0) -> Pad:
+    """Return a value for `collate=` that pads each row to one length with `value`.
+
+    Only the first dimension is padded; all other dimensions must be equal. A tensor without dimensions is stacked.
+
+    Args:
+        to: Length of every row, so that all batches have one shape; by default the length of the longest row in the batch.
+            A longer tensor raises BatchError.
+        value: Number that fills the rest of each row; texts and dates are filled with zero bytes.
+
+    Raises:
+        ValueError: `to` is not a length.
+    """
+    return Pad(to, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Collate:
+    """How to collate each tensor of a batch, by tensor name.
+
+    Attributes:
+        ways: `"stack"`, `"list"`, `"pad"`, `"auto"` or a `Pad`, by tensor name or pattern.
+        pad_value: Fill value for `"pad"`: a number, or a number per tensor name.
+        prefix: Prefix added to a tensor's name before it is matched; used by joined caches.
+    """
+
+    ways: Mapping[str, str | Pad]
+    pad_value: PadValue = 0
+    prefix: str = ""
+
+    def with_prefix(self, prefix: str) -> Collate:
+        """Return a copy that adds `prefix` to tensor names, for one cache of a joined cache."""
+        return replace(self, prefix=self.prefix + prefix) if prefix else self
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise BatchError if a name or pattern matches none of the tensors."""
+        for what, wanted in ("collate", self.ways), ("pad_value", self.pad_value):
+            for pattern in wanted if isinstance(wanted, Mapping) else ():
+                if pattern not in names and pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
+                    shown = ", ".join(map(repr, names))
+                    raise BatchError(f"{what} has an unknown tensor {pattern!r}; there are {shown}")
+
+    def ways_for(self, names: Sequence[str]) -> list[str | Pad]:
+        """Return the way of each tensor: by its name, else by the first matching pattern, else "stack"."""
+        return [self._way(self.prefix + name) for name in names]
+
+    def _way(self, name: str) -> str | Pad:
+        way = self.ways.get(name)
+        if way is None:
+            way = next((way for pattern, way in self.ways.items() if fnmatchcase(name, pattern)), "stack")
+        if way == "pad":
+            return Pad(None, self.pad_value.get(name, 0) if isinstance(self.pad_value, Mapping) else self.pad_value)
+        return way
+
+
+def check_collate(collate: Any, ways: tuple[str, ...] = WAYS) -> None:
+    """Raise ValueError if `read_batch` does not accept this value of `collate`."""
+    for way in collate.values() if isinstance(collate, Mapping) else () if callable(collate) else (collate,):
+        if not isinstance(way, Pad) and way not in ways:
+            shown = f"{', '.join(map(repr, ways[:-1]))} or {ways[-1]!r}"
+            if ways is WAYS:
+                shown = "'stack', 'list', 'pad' or a function of a list of samples"
+            raise ValueError(f"collate={way!r}, expected {shown}; or tc.pad(…), or a dict of these by tensor")
+
+
+def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue) -> Any:
+    """Return the value of `collate` for batches of any of several caches, which may have different tensors.
+
+    Raises:
+        BatchError: A name or pattern in `collate` or `pad_value` matches no tensor of any cache.
+        ValueError: `collate` has an unknown value.
+    """
+    check_collate(collate)
+    if callable(collate) or not (isinstance(collate, Mapping) or isinstance(pad_value, Mapping)):
+        return collate
+    ways = as_collate(collate, pad_value)
+    ways.check_names(list(dict.fromkeys(name for cache in caches for name in cache.schema)))
+    return ways
+
+
+def as_collate(collate: Any, pad_value: PadValue, ways: tuple[str, ...] = WAYS) -> Collate:
+    """Return the `Collate` for the arguments of `read_batch`; `collate` is not a function.
+
+    Raises:
+        ValueError: `collate` has an unknown value.
+    """
+    if isinstance(collate, Collate):
+        return collate
+    check_collate(collate, ways)
+    return Collate(collate if isinstance(collate, Mapping) else {"*": collate}, pad_value)

@@ -1,0 +1,108 @@
+"""Padding of a batch's rows: the padded shape, the bits of a fill value, and filling the ends of shorter rows."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from wds_tensorcache.codec.reference import Reference
+from wds_tensorcache.errors import BatchError
+from wds_tensorcache.reading.batch.columns import Columns, Layouts, check_stackable
+from wds_tensorcache.reading.batch.placement import Placement
+
+__all__ = ["Padding", "fill_paddings", "filler_of", "padded_shape"]
+
+Array = np.ndarray[Any, Any]
+
+
+class Padding(NamedTuple):
+    """A tensor with rows shorter than `row_nbytes`: their ends are filled with `bits`, an element of numpy's `dtype`."""
+
+    tensor: int
+    row_nbytes: int
+    dtype: np.dtype[Any]
+    bits: Any
+
+
+def padded_shape(columns: Columns, layouts: Layouts, tensor: int, length: int | None) -> tuple[int, ...]:
+    """Return the shape of a tensor's rows after padding the first dimension to `length`, or to the longest row.
+
+    Raises:
+        BatchError: The layouts differ beyond the first dimension, a row is longer than `length`, or the batch exceeds
+            size limits.
+    """
+    first, *others = columns.references[tensor]
+    for number, other in enumerate(others, start=1):
+        if other.shape[1:] != first.shape[1:] or len(other.shape) != len(first.shape):
+            what = f"is {list(first.shape)} in sample {layouts.key(0)!r}, but {list(other.shape)} in"
+            if len(other.shape) != len(first.shape):
+                what = f"has {len(first.shape)} dimensions in sample {layouts.key(0)!r}, but {len(other.shape)} in"
+            raise BatchError(
+                f"tensor {first.name!r} {what} {layouts.key(number)!r}; use collate='list': "
+                "only the first dimension is padded"
+            )
+    if not first.shape:
+        return ()
+    lengths = [reference.shape[0] for reference in columns.references[tensor]]
+    if length is not None and max(lengths) > length:
+        number = next(number for number, found in enumerate(lengths) if found > length)
+        raise BatchError(
+            f"tensor {first.name!r} has {lengths[number]} rows in sample {layouts.key(number)!r}, more than "
+            f"pad(to={length}); pad to more, or cut the tensor before it is written"
+        )
+    shape = (max(lengths) if length is None else length, *first.shape[1:])
+    check_stackable(first, len(layouts.rows), shape, layouts.key(0))
+    return shape
+
+
+def fill_paddings(
+    paddings: Sequence[Padding], layouts: Layouts, columns: Columns, placement: Placement, memory: Array
+) -> None:
+    """Fill the ends of shorter rows in a batch's memory."""
+    # one numpy assignment per padded tensor and sample
+    for tensor, row_nbytes, dtype, bits in paddings:
+        lengths = columns.nbytes[tensor, layouts.which].tolist()
+        for begin, length in zip(placement.rows[tensor], lengths, strict=True):
+            memory[begin + length : begin + row_nbytes].view(dtype)[...] = bits
+
+
+def filler_of(reference: Reference, value: complex) -> tuple[np.dtype[Any], Any]:
+    """Return the padding of a tensor's rows: a numpy dtype of the same width, and the bits of the fill value.
+
+    Raises:
+        BatchError: The tensor's dtype cannot represent the value.
+    """
+    is_array, dtype = reference.kind == "ndarray", reference.dtype
+    if not is_array:
+        dtype = np.dtype("c16" if reference.dtype.itemsize == 16 else f"u{reference.dtype.itemsize}")
+    if not isinstance(value, (int, float, complex, np.number)):
+        raise BatchError(f"pad_value={value!r}, expected a number, or a dict of numbers by tensor name")
+    if (value == 0 and str(value)[0] != "-") or (is_array and dtype.kind not in "biufc"):
+        return dtype, np.zeros((), dtype)  # zero bits; also for texts and dates, to which fill values do not apply
+    found: Any = None
+    with contextlib.suppress(ValueError, OverflowError, RuntimeError, TypeError), np.errstate(all="ignore"):
+        if is_array:
+            filler = np.array(value, dtype)
+            found, is_exact = filler.item(), dtype.kind in "biu"
+        else:
+            one = torch.full((1,), value, dtype=reference.dtype, device="cpu")
+            is_exact = not (reference.dtype.is_floating_point or reference.dtype.is_complex)
+            wide = torch.float64 if reference.dtype.is_floating_point else torch.complex128
+            filler, found = one.view(torch.uint8).numpy().view(dtype), one.to(one.dtype if is_exact else wide).item()
+    if found is None or not (found == value if is_exact else _is_near(found, value)):
+        raise BatchError(f"pad_value={value!r}, which {reference.dtype} of tensor {reference.name!r} cannot hold")
+    return dtype, filler
+
+
+def _is_near(found: complex, value: complex) -> bool:
+    """Return whether a float is `value` up to rounding; False if it became infinite, NaN or the largest finite number."""
+    if value != value or found != found:
+        return value != value and found != found
+    if math.isinf(abs(value)):
+        return found == value
+    return abs(found - value) <= abs(value) / 2  # float8_e8m0fnu represents only powers of two

@@ -1,0 +1,120 @@
+"""Compare and match the keys of caches. Equal keys take no Python object each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from wds_tensorcache.reading.positions import by_shard, in_order
+from wds_tensorcache.shards.lookup import match_keys
+
+__all__ = ["KeyMap", "are_equal", "match", "match_some"]
+
+Array = np.ndarray[Any, Any]
+KeyMap: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
+
+
+def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | None, list[str]]:
+    """Return, for each sample of `first`, the index of its match in `other`, plus the keys that only `other` contains.
+
+    Indices are int64, -1 without a match; the array is None if both have the same keys in the same order.
+
+    Args:
+        key_map: Maps a key of `first` to a key of `other`. Several samples of `first` may then match one of `other`, and
+            samples of `other` may be unmatched.
+
+    Raises:
+        KeyError: A key occurs twice in `other`.
+    """
+    if key_map is None:
+        if are_equal(first, other):
+            return None, []
+        matched = match(first, other)
+        if matched is not None:
+            return matched, []
+    places = {key: at for at, key in enumerate(other.keys())}
+    if len(places) != len(other):
+        twice = next(key for at, key in enumerate(other.keys()) if places[key] != at)
+        raise KeyError(f"key {twice!r} occurs twice in a joined cache with {len(other)} samples")
+    get = key_map.get if isinstance(key_map, Mapping) else key_map
+    wanted = first.keys() if get is None else map(get, first.keys())
+    found = np.fromiter((places.get(key, -1) for key in wanted), np.int64, len(first))
+    if key_map is not None or int(np.count_nonzero(found >= 0)) >= len(places):
+        return found, []
+    mine = set(first.keys())
+    return found, [key for key in places if key not in mine]
+
+
+def are_equal(left: Any, right: Any) -> bool:
+    """Return whether two caches have the same keys in the same order. Views of the same samples are recognised at once."""
+    if len(left) != len(right):
+        return False
+    if left._store is right._store and _same_positions(left._where, right._where):
+        return True
+    blocks, others = _blocks(left), _blocks(right)
+    lengths, text = _NONE
+    other_lengths, other_text = _NONE
+    while True:
+        if not len(lengths):
+            lengths, text = next(blocks, _NONE)
+        if not len(other_lengths):
+            other_lengths, other_text = next(others, _NONE)
+        count = min(len(lengths), len(other_lengths))
+        if not count:
+            return True
+        nbytes = int(lengths[:count].sum())
+        if not np.array_equal(lengths[:count], other_lengths[:count]) or not np.array_equal(
+            text[:nbytes], other_text[:nbytes]
+        ):
+            return False
+        lengths, text = lengths[count:], text[nbytes:]
+        other_lengths, other_text = other_lengths[count:], other_text[nbytes:]
+
+
+_NONE: tuple[Array, Array] = np.empty(0, np.int64), np.empty(0, np.uint8)
+
+
+def _same_positions(left: Any, right: Any) -> bool:
+    if isinstance(left, range) and isinstance(right, range):
+        return left == right
+    return left is right or (type(left) is type(right) and np.array_equal(left, right))
+
+
+def _blocks(cache: Any) -> Iterator[tuple[Array, Array]]:
+    """Yield the lengths and the text of successive keys of a cache, block by block."""
+    for shard, rows in in_order(cache._store, cache._where):
+        keys, samples = shard.index.keys, shard.columns.rows
+        rows = rows if samples is None else samples[rows].astype(np.int64)
+        first, last = rows.item(0), rows.item(-1)
+        if last - first == len(rows) - 1 and bool((rows[1:] > rows[:-1]).all()):
+            begin = keys.ends.item(first - 1) if first else 0
+            ends = keys.ends[first : last + 1].astype(np.int64)
+            yield np.diff(ends, prepend=begin), keys.text[begin : keys.ends.item(last)]
+        else:
+            found = [keys.raw(row) for row in rows.tolist()]
+            yield np.array(list(map(len, found)), np.int64), np.frombuffer(b"".join(found), np.uint8)
+
+
+def match(left: Any, right: Any) -> Array | None:
+    """Return the index in `right` of each key of `left`, int64; None unless both have the same keys, each once."""
+    (parts, mine), (others, theirs) = _parts(left), _parts(right)
+    matched = match_keys(parts, others)
+    if matched is None:
+        return None
+    result = np.empty(len(matched), np.int64)
+    result[mine] = theirs[matched]
+    return result
+
+
+def _parts(cache: Any) -> tuple[list[Any], Array]:
+    """Return the keys of a cache shard by shard, and the sample index of each key."""
+    parts, numbers = [], np.empty(len(cache), np.min_scalar_type(len(cache)))
+    done = 0
+    for shard, which, rows in by_shard(cache._store, cache._where):
+        samples = shard.columns.rows
+        parts.append((shard.index.keys, rows if samples is None else samples[rows].astype(np.int64)))
+        numbers[done : done + len(rows)] = np.arange(which.start, which.stop) if isinstance(which, slice) else which
+        done += len(rows)
+    return parts, numbers
