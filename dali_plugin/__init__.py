@@ -1,13 +1,18 @@
-"""NVIDIA DALI for caches of nested tensors: any tensors of a cache as nodes of a pipeline, and the nested batch back.
+"""NVIDIA DALI for caches of nested tensors: tensors of a cache as nodes of a pipeline, and nested batches from its outputs.
 
-`TensorCacheSource` is a source for `fn.external_source`, `fn.tensorcache` one line in a pipeline, `TensorCacheIterator`
-gives the batches in the structure that was written. Only `fn` and the iterator need DALI itself.
+`TensorCacheSource` is a source for `fn.external_source`. `fn.tensorcache` adds a cache to a pipeline in one line.
+`TensorCacheIterator` returns batches in the structure that was written. Only `fn` and the iterator need DALI itself.
 """
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from dali_plugin.source import TensorCacheSource
 from dali_plugin.stream import TensorCacheStream
+
+if TYPE_CHECKING:
+    from dali_plugin import fn
+    from dali_plugin.iterator import TensorCacheIterator
 
 __all__ = ["TensorCacheIterator", "TensorCacheSource", "TensorCacheStream", "fn"]
 
@@ -17,12 +22,9 @@ INSTALL = "this needs NVIDIA DALI: pip install nvidia-dali-cuda130 (runs without
 def __getattr__(name: str) -> Any:
     if name not in ("TensorCacheIterator", "fn"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
     try:
-        importlib.import_module("nvidia.dali")
+        import_module("nvidia.dali")
     except ImportError as exc:
         raise ImportError(INSTALL) from exc
-    if name == "fn":
-        return importlib.import_module("dali_plugin.fn")
-    return importlib.import_module("dali_plugin.iterator").TensorCacheIterator
+    module = import_module("dali_plugin.fn" if name == "fn" else "dali_plugin.iterator")
+    return module if name == "fn" else module.TensorCacheIterator

@@ -1,4 +1,4 @@
-"""Dtypes that DALI does not have travel as integers of their width; the plugin knows what they are."""
+"""Conversion of dtypes that DALI lacks: they pass through a pipeline as integers of the same width."""
 
 from __future__ import annotations
 
@@ -12,49 +12,39 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-__all__ = ["Carried", "as_torch", "as_value", "carried", "check_ndim", "known_names", "plain", "restored"]
+__all__ = ["Carried", "as_torch", "as_value", "carried_schema", "check_ndim", "known_names", "plain", "restored"]
 
 Array = np.ndarray[Any, Any]
 _NATIVE = frozenset(
     getattr(torch, name) for name in "uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64".split()
 )
-_NATIVE_KINDS = "iuf"  # of numpy, but for long doubles, which no cache holds
+_NATIVE_KINDS = "iuf"  # numpy's dtypes without long doubles, which no cache contains
 _MAX_NDIM = 64 if int(np.__version__.partition(".")[0]) >= 2 else 32  # of numpy
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUMPY = {1: np.dtype("u1"), 2: np.dtype("i2"), 4: np.dtype("i4"), 8: np.dtype("i8")}
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What a tensor is that goes through a pipeline: `"tensor"` or `"ndarray"`, and its dtype, of torch or numpy."""
+    """The kind of a tensor in a pipeline, `"tensor"` or `"ndarray"`, and its true dtype, of torch or numpy."""
 
     kind: str
     dtype: Any
 
 
-def carried(value: Any) -> Any:
-    """Return a tensor or array as DALI takes it: of a dtype that DALI has.
-
-    Elements of other dtypes become integers of the same width; of 16 bytes (complex128, texts) one more dimension of
-    smaller ones. Memory: aliases `value`.
-    """
-    if isinstance(value, torch.Tensor):
-        if value.dtype in _NATIVE:
-            return value
-        width = value.dtype.itemsize
-        if width in _INTEGERS:
-            return value.view(_INTEGERS[width])
-        return torch.view_as_real(value).view(torch.int64)  # complex128
-    dtype = value.dtype
-    if dtype.kind in _NATIVE_KINDS:
-        return value
-    if dtype.itemsize in _INTEGERS:
-        return value.view(f"i{dtype.itemsize}" if dtype.itemsize > 1 else np.uint8)
-    return value.reshape(*value.shape, 1).view(np.uint8)
+def carried_schema(schema: Mapping[str, Any]) -> dict[str, Carried]:
+    """Return the kinds and dtypes of tensors; raise TypeError for tensors that DALI cannot represent."""
+    for name, known in schema.items():
+        if isinstance(known.dtype, tuple):
+            raise TypeError(f"tensor {name!r} is {' and '.join(map(str, known.dtype))}; nodes of DALI have one dtype")
+        if known.shape is not None:
+            check_ndim(name, len(known.shape), known.dtype)
+    return {name: Carried(known.kind, known.dtype) for name, known in schema.items()}
 
 
 def check_ndim(name: str, ndim: int, dtype: Any) -> None:
-    """Raise TypeError if a batch of a tensor has more dimensions than numpy arrays, by which DALI takes it."""
-    is_split = dtype.itemsize not in _INTEGERS  # into one more dimension
+    """Raise TypeError if a batch of a tensor has more dimensions than a numpy array can have."""
+    is_split = dtype.itemsize not in _TORCH
     if 1 + ndim + is_split > _MAX_NDIM:
         raise TypeError(
             f"tensor {name!r} of {dtype} has {ndim} dimensions; for DALI it is one of a batch, of at most {_MAX_NDIM}: "
@@ -62,82 +52,73 @@ def check_ndim(name: str, ndim: int, dtype: Any) -> None:
         )
 
 
+def _carrier(dtype: Any) -> Any:
+    """Return the dtype in DALI: the same dtype, an integer of its width, or uint8 for each byte of a wider element."""
+    if isinstance(dtype, torch.dtype):
+        return dtype if dtype in _NATIVE else _TORCH.get(dtype.itemsize, torch.uint8)
+    return dtype if dtype.kind in _NATIVE_KINDS else _NUMPY.get(dtype.itemsize, _NUMPY[1])
+
+
 def plain(value: Any) -> Array:
-    """Return a tensor or array as an array of a dtype that DALI has. Memory: aliases it."""
-    value = carried(value)
+    """Return a tensor or array as an array with a dtype that DALI supports. Memory: aliases it.
+
+    Elements of more than 8 bytes (complex128, texts) become bytes, in one more dimension.
+    """
+    carrier = _carrier(value.dtype)
+    if carrier != value.dtype:
+        is_split = carrier.itemsize != value.dtype.itemsize
+        value = (value.reshape(*value.shape, 1) if is_split else value).view(carrier)
     array: Array = value if isinstance(value, np.ndarray) else value.numpy()
     return array
 
 
 def restored(values: Mapping[str, Any], schema: Mapping[str, Carried]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return outputs of a pipeline by name, tensors of `schema` as what went in; and apart from these, all others.
-
-    Raises:
-        TypeError: An operator has computed with integers that were the bits of something else.
+    """Return the outputs of a pipeline by name: first the tensors of `schema` with their true dtypes, then all other outputs.
 
     Memory: aliases `values`, on whose device tensors stay; arrays are on the host.
     """
-    tensors, others = {}, {}
+    tensors, extra = {}, {}
     for name, value in values.items():
         known = schema.get(name)
         if known is None:
-            others[name] = value
+            extra[name] = value
         elif isinstance(value, list):
-            tensors[name] = [_restored(name, one, known.kind, known.dtype) for one in value]
+            tensors[name] = [_restored(name, one, known) for one in value]
         else:
-            tensors[name] = _restored(name, value, known.kind, known.dtype)
-    return tensors, others
+            tensors[name] = _restored(name, value, known)
+    return tensors, extra
 
 
-def _restored(name: str, value: torch.Tensor, kind: str, dtype: Any) -> Any:
-    if kind == "ndarray":
-        array = value.cpu().numpy()
-        if dtype.kind in _NATIVE_KINDS:
-            return array
-        if dtype.itemsize in _INTEGERS:
-            carrier = np.dtype(f"i{dtype.itemsize}" if dtype.itemsize > 1 else np.uint8)
-            if array.dtype != carrier:
-                return _changed(name, array, dtype, carrier)
-            return array != 0 if dtype.kind == "b" else array.view(dtype)
-        if array.dtype != np.uint8 or array.shape[-1:] != (dtype.itemsize,):
-            return _changed(name, array, dtype, "bytes")
-        return array.view(dtype)[..., 0]
-    if dtype in _NATIVE:
+def _restored(name: str, value: Any, known: Carried) -> Any:
+    dtype, carrier = known.dtype, _carrier(known.dtype)
+    if known.kind == "ndarray":
+        value = value.cpu().numpy()
+    if carrier == dtype:
         return value
-    width = dtype.itemsize
-    if width in _INTEGERS:
-        if value.dtype is not _INTEGERS[width]:
-            return _changed(name, value, dtype, _INTEGERS[width])
-        return value != 0 if dtype is torch.bool else value.view(dtype)
-    if value.dtype is not torch.int64 or value.shape[-1:] != (2,):
-        return _changed(name, value, dtype, "pairs of torch.int64")
-    return torch.view_as_complex(value.view(torch.float64))
-
-
-def _changed(name: str, value: Any, dtype: Any, carrier: Any) -> Any:
-    if dtype in (torch.bool, np.dtype(bool)):
-        return value  # 0 and 1 are numbers
-    raise TypeError(
-        f"tensor {name!r} is {dtype}, which DALI does not have: it travels as {carrier}, its bits, and an operator made "
-        f"{value.dtype}{list(value.shape)} of these. Operators that compute take bfloat16 with as_float=[{name!r}]; "
-        "of others the cache needs a dtype that DALI has. Or outputs= are not in the order of the pipeline's"
-    )
+    is_bool, is_split = str(dtype) in ("bool", "torch.bool"), carrier.itemsize != dtype.itemsize
+    if value.dtype != carrier or (is_split and value.shape[-1:] != (dtype.itemsize,)):
+        if is_bool:
+            return value  # 0 and 1 are numbers
+        raise TypeError(
+            f"tensor {name!r} is {dtype}, which DALI does not have: it travels as {carrier}, its bits, and an operator made "
+            f"{value.dtype}{list(value.shape)} of these. Operators that compute take bfloat16 with as_float=[{name!r}]; "
+            "for other dtypes the cache needs one that DALI has. Or outputs= are not in the order of the pipeline's"
+        )
+    if is_bool:
+        return value != 0
+    return value.view(dtype)[..., 0] if is_split else value.view(dtype)
 
 
 def as_torch(output: Any, copy: bool) -> Any:
-    """Return an output of a pipeline as `[B, …]`, or as a list of B where shapes differ.
-
-    Memory: DALI's, which lives as long as needed; fresh if `copy`.
-    """
-    if output.is_dense_tensor():
-        dense = from_dlpack(output.as_tensor())
-        return dense.clone() if copy else dense
-    parts = [from_dlpack(one) for one in output]
-    return [part.clone() for part in parts] if copy else parts
+    """Return an output of a pipeline as `[B, …]`, or as a list of B if shapes differ. Memory: DALI's, or a copy."""
+    is_dense = output.is_dense_tensor()
+    parts = [from_dlpack(one) for one in ([output.as_tensor()] if is_dense else output)]
+    parts = [part.clone() for part in parts] if copy else parts
+    return parts[0] if is_dense else parts
 
 
 def as_value(value: Any) -> Any:
-    """Return what an operator of DALI's dynamic mode made, or numpy, as torch has it: `[B, …]`, or a list of B."""
+    """Return a value of numpy, or of DALI's dynamic mode, as torch tensors: `[B, …]`, or a list of B."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, (list, tuple)):
@@ -149,19 +130,14 @@ def as_value(value: Any) -> Any:
 
 
 def known_names(names: Iterable[str] | str, known: Iterable[str], what: str) -> list[str]:
-    """Return `names` as a list, patterns (`"text.*"`) as those that they match.
-
-    Raises:
-        KeyError: One is not known; the message has those that are spelt alike.
-        ValueError: One is there twice.
-    """
-    known, asked, names = list(known), [names] if isinstance(names, str) else list(names), []
-    for name in asked:
+    """Return `names` as a list, with patterns (`"text.*"`) replaced by their matches."""
+    known, found = list(known), list[str]()
+    for name in [names] if isinstance(names, str) else names:
         matches = [name] if name in known else fnmatch.filter(known, name)
-        names += matches
         if not matches:
             near = difflib.get_close_matches(name, known, cutoff=0.3) or known[:8]
-            raise KeyError(f"no {what} is called {name!r}; there are {', '.join(map(repr, near)) or 'none'}")
-    if len(set(names)) < len(names):
-        raise ValueError(f"{what}s {names}: one is there twice")
-    return names
+            raise KeyError(f"unknown {what} {name!r}; there are {', '.join(map(repr, near)) or 'none'}")
+        found += matches
+    if len(set(found)) < len(found):
+        raise ValueError(f"{what}s {found}: one is there twice")
+    return found

@@ -31,27 +31,28 @@ def tensorcache(
     layouts: Mapping[str, str] | None = None,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Return a node for each tensor, for each member, and one with the numbers of the samples; in a pipeline's definition.
+    """Return a node for each tensor, for each member, and for the sample indices, in a pipeline's definition.
 
     Args:
-        cache: A `TensorCacheSource`, or what one is made of together with `tensors`, `members` and `options`; the batch
-            size is the pipeline's. Or a stream, a `wds.DataPipeline` that ends in `tc.decode()`: see `TensorCacheStream`.
-        device: `"gpu"` gives the tensors on the pipeline's GPU, by way of page-locked memory; members and numbers are on
+        cache: A `TensorCacheSource`. Or a cache or its shards, from which a source is made with `tensors`, `members`,
+            `options` and the pipeline's batch size. Or a stream, a `wds.DataPipeline` that ends in `tc.decode()`: see
+            `TensorCacheStream`.
+        device: `"gpu"` copies the tensors to the pipeline's GPU, through page-locked memory; members and indices stay on
             the CPU.
-        as_float: bfloat16 tensors whose nodes are float32, exactly, for operators that compute.
-        layouts: DALI's names of the dimensions of some tensors, by which operators know rows from columns:
-            `{"latent": "CHW"}`. Without, `fn.flip` and others take `[4, 64, 64]` for an image of 4 rows.
         parallel: Let DALI's worker processes (`py_num_workers`, spawned) read batches.
+        as_float: Names of bfloat16 tensors to convert exactly to float32, for operators that compute.
+        layouts: DALI's layouts of tensors by name: `{"latent": "CHW"}`. Without one, `fn.flip` and similar operators treat
+            `[4, 64, 64]` as an image with 4 rows.
 
     Returns:
-        Nodes in the order of the source's `outputs`. bf16, fp8, complex and bool are integers of their width in the
-        pipeline; `TensorCacheIterator` gives them their dtype back. Operators may move these bits, but not compute with
-        them: `as_float=[…]` is for that. The iterator sees that they have if the dtype is another one then; it cannot if
-        they made integers of integers, as `fn.resize` does.
+        Nodes in the order of the source's `outputs`. In the pipeline, bf16, fp8, complex and bool are integers of the same
+        width; `TensorCacheIterator` restores their dtypes. Operators may move these bits, but must not compute with them;
+        use `as_float=[…]` for that. The iterator detects a computation that changed the dtype, but not one whose result has
+        the same integer dtype, like that of `fn.resize`.
 
     Raises:
-        ValueError: The pipeline has such nodes already, or is for batches of another size.
-        TypeError: A source that is ready, and `tensors` or options of one.
+        ValueError: The pipeline already has such nodes, or its batch size differs from the source's.
+        TypeError: `cache` is a source, and `tensors` or options of a source are also given.
     """
     pipeline = _current("tensorcache", device)
     if isinstance(cache, (TensorCacheSource, TensorCacheStream)):
@@ -74,7 +75,7 @@ def tensorcache(
     known_names(layouts, source.tensors, "tensor of this source")
     if parallel and isinstance(source, TensorCacheStream):
         raise ValueError("a stream is read by one process: parallel=True needs a cache")
-    pipeline.tensorcache_source = source  # where TensorCacheIterator looks for it
+    pipeline.tensorcache_source = source  # TensorCacheIterator looks for it there
     nodes: Any = fn.external_source(
         source=source,
         num_outputs=source.num_outputs,
@@ -105,43 +106,35 @@ def native_reader(
     last_batch: str = "short",
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Return nodes of DALI's `fn.readers.webdataset`, which reads shards without any Python; in a pipeline's definition.
+    """Return nodes of DALI's `fn.readers.webdataset`, which reads shards without Python, in a pipeline's definition.
 
-    The tensors of a sample arrive as one array of bytes. `TensorCacheIterator` cuts them out on the device where they are, as
-    views; operators in the pipeline see the bytes alone. To augment tensors, use `tensorcache`.
+    The tensors of a sample arrive as one array of bytes, of which `TensorCacheIterator` makes views on the same device.
+    Operators in the pipeline see only the bytes. To augment tensors, use `tensorcache`.
 
     Args:
-        paths: Whole shards on disks: a cache, or what `tc.open` takes.
-        index_paths: DALI's indexes of them; by default the `.idx` beside each, made for this pipeline where there is none.
-        tensors: Which of them batches have, by name; all by default. All are read.
-        members: Suffixes of other members, whose bytes arrive as they are: `["jpg"]`.
+        paths: Whole shards on disks: a cache, or anything that `tc.open` takes.
+        index_paths: DALI's indexes of the shards; by default each shard's `.idx`; a missing index is made for this
+            pipeline.
+        tensors: Names of the tensors in the batches; all by default. DALI reads all tensors in any case.
+        members: Suffixes of other members, whose bytes arrive unchanged: `["jpg"]`.
         device: `"gpu"` sends the bytes to the pipeline's GPU.
-        shuffle, seed: Out of a buffer of `initial_fill` samples (1,024 by default), not over the whole epoch.
-        rank, world_size: Which part of every epoch this process has; which one changes each epoch, unless
-            `stick_to_shard=True`. All have as many batches.
-        last_batch: As of `tensorcache`, without `"wrap"`; padding repeats the last sample.
-        options: Others of `fn.readers.webdataset`: `initial_fill`, `prefetch_queue_depth`, `dont_use_mmap` …
+        shuffle, seed: Shuffle within a buffer of `initial_fill` samples (1,024 by default), not the whole epoch.
+        rank, world_size: Rank of this process, and number of ranks. Each rank reads a part of every epoch, another part in
+            each epoch unless `stick_to_shard=True`. All ranks have the same number of batches.
+        last_batch: As for `tensorcache`, without `"wrap"`; padding repeats the last sample.
+        options: More options of `fn.readers.webdataset`: `initial_fill`, `prefetch_queue_depth`, `dont_use_mmap` …
 
     Returns:
-        Nodes of uint8: the tensors' bytes `[n]`, each member, and what says which sample it is.
+        Nodes of dtype uint8: the tensors' bytes `[n]`, each member, and the sample's origin.
 
     Raises:
-        KeyError: An unknown tensor or member; the message has those that are spelt alike.
+        KeyError: An unknown tensor or member; the message lists similar names.
         ValueError: A view or a joined cache, a member that some samples lack, or fewer samples than ranks.
     """
     pipeline = _current("native_reader", device)
-    reader = NativeReader(
-        paths,
-        index_paths,
-        tensors,
-        members,
-        batch_size=pipeline.max_batch_size,
-        rank=rank,
-        world_size=world_size,
-        last_batch=last_batch,
-        shuffle=shuffle,
-        seed=seed,
-    )
+    steps = {"batch_size": pipeline.max_batch_size, "shuffle": shuffle, "seed": seed, "rank": rank}
+    steps |= {"world_size": world_size, "last_batch": last_batch}
+    reader = NativeReader(paths, index_paths, tensors, members, steps)
     pipeline.tensorcache_source = reader
     return reader.nodes(device, options)
 
@@ -153,11 +146,11 @@ def _current(name: str, device: str) -> Any:
     if device not in ("cpu", "gpu"):
         raise ValueError(f"device={device!r}, expected 'cpu' or 'gpu'")
     if hasattr(pipeline, "tensorcache_source"):
-        raise ValueError("the pipeline has such nodes already; join caches: tc.open([…], join='key')")
+        raise ValueError("the pipeline has such nodes already; join caches: tc.join([…])")
     return pipeline
 
 
 def _floats(node: Any) -> Any:
-    """Return float32 of the bits of bfloat16: these are its upper half."""
+    """Return float32 values from the bits of bfloat16, which are the upper half of a float32."""
     upper: Any = fn.cast(fn.reinterpret(node, dtype=DALIDataType.UINT16), dtype=DALIDataType.UINT32)
     return fn.reinterpret(upper * Constant(np.uint32(1 << 16)), dtype=DALIDataType.FLOAT)  # type: ignore[no-untyped-call]

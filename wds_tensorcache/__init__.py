@@ -1,61 +1,78 @@
 """Caches of nested tensors in ordinary WebDataset tar shards: lazy, safe, and readable by every stock tool."""
 
 from wds_tensorcache.checking.repair import repair
-from wds_tensorcache.checking.report import Fault, Report
+from wds_tensorcache.checking.report import Fault, RepairReport, Report
 from wds_tensorcache.checking.verify import verify
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.sample import decode_sample, encode_sample
-from wds_tensorcache.codec.tree import realize
+from wds_tensorcache.codec.tree import flatten, nest, realize
 from wds_tensorcache.errors import (
     BatchError,
     EncodeError,
     FormatError,
-    KeyRuleError,
+    InvalidKeyError,
     MissingShardError,
     StaleCacheError,
     TarFormatError,
     TensorCacheError,
     UnsafeSkeletonError,
 )
-from wds_tensorcache.integrations import torch_collate as collate
+from wds_tensorcache.integrations.torch_collate import register as _register
 from wds_tensorcache.integrations.torch_dataloader import StepDataset, TorchLoader, torch_loader
-from wds_tensorcache.integrations.webdataset import decode, encoder
-from wds_tensorcache.integrations.webdataset_resumable import resumable
-from wds_tensorcache.integrations.webdataset_tar import tarfile_to_samples
-from wds_tensorcache.reading.batch.nest import fill_samples, named_tensors
+from wds_tensorcache.integrations.webdataset import Decode, decode, encoder
+from wds_tensorcache.integrations.webdataset_resumable import ResumablePipeline
+from wds_tensorcache.integrations.webdataset_tar import TarSamples, tarfile_to_samples
+from wds_tensorcache.reading.base_cache import BatchInfo, Cache
+from wds_tensorcache.reading.batch.collate import Pad, pad
 from wds_tensorcache.reading.cache import TensorCache
-from wds_tensorcache.reading.join import JoinedCache
+from wds_tensorcache.reading.join import JoinedCache, join
+from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.open_cache import open
-from wds_tensorcache.shards.catalog import index
-from wds_tensorcache.training.batch_info import BatchInfo
+from wds_tensorcache.reading.schema import Entry, TensorSchema
+from wds_tensorcache.reading.shard_set import Io
+from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.training.loader import Loader
 from wds_tensorcache.training.order import EpochOrder
 from wds_tensorcache.training.step_sampler import StepSampler
+from wds_tensorcache.training.steps import Step
 from wds_tensorcache.writing.build import build
+from wds_tensorcache.writing.index_shard import write_index
 from wds_tensorcache.writing.versions import drop
 from wds_tensorcache.writing.writer import ShardWriter
 
 __all__ = [
     "BatchError",
     "BatchInfo",
+    "Cache",
+    "Decode",
     "EncodeError",
+    "Entry",
     "EpochOrder",
     "Fault",
     "FormatError",
+    "InvalidKeyError",
+    "Io",
     "JoinedCache",
-    "KeyRuleError",
+    "KeysView",
     "LazyArray",
     "LazyTensor",
     "Loader",
     "MissingShardError",
+    "Pad",
+    "RepairReport",
     "Report",
+    "ResumablePipeline",
+    "ShardIndex",
     "ShardWriter",
     "StaleCacheError",
+    "Step",
     "StepDataset",
     "StepSampler",
     "TarFormatError",
+    "TarSamples",
     "TensorCache",
     "TensorCacheError",
+    "TensorSchema",
     "TorchLoader",
     "UnsafeSkeletonError",
     "build",
@@ -64,18 +81,19 @@ __all__ = [
     "drop",
     "encode_sample",
     "encoder",
-    "fill_samples",
-    "index",
-    "named_tensors",
+    "flatten",
+    "join",
+    "nest",
     "open",
+    "pad",
     "realize",
     "repair",
-    "resumable",
     "tarfile_to_samples",
     "torch_loader",
     "verify",
+    "write_index",
 ]
 
 __version__ = "0.1.0"
 
-collate.register()
+_register()

@@ -1,14 +1,14 @@
-"""Everything this package raises on purpose.
+"""Every error that this package raises on purpose.
 
 TensorCacheError
-├── FormatError             (ValueError)            bytes that are not a sample, or halves of two samples
-│   ├── MissingShardError   (FileNotFoundError)     a shard that a manifest or folder has, or had, is not there
-│   ├── TarFormatError      (tarfile.ReadError)     a tar that is cut short, damaged, or of a kind that is not read
-│   └── UnsafeSkeletonError (pickle.UnpicklingError) a skeleton asks for something that is never executed
-├── EncodeError             (TypeError)             a Python value that the format cannot hold
-├── BatchError              (ValueError)            samples that do not fit into one batch
-├── StaleCacheError         (ValueError)            a cache was made otherwise than is expected
-└── KeyRuleError            (ValueError)            a sample key or cache name that some reader of tar shards gets wrong
+├── FormatError             (ValueError)             bytes that break a rule of FORMAT.md
+│   ├── MissingShardError   (FileNotFoundError)      a shard that a manifest or folder lists does not exist
+│   ├── TarFormatError      (tarfile.ReadError)      a tar that is truncated, damaged or unsupported
+│   └── UnsafeSkeletonError (pickle.UnpicklingError) a skeleton that names code outside the format
+├── EncodeError             (TypeError)              a Python value that the format cannot hold
+├── BatchError              (ValueError)             samples that do not fit into one batch
+├── StaleCacheError         (ValueError)             a cache with another fingerprint than expected
+└── InvalidKeyError         (ValueError)             a sample key or cache name that breaks a naming rule
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
     "BatchError",
     "EncodeError",
     "FormatError",
-    "KeyRuleError",
+    "InvalidKeyError",
     "Kind",
     "MissingShardError",
     "StaleCacheError",
@@ -36,10 +36,10 @@ _Format = TypeVar("_Format", bound="FormatError")
 
 
 class TensorCacheError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error that this package raises on purpose."""
 
     def at(self: _Error, where: str) -> _Error:
-        """Return the same error with `where` in front of its message, for callers that know shard and key."""
+        """Return the same error with `where`, for example the shard and the key, before its message."""
         error = type(self)(f"{where}: {self}")
         error.__dict__.update(self.__dict__)
         return error
@@ -49,34 +49,34 @@ Kind = Literal[
     "format",  # any other rule of FORMAT.md
     "truncated",  # the file or stream ends too soon, or is empty
     "compressed",  # a compressed tar where a plain one is needed, or a damaged compressed stream
-    "checksum",  # a tar header whose bytes do not add up
-    "header",  # a tar header with a size or name that cannot be
-    "extended-header",  # pax records or a long name that cannot be read
+    "checksum",  # the checksum of a tar header does not match
+    "header",  # a tar header with an impossible size or name
+    "extended-header",  # unreadable pax records, or an unreadable long name
     "sparse",  # a member with holes
     "zeros",  # zeros before the end of the archive
     "trailing",  # bytes after the end of the archive that are not an index
     "unreadable",  # the system cannot read the bytes
-    "duplicate",  # one key or member name twice
-    "missing",  # half of a sample, or a file that a manifest lists, is not there
-    "damaged",  # the bytes of a sample are not those that were written
-    "lost",  # a sample that an index lists and the shard does not have
-    "index",  # an index, `.idx` or manifest that is damaged, or does not agree with the shard
-    "unsafe",  # a skeleton that asks for something that is never executed
+    "duplicate",  # a key or a member name occurs twice
+    "missing",  # half of a sample, or a file that a manifest lists, does not exist
+    "damaged",  # the bytes of a sample differ from those that were written
+    "lost",  # an index lists a sample that the shard does not contain
+    "index",  # an index, `.idx` or manifest that is damaged or does not match the shard
+    "unsafe",  # a skeleton that names code outside the format
 ]
-"""Kinds of FormatErrors, and of Faults in the report of `verify`, for code to decide by."""
+"""Kinds of FormatErrors, and of the faults that `verify` reports; code decides by these."""
 
 
 class FormatError(TensorCacheError, ValueError):
-    """The bytes break a rule of FORMAT.md, or the two members of a sample do not belong together.
+    """Bytes that break a rule of FORMAT.md, or two members that do not belong together.
 
     Args:
-        reason: What is wrong, for people.
-        offset: Byte of the file or stream where it is, None if that is not known.
-        kind: What is wrong, for code.
+        reason: Description of the fault, for people.
+        offset: Position of the fault in the file or stream; None if unknown.
+        kind: Kind of the fault, for code.
 
     Attributes:
-        reason, offset, kind: As the arguments; `at` keeps them.
-        where: Shard, sample, … that `at` added; None if it was not called.
+        reason, offset, kind: The arguments; `at` keeps them.
+        where: Place (shard, sample, …) that `at` added; None before.
     """
 
     kind: Kind = "format"
@@ -86,11 +86,10 @@ class FormatError(TensorCacheError, ValueError):
         self.reason = reason
         self.offset = offset
         self.where: str | None = None
-        if kind is not None:
-            self.kind = kind
+        self.kind = kind or type(self).kind
 
     def at(self: _Format, where: str) -> _Format:
-        """Return the same error with `where` before its message, unless it is there; reason, offset and kind stay the same."""
+        """Return the same error with `where` before its message, unless the message begins with it."""
         error = type(self)(self.reason)
         error.__dict__.update(self.__dict__)
         known = self.where
@@ -104,24 +103,21 @@ class FormatError(TensorCacheError, ValueError):
 
 
 class MissingShardError(FormatError, FileNotFoundError):
-    """A shard that a manifest lists, that a folder has as a link, or that was there when the cache was opened, is not there."""
+    """A shard does not exist, although a manifest lists it, a folder links to it, or it was opened before."""
 
     kind: Kind = "missing"
-
-    def __init__(self, reason: str = "", *, offset: int | None = None, kind: Kind | None = None) -> None:
-        super().__init__(reason, offset=offset, kind=kind)
-        self.errno = errno.ENOENT
+    errno = errno.ENOENT
 
 
 class TarFormatError(FormatError, tarfile.ReadError):
-    """A tar is cut short, damaged, or of a kind that is not read; pipelines that catch tarfile's error catch this one."""
+    """A tar that is truncated, damaged or unsupported; code that catches tarfile's ReadError catches this one."""
 
 
 class UnsafeSkeletonError(FormatError, pickle.UnpicklingError):
-    """A skeleton needs a callable, class or opcode that is outside the format; nothing of it was executed.
+    """A skeleton that names a callable, class or opcode outside the format; the reader executed nothing.
 
     Attributes:
-        needs: `MODULE.NAME` of what it names, if that is not in `allow=`; None if anything else is wrong.
+        needs: `MODULE.NAME` of the class or callable, if `allow=` lacks it; None for any other fault.
     """
 
     kind: Kind = "unsafe"
@@ -129,16 +125,16 @@ class UnsafeSkeletonError(FormatError, pickle.UnpicklingError):
 
 
 class EncodeError(TensorCacheError, TypeError):
-    """A value cannot be written; the message gives its path in the sample and the remedy."""
+    """A value that the format cannot represent; the message gives its path in the sample and the remedy."""
 
 
 class BatchError(TensorCacheError, ValueError):
-    """Samples of one batch differ where they must not; the message names the tensor and two keys."""
+    """Samples of one batch that differ where they must not; the message names the tensor and two keys."""
 
 
 class StaleCacheError(TensorCacheError, ValueError):
-    """A cache was made with another model, dtype, … than is expected; the message names the field and both values."""
+    """A cache with another fingerprint (model, dtype, …) than expected; the message names the field and both values."""
 
 
-class KeyRuleError(TensorCacheError, ValueError):
-    """A sample key or cache name breaks one of FORMAT.md's rules for names; the message says which."""
+class InvalidKeyError(TensorCacheError, ValueError):
+    """A sample key or cache name that breaks a naming rule of FORMAT.md; the message names the rule."""

@@ -1,1 +1,1 @@
-"""Verify and repair shards and the files beside them."""
+"""Verification and repair of shards, sidecars and manifests."""

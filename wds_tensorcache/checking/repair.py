@@ -1,4 +1,4 @@
-"""Write what is whole of damaged shards into new ones."""
+"""Write the intact samples of damaged shards into new shards."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from wds_tensorcache.checking.pieces import read_pieces
-from wds_tensorcache.checking.report import Report
+from wds_tensorcache.checking.report import RepairReport
 from wds_tensorcache.checking.shard_check import Checked
 from wds_tensorcache.checking.verify import check_all
-from wds_tensorcache.errors import FormatError, KeyRuleError
-from wds_tensorcache.shards.catalog import MANIFEST, Listing, dali_index_path, write_dali_index
-from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.errors import FormatError, InvalidKeyError
+from wds_tensorcache.shards.dali_index import dali_index_path, write_dali_index
+from wds_tensorcache.shards.manifest import MANIFEST, Listing
+from wds_tensorcache.storage.files import Files
 from wds_tensorcache.writing.new_folder import check_new, new_folder
 from wds_tensorcache.writing.open_shard import write_shard
 
@@ -25,89 +25,88 @@ def repair(
     out: str | os.PathLike[str],
     *,
     drop: bool = True,
-    threads: int | None = None,
+    num_threads: int | None = None,
     allow: Iterable[type] = (),
-) -> Report:
-    """Write shards again, without samples that are damaged, with new indexes and a manifest; `source` stays as it is.
+) -> RepairReport:
+    """Write the intact samples of shards into a new folder, with new indexes and a manifest; `source` stays as it is.
 
-    Samples without a fault, and members that belong to none, keep their bytes, tar headers included. Where headers are damaged,
-    samples are saved by the index at the shard's end or in its sidecar, even a stale one: a sample that the index places, and
-    whose bytes have the digests that the index, the skeleton and the tensors declare, is whole, and gets new tar headers.
-    Without an index, reading resumes at the next header that is whole; a tail that was cut off is lost. It also resumes after a
-    single block of zeros, and after more zeros if an index says that the archive ends later. Otherwise two blocks are the
-    end-of-archive marker, and members after it are dropped, since readers do not see them. A sample that has lost only another
-    member, for example a `jpg`, stays without it. Of two samples of one key in a shard, the first whole one with a cache stays,
-    or the first whole one if neither has a cache.
+    Samples without a fault, and members of no sample, keep their bytes, including tar headers. If headers are damaged,
+    samples are found by the index at the shard's end or in its sidecar, even a stale one. Such a sample is saved, with new
+    tar headers, if its bytes match the digests in the index, the skeleton and the tensors. Without an index, reading
+    resumes at the next whole header; a tail that was cut off is lost. Reading also resumes after a single block of zeros,
+    and after more zeros if an index says that the archive ends later. Members after the end-of-archive marker are dropped,
+    since readers do not see them. A sample that lost only another member, for example a `jpg`, is kept without it. Of two
+    samples with one key in a shard, the first intact one is kept, but a sample with a cache is preferred.
 
-    Shards keep their names, their order and their fingerprints. One of which nothing is left is not written; one that has no
-    samples, but no fault either, is.
-
-    All is written into a hidden folder beside `out`, which becomes `out` when it is complete: whatever happens, `out` is whole
-    or as it was. What a call that was killed left beside `out` goes at the next call, where the file system has locks.
+    Shards keep their names, their order and their fingerprints. A damaged shard without intact members is not written. The
+    folder appears by one rename when it is complete. If the process is killed, it leaves a hidden folder next to `out`,
+    which the next call deletes if the file system has locks.
 
     Args:
-        source: As of `verify`.
-        out: A folder that is empty, which is replaced, or not there. If nothing at all is left, it stays as it is.
-        drop: Leave damaged samples out. False writes nothing if there are any, or anything of the tar is lost.
-        threads: As of `verify`.
-        allow: As of `verify`.
+        source: Shards, as of `verify`.
+        out: A new folder, or an empty one, which is replaced. If there is no intact shard, it stays as it is.
+        drop: False writes nothing if a sample is damaged or any part of a tar is lost.
+        num_threads: Number of threads, as of `verify`.
+        allow: Classes that skeletons may build, as of `verify`.
 
     Returns:
-        What is wrong with `source`, as of `verify`; keys of samples that are lost are in the faults where an index, `.idx` or
-        the tar tells them.
+        The faults of `source`, as of `verify`, and counts of what was written. Keys of lost samples are in the faults if an
+        index, an `.idx` file or the tar has them.
 
     Raises:
-        FileExistsError: `out` is not empty, or is where a shard is, or where a disk is mounted.
-        FileNotFoundError: There is no such file, or no shard.
-        FormatError: With `drop=False`, a sample is damaged. A shard was changed meanwhile.
-        OSError: The disk is full, the folder around `out` cannot be written to, …
-        ValueError: Two shards have one name, in different folders, or one `.idx`; `out` is empty.
+        FileExistsError: `out` is not empty, or a mount point.
+        FileNotFoundError: A file does not exist, or there are no shards.
+        FormatError: With `drop=False`, a sample is damaged. A shard was changed during the call.
+        OSError: The disk is full, the folder around `out` is read-only, …
+        ValueError: Two shards in different folders have one name, or two shards have one `.idx`; `out` is empty.
 
     Memory: as of `verify`, with the indexes of all shards at once.
     """
-    out = check_new(out, "shards are repaired into a folder of their own")
-    report, found = check_all(source, threads, allow, keep=True)
+    out = check_new(out, "choose a new folder for repaired shards")
+    report = RepairReport()
+    found = check_all(source, num_threads, allow, report, keep=True)
     _check_names([checked.path for checked, _ in found])
     if not drop and (report.num_lost or report.num_missing or any(_has_lost(checked) for checked, _ in found)):
         first = report.faults[0]
         raise FormatError(f"{len(report.faults)} faults, and drop=False; the first: {first}")
-    left = [(checked, made) for checked, made in found if checked.pieces or not _has_lost(checked)]
+    left = [(checked, made) for checked, made in found if checked.ranges or not _has_lost(checked)]
     if left:
         with new_folder(out) as folder:
-            _write(left, folder)
+            _write(left, folder, report)
     return report
 
 
 def _has_lost(checked: Checked) -> bool:
-    return checked.num_damaged > 0 or checked.is_broken
+    return checked.report.num_damaged > 0 or checked.is_broken
 
 
 def _check_names(paths: list[str]) -> None:
-    """Raise ValueError if shards cannot be in one folder."""
+    """Raise ValueError if two shards, or their indexes for DALI, have one name."""
     by_name: dict[str, str] = {}
     for path in paths:
         name = os.path.basename(path)
-        other = by_name.setdefault(name, path)
-        if other is not path:
+        if (other := by_name.setdefault(name, path)) is not path:
             both = f"shards of several folders are called {name!r}: {other} and {path}"
             raise ValueError(f"{both}; repair one folder at a time")
-    by_idx: dict[str, str] = {}
     for path in paths:
         idx = os.path.basename(dali_index_path(path))
-        if idx in by_name or by_idx.setdefault(idx, path) is not path:
-            other = by_name.get(idx) or by_idx[idx]
-            raise ValueError(f"{path}: its index for DALI would be {idx!r}, as {other} has it; repair them one by one")
+        if idx in by_name:
+            what = f"its index for DALI would be {idx!r}, as {by_name[idx]} has it"
+            raise ValueError(f"{path}: {what}; repair them one by one")
+        by_name[idx] = path
 
 
-def _write(found: list[tuple[Checked, Mapping[str, Any] | None]], folder: str) -> None:
-    listing = Listing()
+def _write(found: list[tuple[Checked, Mapping[str, Any] | None]], folder: str, report: RepairReport) -> None:
+    listing, files = Listing(), Files()
     for checked, fingerprint in found:
-        name, file = os.path.basename(checked.path), ShardFile(checked.path)
-        if file.identity != checked.identity:
+        if files.get(checked.path).identity != checked.identity:
             raise FormatError(f"{checked.path}: the shard was changed while it was repaired")
-        path = os.path.join(folder, name)
-        index = write_shard(path, read_pieces(file, checked.pieces), fingerprint)
-        with contextlib.suppress(KeyRuleError):  # names that DALI's index cannot hold
+        path = os.path.join(folder, os.path.basename(checked.path))
+        index = write_shard(path, checked.ranges, files, fingerprint)
+        with contextlib.suppress(InvalidKeyError):  # names that DALI's index cannot hold
             write_dali_index(dali_index_path(path), index)
         listing.add(path, index)
+        report.num_shards_written += 1
+        report.num_samples_written += len(index.keys)
+        report.nbytes_written += os.path.getsize(path)
     listing.write(os.path.join(folder, MANIFEST), listing.entries)  # in the order in which samples were numbered

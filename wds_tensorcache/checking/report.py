@@ -1,28 +1,28 @@
-"""What is wrong with shards: one record for each fault, and a report of all."""
+"""Results of `verify` and `repair`: a record for each fault, and counts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from wds_tensorcache.errors import Kind
 
-__all__ = ["Fault", "Report"]
+__all__ = ["Fault", "RepairReport", "Report"]
 
 _MAX_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong.
+    """One fault of a shard or manifest.
 
     Attributes:
-        shard: Path of the shard, or of the manifest that is wrong.
-        key: Of the sample, None if it is of no sample, or not known of which.
-        offset: Byte of the shard where it is, None if it is not in the shard's bytes.
-        what: What is wrong, for people.
-        kind: What is wrong, for code, as in `FormatError.kind`: `truncated`, `compressed`, `checksum`, `header`,
-            `extended-header`, `sparse`, `zeros` and `trailing` of the tar, `unreadable` of the file, `duplicate`, `missing`,
-            `damaged`, `lost` and `unsafe` of samples, `index` of sidecars and manifests, and `format` of any other rule.
+        shard: Path of the shard or manifest.
+        key: Key of the sample; None if the fault is not in a sample, or the sample is unknown.
+        offset: Offset of the fault in the shard; None if it is not in the shard's bytes.
+        what: Description for people.
+        kind: Description for code, as in `FormatError.kind`. Of the tar: `truncated`, `compressed`, `checksum`, `header`,
+            `extended-header`, `sparse`, `zeros`, `trailing`. Of the file: `unreadable`. Of samples: `duplicate`, `missing`,
+            `damaged`, `lost`, `unsafe`. Of sidecars and manifests: `index`. Of any other rule: `format`.
     """
 
     shard: str
@@ -38,21 +38,22 @@ class Fault:
 
 @dataclass(slots=True)
 class Report:
-    """What was found in shards; true when nothing is wrong.
+    """Faults and counts of shards that were read.
 
     Attributes:
-        faults: Shard by shard, in each by offset where they have one.
-        num_shards: That were there.
-        num_missing: Shards that are listed, and are not there or cannot be opened.
-        num_samples: That were found in the shards, damaged ones too.
-        num_damaged: Samples with a fault in their own bytes or names: those that `repair` leaves out.
-        num_lost: Samples of which an index or the manifest tells, and which are in no shard.
-        num_repeated: Samples whose key another shard has, too: `cache[key]` raises. No fault, since a folder may hold shards
-            of several kinds.
-        num_unverified: Samples without a digest in one half at least, of other writers: their bytes may be anything.
-        num_unread: Samples whose skeletons need what is not in `allow=`; of them, only the digests were compared.
-        needs: What that is, by name: a class of yours, or an attack. Nothing of it was executed.
-        nbytes: Of the shards.
+        faults: Faults shard by shard, in each shard by offset where they have one.
+        num_shards: Shards that were read.
+        num_missing: Shards that are listed, but missing or unreadable.
+        num_samples: Samples in the shards, including damaged ones.
+        num_damaged: Samples with a fault in their own bytes or names. `repair` leaves them out.
+        num_lost: Samples that an index or the manifest lists, but no shard contains.
+        num_repeated: Samples whose key is also in another shard, so that `cache[key]` raises. This is not a fault, since a
+            folder may contain shards of several kinds.
+        num_unverified: Samples from other writers, without a digest of the skeleton or the tensors, so that any bytes are
+            accepted.
+        num_unread: Samples whose skeletons need a class outside of `allow=`: only their digests were compared.
+        needs: Names of these classes. Each is your own class, or an attack. Nothing was executed.
+        nbytes: Length of the shards in bytes.
     """
 
     faults: list[Fault] = field(default_factory=list)
@@ -67,32 +68,62 @@ class Report:
     needs: set[str] = field(default_factory=set)
     nbytes: int = 0
 
-    def __bool__(self) -> bool:
+    @property
+    def ok(self) -> bool:
+        """True if there are no faults."""
         return not self.faults
+
+    def __bool__(self) -> bool:
+        raise TypeError("a report has no truth value; use report.ok")
+
+    def add(self, part: Report) -> None:
+        """Add the faults and counts of another report."""
+        for each in fields(part):
+            value, more = getattr(self, each.name), getattr(part, each.name)
+            setattr(self, each.name, value | more if isinstance(value, set) else value + more)
 
     def __str__(self) -> str:
         found = "nothing is wrong"
         if self.faults:
-            found = f"{_many(len(self.faults), 'fault')}, {_many(self.num_damaged, 'sample')} damaged, {self.num_lost:,} lost"
-        size = f"{_many(self.num_shards, 'shard')}, {_many(self.num_samples, 'sample')}, {self.nbytes:,} bytes"
-        lines = [f"{size}: {found}"]
+            found = f"{_count(len(self.faults), 'fault')}, {_count(self.num_damaged, 'sample')} damaged, {self.num_lost:,} lost"
+        lines = [f"{_sizes(self.num_shards, self.num_samples, self.nbytes)}: {found}"]
         if self.num_unverified:
-            lines.append(
-                f"no digests: {_many(self.num_unverified, 'sample')}; nothing tells whether the bytes are right"
-            )
+            lines.append(f"no digests: {_count(self.num_unverified, 'sample')}; their bytes could not be checked")
         if self.num_unread:
             names = ", ".join(sorted(self.needs)[:_MAX_SHOWN])
             lines.append(
-                f"not decoded: {_many(self.num_unread, 'sample')}, whose skeletons need what only allow=[…] would let in, "
-                f"from somebody whom you trust: {names}"
+                f"not decoded: {_count(self.num_unread, 'sample')}; pass allow=[…] if you trust the shards: {names}"
             )
         if self.num_repeated:
-            lines.append(f"in several shards: the keys of {_many(self.num_repeated, 'sample')}")
+            lines.append(f"in several shards: the keys of {_count(self.num_repeated, 'sample')}")
         lines += [f"  {fault}" for fault in self.faults[:_MAX_SHOWN]]
         if len(self.faults) > _MAX_SHOWN:
             lines.append(f"  … and {len(self.faults) - _MAX_SHOWN:,} more")
         return "\n".join(lines)
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+@dataclass(slots=True)
+class RepairReport(Report):
+    """Faults and counts of the shards that `repair` read, and counts of what it wrote.
+
+    Attributes:
+        num_shards_written: Shards in the new folder; 0 if there is none.
+        num_samples_written: Samples in the new shards.
+        nbytes_written: Length of the new shards in bytes.
+    """
+
+    num_shards_written: int = 0
+    num_samples_written: int = 0
+    nbytes_written: int = 0
+
+    def __str__(self) -> str:
+        written = _sizes(self.num_shards_written, self.num_samples_written, self.nbytes_written)
+        return f"read: {Report.__str__(self)}\nwritten: {written}"
+
+
+def _sizes(num_shards: int, num_samples: int, nbytes: int) -> str:
+    return f"{_count(num_shards, 'shard')}, {_count(num_samples, 'sample')}, {nbytes:,} bytes"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,8 +1,8 @@
-"""The files of `torch.save`, read by the interpreter of skeletons.
+"""Read files of `torch.save` with the interpreter of skeletons.
 
-`torch.load(weights_only=True)` runs no code, but its costs have no bound: a key of 500 bytes that shares its parts is hashed
-for ever, and 400 bytes make `bytearray(2**31)`. Here the pickle is translated to the opcodes of FORMAT.md 2.4, whose reader
-counts what it does, and tensors are views of storages that are in the file.
+`torch.load(weights_only=True)` runs no code, but its cost is unbounded: hashing a key of 500 bytes that shares its parts
+never ends, and 400 bytes can allocate `bytearray(2**31)`. Here the pickle is translated to the opcodes of FORMAT.md 2.4,
+whose reader counts its work. Tensors are views of the storages in the file.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ import pickletools
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import TORCH_TRUE
 from wds_tensorcache.codec.skeleton import opcodes as op
-from wds_tensorcache.codec.skeleton.builders import ALLOW_ONLY, Builder
-from wds_tensorcache.codec.skeleton.calls import call_budget
-from wds_tensorcache.codec.skeleton.hashing import KeyTables
+from wds_tensorcache.codec.skeleton.limits import KeyCosts, call_budget
 from wds_tensorcache.codec.skeleton.reader import unpickle
-from wds_tensorcache.codec.skeleton.types import BUILDERS
+from wds_tensorcache.codec.skeleton.types import ALLOW_ONLY, BUILDERS, Allowed, Builder
 from wds_tensorcache.codec.tree import shown, walk
 from wds_tensorcache.codec.views import check_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
@@ -48,19 +46,19 @@ _STORAGES = {
 _OTHERWISE = "; if you trust the file, call torch.load in a handler: tc.decode(wds.handle_extension('pth', …))"
 
 
-def decode_pth(raw: bytes, limit: int, allow: Mapping[tuple[str, str], type]) -> Any:
-    """Return what `torch.save` was given, all tensors in host memory; of a module's state dict, without its `_metadata`.
+def decode_pth(raw: bytes, limit: int, allow: Allowed) -> Any:
+    """Return the object in a file of `torch.save`, with all tensors on the CPU; `_metadata` of state dicts is dropped.
 
     Args:
-        raw: The file, a zip as torch writes since version 1.6.
-        limit: How many bytes all tensors may be together, each element counted as if it were not shared.
-        allow: As of `unpickle`.
+        raw: Content of the file, a zip from torch 1.6 or later.
+        limit: Limit for the total bytes of all tensors, with shared elements counted each time.
+        allow: As for `unpickle`.
 
     Raises:
-        UnsafeSkeletonError: It needs anything but dense tensors, parameters, plain values and listed types.
-        FormatError: It is damaged, of another format, or has larger tensors.
+        UnsafeSkeletonError: The file needs more than dense tensors, parameters, plain values and listed types.
+        FormatError: The file is damaged, in another format, or exceeds `limit`.
 
-    Memory: fresh, one allocation for each storage; tensors that shared one share it again.
+    Memory: fresh, one allocation per storage, which its tensors share.
     """
     if not raw.startswith(_ZIP):
         raise FormatError(f"not a zip, as torch.save writes since torch 1.6{_OTHERWISE}")
@@ -70,7 +68,7 @@ def decode_pth(raw: bytes, limit: int, allow: Mapping[tuple[str, str], type]) ->
         if records.get("byteorder", b"little") != b"little":
             raise FormatError(f"the byte order is not little{_OTHERWISE}")
         reader = _Reader(records, len(body), limit)
-        result = unpickle(body, 0, _refuse_reference, reader.builders, allow, reader.opcodes)
+        result = unpickle(body, 0, None, reader.builders, allow, reader.opcodes)
     except UnsafeSkeletonError as exc:
         exc.reason += _OTHERWISE
         raise
@@ -84,49 +82,44 @@ def decode_pth(raw: bytes, limit: int, allow: Mapping[tuple[str, str], type]) ->
 
 
 def _list_records(raw: bytes) -> dict[str, memoryview]:
-    """Return the files of the zip by their names in its folder. Memory: views of `raw`."""
+    """Return views of the files in the zip, by their names in its folder."""
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         files = archive.infolist()
     folder = files[0].filename.partition("/")[0] + "/"
     records = {}
     for file in files:
-        # the checksums are not compared: torch does not, and can be told not to write them
+        # torch does not compare the checksums either, and may have omitted them
         name_nbytes, extra_nbytes = struct.unpack_from("<HH", raw, file.header_offset + 26)
         begin = file.header_offset + 30 + name_nbytes + extra_nbytes
-        is_stored = file.compress_type == zipfile.ZIP_STORED and not file.flag_bits & _IS_ENCRYPTED
-        if not is_stored or begin + file.file_size > len(raw):
+        is_plain = file.compress_type == zipfile.ZIP_STORED and not file.flag_bits & _IS_ENCRYPTED
+        if not is_plain or begin + file.file_size > len(raw):
             raise FormatError(f"{file.filename!r:.100} is not stored in the zip as it is")
         records[file.filename.removeprefix(folder)] = memoryview(raw)[begin : begin + file.file_size]
     if len(records) < len(files) or sum(map(len, records.values())) > len(raw):
-        raise FormatError("files of the zip overlap, or have one name")
+        raise FormatError("files of the zip overlap, or share a name")
     return records
 
 
 def _translate(pickled: bytes) -> bytes:
-    """Return a pickle in the opcodes of skeletons and BINPERSID, without its PROTO."""
-    parts = []
+    """Translate a pickle to the opcodes of skeletons and BINPERSID, without its PROTO."""
+    parts: list[bytes] = []
     memo: dict[int, int] = {}
-    count = 0
-    found = ((opcode.name, arg, at or 0) for opcode, arg, at in pickletools.genops(pickled))
+    num_memoized = 0
+    # a generator, because a list of all operations would take 100 times the memory of the file
+    operations = ((opcode.name, argument, at or 0) for opcode, argument, at in pickletools.genops(pickled))
     end_mark: tuple[str, Any, int] = ("", None, len(pickled))
-    for (name, arg, begin), (_, _, end) in pairwise(chain(found, [end_mark])):
-        if name in ("PROTO", "FRAME"):
-            continue
+    for (name, argument, begin), (_, _, end) in pairwise(chain(operations, [end_mark])):
         if name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            memo[len(memo) if arg is None else arg] = count
-            count += 1
+            memo[len(memo) if argument is None else argument] = num_memoized
+            num_memoized += 1
             parts.append(op.CODE[op.MEMOIZE])
         elif name in ("BINGET", "LONG_BINGET"):
-            parts.append(op.write_get(memo[arg]))
+            parts.append(op.write_get(memo[argument]))
         elif name == "GLOBAL":
-            parts += *map(op.ATOM_WRITERS[str], arg.split(" ", 1)), op.CODE[op.STACK_GLOBAL]
-        else:
+            parts += *map(op.write_text, argument.split(" ", 1)), op.CODE[op.STACK_GLOBAL]
+        elif name not in ("PROTO", "FRAME"):
             parts.append(pickled[begin:end])
     return b"".join(parts)
-
-
-def _refuse_reference(text: str) -> NoReturn:
-    raise FormatError(f"a skeleton, which refers to {text!r:.100}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,13 +129,13 @@ class _Storage:
 
 
 class _Reader:
-    """What one file may build besides the listed types, and how much of it."""
+    """The opcodes and builders of one file, with its budgets."""
 
-    def __init__(self, records: Mapping[str, memoryview], nbytes: int, limit: int) -> None:
+    def __init__(self, records: dict[str, memoryview], nbytes: int, limit: int) -> None:
         self._records = records
         self._memory: dict[str, torch.Tensor] = {}
         self._limit = self._nbytes_left = limit
-        self._tables = KeyTables(nbytes)
+        self._key_costs = KeyCosts(nbytes)
         self._elements_left = call_budget(nbytes)
         self.opcodes = {**ALLOW_ONLY, _BINPERSID: self._open_storage, op.BUILD: _set_state}
         self.builders = {
@@ -166,7 +159,7 @@ class _Reader:
             memory = self._memory[key] = torch.empty(len(record), dtype=torch.uint8, device="cpu")
             memory.numpy()[:] = np.asarray(record)
         if not 0 <= count * dtype.itemsize <= len(memory):
-            raise FormatError(f"storage {key!r:.80} announces {count} elements of {dtype}, in {len(memory)} bytes")
+            raise FormatError(f"storage {key!r:.80} declares {count} elements of {dtype} in {len(memory)} bytes")
         stack.append(_Storage(memory, dtype))
         return 0
 
@@ -178,7 +171,7 @@ class _Reader:
         if hooks or any(rest) or dtype not in TORCH_TRUE:
             raise FormatError(f"a tensor with hooks, of {dtype}, or conjugated{_OTHERWISE}")
         if any(n.__class__ is not int or not 0 <= n < _MAX_SIZE for n in (offset, *size, *stride)):
-            raise FormatError("a tensor of a shape that cannot be")
+            raise FormatError("a tensor of an impossible shape")
         count = math.prod(size)
         end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if (end if count else 0) * dtype.itemsize > len(storage.memory) or math.prod(n or 1 for n in size) >= _MAX_SIZE:
@@ -186,7 +179,7 @@ class _Reader:
         self._nbytes_left -= count * dtype.itemsize
         if self._nbytes_left < 0:
             raise FormatError(
-                f"tensors of more than {self._limit} bytes, which they share; tc.decode(max_expanded_nbytes=…) allows more"
+                f"tensors of more than {self._limit} bytes together; tc.decode(max_expanded_nbytes=…) allows more"
             )
         tensor = torch.empty(0, dtype=dtype, device="cpu")
         tensor.set_(storage.memory.untyped_storage(), offset, size, stride)
@@ -196,17 +189,17 @@ class _Reader:
         (items,) = args
         if items.__class__ is not list:
             raise TypeError(f"a set of {shown(items)}")
-        # one list may be fetched for many sets
+        # Hazard: the memo may pass one list to many sets.
         self._elements_left -= len(items)
         if self._elements_left < 0:
             raise FormatError("sets with too many elements, of lists that they share")
-        self._tables.add(None, items)
+        self._key_costs.add(None, items, True)
         return set(items)
 
 
-def _set_state(stack: list[Any], allow: Mapping[tuple[str, str], type], callables: int) -> int:
-    if stack[-2].__class__ is OrderedDict:  # `_metadata`, the versions of a module's state dict
-        stack.pop()
+def _set_state(stack: list[Any], allow: Allowed, callables: int) -> int:
+    if stack[-2].__class__ is OrderedDict:
+        stack.pop()  # `_metadata`, the versions of a module's state dict
         return 0
     return ALLOW_ONLY[op.BUILD](stack, allow, callables)
 
@@ -219,7 +212,7 @@ def _build_parameter(args: tuple[Any, ...]) -> torch.nn.Parameter:
 
 
 def _build_encoded(cls: Callable[[bytes], Any], args: tuple[Any, ...]) -> Any:
-    """Build bytes or a bytearray of what protocol 2, which has no bytes, writes in their place."""
+    """Build bytes or a bytearray from the text that protocol 2 writes instead."""
     text, *encoding = args or ("", "latin1")
     if text.__class__ is bytes and not encoding:
         return cls(text)

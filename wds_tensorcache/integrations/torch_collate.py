@@ -1,4 +1,4 @@
-"""torch's `default_collate` for lazy tensors, each read once, straight into its row of the batch; and for batches."""
+"""torch's `default_collate` for lazy tensors, each read once, directly into its row of the batch; and for batches."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
+from wds_tensorcache.reading.base_cache import BatchInfo
 from wds_tensorcache.reading.batch.values import Leaves
-from wds_tensorcache.training.batch_info import BatchInfo
 
 __all__ = ["register"]
 
 
 def _collate_tensors(batch: list[Any], *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Return a tensor `[B, …]`; in a worker process in shared memory, so that it is not copied on its way out."""
+    """Return a tensor `[B, …]`; in a worker process it is in shared memory, so that sending it needs no copy."""
     first = batch[0]
     for item in batch:
         if item.shape != first.shape or item.dtype != first.dtype:
@@ -50,7 +50,7 @@ def _collate_infos(batch: list[Any], *, collate_fn_map: Any = None) -> list[Any]
 
 
 def register() -> None:
-    """Make `torch.utils.data.default_collate` take lazy tensors and arrays, and what a batch holds beside tensors."""
+    """Make `torch.utils.data.default_collate` accept lazy tensors and arrays, and a batch's values that are not tensors."""
     default_collate_fn_map.setdefault(LazyTensor, _collate_tensors)
     default_collate_fn_map.setdefault(LazyArray, _collate_arrays)
     default_collate_fn_map.setdefault(Leaves, _collate_leaves)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from webdataset.autodecode import imagehandler
@@ -12,19 +14,22 @@ from webdataset.writer import make_encoder
 
 from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import decode_members, decode_plain_pickle, encode_sample
-from wds_tensorcache.codec.skeleton.builders import allow_table
-from wds_tensorcache.errors import FormatError, KeyRuleError, TensorCacheError
+from wds_tensorcache.codec.skeleton.types import allow_table
+from wds_tensorcache.errors import FormatError, InvalidKeyError, TensorCacheError
 from wds_tensorcache.integrations.pth import decode_pth
-from wds_tensorcache.integrations.webdataset_decoders import MAX_EXPANDED_NBYTES, MemberDecoder
+from wds_tensorcache.integrations.webdataset_guards import MAX_EXPANDED_NBYTES, MemberDecoder
 from wds_tensorcache.shards.names import (
-    APART,
     FIELD,
     SKELETON,
     TENSORS,
     cache_name,
+    cache_of_field,
     check_key,
     check_suffixes,
-    is_cache_name,
+    find_half,
+    half_of,
+    is_reserved,
+    member_suffix,
 )
 
 __all__ = ["FIELD", "Decode", "decode", "encoder"]
@@ -36,25 +41,25 @@ def encoder(base: Any = True, *, allow: Iterable[type] = ()) -> Callable[[dict[s
     """Return an encoder for `wds.TarWriter` and `wds.ShardWriter`.
 
     The field `"tensorcache"`, or `"NAME.tensorcache"` for several caches in one sample, becomes the two members
-    `[NAME.]skel.pyd` and `[NAME.]safetensors`; every other field goes to `base`. Pass `mtime=0` to the writer, and the
-    same samples give the same shard, byte for byte.
+    `[NAME.]skel.pyd` and `[NAME.]safetensors`. `base` encodes all other fields. With `mtime=0` in the writer, the same
+    samples give the same shard, byte for byte.
 
     Args:
-        base: What the writer's own `encoder` argument would be: True for webdataset's encoding by extension.
-        allow: Classes to write besides the listed types of FORMAT.md.
+        base: As for the writer's own `encoder` argument: True for webdataset's encoding by extension.
+        allow: Classes to write besides the types that FORMAT.md lists.
 
     Raises (when writing):
         EncodeError: A value cannot be represented.
-        KeyRuleError: A key, cache name or member name that some reader gets wrong. Keys that occur twice in a shard
-            are not seen here: an encoder is not told where shards begin.
+        InvalidKeyError: Some reader misreads a key, cache name or member name. A key that occurs twice is not detected,
+            because an encoder does not know where shards begin.
     """
     return _Encode(make_encoder(base), tuple(allow))
 
 
+@dataclass(frozen=True, slots=True)
 class _Encode:
-    def __init__(self, base: Callable[[dict[str, Any]], dict[str, Any]], allow: tuple[type, ...]) -> None:
-        self._base = base
-        self._allow = allow
+    base: Callable[[dict[str, Any]], dict[str, Any]]
+    allow: tuple[type, ...]
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         key = sample.get("__key__")
@@ -62,20 +67,25 @@ class _Encode:
         ours: dict[str, bytes] = {}
         rest = {}
         for field, value in sample.items():
-            if field != FIELD and not field.endswith("." + FIELD):
+            name = cache_of_field(field)
+            if name is None:
                 rest[field] = value
                 continue
-            prefix = "" if field == FIELD else cache_name(field[: -len(FIELD) - 1]) + "."
+            if name or field != FIELD:
+                cache_name(name)
+            both = member_suffix(name, SKELETON), member_suffix(name, TENSORS)
             try:
-                ours[prefix + SKELETON], ours[prefix + TENSORS] = encode_sample(value, allow=self._allow)
+                ours[both[0]], ours[both[1]] = encode_sample(value, allow=self.allow)
             except TensorCacheError as exc:
                 raise exc.at(f"sample {key!r}, field {field!r}") from exc
         check_suffixes(str(key), [field for field in rest if not field.startswith("_")])
-        clash = [field for field in rest if field.lower().endswith((SKELETON, FIELD)) or field.lower() in ours]
+        clash = [field for field in rest if is_reserved(field) or field.lower() in ours]
         if clash:
-            raise KeyRuleError(f"sample {key!r} has members {clash}, whose names only caches have; call them otherwise")
+            raise InvalidKeyError(
+                f"sample {key!r} has members {clash}, names that only caches have; rename these members"
+            )
         check_suffixes(str(key), ours)
-        return {**self._base(rest), **ours}
+        return {**self.base(rest), **ours}
 
 
 def decode(
@@ -89,55 +99,50 @@ def decode(
 ) -> Decode:
     """Return a stage that decodes samples, for `wds.DataPipeline`, `.compose` and `.map`.
 
-    The two members of a cache become the field `"tensorcache"` (or `"NAME.tensorcache"`): what `tc.encoder` was given.
-    All other members are decoded as `wds.decode` does, but for pickles (`pyd`, `pickle`, `pkl`, `pth`), which are held
-    to a safe subset: a `pth` has dense tensors, parameters, plain values and the listed types of FORMAT.md, all in host memory.
-    `cbor`, EPS and compressed FITS pictures are refused, because their decoders have no bounds. A handler of yours that takes
-    any of these comes first. `.safetensors` members that are not of a cache pass through as bytes.
+    The two members of a cache become the field `"tensorcache"` (or `"NAME.tensorcache"`), as `tc.encoder` received it.
+    All other members are decoded as by `wds.decode`, with these exceptions. Pickles (`pyd`, `pickle`, `pkl`, `pth`) are
+    limited to a safe subset: a `pth` may contain dense tensors, parameters, plain values and the types that FORMAT.md
+    lists, all in host memory. `cbor`, EPS and compressed FITS pictures are refused, because the cost of their decoders is
+    unbounded; your own handler may decode any of these first. A `.safetensors` member that belongs to no cache is returned
+    as bytes.
 
     Args:
         handlers: As for `wds.decode`: `"pil"`, `"torchrgb"`, …, or functions of (extension, bytes).
         lazy: True leaves tensors unread until they are used.
-        verify: Recompute both digests of every sample.
+        verify: True recomputes both digests of every sample.
         allow: Classes that skeletons and other pickles may build; only for shards that you trust.
-        handler: Called with the exception of a sample that cannot be decoded; re-raises by default.
-        max_expanded_nbytes: What a compressed member (`gz`, `npz`), or the tensors of a `pth` that share their elements, may
-            become; 64 times its own length, if that is more. Pictures have Pillow's own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
-        decoder: `pre`, `post`, `only` and `partial` of `webdataset.autodecode.Decoder`.
+        handler: Function that is called with the exception if a sample cannot be decoded; re-raises by default.
+        max_expanded_nbytes: Limit for the expanded length of a compressed member (`gz`, `npz`), and for the total size of
+            tensors of a `pth` that share their elements. Members may always expand to 64 times their own length. Pictures
+            have Pillow's own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
+        decoder: The options `pre`, `post`, `only` and `partial` of `webdataset.autodecode.Decoder`.
 
     Raises (when iterating):
-        FormatError: A half is missing, damaged, or of another sample; or webdataset's own decoders cannot read a member, or it
-            would become too large. The message names shard, key and member; `__cause__` is what the decoder raised. What
-            functions of yours raise is not changed.
-        UnsafeSkeletonError: A member asks for anything outside the format; nothing was executed.
+        FormatError: Half of a cache is missing, damaged, or belongs to another sample. Or webdataset's own decoders cannot
+            read a member, or the result would be too large. The message names shard, key and member; `__cause__` is the
+            decoder's error. Errors of your functions are not changed.
+        UnsafeSkeletonError: A member requires something outside the format; nothing was executed.
     """
-    return Decode(handlers, lazy, verify, tuple(allow), handler, max_expanded_nbytes, decoder)
+    if operator.index(max_expanded_nbytes) < 0:
+        raise ValueError(f"max_expanded_nbytes={max_expanded_nbytes}, expected 0 or more")
+    table = allow_table(allow)
+    steps = [imagehandler(step) if isinstance(step, str) else step for step in handlers]
+    members = MemberDecoder(steps, partial(_pickle_decoder, table), max_expanded_nbytes, **decoder)
+    return Decode(members, lazy, verify, table, handler)
 
 
+@dataclass(frozen=True, slots=True)
 class Decode:
-    """The stage that `decode` returns; a call takes an iterable of samples, or one sample.
+    """The stage that `decode` returns; call it with an iterable of samples, or with one sample.
 
     Threads/fork/pickle: stateless; pickles if its handlers and classes do.
     """
 
-    def __init__(
-        self,
-        handlers: tuple[Any, ...],
-        lazy: bool,
-        verify: bool,
-        allow: tuple[type, ...],
-        handler: Handler,
-        max_expanded_nbytes: int,
-        decoder: dict[str, Any],
-    ) -> None:
-        if operator.index(max_expanded_nbytes) < 0:
-            raise ValueError(f"max_expanded_nbytes={max_expanded_nbytes}, expected 0 or more")
-        self._lazy = lazy
-        self._verify = verify
-        self._allow = allow_table(allow)
-        self._handler = handler
-        steps = [imagehandler(step) if isinstance(step, str) else step for step in handlers]
-        self._decoder = MemberDecoder(steps, self._pickle_decoder, max_expanded_nbytes, **decoder)
+    members: MemberDecoder
+    lazy: bool
+    verify: bool
+    table: Mapping[tuple[str, str], type]
+    handler: Handler
 
     def __call__(self, samples: Any) -> Any:
         return self._decode(samples) if isinstance(samples, dict) else self._iterate(samples)
@@ -146,13 +151,14 @@ class Decode:
         for sample in samples:
             try:
                 decoded = self._decode(sample)
-            except Exception as exc:  # the handler decides, as in every stage of webdataset
-                if self._handler(exc):
+            except Exception as exc:  # the handler decides, as in all stages of webdataset
+                if self.handler(exc):
                     continue
                 break
+            # free this sample before the next one is read, for less memory and warm CPU caches
             del sample
             yield decoded
-            del decoded  # else one sample more would be in memory while the next is read, and its cache lines cold
+            del decoded
 
     def _decode(self, sample: dict[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = {}
@@ -161,69 +167,57 @@ class Decode:
             if field[:2] == "__":
                 result[field] = value
                 continue
-            if field == TENSORS and SKELETON in sample:
-                continue
-            prefix = "" if field == SKELETON else _prefix(field, SKELETON)
-            if prefix is not None:
-                result[prefix + FIELD] = self._decode_cache(sample, prefix)
-                continue
-            if field == FIELD or field.endswith("." + FIELD):
-                raise FormatError(
-                    f"{_where(sample)}: a member is called {field!r}, which is what caches are decoded to"
-                )
-            prefix = _prefix(field, TENSORS)
-            if prefix is None or prefix + SKELETON not in sample:
-                if field.endswith(TENSORS) and is_bound(value):
-                    missing = "a valid cache name" if prefix is None else f"member {prefix + SKELETON!r}"
-                    raise FormatError(f"{missing} is missing beside {field!r}{APART}", kind="missing").at(
-                        _where(sample)
-                    )
+            half = half_of(field)
+            if half is None or half.other not in sample:
+                _check_other(sample, field, value)
                 others[field] = value
+            elif half.is_skeleton:
+                result[half.field] = self._decode_cache(sample, field, half.other)
         if others:
             result.update(self._decode_others(sample, others))
         return result
 
-    def _decode_cache(self, sample: dict[str, Any], prefix: str) -> Any:
-        skeleton, tensors = sample[prefix + SKELETON], sample.get(prefix + TENSORS)
-        if tensors is None:
-            what = f"member {prefix + TENSORS!r} is missing beside {prefix + SKELETON!r}{APART}"
-            raise FormatError(what, kind="missing").at(_where(sample))
+    def _decode_cache(self, sample: dict[str, Any], first: str, second: str) -> Any:
+        skeleton, tensors = sample[first], sample[second]
         if not (isinstance(skeleton, (bytes, memoryview)) and isinstance(tensors, (bytes, memoryview))):
             raise FormatError(
                 f"{_where(sample)}: the members are decoded already; use tc.decode() instead of wds.decode()"
             )
         try:
-            return decode_members(skeleton, tensors, self._lazy, self._verify, self._allow)
+            return decode_members(skeleton, tensors, self.lazy, self.verify, self.table)
         except TensorCacheError as exc:
-            raise exc.at(f"{_where(sample)}, members {prefix + SKELETON!r} and {prefix + TENSORS!r}") from exc
+            raise exc.at(f"{_where(sample)}, members {first!r} and {second!r}") from exc
 
     def _decode_others(self, sample: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
         try:
-            return self._decoder(others)
+            return self.members(others)
         except Exception as exc:  # newer webdataset releases wrap what a handler raises
             cause = exc if isinstance(exc, TensorCacheError) else exc.__cause__
             if isinstance(cause, TensorCacheError):
                 raise cause.at(_where(sample)) from cause.__cause__ or cause
             raise
 
-    def _pickle_decoder(self, extension: str) -> Callable[[bytes, int], Any] | None:
-        """Take the extensions that webdataset would hand to an unpickler which runs anything."""
-        kind = extension.rpartition(".")[2]
-        if kind == "pth":
-            return lambda raw, limit: decode_pth(raw, limit, self._allow)
-        if kind in ("pyd", "pickle", "pkl"):
-            return lambda raw, limit: decode_plain_pickle(raw, self._allow)
-        return None
+
+def _pickle_decoder(table: Mapping[tuple[str, str], type], extension: str) -> Callable[[bytes, int], Any] | None:
+    """Return the safe decoder for extensions that webdataset passes to an unpickler, which runs any code."""
+    kind = extension.rpartition(".")[2]
+    if kind == "pth":
+        return lambda raw, limit: decode_pth(raw, limit, table)
+    if kind in ("pyd", "pickle", "pkl"):
+        return lambda raw, limit: decode_plain_pickle(raw, table)
+    return None
 
 
-def _prefix(field: str, suffix: str) -> str | None:
-    """Return what stands before `suffix` in the field of a cache: "" or "NAME."; None if it is not of a cache."""
-    if field == suffix:
-        return ""
-    if not field.endswith(suffix):
-        return None
-    prefix = field[: -len(suffix)]
-    return prefix if prefix[-1] == "." and is_cache_name(prefix[:-1]) else None
+def _check_other(sample: dict[str, Any], field: str, value: Any) -> None:
+    """Raise FormatError if a member lacks a required other half, or has the name of a decoded cache."""
+    if cache_of_field(field) is not None:
+        raise FormatError(f"{_where(sample)}: a member is called {field!r}, which is what caches are decoded to")
+    try:
+        half = find_half(field, sample, partial(is_bound, value))
+        if half is None and field.endswith(TENSORS) and is_bound(value):
+            raise FormatError(f"member {field!r} is half of a cache whose name is not valid", kind="missing")
+    except FormatError as exc:
+        raise exc.at(_where(sample)) from exc
 
 
 def _where(sample: dict[str, Any]) -> str:

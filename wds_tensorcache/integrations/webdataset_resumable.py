@@ -1,12 +1,15 @@
-"""Streams of webdataset that go on in the shard and at the sample where they were."""
+"""webdataset streams that resume at the sample at which their state was saved."""
 
 from __future__ import annotations
 
 import operator
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
+import torch
 import xxhash
 from torch.utils.data import IterableDataset, get_worker_info
 from webdataset.handlers import reraise_exception
@@ -14,72 +17,62 @@ from webdataset.pipeline import DataPipeline
 from webdataset.shardlists import split_by_node, split_by_worker
 from webdataset.tariterators import tarfile_samples
 
-from wds_tensorcache.integrations.webdataset_epochs import EpochLog
-from wds_tensorcache.integrations.webdataset_tar import Stopped, TarSamples, open_path
-from wds_tensorcache.integrations.webdataset_urls import find_urls
+from wds_tensorcache.integrations.webdataset_tar import Stopped, TarSamples, find_urls
 from wds_tensorcache.training.order import EpochOrder
 from wds_tensorcache.training.ranks import find_rank
 
-__all__ = ["ResumableStream", "resumable"]
+__all__ = ["ResumablePipeline", "SharedEpochs"]
 
 POSITION = "__position__"
-_PREFIX = "tensorcache-position:"
 VERSION = 1
 Urls: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
+_PREFIX = "tensorcache-position:"
+_DOES_ITSELF = (split_by_node, split_by_worker, tarfile_samples)
+_KEY_BITS = 30
+_NUM_KEYS = 1 << _KEY_BITS
+_MAX_EPOCH = 1 << (62 - _KEY_BITS)
+_NUM_RECENT = 64  # iterations whose late workers find their epoch
+_NUM_WORKERS = 1024
 
 
-def resumable(urls: Urls, *stages: Any, **options: Any) -> ResumableStream:
-    """Return a dataset like `wds.DataPipeline(shards, tarfile_to_samples(), *stages)` that can be left and taken up again.
+class ResumablePipeline(IterableDataset[Any]):
+    """A dataset like `wds.DataPipeline(shards, tarfile_to_samples(), *stages)` that can resume from a saved state.
+
+    Each iteration yields one epoch, also in `DataLoader` workers. `state_dict` lists the samples of the epoch that have
+    left the last stage. After `load_state_dict`, these samples are not decoded again, and finished shards are not read. All
+    other samples follow, in the order of an uninterrupted run. Only samples that a stage held back, to shuffle or batch
+    them, may follow in another order. A stage receives the samples that it dropped a second time.
+
+    Each sample contains its position in the field `"__position__"`, which the last stage must pass on: as dicts, as batches
+    of dicts, or as tuples with it, for example from `wds.to_tuple("jpg", "__position__")`.
+
+    Shards are divided among ranks and workers by size if all are local files, else by number, so ranks may have different
+    numbers of samples. Each worker has its own state. torchdata's `StatefulDataLoader` collects these states, and resumes
+    with the same number of workers.
 
     Args:
-        urls: Of the shards, which are shared out among ranks and workers here: a list, a pattern with braces, a folder, a
-            manifest, or `"train-*.tar"`. Names that a folder, a manifest, a wildcard or braces give are paths, whatever they
-            begin with, and so is a `PathLike`. What you type goes to webdataset's `gopen`, unless a file has just this name;
-            `pipe:` runs a command only where your text, or one of its parts between `::`, begins with it.
-        stages: Of webdataset, and others like them: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`. What they yield
-            keeps `sample["__position__"]`, else map behind the stream.
-        options: Of `ResumableStream`.
+        urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. Names from
+            folders, manifests, wildcards and braces are paths, and so is a `PathLike`. Other text goes to webdataset's
+            `gopen`, unless it names a file. `pipe:` runs a command only at the start of your text, or after `::` in it.
+        stages: Stages of webdataset, or compatible functions: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
+        shuffle: True for a new order of the shards in each epoch.
+        seed: Seed of this order; equal on all ranks.
+        rank, world_size, group: As for `Loader`.
+        handler, select_files, rename_files: As for `tarfile_to_samples`.
 
     Raises:
-        TypeError: `urls` are something else.
-        ValueError: A stage does what the stream does itself, or ranks would have no shard.
-    """
-    return ResumableStream(urls, stages, **options)
-
-
-class ResumableStream(IterableDataset[Any]):
-    """What `resumable` returns: iterates over an epoch; `state_dict` says which samples of it have come out of the stages.
-
-    After `load_state_dict` the samples that had come out are not decoded again, nor read where whole shards of them had.
-    All others come: also those that a stage was holding back, to shuffle or to batch them, in another order then. Without
-    such stages the sequence is that of an unbroken run.
-
-    Every sample carries where it is from in `"__position__"`, and what the stages yield must still have it: dicts that they
-    pass on, batches of such, and tuples with it, as of `wds.to_tuple("jpg", "__position__")`. Samples that a stage leaves out
-    come into its hands again after resuming.
-
-    Works with `DataLoader` and torchdata's `StatefulDataLoader`. Shards are shared out to ranks and workers by their bytes,
-    where they are files, else by their number; ranks may so have different numbers of samples. Each worker has a state of its
-    own, for as many of them as before.
-
-    Args:
-        urls: As of `resumable`.
-        stages: As of `resumable`.
-        shuffle: The shards, in a new order in each epoch.
-        seed: Of that order, the same on all ranks.
-        rank, world_size, group: As of `Loader`.
-        handler, select_files, rename_files: As of `tarfile_to_samples`.
+        TypeError: `urls` has another type.
+        ValueError: There are no shards, or fewer shards than ranks; or a stage repeats the pipeline's own work.
 
     Raises (when iterating):
-        KeyError: The stages have lost `"__position__"`.
-        FormatError: As of `tarfile_to_samples`.
+        KeyError: An item lacks `"__position__"`.
+        FormatError: As for `tarfile_to_samples`.
     """
 
     def __init__(
         self,
         urls: Urls,
-        stages: Iterable[Any],
-        *,
+        *stages: Any,
         shuffle: bool = True,
         seed: int = 0,
         rank: int | None = None,
@@ -89,113 +82,106 @@ class ResumableStream(IterableDataset[Any]):
         select_files: Callable[[str], bool] | None = None,
         rename_files: Callable[[str], str] | None = None,
     ) -> None:
-        found = find_urls(urls)
-        self._urls = [url for url, _ in found]
-        self._is_path = [is_path for _, is_path in found]
+        self._urls = find_urls(urls)
         if not self._urls:
             raise ValueError("no shards")
-        self._stages = list(stages)
-        for stage in self._stages:
-            if getattr(stage, "f", stage) in (split_by_node, split_by_worker, tarfile_samples) or isinstance(
-                stage, TarSamples
-            ):
+        for stage in stages:
+            if getattr(stage, "f", stage) in _DOES_ITSELF or isinstance(stage, TarSamples):
                 raise ValueError(
-                    f"stage {stage!r:.200}: the stream shares out and reads the shards itself; leave it out"
+                    f"stage {stage!r:.200}: the stream shares out and reads the shards itself; leave the stage out"
                 )
+        self._stages = stages
         self._order = EpochOrder(len(self._urls), shuffle=shuffle, seed=operator.index(seed))
         self._rank, self._world_size = find_rank(rank, world_size, group)
         if len(self._urls) < self._world_size:
             raise ValueError(f"{len(self._urls)} shards for {self._world_size} ranks: some would have none")
         self._handler = handler
-        self._read = TarSamples(handler, select_files, rename_files)
-        self._loads = _loads(found)
-        self._log = EpochLog()
-        self._num_iterations = 0
-        self._reset()
-
-    def _reset(self) -> None:
+        self._tars = TarSamples(handler, select_files, rename_files)
+        self._loads = _loads(self._urls)
+        self._epochs = SharedEpochs()
         self._pid = os.getpid()
-        self._epoch = 0
-        self._done: dict[int, _Done] = {}  # by shard
-        self._is_resumed = False
-        self._is_over = False
-        self._num_turns = 0  # iterations of this worker
+        self._iteration = 0
+        self._move(0, {}, is_over=False)
 
-    def _come_into(self) -> Any:
-        """Return torch's `WorkerInfo`; in a worker that was forked, where this process stood means nothing."""
+    def _move(self, epoch: int, done: dict[int, _Done], *, is_over: bool) -> None:
+        """Set the position at which the next iteration starts, and end the current iteration."""
+        self._iteration += 1
+        self._epoch, self._done, self._is_over, self._is_next = epoch, done, is_over, True
+        if get_worker_info() is None:
+            self._epochs.put(epoch if is_over else epoch - 1)
+
+    def _enter(self) -> Any:
+        """Return torch's `WorkerInfo`. In a new process, reset the position inherited from the parent process."""
         if self._pid != os.getpid():
-            if self._is_resumed:
+            if self._is_next and (self._done or self._is_over):
                 raise RuntimeError(
-                    "the state was loaded by one process, for itself; StatefulDataLoader gives workers theirs"
+                    "the state was loaded by one process, for itself; use StatefulDataLoader for workers"
                 )
-            self._reset()
+            self._pid, self._iteration = os.getpid(), 0
+            self._done, self._is_over, self._is_next = {}, False, False
         return get_worker_info()
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch; after `load_state_dict`, go on in the one that was left. Ends what is still iterating."""
-        self._num_iterations += 1
-        info = self._come_into()
-        if info is not None:  # now, before torchdata asks for the state
-            self._num_turns += 1
-            if self._is_resumed:
-                self._log.begin(info, self._num_turns, self._epoch)
-            else:
-                self._epoch, self._done, self._is_over = self._log.begin(info, self._num_turns), {}, False
-        return self._items(self._num_iterations, info)
+        """Begin the next epoch, or resume that of `load_state_dict`. Any iteration in progress ends with an error."""
+        info = self._enter()
+        self._iteration += 1
+        if info is not None:
+            # immediately, because torchdata requests the state before the first item
+            self._begin(info)
+        return self._items(self._iteration, info)
+
+    def _begin(self, info: Any) -> None:
+        # the main process may be at the end of an epoch, or workers may have begun epochs meanwhile
+        is_replaced = info is None and (self._is_over or self._epochs.is_in_workers())
+        is_given, self._is_next = self._is_next and not is_replaced, False
+        epoch = self._epochs.begin(info, self._iteration, self._epoch if is_given else None)
+        if not is_given:
+            self._epoch, self._done, self._is_over = epoch, {}, False
 
     def _items(self, iteration: int, info: Any) -> Iterator[Any]:
-        is_resumed = self._is_resumed
-        if info is None:
-            of_workers = self._log.epoch_of_workers()
-            if of_workers is not None and not is_resumed:
-                self._epoch, self._done = of_workers + 1, {}
-            elif self._is_over or (self._done and not is_resumed):
-                self._epoch, self._done = self._epoch + 1, {}
-            self._log.put(self._epoch)
-        self._is_resumed = False
-        if is_resumed and self._is_over and info is not None:
-            return  # this worker had given all of its own, other ones had not
-        self._is_over = False
+        if iteration == self._iteration:
+            if info is None:
+                # at the first item, because torchdata makes iterators that it does not use
+                self._begin(info)
+            if self._is_over:
+                return  # this worker is done, but other workers have samples left in the epoch
+        done = self._done
         for item in DataPipeline(self._samples, *self._stages):
-            if iteration != self._num_iterations:
+            if iteration != self._iteration:
                 raise RuntimeError("another iteration of this stream has begun, which ended this one")
-            found = list(_positions(item))
-            if not found:
+            positions = list(_positions(item))
+            if not positions:
                 raise KeyError(
-                    f"what the stages yield has no {POSITION!r}, by which the stream knows what came out of them: let them "
-                    "pass it on, or map behind the stream"
+                    f"an item of the last stage has no {POSITION!r}, which tells the stream which samples have left it: "
+                    "let the stages pass it on, or map after the stream"
                 )
-            for shard, number in found:
-                self._done.setdefault(shard, _Done()).add(number)
+            for shard, number in positions:
+                done.setdefault(shard, _Done()).add(number)
             yield item
-        self._is_over = True
+        if iteration == self._iteration:
+            self._is_over = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration begin that epoch; after `load_state_dict` with that one, nothing changes."""
+        """Make the next iteration begin the given epoch, or resume it after `load_state_dict` of a state in that epoch.
+
+        Raises:
+            ValueError: `epoch` is negative or too large.
+        """
         epoch = operator.index(epoch)
-        if not 0 <= epoch < 1 << 62:
-            raise ValueError(f"epoch={epoch}, expected 0 or more")
-        if self._is_resumed and epoch == self._epoch and not self._is_over:
-            return
-        self._num_iterations += 1
-        self._epoch, self._done, self._is_resumed, self._is_over = epoch, {}, False, False
-        self._log.put(epoch - 1)
+        if not 0 <= epoch < _MAX_EPOCH:
+            raise ValueError(f"epoch={epoch}, expected 0 or more, and less than {_MAX_EPOCH}")
+        self._enter()
+        is_resumed = self._is_next and epoch == self._epoch and not self._is_over
+        self._move(epoch, self._done if is_resumed else {}, is_over=False)
 
     def _samples(self) -> Iterator[dict[str, Any]]:
-        done = {shard: _Done(one.ranges, one.count) for shard, one in self._done.items()}  # before this iteration
+        all_done = self._done
         for shard in self._shards():
-            before = done.get(shard, _Done())
-            if before.is_all():
+            done = all_done.setdefault(shard, _Done())
+            if done.is_whole():
                 continue
-            count = 0
-
-            def is_wanted(number: int, before: _Done = before) -> bool:
-                nonlocal count
-                count = number + 1
-                return number not in before
-
             try:
-                for number, sample in self._read.samples_of(self._opened(shard), is_wanted):
+                for number, sample in self._tars.samples_of({"url": self._urls[shard]}, done.is_wanted):
                     yield {**sample, POSITION: f"{_PREFIX}{shard}:{number}"}
             except Stopped:
                 return
@@ -203,14 +189,10 @@ class ResumableStream(IterableDataset[Any]):
                 if not self._handler(exc):
                     return
             else:
-                self._done.setdefault(shard, _Done()).count = count
-
-    def _opened(self, shard: int) -> dict[str, Any]:
-        url = self._urls[shard]
-        return {"url": url, "stream": open_path(url)} if self._is_path[shard] else {"url": url}
+                done.count = done.num_read
 
     def _shards(self) -> list[int]:
-        """Return the shards of this rank and worker, in the epoch's order: each goes to who has least until then."""
+        """Return the shards of this rank and worker, in the epoch's order: each goes to the worker with the fewest bytes."""
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         loads = [0] * (self._world_size * num_workers)
@@ -223,43 +205,40 @@ class ResumableStream(IterableDataset[Any]):
         return mine
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what came out of the stages in this epoch, for JSON.
+        """Return the epoch and the samples that have left the last stage, as plain values for JSON.
 
         Raises:
-            RuntimeError: Workers have the samples, and this is not one: their loader has the state.
+            RuntimeError: Workers have read the samples; `StatefulDataLoader.state_dict` collects their states.
         """
-        info = self._come_into()
-        if info is None and self._log.epoch_of_workers() is not None:
+        info = self._enter()
+        if info is None and self._epochs.is_in_workers():
             raise RuntimeError("the workers have the state: StatefulDataLoader's state_dict collects it")
-        done = {str(shard): [list(map(list, one.ranges)), one.count] for shard, one in self._done.items() if one.ranges}
+        done = {str(shard): [list(one.edges), one.count] for shard, one in self._done.items() if one.edges}
         state = {"version": VERSION, "epoch": self._epoch, "over": self._is_over, "done": done}
         return state | {"of": self._identity(info)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Resume at the point at which the state was saved.
 
         Raises:
-            ValueError: It is of other shards, of another order, or of another number of ranks or workers, or no state at all.
+            ValueError: The state is damaged, or belongs to other shards, another order, or another number of ranks or
+                workers.
         """
-        mine = self._identity(self._come_into())
+        mine = self._identity(self._enter())
         if not isinstance(state, Mapping) or state.get("version") != VERSION or state.get("of") != mine:
             of = state.get("of") if isinstance(state, Mapping) else state
             raise ValueError(f"the state is of another stream: of {of!r:.500}, this one is {mine}")
         epoch, is_over = state.get("epoch"), state.get("over")
-        if type(epoch) is not int or not 0 <= epoch < 1 << 62 or type(is_over) is not bool:
+        if type(epoch) is not int or not 0 <= epoch < _MAX_EPOCH or type(is_over) is not bool:
             raise ValueError(f"the state is damaged: epoch {epoch!r:.100}, over {is_over!r:.100}")
-        done = _done_from(state.get("done"), len(self._urls))
-        self._num_iterations += 1
-        self._epoch, self._is_over, self._done, self._is_resumed = epoch, is_over, done, True
-        if get_worker_info() is None:
-            self._log.put(epoch - 1)
+        self._move(epoch, _parse_done(state.get("done"), len(self._urls)), is_over=is_over)
 
     def _identity(self, info: Any) -> dict[str, Any]:
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        # sizes determine which worker reads which shard
+        shards = "\n".join([*self._urls, repr(self._loads)]).encode("utf-8", "surrogateescape")
         return {
-            "shards": len(self._urls),
-            "urls": xxhash.xxh3_64_hexdigest("\n".join(self._urls).encode("utf-8", "surrogateescape")),
-            "nbytes": xxhash.xxh3_64_hexdigest(repr(self._loads).encode()),  # by which they are shared out
+            "shards": f"{len(self._urls)}, digest {xxhash.xxh3_64_hexdigest(shards)}",
             "seed": self._order.seed if self._order.shuffle else None,
             "rank": self._rank,
             "world_size": self._world_size,
@@ -268,52 +247,109 @@ class ResumableStream(IterableDataset[Any]):
         }
 
 
-class _Done:
-    """Which samples of a shard came out: ranges `[first, last + 1]`, ascending; `count` of all, once the shard was read."""
+class SharedEpochs:
+    """The epoch of each iteration, which workers determine without communication with torch or the main process.
 
-    def __init__(self, ranges: Iterable[Iterable[int]] = (), count: int | None = None) -> None:
-        self.ranges = [list(each) for each in ranges]
+    torch starts the workers of an iteration one by one, all with the same seed. The first worker registers the next epoch
+    under this seed. The other workers find it there, even if workers of the next iteration have already begun. No lock is
+    needed, because all workers of an iteration write the same value into the same cell.
+
+    Threads/fork/pickle: forked and spawned processes share the cells; a copy is independent.
+    """
+
+    def __init__(self) -> None:
+        # recent iterations: epoch + 1 and key, which is 0 for the main process; then the last epoch + 1 of each worker
+        self._cells = torch.zeros(_NUM_RECENT + _NUM_WORKERS, dtype=torch.int64)
+        self.__setstate__({})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._cells.share_memory_()  # type: ignore[no-untyped-call]  # no change if they are shared
+
+    def begin(self, info: Any, turn: int, epoch: int | None = None) -> int:
+        """Return the epoch that a worker begins, or that the main process begins if `info` is None.
+
+        Args:
+            info: torch's `WorkerInfo`.
+            turn: Number of the iteration in this process.
+            epoch: Epoch of a loaded state; None for that of the iteration's other workers, or else the next epoch.
+        """
+        begun, by_worker = np.split(self._cells.numpy(), [_NUM_RECENT])
+        following = int(begun.max()) >> _KEY_BITS
+        if info is None:
+            return self.put(following if epoch is None else epoch)
+        key = 1 + hash((info.seed - info.id, info.num_workers, turn)) % (_NUM_KEYS - 1)
+        worker = info.id % _NUM_WORKERS
+        if epoch is None:
+            known = int((begun[begun % _NUM_KEYS == key] >> _KEY_BITS).max(initial=0))
+            # Hazard: torch.manual_seed gives several iterations one seed. A worker that returns begins another epoch.
+            epoch = known - 1 if known and known != by_worker[worker] else following
+        else:
+            begun[begun >> _KEY_BITS > epoch + 1] = 0
+        begun[epoch % _NUM_RECENT] = (epoch + 1 << _KEY_BITS) + key
+        by_worker[worker] = epoch + 1
+        return epoch
+
+    def put(self, epoch: int) -> int:
+        """Record that the main process is in an epoch, and return the epoch. The next iteration begins the epoch after it."""
+        self._cells.zero_()
+        self._cells[0] = epoch + 1 << _KEY_BITS
+        return epoch
+
+    def is_in_workers(self) -> bool:
+        """Return whether workers, and not the main process, began the last epoch."""
+        return int(self._cells[:_NUM_RECENT].max()) % _NUM_KEYS != 0
+
+
+class _Done:
+    """The samples of a shard that have left the last stage.
+
+    Attributes:
+        edges: Ranges of sample numbers, half open, as ascending `[begin, end, begin, end, ...]`.
+        count: Number of samples in the shard; None until the whole shard was read.
+        num_read: Number of samples that this process has read or skipped in the shard.
+    """
+
+    def __init__(self, edges: Iterable[int] = (), count: int | None = None) -> None:
+        self.edges = list(edges)
         self.count = count
+        self.num_read = 0
 
     def __contains__(self, number: int) -> bool:
-        return any(first <= number < end for first, end in self.ranges)
+        return bisect_right(self.edges, number) % 2 == 1
 
-    def is_all(self) -> bool:
-        return self.count is not None and self.ranges == [[0, self.count]]
+    def is_wanted(self, number: int) -> bool:
+        self.num_read = number + 1
+        return number not in self
+
+    def is_whole(self) -> bool:
+        return self.count is not None and self.edges == [0, self.count]
 
     def add(self, number: int) -> None:
-        at = len(self.ranges)
-        while at and self.ranges[at - 1][0] > number:
-            at -= 1
-        if at and self.ranges[at - 1][1] >= number:
-            self.ranges[at - 1][1] = max(self.ranges[at - 1][1], number + 1)
-            at -= 1
-        else:
-            self.ranges.insert(at, [number, number + 1])
-        if at + 1 < len(self.ranges) and self.ranges[at][1] >= self.ranges[at + 1][0]:
-            self.ranges[at][1] = max(self.ranges[at][1], self.ranges.pop(at + 1)[1])
+        at = bisect_right(self.edges, number)
+        if at % 2 == 0:
+            new = [number, number + 1]
+            before, after = self.edges[at - 1 : at] == new[:1], self.edges[at : at + 1] == new[1:]
+            self.edges[at - before : at + after] = new[before : 2 - after]
 
 
-def _done_from(state: Any, num_shards: int) -> dict[int, _Done]:
-    """Return what a state says came out."""
-    done = {}
+def _parse_done(state: Any, num_shards: int) -> dict[int, _Done]:
+    """Return the samples that a state lists, by shard."""
     try:
-        for shard, (ranges, count) in state.items():
-            flat = [number for each in ranges for number in each]
-            if any(len(each) != 2 for each in ranges) or not all(type(number) is int for number in flat):
-                raise ValueError("expected [first, last + 1]")
-            if not 0 <= int(shard) < num_shards or flat != sorted(set(flat)) or any(number < 0 for number in flat):
-                raise ValueError("numbers that no samples have")
-            if count is not None and (type(count) is not int or (flat and count < flat[-1])):
-                raise ValueError(f"count {count!r}")
-            done[int(shard)] = _Done(ranges, count)
+        done = {int(shard): _Done(edges, count) for shard, (edges, count) in state.items()}
+        for shard, one in done.items():
+            numbers = one.edges if one.count is None else [*one.edges, one.count]
+            if not 0 <= shard < num_shards or not all(type(number) is int and number >= 0 for number in numbers):
+                raise ValueError(f"shard {shard} has samples {numbers!r:.100}")
+            if len(one.edges) % 2 or one.edges != sorted(set(one.edges)) or numbers != sorted(numbers):
+                raise ValueError(f"shard {shard}: {numbers!r:.100} are not ranges")
     except (AttributeError, TypeError, ValueError) as exc:
-        raise ValueError(f"the state does not say what came out of the stages: {exc}: {state!r:.200}") from exc
+        raise ValueError(f"the state does not say which samples are done: {exc}: {state!r:.200}") from exc
     return done
 
 
 def _positions(item: Any) -> Iterator[tuple[int, int]]:
-    """Yield shard and number of each sample that `item` is made of."""
+    """Yield shard and number of each sample in an item."""
     if isinstance(item, str):
         if item.startswith(_PREFIX):
             shard, _, number = item[len(_PREFIX) :].partition(":")
@@ -325,7 +361,7 @@ def _positions(item: Any) -> Iterator[tuple[int, int]]:
             yield from _positions(one)
 
 
-def _loads(shards: list[tuple[str, bool]]) -> list[int]:
-    """Return the bytes of each shard, or ones if not all are files."""
-    paths = [url if is_path else url.removeprefix("file:") for url, is_path in shards]
-    return [os.path.getsize(path) for path in paths] if all(map(os.path.isfile, paths)) else [1] * len(shards)
+def _loads(urls: list[str]) -> list[int]:
+    """Return the length of each shard, or 1 for each if not all shards are local files."""
+    paths = [url if os.path.lexists(url) else url.removeprefix("file:") for url in urls]
+    return [os.path.getsize(path) for path in paths] if all(map(os.path.isfile, paths)) else [1] * len(urls)

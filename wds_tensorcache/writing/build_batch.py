@@ -1,8 +1,10 @@
-"""What a model returns for a batch, sample by sample, and the caller's own."""
+"""Batches of `build`: computed by the caller's thread, cut into samples and written by another thread."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,19 +12,67 @@ import torch
 
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import EncodeError
+from wds_tensorcache.storage.threads import Job, ThreadPool
+from wds_tensorcache.writing.build_items import Item
+from wds_tensorcache.writing.writer import ShardWriter
 
-__all__ = ["Batch"]
+__all__ = ["DIGEST", "Batch", "Progress", "Target", "compute"]
+
+DIGEST = "digest.txt"  # the member that contains the digest of a sample's item
+Target = tuple[
+    Item, "ShardWriter | None"
+]  # an item of a batch, and the writer of its sample; None if the sample is finished
+_MAX_WRITING = 2  # batches being written or waiting, while the next one is computed
+
+
+def compute(batches: Iterable[list[Target]], fn: Callable[[list[Any]], Any], bar: Progress) -> None:
+    """Compute batches with missing samples, and write these samples; raise the first error of reading, computing or writing."""
+    failed: list[BaseException] = []
+
+    def write(batch: Batch, targets: list[tuple[str, str | None, ShardWriter] | None]) -> None:
+        if failed:
+            return  # a shard must end before the first missing sample
+        try:
+            for target, sample in zip(targets, batch.rows(), strict=True):
+                if target is not None:
+                    key, digest, sink = target
+                    sink.write(key, sample, **({} if digest is None else {DIGEST: digest}))
+                    bar.count()
+        except BaseException as exc:
+            failed.append(exc)
+            raise
+
+    with ThreadPool(1, "tensorcache-build") as thread:
+        waiting: deque[Job[None]] = deque()
+
+        def submit(made: Any, batch: list[Target]) -> None:
+            while len(waiting) >= _MAX_WRITING:
+                waiting.popleft().result()
+            # not the items: their values may be large
+            targets = [None if sink is None else (item.key, item.digest, sink) for item, sink in batch]
+            waiting.append(thread.submit(write, Batch(made, len(batch)), targets))
+
+        try:
+            for batch in batches:
+                if any(sink is not None for _, sink in batch):
+                    submit(fn([item.value for item, _ in batch]), batch)
+            while waiting:
+                waiting.popleft().result()
+        except BaseException as exc:
+            if failed and exc is not failed[0]:
+                raise failed[0] from exc
+            raise
 
 
 class Batch:
-    """The samples of a batch: a list of them, or a nest of dicts whose tensors, arrays and lists have a row for each.
-
-    Tensors and arrays are copied: whoever made them may write into them again at once. From a device they are on their way to
-    pinned memory, behind what its current stream has to do, and nobody waits for them here.
+    """The samples of a batch: from a list, or from nested dicts whose tensors, arrays and lists have one row per sample.
 
     Raises:
-        EncodeError: It is nested too deeply.
-        ValueError: There is not one for each.
+        EncodeError: The batch is nested too deeply.
+        ValueError: The number of rows is not `count`.
+
+    Memory: tensors and arrays are copied, so that `fn` may use its memory again. Copies from a device go to pinned memory,
+        on the device's current stream; `rows` waits for them.
     """
 
     def __init__(self, made: Any, count: int) -> None:
@@ -32,7 +82,7 @@ class Batch:
             if isinstance(leaf, (np.ndarray, bytearray)):
                 return leaf.copy()
             if not isinstance(leaf, torch.Tensor):
-                return leaf  # lazy: of a cache, whose bytes do not change
+                return leaf  # lazy tensors of a cache, whose bytes do not change
             if leaf.device.type == "cpu":
                 return leaf.detach().clone()
             devices.add(leaf.device)
@@ -51,7 +101,7 @@ class Batch:
         self._events = [torch.accelerator.current_stream(device).record_event() for device in devices]
 
     def rows(self) -> list[Any]:
-        """Wait for what is on its way, and return the samples; views of the batch."""
+        """Wait for copies from devices, and return the samples as views of the batch."""
         for event in self._events:
             event.synchronize()
         return list(_rows(self._made, self._count))
@@ -75,3 +125,31 @@ def _rows(value: Any, count: int) -> Any:
         parts = {name: _rows(part, count) for name, part in value.items()}
         return [{name: rows[i] for name, rows in parts.items()} for i in range(count)]
     return value
+
+
+class Progress:
+    """A progress bar by `tqdm`, or none. If `show` is None, it is shown if `tqdm` is installed and stderr is a terminal."""
+
+    def __init__(self, total: int | None, show: bool | None) -> None:
+        self._bar: Any = None
+        if show or (show is None and sys.stderr.isatty()):
+            try:
+                from tqdm import tqdm
+            except ImportError as exc:
+                if show:
+                    raise ImportError("progress=True needs tqdm: pip install tqdm") from exc
+                return
+            self._bar = tqdm(total=total, unit=" samples", smoothing=0.05)
+
+    def count(self, *, is_old: bool = False) -> None:
+        """Count a sample; samples that were already finished do not change the rate."""
+        if self._bar is not None:
+            self._bar.initial += is_old
+            self._bar.update()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

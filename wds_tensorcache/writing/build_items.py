@@ -1,15 +1,16 @@
-"""The items of a dataset with their keys, read by worker processes if asked for."""
+"""The items of a dataset with their keys, optionally read by worker processes."""
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from wds_tensorcache.reading.cache import TensorCache
-from wds_tensorcache.reading.join import JoinedCache
+from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.shards.names import check_key
 
 __all__ = ["Item", "Source"]
@@ -17,134 +18,123 @@ __all__ = ["Item", "Source"]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One item; `value` and `digest` are None if it need not be read."""
+    """One item; `value` and `digest` are None if the item need not be read."""
 
     key: str
     value: Any = None
     digest: str | None = None
 
 
-class Source:
-    """A map-style dataset or an iterable.
+class Source(Dataset[Item]):
+    """The items of a map-style dataset or an iterable.
 
     Attributes:
-        count: Number of its items; None if nobody knows.
+        count: Number of items; None if unknown.
         batch_size: Number of items in each batch but the last.
-        has_digests: Whether items have a digest.
+        has_digests: True if items have a digest.
 
     Raises:
-        KeyRuleError: A key in a list of them is none.
-        TypeError: It is no dataset.
-        ValueError: There are not as many keys as items, or one twice; workers cannot read an iterable.
+        InvalidKeyError: Some reader misreads a key.
+        TypeError: `items` is not a dataset.
+        ValueError: The number of keys differs from the number of items; a key occurs twice; or the source is an iterable,
+            which workers cannot read.
     """
 
     def __init__(
-        self, items: Any, keys: Any, digest: Callable[[Any], str] | None, batch_size: int, workers: int
+        self, items: Any, keys: Any, digest: Callable[[Any], str] | None, batch_size: int, num_workers: int
     ) -> None:
-        if batch_size < 1 or workers < 0:
-            raise ValueError(f"batch_size={batch_size}, workers={workers}: out of range")
+        if batch_size < 1 or num_workers < 0:
+            raise ValueError(f"batch_size={batch_size}, num_workers={num_workers}: out of range")
+        what = type(items).__name__
         if isinstance(items, (Mapping, DataLoader, str, bytes)):
             hint = "its dataset: build makes the batches" if isinstance(items, DataLoader) else "a list of its items"
-            raise TypeError(f"a {type(items).__name__} is no dataset of items; pass {hint}")
+            raise TypeError(f"a {what} cannot be a dataset of items; pass {hint}")
         self.count = _length(items)
-        self._is_map = (
-            self.count is not None and hasattr(items, "__getitem__") and not isinstance(items, IterableDataset)
-        )
-        if not self._is_map and not isinstance(items, Iterable):
-            raise TypeError(f"a {type(items).__name__} has neither a length and [i] nor an iterator: it is no dataset")
-        if not self._is_map and workers:
-            raise ValueError(f"{type(items).__name__} has no length and [i], by which workers={workers} could read it")
-        if keys is None and isinstance(items, (TensorCache, JoinedCache)):
+        is_map = self.count is not None and hasattr(items, "__getitem__") and not isinstance(items, IterableDataset)
+        if not is_map and not isinstance(items, Iterable):
+            raise TypeError(f"a {what} has neither a length and [i] nor an iterator: it cannot be a dataset")
+        if not is_map and num_workers:
+            raise ValueError(f"{what} has no length and [i], by which num_workers={num_workers} could read it")
+        if keys is None and isinstance(items, Cache):
             keys = items.keys()
         if keys is not None and not callable(keys):
             keys = list(keys)
-            if not self._is_map:
+            if not is_map:
                 raise ValueError(
                     "a list of keys is for a map-style dataset; of an iterable, keys= is a function of an item"
                 )
             if len(keys) != self.count:
                 raise ValueError(f"{len(keys)} keys for {self.count} items")
-            _check_keys(keys)
-        self._items, self._keys, self._digest = items, keys, digest
-        self.batch_size, self._workers, self.has_digests = batch_size, workers, digest is not None
+            for key in keys:
+                check_key(key)
+            for key, count in Counter(keys).most_common(1):
+                if count > 1:
+                    raise ValueError(f"two items have the key {key!r}")
+        self._items, self._keys, self._digest, self._is_map = items, keys, digest, is_map
+        self.batch_size, self._num_workers, self.has_digests = batch_size, num_workers, digest is not None
 
     def batches(self, is_done: Callable[[str], bool]) -> Iterator[list[Item]]:
-        """Yield the items in batches, always the same ones; without values where the keys tell that all are done."""
-        batch: list[Item] = []
+        """Yield the items in batches that are always the same; without values if all keys of a batch are known and done."""
+        items = self._read_some(is_done) if self._is_map else map(self._item, itertools.count(), self._items)
         has_key: bool | None = None
-        for item in self._read_some(is_done) if self._is_map else self._read_all():
-            if self._keys is None and item.value is not None:
-                if has_key not in (None, _has_key(item.value)):
-                    raise ValueError(f"some items have a '__key__', others have none, such as {item.key!r}: pass keys=")
-                has_key = _has_key(item.value)
-            batch.append(item)
-            if len(batch) == self.batch_size:
-                yield batch
-                batch = []
-        if batch:
+        while batch := list(itertools.islice(items, self.batch_size)):
+            for item in batch if self._keys is None else ():
+                if item.value is not None:
+                    if has_key not in (None, _has_key(item.value)):
+                        what = f"item {item.key!r} {'lacks' if has_key else 'has'} a '__key__'"
+                        raise ValueError(f"{what}, unlike the items before it: pass keys=")
+                    has_key = _has_key(item.value)
             yield batch
 
-    def _read_all(self) -> Iterator[Item]:
-        for number, value in enumerate(self._items):
-            yield _item(value, number, self._keys, self._digest)
-
     def _read_some(self, is_done: Callable[[str], bool]) -> Iterator[Item]:
-        assert self.count is not None
-        keys = self._known_keys(is_done)
-        numbers: list[int] = []
-        for begin in range(0, self.count, self.batch_size):
-            batch = range(begin, min(begin + self.batch_size, self.count))
+        """Yield all items; without values in batches whose keys are known and done."""
+        count = self.count or 0
+        keys = self._known_keys(count, is_done)
+        wanted: list[int] = []
+        for begin in range(0, count, self.batch_size):
+            batch = range(begin, min(begin + self.batch_size, count))
             if keys is None or not all(is_done(keys[number]) for number in batch):
-                numbers += batch
-        read, wanted = self._load(numbers, self._workers), set(numbers)
-        for number in range(self.count):
-            if number in wanted:
+                wanted += batch
+        read, is_wanted = self._load(wanted, self._num_workers), set(wanted)
+        for number in range(count):
+            if number in is_wanted:
                 yield next(read)
             elif keys is not None:
                 yield Item(keys[number])
 
-    def _known_keys(self, is_done: Callable[[str], bool]) -> Sequence[str] | None:
-        """Return the keys, if they are known without reading the items."""
-        if callable(self._keys):
-            return None
+    def _known_keys(self, count: int, is_done: Callable[[str], bool]) -> Sequence[str] | None:
+        """Return the keys if they are known without reading the items."""
         if self._keys is not None:
-            return self._keys  # type: ignore[no-any-return]
-        keys = [_number(number) for number in range(self.count or 0)]
+            return None if callable(self._keys) else self._keys
+        keys = [_number(number) for number in range(count)]
         if any(map(is_done, keys)):
-            # keys of the items' own may look like numbers
-            (first,) = self._load([0], min(1, self._workers))
+            # the items may have keys that look like numbers
+            (first,) = self._load([0], min(1, self._num_workers))
             return None if _has_key(first.value) else keys
         return keys
 
-    def _load(self, numbers: list[int], workers: int) -> Iterator[Item]:
-        reader = _Reader(self._items, self._keys, self._digest)
-        batches = DataLoader(reader, batch_size=self.batch_size, sampler=numbers, num_workers=workers, collate_fn=list)
+    def _load(self, numbers: list[int], num_workers: int) -> Iterator[Item]:
+        batches = DataLoader(
+            self, batch_size=self.batch_size, sampler=numbers, num_workers=num_workers, collate_fn=list
+        )
         for batch in batches:
             yield from batch
 
+    def __getitem__(self, number: int) -> Item:  # for worker processes
+        return self._item(number, self._items[number])
 
-class _Reader(Dataset[Item]):
-    """Items by number, for worker processes."""
-
-    def __init__(self, items: Any, keys: Any, digest: Callable[[Any], str] | None) -> None:
-        self._items, self._keys, self._digest = items, keys, digest
-
-    def __getitem__(self, number: int) -> Item:
-        return _item(self._items[number], number, self._keys, self._digest)
-
-
-def _item(value: Any, number: int, keys: Any, digest: Callable[[Any], str] | None) -> Item:
-    if callable(keys):
-        key = keys(value)
-    elif keys is not None:
-        key = keys[number]
-    else:
-        key = value["__key__"] if _has_key(value) else _number(number)
-    check_key(key)
-    text = None if digest is None else digest(value)
-    if digest is not None and not isinstance(text, str):
-        raise TypeError(f"digest returned a {type(text).__name__} of item {key!r:.100}, expected a str")
-    return Item(key, value, text)
+    def _item(self, number: int, value: Any) -> Item:
+        if callable(self._keys):
+            key = self._keys(value)
+        elif self._keys is not None:
+            key = self._keys[number]
+        else:
+            key = value["__key__"] if _has_key(value) else _number(number)
+        check_key(key)
+        digest = None if self._digest is None else self._digest(value)
+        if self._digest is not None and not isinstance(digest, str):
+            raise TypeError(f"digest returned a {type(digest).__name__} of item {key!r:.100}, expected a str")
+        return Item(key, value, digest)
 
 
 def _has_key(value: Any) -> bool:
@@ -153,15 +143,6 @@ def _has_key(value: Any) -> bool:
 
 def _number(number: int) -> str:
     return f"{number:09d}"
-
-
-def _check_keys(keys: list[Any]) -> None:
-    seen: set[str] = set()
-    for key in keys:
-        check_key(key)
-        if key in seen:
-            raise ValueError(f"two items have the key {key!r}")
-        seen.add(key)
 
 
 def _length(items: Any) -> int | None:

@@ -8,19 +8,21 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, temporary_path
+from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, replace, temporary_path
 from wds_tensorcache.storage.locks import Held
 
 __all__ = ["check_new", "new_folder"]
 
-_WRITTEN = re.compile(r".*\.(tar|idx|index|tmp)|manifest\.json", re.DOTALL).fullmatch  # names of files in a cache
+_WRITTEN = re.compile(
+    r".*\.(tar|idx|index|tmp)|manifest\.json", re.DOTALL
+).fullmatch  # matches names of files in a cache
 
 
 def check_new(out: str | os.PathLike[str], hint: str = "a version is a new folder") -> str:
-    """Return the absolute path of a folder that is to appear; `hint` is what to do if it is not empty.
+    """Return the absolute path of a folder to make; `hint` is the remedy in the error if the folder is not empty.
 
     Raises:
-        FileExistsError: It is not empty, the current folder, or a mount point.
+        FileExistsError: The folder is not empty, the current folder, or a mount point.
         ValueError: The path is empty.
     """
     path = os.fsdecode(out)
@@ -38,21 +40,17 @@ def check_new(out: str | os.PathLike[str], hint: str = "a version is a new folde
 
 @contextlib.contextmanager
 def new_folder(out: str, fsync: bool = True) -> Iterator[str]:
-    """Give a hidden folder that becomes `out` at the end of the `with` block, and is deleted if the block fails.
+    """Make a hidden folder. At the end of the `with` block, rename it to `out`; if the block raises, delete it.
 
-    What killed processes left is deleted first, where the file system has locks.
-
-    Args:
-        out: Result of `check_new`.
-        fsync: Wait until the rename is on disk. The caller writes the content to disk.
+    If the file system has locks, abandoned folders of killed processes are deleted first.
 
     Raises:
-        FileExistsError: `out` is not empty any more.
+        FileExistsError: `out`, a result of `check_new`, is no longer empty.
     """
     parent, name = os.path.split(out)
     os.makedirs(parent, exist_ok=True)
     for stray in find_temporary(parent, re.escape(name)):
-        # OSError: another user's, no folder, or one that is deleted at this moment
+        # OSError: another user's folder, not a folder, or one that is being deleted
         with contextlib.suppress(OSError), _locked(stray) as is_ours:
             if is_ours and _is_of_caches(stray):
                 shutil.rmtree(stray, ignore_errors=True)
@@ -64,9 +62,9 @@ def new_folder(out: str, fsync: bool = True) -> Iterator[str]:
             if os.path.isdir(out):
                 shutil.copymode(out, folder)
                 if os.name != "posix":
-                    os.rmdir(out)  # elsewhere a folder cannot take an empty one's place
-            # Hazard: a name may reach the disk before what it names; but all of it is there by now.
-            _rename(folder, out)
+                    os.rmdir(out)  # other systems cannot replace an empty folder by a rename
+            # Hazard: a name may reach the disk before its content; but all content is there by now.
+            replace(folder, out)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -74,30 +72,16 @@ def new_folder(out: str, fsync: bool = True) -> Iterator[str]:
         fsync_folder(parent)
 
 
-def _rename(folder: str, out: str) -> None:
-    try:
-        os.rename(folder, out)
-    except OSError as exc:
-        if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
-            raise FileExistsError(f"{out} is not empty any more; choose a new folder") from exc
-        raise
-
-
 def _is_of_caches(folder: str) -> bool:
-    """Return whether a folder has files of caches alone; a folder in it that is empty may be anything."""
-    for path, folders, files in os.walk(folder):
-        if not all(map(_WRITTEN, files)) or (path != folder and not folders and not files):
-            return False
-    return True
+    """Return whether a folder contains only files of caches, and no empty folder."""
+    return all(
+        all(map(_WRITTEN, files)) and (path == folder or folders or files) for path, folders, files in os.walk(folder)
+    )
 
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[bool]:
-    """Say that a living process writes a folder; give whether it is known that no other does.
-
-    Raises:
-        OSError: It is no folder, or another user's.
-    """
+    """Lock a folder that this process writes or deletes; yield whether no other process holds the lock."""
     if os.name != "posix":
         yield False
         return

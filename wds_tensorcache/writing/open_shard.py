@@ -1,29 +1,30 @@
-"""Shards that are being written: sample by sample, or of whole members that other shards have."""
+"""Unfinished shards: written sample by sample, or from members of other shards."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from wds_tensorcache.errors import KeyRuleError
+from wds_tensorcache.errors import InvalidKeyError
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder, scan_shard
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.tar.archive import BLOCK, END_OF_ARCHIVE, build_header
-from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.files import Files, ShardFile
 from wds_tensorcache.storage.output import Output
 
-__all__ = ["OpenShard", "write_shard"]
+__all__ = ["MemberRange", "OpenShard", "append_range", "read_ranges", "write_shard"]
 
 _ZEROS = bytes(BLOCK)
+_CHUNK_NBYTES = 1 << 22
 
 
 class OpenShard:
-    """The shard that is being written, under a temporary name."""
+    """An unfinished shard with a temporary name."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -33,13 +34,13 @@ class OpenShard:
         self._position = 0
 
     def is_full(self, max_samples: int, max_nbytes: int) -> bool:
-        """Return whether it takes no more samples."""
+        """Return whether the shard accepts no more samples."""
         return len(self._keys) >= max_samples or self._position >= max_nbytes
 
     def write(self, key: str, caches: list[tuple[str, Any]], others: dict[str, bytes]) -> None:
-        """Append a sample: its encoded caches by name, and its other members by extension."""
+        """Append a sample: encoded caches by name, and bytes of other members by extension."""
         if key in self._keys:
-            raise KeyRuleError(f"key {key!r} is in {self.path} already; use another key, or resume=True to skip it")
+            raise InvalidKeyError(f"key {key!r} is in {self.path} already; use another key, or resume=True to skip it")
         parts: list[Any] = []
         position = self._position
         entries: list[CacheEntry] = []
@@ -57,17 +58,8 @@ class OpenShard:
             prefix = f"{name}." if name else ""
             skeleton_begin = member(prefix + SKELETON, len(encoded.skeleton), encoded.skeleton)
             begin = member(prefix + TENSORS, encoded.layout.nbytes, encoded.header, *encoded.buffers)
-            entries.append(
-                CacheEntry(
-                    name,
-                    skeleton_begin,
-                    len(encoded.skeleton),
-                    begin,
-                    encoded.layout,
-                    encoded.digest,
-                    encoded.references,
-                )
-            )
+            place = (name, skeleton_begin, len(encoded.skeleton), begin)
+            entries.append(CacheEntry(*place, encoded.layout, encoded.digest, encoded.references))
         for extension, raw in others.items():
             members.append((extension.lower(), member(extension, len(raw), raw), len(raw)))
         self._output.append(parts, position - self._position)
@@ -76,7 +68,7 @@ class OpenShard:
         self._builder.add(key, entries, members)
 
     def finish(self, footer: bool, fsync: bool, fingerprint: Mapping[str, Any] | None) -> ShardIndex:
-        """Give the shard its name, and return its index."""
+        """Write the index, rename the shard to its name, and return the index."""
         try:
             index = dataclasses.replace(self._builder.finish(self._position), fingerprint=fingerprint)
             if os.path.exists(self.path):
@@ -90,39 +82,62 @@ class OpenShard:
         return index
 
     def drop(self) -> None:
-        """Delete what was written."""
+        """Delete the file."""
         self._output.drop()
+
+
+@dataclasses.dataclass(slots=True, order=True)
+class MemberRange:
+    """Whole members of a shard, bytes `[begin, end)`, and a header to write before them if their own is lost."""
+
+    path: str
+    begin: int
+    end: int
+    header: bytes = b""
+
+
+def append_range(ranges: list[MemberRange], path: str, begin: int, end: int, header: bytes = b"") -> None:
+    """Append a range, or extend the last one."""
+    last = ranges[-1] if ranges else None
+    if last is not None and last.end == begin and not header and last.path == path:
+        last.end = end
+    else:
+        ranges.append(MemberRange(path, begin, end, header))
+
+
+def read_ranges(ranges: Iterable[MemberRange], files: Files) -> Iterator[bytes]:
+    """Yield the bytes of ranges in chunks."""
+    for each in ranges:
+        yield each.header
+        for begin in range(each.begin, each.end, _CHUNK_NBYTES):
+            file, end = files.get(each.path), min(begin + _CHUNK_NBYTES, each.end)
+            # a damaged shard may end inside the padding of its last member
+            yield file.read(begin, max(begin, min(end, file.nbytes))).ljust(end - begin, b"\0")
 
 
 def write_shard(
     path: str,
-    members: Iterable[bytes],
+    ranges: Iterable[MemberRange],
+    files: Files,
     fingerprint: Mapping[str, Any] | None,
     *,
     footer: bool = True,
     fsync: bool = True,
 ) -> ShardIndex:
-    """Write a shard of whole members, and return its index, which is found by a scan.
-
-    Args:
-        path: Of the shard.
-        members: Bytes of the archive up to the end-of-archive marker, in chunks of any length.
-        fingerprint: How it was made.
-        footer: Put the index after it.
-        fsync: Wait for the disk.
+    """Write a shard that consists of members of other shards; scan it and return its index.
 
     Raises:
-        FormatError: The members are no tar, or a damaged one. Nothing is written.
+        FormatError: The ranges do not form an intact tar. Nothing is written.
     """
     output, nbytes = Output(path), 0
     try:
-        for chunk in itertools.chain(members, [END_OF_ARCHIVE]):
+        for chunk in itertools.chain(read_ranges(ranges, files), [END_OF_ARCHIVE]):
             output.append([chunk], len(chunk))
             nbytes += len(chunk)
         output.flush()
         written = ShardFile(output.temporary)
         index = dataclasses.replace(scan_shard(written.read, nbytes), fingerprint=fingerprint)
-        del written  # elsewhere than on POSIX systems an open file keeps its name
+        del written  # only POSIX systems can rename an open file
         if footer:
             tail = build_footer(index)
             output.append([tail], len(tail))

@@ -1,6 +1,6 @@
-"""A new version of a cache: a folder whose shards are those of another one where nothing changed.
+"""Versions: a new folder made from an old one. Shards are hard links, or are rewritten if samples changed or were dropped.
 
-Versions share shards by hard links. So nothing may write into a finished shard: it writes another file, and renames that.
+Versions share shards by hard links. So no code may write into a finished shard: it must write a new file and rename that.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from wds_tensorcache.errors import FormatError, KeyRuleError
+from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.reading.open_cache import find_shards
-from wds_tensorcache.shards.catalog import MANIFEST, Catalog, Listing, dali_index_path, write_dali_index
+from wds_tensorcache.shards.dali_index import dali_index_path, write_dali_index
 from wds_tensorcache.shards.footer import build_footer, declared_place
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.manifest import ShardEntry
+from wds_tensorcache.shards.manifest import MANIFEST, Catalog, Listing, ShardEntry
 from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.remainder import check_end
 from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path
@@ -24,62 +24,49 @@ from wds_tensorcache.shards.tar.archive import BLOCK, Scanner, padding
 from wds_tensorcache.shards.tar.skipped import skipped_members
 from wds_tensorcache.storage.atomic import fsync_folder, write_atomically
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.writing.finished import FinishedShards, Span, load_finished
 from wds_tensorcache.writing.new_folder import check_new, new_folder
-from wds_tensorcache.writing.open_shard import write_shard
+from wds_tensorcache.writing.open_shard import MemberRange, append_range, read_ranges, write_shard
 from wds_tensorcache.writing.pattern import DEFAULT_NAME, ShardPattern
+from wds_tensorcache.writing.resume import FinishedShards, load_finished
 
-__all__ = ["OldCache", "Part", "drop", "write_version"]
+__all__ = ["OldCache", "VersionShard", "drop", "write_version"]
 
-_CHUNK_NBYTES = 1 << 22
 _LAST_NUMBER = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL).fullmatch
 
 
 @dataclass(slots=True)
-class Part:
-    """A finished shard that becomes part of a version.
+class VersionShard:
+    """A finished shard to include in a version."""
 
-    Attributes:
-        url: Path in the folder of the version.
-        path: Path of the shard.
-        shards: The shards that it is one of.
-        gone: Keys of samples that are left out.
-        changed: Keys of samples whose places others take.
-    """
-
-    url: str
-    path: str
-    shards: FinishedShards
-    gone: set[str] = field(default_factory=set)
-    changed: set[str] = field(default_factory=set)
+    url: str  # path in the folder of the version
+    path: str  # path of the finished shard
+    source_shards: FinishedShards  # the cache or build that the shard is from
+    dropped_keys: set[str] = field(default_factory=set)  # keys of samples to leave out
+    changed_keys: set[str] = field(default_factory=set)  # keys of samples to replace by computed ones
 
 
 class OldCache:
-    """The folder that a version is made from.
-
-    Attributes:
-        parts: Its shards by path, in the order in which samples are numbered.
-        shards: Their indexes.
+    """The folder from which a version is made: `parts` by path, in the order of samples, and the indexes of all `shards`.
 
     Raises:
-        FileNotFoundError: There is no such folder, or no shard.
-        FormatError: A shard or the manifest is damaged, or does not match the other.
-        ValueError: It is no folder, or the manifest lists shards outside of it.
+        FileNotFoundError: The folder does not exist, or has no shards.
+        FormatError: A shard or the manifest is damaged, or they do not match.
+        ValueError: The path is not a folder, or the manifest lists shards outside the folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = os.fsdecode(folder)
-        found = find_shards(self.folder)
-        self.shards = load_finished((path for path, *_ in found), {path: listed for path, _, listed in found})
-        self.parts: dict[str, Part] = {}
-        for path in self.shards.indexes:
+        listed = {path: fingerprint for path, _, fingerprint in find_shards(self.folder)}
+        self.shards = load_finished(listed, listed)
+        self.parts: dict[str, VersionShard] = {}
+        for path in listed:
             url = os.path.relpath(path, self.folder)
             if not os.path.isdir(self.folder) or os.path.isabs(url) or url.split(os.sep)[0] == os.pardir:
                 raise ValueError(f"expected a folder with all shards of a cache in it; {self.folder!r} gives {path!r}")
-            self.parts[path] = Part(url.replace(os.sep, "/"), path, self.shards)
+            self.parts[path] = VersionShard(url.replace(os.sep, "/"), path, self.shards)
 
     def next_urls(self, name: str | None) -> Iterator[str]:
-        """Yield names for more shards, with numbers after those of the old ones; called like the last one if `name` is None."""
+        """Yield names for new shards, numbered after the old ones; if `name` is None, named like the last shard."""
         folder, last = os.path.split(list(self.parts.values())[-1].url)
         match = _LAST_NUMBER(last)
         if name is None and match is not None and "%" not in last:
@@ -95,25 +82,25 @@ class OldCache:
 def drop(
     source: str | os.PathLike[str], out: str | os.PathLike[str], keys: Iterable[str], *, fsync: bool = True
 ) -> None:
-    """Make a version of a cache without some samples, as `build(reuse=…)` makes one with other items.
+    """Make a version of a cache without the samples `keys`.
 
-    Shards that lose no sample are hard links, or copies where the file system cannot link them. The others are written again
-    under the same names: what stays is copied byte for byte. A shard that has no member left is not written. Whenever the
-    process is killed, `out` is complete or as it was; the next call deletes what was left beside it.
+    Shards that lose no sample become hard links, or copies if the file system has no links. Other shards are rewritten
+    under the same names, with the remaining members unchanged byte for byte; a shard without remaining members is not
+    written. If the process is killed, `out` is either complete or unchanged, and the next call deletes temporary files.
 
     Args:
-        source: Folder of the cache, which stays as it is.
-        out: Folder of the version: a new one, or an empty one, which is replaced.
-        keys: Keys of the samples. Samples go with all their members.
+        source: Folder of the cache, which is not changed.
+        out: Folder of the version: a new folder, or an empty one, which is replaced.
+        keys: Keys of the samples to drop, with all their members.
         fsync: Wait for the disk before the folder appears.
 
     Raises:
-        FileExistsError: `out` is not empty, or a shard has the name of another one's index.
-        FileNotFoundError: There is no such folder, or no shard.
-        FormatError: A shard or the manifest is damaged, or was changed meanwhile.
-        KeyError: There is no sample of a key.
+        FileExistsError: `out` is not empty, or a shard has the name of the index of another shard.
+        FileNotFoundError: `source` does not exist, or has no shards.
+        FormatError: A shard or the manifest is damaged, or was changed during the call.
+        KeyError: A key has no sample.
         OSError: The disk is full, …
-        ValueError: No sample would be left; `source` is no folder, or its manifest lists shards outside of it.
+        ValueError: No sample would remain; `source` is not a folder, or its manifest lists shards outside the folder.
     """
     if isinstance(keys, (str, bytes)):
         raise TypeError(f"keys={keys!r:.100}, expected a collection of keys")
@@ -123,25 +110,23 @@ def drop(
         if not places:
             raise KeyError(f"{old.folder} has no sample {key!r:.100}")
         for path, _ in places:
-            old.parts[path].gone.add(key)
+            old.parts[path].dropped_keys.add(key)
     write_version(out, old, old.parts.values(), fsync=fsync)
 
 
 def write_version(
-    out: str, old: OldCache, parts: Iterable[Part], computed: FinishedShards | None = None, *, fsync: bool = True
+    out: str,
+    old: OldCache,
+    parts: Iterable[VersionShard],
+    computed: FinishedShards | None = None,
+    *,
+    fsync: bool = True,
 ) -> None:
-    """Write a version of a cache. Its shards have a footer, a sidecar or `.idx` where those that they are made of have one.
-
-    Args:
-        out: Result of `check_new`.
-        old: The cache; what else its manifest says is kept.
-        parts: Shards of the version, in the order in which samples are numbered.
-        computed: Samples that take the places of others.
-        fsync: Wait for the disk.
+    """Write a version. A shard gets a footer, sidecar or `.idx` if the shard from which it is made has one.
 
     Raises:
         FormatError: A shard is damaged, or was changed since it was indexed.
-        ValueError: No sample is left.
+        ValueError: No sample remains.
     """
     listing = Listing(extra=Catalog(old.folder).read().extra)
     with new_folder(out, fsync) as folder:
@@ -149,11 +134,11 @@ def write_version(
             check_replaceable(dali_index_path(part.path), sidecar_path(part.path))
             path = os.path.join(folder, part.url)
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            index = _add(part, path, computed, fsync)
+            index = _write_part(part, path, computed, fsync)
             if index is None:
                 continue
             if os.path.exists(dali_index_path(part.path)):
-                with contextlib.suppress(KeyRuleError):  # names that DALI's index cannot hold
+                with contextlib.suppress(InvalidKeyError):  # DALI's index cannot contain some names
                     write_dali_index(dali_index_path(path), index, fsync)
             entry = ShardEntry(part.url, len(index.keys), os.path.getsize(path))
             if os.path.exists(sidecar_path(part.path)):
@@ -166,28 +151,27 @@ def write_version(
             fsync_folder(inner)
 
 
-def _add(part: Part, path: str, computed: FinishedShards | None, fsync: bool) -> ShardIndex | None:
-    """Link a shard, or write it again; return its index, None if nothing is left of it."""
-    file, index = part.shards.file(part.path), part.shards.indexes[part.path]
-    if part.gone or part.changed:
-        spans = _left(file, part, computed)
-        if not spans:
+def _write_part(part: VersionShard, path: str, computed: FinishedShards | None, fsync: bool) -> ShardIndex | None:
+    """Link a shard, or rewrite it; return its index, or None if no member remains."""
+    files, index = part.source_shards.files, part.source_shards.indexes[part.path]
+    file = files.get(part.path)
+    if part.dropped_keys or part.changed_keys:
+        ranges = _remaining_ranges(file, part, computed)
+        if not ranges:
             return None
         footer = declared_place(file.read, file.nbytes, file.nbytes) is not None
+        wanted = len(index.keys) - len(part.dropped_keys)
         try:
-            index, count = (
-                write_shard(path, _read(spans), index.fingerprint, footer=footer, fsync=fsync),
-                len(index.keys),
-            )
-            if len(index.keys) != count - len(part.gone):
+            index = write_shard(path, ranges, files, index.fingerprint, footer=footer, fsync=fsync)
+            if len(index.keys) != wanted:
                 raise FormatError("the index has other samples than the shard; tc.verify tells which", kind="index")
         except FormatError as exc:
             raise exc.at(part.path) from exc
     else:
         try:
             os.link(os.path.realpath(part.path), path)
-        except OSError:  # another file system, or one without links, or too many of them
-            write_atomically(path, _read([(part.shards, part.path, 0, file.nbytes)]), fsync)
+        except OSError:  # another file system, one without links, or too many links
+            write_atomically(path, read_ranges([MemberRange(part.path, 0, file.nbytes)], files), fsync)
         else:
             if ShardFile(path).identity != file.identity:
                 raise FormatError("the shard was changed since it was indexed").at(part.path)
@@ -195,23 +179,12 @@ def _add(part: Part, path: str, computed: FinishedShards | None, fsync: bool) ->
     return index
 
 
-def _left(file: ShardFile, part: Part, computed: FinishedShards | None) -> list[Span]:
-    """Return the members of a shard that stay, with new samples in the places of old ones.
-
-    Returns nothing if no member is left but directories, links and the like.
-    """
-    spans: list[Span] = []
+def _remaining_ranges(file: ShardFile, part: VersionShard, computed: FinishedShards | None) -> list[MemberRange]:
+    """Return the members to keep of a shard; none if only directories, links and other skipped members remain."""
+    ranges: list[MemberRange] = []
+    pending_headers: list[MemberRange] = []  # headers that apply to all following members: no archive may end with them
     unread: list[OSError] = []
-    common: list[Span] = []  # headers of all members that follow: no archive may end with them
-    is_left = False
-
-    def add(span: Span) -> None:
-        for each in (*common, span):
-            if spans and spans[-1][1] == each[1] and spans[-1][3] == each[2]:
-                spans[-1] = *spans[-1][:3], each[3]
-            else:
-                spans.append(each)
-        common.clear()
+    has_sample = False
 
     def read(begin: int, end: int) -> bytes:
         try:
@@ -220,38 +193,37 @@ def _left(file: ShardFile, part: Part, computed: FinishedShards | None) -> list[
             unread.append(exc)
             raise
 
-    def skip(first: int, limit: int) -> int:
+    def keep(span: MemberRange) -> None:
+        for each in (*pending_headers, span):
+            append_range(ranges, each.path, each.begin, each.end, each.header)
+        pending_headers.clear()
+
+    def keep_skipped(first: int, limit: int) -> int:
         skipped = skipped_members(read, file.nbytes, first, limit)
-        # Hazard: members that the disk cannot read are not among the skipped ones, and would be lost.
+        # Hazard: `skipped_members` leaves out members that the disk cannot read; they would be lost.
         if unread:
             raise unread[0]
         for each in skipped:
-            span, first = (part.shards, part.path, each.begin, each.end), each.end
+            span, first = MemberRange(part.path, each.begin, each.end), each.end
             if each.is_common:
-                common.append(span)
+                pending_headers.append(span)
             else:
-                add(span)
+                keep(span)
         return first
 
     first, last_key, scanner = 0, "", Scanner(file.read, file.nbytes)
     for name, begin, nbytes in scanner:
         if begin - first > BLOCK:
-            first = skip(first, begin - BLOCK)
+            first = keep_skipped(first, begin - BLOCK)
         key, _ = split_member(name) or ("", "")
         end = begin + nbytes + padding(nbytes)
-        if key not in part.changed and key not in part.gone:
-            add((part.shards, part.path, first, end))
-        elif computed is not None and key in part.changed and key != last_key:
-            add(computed.span(key))
-        is_left = is_left or key not in part.gone
+        if key not in part.changed_keys and key not in part.dropped_keys:
+            keep(MemberRange(part.path, first, end))
+        elif computed is not None and key in part.changed_keys and key != last_key:
+            keep(computed.member_range(key))
+        has_sample = has_sample or key not in part.dropped_keys
         first, last_key = end, key
-    # Hazard: a header that zeros have overwritten looks like the end, and what follows it would be lost.
-    check_end(file, scanner.end, len(part.shards.indexes[part.path].keys))
-    skip(first, scanner.end)
-    return spans if is_left else []
-
-
-def _read(spans: Iterable[Span]) -> Iterator[bytes]:
-    for shards, path, first, last in spans:
-        for begin in range(first, last, _CHUNK_NBYTES):
-            yield shards.file(path).read(begin, min(begin + _CHUNK_NBYTES, last))
+    # Hazard: a header overwritten by zeros looks like the end, and the rest of the archive would be lost.
+    check_end(file, scanner.end, len(part.source_shards.indexes[part.path].keys))
+    keep_skipped(first, scanner.end)
+    return ranges if has_sample else []

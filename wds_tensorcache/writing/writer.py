@@ -1,9 +1,8 @@
-"""Write shards: tar members straight from the memory of the tensors, an index after them, and nothing half done in sight."""
+"""Write samples into shards, directly from the tensors' memory, with indexes. Unfinished shards stay hidden."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import warnings
@@ -13,11 +12,11 @@ from typing import Any
 
 from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import encode_views
-from wds_tensorcache.codec.skeleton.builders import allow_table
-from wds_tensorcache.errors import EncodeError, KeyRuleError, TensorCacheError
-from wds_tensorcache.shards.catalog import Catalog, Listing, dali_index_path, write_dali_index
-from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
-from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.codec.skeleton.types import allow_table
+from wds_tensorcache.errors import EncodeError, InvalidKeyError, TensorCacheError
+from wds_tensorcache.shards.dali_index import dali_index_path, write_dali_index
+from wds_tensorcache.shards.fingerprint import as_fingerprint
+from wds_tensorcache.shards.manifest import Catalog
 from wds_tensorcache.shards.names import (
     FIELD,
     SKELETON,
@@ -28,17 +27,16 @@ from wds_tensorcache.shards.names import (
     is_plain_key,
     member_suffix,
 )
-from wds_tensorcache.shards.remainder import load_whole
 from wds_tensorcache.shards.sidecar import check_replaceable
-from wds_tensorcache.writing.finished import FinishedShards
 from wds_tensorcache.writing.open_shard import OpenShard
 from wds_tensorcache.writing.pattern import ShardPattern
-from wds_tensorcache.writing.writer_lock import WriterLock
+from wds_tensorcache.writing.pattern_lock import WriterLock
+from wds_tensorcache.writing.resume import take_over
 
 __all__ = ["MAX_SAMPLES", "ShardWriter"]
 
 
-MAX_SAMPLES = 4096  # of a shard, where the caller does not say
+MAX_SAMPLES = 4096  # the most that an interrupted build computes again; fewer would make too many small files
 
 
 class _Nothing:
@@ -50,41 +48,41 @@ _NOTHING: Any = _Nothing()
 
 
 class ShardWriter:
-    """Writes samples into shards `train-000000.tar`, `train-000001.tar`, …, each with its index after it.
+    """A writer of samples into shards `train-000000.tar`, `train-000001.tar`, …, each with an index.
 
-    A shard appears under its name when it is complete and on disk, then its `.idx` for DALI, then its entry in
-    `manifest.json`: readers of the manifest never see half of anything. Leaving the `with` block by an exception drops
-    the shard that was being written; the finished ones stay.
+    A shard appears under its name when it is complete and on disk. Then its `.idx` for DALI appears, then its entry in
+    `manifest.json`. If the `with` block raises, the unfinished shard is deleted, and the finished shards stay.
 
     Args:
-        pattern: A folder, for shards `000000.tar`, `000001.tar`, …; or a path with one `%d`-style number in its last part; or
-            a path without one that ends in `.tar`, for a single shard. Folders are made.
-        max_samples: A shard takes no more samples.
-        max_nbytes: A shard that has reached this many bytes is finished.
-        footer: Put the index after the end-of-archive marker of the shard. Tar readers stop before it; under `set -o pipefail`,
-            `cat shard | tar x` sees a broken pipe where the footer is longer than 64 KiB.
-        idx: Write `NAME.idx` for DALI beside each shard.
-        manifest: Write `manifest.json` beside the shards; entries of other writers' shards in the folder are kept.
-        overwrite: Delete shards of this pattern that are there. Otherwise they are an error.
-        resume: Resume after those that are there: keys that they have are skipped. Written again from the start with the same
-            options, the shards are those of a run that was never broken, byte for byte. Their indexes are trusted: damage
-            between a shard's ends is found by `tc.verify`, or when samples are read.
+        pattern: A folder, for shards `000000.tar`, `000001.tar`, …; a path with one number such as `%06d` in its last part; or
+            a path that ends in `.tar`, for a single shard. Missing folders are made.
+        max_samples: Maximum number of samples in a shard. `build` has the same default: an interruption costs at most
+            4,096 samples, and a million samples make no more than 250 files.
+        max_nbytes: A shard with at least this many bytes accepts no more samples.
+        footer: Write the index after the end-of-archive marker, at which tar readers stop. With `set -o pipefail`, `cat
+            shard | tar x` fails if the footer is longer than 64 KiB.
+        dali_index: Write `NAME.idx` for DALI next to each shard.
+        manifest: Write `manifest.json` in the folder; it keeps the entries of other writers.
+        overwrite: Delete existing shards of this pattern. Without `overwrite` and `resume`, existing shards are an error.
+        resume: Continue after the last existing shard, and skip keys that are already stored. If you write all samples
+            again with the same options, the shards equal those of an uninterrupted run, byte for byte. Existing indexes are
+            trusted: `tc.verify` finds damage inside of shards.
         fsync: Wait for the disk before a shard gets its name.
-        fingerprint: How the samples are made (model, revision, dtype, crop, …), in what JSON holds. It is kept in the footers
-            and the manifest, for `tc.open(…, expect=…)`.
-        allow: Classes to write besides the listed types of FORMAT.md.
-        align: The tensors' bytes begin at a multiple of this many bytes of the member; itself a multiple of 8.
-        encoder: Makes bytes of a sample's other members, a dict by extension, as webdataset's encoders do
-            (`webdataset.writer.make_encoder(True)`). By default bytes, text, `json` and `cls` are taken.
+        allow: Classes to write besides the types that FORMAT.md lists.
+        fingerprint: How the samples are made (model, revision, dtype, crop, …), as JSON values. Footers and the
+            manifest keep it, for `tc.open(…, expect=…)`.
+        align: Alignment of tensors in their member in bytes, a multiple of 8.
+        encoder: Function from a dict of other members by extension to their bytes, as webdataset's
+            `make_encoder(True)` returns one. By default bytes, text, `json` and `cls` are accepted.
 
     Raises:
-        FileExistsError: A shard of that name is there, another writer writes shards of the same names, or another process
-            keeps the folder locked for more than 10 s; `write` and `close` raise it, too.
-        StaleCacheError: `resume=True` finds shards that were made otherwise.
+        FileExistsError: A shard exists, another writer writes shards with the same names, or another process keeps the
+            folder locked for more than 10 s. `write` and `close` also raise it.
+        StaleCacheError: With `resume`, existing shards have another fingerprint.
         ValueError: The pattern has more than one number.
 
     Threads/fork/pickle: one thread. Several writers may share a folder if their patterns have no names in common; a second
-        one of the same is refused at once, as long as the first is not closed and its process lives.
+        writer of the same names is refused while the first one is open and its process lives.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class ShardWriter:
         max_samples: int = MAX_SAMPLES,
         max_nbytes: int = 1 << 30,
         footer: bool = True,
-        idx: bool = True,
+        dali_index: bool = True,
         manifest: bool = True,
         overwrite: bool = False,
         resume: bool = False,
@@ -106,101 +104,62 @@ class ShardWriter:
     ) -> None:
         self._pattern = ShardPattern(os.fsdecode(pattern))
         if overwrite and resume:
-            raise ValueError("overwrite=True begins again, resume=True goes on: not both")
+            raise ValueError("overwrite=True starts again, resume=True continues: not both")
         if max_samples < 1 or max_nbytes < 1:
             raise ValueError(f"max_samples={max_samples}, max_nbytes={max_nbytes}, expected at least 1")
         self._max_samples, self._max_nbytes = max_samples, max_nbytes
-        self._footer, self._idx, self._fsync = footer, idx, fsync
+        self._footer, self._dali_index, self._fsync = footer, dali_index, fsync
         self._fingerprint = None if fingerprint is None else as_fingerprint(fingerprint)
         self._allow, self._align, self._encoder = allow_table(allow), align, encoder or _encode_plain
         folder = self._pattern.folder or "."
         os.makedirs(folder, exist_ok=True)
+        self._catalog = Catalog(folder, fsync) if manifest else None
+        self._shard: OpenShard | None = None
+        self._net: Any = None
+        self._closed = False
         self._lock = WriterLock(self._pattern)
         try:
-            self._begin(folder, manifest, overwrite, resume)
+            self._begin(overwrite, resume)
         except BaseException:
             self._lock.close()
             raise
 
-    def _begin(self, folder: str, manifest: bool, overwrite: bool, resume: bool) -> None:
-        """Look at what is in the folder."""
-        self._catalog = Catalog(folder, self._fsync) if manifest else None
+    def _begin(self, overwrite: bool, resume: bool) -> None:
+        """Take over or delete existing shards."""
         existing = self._pattern.existing()
         if existing and not overwrite and not resume:
             first = next(iter(existing.values()))
             raise FileExistsError(f"{first} exists; pass overwrite=True or resume=True, or write to another folder")
         self._pattern.remove_strays()
         paths = list(existing.values())
-        self._number = 0
-        self.finished = self._take_over(paths if resume else [])
+        self._number = max(existing) + 1 if resume and existing else 0
+        options = (self._catalog, self._fingerprint, self._dali_index, self._fsync)
+        self.finished = take_over(self._pattern, paths if resume else [], *options)
         self.num_finished = len(self.finished)  # samples in finished shards
         self._has_found = self.num_finished > 0
-        if resume and existing:
-            self._number = max(existing) + 1
-        elif existing:
+        if paths and not resume:
             self._pattern.check_removable(paths)
             if self._catalog is not None:
-                self._catalog.remove(*map(os.path.basename, paths))  # before the shards themselves go
+                self._catalog.remove(*map(os.path.basename, paths))  # before the shards themselves are deleted
             self._pattern.remove(paths)
-        self._shard: OpenShard | None = None
-        self._net: Any = None
-        self._closed = False
-
-    def _take_over(self, paths: list[str]) -> FinishedShards:
-        """Make up for what a writer that was killed had not written beside its shards."""
-        listing = self._catalog.read() if self._catalog is not None else None
-        indexes = {path: self._load(path, listing) for path in paths}
-        finished = FinishedShards(indexes)
-        if self._catalog is None or listing is None:
-            return finished
-        lost = [
-            url
-            for url in listing.entries
-            if self._pattern.covers(url) and not os.path.exists(self._pattern.locate(url))
-        ]
-        if lost:
-            what = f"{self._pattern.locate(lost[0])} is not there any more"
-            warnings.warn(f"{what}, nor are {len(lost) - 1} others" if lost[1:] else what, stacklevel=4)
-            self._catalog.remove(*lost)
-        unlisted = {path: index for path, index in indexes.items() if not listing.lists(path, index)}
-        if unlisted:
-            with self._catalog.changed() as listing:
-                for path, index in unlisted.items():
-                    listing.add(path, index)
-        return finished
-
-    def _load(self, path: str, listing: Listing | None) -> ShardIndex:
-        """Return the index of a shard that is there; write its `.idx` if that may be of another state."""
-        index = load_whole(path)
-        found, name = index.fingerprint, os.path.basename(path)
-        if found is None and listing is not None:
-            found = listing.fingerprints.get(name)  # there is no footer
-        check_same(path, found, self._fingerprint)
-        index = dataclasses.replace(index, fingerprint=found)
-        is_listed = listing is None or listing.lists(path, index)
-        if self._idx and not (is_listed and os.path.exists(dali_index_path(path))):
-            write_dali_index(dali_index_path(path), index, self._fsync)
-        return index
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a finished shard has the key, of those that `resume=True` found: `write` would skip it."""
+        """Return whether a shard that `resume=True` found contains the key, so that `write` skips it."""
         return isinstance(key, str) and key in self.finished
 
     def write(self, key: str, sample: Any = _NOTHING, /, **members: Any) -> None:
-        """Write one sample.
+        """Write one sample; with `resume=True`, skip a key that is already stored.
 
         Args:
-            key: Names it, once in a shard.
-            sample: The nested structure; leave it out for a sample without, or with named caches only.
-            members: By extension: `json=…`, `jpg=…`; and `**{"NAME.tensorcache": …}` for several caches in one sample.
-
-        A key that finished shards have is skipped with `resume=True`; `key in writer` says so beforehand.
+            key: Key of the sample, unique in its shard.
+            sample: Nested structure; omit it for a sample without a cache, or with only named caches.
+            members: Other members by extension, `json=…`, `jpg=…`, and named caches: `**{"NAME.tensorcache": …}`.
 
         Raises:
-            EncodeError: A value cannot be represented; the message gives key and path. Nothing of the sample is written.
-            KeyRuleError: A key, cache name or extension that some reader gets wrong, or a key that is there already.
+            EncodeError: A value cannot be stored; the message contains its key and path. Nothing of the sample is written.
+            InvalidKeyError: Some reader misreads the key, a cache name or an extension; or the key exists already.
 
-        Memory: the tensors may be changed as soon as this returns.
+        Memory: the tensors may be changed after the call.
         """
         if self._closed:
             raise ValueError(f"{self._pattern}: the writer is closed")
@@ -224,19 +183,16 @@ class ShardWriter:
             except TensorCacheError as exc:
                 raise exc.at(f"sample {key!r}" + (f", cache {name!r}" if name else "")) from exc
         plain = _encode_others(key, others, self._encoder) if others else {}
-        if (
-            self._shard is not None
-            and self._shard.is_full(self._max_samples, self._max_nbytes)
-            and self._pattern.is_numbered
-        ):
+        shard, is_numbered = self._shard, self._pattern.is_numbered
+        if shard is not None and is_numbered and shard.is_full(self._max_samples, self._max_nbytes):
             self._finish()
         if self._shard is None:
             path = self._pattern.path(self._number)
             if os.path.exists(path):
-                if not self._pattern.is_numbered and self._number:
-                    raise FileExistsError(f"{path} is finished; only a pattern with a number goes on")
+                if not is_numbered and self._number:
+                    raise FileExistsError(f"{path} is finished; only a pattern with a number has more shards")
                 raise FileExistsError(f"{path} exists; it was not there when this writer began")
-            if self._idx:
+            if self._dali_index:
                 check_replaceable(dali_index_path(path))
             self._shard = OpenShard(path)
             self._net = weakref.finalize(self, _drop_forgotten, str(self._pattern), self._shard, os.getpid())
@@ -244,26 +200,19 @@ class ShardWriter:
         self._shard.write(key, encoded, plain)
 
     def _finish(self) -> None:
-        if self._shard is None:
-            return
+        """Give the unfinished shard its name and its sidecars."""
         shard = self._shard
+        if shard is None:
+            return
         try:
             index = shard.finish(self._footer, self._fsync, self._fingerprint)
-        except BaseException:
-            self._drop()
-            raise
-        self._forget()
+        finally:  # if this fails, the shard deletes itself
+            self._forget()
         self.num_finished += len(index.keys)
-        if self._idx:
+        if self._dali_index:
             write_dali_index(dali_index_path(shard.path), index, self._fsync)
         if self._catalog is not None:
             self._catalog.add(shard.path, index)
-
-    def _drop(self) -> None:
-        """Delete the shard that is being written."""
-        if self._shard is not None:
-            self._shard.drop()
-            self._forget()
 
     def _forget(self) -> None:
         self._shard = None
@@ -271,7 +220,7 @@ class ShardWriter:
             self._net.detach()
 
     def close(self) -> None:
-        """Finish the shard that is being written, write no more, and let other writers begin."""
+        """Finish the current shard, and let other writers begin."""
         self._closed = True
         with contextlib.closing(self._lock):
             self._finish()
@@ -280,100 +229,83 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
-        self._closed = True
         if kind is None:
             self.close()
-        else:
-            with contextlib.closing(self._lock):
-                self._drop()
+            return
+        self._closed = True
+        with contextlib.closing(self._lock):
+            if self._shard is not None:
+                self._shard.drop()
+                self._forget()
 
 
 def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the caches of a sample by name, and its other members by extension.
-
-    Raises:
-        KeyRuleError: A name that some reader gets wrong, that is there twice, or that only caches have.
-    """
+    """Return the caches of a sample by name, and its other members by extension; raise InvalidKeyError for a bad name."""
     caches = {"": sample} if sample is not _NOTHING else {}
     others = {}
     for field, value in members.items():
         if field != FIELD and not field.endswith("." + FIELD):
             others[field] = value
         elif field == FIELD and "" in caches:
-            raise KeyRuleError(f"sample {key!r} is given twice, also as {FIELD!r}; give it once")
+            raise InvalidKeyError(f"sample {key!r} is given twice, also as {FIELD!r}; give it once")
         else:
             caches[cache_name(field[: -len(FIELD) - 1]) if field != FIELD else ""] = value
     if not caches and not others:
-        raise KeyRuleError(f"sample {key!r} has no members; give it a sample or a member")
+        raise InvalidKeyError(f"sample {key!r} has no members; give it a sample or a member")
     check_suffixes(key, [*others, *(member_suffix(name, SKELETON) for name in caches)])
     check_suffixes(key, [member_suffix(name, TENSORS) for name in caches])
     lowered = [field.lower() for field in others] + [member_suffix(name, TENSORS) for name in caches]
     if len(set(lowered)) < len(lowered) or any(field.endswith((SKELETON, FIELD)) for field in lowered):
-        raise KeyRuleError(
-            f"sample {key!r} has members {sorted(lowered)}: names that only caches have, or one twice; call them otherwise"
-        )
+        what = f"has members {sorted(lowered)}: names that only caches have, or one twice"
+        raise InvalidKeyError(f"sample {key!r} {what}; rename these members")
     return caches, others
 
 
 def _drop_forgotten(pattern: str, shard: OpenShard, pid: int) -> None:
-    if pid == os.getpid():  # in a forked child it is a copy
+    if pid == os.getpid():  # a forked child has only a copy
         what = f"{pattern}: the writer was not closed; what it had not finished is lost"
         warnings.warn(what, ResourceWarning, stacklevel=2)
         shard.drop()
 
 
 def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
-    """Return the bytes of members, by extension: bytes, text, `json` and `cls` are taken.
-
-    Raises:
-        EncodeError: A member is something else, or JSON or UTF-8 cannot hold it.
-    """
+    """Return the bytes of members by extension; accepts bytes, text, `json` and `cls`."""
     result = {}
     for extension, value in members.items():
-        kind = extension.rpartition(".")[2].lower()
+        kind, where = extension.rpartition(".")[2].lower(), f"member {extension!r} is"
+        is_number = kind == "cls" and isinstance(value, int)
         if isinstance(value, (bytes, bytearray, memoryview)):
             result[extension] = bytes(value)
-        elif isinstance(value, str) and kind != "json":
-            try:
-                result[extension] = value.encode()
-            except UnicodeEncodeError as exc:
-                raise EncodeError(f"member {extension!r} is text that UTF-8 cannot hold: {exc}") from exc
-        elif kind == "cls" and isinstance(value, int):
-            result[extension] = b"%d" % value
-        elif kind != "json":
-            raise EncodeError(
-                f"member {extension!r} is a {type(value).__name__}; pass bytes, or encoder=webdataset.writer.make_encoder(True)"
-            )
-        else:
-            try:
-                result[extension] = json.dumps(value).encode()
-            except (TypeError, ValueError, RecursionError) as exc:
-                raise EncodeError(f"member {extension!r} is not what JSON can hold: {exc}") from exc
+            continue
+        if kind != "json" and not is_number and not isinstance(value, str):
+            remedy = "pass bytes, or encoder=webdataset.writer.make_encoder(True)"
+            raise EncodeError(f"{where} a {type(value).__name__}; {remedy}")
+        try:
+            text = json.dumps(value) if kind == "json" else str(int(value)) if is_number else value
+            result[extension] = text.encode()
+        except UnicodeEncodeError as exc:
+            raise EncodeError(f"{where} text that UTF-8 cannot hold: {exc}") from exc
+        except (TypeError, ValueError, RecursionError) as exc:
+            raise EncodeError(f"{where} not what JSON can hold: {exc}") from exc
     return result
 
 
 def _encode_others(
     key: str, others: dict[str, Any], encoder: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> dict[str, bytes]:
-    """Return what an encoder makes of a sample's other members, if that is right.
-
-    Raises:
-        EncodeError: It is not all bytes.
-        KeyRuleError: It has other names, or one half of a cache.
-    """
+    """Return the checked bytes that an encoder returns for a sample's other members."""
     try:
         plain = encoder(others)
     except TensorCacheError as exc:
         raise exc.at(f"sample {key!r}") from exc
     for extension, raw in plain.items():
+        made = f"sample {key!r}: the encoder made"
         if extension not in others:
-            raise KeyRuleError(
-                f"sample {key!r}: the encoder made {extension!r}, which is not among its members; add it to these"
-            )
+            raise InvalidKeyError(f"{made} {extension!r}, which is not among its members; add it to these")
         if not isinstance(raw, (bytes, bytearray)):
-            raise EncodeError(
-                f"sample {key!r}: the encoder made a {type(raw).__name__} of {extension!r}, expected bytes"
-            )
+            raise EncodeError(f"{made} a {type(raw).__name__} of {extension!r}, expected bytes")
         if extension.lower().endswith(TENSORS) and is_bound(bytes(raw[:64])):
-            raise KeyRuleError(f"sample {key!r}: {extension!r} is one half of a cache; pass what it was made of")
+            raise InvalidKeyError(
+                f"sample {key!r}: {extension!r} is one half of a cache; pass the sample that it was made of"
+            )
     return plain

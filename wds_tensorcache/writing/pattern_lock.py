@@ -10,7 +10,6 @@ import platform
 import re
 import secrets
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 from wds_tensorcache.storage.locks import Held, locked_folder, open_regular
@@ -20,32 +19,20 @@ __all__ = ["WriterLock"]
 
 _NAME = re.compile(r"\.tensorcache\.[0-9a-f]{8}\.lock").fullmatch
 _MAX_NBYTES = 1 << 13
-_MINE: set[str] = set()  # tokens of the locks that this process has
-
-
-@dataclass(frozen=True, slots=True)
-class _Writer:
-    """Content of a lock's file: the writer, and the pattern that it writes."""
-
-    pattern: str
-    pid: int
-    host: str
+_MINE: set[str] = set()  # tokens of the locks that this process holds
 
 
 class WriterLock:
-    """Claim of this process to write the shards of a pattern, from now on until `close`.
+    """The exclusive right of this process to write the shards of a pattern, until `close`.
 
-    The file is called `.tensorcache.TOKEN.lock`, and holds pattern, pid and host. A killed process's does not count;
-    the next writer in the folder deletes it. Readers ignore it.
-
-    Where the file system has no locks, a process of this host counts as a writer as long as it runs, one of another host until
-    the file is deleted. In a folder that cannot be written to there is nothing to lock.
+    The file `.tensorcache.TOKEN.lock` in the folder contains pattern, pid and host. The next writer deletes the file of a
+    killed process. If the file system has no locks, a writer on this host counts while its process runs. A writer on
+    another host counts until its file is deleted. A read-only folder is not locked.
 
     Raises:
-        FileExistsError: Another writer, of this process or another one, has the pattern, or one with names in common;
-            or another process keeps the folder locked.
+        FileExistsError: Another writer holds a pattern with common names, or another process keeps the folder locked.
 
-    Threads/fork/pickle: as of `Held`.
+    Threads/fork/pickle: as for `Held`.
     """
 
     def __init__(self, pattern: ShardPattern) -> None:
@@ -53,7 +40,7 @@ class WriterLock:
         self._path = os.path.join(folder, f".tensorcache.{token}.lock")
         self._file: Held | None = None
         self._net: Any = None
-        # one at a time; where folders have no locks, two that begin at the same moment may both be refused
+        # one writer at a time; without folder locks, two writers that start at the same moment may both be refused
         with locked_folder(folder):
             try:
                 self._file = Held(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -66,7 +53,7 @@ class WriterLock:
             try:
                 self._file.lock()
                 os.write(self._file.fd, _content(pattern))
-                # Hazard: two writers begin at once. Each creates its file before it looks, so at least one sees the other.
+                # Hazard: two writers may begin at once. Each creates its file before it looks, so at least one sees the other.
                 _refuse_others(pattern, folder, os.path.basename(self._path))
             except BaseException:
                 self.close()
@@ -79,10 +66,10 @@ class WriterLock:
 
 
 def _give_back(file: Held, path: str, pid: int) -> None:
-    if pid == os.getpid():  # a forked child has closed it
+    if pid == os.getpid():  # already closed, in a forked child
         _MINE.discard(path.split(".")[-2])
         if os.name != "posix":
-            file.close()  # Windows deletes no open file
+            file.close()  # Windows cannot delete an open file
         with contextlib.suppress(OSError):
             os.unlink(path)
         file.close()
@@ -94,7 +81,7 @@ def _content(pattern: ShardPattern) -> bytes:
 
 
 def _refuse_others(pattern: ShardPattern, folder: str, mine: str) -> None:
-    """Raise if a living writer has names in common with a pattern; delete what killed ones have left."""
+    """Raise FileExistsError if a living writer's names overlap with a pattern; delete the lock files of killed writers."""
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         file = open_regular(path) if _NAME(name) and name != mine else None
@@ -102,35 +89,34 @@ def _refuse_others(pattern: ShardPattern, folder: str, mine: str) -> None:
             continue
         with file:
             is_free, writer = file.lock(), _parse(os.read(file.fd, _MAX_NBYTES))
-            if is_free or (is_free is None and (writer is None or not _may_be_alive(writer, name))):
+            if is_free or (is_free is None and (writer is None or not _may_be_alive(name, *writer[1:]))):
                 with contextlib.suppress(OSError):
                     os.unlink(path)
-            elif writer is not None and pattern.overlaps(writer.pattern):
-                what = f"process {writer.pid} on {writer.host} is writing {os.path.join(folder, writer.pattern)}"
+            elif writer is not None and pattern.overlaps(writer[0]):
+                other, pid, host = writer
+                what = f"process {pid} on {host} is writing {os.path.join(folder, other)}"
                 gone = f"; if it is gone, delete {path}" if is_free is None else ""
                 raise FileExistsError(f"{pattern}: {what}; wait for its end, or write to another folder{gone}")
 
 
-def _parse(content: bytes) -> _Writer | None:
-    """Return the writer that has a lock; None if the file does not name it, or not yet."""
+def _parse(content: bytes) -> tuple[str, int, str] | None:
+    """Return pattern, pid and host of the writer that holds a lock; None if the file does not contain them (yet)."""
     try:
         found: Any = json.loads(content)
         pattern, pid, host = found["pattern"], found["pid"], found["host"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     are_right = isinstance(pattern, str) and type(pid) is int and 0 < pid < 1 << 31 and isinstance(host, str)
-    return _Writer(pattern, pid, host[:255]) if are_right else None
+    return (pattern, pid, host[:255]) if are_right else None
 
 
-def _may_be_alive(writer: _Writer, name: str) -> bool:
-    if writer.host != platform.node() or os.name != "posix":
+def _may_be_alive(name: str, pid: int, host: str) -> bool:
+    if host != platform.node() or os.name != "posix":
         return True
-    if writer.pid == os.getpid():
+    if pid == os.getpid():
         return name.split(".")[-2] in _MINE
     try:
-        os.kill(writer.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+        os.kill(pid, 0)
+    except OSError as exc:
+        return not isinstance(exc, ProcessLookupError)
     return True

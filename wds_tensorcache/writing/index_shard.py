@@ -1,0 +1,144 @@
+"""Index a shard that another writer made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.shards.dali_index import dali_index_path, write_dali_index
+from wds_tensorcache.shards.footer import build_footer, stale_footer
+from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.manifest import Catalog, Listing, ShardEntry
+from wds_tensorcache.shards.remainder import check_end
+from wds_tensorcache.shards.shard import load_index
+from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path, stored
+from wds_tensorcache.shards.tar.archive import END_OF_ARCHIVE
+from wds_tensorcache.storage.atomic import write_atomically
+from wds_tensorcache.storage.files import ShardFile
+
+__all__ = ["write_index"]
+
+_CHUNK_NBYTES = 1 << 22
+
+
+def write_index(path: str | os.PathLike[str], *, footer: bool = False, dali_index: bool = True) -> ShardIndex:
+    """Index a shard that another writer made, so that opening it needs no scan.
+
+    The index keeps the fingerprint of an older index, or else of the manifest. Manifests that list the shard get its new
+    length and numbers of samples; they are searched in the folder of the shard, and of a link to it at `path`. If the
+    process is interrupted, the shard can be read as before. Manifest and shard disagree only during one system call: after
+    an interrupt there, readers of the manifest refuse the shard until the next call of this function.
+
+    Versions of a cache share shards by hard links. A shard with several names is copied before its footer is written, so
+    that the file under its other names does not change.
+
+    Args:
+        path: One uncompressed tar.
+        footer: Append the index after the shard's end-of-archive marker, where tar readers do not look; the samples keep their
+            bytes. False writes a sidecar, `PATH.index`.
+        dali_index: Write `NAME.idx` for DALI, too.
+
+    Returns:
+        The index: the same as `ShardWriter` makes for the same members.
+
+    Raises:
+        FileExistsError: A folder, or another shard, has the name of an index to write or delete. Nothing is written then,
+            nor after any other error except OSError.
+        FormatError: The file is not a tar, or is damaged; the error has the byte offset.
+        FormatError: Bytes other than an index follow the end of the archive, for example members after a lost header.
+        FormatError: Zeros follow the end of the archive, but an index, the `.idx` file or the manifest lists more members.
+        OSError: The disk is full, …
+    """
+    path = os.fsdecode(path)
+    file = ShardFile(path)
+    try:
+        found = scan_shard(file.read, file.nbytes)
+    except TensorCacheError as exc:
+        raise exc.at(path) from exc
+    check_end(file, found.end, len(found.keys))
+    spellings = list(dict.fromkeys(map(os.path.abspath, (path, os.path.realpath(path)))))
+    check_replaceable(*map(sidecar_path, spellings), *[dali_index_path(path)] * dali_index)
+    lists: list[tuple[Catalog, Listing, str]] = []
+    with contextlib.nullcontext() if footer else contextlib.suppress(FormatError):
+        lists = _lists_of(file, spellings)
+    found = replace(found, fingerprint=_fingerprint(file, [listing.fingerprint(url) for _, listing, url in lists]))
+    tail = END_OF_ARCHIVE + build_footer(found)
+    nbytes = found.end + len(tail)
+
+    def list_it(nbytes: int) -> None:
+        for catalog, before, url in lists:
+            entry = ShardEntry(url, len(found.keys), nbytes)
+            if before.entries[url] != entry:
+                with catalog.changed() as listing:
+                    listing.add(path, found, entry)
+                before.entries[url] = entry
+
+    if footer and (nbytes != file.nbytes or file.read(found.end, nbytes) != tail):
+        file = _own_file(file)
+        # Hazard: a manifest may list the shard by another of its hard links, which is another file from here on.
+        lists = [each for each in lists if each[1].find(path) == each[2]]
+        with open(path, "r+b") as shard:
+            # Hazard: another file may have the name since the scan. Only the file that was scanned is cut and written.
+            file.check_is(shard.fileno())
+            # Hazard: a kill, or a full disk. The new length is listed, and then it is the shard's, before anything is written:
+            # manifest and shard agree from here on, and readers scan the shard until the index is complete.
+            try:
+                list_it(nbytes)
+                shard.truncate(nbytes)
+            except BaseException:
+                list_it(file.nbytes)
+                raise
+            shard.seek(found.end)
+            shard.write(tail)
+            shard.flush()
+            os.fsync(shard.fileno())
+    else:
+        if not footer:
+            write_atomically(sidecar_path(path), [build_footer(found, file.nbytes)])
+        list_it(file.nbytes)
+    for beside in map(sidecar_path, spellings if footer else ()):
+        if os.path.exists(beside):
+            os.remove(beside)
+    if dali_index:
+        write_dali_index(dali_index_path(path), found)
+    return load_index(ShardFile(path))
+
+
+def _lists_of(file: ShardFile, spellings: list[str]) -> list[tuple[Catalog, Listing, str]]:
+    """Return the manifests that list the shard, in its folders, each with the shard's url."""
+    lists = []
+    for folder in dict.fromkeys(map(os.path.dirname, spellings)):
+        catalog = Catalog(folder)
+        listing = catalog.read()
+        url = listing.find(file.path)
+        if url is not None:
+            lists.append((catalog, listing, url))
+    return lists
+
+
+def _fingerprint(file: ShardFile, listed: list[Any]) -> Mapping[str, Any] | None:
+    """Return the fingerprint in the existing index of a shard, or else the first one in `listed`."""
+    before = next(stored(file, lambda each: stale_footer(each.read, each.nbytes, file.nbytes)), None)
+    if before is not None and before.fingerprint is not None:
+        return before.fingerprint
+    return next((each for each in listed if isinstance(each, dict)), None)
+
+
+def _own_file(file: ShardFile) -> ShardFile:
+    """Return the file. If it has several hard links, replace it by a copy first: versions of a cache share shards.
+
+    Raises:
+        FormatError: Another file has replaced it since it was opened.
+    """
+    if os.fstat(file.fd).st_nlink < 2:
+        return file
+    parts = (file.read(at, min(at + _CHUNK_NBYTES, file.nbytes)) for at in range(0, file.nbytes, _CHUNK_NBYTES))
+    if ShardFile(file.path).identity != file.identity:
+        raise FormatError("another file has this name since it was opened: try again").at(file.path)
+    write_atomically(os.path.realpath(file.path), parts)
+    return ShardFile(file.path)

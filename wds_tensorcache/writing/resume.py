@@ -1,0 +1,128 @@
+"""Finished shards: their keys, the places of their samples, and the sidecars that a killed writer has not written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.shards.dali_index import dali_index_path, write_dali_index
+from wds_tensorcache.shards.fingerprint import check_same
+from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.lookup import KeyTable
+from wds_tensorcache.shards.manifest import Catalog
+from wds_tensorcache.shards.remainder import load_whole
+from wds_tensorcache.shards.tar.archive import BLOCK
+from wds_tensorcache.storage.files import Files
+from wds_tensorcache.writing.open_shard import MemberRange
+from wds_tensorcache.writing.pattern import ShardPattern
+
+__all__ = ["FinishedShards", "load_finished", "take_over"]
+
+
+class FinishedShards:
+    """Indexes of finished shards by path, in the order of their samples."""
+
+    def __init__(self, indexes: Mapping[str, ShardIndex], files: Files) -> None:
+        self.indexes, self.files = indexes, files
+        self._paths = list(indexes)
+        self._table = KeyTable((index.keys, None) for index in indexes.values())
+        self._starts = [0, *accumulate(len(index.keys) for index in indexes.values())]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __contains__(self, key: str) -> bool:
+        return bool(self._table.find(key))
+
+    def find(self, key: str) -> list[tuple[str, int]]:
+        """Return the path of the shard, and the row in it, of each sample with a key."""
+        numbers = [(position, bisect_right(self._starts, position) - 1) for position in self._table.find(key)]
+        return [(self._paths[number], position - self._starts[number]) for position, number in numbers]
+
+    def has_cache(self, path: str, row: int) -> bool:
+        """Return whether a sample has a cache; one whose cache was lost may have only other members."""
+        caches = self.indexes[path].caches.values()
+        return any(cache.rows is None or bool((cache.rows == row).any()) for cache in caches)
+
+    def is_finished(self, key: str) -> bool:
+        """Return whether there is a sample with this key, and each has a cache."""
+        places = self.find(key)
+        return bool(places) and all(self.has_cache(*place) for place in places)
+
+    def read_member(self, path: str, row: int, suffix: str) -> bytes | None:
+        """Return a member of a sample; None if the sample has no member with that suffix."""
+        member = self.indexes[path].members.get(suffix)
+        at = -1 if member is None else member.find(np.array([row])).item()
+        if member is None or at < 0:
+            return None
+        begin = member.begin.item(at)
+        return self.files.get(path).read(begin, begin + member.nbytes.item(at))
+
+    def member_range(self, key: str) -> MemberRange:
+        """Return the members of the last sample with a key; every sample in the shards must start with a skeleton."""
+        path, row = self.find(key)[-1]
+        index = self.indexes[path]
+        begins = index.caches[""].skeleton_begin
+        end = begins.item(row + 1) - BLOCK if row + 1 < len(begins) else index.end
+        return MemberRange(path, begins.item(row) - BLOCK, end)
+
+
+def load_finished(
+    paths: Iterable[str], listed: Mapping[str, Mapping[str, Any] | None], files: Files | None = None
+) -> FinishedShards:
+    """Load the indexes of finished shards; `listed` contains fingerprints for indexes without one.
+
+    Raises:
+        FormatError: A shard is damaged.
+    """
+    files, indexes = files or Files(), dict[str, ShardIndex]()
+    for path in paths:
+        with contextlib.suppress(OSError):  # the next line reports it
+            files.expect(path)
+        index = load_whole(path)
+        indexes[path] = index if index.fingerprint is not None else replace(index, fingerprint=listed.get(path))
+    return FinishedShards(indexes, files)
+
+
+def take_over(
+    pattern: ShardPattern,
+    paths: list[str],
+    catalog: Catalog | None,
+    fingerprint: Mapping[str, Any] | None,
+    dali_index: bool,
+    fsync: bool,
+) -> FinishedShards:
+    """Load the finished shards of a pattern; write their missing `.idx` files and manifest entries.
+
+    Raises:
+        FormatError: A shard or the manifest is damaged.
+        StaleCacheError: A shard has another fingerprint.
+    """
+    listing = None if catalog is None else catalog.read()
+    listed = {} if listing is None else {path: listing.fingerprints.get(os.path.basename(path)) for path in paths}
+    finished = load_finished(paths, listed)
+    unlisted = {path: i for path, i in finished.indexes.items() if listing is not None and not listing.lists(path, i)}
+    for path, index in finished.indexes.items():
+        check_same(path, index.fingerprint, fingerprint)
+        # an `.idx` of an unlisted shard may be stale
+        if dali_index and (path in unlisted or not os.path.exists(dali_index_path(path))):
+            write_dali_index(dali_index_path(path), index, fsync)
+    if catalog is not None and listing is not None:
+        lost = [url for url in listing.entries if pattern.covers(url) and not os.path.exists(pattern.locate(url))]
+        if lost:
+            what = f"{pattern.locate(lost[0])} is not there any more"
+            warnings.warn(what + f", nor are {len(lost) - 1} more shards" * (len(lost) > 1), stacklevel=4)
+        if lost or unlisted:
+            with catalog.changed() as listing:
+                listing.remove(*lost)
+                for path, index in unlisted.items():
+                    listing.add(path, index)
+    return finished
