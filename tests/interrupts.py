@@ -53,7 +53,7 @@ def over_loader(folder: Path) -> Callable[[], None]:
 
 
 def left_early(folder: Path) -> Callable[[], None]:
-    """Iterations that are left in the middle, and collected."""
+    """Iterations that stop in the middle and are collected."""
     loader = tc.Loader(tc.open(folder), 4, prefetch_batches=4)
 
     def loop() -> None:
@@ -84,7 +84,7 @@ def opening(folder: Path) -> Callable[[], None]:
 
     def loop() -> None:
         held.clear()  # of a loop that was interrupted
-        with tc.open(folder / "large.tar", threads=1) as cache:
+        with tc.open(folder / "large.tar", num_threads=1) as cache:
             held.append(cache.select(["y"]).read_batch(range(20)))
             held.append(cache[3]["x"].load())
         tc.open(folder / "large.tar", pool_nbytes=1, max_open_files=1)[4]["x"].load()
@@ -97,7 +97,7 @@ def read_batch(folder: Path) -> Callable[[], None]:
     with tc.ShardWriter(folder / "large" / "%d.tar", max_samples=2, fsync=False, overwrite=True) as sink:
         for i in range(6):
             sink.write(f"{i:03d}", {"x": torch.full((200_000,), i)})
-    cache = tc.open(folder / "large", threads=3, io="pread")
+    cache = tc.open(folder / "large", num_threads=3, io="pread")
 
     def loop() -> None:
         batch = cache.read_batch(range(6))
@@ -110,8 +110,8 @@ def verify(folder: Path) -> Callable[[], None]:
     """Threads that check shards, and threads that read ahead for them."""
 
     def loop() -> None:
-        assert tc.verify(folder, threads=3)
-        assert tc.verify(folder / "0.tar", threads=3)
+        assert tc.verify(folder, num_threads=3).ok
+        assert tc.verify(folder / "0.tar", num_threads=3).ok
 
     return loop
 
@@ -138,7 +138,7 @@ def build(folder: Path) -> Callable[[], None]:
 
 
 def dali(folder: Path) -> Callable[[], None]:
-    """What DALI's pipelines read."""
+    """Batches of a source for DALI's pipelines."""
     import dali_plugin
 
     source = dali_plugin.TensorCacheSource(tc.open(folder), batch_size=4, shuffle=True)
@@ -157,7 +157,7 @@ LOOPS = {
 
 
 def _sender(parent: int, orders: int) -> None:
-    """In a process of its own: wait for as long as was ordered, and send the signal."""
+    """Send the signal after each time that was ordered; runs in its own process."""
     while order := os.read(orders, 8):
         time.sleep(*struct.unpack("d", order))
         os.kill(parent, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Kill writers at random, let others go on, and look at what is there each time."""
+"""Kill writers at random, let other writers resume, and look at what is there each time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import wds_tensorcache as tc
+from tests.children import run_in_child
 from tests.same import assert_same
 from wds_tensorcache.shards.manifest import read_manifest
 
@@ -53,23 +54,13 @@ def _write(folder: Path) -> None:
 
 def _killed(folder: Path, seconds: float) -> bool:
     """Write in another process for some seconds at most, and return whether it had to be killed."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            _write(folder)
-            status = 0
-        finally:
-            os._exit(status)
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = run_in_child(lambda: _write(folder), seconds)
     assert code in (0, -signal.SIGKILL)
     return code != 0
 
 
 def write_until_killed(folder: Path, num_kills: int, seed: int) -> int:
-    """Kill `num_kills` writers, each of which goes on where the last was; return how often all samples were written."""
+    """Kill `num_kills` writers, each of which resumes after the last one; return how often all samples were written."""
     chance, whole = random.Random(seed), 0
     begun = time.perf_counter()
     _write(folder / "expected")

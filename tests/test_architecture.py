@@ -1,4 +1,4 @@
-"""The tree is the architecture: one direction, small folders, a light import, names that are what they say."""
+"""The tree is the architecture: one direction, small folders, a light import, names that tell, one home for each thing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -54,7 +56,7 @@ def test_no_import_circles() -> None:
     """Nor any of imports inside of functions, or of types alone."""
     names = {_module_of(path): path for path in SOURCES}
     left = {name: _imports(path, names) - {name} for name, path in names.items()}
-    # take away what imports nothing that is left: only circles, and what leads to them, stay
+    # remove modules that import none of the remaining ones: only circles, and modules that lead to them, stay
     while free := {name for name, imported in left.items() if not imported & left.keys()}:
         for name in free:
             del left[name]
@@ -74,7 +76,7 @@ def _imports(path: Path, names: dict[str, Path]) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path} has a relative import"
-            # of a package, a module in it or a name of its own
+            # from a package: a module in it, or one of its names
             whole = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in names else str(node.module) for name in whole}
     return found & names.keys()
@@ -82,3 +84,82 @@ def _imports(path: Path, names: dict[str, Path]) -> set[str]:
 
 def test_import_contracts() -> None:
     subprocess.run([Path(sys.executable).with_name("lint-imports")], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+PRODUCT = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in ("wds_tensorcache", "dali_plugin")]
+
+
+@cache
+def _nodes() -> dict[str, list[ast.AST]]:
+    """Return the nodes of every module of the product but docstrings; comments are not among them."""
+    found = {}
+    for path in PRODUCT:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        texts = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        found[_module_of(path).partition(".")[2]] = [node for node in nodes if id(node) not in texts]
+    return found
+
+
+def _names(*names: str) -> Callable[[ast.AST], bool]:
+    """Return whether a node names one of these: a variable, an attribute, or an import."""
+
+    def is_found(node: ast.AST) -> bool:
+        found = getattr(node, "id", None), getattr(node, "attr", None)
+        imported = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        return bool({*found, *imported} & {*names})
+
+    return is_found
+
+
+def _calls_os(*names: str) -> Callable[[ast.AST], bool]:
+    return lambda node: (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+        and node.attr in names
+    )
+
+
+def _has_text(*texts: str) -> Callable[[ast.AST], bool]:
+    """Return whether a node is a string or bytes that contains one of these."""
+    raws = [text.encode() for text in texts]
+
+    def is_found(node: ast.AST) -> bool:
+        value = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(value, str):
+            return any(text in value for text in texts)
+        return isinstance(value, bytes) and any(raw in value for raw in raws)
+
+    return is_found
+
+
+HOMES: dict[str, tuple[Callable[[ast.AST], bool], set[str]]] = {
+    "renaming files": (_calls_os("replace", "rename", "renames"), {"storage.atomic"}),
+    "locks": (_names("flock", "lockf"), {"storage.locks"}),
+    "calls of fcntl": (_names("fcntl"), {"storage.locks", "storage.lease"}),
+    "the path of DALI's index": (lambda node: getattr(node, "value", None) == ".idx", {"shards.dali_index"}),
+    "versions of DALI's index": (_has_text("v1.1", "v1.2"), {"shards.dali_index"}),
+    "the path of a sidecar": (lambda node: getattr(node, "value", None) == ".index", {"shards.sidecar"}),
+    "the name of the manifest": (lambda node: getattr(node, "value", None) == "manifest.json", {"shards.manifest"}),
+    "the keys of the manifest": (_has_text("nsamples", "filesize", "shardlist"), {"shards.manifest"}),
+    "names of the two members": (
+        lambda node: getattr(node, "value", None) in ("skel.pyd", "safetensors"),
+        {"shards.names"},
+    ),
+    "the missing half of a cache": (_has_text("is missing beside {", " is missing beside "), {"shards.names"}),
+    "the magic of a footer": (lambda node: getattr(node, "value", None) == b"tcindex1", {"shards.footer"}),
+    "checksums of tar headers": (
+        lambda node: isinstance(node, ast.FunctionDef) and node.name == "check_checksum",
+        {"shards.tar.fields"},
+    ),
+    "what extended headers say": (
+        lambda node: isinstance(node, ast.Attribute) and node.attr in ("own", "common"),
+        {"shards.tar.archive"},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HOMES)
+def test_one_home(what: str) -> None:
+    is_found, homes = HOMES[what]
+    assert {name for name, nodes in _nodes().items() if any(map(is_found, nodes))} == homes

@@ -1,4 +1,4 @@
-"""What the benchmark prints is what was measured, and what it measures was checked."""
+"""The benchmark prints the times that it measured, and checks the values that each row reads."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_calls_are_counted_until_the_first_read_of_a_batch(tmp_path: Path) -> No
         read, get = traced(found["read_batch"]), traced(found["get"])
     assert read.before is not None
     assert read.before <= read.calls
-    assert next(iter(read.functions())).split()[:3] == ["1", "1", "TensorCache.read_batch"]
+    assert next(iter(read.functions())).split()[:3] == ["1", "1", "Cache.read_batch"]
     assert get.before is None
     assert get.cells()[3:] == ["-", "-"]
 

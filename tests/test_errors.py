@@ -46,14 +46,14 @@ def test_needs_stay() -> None:
 
 def test_a_cut_tar_is_tarfiles_error(tmp_path: Path) -> None:
     """Wherever one is found: pipelines of webdataset catch `tarfile.ReadError`."""
-    path = write(tmp_path, 4, footer=False, idx=False, manifest=False)
+    path = write(tmp_path, 4, footer=False, dali_index=False, manifest=False)
     content = path.read_bytes()
     for nbytes in (0, 100, 512, 700, 5000, len(content) - 1200):
         path.write_bytes(content[:nbytes])
         stream = TarStream(io.BytesIO(content[:nbytes]))
         for read in (
             lambda: list(tc.open(path)),
-            lambda: tc.index(path),
+            lambda: tc.write_index(path),
             lambda stream=stream: [part() for _, part in stream],
             lambda: list(tc.tarfile_to_samples()([{"url": str(path)}])),
         ):
@@ -65,7 +65,7 @@ def test_a_cut_tar_is_tarfiles_error(tmp_path: Path) -> None:
 
 
 def test_kinds_of_tars(tmp_path: Path) -> None:
-    content = write(tmp_path, 4, footer=False, idx=False, manifest=False).read_bytes()
+    content = write(tmp_path, 4, footer=False, dali_index=False, manifest=False).read_bytes()
     flipped = bytearray(content)
     flipped[100] ^= 1
     packed = gzip.compress(content)
@@ -86,7 +86,7 @@ def test_kinds_of_tars(tmp_path: Path) -> None:
 
 
 def test_handlers_that_know_tarfile_alone(tmp_path: Path) -> None:
-    path = write(tmp_path, 4, footer=False, idx=False, manifest=False)
+    path = write(tmp_path, 4, footer=False, dali_index=False, manifest=False)
     path.write_bytes(path.read_bytes()[:5000])
     met: list[Exception] = []
 

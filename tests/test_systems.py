@@ -32,13 +32,13 @@ again.load_state_dict(checkpoint["loader"])
 with tc.ShardWriter("cache/train-%06d.tar", max_samples=40, resume=True) as sink:
     assert "000017" in sink
     sink.write("000100", sample)
-assert len(tc.open("cache")) == 101 and tc.verify("cache")
+assert len(tc.open("cache")) == 101 and tc.verify("cache").ok
 built = tc.build([{"x": torch.ones(3)}] * 5, list, "built", fingerprint={})
 assert len(built) == 5 and built[4]["x"].sum() == 3
 assert not os.listdir("cache") == [] and not [name for name in os.listdir("cache") if name.startswith(".")]
 with open("cache/train-000000.tar", "r+b") as shard:
     shard.truncate(1000)
-assert not tc.repair("cache", "mended") and tc.verify("mended")
+assert not tc.repair("cache", "mended").ok and tc.verify("mended").ok
 try:
     cache.read_batch([0, 1])
     raise SystemExit("a shard that was cut short was read")

@@ -375,6 +375,10 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
+def constant(name: str) -> None:
+    raise Refused(f"4.2: {name}")
+
+
 def size(digits: str) -> int:
     check(not digits.startswith("-"), "3.1: sign")
     return int(digits)
@@ -394,6 +398,7 @@ def parse_safetensors(member: bytes, nbytes: int | None = None) -> tuple[dict[st
     head = json.loads(text, object_pairs_hook=unique, parse_int=size)
     metadata = head.pop("__metadata__", {})
     check(type(metadata) is dict and all(type(value) is str for value in metadata.values()), "3.1: metadata")
+    "".join(metadata).encode()
     digits = re.match('{"__metadata__":{"tensorcache":"1 ([0-9a-f]{16})"', text)
     check(digits or "tensorcache" not in metadata, "3.1: beginning")
     entries = []
@@ -476,7 +481,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "Decimal": [TEXT],
     "Fraction": [INT] * 2,
     "UUID": [TEXT],
-    "bytearray": [BYTES],
+    "bytearray": [[BYTES]],
     "dtype": [TEXT],
     "Size": [{tuple}],
     "device": [TEXT, [INT]],
@@ -525,7 +530,7 @@ def call(function: Callable_, args: tuple[Any, ...]) -> Any:
         made = {"date": date, "time": time, "datetime": datetime}[name](*fields)
         return made.replace(fold=1) if fold else made
     if name == "Size":
-        check(all(type(value) is int for value in args[0]), "2.5: Size")
+        check(all(type(value) is int and -1 << 63 <= value < 1 << 63 for value in args[0]), "2.5: Size")
     if name == "device":
         check(re.fullmatch("[a-z]{2,20}", args[0]) and all(0 <= index < 128 for index in args[1:]), "2.5: device")
     if name == "dtype":
@@ -534,7 +539,7 @@ def call(function: Callable_, args: tuple[Any, ...]) -> Any:
         check(re.fullmatch(_UNIT, args[1], re.ASCII), "2.5: unit")
     cls = next((cls for cls, row in CALLS.items() if row[:2] == (function.module, name)), None)
     if cls is None:
-        return bytearray(args[0]) if name == "bytearray" else np.dtype(args[0])
+        return bytearray(*args) if name == "bytearray" else np.dtype(args[0])
     with np.errstate(over="raise", invalid="ignore"):
         made = cls(*args)
     check(NUMBERS.get(name) is not int or int(made) == args[0], "2.5: out of range")

@@ -16,6 +16,7 @@ from tests.codec.second_implementation import (
     Refused,
     build_safetensors,
     check,
+    constant,
     digest_of,
     encode,
     parse_preamble,
@@ -26,7 +27,7 @@ from tests.codec.second_implementation import (
     unique,
 )
 
-Shard = list[tuple[str, list[tuple[str, Any]], list[tuple[str, bytes]]]]  # key, caches by name, others by suffix
+Shard = list[tuple[str, list[tuple[str, Any]], list[tuple[str, bytes]]]]  # key, caches by name, other members by suffix
 _NAME = re.compile(r"(?!(skel|pyd|safetensors)$)[a-z0-9-][a-z0-9_-]*")
 _COLUMNS = ("skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "digest")
 
@@ -188,10 +189,11 @@ def index_arrays(
 
 
 def build_trailer(
-    arrays: dict[str, list[int]], names: dict[str, Any], end: int, shard_nbytes: int | None = None
+    arrays: dict[str, list[int]], names: dict[str, Any] | bytes, end: int, shard_nbytes: int | None = None
 ) -> bytes:
-    """Return a footer with its zeros; with the length of a shard, the file beside it."""
-    arrays = {**arrays, "names": list(json.dumps(names, separators=(",", ":")).encode())}
+    """Return a footer with its zeros; with the length of a shard, the separate file."""
+    text = names if type(names) is bytes else json.dumps(names, separators=(",", ":")).encode()
+    arrays = {**arrays, "names": list(text)}
     tensors = []
     for name, values in arrays.items():
         bits = next(bits for bits in (8, 16, 32, 64) if max(values, default=0) < 1 << bits)
@@ -231,11 +233,17 @@ def _parse_index(index: bytes, end: int) -> tuple[dict[str, Any], dict[str, Any]
         check(dtype in ("U8", "U16", "U32", "U64") and len(shape) == 1, "4.3: dtype")
         arrays[name] = np.frombuffer(index[first:last], f"<u{WIDTH[dtype]}").tolist()
         check(dtype == "U8" or name not in ("keys.text", "names"), "4.3: bytes")
-    names = json.loads(bytes(arrays["names"]), parse_int=size)
+    text = bytes(arrays["names"]).decode()
+    names = json.loads(text, parse_int=size, object_pairs_hook=unique, parse_constant=constant)
     ends, layouts = arrays["keys.ends"], list(zip(arrays["layouts.form"], arrays["layouts.data_begin"], strict=True))
     check(all(a < b for a, b in pairwise([0, *ends])), "4.3: keys")
     check([0, *ends][-1] == len(arrays["keys.text"]), "4.3: keys")
-    check(all(type(name) is str for name in names["members"]), "4.3: members")
+    lists = [names["caches"], names["members"], names["forms"], names["references"], *names["forms"]]
+    lists += [texts for texts in names["references"] if texts is not None]
+    check(all(type(each) is list for each in lists), "4.2: lists")
+    check(len(set(names["members"])) == len(names["members"]), "4.2: twice")
+    check(len(set(names["caches"])) == len(names["caches"]), "4.2: twice")
+    check(all(type(name) is str and name == name.lower() for name in names["members"]), "4.3: members")
     check(all(name == "" or _NAME.fullmatch(name) for name in names["caches"]), "4.3: caches")
     check(type(names.get("fingerprint", {})) is dict, "4.3: fingerprint")
     for form, texts in zip(names["forms"], names["references"], strict=True):
@@ -307,13 +315,15 @@ def build_manifest(shards: dict[str, bytes]) -> bytes:
 def read_manifest(content: bytes) -> list[tuple[str, int, int]]:
     """Return url, number of samples and length of each shard."""
     try:
-        document = json.loads(content.decode())
+        document = json.loads(content.decode(), parse_int=size, object_pairs_hook=unique, parse_constant=constant)
         check(
             type(document) is dict and document.get("__kind__", "wids-shard-index-v1") == "wids-shard-index-v1", "4.6"
         )
         check(type(document["wids_version"]) is int and document["wids_version"] == 1, "4.6: version")
         check(not document.get("base") and not document.get("datasets"), "4.6: base")
-        check(type(document.get("tensorcache", {})) is dict and type(document["shardlist"]) is list, "4.6")
+        ours = document.get("tensorcache", {})
+        check(type(ours) is dict and type(document["shardlist"]) is list, "4.6")
+        check(type(ours.get("version", 1)) is int and ours.get("version", 1) == 1, "4.6: version")
         found = []
         for shard in document["shardlist"]:
             numbers = shard["nsamples"], shard["filesize"]

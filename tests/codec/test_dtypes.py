@@ -178,6 +178,6 @@ def test_text_beyond_unicode_is_an_error() -> None:
 def test_an_open_npz_is_told_to_be_a_dict(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", a=np.ones(2))
     with np.load(tmp_path / "x.npz") as arrays:
-        with pytest.raises(tc.EncodeError, match=r"NpzFile is no dict; store dict\(x\)"):
+        with pytest.raises(tc.EncodeError, match=r"NpzFile is not a dict; store dict\(x\)"):
             tc.encode_sample(arrays)
         assert tc.decode_sample(*tc.encode_sample(dict(arrays)))["a"].shape == (2,)

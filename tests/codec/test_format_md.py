@@ -14,8 +14,7 @@ import wds_tensorcache as tc
 from tests.same import assert_same
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.skeleton import opcodes
-from wds_tensorcache.codec.skeleton.builders import ALLOW_ONLY
-from wds_tensorcache.codec.skeleton.types import LISTED
+from wds_tensorcache.codec.skeleton.types import ALLOW_ONLY, LISTED
 
 TEXT = (Path(tc.__file__).parent / "codec" / "FORMAT.md").read_text()
 SAMPLE = {"latent": torch.tensor([1.0, -2.0], dtype=torch.bfloat16), "size": (2, 1)}

@@ -1,4 +1,4 @@
-"""What needs a CUDA device: tensors stored from there, and loaded to it."""
+"""Tests that need a CUDA device: tensors stored from it, and loaded to it."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import struct
 from collections import defaultdict, deque
@@ -114,6 +115,12 @@ BODIES: dict[str, tuple[bytes, bool, bytes]] = {
         NONE,
     ),
     "bytearray(bytes)": (name("builtins", "bytearray") + b"C\x01a\x85R.", True, NONE),
+    "bytearray()": (name("builtins", "bytearray") + b")R.", True, NONE),
+    "bytearray(bytes, bytes)": (name("builtins", "bytearray") + b"C\x01aC\x01a\x86R.", False, NONE),
+    "a Size of 2^63 - 1": (name("torch", "Size") + b"\x8a\x08" + b"\xff" * 7 + b"\x7f\x85\x85R.", True, NONE),
+    "a Size of 2^63": (name("torch", "Size") + b"\x8a\x09" + bytes(7) + b"\x80\0\x85\x85R.", False, NONE),
+    "a Size of -2^63": (name("torch", "Size") + b"\x8a\x08" + bytes(7) + b"\x80\x85\x85R.", True, NONE),
+    "a Size of -2^63 - 1": (name("torch", "Size") + b"\x8a\x09" + b"\xff" * 7 + b"\x7f\xff\x85\x85R.", False, NONE),
     "a path of parts": (name("pathlib", "PurePosixPath") + text("a") + text("b") + b"\x86R.", True, NONE),
     "a path of no parts": (name("pathlib", "PureWindowsPath") + b")R.", True, NONE),
     "a path of 255 parts": (name("pathlib", "PurePosixPath") + b"(" + text("a") * 255 + b"tR.", True, NONE),
@@ -144,7 +151,7 @@ BODIES: dict[str, tuple[bytes, bool, bytes]] = {
     "a surrogate": (b"\x8c\x03\xed\xa0\x80.", True, NONE),
     "bytes after STOP": (b"N.N", False, NONE),
     "two objects": (b"NN.", False, NONE),
-    "a MARK that is left": (b"N(.", False, NONE),
+    "a remaining MARK": (b"N(.", False, NONE),
     "a list as a key": (b"}(]K\2u.", False, NONE),
     "a key that occurs twice": (b"}(K\1K\2K\1K\3u.", True, NONE),
     "an odd number of objects": (b"}(K\1u.", False, NONE),
@@ -219,7 +226,7 @@ class Opaque:
     ("damage", "is_accepted"),
     [
         (lambda skeleton: skeleton, True),
-        (lambda skeleton: b"\x81" + skeleton[1:], False),  # and so it is no pickle
+        (lambda skeleton: b"\x81" + skeleton[1:], False),  # so it is not a pickle
         (lambda skeleton: skeleton[:3] + b"\x26" + skeleton[4:], False),  # the magic is in its place
         (lambda skeleton: skeleton[:4] + b"T" + skeleton[5:], False),  # the fields are
         (lambda skeleton: skeleton[:41] + b"1" + skeleton[42:], False),
@@ -279,7 +286,7 @@ def test_tar_headers_are_equal(nbytes: int) -> None:
 BOUND = tc.encode_sample({"x": torch.arange(2)})
 MEMBERS_OF_SHARDS: dict[str, tuple[bool, dict[str, bytes]]] = {
     "no samples": (True, {}),
-    "names that are no samples": (
+    "names of missing samples": (
         True,
         dict.fromkeys(["x", ".a.b", "d/.a.b", "__m__/a.b", "__m__", "__m__.txt", "__", "___", "d.d/x"], b""),
     ),
@@ -316,7 +323,7 @@ def test_scans_are_equal(case: str) -> None:
 
 
 def shard_samples(count: int) -> second_shards.Shard:
-    """Return samples with several caches, forms and layouts, of which some lack what others have."""
+    """Return samples with several caches, forms and layouts, of which some are missing in some samples."""
     found: second_shards.Shard = []
     for i in range(count):
         caches: list[tuple[str, Any]] = [("", {"x": torch.full((i % 3, 2), i), "é": np.float32([i]), "t": "a"})]
@@ -352,9 +359,51 @@ def test_shards_and_what_is_beside_them_are_equal(fingerprint: Any, tmp_path: Pa
     ]
 
 
+MANIFESTS = {  # what is replaced, by what, and whether it is accepted
+    "nothing": ("", "", True),
+    "a further key": ('"version": 1', '"version": 1, "new": 1', True),
+    "no version under tensorcache": ('"version": 1, ', "", True),
+    "another version under tensorcache": ('"version": 1,', '"version": 2,', False),
+    "a version that is not a int": ('"version": 1,', '"version": true,', False),
+    "no wids_version": ('"wids_version": 1,', "", False),
+    "a key twice": ('"version": 1', '"version": 1, "version": 1', False),
+    "a url twice in one entry": ('{"url"', '{"url": "a.tar", "url"', False),
+    "a number that is none": ('"version": 1', '"version": 1, "new": NaN', False),
+    "a number of samples of -0": ('"nsamples": 1', '"nsamples": -0', False),
+}
+
+
+@pytest.mark.parametrize("change", MANIFESTS)
+def test_manifests_are_refused_alike(change: str, tmp_path: Path) -> None:
+    before, after, is_accepted = MANIFESTS[change]
+    whole = second_shards.build_manifest({"a.tar": second_shards.write_shard(shard_samples(1))}).decode()
+    assert before in whole
+    (tmp_path / "manifest.json").write_text(whole.replace(before, after, 1))
+    ours, theirs = outcomes(
+        lambda: read_manifest(str(tmp_path / "manifest.json"))[0],
+        lambda: second_shards.read_manifest((tmp_path / "manifest.json").read_bytes()),
+    )
+    assert isinstance(ours, second.Refused) != is_accepted
+    assert not is_accepted or ours == [ShardEntry(*entry) for entry in theirs]
+
+
+@pytest.mark.parametrize("text", [{"a": "\ud800"}, {"\ud800": "a"}], ids=["value", "key"])
+def test_surrogates_in_metadata(text: dict[str, str]) -> None:
+    header = json.dumps({"__metadata__": text}).encode()
+    read = decode_both(b"\x80\x05]N\x85a.", struct.pack("<Q", len(header)) + header)
+    assert (read is None) == ("\ud800" in text)
+
+
+@pytest.mark.parametrize("end", ["", " ", "\t\r\n ", "\v", "\0"], ids=repr)
+def test_white_space_at_the_end_of_a_header(end: str) -> None:
+    header = b"{}" + end.encode()
+    read = decode_both(b"\x80\x05]N\x85a.", struct.pack("<Q", len(header)) + header)
+    assert (read is None) == (end in ("\v", "\0"))
+
+
 def test_an_index_beside_a_shard_is_equal(tmp_path: Path) -> None:
     write_ours(tmp_path, {"a.tar": shard_samples(5)}, footer=False, manifest=False)
-    tc.index(tmp_path / "a.tar")
+    tc.write_index(tmp_path / "a.tar")
     shard = (tmp_path / "a.tar").read_bytes()
     expected = second_shards.build_trailer(*second_shards.index_arrays(shard), len(shard))
     assert (tmp_path / "a.tar.index").read_bytes() == expected
@@ -390,7 +439,7 @@ CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
         {"member.0.begin": [512] * 5, "member.0.nbytes": [20_000] * 5}
     ),
     "a cache name in capitals": lambda arrays, names: names["caches"].__setitem__(1, "VAE"),
-    "a suffix that is no text": lambda arrays, names: names["members"].__setitem__(0, 1),
+    "a suffix that is not a text": lambda arrays, names: names["members"].__setitem__(0, 1),
     "an unknown dtype": lambda arrays, names: names["forms"][0][0].__setitem__(1, "U9"),
     "65 dimensions": lambda arrays, names: names["forms"][0][0].__setitem__(2, 65),
     "a reference to another tensor": lambda arrays, names: names["references"][0].reverse(),
@@ -398,16 +447,38 @@ CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "references of too few forms": lambda arrays, names: names["references"].pop(),
     "no references": lambda arrays, names: names["references"].__setitem__(0, None),
     "a fingerprint that is a list": lambda arrays, names: names.update(fingerprint=[]),
+    "suffixes that are an object": lambda arrays, names: names.update(members={}),
+    "cache names that are an object": lambda arrays, names: names.update(caches={"": 1, "vae-b_1": 2}),
+    "cache names that are a text": lambda arrays, names: names.update(caches="x"),
+    "a form that is an object": lambda arrays, names: (names["forms"].append({}), names["references"].append(None)),
+    "references that are an object": lambda arrays, names: names["references"].__setitem__(
+        0, dict.fromkeys(names["references"][0], 1)
+    ),
+    "a suffix in capitals": lambda arrays, names: names["members"].__setitem__(0, "Seg.png"),
+    "a suffix twice": lambda arrays, names: names["members"].__setitem__(1, names["members"][0]),
+    "a number that is none": lambda arrays, names: names.update(new=float("nan")),
+    "an integer -0": lambda arrays, names: json.dumps(names | {"new": 7}).replace("7", "-0").encode(),
+    "a key twice": lambda arrays, names: names.update(fingerprint={"1": 1, 1: 2}),
+    "letters beyond ASCII": lambda arrays, names: json.dumps(names | {"new": "é"}, ensure_ascii=False).encode(),
+    "bytes that are not UTF-8": lambda arrays, names: json.dumps(names | {"new": "?"}).encode().replace(b"?", b"\xff"),
+    "white space": lambda arrays, names: json.dumps(names, indent=1).encode(),
 }
-REFUSED = CHANGES.keys() - {"nothing", "further arrays and keys", "no references"}
+REFUSED = CHANGES.keys() - {
+    "nothing",
+    "further arrays and keys",
+    "no references",
+    "white space",
+    "letters beyond ASCII",
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_indexes_are_refused_alike(change: str) -> None:
     shard = second_shards.write_shard(shard_samples(7))
     arrays, names, end = second_shards.index_arrays(shard)
-    CHANGES[change](arrays, names)
-    changed = shard[: end + 1024] + second_shards.build_trailer(arrays, names, end)
+    text = CHANGES[change](arrays, names)
+    footer = second_shards.build_trailer(arrays, text if isinstance(text, bytes) else names, end)
+    changed = shard[: end + 1024] + footer
     ours, _ = outcomes(
         lambda: read_footer(lambda begin, end: changed[begin:end], len(changed)),
         lambda: second_shards.read_index(changed),

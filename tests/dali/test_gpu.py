@@ -1,4 +1,4 @@
-"""What needs a CUDA device: pipelines whose tensors are on it."""
+"""Pipelines whose tensors are on a CUDA device."""
 
 from __future__ import annotations
 

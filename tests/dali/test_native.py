@@ -85,7 +85,7 @@ def test_shards_of_other_writers(folder: Path, tmp_path: Path) -> None:
             nested = {"tensorcache": {"x": torch.full((i % 3 + 1,), i), "i": i}} if i % 4 else {"bin": b"alone"}
             sink.write({"__key__": f"k:{i}", **nested})
     expected = [i for i in range(9) if i % 4]
-    tc.index(shard)
+    tc.write_index(shard)
     index = shutil.copy(shard.with_suffix(".idx"), tmp_path / "given")
     for index_paths in (None, [index]):
         shard.with_suffix(".idx").unlink(missing_ok=True)
@@ -98,7 +98,7 @@ def test_shards_of_other_writers(folder: Path, tmp_path: Path) -> None:
 
 
 def test_unaligned_tensors_of_other_layouts(tmp_path: Path) -> None:
-    """Samples with a tensor more or less before it, so that it lies elsewhere and not at a multiple of its elements."""
+    """Samples in which a tensor before it moves it to another place, which is not a multiple of its elements."""
     with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
         for i in range(8):
             sink.write(
@@ -113,12 +113,12 @@ def test_unaligned_tensors_of_other_layouts(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(folder: Path, cache: Any, tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="no tensor is called 'scalr'; there are 'scalar'"):
+    with pytest.raises(KeyError, match="unknown tensor 'scalr'; there are 'scalar'"):
         reader(folder, tensors=["scalr"])
     with pytest.raises(ValueError, match="is a view of some samples"):
         reader(cache[2:])
     with pytest.raises(TypeError, match="whole shards of one cache"):
-        reader(tc.open({"a": cache, "b": cache}, join="key"))
+        reader(tc.join({"a": cache, "b": cache}))
     with pytest.raises(ValueError, match="20 samples for world_size=21"):
         reader(cache, world_size=21)
     with pytest.raises(RuntimeError, match=r"native_reader\(\) makes nodes"):
@@ -144,13 +144,13 @@ def test_indexes_of_another_state(tmp_path: Path) -> None:
     for text in (stale, good.replace("safetensors 1536", "safetensors 2048"), good.replace("152", "136"), "v1.2 5", ""):
         (tmp_path / "0.idx").write_text(text)
         if text != good:
-            with pytest.raises(ValueError, match=r"0\.idx is no index of .*0\.tar, or of another state of it"):
+            with pytest.raises(ValueError, match=r"0\.idx is not an index of .*0\.tar, or is stale"):
                 reader(tmp_path, index_paths=[tmp_path / "0.idx"])
         for _ in range(2):
             assert [i for batch in reader(tmp_path, 2, last_batch="short") for i in batch["i"]] == list(range(5))
     with (
         tc.open(tmp_path) as cache,
-        pytest.raises(tc.FormatError, match="DALI's index is of another state of the shard"),
+        pytest.raises(tc.FormatError, match="DALI's index of the shard is stale"),
     ):
         PackedMembers(cache, ["x"]).numbers([f"{tmp_path}/0.tar:77:0.safetensors".encode()])
 

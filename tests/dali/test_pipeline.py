@@ -135,8 +135,8 @@ def test_joined_caches(cache: Any, tmp_path: Path) -> None:
             sink.write(key, {"caption": torch.tensor([int(key)]), "words": f"number {int(key)}"})
     captions = tc.open(tmp_path)
     for joined, names in (
-        (tc.open([cache, captions], join="key"), ["scalar", "caption"]),
-        (tc.open({"a": cache, "b": captions}, join="key"), ["a.scalar", "b.caption"]),
+        (tc.join([cache, captions]), ["scalar", "caption"]),
+        (tc.join({"a": cache, "b": captions}), ["a.scalar", "b.caption"]),
     ):
         batch = next(
             dali_plugin.TensorCacheIterator(pipeline(lambda j=joined, n=names: dali_plugin.fn.tensorcache(j, n)))
@@ -195,7 +195,7 @@ def test_patterns(cache: Any) -> None:
     source = dali_plugin.TensorCacheSource(cache, ["tensors.float*", "scalar"], batch_size=6)
     floats = "float16 float32 float64 float8_e4m3fn float8_e5m2 float8_e8m0fnu"
     assert sorted(source.tensors) == sorted(["scalar", *(f"tensors.{name}" for name in floats.split())])
-    with pytest.raises(KeyError, match=r"called 'text\.\*'"):
+    with pytest.raises(KeyError, match=r"unknown tensor 'text\.\*'"):
         dali_plugin.TensorCacheSource(cache, ["text.*"], batch_size=6)
     with pytest.raises(ValueError, match="one is there twice"):
         dali_plugin.TensorCacheSource(cache, ["tensors.float32", "tensors.float*"], batch_size=6)
@@ -210,7 +210,7 @@ def test_dynamic_mode(cache: Any) -> None:
     for iteration in range(len(source)):
         latent, text, number = source.batch(0, iteration)
         flipped = ndd.slice(ndd.as_batch(latent), 1, 2, axes=[1])
-        batch, others = source.fill({"tensors.float32": flipped, "tensors.bfloat16": text, "number": number})
+        batch, others = source.nest({"tensors.float32": flipped, "tensors.bfloat16": text, "number": number})
         assert not others
         for at, i in enumerate(batch["id"]):
             assert_same(sample(i)["tensors"]["bfloat16"], batch["tensors"]["bfloat16"][at])
@@ -240,7 +240,7 @@ def test_layouts(cache: Any, tmp_path: Path) -> None:
 
     batch = next(dali_plugin.TensorCacheIterator(pipeline(nodes, 1)))
     assert torch.equal(batch["x"][0], torch.arange(24.0).view(2, 3, 4).flip(2))
-    with pytest.raises(KeyError, match="no tensor of this source is called 'y'"):
+    with pytest.raises(KeyError, match="unknown tensor of this source 'y'"):
         pipeline(lambda: dali_plugin.fn.tensorcache(tmp_path, layouts={"y": "CHW"}), 1)
 
 
@@ -269,7 +269,7 @@ def test_mistakes(cache: Any) -> None:
         with pytest.raises(error, match=message):
             iterator(pipes, **options)
     with pytest.raises(KeyError, match="no 'number' among scalar"):
-        source.fill({"scalar": torch.arange(6)})
+        source.nest({"scalar": torch.arange(6)})
 
 
 def test_bools_that_operators_change(cache: Any) -> None:
@@ -293,7 +293,7 @@ def test_tensors_that_some_samples_lack(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_joined", [False, True])
 def test_a_batch_locates_its_samples_once(folder: Path, is_joined: bool) -> None:
-    opened = tc.open({"a": folder, "b": folder}, join="key") if is_joined else tc.open(folder)
+    opened = tc.join({"a": folder, "b": folder}) if is_joined else tc.open(folder)
     with opened as cache:
         # the samples of one batch are located while the batch before it is made whole again
         batches = dali_plugin.TensorCacheIterator(
@@ -312,6 +312,6 @@ def test_batches_that_another_process_made_or_that_came_before(cache: Any) -> No
     other = dali_plugin.TensorCacheSource(cache, batch_size=4)
     for outputs in (*made, *made[::-1]):
         for filling in (source, other):
-            batch, _ = filling.fill(dict(outputs))
+            batch, _ = filling.nest(dict(outputs))
             for at, number in enumerate(outputs["number"].tolist()):
                 assert_same(sample(number), unbatched(batch, at))

@@ -1,4 +1,4 @@
-"""Resumed in the middle of an epoch and between two, in the same sequence; states of others are refused."""
+"""Pipelines resume in the middle of an epoch and between two, in the same sequence; other states are refused."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_resumed_at_an_epochs_end(cache: Any, native: bool) -> None:
 
     first = begun()
     state, found = None, []
-    for _ in range(3):  # saved after each epoch, and taken up by another process each time
+    for _ in range(3):  # saved after each epoch, and resumed by another iterator each time
         if state is not None:
             first = begun()
             first.load_state_dict(state)

@@ -26,7 +26,7 @@ def test_ranks_share_an_epoch(cache: Any, world_size: int, batch_size: int) -> N
         options: dict[str, Any] = {"batch_size": batch_size, "world_size": world_size, "last_batch": last}
         if last == "drop" and COUNT // world_size < batch_size:
             with pytest.raises(
-                ValueError, match=f"20 samples are no batch of {batch_size} on each of {world_size} ranks"
+                ValueError, match=f"20 samples do not fill one step of {batch_size} on {world_size} ranks"
             ):
                 TensorCacheSource(cache, ["scalar"], **options)
             continue
@@ -92,14 +92,14 @@ def test_batches_stay_as_long_as_dali_may_read_them(cache: Any) -> None:
 
 def test_what_is_refused(cache: Any, tmp_path: Any) -> None:
     for tensors, members, message in (
-        (["cond.0.1"], [], r"no tensor is called 'cond.0.1'; there are 'cond.0.0'"),
+        (["cond.0.1"], [], r"unknown tensor 'cond.0.1'; there are 'cond.0.0'"),
         (["tensors.flaot32"], [], "there are 'tensors.float32'"),
-        (None, ["jpg"], r"no member is called 'jpg'; there are 'bin'"),
+        (None, ["jpg"], r"unknown member 'jpg'; there are 'bin'"),
     ):
         with pytest.raises(KeyError, match=message):
             TensorCacheSource(cache, tensors, members, batch_size=4)
     for options in ({"batch_size": 0}, {"batch_size": 1, "rank": 2, "world_size": 2}):
-        with pytest.raises(ValueError, match="out of range"):
+        with pytest.raises(ValueError, match="batch_size=0|out of range"):
             TensorCacheSource(cache, **options)
     with pytest.raises(ValueError, match="last_batch='fill', expected one of short, pad, wrap, drop"):
         TensorCacheSource(cache, batch_size=2, last_batch="fill")
@@ -123,5 +123,13 @@ def test_dtypes_that_have_no_node(tmp_path: Any) -> None:
         TensorCacheSource(tmp_path, batch_size=2)
     with pytest.raises(TypeError, match="as_float takes bfloat16 tensors, but 'y' is torch.float32"):
         TensorCacheSource(tmp_path, ["y"], batch_size=2).use_float(["y"])
-    with pytest.raises(KeyError, match="no tensor of this source is called 'z'"):
+    with pytest.raises(KeyError, match="unknown tensor of this source 'z'"):
         TensorCacheSource(tmp_path, ["y"], batch_size=2).use_float(["z"])
+
+
+def test_reprs(cache: Any) -> None:
+    source = TensorCacheSource(cache, ["scalar"], batch_size=6, shuffle=True, rank=1, world_size=2)
+    assert repr(source).startswith(
+        "TensorCacheSource(20 samples, batch_size=6, 2 steps per epoch, rank=1, world_size=2,"
+    )
+    assert repr(source).endswith("outputs=['scalar', 'number'])")

@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def start(target: str, seconds: int, findings: Path) -> int:
-    """Fuzz one target in a process of its own; return its exit status, 0 if nothing was found."""
+    """Fuzz one target in its own process; return its exit status, 0 if nothing was found."""
     (findings / target).mkdir(parents=True, exist_ok=True)
     log = findings / f"{target}.log"
     command = [sys.executable, "-m", "tests.fuzz", target, "--inside", f"--seconds={seconds}", f"--findings={findings}"]
@@ -57,7 +57,7 @@ def fuzz(target: str, seconds: int, findings: Path) -> None:
     """Never return: the fuzzer ends the process."""
     import atheris
     import torch
-    import webdataset  # noqa: F401  what is not ours is not instrumented
+    import webdataset  # noqa: F401  other packages are not instrumented
 
     torch.set_num_threads(1)
     with atheris.instrument_imports(include=["wds_tensorcache"]):

@@ -1,4 +1,4 @@
-"""Inputs of the fuzzer made into what gets past digests and checksums."""
+"""Turn fuzzer inputs into bytes that pass digests and checksums."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_KEYS = 2000  # of an input
 
 
 def bound(data: bytes) -> tuple[bytes, bytes, bool]:
-    """Return a skeleton and its tensors from `how, length of the skeleton, both`; whether they have right digests now."""
+    """Return a skeleton, its tensors, and whether both got right digests, from `how, length of the skeleton, both`."""
     end = 3 + int.from_bytes(data[1:3], "little")
     skeleton, tensors = data[3:end], data[end:]
     if not (data[:1] == b"\1" and is_bound(tensors) and len(tensors) >= 64):
@@ -39,9 +39,9 @@ def bound(data: bytes) -> tuple[bytes, bytes, bool]:
 
 
 def footer_of(data: bytes, end: int = 1 << 14) -> tuple[bytes, int]:
-    """Return a footer, and the bytes of the shard that it is made for, whose archive ends at `end`.
+    """Return a footer, and the length of its shard, whose archive ends at `end`.
 
-    The first byte says what the rest is: 0 the footer, 1 the footer without its trailer, 2 its arrays as records.
+    The first byte gives the kind of the rest: 0 a footer, 1 a footer without its trailer, 2 its arrays as records.
     """
     how, body = data[:1], data[1:]
     if how == b"\0":
@@ -73,7 +73,7 @@ def _of_records(records: bytes) -> bytes:
 
 
 def tar_of(data: bytes) -> bytes:
-    """Return a tar. The first byte's bits: 1 gives headers right checksums, 2 pads and puts an end behind it."""
+    """Return a tar. The first byte's bits: 1 corrects the checksums of headers, 2 pads and appends an end."""
     how, archive = data[:1] or b"\0", bytearray(data[1:])
     if how[0] & 1:
         for at in range(0, len(archive) - BLOCK + 1, BLOCK):
@@ -86,7 +86,7 @@ def tar_of(data: bytes) -> bytes:
 
 
 def keys_of(data: bytes) -> bytes:
-    """Return opcodes of a list of containers, each of which a record describes."""
+    """Return the opcodes of a list of containers, one for each record."""
     left, parts = _MAX_KEYS, [b"]("]
     for at in range(0, len(data) - KEY_RECORD.size + 1, KEY_RECORD.size):
         where, what, count, first, step, copies, depth = KEY_RECORD.unpack_from(data, at)

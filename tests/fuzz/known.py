@@ -1,4 +1,4 @@
-"""A shard of known content, damaged as an input says: what verify, repair and index make of it is held against that content."""
+"""Damage a shard of known content as an input says, and compare the results of verify, repair and index with that content."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _HALVES = ("skel.pyd", "safetensors")
 
 @dataclass
 class Known:
-    """An archive, and where its members are."""
+    """An archive and the positions of its members."""
 
     archive: bytearray = field(default_factory=bytearray)
     samples: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
-    # of each sample, [begin, end) of headers and content of both halves, and where their contents are
+    # for each sample, [begin, end) of both halves with their headers, and of their contents
     extents: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     contents: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    # [begin, end) of all members that an index has, in the order of the shard, and of the tars in the tar
+    # [begin, end) of all members that an index lists, in the order of the shard, and of the tars in the tar
     indexed: list[tuple[int, int]] = field(default_factory=list)
     tars: list[tuple[int, int]] = field(default_factory=list)
     names: set[str] = field(default_factory=set)  # of foreign members that readers see
@@ -100,17 +100,17 @@ class Known:
             self.add(raw_header(name, b"0", b"%011o" % len(inner)) + inner)
             self.tars.append((first, len(self.archive)))
         self.headers += range(first, len(self.archive) if kind in (5, 6) else first + BLOCK, BLOCK)
-        if kind in (0, 1, 6, 8) and b"." in name:  # others have no suffix, and are of no sample
+        if kind in (0, 1, 6, 8) and b"." in name:  # other members have no suffix and belong to no sample
             self.indexed.append((first, len(self.archive)))
         if kind in (5, 6, 7):
             self.extended.append((first, len(self.archive)))
 
     def is_exposed(self, damage: Damage) -> bool:
-        """Return whether a tar in the tar may be taken for members, in spite of an index.
+        """Return whether a search may find members inside a tar in the tar, in spite of an index.
 
-        An index is no evidence by itself, since it may be stale or forged, and a foreign member has no digest. So one without a
-        header is believed to be there if the member after it is where the index has it, or the one before it, of the last.
-        What has no suffix is in no index, nor does a search behind a damaged header end at it.
+        An index alone proves nothing, since it may be stale or forged, and members outside caches have no digest. A member that
+        lost its header counts as present if the member after it is where the index says; for the last one, the member before.
+        Members without a suffix are in no index, and a search after a damaged header does not end at them.
         """
         for first, end in self.tars:
             if (first, end) not in self.indexed and damage.hits([(0, first + BLOCK)], len(self.archive)):
@@ -126,7 +126,7 @@ class Known:
 
 @dataclass
 class Damage:
-    """What was done to a file."""
+    """The changes made to a file."""
 
     ranges: list[tuple[int, int]] = field(default_factory=list)
     is_cut: bool = False
@@ -142,17 +142,17 @@ class Damage:
 def program(
     members: list[int], changes: Sequence[tuple[int, int]] = (), *, index: int = 0, more: int = 0, is_pax: bool = False
 ) -> bytes:
-    """Return the input that says so: an odd member is a sample, index 1 is a footer and 2 a file beside the shard."""
+    """Return an input: odd members are samples; index 1 is a footer, and 2 a file next to the shard."""
     head = [0x80 | index | more << 2 | is_pax << 3, len(members), *members]
     return bytes(head) + b"".join(bytes([kind]) + at.to_bytes(2, "little") for kind, at in changes)
 
 
 def judge(data: bytes, folder: Path) -> None:
-    """Assert what holds for every damage.
+    """Assert the promises that hold for any damage.
 
-    What is saved is what was written, under its key. Of a shard that has an index, a sample is saved whose bytes are whole;
-    without one, a sample that one change left whole, with its headers. No change goes unnoticed that hits a sample. `index`
-    leaves all members as they are.
+    Saved samples equal the originals, under their keys. With an index, every sample with intact bytes is saved. Without an
+    index and after one change, every sample with intact bytes and headers is saved. Each change to a sample is reported.
+    `index` changes no member.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -179,13 +179,13 @@ def judge(data: bytes, folder: Path) -> None:
     is_indexed = is_indexed and not (damage.is_cut and index == 1)
     path.write_bytes(content)
 
-    report = tc.verify(path, threads=1)
-    tc.repair(path, out, threads=1)
+    report = tc.verify(path, num_threads=1)
+    tc.repair(path, out, num_threads=1)
     saved = _members(out / path.name) if out.exists() else {}
     keys = {name.partition(".")[0] for name in saved if name.endswith(_HALVES[0])}
-    # of a shard that was cut short, nothing may be left that confirms an index
+    # after truncation, the remaining bytes may not confirm an index
     headers = [(begin, begin + BLOCK) for begin in known.headers] + known.extended
-    is_searched = damage.hits(headers, len(content))  # else nobody looks for headers
+    is_searched = damage.hits(headers, len(content))  # otherwise no search for headers starts
     if is_indexed and not damage.is_cut:
         is_searched = is_searched and known.is_exposed(damage)
     inner = known.inner if is_searched else set()
@@ -194,23 +194,23 @@ def judge(data: bytes, folder: Path) -> None:
         found = tuple(saved.get(f"{key}.{suffix}") for suffix in _HALVES)
         if key not in allowed and not damage.is_apart:
             continue
-        assert key in allowed, f"sample {key} is no sample of the shard"
+        assert key in allowed, f"sample {key} is not in the shard"
         assert found == allowed[key], f"sample {key} is not what was written"
-    if damage.is_apart and not damage.hits(known.extended, len(content)):  # two bits may leave a checksum right
+    if damage.is_apart and not damage.hits(known.extended, len(content)):  # two changed bits may keep a checksum right
         names = known.names | inner
         assert {name for name in saved if not name.endswith(_HALVES)} <= names
     for key in known.samples:
-        if f"{key}.{_HALVES[1]}" in saved and key not in keys:  # it does not say any more that it is one half
+        if f"{key}.{_HALVES[1]}" in saved and key not in keys:  # its bytes no longer mark it as one half
             assert damage.hits(known.contents[key], len(content))
         if is_indexed:
             is_whole = damage.is_apart and not damage.hits(known.contents[key], len(content))
-        else:  # nothing tells where a tar in a tar ends whose header is lost
+        else:  # the end of a tar in a tar is unknown if its header is lost
             is_whole = damage.is_one and not damage.hits(known.extents[key], len(content))
             is_whole = is_whole and not (known.inner and damage.ranges)
         assert key in keys or not is_whole, f"sample {key} is whole, and was not saved: {report}"
         is_hit = damage.is_apart and damage.hits(known.contents[key], len(content))  # a bit may be inverted twice
         if is_hit or key not in keys:
-            assert not report, f"sample {key} is damaged, and nothing is wrong"
+            assert not report.ok, f"sample {key} is damaged, and nothing is wrong"
     if not damage.ranges and not damage.is_cut:
         assert report.num_samples >= len(known.samples)
         assert report.num_damaged == report.num_lost == 0
@@ -225,7 +225,7 @@ def judge(data: bytes, folder: Path) -> None:
 def _index(path: Path, known: Known, footer: bool) -> bool:
     before = path.read_bytes()
     try:
-        tc.index(path, footer=footer, idx=False)
+        tc.write_index(path, footer=footer, dali_index=False)
     except tc.TensorCacheError:
         assert path.read_bytes() == before
         return False

@@ -1,4 +1,4 @@
-"""The corpus that is committed, made anew by `python -m tests.fuzz.seeds`: real encoder output, and edges by hand.
+"""Write the committed corpus, by `python -m tests.fuzz.seeds`: real encoder output, and edge cases by hand.
 
 Names that begin with `found-` are inputs that broke a target once; they are kept.
 """
@@ -37,7 +37,7 @@ def _json_header(entries: str, nbytes: int = 0) -> bytes:
 
 
 def headers() -> dict[str, bytes]:
-    """Members, and headers by hand."""
+    """Return members, and headers made by hand."""
     made = {f"sample-{number}": tc.encode_sample(sample)[1] for number, sample in enumerate(SAMPLES)}
     entry = '"shape":[0,%s],"data_offsets":[0,0]}}'
     made["empty"] = _json_header("{}")
@@ -67,7 +67,7 @@ LISTED = {
 
 
 def skeletons() -> dict[str, bytes]:
-    """Skeletons of samples, and one of each listed type."""
+    """Return skeletons of samples, and one of each listed type."""
     made = {f"sample-{number}": tc.encode_sample(sample)[0] for number, sample in enumerate(SAMPLES)}
     made |= {name: PROTO + call(*listed) + b"." for name, listed in LISTED.items()}
     factory = text("builtins") + text("list") + b"\x93\x85"
@@ -81,7 +81,7 @@ def skeletons() -> dict[str, bytes]:
 
 
 def samples() -> dict[str, bytes]:
-    """Both members behind `how, length of the skeleton`, with their own digests and to be given right ones."""
+    """Return both members after `how, length of the skeleton`, with their own digests, and marked to get right ones."""
     made = {}
     for number, sample in enumerate(SAMPLES):
         skeleton, tensors = tc.encode_sample(sample)
@@ -95,7 +95,7 @@ def samples() -> dict[str, bytes]:
 
 
 def templates() -> dict[str, bytes]:
-    """Two bodies of one structure, the length of the first in front."""
+    """Return pairs of bodies with the same structure, after the length of the first."""
     values = (
         (b"K\x01", b"M\1\1"),
         (text("a"), text("bcd")),
@@ -121,7 +121,7 @@ def _records(footer: bytes) -> bytes:
 
 
 def indexes() -> dict[str, bytes]:
-    """The index of the shard that the targets read, as it is and as records; some records by hand."""
+    """Return the index of the targets' shard, as bytes and as records, and some records made by hand."""
     archive, _ = shard()
     footer = build_footer(scan_shard(lambda begin, end: archive[begin:end], len(archive)), len(archive))
     made = {"raw": b"\0" + footer, "unsigned": b"\1" + footer[:-TRAILER_NBYTES], "records": b"\2" + _records(footer)}
@@ -142,7 +142,7 @@ def indexes() -> dict[str, bytes]:
 
 
 def archives() -> dict[str, bytes]:
-    """Tars without their end, which the first byte asks for."""
+    """Return tars without an end; their first byte requests one."""
     skeleton, tensors = tc.encode_sample({"x": np.arange(2)})
     members = [("k.skel.pyd", skeleton), ("k.safetensors", tensors)]
     tars = {"cache": build(members)[:-512], "named": build([(n.replace(".", ".a.", 1), c) for n, c in members])[:-512]}
@@ -159,14 +159,14 @@ def archives() -> dict[str, bytes]:
 
 
 def streams() -> dict[str, bytes]:
-    """Tars, and a compressed one."""
+    """Return tars, one of them compressed."""
     packed = gzip.compress(build([("a.json", b"1"), ("a.txt", bytes(3000))]), mtime=0)
     some = dict(sorted(archives().items())[::2])
     return some | {"gzip": b"\x10" + packed, "gzip-cut": b"\x10" + packed[:-9], "pair": struct.pack("<B", 255)}
 
 
 def keys() -> dict[str, bytes]:
-    """A few keys of each type, in each kind of container."""
+    """Return a few keys of each type, in each kind of container."""
     return {
         f"keys-{number:02}": KEY_RECORD.pack(number % len(CONTAINERS), number, 40, 0, 1, number % 3, number % 2)
         for number in range(len(KEYS))
@@ -174,7 +174,7 @@ def keys() -> dict[str, bytes]:
 
 
 def verified() -> dict[str, bytes]:
-    """Shards without their end, which the first byte asks for: a whole one, a half, a key twice, one that lost a header."""
+    """Return shards without an end: an intact one, a half sample, a key twice, and a lost header."""
     skeleton, tensors = tc.encode_sample({"x": np.arange(2)})
     empty = [("a.json", b""), ("b.json", b""), ("a.txt", b"1")]
     few = build(empty)[: 3 * 512 + 1]
@@ -188,7 +188,7 @@ def verified() -> dict[str, bytes]:
 
 
 def programs() -> dict[str, bytes]:
-    """Shards of known content: samples are odd numbers, foreign members are 16 times their type and 2 times their name."""
+    """Return shards of known content. Odd numbers are samples; even ones are members, as 16 * type + 2 * name."""
     zeros, flip, cut = 1, 0, 3
     return {
         "sparse": program([1, 1, 16 * 4, 1, 1]),
@@ -207,7 +207,7 @@ def programs() -> dict[str, bytes]:
 
 
 def seeds() -> dict[str, dict[str, bytes]]:
-    """Return every seed by its target."""
+    """Return the seeds of each target."""
     tables = (headers(), skeletons(), samples(), templates(), indexes(), indexes(), archives(), streams(), keys())
     tables += (verified(),)
     names = ("header", "skeleton", "sample", "template", "index", "footer", "tar", "stream", "keys", "verify")
@@ -215,7 +215,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
 
 
 def write(folder: Path = CORPUS) -> None:
-    """Write the seeds, a file each."""
+    """Write each seed to its own file."""
     for target, made in seeds().items():
         (folder / target).mkdir(parents=True, exist_ok=True)
         for name, data in made.items():

@@ -1,8 +1,8 @@
-"""What is fuzzed: each target takes any bytes and holds one reader to its contract.
+"""The fuzz targets: each takes any bytes and holds one reader to its contract.
 
-A reader returns or raises a TensorCacheError. What it returns agrees with what the same bytes give by other ways: read again,
-by a template, loaded at once, through a stream, written and read back. Bytes that a digest or a checksum would refuse at the
-door are given a right one, where the first byte of the input asks for it.
+A reader returns or raises a TensorCacheError. Its result agrees with other ways to read the same bytes: again, by a
+template, eagerly, through a stream, or after writing it back. A digest or checksum would refuse most inputs at once, so the
+first byte of an input may request a right one.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from wds_tensorcache.codec import layout as layouts
 from wds_tensorcache.codec.binding import parse_preamble
 from wds_tensorcache.codec.reference import MemorySource, resolve
 from wds_tensorcache.codec.sample import decode_body, open_tensor
-from wds_tensorcache.codec.skeleton.builders import allow_table
 from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import learn
-from wds_tensorcache.codec.skeleton.types import BUILDERS
+from wds_tensorcache.codec.skeleton.types import BUILDERS, allow_table
 from wds_tensorcache.integrations.webdataset_tar import tarfile_to_samples
 from wds_tensorcache.shards.footer import build_footer, parse_footer
 from wds_tensorcache.shards.index_builder import scan_shard
@@ -53,14 +52,14 @@ _MAX_ROWS = 16
 
 
 def run(name: str, data: bytes) -> None:
-    """Give `data` to a target, which finds no state of earlier inputs."""
+    """Run a target on `data`, without state from earlier inputs."""
     for cache in (headers._LAYOUTS, layouts._FORMS, layouts._MADE):
         cache.clear()
     TARGETS[name](data)
 
 
 def attempt(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Return what `call` returns, REFUSED if it raises an error of ours; every other error is a finding."""
+    """Return the result of `call`, or REFUSED if it raises a TensorCacheError; every other error is a finding."""
     try:
         return call(*args, **options)
     except tc.TensorCacheError:
@@ -93,7 +92,7 @@ class Trusted:
 
 
 class Colour(Enum):
-    """Members of it are the process's own."""
+    """An enum whose members must not change."""
 
     RED = 1
 
@@ -102,7 +101,7 @@ ALLOW = [Trusted, Colour]
 
 
 def skeleton(data: bytes) -> None:
-    """The skeleton alone: what it gives can be written, and is read again; classes that it may build stay what they are."""
+    """The skeleton alone: its value can be written and read again, and the classes that it builds do not change."""
     layout, _ = headers.parse_header(_MEMBER)
 
     def reference(text: str) -> Any:
@@ -118,7 +117,7 @@ def skeleton(data: bytes) -> None:
 
 
 def _round_trip(value: Any) -> Any:
-    """Return what `value` is written as."""
+    """Return a value after writing and reading it."""
     written = REFUSED if value is REFUSED else attempt(tc.encode_sample, value)
     if written is not REFUSED:
         assert tc.encode_sample(tc.decode_sample(*written)) == written
@@ -126,7 +125,7 @@ def _round_trip(value: Any) -> Any:
 
 
 def sample(data: bytes) -> None:
-    """Both members: lazy, eager and verified agree, and so do the first readings and those by a template."""
+    """Both members: lazy, eager and verified decoding agree, with and without a template."""
     skeleton, tensors, is_bound = bound(data)
     lazy = attempt(tc.decode_sample, skeleton, tensors)
     eager = attempt(tc.decode_sample, skeleton, tensors, lazy=False)
@@ -134,12 +133,12 @@ def sample(data: bytes) -> None:
     loaded = REFUSED if lazy is REFUSED else attempt(tc.realize, lazy)
     assert (verified is REFUSED) == (lazy is REFUSED) or not is_bound
     assert verified is REFUSED or lazy is not REFUSED
-    if eager is not REFUSED:  # otherwise a tensor may be bad that the sample does not have
+    if eager is not REFUSED:  # otherwise an unused tensor may be bad
         assert _round_trip(loaded) == _round_trip(eager) == _round_trip(lazy)
 
 
 def template(data: bytes) -> None:
-    """Two skeletons: the second one read by a template of the first is what the interpreter reads."""
+    """Two skeletons: a template of the first reads the second one as the interpreter does."""
     begin, end = 2, 2 + int.from_bytes(data[:2], "little")
     first, second = b"\x80\x04" + data[begin:end], b"\x80\x04" + data[end:]
     layout, _ = headers.parse_header(_MEMBER)
@@ -149,14 +148,14 @@ def template(data: bytes) -> None:
 
     if read(first) is REFUSED:
         return
-    layout.form.template, layout.form.num_interpreted = None, 100  # learns nothing by itself any more
+    layout.form.template, layout.form.num_interpreted = None, 100  # learn nothing more
     interpreted = read(second)
     layout.form.template = learn(first, 2)
     assert read(second) == interpreted
 
 
 def index(data: bytes) -> None:
-    """The index as bytes: everything that it announces can be looked at, and writing it again gives the same."""
+    """The index as bytes: all its entries can be read, and writing it again gives the same bytes."""
     footer, shard_nbytes = footer_of(data)
     found = attempt(parse_footer, footer, shard_nbytes)
     if found is REFUSED or found is None:
@@ -175,7 +174,7 @@ def index(data: bytes) -> None:
 
 
 def shard() -> tuple[bytes, int]:
-    """Return a shard without an index, and where its end-of-archive marker begins."""
+    """Return a shard without an index, and the offset of its end-of-archive marker."""
     members = []
     for number, sample in enumerate(SAMPLES[:2]):
         skeleton, tensors = tc.encode_sample(sample)
@@ -190,11 +189,11 @@ atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 
 
 def footer(data: bytes) -> None:
-    """An index behind a shard: a sample that is read through it is the one that the shard has under that key."""
+    """An index after a shard: a sample read through it is the shard's sample with that key."""
     path = _FOLDER / "shard.tar"
     path.write_bytes(_SHARD + footer_of(data, _SHARD_END)[0])
     cache = REFUSED
-    with contextlib.suppress(KeyError):  # as documented, of an index that knows of no cache, or of several
+    with contextlib.suppress(KeyError):  # as documented, for an index without a cache, or with several
         cache = attempt(tc.open, path)
     if cache is REFUSED:
         return
@@ -211,7 +210,7 @@ def footer(data: bytes) -> None:
 
 
 def tar(data: bytes) -> None:
-    """A tar as a file: its index can be written and read, and what it points to is there."""
+    """A tar as a file: its index can be written and read, and points to bytes in the file."""
     archive = tar_of(data)
     found = attempt(scan_shard, lambda begin, end: archive[begin:end], len(archive))
     if found is REFUSED:
@@ -226,8 +225,8 @@ def tar(data: bytes) -> None:
 def stream(data: bytes) -> None:
     """A tar as a stream, in pieces: it has the members that the same bytes have as a file.
 
-    Only GNU sparse members differ: a stream gives them with their holes, while a file is refused that has one, since an
-    index points to content that lies in the file as it is. What is before such a member is the same.
+    Only GNU sparse members differ: a stream fills their holes, while a file with one is refused, because an index points to
+    contiguous content in the file. The members before it are the same.
     """
     archive, step = tar_of(data), 1 + (data[0] if data else 0) * 8
 
@@ -236,7 +235,7 @@ def stream(data: bytes) -> None:
             return super().read(min(nbytes, step) if nbytes is not None and nbytes >= 0 else step)
 
     def scan(found: list[tuple[str, bytes]]) -> tc.FormatError | None:
-        """Put the members of the file into `found` up to the error, and return that."""
+        """Append the file's members to `found` until an error, and return the error."""
         try:
             for name, begin, nbytes in tars.Scanner(lambda begin, end: archive[begin:end], len(archive)):
                 found.append((name, archive[begin : begin + nbytes]))
@@ -248,9 +247,8 @@ def stream(data: bytes) -> None:
         found = TarStream(Pieces(archive))
         members: list[tuple[str, Any]] = []
         for name, read in found:
-            content = (
-                read()
-            )  # of a sparse member, up to 64 MiB: of those that the file cannot hold, only the length stays
+            content = read()
+            # a sparse member has up to 64 MiB; for those larger than the file, keep only the length
             members.append((name, content if len(content) <= len(archive) else len(content)))
         found.finish()
         return members
@@ -264,13 +262,13 @@ def stream(data: bytes) -> None:
     elif not archive.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0")):
         assert by_stream is REFUSED
     if by_stream is not REFUSED and any(isinstance(content, int) for _, content in by_stream):
-        return  # a sample would hold several of them at once
+        return  # a sample would keep several large members in memory
     stage = tarfile_to_samples()
     attempt(lambda: list(stage([{"url": "x.tar", "stream": Pieces(archive)}])))
 
 
 def keys(data: bytes) -> None:
-    """Containers of keys that the input describes, which collide in all ways: building them takes a multiple of their bytes.
+    """Containers of colliding keys, as the input describes them: building them takes time linear in their bytes.
 
     Counted without the package: the slots that CPython looks at, and the hashes and comparisons in Python.
     """
@@ -284,7 +282,7 @@ def keys(data: bytes) -> None:
 
 
 def verify(data: bytes) -> None:
-    """A shard that may be damaged: one in which nothing is wrong can be read, and what is left of another one is whole.
+    """A shard that may be damaged: without faults it can be read, and otherwise its repaired samples are intact.
 
     From 128 on, the first byte begins a program for a shard of known content, and for what is done to it.
     """
@@ -293,16 +291,16 @@ def verify(data: bytes) -> None:
         return
     path, out = _FOLDER / "verified.tar", _FOLDER / "repaired"
     path.write_bytes(tar_of(data))
-    report = tc.verify(path, threads=1)
-    if not report:
+    report = tc.verify(path, num_threads=1)
+    if not report.ok:
         shutil.rmtree(out, ignore_errors=True)
         attempt(tc.repair, path, out)
         if not out.exists():
             return
-        report, path = tc.verify(out, threads=1), out / path.name
-        assert report, str(report)
+        report, path = tc.verify(out, num_threads=1), out / path.name
+        assert report.ok, str(report)
     cache = REFUSED
-    with contextlib.suppress(KeyError):  # there is no cache in it
+    with contextlib.suppress(KeyError):  # the shard has no cache
         cache = tc.open(path)
     for row in range(0 if cache is REFUSED or report.num_unread else len(cache)):
         _round_trip(attempt(tc.realize, cache[row]))

@@ -1,4 +1,4 @@
-"""The corpus through its targets, without the fuzzer: what broke a target once does not again, nor does any part of it."""
+"""The corpus through its targets, without the fuzzer: no input that once broke a target breaks it again, whole or cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fuzz.targets import TARGETS, run
 
 MAX_SECONDS = 1
 FILES = sorted(path for path in CORPUS.rglob("*") if path.is_file())
-CUTS = 12  # of each file, at places that its name decides
+CUTS = 12  # of each file, at offsets derived from its name
 
 each = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.name}")
 

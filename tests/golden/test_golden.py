@@ -1,4 +1,4 @@
-"""What version 1 wrote is read for ever, and written so for ever."""
+"""Members that version 1 wrote are read for ever, and the same members are written for ever."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 import webdataset as wds
 
 import wds_tensorcache as tc
-from tests.shards.lying import put_footer
+from tests.shards.forged_index import put_footer
 from tests.shards.tars import build
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
@@ -22,7 +22,7 @@ COUNT = 4
 
 
 def sample(i: int) -> dict[str, Any]:
-    """Return a sample that is told apart from all others by every byte."""
+    """Return a sample that differs from all other samples in every byte."""
     return {"x": torch.full((6,), i, dtype=torch.uint8), "b": torch.ones(2, dtype=torch.bool), "i": i}
 
 
@@ -33,7 +33,7 @@ def is_right(value: Any, i: int) -> bool:
 
 def write(path: Path, *, footer: bool = True, text: bool = False) -> Path:
     """Write a shard of samples k0, k1, …, each with a member `txt` if it is asked for."""
-    with tc.ShardWriter(path, manifest=False, idx=False, fsync=False, footer=footer) as sink:
+    with tc.ShardWriter(path, manifest=False, dali_index=False, fsync=False, footer=footer) as sink:
         for i in range(COUNT):
             sink.write(f"k{i}", sample(i), **({"txt": b"text %d" % i} if text else {}))
     return path
@@ -90,7 +90,7 @@ def by_members(path: Path) -> Any:
 
 
 def by_index(path: Path) -> Any:
-    return tc.index(path, idx=False)
+    return tc.write_index(path, dali_index=False)
 
 
 READERS: dict[str, Callable[[Path], Any]] = {

@@ -73,7 +73,7 @@ def work_of(value: Any) -> tuple[int, int]:
 def count_calls(call: Callable[[], Any]) -> tuple[Any, int]:
     """Return what `call` returns, or the ValueError that it raises, and how often a `__hash__` or `__eq__` in Python ran.
 
-    Only the methods of HASHED_IN_PYTHON are counted. A profile hook would see the others too, and take three times as long.
+    Only the methods of HASHED_IN_PYTHON are counted. A profile hook would see all other functions too, and take three times as long.
     """
     calls = itertools.count()
 
@@ -99,7 +99,7 @@ def ints_on_one_orbit(bits: int, num_taken: int, num_walkers: int) -> list[int]:
     """Return ints of different hashes: the first fill slots that the last then look at, nearly all of them.
 
     When the upper bits of a hash are used up, CPython goes from slot i to 5 * i + 1 of 2**bits. The first ints are such slots,
-    in that order; the others have their bits chosen, five for each step, so that they only come to slots that are taken.
+    in that order; the bits of the last are chosen, five for each step, so that they only come to taken slots.
     """
     mask, choose = (1 << bits) - 1, random.Random(0)
     orbit = [0]

@@ -16,7 +16,7 @@ from tests.hostile.forged import COUNT, by_stream, is_right, scanned, write
 
 
 def _shard() -> tuple[bytes, list[bytes], list[tuple[int, int]], int]:
-    """Return a shard, the members of each of its samples, where what nobody verifies lies, and the archive's end."""
+    """Return a shard, the members of each of its samples, the places that no digest covers, and the end of the archive."""
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder) / "x.tar", text=True)
         shard, index = path.read_bytes(), scanned(path)
@@ -88,7 +88,7 @@ def read_all(path: Path) -> list[Any]:
 @settings(max_examples=400)
 @given(CHANGES)
 def test_open(change: tuple[str, int, int, int]) -> None:
-    """tc.open reads no byte twice to verify it: where a skeleton's body or a tensor's bytes were changed, others come back."""
+    """tc.open reads no byte twice to verify it: where a skeleton's body or a tensor's bytes were changed, the changed bytes come back."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.tar"
         path.write_bytes(shard := changed(*change))
@@ -108,7 +108,7 @@ def test_open(change: tuple[str, int, int, int]) -> None:
 
 
 def test_nothing_is_refused_that_was_not_changed(tmp_path: Path) -> None:
-    """Else the others here would pass whatever was changed."""
+    """Otherwise the other tests here would pass for any change."""
     path = tmp_path / "x.tar"
     for content in (SHARD, SHARD[: END + 1024]):
         path.write_bytes(content)

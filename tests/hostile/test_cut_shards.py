@@ -67,7 +67,7 @@ READER = """
 @pytest.fixture(scope="module")
 def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("cut") / "x.tar"
-    with tc.ShardWriter(path, fsync=False, idx=False) as sink:
+    with tc.ShardWriter(path, fsync=False, dali_index=False) as sink:
         for i in range(NUM_SAMPLES):
             sink.write(f"{i:06d}", {"x": torch.full((WIDTH,), float(i)), "i": i})
     return path.read_bytes()
@@ -119,7 +119,7 @@ def race(
     """Cut the shard in each round while it is read, at `seen` if that is elsewhere.
 
     Returns:
-        What the reader said, and whether it takes leases on the shard.
+        The output of the reader, and whether it takes leases on the shard.
     """
     rounds = 12
     path.write_bytes(content)
@@ -160,7 +160,7 @@ def test_a_shard_that_is_cut_short_while_it_is_read(tmp_path: Path, content: byt
 
 
 def is_local(folder: Path) -> bool:
-    return file_system(str(folder))[0] in lease._LOCAL
+    return file_system(str(folder))[0] in lease.LOCAL
 
 
 def test_many_threads(tmp_path: Path, content: bytes) -> None:
@@ -251,7 +251,7 @@ COPIER = """
 
 def test_lazy_tensors_of_a_shard_that_are_written_to_another(tmp_path: Path) -> None:
     path = tmp_path / "x.tar"
-    with tc.ShardWriter(path, fsync=False, idx=False) as sink:
+    with tc.ShardWriter(path, fsync=False, dali_index=False) as sink:
         sink.write("0", {"x": torch.full((24_000_000,), 7, dtype=torch.uint8)})
     content = path.read_bytes()
     command = [sys.executable, "-c", textwrap.dedent(COPIER), str(path)]

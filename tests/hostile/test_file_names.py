@@ -55,7 +55,7 @@ def write(path: str, of: str = "") -> None:
 
 def streamed(source: Any) -> list[str]:
     """Return the names of the files that a stream's samples are of."""
-    return [sample["tensorcache"]["of"] for sample in tc.resumable(source, tc.decode(), shuffle=False)]
+    return [sample["tensorcache"]["of"] for sample in tc.ResumablePipeline(source, tc.decode(), shuffle=False)]
 
 
 def opened(source: Any) -> list[str]:
@@ -126,7 +126,7 @@ def test_braces(here: Path, read: Any) -> None:
 
 @pytest.mark.parametrize("read", READERS)
 def test_lists_of_names_that_are_there(here: Path, read: Any) -> None:
-    """What `os.listdir` or `glob` gave to the caller, and the caller to us."""
+    """Names from `os.listdir` or `glob` that the caller passes on."""
     names = fill(["good.tar", *NAMES])
     assert read(names) == hexed(names)
     assert [name for each in names for name in read(each)] == hexed(names)
@@ -156,7 +156,7 @@ def test_links_that_lead_nowhere_are_not_expanded(here: Path) -> None:
 def test_files_that_vanish_are_not_taken_for_commands(here: Path) -> None:
     fill(["good.tar", RUN])
     list_in_manifest("list.json", ["good.tar", RUN])
-    streams = [tc.resumable(source, tc.decode()) for source in ("*.tar", ".", "*.json")]
+    streams = [tc.ResumablePipeline(source, tc.decode()) for source in ("*.tar", ".", "*.json")]
     os.remove(RUN)
     for stream in streams:
         with pytest.raises(FileNotFoundError):
@@ -218,7 +218,7 @@ def test_folders_with_the_names_of_commands(
         writer.write("a", torch.ones(2))
     for folder in (name, f"./{name}", f"{tmp_path}/{name}"):
         try:
-            assert len(list(tc.resumable(pattern.format(folder=folder), tc.decode()))) == 1
+            assert len(list(tc.ResumablePipeline(pattern.format(folder=folder), tc.decode()))) == 1
         finally:
             assert not Path("OWNED").exists()
 
@@ -226,5 +226,5 @@ def test_folders_with_the_names_of_commands(
 def test_braces_around_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OSError, match="pipe"):
-        list(tc.resumable("{pipe://;touch OWNED #,a}.tar", tc.decode(), shuffle=False))
+        list(tc.ResumablePipeline("{pipe://;touch OWNED #,a}.tar", tc.decode(), shuffle=False))
     assert not Path("OWNED").exists()

@@ -17,7 +17,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.hostile.forged import COUNT, forge, is_right, write
-from tests.shards.lying import Change, changed, columns, swap, swap_keys, unchecked
+from tests.shards.forged_index import Change, changed, columns, swap, swap_keys, unchecked
 from wds_tensorcache.codec.layout import form_of
 from wds_tensorcache.shards.footer import MAGIC, _digest
 from wds_tensorcache.shards.index import MemberColumns, ShardIndex, narrow
@@ -70,7 +70,7 @@ LIES: dict[str, Change] = {
     "one sample twice": one_twice,
     "other keys": swap_keys,
     "keys that are not there": rename,
-    "rows of others": fewer,
+    "rows of other samples": fewer,
     "outside": changed("tensors_begin", 1, 1 << 40),
     "at 2^64 - 1": changed("skeleton_begin", 1, (1 << 64) - 1),
     "in the end of the archive": lambda index: changed("skeleton_begin", 1, index.end)(index),
@@ -92,7 +92,7 @@ LIES: dict[str, Change] = {
     "members without end": members(nbytes=np.full(COUNT, 1 << 63, np.uint64)),
     "shorter members": members(nbytes=np.full(COUNT, 3, np.uint8)),
     "members of 2^33 and more": members(nbytes=np.full(COUNT, (1 << 33) + 7, np.uint64)),
-    "members of others for all": lambda index: replace(
+    "members of other samples for all": lambda index: replace(
         index, members={"gif": MemberColumns(None, index.members["txt"].begin, index.members["txt"].nbytes)}
     ),
 }
@@ -143,9 +143,9 @@ def test_an_index_is_made_again_of_the_bytes(tmp_path: Path) -> None:
     for footer in (False, True):
         forge(path, swap(*COLUMNS))
         before = path.read_bytes()
-        tc.index(path, footer=footer)
+        tc.write_index(path, footer=footer)
         if not footer:
-            assert path.read_bytes() == before  # what lies beside the shard was made, the shard is as it was
+            assert path.read_bytes() == before  # the sidecars were written, the shard is unchanged
             continue
         with tc.open(path) as cache:
             assert all(is_right(cache[i], i) for i in range(COUNT))
@@ -154,7 +154,7 @@ def test_an_index_is_made_again_of_the_bytes(tmp_path: Path) -> None:
 def test_skeletons_as_long_as_the_shard(tmp_path: Path) -> None:
     """Each may be there, but all of them together would take the square of the shard."""
     path = tmp_path / "x.tar"
-    with tc.ShardWriter(path, manifest=False, idx=False, fsync=False) as sink:
+    with tc.ShardWriter(path, manifest=False, dali_index=False, fsync=False) as sink:
         for i in range(500):
             sink.write(f"k{i}", {"i": i})
     forge(path, lambda index: columns(index, skeleton_nbytes=narrow([index.end // 2] * 500)))
@@ -167,7 +167,7 @@ def test_skeletons_as_long_as_the_shard(tmp_path: Path) -> None:
 
 def test_overlapping_skeletons(tmp_path: Path) -> None:
     path = tmp_path / "x.tar"
-    with tc.ShardWriter(path, manifest=False, idx=False, fsync=False) as sink:
+    with tc.ShardWriter(path, manifest=False, dali_index=False, fsync=False) as sink:
         for i in range(100):
             sink.write(f"k{i}", {"i": i})
 
@@ -207,7 +207,7 @@ def test_forms_and_layouts_without_number(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.index", "manifest.json"])
 def test_what_is_no_file(tmp_path: Path, name: str) -> None:
-    """Opening a FIFO waits until somebody writes into it; /dev/zero has no end."""
+    """Opening a FIFO waits until a writer opens it; /dev/zero has no end."""
     if name != "x.tar":
         write(tmp_path / "x.tar", footer=False)
     os.mkfifo(tmp_path / name)
@@ -229,7 +229,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 def test_how_an_index_spells_numbers(tmp_path: Path, spelt: str) -> None:
     """As in the header of a member: what one reader takes for 0, another may not."""
     path = tmp_path / "x.tar"
-    with tc.ShardWriter(path, manifest=False, idx=False) as sink:
+    with tc.ShardWriter(path, manifest=False, dali_index=False) as sink:
         sink.write("k", {"éé": torch.tensor(1, dtype=torch.uint8)})
     shard = path.read_bytes()
     written = rb'["\u00e9\u00e9","U8",0]'

@@ -1,4 +1,4 @@
-"""What scanners of pickles know as gadgets, by every opcode and from every place: none is called, all are refused."""
+"""Gadgets that scanners of pickles know, by every opcode and from every place: all are refused, none is called."""
 
 from __future__ import annotations
 

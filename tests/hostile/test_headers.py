@@ -73,10 +73,10 @@ ENTRIES: list[tuple[str, Any, str]] = [
     ("duplicate field", b'{"x": {"dtype": "U8", "dtype": "I8"}}', "'dtype' occurs twice"),
     ("metadata of numbers", {"__metadata__": {"a": 1}, "x": X}, "does not map strings to strings"),
     ("metadata that is none", {"__metadata__": [], "x": X}, "does not map strings to strings"),
-    ("metadata of ours, damaged", {"__metadata__": {"tensorcache": "1 xyz"}, "x": X}, "16 hexadecimal digits"),
+    ("our metadata, damaged", {"__metadata__": {"tensorcache": "1 xyz"}, "x": X}, "16 hexadecimal digits"),
     ("a newer version", {"__metadata__": {"tensorcache": "2 " + "0" * 16}, "x": X}, "format version 2; this release"),
     (
-        "metadata of ours, elsewhere",
+        "our metadata, elsewhere",
         {"x": X, "__metadata__": {"tensorcache": "1 " + "0" * 16}},
         "not in its fixed place",
     ),
@@ -99,7 +99,7 @@ ENTRIES: list[tuple[str, Any, str]] = [
     ("negative offsets", {"x": {**X, "data_offsets": [-2, 0]}}, "impossible data_offsets"),
     ("offsets that turn back", {"x": {**X, "data_offsets": [2, 0]}}, "impossible data_offsets"),
     (
-        "offsets of 4,300 digits",  # Python prints no longer ones, and where they lie in the member is one
+        "offsets of 4,300 digits",  # Python prints no longer ones, and their place in the member is longer
         {"x": {"dtype": "U8", "shape": [0], "data_offsets": [10**4300 - 1] * 2}},
         "impossible data_offsets",
     ),

@@ -25,7 +25,7 @@ SIZES = {"small": 64, "large": 100_000}
 
 
 def write(path: Path, value: int, nbytes: int, count: int = 3) -> None:
-    with tc.ShardWriter(path, overwrite=True, manifest=False, idx=False, fsync=False) as sink:
+    with tc.ShardWriter(path, overwrite=True, manifest=False, dali_index=False, fsync=False) as sink:
         for i in range(count):
             sink.write(f"k{i}", {"x": torch.full((nbytes,), value, dtype=torch.uint8)})
 
@@ -41,7 +41,7 @@ def rewrite(path: Path, nbytes: int) -> None:
     write(other, 2, nbytes)
     content = other.read_bytes()
     assert len(content) == path.stat().st_size
-    time.sleep(0.02)  # time stamps are no finer than the system's ticks
+    time.sleep(0.02)  # time stamps count the system's ticks
     with path.open("r+b") as file:
         file.write(content)
 
@@ -156,7 +156,7 @@ from wds_tensorcache.storage.files import ShardFile
 
 ShardFile.is_resident = lambda self, begin: True  # as where all is in memory, on any file system
 (path,) = sys.argv[1:]
-with tc.ShardWriter(path, manifest=False, idx=False, fsync=False) as sink:
+with tc.ShardWriter(path, manifest=False, dali_index=False, fsync=False) as sink:
     for i in range(100):
         sink.write(f"{i:03d}", {"x": torch.full((64,), i), "i": i})
 cache = tc.open(path)
@@ -270,8 +270,8 @@ def test_names_of_files(tmp_path: Path, name: str) -> None:
             lazy = pickle.loads(pickle.dumps(cache[2]["x"]))
             assert int(lazy.load()[0]) == 1
             assert int(pickle.loads(pickle.dumps(cache))[0]["x"].load()[0]) == 1
-    tc.index(path, footer=False)
-    tc.index(path, footer=True)
+    tc.write_index(path, footer=False)
+    tc.write_index(path, footer=True)
     os.truncate(path, 700)
     with pytest.raises(tc.FormatError) as caught:
         tc.open(path)
@@ -310,14 +310,14 @@ FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
 @FORK
 def test_fork_with_a_shard_that_changes(tmp_path: Path) -> None:
-    """In a process of its own: pytest's may have threads."""
+    """In a separate process: pytest's may have threads."""
     script = textwrap.dedent("""
         import os, sys
         import torch
         import wds_tensorcache as tc
         torch.set_num_threads(1)
         path = sys.argv[1]
-        with tc.ShardWriter(path, manifest=False, idx=False, fsync=False) as sink:
+        with tc.ShardWriter(path, manifest=False, dali_index=False, fsync=False) as sink:
             for i in range(4):
                 sink.write(f"{i}", {"x": torch.full((64,), i), "i": i})
         cache = tc.open(path)

@@ -25,7 +25,7 @@ from tests.hostile.tables import HASHED_IN_PYTHON, MODULUS, count_calls, ints_on
 from tests.shards.tars import build
 from wds_tensorcache.codec import layout as layouts
 from wds_tensorcache.codec.layout import form_of, make_layout
-from wds_tensorcache.codec.skeleton import hashing
+from wds_tensorcache.codec.skeleton import limits
 from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 
 COLLIDING = [
@@ -83,8 +83,8 @@ def test_a_shard_without_an_index(tmp_path: Path) -> None:
     shard.write_bytes(archive)
     _, calls = count_calls(lambda: tc.open(shard).close())
     assert calls < 3 * N
-    report, calls = count_calls(lambda: tc.verify(shard, threads=1))
-    assert not report
+    report, calls = count_calls(lambda: tc.verify(shard, num_threads=1))
+    assert not report.ok
     assert calls < 8 * N
 
 
@@ -139,9 +139,9 @@ def test_honest_keys(name: str) -> None:
     if name in ("every 2^20th", "hundredths", "rows and columns", "dates", "texts"):
         assert list(decode(pickle.dumps(as_dict, 4)[2:-1])) == keys  # stock pickle's batches
     for is_set in (False, True) if len(keys) <= 100_000 else ():
-        table = hashing._Table(None, is_set)
+        table = limits._Table(is_set)
         table.add(keys, list(map(hash, keys)))
-        limit = hashing.MAX_SET_WORK if is_set else hashing.MAX_WORK
+        limit = limits.MAX_SET_WORK if is_set else limits.MAX_WORK
         assert 3 * table.work < (2 if name == "powers of two" else 1) * limit * len(keys), "near the limit"
 
 
@@ -157,13 +157,12 @@ def test_the_work_is_what_cpython_does(is_set: bool) -> None:
     ):
         tables = []
         for step in (len(keys), 1, 37, 800):
-            table = hashing._Table(None, is_set)
-            for at in range(0, len(keys), step):
-                table.add(keys[at : at + step], keys[at : at + step])
-            tables.append((table.work, table._slots, table._repeated))
+            table = limits._Table(is_set)
+            compared = sum(table.add(keys[at : at + step], keys[at : at + step]) for at in range(0, len(keys), step))
+            tables.append((table.work, table._slots, compared))
         assert all(table == tables[0] for table in tables)
     distinct = list(dict.fromkeys(random.integers(-(1 << 60), 1 << 60, 600).tolist()))
-    table = hashing._Table(None, False)
+    table = limits._Table(False)
     table.add(distinct, distinct)
     assert table.work == work_of_keys(distinct, False)[0]
 
@@ -194,14 +193,14 @@ def test_a_key_has_at_most_1000_parts() -> None:
 SCRIPT = """
 import sys; sys.path[:0] = {path!r}
 from tests.hostile.tables import work_of
-import wds_tensorcache as tc, wds_tensorcache.codec.skeleton.hashing as hashing
+import wds_tensorcache as tc, wds_tensorcache.codec.skeleton.limits as limits
 keys, number, taken = [], 0, set()
 while len(keys) < 1500:  # all in the first 16th of the table
     number += 1
     if hash(str(number)) % 4096 < 256:
         keys.append(str(number))
 print(tc.decode_sample(*tc.encode_sample(dict.fromkeys(keys))) == dict.fromkeys(keys), end=" ")
-hashing.MAX_WORK = 3
+limits.MAX_WORK = 3
 try:
     tc.encode_sample(dict.fromkeys(keys))
 except tc.EncodeError as exc:
@@ -210,7 +209,7 @@ except tc.EncodeError as exc:
 
 
 def test_texts_are_counted_where_their_hashes_are_known() -> None:
-    """With PYTHONHASHSEED=0, whoever writes a file knows them."""
+    """With PYTHONHASHSEED=0, the author of a file knows them."""
     script = SCRIPT.format(path=sys.path)
     environment = {"PYTHONHASHSEED": "0", "PATH": ""}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
@@ -218,7 +217,7 @@ def test_texts_are_counted_where_their_hashes_are_known() -> None:
 
 
 def test_the_counter_counts() -> None:
-    """What judges the reader sees the attack where nothing stops it."""
+    """The judge of the reader sees the attack where nothing stops it."""
     keys = [Fraction(5 + k * MODULUS) for k in range(200)]
     built, calls = count_calls(lambda: dict.fromkeys(keys))
     assert calls == 200 + 199 * 200 // 2
@@ -237,7 +236,7 @@ def test_the_counter_knows_every_type(key: str) -> None:
 def test_a_set_is_refused_with_less_work_than_a_dict() -> None:
     """Each look of a set is at ten slots, and no honest one takes a third of the work."""
     keys = [1_000_003 * group + k * MODULUS for group in range(20) for k in range(90)]
-    table = hashing._Table(None, True)
+    table = limits._Table(True)
     with pytest.raises(tc.FormatError, match=MANY):
         table.add(keys, list(map(hash, keys)))
     assert 48 * len(keys) < table.work < 64 * len(keys)

@@ -33,13 +33,13 @@ class Ref:
 
 
 class Settings:
-    """A class that somebody allows."""
+    """A class that the caller allows."""
 
     is_safe = True
 
 
 class AllowList(pickle.Unpickler):
-    """What is often recommended: `find_class` with a list of harmless names."""
+    """The common recommendation: `find_class` with a list of harmless names."""
 
     names = frozenset(
         {

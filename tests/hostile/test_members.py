@@ -280,7 +280,7 @@ def test_a_gzip_is_expanded_once() -> None:
 
 
 def test_no_program_runs_for_a_picture(tmp_path: Path) -> None:
-    """Pillow hands EPS to Ghostscript, whatever a member is called."""
+    """Pillow passes EPS to Ghostscript, whatever name a member has."""
     program = tmp_path / "gs"
     program.write_text(f"#!/bin/sh\ntouch {tmp_path}/OWNED\n")
     program.chmod(0o755)
@@ -343,9 +343,9 @@ def test_in_a_pipeline(tmp_path: Path) -> None:
             info.size = len(raw)
             tar.addfile(info, io.BytesIO(raw))
     with pytest.raises(tc.FormatError, match=r"a\.tar: sample '1': member 'json': "):
-        list(tc.resumable(str(path), tc.decode()))
+        list(tc.ResumablePipeline(str(path), tc.decode()))
     stage = tc.decode(handler=wds.ignore_and_continue)
-    assert [sample["__key__"] for sample in tc.resumable(str(path), stage)] == ["0", "2"]
+    assert [sample["__key__"] for sample in tc.ResumablePipeline(str(path), stage)] == ["0", "2"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)

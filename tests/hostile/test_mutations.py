@@ -1,4 +1,4 @@
-"""Any byte may change, any bytes may come: a right result, or an error of ours."""
+"""Any byte may change, any bytes may come: a right result, or one of our errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a hostile shard may try on the tools that check, mend and index shards."""
+"""Attacks of hostile shards on the tools that check, repair and index shards."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.shards.damage import flip, members, sample, write
-from tests.shards.lying import put_footer, swap_keys
+from tests.shards.forged_index import put_footer, swap_keys
 from tests.shards.tars import build, raw_header, record
-from wds_tensorcache.checking.places import find_places
+from wds_tensorcache.checking.indexed_places import find_places
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.tar.archive import BLOCK, names_of
 from wds_tensorcache.storage.files import ShardFile
 
 
 def test_an_index_that_swaps_keys(tmp_path: Path) -> None:
-    path = write(tmp_path / "a", 4, idx=False, manifest=False)
+    path = write(tmp_path / "a", 4, dali_index=False, manifest=False)
     content = path.read_bytes()
     put_footer(path, swap_keys(scan_shard(lambda begin, end: content[begin:end], len(content))))
     places = members(path)
@@ -32,13 +32,13 @@ def test_an_index_that_swaps_keys(tmp_path: Path) -> None:
 
 
 def test_zeros_in_place_of_a_header(tmp_path: Path) -> None:
-    path = write(tmp_path, 4, idx=False, manifest=False, footer=False)
+    path = write(tmp_path, 4, dali_index=False, manifest=False, footer=False)
     begin = members(path)["001.skel.pyd"][0] - BLOCK
     content = path.read_bytes()
     path.write_bytes(content[:begin] + bytes(BLOCK) + content[begin + BLOCK :])
     before = path.read_bytes()
     with pytest.raises(tc.FormatError, match=r"tc\.repair"):
-        tc.index(path, footer=True)
+        tc.write_index(path, footer=True)
     assert path.read_bytes() == before
 
 
@@ -54,7 +54,7 @@ def test_a_foreign_member_called_like_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("blocks", range(2, 10))
 def test_extended_headers_that_are_read_for_each_member(blocks: int) -> None:
-    """What lies some blocks in front of a member is a header, too, of records that are a megabyte long."""
+    """Some blocks before a member is a header, too, of records that are a megabyte long."""
     size = (1 << 20) - BLOCK
     large = raw_header(b"pax", b"x", b"%011o" % size)
     front = large + bytes((blocks - 2) * BLOCK)
@@ -71,7 +71,7 @@ def test_extended_headers_that_are_read_for_each_member(blocks: int) -> None:
 
 def test_an_index_is_not_read_twice_for_each_break(tmp_path: Path) -> None:
     """Whatever is damaged, headers are looked at once, and the memory is that of the index."""
-    path = write(tmp_path, 200, idx=False, manifest=False)
+    path = write(tmp_path, 200, dali_index=False, manifest=False)
     places = find_places(ShardFile(str(path)))
     assert places is not None
     count = 0

@@ -44,7 +44,7 @@ HEADERS: dict[str, bytes] = {
     ),
     "offsets of 2^63": header({"x": {**X, "data_offsets": [(1 << 63) - 2, 1 << 63]}}),
     "offsets beyond": header({"x": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}),
-    "bytes that are no tensor's": header({"x": X}, b"abc"),
+    "bytes after the tensors": header({"x": X}, b"abc"),
     "wrong shape": header({"x": {**X, "shape": [3]}}),
     "overflowing shape": header({"x": {**X, "shape": [1 << 32, 1 << 32]}}),
     "negative shape": header({"x": {**X, "shape": [-1, -2]}}),
@@ -67,7 +67,7 @@ DECODED: dict[str, tuple[bytes, bytes]] = {
     "bools that are 7": (SKELETON, header({"x": BOOLS}, b"\x00\x07")),
     "text beyond Unicode": (refer("ndarray:x?dtype=U1"), header({"x": {**WIDE, "shape": [1]}}, b"\0\0\x11\0")),
     "a view of other shape": (refer("tensor:x?dtype=complex128"), header({"x": X})),
-    "bytes behind STOP": (SKELETON + b"evil", header({"x": X})),
+    "bytes after STOP": (SKELETON + b"evil", header({"x": X})),
     "no skeleton": (b"", header({"x": X})),
     "protocol 2": (b"\x80\x02N.", header({})),
 }  # fmt: skip

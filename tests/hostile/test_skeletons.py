@@ -84,7 +84,7 @@ LEAKS = {
     "in a list": b"]" + text("builtins") + text("format") + b"\x93a",
     "in a tuple": text("decimal") + text("Decimal") + b"\x93\x85",
     "memoised": b"(" + text("builtins") + text("format") + b"\x93\x94h\x00e",
-    "behind a call": text("builtins")
+    "after a call": text("builtins")
     + text("complex")
     + b"\x93\x94"
     + b"G"
@@ -199,7 +199,7 @@ def test_malformed_stacks_and_opcodes(body: bytes) -> None:
 
 
 def test_bytes_behind_the_end() -> None:
-    with pytest.raises(tc.FormatError, match="4 bytes behind the end"):
+    with pytest.raises(tc.FormatError, match="4 bytes after the end"):
         tc.decode_sample(PROTO + b"N.evil", NO_TENSORS)
     for cut in range(len(PROTO) + 1):
         with pytest.raises(tc.FormatError):

@@ -23,7 +23,7 @@ SKEL = build([("a.skel.pyd", SKELETON)])[:-1024]
 
 
 def tensors(size: bytes, *records: bytes, kind: bytes = b"0") -> bytes:
-    """Return a shard whose tensors are in a member with this size field, behind these pax records."""
+    """Return a shard whose tensors are in a member with this size field, after these pax records."""
     extended = pax(*records) if records else b""
     return SKEL + extended + raw_header(b"a.safetensors", kind, size) + CONTENT + END
 
@@ -34,7 +34,7 @@ REFUSED: dict[str, bytes] = {
     "size of 2^88": tensors(b"\x80" + b"\xff" * 11),
     "size of 2^63": tensors(b"\x80" + bytes(3) + b"\x80" + bytes(7)),
     "size beyond the file": tensors(b"77777777777"),
-    "size is no number": tensors(b"12x4"),
+    "size is not a number": tensors(b"12x4"),
     "GNU sparse": tensors(SIZE, kind=b"S"),
     "sparse in pax": tensors(SIZE, record(b"GNU.sparse.major", b"1"), record(b"GNU.sparse.realsize", b"99999999999")),
     "sparse in pax, 0.1": tensors(SIZE, record(b"GNU.sparse.map", b"0,1"), record(b"GNU.sparse.size", b"9" * 15)),
@@ -111,7 +111,7 @@ def test_names_are_names_alone(tmp_path: Path, key: str) -> None:
 
 
 def test_many_extended_headers(tmp_path: Path) -> None:
-    """Each is read once, also where an index says that the member lies behind all of them."""
+    """Each is read once, also if an index says that the member follows all of them."""
     bomb = pax(*[record(b"comment", b"c" * 90)] * 9_000)
     path = tmp_path / "x.tar"
     path.write_bytes(SKEL + bomb * 20 + raw_header(b"a.safetensors", b"0", SIZE) + CONTENT + END)

@@ -1,4 +1,4 @@
-"""Whatever tar `tarfile` or GNU tar can make: our stage gives the samples that webdataset's own stage gives."""
+"""For any tar by `tarfile` or GNU tar, our stage yields the same samples as webdataset's own stage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TYPES = [
 
 
 def samples(stage: Any, content: bytes, **options: Any) -> Any:
-    """Return samples, or that there is an error."""
+    """Return the samples as lists of items, and "error" at an error."""
     found: list[Any] = []
     try:
         for sample in stage(**options)([{"url": "x.tar", "stream": io.BytesIO(content)}]):
@@ -46,7 +46,7 @@ def samples(stage: Any, content: bytes, **options: Any) -> Any:
 
 
 def stock(**options: Any) -> Any:
-    """Return webdataset's own stage, but for the opening of the shards."""
+    """Return webdataset's own stage without the part that opens shards."""
 
     def stage(shards: Any) -> Any:
         handler = {key: value for key, value in options.items() if key == "handler"}
@@ -90,14 +90,14 @@ members = st.lists(st.tuples(names, st.sampled_from([tarfile.REGTYPE] * 6 + TYPE
 @given(members, st.sampled_from(sorted(FORMATS)))
 def test_any_members(members: list[tuple[str, bytes, bytes]], kind: str) -> None:
     empty = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)
-    # a file of V7 whose name ends in a slash is read as a folder; for what follows those, see below
+    # a V7 file whose name ends in a slash is read as a folder; see test_content_of_folders
     whole = [(n, t, b"" if t in empty or (t == tarfile.AREGTYPE and n.endswith("/")) else raw) for n, t, raw in members]
     assert_as_webdataset(tar_of(whole, FORMATS[kind]))
 
 
 @pytest.mark.parametrize("kind", [tarfile.AREGTYPE, tarfile.DIRTYPE])
 def test_content_of_folders(kind: bytes) -> None:
-    """It is read as headers, as `tarfile` does; where it is none, webdataset drops the rest of the shard in silence."""
+    """Read it as headers, like `tarfile`. If it is not a header, webdataset drops the rest of the shard silently."""
 
     def tar(content: bytes) -> bytes:
         members = [("a.txt", tarfile.REGTYPE, b"1"), ("d/", kind, content), ("b.txt", tarfile.REGTYPE, b"2")]
@@ -212,7 +212,7 @@ def test_sparse_members(version: str, gaps: list[tuple[int, bytes]], tail: int, 
         expected[begin : begin + len(piece)] = piece
     if name == "b.bin":
         assert dict(found[1])["bin"] == bytes(expected)
-    only = samples(tc.tarfile_to_samples, content, select_files=lambda each: each != name)  # skipped as a whole
+    only = samples(tc.tarfile_to_samples, content, select_files=lambda each: each != name)  # skipped entirely
     assert [dict(sample)["__key__"] for sample in only] == (["c"] if name == "a.txt" else ["a", "c"])
 
 
@@ -234,7 +234,7 @@ def test_odd_maps(version: str, parts: list[tuple[int, bytes]]) -> None:
     ],
     ids=str,
 )
-def test_maps_that_lie(version: str, parts: list[tuple[int, bytes]], size: int) -> None:
+def test_maps_with_wrong_sizes(version: str, parts: list[tuple[int, bytes]], size: int) -> None:
     if version == "old" and size > 8**11:
         size = 8**11 - 1
     content = sparse(version, "b.bin", parts, size) + bytes(1024)
@@ -249,7 +249,7 @@ def test_any_change_of_a_sparse_member(version: str, data: st.DataObject) -> Non
     )
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, 2047))] = data.draw(st.integers(0, 255))
-    for begin in (0, 512, 1024):  # headers whose checksums are right again
+    for begin in (0, 512, 1024):  # headers, with corrected checksums
         if begin == 0 or (version != "old" and begin == 1024):
             raw[begin + 148 : begin + 156] = b" " * 8
             raw[begin + 148 : begin + 155] = b"%06o\0" % sum(raw[begin : begin + 512])

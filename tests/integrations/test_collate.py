@@ -1,4 +1,4 @@
-"""torch's `default_collate` takes lazy tensors, in this process and in workers."""
+"""torch's `default_collate` accepts lazy tensors, in the main process and in workers."""
 
 from __future__ import annotations
 

@@ -1,23 +1,26 @@
-"""Which epoch workers begin, also where they come in an order that is hardly ever seen, and from several processes at once."""
+"""The epoch of each iteration: the same for all of its workers, in any order in which they begin, and without gaps."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import multiprocessing
-import os
 import pickle
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+import webdataset as wds
+from torch.utils.data import DataLoader
 
-from wds_tensorcache.integrations.webdataset_epochs import EpochLog
+import wds_tensorcache as tc
+from wds_tensorcache.integrations.webdataset_resumable import SharedEpochs
 
 
 class Info(NamedTuple):
-    """What torch's `WorkerInfo` says of a worker of an iteration."""
+    """The part of torch's `WorkerInfo` that identifies a worker of an iteration."""
 
     seed: int
     id: int
@@ -28,66 +31,68 @@ def worker(iteration: int, number: int) -> Info:
     return Info(1000 * iteration + number, number)
 
 
-def test_workers_that_are_late() -> None:
-    """Workers of an iteration that was left begin while those of the next one do, in every order."""
+def test_late_workers_of_an_abandoned_iteration() -> None:
     begin = [worker(iteration, number) for iteration in (1, 2) for number in (0, 1)]
     for order in itertools.permutations(begin):
-        log = EpochLog()
-        epochs = {info: log.begin(info, 1) for info in order}
-        first, second = ({epochs[worker(iteration, number)] for number in (0, 1)} for iteration in (1, 2))
+        epochs = SharedEpochs()
+        begun = {info: epochs.begin(info, 1) for info in order}
+        first, second = ({begun[worker(iteration, number)] for number in (0, 1)} for iteration in (1, 2))
         assert sorted([*first, *second]) == [0, 1]
-        assert log.epoch_of_workers() is not None
+        assert epochs.is_in_workers()
 
 
-def test_iterations_that_torch_seeds_alike() -> None:
-    log = EpochLog()
+def test_iterations_with_the_same_seed() -> None:
+    epochs = SharedEpochs()
     for epoch in range(5):
-        assert [log.begin(worker(1, number), 1) for number in (epoch % 2, 1 - epoch % 2)] == [epoch, epoch]
+        assert [epochs.begin(worker(1, number), 1) for number in (epoch % 2, 1 - epoch % 2)] == [epoch, epoch]
 
 
-def test_workers_that_live_on() -> None:
-    log = EpochLog()
-    for turn in range(1, 6):
-        assert {log.begin(worker(1, number), turn) for number in (0, 1)} == {turn - 1}
+def test_persistent_workers() -> None:
+    epochs = SharedEpochs()
+    for turn in range(1, 3000):  # more epochs than the cells can hold
+        assert {epochs.begin(worker(1, number), turn) for number in (0, 1)} == {turn - 1}
 
 
 def test_the_main_process_between_workers() -> None:
-    log = EpochLog()
-    assert log.epoch_of_workers() is None
-    log.put(4)
-    assert log.begin(worker(1, 0), 1) == 5
-    assert log.epoch_of_workers() == 5
-    log.put(1)
-    assert log.epoch_of_workers() is None
-    assert {log.begin(worker(2, number), 1, 7) for number in (0, 1)} == {7}  # of a state
-    assert log.begin(worker(3, 0), 1) == 8
+    epochs = SharedEpochs()
+    assert not epochs.is_in_workers()
+    epochs.put(4)
+    assert epochs.begin(worker(1, 0), 1) == 5
+    assert epochs.is_in_workers()
+    epochs.put(1)
+    assert not epochs.is_in_workers()
+    assert {epochs.begin(worker(2, number), 1, 7) for number in (0, 1)} == {7}  # from a state
+    assert epochs.begin(worker(3, 0), 1) == 8
+    assert {epochs.begin(worker(4, number), 1, 2) for number in (0, 1)} == {2}  # from an earlier state
+    assert {epochs.begin(worker(5, number), 1) for number in (0, 1)} == {3}
+    assert epochs.begin(None, 1) == 4
+    assert not epochs.is_in_workers()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda log: pickle.loads(pickle.dumps(log))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda epochs: pickle.loads(pickle.dumps(epochs))])
 def test_copies_are_independent(copied: Any) -> None:
-    log = EpochLog()
-    log.put(3)
-    other = copied(log)
-    log.put(8)
+    epochs = SharedEpochs()
+    epochs.put(3)
+    other = copied(epochs)
+    epochs.put(8)
     assert other.begin(worker(1, 0), 1) == 4
 
 
-def begin_all(log: EpochLog, number: int, seed: int, results: Any) -> None:
+def begin_all(epochs: SharedEpochs, number: int, seed: int, results: Any) -> None:
     chance = random.Random(seed)
     found = []
     for iteration in range(20):
         for _ in range(chance.randrange(2000)):
             pass
-        found.append(log.begin(worker(iteration + 1, number), 1))
+        found.append(epochs.begin(worker(iteration + 1, number), 1))
     results.put((number, found))
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_processes_at_once(context: Any) -> None:
-    """Each iteration has one epoch, whichever worker comes first; none is left out."""
-    log, started = EpochLog(), multiprocessing.get_context(context)
+def test_workers_that_begin_at_the_same_time(context: Any) -> None:
+    epochs, started = SharedEpochs(), multiprocessing.get_context(context)
     results = started.Queue()
-    running = [started.Process(target=begin_all, args=(log, number, number, results)) for number in range(2)]
+    running = [started.Process(target=begin_all, args=(epochs, number, number, results)) for number in range(2)]
     for each in running:
         each.start()
     found = dict(results.get(timeout=120) for _ in running)
@@ -97,14 +102,64 @@ def test_processes_at_once(context: Any) -> None:
     assert sorted(found[0]) == list(range(20))
 
 
-def test_the_file_goes_with_the_log() -> None:
-    log = EpochLog()
-    path = Path(log._path)
-    child = os.fork()
-    if child == 0:
-        del log
-        os._exit(not path.exists())
-    assert os.waitpid(child, 0)[1] == 0
-    assert path.exists()
-    del log
-    assert not path.exists()
+@pytest.fixture
+def urls(tmp_path: Path) -> list[str]:
+    for shard in range(6):
+        with wds.TarWriter(str(tmp_path / f"{shard}.tar"), encoder=tc.encoder()) as sink:
+            for i in range(3):
+                sink.write({"__key__": f"{shard}-{i}", "tensorcache": torch.full((2,), i)})
+    return [str(tmp_path / f"{shard}.tar") for shard in range(6)]
+
+
+def keys(stream: Any, num_workers: int, **options: Any) -> list[str]:
+    return [sample["__key__"] for sample in DataLoader(stream, batch_size=None, num_workers=num_workers, **options)]
+
+
+def order(urls: list[str], epoch: int, num_workers: int) -> list[str]:
+    """Return the keys of an epoch as a fresh pipeline yields them."""
+    stream = tc.ResumablePipeline(urls)
+    stream.set_epoch(epoch)
+    return keys(stream, num_workers)
+
+
+@pytest.mark.parametrize(("context", "counts"), [("fork", (2, 1, 0, 2)), ("spawn", (2, 1))])
+def test_the_number_of_workers_may_change(urls: list[str], context: str, counts: tuple[int, ...]) -> None:
+    stream = tc.ResumablePipeline(urls)
+    for epoch, num_workers in enumerate(counts):
+        options = {"multiprocessing_context": context} if num_workers else {}
+        assert keys(stream, num_workers, **options) == order(urls, epoch, num_workers)
+
+
+def test_an_abandoned_iteration_ends_its_epoch(urls: list[str]) -> None:
+    stream = tc.ResumablePipeline(urls)
+    made = DataLoader(stream, batch_size=None, num_workers=2)
+    for _ in range(3):
+        next(iter(made))
+    assert keys(stream, 2) == order(urls, 3, 2)
+
+
+def test_two_iterations_at_once_have_two_epochs(urls: list[str]) -> None:
+    made = DataLoader(tc.ResumablePipeline(urls), batch_size=None, num_workers=2)
+    both = list(zip(made, made, strict=True))
+    found = [[samples[at]["__key__"] for samples in both] for at in (0, 1)]
+    assert sorted(found) == sorted([order(urls, 0, 2), order(urls, 1, 2)])
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_set_epoch_reaches_workers(urls: list[str], persistent: bool) -> None:
+    stream = tc.ResumablePipeline(urls)
+    made = DataLoader(stream, batch_size=None, num_workers=2, persistent_workers=persistent)
+    for epoch in (4, 1, 1, 0):
+        stream.set_epoch(epoch)
+        assert [sample["__key__"] for sample in made] == order(urls, epoch, 2)
+    assert [sample["__key__"] for sample in made] == order(urls, 1, 2)
+
+
+def begin_at_5(number: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    info.dataset.set_epoch(5)  # type: ignore[attr-defined]
+
+
+def test_set_epoch_in_a_worker(urls: list[str]) -> None:
+    assert keys(tc.ResumablePipeline(urls), 2, worker_init_fn=begin_at_5) == order(urls, 5, 2)

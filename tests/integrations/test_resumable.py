@@ -1,4 +1,4 @@
-"""Streams that go on: each sample once, in the same sequence where no stage mixes them, and no decoding of what was done."""
+"""Streams that resume: each sample once, in the same order unless a stage shuffles, and no sample decoded twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = (5, 1, 7, 3, 4)
 COUNT = sum(SIZES)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-]  # torchdata looks at all of torch
+]  # torchdata inspects all of torch
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +66,14 @@ STAGES = {
 @pytest.mark.parametrize("stages", STAGES.values(), ids=STAGES)
 def test_resumed_at_every_item(urls: list[str], stages: list[Any]) -> None:
     wanted = [i for i in range(COUNT) if stages is not STAGES["filtered"] or i % 3 != 1]
-    stream = tc.resumable(urls, *stages)
-    epochs = [take(stream, len(list(tc.resumable(urls, *stages)))) for _ in range(2)]
+    stream = tc.ResumablePipeline(urls, *stages)
+    epochs = [take(stream, len(list(tc.ResumablePipeline(urls, *stages)))) for _ in range(2)]
     for epoch in epochs:
         assert sorted(i for item in epoch for i in item) == wanted
     assert epochs[0] != epochs[1]
     whole = [item for epoch in epochs for item in epoch]
     for taken in range(len(whole)):
-        first, second = tc.resumable(urls, *stages), tc.resumable(urls, *stages)
+        first, second = tc.ResumablePipeline(urls, *stages), tc.ResumablePipeline(urls, *stages)
         head = take(first, taken) if taken else []
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         if taken % len(epochs[0]):
@@ -92,9 +92,9 @@ def test_nothing_is_decoded_or_read_again(urls: list[str], monkeypatch: pytest.M
             decoded.append(sample["__key__"])
             yield sample
 
-    first = tc.resumable(urls, note, tc.decode(), shuffle=False)
+    first = tc.ResumablePipeline(urls, note, tc.decode(), shuffle=False)
     take(first, 8)
-    second = tc.resumable(urls, note, tc.decode(), shuffle=False)
+    second = tc.ResumablePipeline(urls, note, tc.decode(), shuffle=False)
     second.load_state_dict(first.state_dict())
     decoded.clear()
     opened: list[str] = []
@@ -112,29 +112,31 @@ def test_nothing_is_decoded_or_read_again(urls: list[str], monkeypatch: pytest.M
 def test_ranks_and_workers_share_an_epoch(urls: list[str], world_size: int, num_workers: int) -> None:
     seen = []
     for rank in range(world_size):
-        stream = tc.resumable(urls, tc.decode(), rank=rank, world_size=world_size)
+        stream = tc.ResumablePipeline(urls, tc.decode(), rank=rank, world_size=world_size)
         for sample in DataLoader(stream, batch_size=None, num_workers=num_workers):
             seen.append(sample["tensorcache"]["i"])
     assert sorted(seen) == list(range(COUNT))
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_go_on_to_other_epochs(urls: list[str], persistent: bool) -> None:
-    expected = [take(tc.resumable(urls, tc.decode()), 3 * COUNT)[at : at + COUNT] for at in range(0, 3 * COUNT, COUNT)]
-    stream = tc.resumable(urls, tc.decode())
+def test_workers_continue_with_the_next_epoch(urls: list[str], persistent: bool) -> None:
+    expected = [
+        take(tc.ResumablePipeline(urls, tc.decode()), 3 * COUNT)[at : at + COUNT] for at in range(0, 3 * COUNT, COUNT)
+    ]
+    stream = tc.ResumablePipeline(urls, tc.decode())
     made = DataLoader(stream, batch_size=None, num_workers=1, persistent_workers=persistent)
     assert [list(map(number, made)) for _ in range(3)] == expected
     stream.set_epoch(1)
     assert list(map(number, made)) == expected[1]
 
 
-def test_shards_are_shared_by_bytes(tmp_path: Path) -> None:
+def test_ranks_share_shards_by_size(tmp_path: Path) -> None:
     for shard, size in enumerate((100_000, 1000, 1000, 1000, 1000)):
         with wds.TarWriter(str(tmp_path / f"{shard}.tar")) as sink:
             sink.write({"__key__": f"{shard}", "bin": bytes(size)})
     urls = str(tmp_path / "{0..4}.tar")
     mine, other = (
-        [sample["__key__"] for sample in tc.resumable(urls, shuffle=False, rank=rank, world_size=2)]
+        [sample["__key__"] for sample in tc.ResumablePipeline(urls, shuffle=False, rank=rank, world_size=2)]
         for rank in range(2)
     )
     assert mine == ["0"]
@@ -144,7 +146,7 @@ def test_shards_are_shared_by_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_stateful_data_loader(urls: list[str], num_workers: int) -> None:
     def begun() -> Any:
-        stream = tc.resumable(urls, tc.decode(), batched(2))
+        stream = tc.ResumablePipeline(urls, tc.decode(), batched(2))
         return StatefulDataLoader(stream, batch_size=None, num_workers=num_workers)
 
     made, whole, states = begun(), [], []
@@ -158,55 +160,58 @@ def test_stateful_data_loader(urls: list[str], num_workers: int) -> None:
         assert sorted(i for item in [*whole[: at + 1], *map(number, again)] for i in item) == list(range(COUNT))
 
 
-def test_a_shard_that_is_cut(urls: list[str], tmp_path: Path) -> None:
+def test_a_truncated_shard(urls: list[str], tmp_path: Path) -> None:
     cut = tmp_path / "cut.tar"
     cut.write_bytes(Path(urls[2]).read_bytes()[:5000])
     with pytest.raises(tc.FormatError, match=r"cut\.tar: byte \d+"):
-        list(tc.resumable([str(cut), urls[0]], tc.decode(), shuffle=False))
-    stream = tc.resumable([str(cut), urls[0]], tc.decode(), shuffle=False, handler=wds.ignore_and_continue)
+        list(tc.ResumablePipeline([str(cut), urls[0]], tc.decode(), shuffle=False))
+    stream = tc.ResumablePipeline([str(cut), urls[0]], tc.decode(), shuffle=False, handler=wds.ignore_and_continue)
     assert [number(item) for item in stream][-5:] == [[i] for i in range(5)]
 
 
-def test_what_is_refused(urls: list[str]) -> None:
+def test_refused_arguments_and_states(urls: list[str]) -> None:
     with pytest.raises(ValueError, match="no shards"):
-        tc.resumable([])
+        tc.ResumablePipeline([])
     with pytest.raises(KeyError, match="has no '__position__'"):
-        next(iter(tc.resumable(urls, tc.decode(), wds.to_tuple("tensorcache"))))
-    item = next(iter(tc.resumable(urls, tc.decode(), wds.to_tuple("tensorcache", "__position__"))))
+        next(iter(tc.ResumablePipeline(urls, tc.decode(), wds.to_tuple("tensorcache"))))
+    item = next(iter(tc.ResumablePipeline(urls, tc.decode(), wds.to_tuple("tensorcache", "__position__"))))
     assert list(item[0]) == ["x", "i"]
-    state = tc.resumable(urls).state_dict()
-    for other in (tc.resumable(urls[1:]), tc.resumable(urls, seed=1), tc.resumable(urls, rank=0, world_size=2)):
+    state = tc.ResumablePipeline(urls).state_dict()
+    for other in (
+        tc.ResumablePipeline(urls[1:]),
+        tc.ResumablePipeline(urls, seed=1),
+        tc.ResumablePipeline(urls, rank=0, world_size=2),
+    ):
         with pytest.raises(ValueError, match="the state is of another stream"):
             other.load_state_dict(state)
 
 
 @given(st.lists(st.integers(0, 30)))
-def test_ranges(numbers: list[int]) -> None:
+def test_done_samples_are_ranges(numbers: list[int]) -> None:
     done = _Done()
     for one in numbers:
         done.add(one)
     assert [i for i in range(40) if i in done] == sorted(set(numbers))
-    edges = [edge for each in done.ranges for edge in each]
-    assert edges == sorted(set(edges))
+    assert done.edges == sorted(set(done.edges))
 
 
-def test_epochs_that_are_given(urls: list[str]) -> None:
-    first = tc.resumable(urls, tc.decode())
+def test_set_epoch_after_loading_a_state(urls: list[str]) -> None:
+    first = tc.ResumablePipeline(urls, tc.decode())
     whole = take(first, 2 * COUNT)
-    first = tc.resumable(urls, tc.decode())
+    first = tc.ResumablePipeline(urls, tc.decode())
     take(first, 7)
     for epoch, expected in ((0, whole[7:COUNT]), (1, whole[COUNT:])):
-        second = tc.resumable(urls, tc.decode())
+        second = tc.ResumablePipeline(urls, tc.decode())
         second.load_state_dict(first.state_dict())
         second.set_epoch(epoch)  # as loops over epochs do
         assert list(map(number, second)) == expected
     with pytest.raises(ValueError, match="another stream"):
-        tc.resumable([urls[0], *urls[:0:-1]]).load_state_dict(first.state_dict())
+        tc.ResumablePipeline([urls[0], *urls[:0:-1]]).load_state_dict(first.state_dict())
 
 
-def test_epochs_that_torch_seeds_alike(urls: list[str]) -> None:
-    expected = take(tc.resumable(urls, tc.decode()), 3 * COUNT)
-    stream, seen = tc.resumable(urls, tc.decode()), []
+def test_epochs_with_the_same_torch_seed(urls: list[str]) -> None:
+    expected = take(tc.ResumablePipeline(urls, tc.decode()), 3 * COUNT)
+    stream, seen = tc.ResumablePipeline(urls, tc.decode()), []
     for _ in range(3):
         torch.manual_seed(0)
         seen += list(map(number, DataLoader(stream, batch_size=None, num_workers=1)))
@@ -218,24 +223,24 @@ def epochs(stream: Any, num_workers: int, count: int = 1) -> list[list[int]]:
     return [[i for item in made for i in number(item)] for _ in range(count)]
 
 
-def test_workers_and_this_process_in_turn(urls: list[str]) -> None:
-    orders = epochs(tc.resumable(urls, tc.decode()), 0, 6)
+def test_workers_and_the_main_process_take_turns(urls: list[str]) -> None:
+    orders = epochs(tc.ResumablePipeline(urls, tc.decode()), 0, 6)
     for context in (lambda stream: stream, lambda stream: pickle.loads(pickle.dumps(stream))):
-        stream = context(tc.resumable(urls, tc.decode()))
+        stream = context(tc.ResumablePipeline(urls, tc.decode()))
         assert epochs(stream, 0) == orders[:1]
         assert epochs(stream, 1, 2) == orders[1:3]
         with pytest.raises(RuntimeError, match="the workers have the state"):
             stream.state_dict()
         assert epochs(stream, 0) == orders[3:4]
-        next(iter(stream))  # leaves an epoch
+        next(iter(stream))  # abandons an epoch
         assert epochs(stream, 1) == orders[5:]
         stream.set_epoch(2)
         assert stream.state_dict()["epoch"] == 2
         assert epochs(stream, 1) == orders[2:3]
 
 
-def test_a_state_is_of_one_process(urls: list[str]) -> None:
-    stream = tc.resumable(urls, tc.decode())
+def test_a_state_belongs_to_one_process(urls: list[str]) -> None:
+    stream = tc.ResumablePipeline(urls, tc.decode())
     next(iter(stream))
     state = stream.state_dict()
     stream.load_state_dict(state)
@@ -243,10 +248,32 @@ def test_a_state_is_of_one_process(urls: list[str]) -> None:
         epochs(stream, 1)
 
 
+def test_a_state_at_the_end_of_an_epoch(urls: list[str]) -> None:
+    orders = epochs(tc.ResumablePipeline(urls, tc.decode()), 0, 3)
+    first, second = tc.ResumablePipeline(urls, tc.decode()), tc.ResumablePipeline(urls, tc.decode())
+    assert epochs(first, 0) == orders[:1]
+    second.load_state_dict(first.state_dict())
+    assert epochs(second, 0, 2) == orders[1:]
+    second.load_state_dict(first.state_dict())
+    second.set_epoch(0)
+    assert epochs(second, 0, 2) == orders[:2]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stateful_loader_at_the_end_of_an_epoch(urls: list[str], num_workers: int) -> None:
+    def begun() -> Any:
+        return StatefulDataLoader(tc.ResumablePipeline(urls, tc.decode()), batch_size=None, num_workers=num_workers)
+
+    first, second = begun(), begun()
+    list(first)
+    second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+    assert [list(map(number, second)) for _ in range(2)] == [list(map(number, first)) for _ in range(2)]
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_stateful_epochs(urls: list[str], persistent: bool) -> None:
     def begun() -> Any:
-        stream = tc.resumable(urls, tc.decode())
+        stream = tc.ResumablePipeline(urls, tc.decode())
         return StatefulDataLoader(stream, batch_size=None, num_workers=2, persistent_workers=persistent)
 
     made = begun()
@@ -267,7 +294,7 @@ def test_stateful_epochs(urls: list[str], persistent: bool) -> None:
 
 
 def test_iterations_end_each_other(urls: list[str]) -> None:
-    stream = tc.resumable(urls, tc.decode())
+    stream = tc.ResumablePipeline(urls, tc.decode())
     first = iter(stream)
     next(first)
     state = stream.state_dict()
@@ -281,14 +308,14 @@ def test_iterations_end_each_other(urls: list[str]) -> None:
     assert len(list(stream)) == COUNT - 1
 
 
-def test_shards_that_changed(urls: list[str], tmp_path: Path) -> None:
+def test_a_state_of_changed_shards_is_refused(urls: list[str], tmp_path: Path) -> None:
     copies = [shutil.copy(url, tmp_path) for url in urls]
-    state = tc.resumable(copies, tc.decode(), rank=0, world_size=2).state_dict()
-    tc.resumable(copies, tc.decode(), rank=0, world_size=2).load_state_dict(state)
+    state = tc.ResumablePipeline(copies, tc.decode(), rank=0, world_size=2).state_dict()
+    tc.ResumablePipeline(copies, tc.decode(), rank=0, world_size=2).load_state_dict(state)
     with open(copies[1], "ab") as file:
         file.write(bytes(512))
     with pytest.raises(ValueError, match="the state is of another stream"):
-        tc.resumable(copies, tc.decode(), rank=0, world_size=2).load_state_dict(state)
+        tc.ResumablePipeline(copies, tc.decode(), rank=0, world_size=2).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -308,8 +335,8 @@ def test_shards_that_changed(urls: list[str], tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_states_that_are_damaged(urls: list[str], changed: dict[str, Any]) -> None:
-    stream = tc.resumable(urls, tc.decode())
+def test_damaged_states(urls: list[str], changed: dict[str, Any]) -> None:
+    stream = tc.ResumablePipeline(urls, tc.decode())
     before = stream.state_dict()
     for wrong in (before | changed, {key: value for key, value in before.items() if key not in changed}, None):
         with pytest.raises(ValueError, match=r"the state (is|does)"):
@@ -317,22 +344,24 @@ def test_states_that_are_damaged(urls: list[str], changed: dict[str, Any]) -> No
     assert stream.state_dict() == before
 
 
-def test_what_the_stream_does_itself(urls: list[str], tmp_path: Path) -> None:
+def test_stages_that_the_pipeline_replaces_are_refused(urls: list[str], tmp_path: Path) -> None:
     for stage in (wds.split_by_worker, wds.split_by_node, wds.tarfile_to_samples(), tc.tarfile_to_samples()):
         with pytest.raises(ValueError, match="the stream shares out and reads the shards itself"):
-            tc.resumable(urls, stage, tc.decode())
+            tc.ResumablePipeline(urls, stage, tc.decode())
     with pytest.raises(ValueError, match="5 shards for 6 ranks: some would have none"):
-        tc.resumable(urls, tc.decode(), rank=0, world_size=6)
+        tc.ResumablePipeline(urls, tc.decode(), rank=0, world_size=6)
     for wrong in (wds.DataPipeline(wds.SimpleShardList(urls)), [1], None):
         with pytest.raises(TypeError, match="expected a list of them, a pattern or a folder"):
-            tc.resumable(wrong, tc.decode())
+            tc.ResumablePipeline(wrong, tc.decode())
     with pytest.raises(FileNotFoundError, match="neither manifest.json nor"):
-        tc.resumable(str(tmp_path), tc.decode())
-    with pytest.raises(KeyError, match="let them pass it on, or map behind the stream"):
-        next(iter(tc.resumable(urls, wds.map(lambda sample: sample["__key__"]))))
+        tc.ResumablePipeline(str(tmp_path), tc.decode())
+    with pytest.raises(KeyError, match="let the stages pass it on, or map after the stream"):
+        next(iter(tc.ResumablePipeline(urls, wds.map(lambda sample: sample["__key__"]))))
 
 
 def test_folders_and_patterns(urls: list[str]) -> None:
     folder = str(Path(urls[0]).parent)
     for source in (folder, f"{folder}/*.tar", f"{folder}/{{0..4}}.tar"):
-        assert sorted(i for item in tc.resumable(source, tc.decode()) for i in number(item)) == list(range(COUNT))
+        assert sorted(i for item in tc.ResumablePipeline(source, tc.decode()) for i in number(item)) == list(
+            range(COUNT)
+        )

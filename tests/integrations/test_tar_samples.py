@@ -1,4 +1,4 @@
-"""Our stage gives webdataset's samples; and whatever is cut off, nothing of a shard meets anything of the next."""
+"""Our stage yields webdataset's samples, and never mixes a truncated shard with the next one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read(*urls: Any, **options: Any) -> list[dict[str, Any]]:
 
 
 def stock(*urls: Any, **options: Any) -> list[dict[str, Any]]:
-    """Return what webdataset's stage gives of each shard alone: older releases run samples of the same key together."""
+    """Return the samples of webdataset's stage for each shard alone: older releases merge samples of the same key."""
     return [sample for url in urls for sample in wds.tarfile_to_samples(**options)([{"url": str(url)}])]
 
 
@@ -107,15 +107,15 @@ def test_odd_tars(tmp_path: Path) -> None:
 
 
 def of(sample: dict[str, Any]) -> set[str]:
-    """Return the names of the shards whose bytes are in a sample."""
+    """Return the names of the shards whose bytes a sample contains."""
     found = {sample["__url__"][-5]}
     found |= {sample["txt"].decode()[:1]} if "txt" in sample else set()
     found |= {json.loads(sample["json"])["of"]} if "json" in sample else set()
     return found
 
 
-def test_shards_that_are_cut_never_mix(shards: list[Path], tmp_path: Path) -> None:
-    """Inside and at the boundary of every member, followed by a shard of the same keys."""
+def test_truncated_shards_never_mix(shards: list[Path], tmp_path: Path) -> None:
+    """Cut inside and at the boundary of every member, with a shard of the same keys after it."""
     whole = shards[0].read_bytes()
     with tarfile.open(shards[0]) as tar:
         members = [(info.offset, info.offset_data, info.size) for info in tar]
@@ -133,7 +133,7 @@ def test_shards_that_are_cut_never_mix(shards: list[Path], tmp_path: Path) -> No
         assert all(of(sample) <= {"c", "a"} or of(sample) == {"b"} for sample in seen)
         first = [sample for sample in seen if sample["__url__"] == str(cut)]
         assert [{**sample, "__url__": str(shards[0])} for sample in first] == complete[: len(first)]
-        # all that another sample's header follows
+        # samples followed by another sample's header
         assert len(first) == max(0, sum(begin + 512 <= length for begin in ends) - 1)
         assert seen[len(first) :] == read(shards[1])
         assert read(cut, shards[1], handler=wds.ignore_and_stop) == first
@@ -141,21 +141,21 @@ def test_shards_that_are_cut_never_mix(shards: list[Path], tmp_path: Path) -> No
 
 @pytest.mark.parametrize("suffix", ["__key__", "__url__", "__local_path__", "__URL__"])
 @pytest.mark.parametrize("at", [0, 1])
-def test_members_with_names_of_webdatasets_own(tmp_path: Path, suffix: str, at: int) -> None:
+def test_members_with_reserved_names(tmp_path: Path, suffix: str, at: int) -> None:
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as tar:
         for name in ["a.txt"] * at + [f"a.{suffix}", "a.json"]:
             info = tarfile.TarInfo(name)
             info.size = 1
             tar.addfile(info, io.BytesIO(b"1"))
-    with pytest.raises(tc.FormatError, match="which is webdataset's name for another"):
+    with pytest.raises(tc.FormatError, match="a name that webdataset reserves"):
         list(tc.tarfile_to_samples()([{"url": str(path)}]))
     expected = {"__key__": "a", "__url__": str(path), "json": b"1"} | ({"txt": b"1"} if at else {})
     assert list(tc.tarfile_to_samples(handler=wds.ignore_and_continue)([{"url": str(path)}])) == [expected]
 
 
 def test_webdatasets_own_stage_mixes(shards: list[Path], tmp_path: Path) -> None:
-    """The reason for this stage. If this fails, webdataset has fixed the bug: change docs/webdataset.md."""
+    """Show the reason for this stage. If this test fails, webdataset has fixed the bug: change docs/webdataset.md."""
     cut = tmp_path / "c.tar"
     with tarfile.open(shards[0]) as tar:
         second = tar.getmembers()[1]
@@ -193,7 +193,7 @@ def test_files_are_closed(shards: list[Path]) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_sizes_that_lie_take_no_memory(tmp_path: Path) -> None:
+def test_wrong_sizes_allocate_no_memory(tmp_path: Path) -> None:
     info = tarfile.TarInfo("0.bin")
     for size in (1 << 40, 1 << 62, (1 << 63) - 1):
         info.size = size
@@ -206,7 +206,7 @@ def test_sizes_that_lie_take_no_memory(tmp_path: Path) -> None:
 
 
 class Dribble(io.RawIOBase):
-    """A stream that gives what it likes."""
+    """A stream whose reads return fewer bytes than requested."""
 
     def __init__(self, content: bytes, sizes: list[int]) -> None:
         self._stream, self._sizes, self._at = io.BytesIO(content), sizes, 0
@@ -247,7 +247,7 @@ def test_handlers_of_members(tmp_path: Path) -> None:
         read(paths[1], rename_files=lambda name: {}[name])
 
 
-def test_garbage_behind_a_compressed_shard(shards: list[Path], tmp_path: Path) -> None:
+def test_garbage_after_a_compressed_shard(shards: list[Path], tmp_path: Path) -> None:
     path = tmp_path / "g.tar"
     path.write_bytes(gzip.compress(shards[0].read_bytes()) + b"garbage")
     samples = tc.tarfile_to_samples()([{"url": str(path)}])
@@ -256,7 +256,7 @@ def test_garbage_behind_a_compressed_shard(shards: list[Path], tmp_path: Path) -
         next(samples)
 
 
-def test_pipes_that_are_left(shards: list[Path]) -> None:
+def test_abandoned_pipes_are_killed(shards: list[Path]) -> None:
     samples = tc.tarfile_to_samples()([{"url": f"pipe:cat {shards[0]}; sleep 100"}])
     next(samples)
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Batches in Lightning, accelerate and torch's own loaders, which move them, pin them and rebuild what is in them."""
+"""Batches in Lightning, accelerate and torch's own loaders, which move, pin and rebuild them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
 
 import wds_tensorcache as tc
-from tests.loading.batches import write
+from tests.reading.batches import write
 from wds_tensorcache.reading.batch.values import Leaves
 
 INSTALL = "needs Lightning and accelerate: pip install pytorch-lightning accelerate"
@@ -27,7 +27,7 @@ from accelerate.utils import recursively_apply, send_to_device  # noqa: E402
 from lightning_fabric.utilities import move_data_to_device  # noqa: E402
 from lightning_utilities import apply_to_collection  # noqa: E402
 
-# theirs: of workers, of devices, of what they are going to remove
+# their warnings: about workers, devices and deprecations
 pytestmark = pytest.mark.filterwarnings("ignore")
 COUNT = 11
 MOVERS = {"lightning": move_data_to_device, "accelerate": send_to_device}
@@ -77,7 +77,7 @@ def cache(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Iterator[Any]:
-    """Without what Lightning cannot rebuild in lists, which is what workers send: ranges, and frozen dataclasses."""
+    """A cache without ranges and frozen dataclasses, which Lightning cannot rebuild in the lists that workers send."""
     samples = [{k: v for k, v in sample(i).items() if k not in ("range", "pair", "frozen")} for i in range(COUNT)]
     with tc.open(write(tmp_path / "plain", samples)) as opened:
         yield opened
@@ -90,14 +90,14 @@ def batches(cache: Any) -> dict[str, Any]:
         "stack": cache.read_batch(range(4)),
         "list": cache.read_batch(range(4), collate="list"),
         "pad": cache.read_batch(range(4), collate="pad"),
-        "filled": cache.fill_batch(range(4), cache.read_tensors(range(4))),
+        "filled": cache.nest(range(4), cache.read_tensors(range(4))),
         "loader": pair,
         "nested": {"both": [pair, pair]},
     }
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """Return what is in a batch and no container, in the order of a walk."""
+    """Return the leaves of a batch in the order of a walk."""
     if isinstance(value, Mapping):
         return [leaf for part in value.values() for leaf in leaves_of(part)]
     if isinstance(value, (list, tuple, deque)):
@@ -105,10 +105,10 @@ def leaves_of(value: Any) -> list[Any]:
     return [value]
 
 
-# --- what they look at ---
+# --- trainers' walks over batches ---
 
 
-def test_what_is_beside_tensors_is_nothing_that_they_rebuild(cache: Any) -> None:
+def test_trainers_rebuild_only_tensors(cache: Any) -> None:
     for batch in batches(cache).values():
         kinds = {type(leaf) for leaf in leaves_of(batch)}
         assert Leaves in kinds
@@ -120,7 +120,7 @@ def test_what_is_beside_tensors_is_nothing_that_they_rebuild(cache: Any) -> None
 @pytest.mark.parametrize("mover", MOVERS)
 @pytest.mark.parametrize("kind", ["stack", "list", "pad", "filled", "loader", "nested"])
 def test_batches_are_moved(cache: Any, kind: str, mover: str) -> None:
-    """Tensors are on the device then, and nothing else was decoded or rebuilt."""
+    """Tensors move to the device, and no other value is decoded or rebuilt."""
     batch = batches(cache)[kind]
     moved = MOVERS[mover](batch, torch.device("meta"))
     before, after = leaves_of(batch), leaves_of(moved)
@@ -209,7 +209,7 @@ def test_torch_pins_and_converts(cache: Any) -> None:
 
 
 def test_torch_collates_batches(cache: Any) -> None:
-    """As a data loader over steps does that has a batch size; values are collated as those of lists are."""
+    """Collate batches, as a DataLoader over steps with a batch size does; values collate like those of lists."""
     view = cache[["000", "001", "002", "003", "004", "005"]]
     names = ("x", "name", "ordered", "tuple", "bytes")
     view = view.select(["x", "ordered.*", "tuple.*"])
@@ -222,7 +222,7 @@ def test_torch_collates_batches(cache: Any) -> None:
     assert collated["ordered"]["n"][1].tolist() == [1, 3, 5]
 
 
-# --- the record ---
+# --- BatchInfo ---
 
 
 def test_a_record_is_immutable_and_pickles(cache: Any) -> None:
@@ -336,7 +336,7 @@ def test_an_accelerator(cache: Any, kind: str) -> None:
 
 
 class Stopped(Exception):
-    """The trainer was stopped in the middle of an epoch."""
+    """An exception that stops the trainer in the middle of an epoch."""
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ class Stopped(Exception):
 def test_a_trainer_resumes_in_the_middle_of_an_epoch(
     cache: Any, plain: Any, tmp_path: Path, before: str, after: str
 ) -> None:
-    """Lightning saves and loads the loader's state by itself; another kind of loader takes it."""
+    """Lightning saves and loads the loader's state, also into another kind of loader."""
 
     class Stopping(Model):
         def training_step(self, batch: Any, number: int) -> torch.Tensor:
@@ -384,7 +384,7 @@ def test_a_trainer_resumes_in_the_middle_of_an_epoch(
 
 
 def test_an_accelerator_with_a_stateful_loader(plain: Any) -> None:
-    """accelerate's own data loader has the state; the loader that it was made of says so."""
+    """accelerate's own DataLoader has the state; the loader that it wraps raises an error that says so."""
     pytest.importorskip("torchdata", reason="needs torchdata: pip install torchdata")
     configuration = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
 

@@ -22,7 +22,7 @@ Members = dict[str, tuple[bytes, bytes]]
 
 
 def plain_sample() -> dict[str, Any]:
-    """Everything of the format that needs no package."""
+    """Return a sample with all types of the format that need no package."""
     shared = ["shared", (1, "é")]
     loop: list[Any] = [shared, {"again": shared}]
     loop.append(loop)
@@ -44,7 +44,7 @@ def plain_sample() -> dict[str, Any]:
 
 
 def tensor_samples() -> dict[str, Any]:
-    """Samples for interpreters that have torch and numpy; nothing in them depends on a release of those."""
+    """Return samples for interpreters with torch and numpy, which do not depend on their releases."""
     import numpy as np
     import torch
 
@@ -65,7 +65,7 @@ def tensor_samples() -> dict[str, Any]:
 
 
 def describe(value: Any, seen: dict[int, int] | None = None) -> Any:
-    """Return JSON that is equal for equal values on every Python version, and tells which objects are one."""
+    """Return JSON that is equal for equal values on every Python version, and shows which objects are shared."""
     seen = {} if seen is None else seen
     kind = type(value).__name__
     if isinstance(value, (list, dict, set, deque, bytearray)):
@@ -82,7 +82,7 @@ def describe(value: Any, seen: dict[int, int] | None = None) -> Any:
     if kind == "Tensor":
         return [kind, str(value.dtype), list(value.shape), hashlib.sha256(_tensor_bytes(value)).hexdigest()]
     if kind == "ndarray":
-        little = value.astype(value.dtype.newbyteorder("<"))  # which is how it is stored
+        little = value.astype(value.dtype.newbyteorder("<"))  # as it is stored
         return [kind, str(little.dtype), list(value.shape), hashlib.sha256(little.tobytes()).hexdigest()]
     if hasattr(value, "dtype"):  # a scalar, whose repr depends on numpy's release and which has two names for int64
         return ["scalar", value.dtype.str, str(value)]

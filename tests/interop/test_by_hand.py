@@ -1,4 +1,4 @@
-"""Members that somebody makes with nothing but pickle, safetensors and webdataset come back through `tc.decode()`."""
+"""Members made with only pickle, safetensors and webdataset decode through `tc.decode()`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every_protocol = pytest.mark.parametrize("protocol", [4, 5])
 
 
 def pickle_by_hand(value: Any, base: type, protocol: int) -> tuple[bytes, dict[str, Any]]:
-    """Return a skeleton as FORMAT.md tells others to write one, and its tensors and arrays by name."""
+    """Return a skeleton written by FORMAT.md's rules for other tools, and its tensors and arrays by name."""
     named: dict[str, Any] = {}
 
     class Skeleton(base):  # type: ignore[misc]
@@ -55,7 +55,7 @@ def save_with_numpy(named: dict[str, Any]) -> bytes:
 
 
 def read_back(skeleton: bytes, tensors: bytes, folder: Path, **decode: Any) -> Any:
-    """Write a shard that nothing of ours touched, and read it with our stage."""
+    """Write a shard without this package, and read it with our stage."""
     path = str(folder / "by_hand.tar")
     with wds.TarWriter(path, encoder=False) as sink:
         sink.write({"__key__": "a", "skel.pyd": skeleton, "safetensors": tensors})
@@ -118,7 +118,7 @@ def test_plain_structures(kind: str, protocol: int, base: type) -> None:
 
 @every_pickler
 @every_protocol
-def test_torch_values_that_are_no_tensors(protocol: int, base: type) -> None:
+def test_torch_values_other_than_tensors(protocol: int, base: type) -> None:
     sample = [torch.Size([2, 0]), torch.bfloat16, torch.device("cuda", 1), torch.Size([])]
     skeleton, named = pickle_by_hand(sample, base, protocol)
     assert_same(sample, tc.decode_sample(skeleton, save_with_torch(named)))
@@ -170,7 +170,7 @@ def test_stock_rewrite_of_our_tensors() -> None:
         tc.decode_sample(skeleton, rewritten, verify=True)
 
 
-def test_stock_rewrite_that_keeps_our_metadata_is_no_pair(tmp_path: Path) -> None:
+def test_stock_rewrite_that_keeps_our_metadata_is_not_a_pair(tmp_path: Path) -> None:
     skeleton, tensors = tc.encode_sample(diffusion_sample(3))
     (tmp_path / "a.safetensors").write_bytes(tensors)
     with safetensors.safe_open(tmp_path / "a.safetensors", "pt") as opened:

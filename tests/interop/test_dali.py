@@ -1,4 +1,4 @@
-"""DALI's own webdataset reader, on the CPU, with and without its index: the members' bytes, so our sample."""
+"""DALI's own webdataset reader, on the CPU, with and without an index, returns the members' bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ index_or_not = pytest.mark.parametrize("indexed", [True, False], ids=["wds2idx",
 
 
 def read_with_dali(path: str, fields: list[str], indexed: bool) -> list[list[bytes]]:
-    """Return one epoch: per sample, the bytes of each field."""
+    """Return the bytes of each field of each sample in one epoch."""
     index_paths = []
     if indexed:
         index_paths = [str(Path(path).with_suffix(".idx"))]
@@ -70,7 +70,7 @@ def test_named_caches(write_shard: Callable[..., str], indexed: bool) -> None:
 
 @index_or_not
 def test_longest_member_names(write_shard: Callable[..., str], indexed: bool) -> None:
-    keys = [name * (100 - len(".safetensors")) for name in "ab"]  # what FORMAT.md allows, to the byte
+    keys = [name * (100 - len(".safetensors")) for name in "ab"]  # the longest that FORMAT.md allows
     path = write_shard([{"__key__": key, "tensorcache": {"key": key, "x": torch.arange(3)}} for key in keys])
     samples = read_with_dali(path, ["skel.pyd", "safetensors"], indexed)
     assert [tc.decode_sample(*sample)["key"] for sample in samples] == keys

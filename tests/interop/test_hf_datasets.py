@@ -1,4 +1,4 @@
-"""Hugging Face `datasets` reads a shard, offline: members arrive as bytes, nothing of them decoded, and become samples."""
+"""Hugging Face `datasets` reads a shard offline: members arrive as undecoded bytes and become samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
 
-# In a process of its own: `datasets` looks at the variables that keep it offline once, when it is imported.
+# In its own process: `datasets` reads the variables that keep it offline only once, when it is imported.
 READER = """
 import pickle, sys
 from datasets import load_dataset
@@ -47,7 +47,7 @@ with open(result, "wb") as file:
 
 
 def read_with_datasets(shard: str, folder: Path) -> dict[str, Any]:
-    """Return rows, their declared dtypes, and the caches that each kind of dataset decodes, by kind."""
+    """Return rows, their declared dtypes and their decoded caches, by kind of dataset."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "home")}
     environment = {**os.environ, **offline, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     result = folder / "result.pickle"

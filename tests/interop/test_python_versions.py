@@ -1,7 +1,7 @@
 """Every Python 3.10+ on this machine: stock pickle opens our skeletons, and this package makes the same bytes.
 
-Interpreters are looked for on PATH and in pyenv. WDS_TENSORCACHE_PYTHONS, a list as PATH is one, adds others: those of
-virtual environments that have the package's dependencies.
+Interpreters are searched on PATH and in pyenv. WDS_TENSORCACHE_PYTHONS, a list like PATH, adds more, for example virtual
+environments with the package's dependencies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ every_version = pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.1
 
 @functools.cache
 def interpreters() -> list[tuple[str, str, bool]]:
-    """Return (path, version, whether it has what the package needs) of each interpreter, this one included."""
+    """Return (path, version, whether it has the package's dependencies) for each interpreter, including this one."""
     named = [sys.executable, *filter(None, os.environ.get("WDS_TENSORCACHE_PYTHONS", "").split(os.pathsep))]
     on_path = [shutil.which(f"python3.{minor}") for minor in range(10, 20)]
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
@@ -59,7 +59,7 @@ def run_elsewhere(path: str, what: str, folder: Path) -> Any:
 
 
 def write_members(samples: dict[str, Any], folder: Path) -> dict[str, list[str]]:
-    """Write each sample's members; returns them in hexadecimal."""
+    """Write each sample's members, and return them in hexadecimal."""
     members = {name: tc.encode_sample(sample) for name, sample in samples.items()}
     for name, (skeleton, tensors) in members.items():
         (folder / f"{name}.skel.pyd").write_bytes(skeleton)

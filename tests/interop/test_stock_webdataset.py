@@ -1,4 +1,4 @@
-"""Stock webdataset reads our shards where this package cannot be imported: strings in the tensors' places, and their values."""
+"""Stock webdataset reads our shards without this package: texts in place of tensors, and the tensors' values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from tests.conftest import diffusion_sample
 from tests.same import tensor_bytes
 
-# None in sys.modules makes every import of the package an ImportError, also one that a pickle asks for
+# None in sys.modules makes every import of the package an ImportError, also in a pickle
 STOCK_READER = """
 import hashlib, json, sys
 sys.modules["wds_tensorcache"] = None
@@ -41,7 +41,7 @@ for sample in wds.WebDataset(sys.argv[1], shardshuffle=False).decode():
 
 
 def read_elsewhere(path: str, folder: Path) -> list[dict[str, Any]]:
-    """Return what stock webdataset finds in the shard, one dict per sample."""
+    """Return stock webdataset's samples of the shard as dicts."""
     command = [sys.executable, "-c", STOCK_READER, path]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""tarfile, GNU tar, pipes of a shell and webdataset's `pipe:` read a shard to its last byte."""
+"""tarfile, GNU tar, shell pipes and webdataset's `pipe:` read a shard to its last byte."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.same import assert_same
 
 
 def large_sample(index: int) -> dict[str, Any]:
-    """More than the 64 KiB that a pipe holds, so that a reader which stops early breaks it."""
+    """Return a sample of more than the 64 KiB that a pipe holds, so that a reader that stops early breaks the pipe."""
     return {**diffusion_sample(index), "wide": torch.arange(30_000) + index}
 
 
@@ -31,7 +31,7 @@ def large_shard(write_shard: Callable[..., str]) -> str:
 
 @pytest.fixture
 def members() -> dict[str, bytes]:
-    """What lies in `large_shard`, in order, made without a tar."""
+    """The members of `large_shard` in order, made without a tar."""
     result = {}
     for i in range(3):
         skeleton, tensors = tc.encode_sample(large_sample(i))

@@ -52,7 +52,7 @@ def flip(path: Path, at: int, mask: int = 0xFF) -> None:
 
 def faults(source: Any, **options: Any) -> list[tuple[str | None, str]]:
     """Return key and text of each fault; with one thread and with three, which must find the same."""
-    report = tc.verify(source, threads=1, **options)
-    assert report.faults == tc.verify(source, threads=3, **options).faults
-    assert bool(report) is (not report.faults)
+    report = tc.verify(source, num_threads=1, **options)
+    assert report.faults == tc.verify(source, num_threads=3, **options).faults
+    assert report.ok is (not report.faults)
     return [(fault.key, fault.what) for fault in report.faults]

@@ -38,7 +38,7 @@ def by_tarfile_in(path: Path) -> list[tuple[str, int, int]]:
 
 
 def build(members: list[tuple[str, bytes]]) -> bytes:
-    """Return a tar of our own headers."""
+    """Return a tar with our headers."""
     parts = [tar.build_header(n, len(c)) + c + bytes(tar.padding(len(c))) for n, c in members]
     return b"".join(parts) + tar.END_OF_ARCHIVE
 
@@ -116,7 +116,7 @@ UNUSUAL = {
     "size is empty": raw_header(b"a", b"0", b""),
     "base 256": raw_header(b"a", b"0", b"\x80" + bytes(10) + b"\x01") + bytes(512),
     "name of 100 bytes": raw_header(b"a" * 100, b"0", b"1") + bytes(512),
-    "bytes behind the name": raw_header(b"a\0bc".ljust(100, b"d"), b"0", b"1") + bytes(512),
+    "bytes after the name": raw_header(b"a\0bc".ljust(100, b"d"), b"0", b"1") + bytes(512),
     "no name": raw_header(b"", b"0", b"1") + bytes(512),
     "not UTF-8": raw_header(b"\xff\xe9.json", b"0", b"1") + bytes(512),
     "signed checksum": raw_header(b"\xff\xe9.json", b"0", b"1", signed=True) + bytes(512),

@@ -30,7 +30,7 @@ def sparse(name: bytes, more: int = 0) -> bytes:
 
 
 def pax_sparse(name: bytes) -> bytes:
-    """Return a sparse member as pax has it, its name once more in front of the records."""
+    """Return a sparse member as pax has it, its name once more before the records."""
     records = record(b"GNU.sparse.major", b"1"), record(b"GNU.sparse.minor", b"0"), record(b"GNU.sparse.name", name)
     content = raw_header(b"777.json", b"0", b"1") + b"1".ljust(BLOCK, b"\0")
     return pax(*records) + raw_header(name, b"0", b"%011o" % len(content)) + content
@@ -76,7 +76,7 @@ def test_no_sample_is_lost(tmp_path: Path, kind: str, name: str, at: int) -> Non
     ]
     path = tmp_path / "x.tar"
     path.write_bytes(b"".join([*halves[:at], FOREIGN[kind](name.encode()), *halves[at:]]) + bytes(1024))
-    report = tc.verify(path, threads=1)
+    report = tc.verify(path, num_threads=1)
     assert (report.num_samples, report.num_damaged, report.num_lost) in {(4, 0, 0), (5, 0, 0)}, report
     tc.repair(path, tmp_path / "out")
     with tc.open(tmp_path / "out" / "x.tar") as cache:
@@ -104,7 +104,7 @@ def test_kinds(tmp_path: Path, kind: str, wanted: str, name: str) -> None:
 
 @pytest.mark.parametrize("damage", ["flip", "zeros", "noise"])
 def test_an_extended_header_of_times_alone(tmp_path: Path, damage: str) -> None:
-    """webdataset's writers put one in front of each member: a member that has lost it is whole."""
+    """webdataset's writers put one before each member: a member that has lost it is whole."""
     parts: list[Any] = []
     for i in range(4):
         for suffix, half in zip(("skel.pyd", "safetensors"), tc.encode_sample(sample(i)), strict=True):

@@ -1,4 +1,4 @@
-"""Shards that are replaced or cut short while somebody reads them: an error, never other bytes."""
+"""Shards that are replaced or cut short while a process reads them: an error, never other bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.shards import sources
+from wds_tensorcache.shards import shard as one_shard
 
 
 @pytest.fixture
 def no_files() -> Iterator[None]:
     yield
-    sources._FILES._open.clear()
+    one_shard._FILES._open.clear()
 
 
 @pytest.mark.usefixtures("no_files")

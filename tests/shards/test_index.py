@@ -43,13 +43,13 @@ def assert_three_agree(path: Path) -> ShardIndex:
     expected = build_footer(found, 1 << 20)
     sidecar = Path(f"{path}.index")
     before = path.read_bytes()
-    assert build_footer(tc.index(path), 1 << 20) == expected
+    assert build_footer(tc.write_index(path), 1 << 20) == expected
     if read_footer(ShardFile(str(path)).read, len(before)) is None:
         parsed = parse_footer(sidecar.read_bytes(), len(before))
         assert parsed is not None
         assert build_footer(parsed, 1 << 20) == expected
     assert path.read_bytes() == before
-    assert build_footer(tc.index(path, footer=True), 1 << 20) == expected
+    assert build_footer(tc.write_index(path, footer=True), 1 << 20) == expected
     after = path.read_bytes()
     assert after[: found.end] == before[: found.end]
     assert len(after) % 512 == 0
@@ -104,7 +104,7 @@ def test_three_sources(tmp_path: Path, make: Callable[[], Samples], how: str) ->
     samples = make()
     if how == "ours":
         encoder = wds.writer.make_encoder(True)
-        with tc.ShardWriter(path, encoder=encoder, idx=False) as ours:
+        with tc.ShardWriter(path, encoder=encoder, dali_index=False) as ours:
             for sample in samples:
                 ours.write(sample["__key__"], **{k: v for k, v in sample.items() if k != "__key__"})
         written = read_footer(ShardFile(str(path)).read, path.stat().st_size)
@@ -119,7 +119,7 @@ def test_three_sources(tmp_path: Path, make: Callable[[], Samples], how: str) ->
     assert list(index.keys) == [sample["__key__"] for sample in samples]
     for name in index.caches:
         field = f"{name}.tensorcache" if name else "tensorcache"
-        cache = tc.open(path, name=name)
+        cache = tc.open(path, cache=name)
         expected = [sample for sample in samples if field in sample]
         assert list(cache.keys()) == [sample["__key__"] for sample in expected]
         for sample, found in zip(expected, cache, strict=True):
@@ -179,9 +179,9 @@ def test_keys_that_dali_cannot_hold(tmp_path: Path, write_shard: Callable[..., s
     path = tmp_path / "x.tar"
     with wds.TarWriter(str(path), encoder=False) as sink:
         sink.write({"__key__": "a b", "txt": b""})
-    with pytest.raises(tc.KeyRuleError, match="DALI's index cannot hold it"):
-        tc.index(path)
-    assert list(tc.index(path, idx=False).keys) == ["a b"]
+    with pytest.raises(tc.InvalidKeyError, match="DALI's index cannot hold it"):
+        tc.write_index(path)
+    assert list(tc.write_index(path, dali_index=False).keys) == ["a b"]
 
 
 @given(st.data())
@@ -199,7 +199,7 @@ def test_any_samples(tmp_path: Path, data: st.DataObject) -> None:
             if members and key.isascii() and all(key.split("/")):
                 sink.write(key, **members)
             else:
-                with pytest.raises(tc.KeyRuleError):
+                with pytest.raises(tc.InvalidKeyError):
                     sink.write(key, **members)
     if (tmp_path / "x.tar").exists():
         assert_three_agree(tmp_path / "x.tar")
@@ -219,7 +219,7 @@ def test_memory(tmp_path: Path) -> None:
 
 
 def test_opening_a_thousand_shards_loads_none(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "%04d.tar", max_samples=2, fsync=False, idx=False, manifest=False) as sink:
+    with tc.ShardWriter(tmp_path / "%04d.tar", max_samples=2, fsync=False, dali_index=False, manifest=False) as sink:
         for i in range(2):
             sink.write(str(i), torch.tensor(i))
     shard = (tmp_path / "0000.tar").read_bytes()
@@ -295,7 +295,7 @@ def test_a_sidecar_of_another_state(damaged: Path) -> None:
     path = damaged
     end = scan(path).end
     path.write_bytes(path.read_bytes()[: end + 1024])
-    tc.index(path)
+    tc.write_index(path)
     assert load_index(ShardFile(str(path))).keys[0] == "0"
     index = scan(path)
     sidecar = Path(f"{path}.index")
@@ -312,21 +312,21 @@ def test_a_footer_for_a_shard_in_a_manifest(tmp_path: Path) -> None:
         for i in range(4):
             sink.write(str(i), {"x": torch.tensor(i)})
     path = tmp_path / "0.tar"
-    tc.index(path)
-    tc.index(path, footer=True)
+    tc.write_index(path)
+    tc.write_index(path, footer=True)
     assert not (tmp_path / "0.tar.index").exists()
     with tc.open(tmp_path) as cache:
         assert [int(sample["x"]) for sample in cache] == [0, 1, 2, 3]
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(tc.FormatError, match=r"0.tar: byte \d+: "):
-        tc.index(path)
+        tc.write_index(path)
 
 
 def test_an_index_beside_a_tar_that_ends_after_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.tar"
-    with tc.ShardWriter(path, footer=False, idx=False, manifest=False) as sink:
+    with tc.ShardWriter(path, footer=False, dali_index=False, manifest=False) as sink:
         sink.write("a", {"x": torch.ones(3)})
     path.write_bytes(path.read_bytes()[:-512])
-    tc.index(path, idx=False)
+    tc.write_index(path, dali_index=False)
     monkeypatch.setattr("wds_tensorcache.shards.shard.scan_shard", None)
     assert list(tc.open(path).keys()) == ["a"]

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from wds_tensorcache.shards.index import MemberColumns, narrow
-from wds_tensorcache.shards.lookup import Keys, KeyTable, are_ascending, hash_key, hash_keys, match_keys
+from wds_tensorcache.shards.lookup import Keys, KeyTable, match_keys
 
 Rows = "np.ndarray[Any, Any] | None"
 
@@ -52,7 +52,7 @@ shards = st.lists(st.tuples(st.lists(raws, max_size=6) | numbered, st.sampled_fr
 @given(shards, st.randoms(use_true_random=False), st.booleans())
 @example(
     [[b"a", b"z", b"c"], [b"z"]], random.Random(0), False
-)  # the first and the last key of a shard say nothing of others
+)  # the first and the last key of a shard say nothing of the other keys
 @example([[b"b", b"c"], [], [b"a"]], random.Random(0), False)
 @example([[b"a"], [b"a"]], random.Random(0), False)
 @example([[b"a", b"a"]], random.Random(0), False)
@@ -79,13 +79,13 @@ def test_as_a_dictionary_finds_them(found: list[list[bytes]], rng: random.Random
 @given(st.lists(raws, max_size=8), st.sampled_from(orders))
 @example([b"a" * 200, b"a" * 199 + b"b"], list)
 @example([b"a" * 200, b"a" * 200], list)
-def test_ascending_and_hashes_are_those_of_single_keys(found: list[bytes], order: Callable[[list[bytes]], Any]) -> None:
+def test_ascending_is_that_of_single_keys(found: list[bytes], order: Callable[[list[bytes]], Any]) -> None:
     keys = keys_of(order(found))
     each = [keys.raw(row) for row in range(len(keys))]
     ranked = [(len(raw), raw) for raw in each]
     by_bytes, by_length = (all(a < b for a, b in pairwise(some)) for some in (each, ranked))
-    assert are_ascending(keys.text, keys.ends) == (by_bytes, by_length)
-    assert hash_keys(keys.text, keys.ends).tolist() == list(map(hash_key, each))
+    assert (keys.is_ascending(False), keys.is_ascending(True)) == (by_bytes, by_length)
+    assert keys.raws() == each
     assert list(keys) == list(map(text, each))
 
 
@@ -146,7 +146,7 @@ def test_keys_that_ascend_take_no_memory_and_few_reads(form: str) -> None:
     names = [[(form % i).encode() for i in range(at, at + 2000)] for at in range(0, 100_000, 2000)]
     parts: list[tuple[Keys, Any]] = [(keys_of(names_of_shard, Counting), None) for names_of_shard in reversed(names)]
     for keys, _ in parts:
-        keys.ascend(False)  # as when an index is read
+        keys.is_ascending(False)  # once for each shard, in memory that is free again
     assert peak(lambda: KeyTable(parts).find(form % 77_777)) < 64 << 10
     table = KeyTable(parts)
     Counting.num_read = 0

@@ -1,4 +1,4 @@
-"""Headers that were overwritten by zeros: what lies behind them is found, and the end of an archive stays its end."""
+"""Headers that zeros have overwritten: members after them are found, and the end of an archive stays its end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 import wds_tensorcache as tc
 from tests.shards.damage import faults, flip, members, write
 from tests.shards.tars import FORMATS, build, build_with_tarfile, by_tarfile, by_tarfile_in
-from wds_tensorcache.checking.walk import Break, End, Member, walk
+from wds_tensorcache.checking.salvage import Break, End, Member, Salvage
 
 ZEROS = "zeros, where the archive does not end; nothing could be read from byte"
-BEHIND = "members behind the end-of-archive marker"
+BEHIND = "members after the end-of-archive marker"
 
 
 def erase(path: Path, begin: int, end: int) -> None:
@@ -28,19 +28,19 @@ def erase(path: Path, begin: int, end: int) -> None:
 @pytest.mark.parametrize("beside", ["nothing", "index", "footer"])
 @pytest.mark.parametrize("name", ["003.skel.pyd", "003.safetensors", "003.json", "000.skel.pyd", "009.jpg"])
 def test_one_header(tmp_path: Path, name: str, beside: str) -> None:
-    path = write(tmp_path / "a", 10, footer=beside == "footer", idx=False)
+    path = write(tmp_path / "a", 10, footer=beside == "footer", dali_index=False)
     if beside == "index":
-        tc.index(path, idx=False)
+        tc.write_index(path, dali_index=False)
     (tmp_path / "a" / "manifest.json").unlink()
     whole = members(path)
     begin, _ = whole[name]
     erase(path, begin - 512, begin)
     found = [what for key, what in faults(path) if key is None]
-    # behind the last header there is no other, and without an index nothing says that there should be
+    # no header follows the last one, and without an index nothing says that one should
     is_known = name != "009.jpg" or beside != "nothing"
     assert found[0].startswith(ZEROS if is_known else "the end-of-archive marker is damaged"), found
     tc.repair(path, tmp_path / "out")
-    assert tc.verify(tmp_path / "out")
+    assert tc.verify(tmp_path / "out").ok
     lost = {name} if name.endswith(("json", "jpg")) else {each for each in whole if each[:3] == name[:3]}
     if beside != "nothing" and len(lost) > 1:
         lost = set()  # an index and the digests tell what it was
@@ -49,8 +49,8 @@ def test_one_header(tmp_path: Path, name: str, beside: str) -> None:
 
 @pytest.mark.parametrize("footer", [True, False])
 def test_up_to_the_marker(tmp_path: Path, footer: bool) -> None:
-    path = write(tmp_path / "a", 10, footer=footer, idx=False)
-    begin, end = members(path)["009.json"][0], tc.index(path, idx=False, footer=footer).end
+    path = write(tmp_path / "a", 10, footer=footer, dali_index=False)
+    begin, end = members(path)["009.json"][0], tc.write_index(path, dali_index=False, footer=footer).end
     erase(path, begin + 3, end)
     if not footer:
         Path(f"{path}.index").unlink()
@@ -76,7 +76,7 @@ def test_members_behind_the_marker(tmp_path: Path) -> None:
         tc.repair(path, tmp_path / "out", drop=False)
     tc.repair(path, tmp_path / "out")
     assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / "x.tar")] == ["a.json", "b.json"]
-    path.write_bytes(one[:2560] + other)  # one block of zeros is no marker
+    path.write_bytes(one[:2560] + other)  # one block of zeros is not a marker
     assert faults(path) == [(None, f"{ZEROS} 2048 to 2560")]
     tc.repair(path, tmp_path / "again")
     assert [name for name, *_ in by_tarfile_in(tmp_path / "again" / "x.tar")] == ["a.json", "b.json", "c.json"]
@@ -92,7 +92,7 @@ def test_tars_that_are_whole(tmp_path: Path) -> None:
     subprocess.run(["tar", "-Af", "a.tar", "b.tar"], check=True, cwd=tmp_path)
     assert faults(tmp_path / "a.tar") == []
     assert tc.verify(tmp_path / "a.tar").num_samples == 2
-    path = write(tmp_path / "x", 3, idx=False, manifest=False)
+    path = write(tmp_path / "x", 3, dali_index=False, manifest=False)
     subprocess.run(["tar", "-rf", path, "a.json"], check=True, cwd=tmp_path)
     assert tc.verify(path).num_samples == 4
 
@@ -102,7 +102,7 @@ def test_what_is_no_member_is_not_searched_twice(tmp_path: Path, behind: bytes) 
     path = tmp_path / "x.tar"
     archive = build([("a.json", b"1")])
     path.write_bytes(archive + behind)
-    assert [what[:39] for _, what in faults(path)] == ["what lies behind the end-of-archive mar"]
+    assert [what[:44] for _, what in faults(path)] == ["the bytes after the end-of-archive marker ar"]
     tc.repair(path, tmp_path / "out", drop=False)
     assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / "x.tar")] == ["a.json"]
 
@@ -118,16 +118,16 @@ def reading(content: bytes) -> tuple[list[tuple[int, int]], Callable[[int, int],
 
 
 def test_a_footer_is_not_searched(tmp_path: Path) -> None:
-    path = write(tmp_path, 10, idx=False, manifest=False)
+    path = write(tmp_path, 10, dali_index=False, manifest=False)
     content = path.read_bytes()
-    end = tc.index(path, idx=False, footer=True).end
+    end = tc.write_index(path, dali_index=False, footer=True).end
     reads, read = reading(content)
-    assert list(walk(read, len(content), end))[-1] == End(end)
+    assert list(Salvage(read, len(content), end))[-1] == End(end)
     assert len(reads) == 1
     header = members(path)["009.safetensors"][0] - 512
     content = content[:header] + bytes(end - header) + content[end:]
     reads, read = reading(content)
-    *_, last, broken, marker = walk(read, len(content), end)
+    *_, last, broken, marker = Salvage(read, len(content), end)
     assert isinstance(last, Member)
     assert broken == Break(header, end, "zeros, where the archive does not end", "zeros")
     assert marker == End(end)
@@ -135,7 +135,7 @@ def test_a_footer_is_not_searched(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["gnu", "pax"])
 def test_an_extended_header_is_lost(tmp_path: Path, format: str) -> None:
-    """The member behind it has another name then: it is lost, too."""
+    """The member after it has another name then: it is lost, too."""
     long = "d" * 60 + "/" + "é" * 60 + ".json"
     content = build_with_tarfile([("a.json", b"1"), (long, b"2"), ("c.json", b"3")], FORMATS[format])
     path = tmp_path / "x.tar"
@@ -159,15 +159,15 @@ def test_breaks_at_the_end_of_a_file(tmp_path: Path) -> None:
 
 def test_many_breaks_take_linear_time(tmp_path: Path) -> None:
     reads, read = reading((build([("a.json", b"1")])[:1024] + bytes(512)) * 500)
-    assert sum(isinstance(part, Break) for part in walk(read, 500 * 1536)) == 499
+    assert sum(isinstance(part, Break) for part in Salvage(read, 500 * 1536)) == 499
     assert sum(end - begin for begin, end in reads if end - begin < 1 << 16) < 500 * 3 * 1536 * 10
 
 
 def test_a_damaged_trailer_says_nothing(tmp_path: Path) -> None:
-    path = write(tmp_path, 3, idx=False, manifest=False)
+    path = write(tmp_path, 3, dali_index=False, manifest=False)
     for at in range(path.stat().st_size - 32, path.stat().st_size - 24):  # where it has the end of the archive
         for mask in (1, 2, 4, 0x80):
             flip(path, at, mask)
-            report = tc.verify(path, threads=1)
-            assert [fault.what[:39] for fault in report.faults] == ["what lies behind the end-of-archive mar"]
+            report = tc.verify(path, num_threads=1)
+            assert [fault.what[:44] for fault in report.faults] == ["the bytes after the end-of-archive marker ar"]
             flip(path, at, mask)

@@ -17,7 +17,7 @@ BESIDE = ["idx", "manifest", "idx of version 1.1"]
 
 def write_with(folder: Path, beside: str, **options: bool) -> Path:
     """Write a shard of 12 samples, of which nothing but `beside` will tell."""
-    path = write(folder, 12, idx=beside != "manifest", manifest=beside == "manifest", **options)
+    path = write(folder, 12, dali_index=beside != "manifest", manifest=beside == "manifest", **options)
     if "1.1" in beside:
         idx = path.with_suffix(".idx")
         first, *lines = idx.read_text().splitlines()
@@ -47,10 +47,10 @@ def test_index_refuses(tmp_path: Path, beside: str, had_footer: bool, name: str)
     begin, before = erase_from(path, name), contents(tmp_path)
     for footer in (True, False):
         with pytest.raises(tc.TarFormatError, match=r"tc\.repair") as caught:
-            tc.index(path, footer=footer)
+            tc.write_index(path, footer=footer)
         assert (caught.value.kind, caught.value.offset) == ("lost", begin)
         assert contents(tmp_path) == before
-    assert not tc.verify(tmp_path)
+    assert not tc.verify(tmp_path).ok
 
 
 @pytest.mark.parametrize("beside", BESIDE)
@@ -68,13 +68,13 @@ def test_writers_that_go_on_refuse(tmp_path: Path, beside: str) -> None:
 
 @pytest.mark.parametrize("beside", ["idx", "manifest"])
 def test_of_another_state(tmp_path: Path, beside: str) -> None:
-    """Written again, shorter or longer, by a writer that leaves what lies beside it, and zeros up to a record of tar."""
+    """Written again, shorter or longer, by a writer that leaves the sidecars as they are, and zeros up to a record of tar."""
     for count in (1, 20):
         folder = tmp_path / f"{count}"
         path = write_with(folder, beside, footer=False)
-        other = write(tmp_path / f"other {count}", count, footer=False, idx=False, manifest=False)
+        other = write(tmp_path / f"other {count}", count, footer=False, dali_index=False, manifest=False)
         path.write_bytes(other.read_bytes() + bytes(2048))
-        assert list(tc.index(path).keys) == [f"{i:03d}" for i in range(count)]
+        assert list(tc.write_index(path).keys) == [f"{i:03d}" for i in range(count)]
 
 
 @pytest.mark.parametrize("text", ["", "v1.2 1\n", "v1.2 1\njpg x y a.jpg\n", "v9 1\njpg 9000 1 a.jpg\n", "\xff\0"])
@@ -82,8 +82,8 @@ def test_an_idx_that_says_nothing(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(build([("a.json", b"1")]) + bytes(9000))
     (tmp_path / "a.idx").write_text(text, "latin-1")
-    tc.index(path, footer=True)
-    assert tc.verify(path)
+    tc.write_index(path, footer=True)
+    assert tc.verify(path).ok
 
 
 def test_a_shard_that_an_index_accounts_for(tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ def test_a_shard_that_an_index_accounts_for(tmp_path: Path) -> None:
     path = write(tmp_path, 3)
     manifest = tmp_path / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"nsamples": 3', '"nsamples": 9'))
-    tc.index(path, footer=True)
-    assert tc.verify(tmp_path)
+    tc.write_index(path, footer=True)
+    assert tc.verify(tmp_path).ok
 
 
 MADE = {"model": "vae", "revision": "c3"}
@@ -106,13 +106,13 @@ def test_fingerprints_are_kept(tmp_path: Path, has_manifest: bool, had_footer: b
     with tc.ShardWriter(path, fingerprint=MADE, footer=had_footer or not has_manifest, manifest=has_manifest) as sink:
         sink.write("a", sample(0))
     for footer in again:
-        assert tc.index(path, footer=footer).fingerprint == MADE
+        assert tc.write_index(path, footer=footer).fingerprint == MADE
         assert tc.open(path, expect=MADE).fingerprint == MADE
         if has_manifest:
             assert tc.open(tmp_path, expect=MADE).fingerprint == MADE
             listed = json.loads((tmp_path / "manifest.json").read_text())["tensorcache"]["fingerprints"]
             assert listed == {"x.tar": MADE}
-            assert tc.verify(tmp_path)
+            assert tc.verify(tmp_path).ok
 
 
 def test_fingerprints_beside_a_damaged_footer(tmp_path: Path) -> None:
@@ -123,13 +123,13 @@ def test_fingerprints_beside_a_damaged_footer(tmp_path: Path) -> None:
             sink.write("a", sample(0))
         content = path.read_bytes()
         path.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
-        assert tc.index(path, footer=True).fingerprint == (MADE if has_manifest else None)
+        assert tc.write_index(path, footer=True).fingerprint == (MADE if has_manifest else None)
 
 
 def test_a_fingerprint_of_another_file_is_not_taken(tmp_path: Path) -> None:
     path = tmp_path / "x.tar"
     with tc.ShardWriter(path, fingerprint=MADE, manifest=False) as sink:
         sink.write("a", sample(0))
-    tc.index(path)
+    tc.write_index(path)
     write(tmp_path / "other", 2, footer=False).rename(path)
-    assert tc.index(path, footer=True).fingerprint is None
+    assert tc.write_index(path, footer=True).fingerprint is None

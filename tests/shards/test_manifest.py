@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
-from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_idx, write_manifest
+from wds_tensorcache.shards.dali_index import build_dali_index
+from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_manifest
 from wds_tensorcache.shards.tar.archive import Scanner
 from wds_tensorcache.storage.atomic import write_atomically
 
@@ -32,7 +33,7 @@ EXTRA = {"version": 1, "caches": {"b-000.tar": {"": 10, "é": 3}}, "none": None,
 
 
 def scan_samples(path: str) -> list[list[tuple[str, int, int, str]]]:
-    """Return what `write_idx` takes, by key."""
+    """Return what `build_dali_index` takes, by key."""
     archive = Path(path).read_bytes()
     samples: dict[str, list[tuple[str, int, int, str]]] = {}
     for name, begin, nbytes in Scanner(lambda begin, end: archive[begin:end], len(archive)):
@@ -103,7 +104,7 @@ INVALID = {
     "cut": (document()[:-3], "no manifest, since it is not JSON: "),
     "deep": ("[" * 100_000, "no manifest, since it is not JSON: maximum recursion depth"),
     "a number of many digits": ("9" * 100_000, "no manifest, since it is not JSON: Exceeds the limit"),
-    "a list": ("[]", "no manifest: expected a JSON object, got a list"),
+    "a list": ("[]", "the manifest is a list, expected an object"),
     "another kind": (document(__kind__="x"), "__kind__ is 'x', expected 'wids-shard-index-v1'"),
     "another version": (document(wids_version=2), "wids_version is 2, expected 1"),
     "no version": ("{}", "wids_version is None, expected 1"),
@@ -203,28 +204,27 @@ def many_members(path: Path, keys: list[str]) -> str:
     return str(path)
 
 
-def test_the_lines_of_an_index(tmp_path: Path) -> None:
-    path = tmp_path / "x.idx"
+def test_the_lines_of_an_index() -> None:
     samples = [[("skel.pyd", 512, 3, "d/0.skel.pyd"), ("json", 1536, 0, "d/0.json")], [("txt", 2560, 1, "\udcff.txt")]]
-    write_idx(str(path), iter(samples))
-    assert path.read_bytes() == b"v1.2 2\nskel.pyd 512 3 d/0.skel.pyd json 1536 0 d/0.json\ntxt 2560 1 \xff.txt\n"
-    write_idx(str(path), [], fsync=False)
-    assert path.read_bytes() == b"v1.2 0\n"
+    assert (
+        build_dali_index(iter(samples))
+        == b"v1.2 2\nskel.pyd 512 3 d/0.skel.pyd json 1536 0 d/0.json\ntxt 2560 1 \xff.txt\n"
+    )
+    assert build_dali_index([]) == b"v1.2 0\n"
 
 
 @pytest.mark.parametrize("name", ["a b", "a\tb", "a\nb", "", "\n"])
-def test_names_that_an_index_cannot_hold(tmp_path: Path, name: str) -> None:
+def test_names_that_an_index_cannot_hold(name: str) -> None:
     for sample in ([("json", 512, 1, "0.json"), ("txt", 1536, 1, name)], [(name, 512, 1, "0.json")]):
         with pytest.raises(
-            tc.KeyRuleError, match=r"sample 1 with the members .*: DALI's index cannot hold it; expected"
+            tc.InvalidKeyError, match=r"sample 1 with the members .*: DALI's index cannot hold it; expected"
         ):
-            write_idx(str(tmp_path / "x.idx"), [[("json", 0, 0, "a")], sample])
-    assert not list(tmp_path.iterdir())
+            build_dali_index([[("json", 0, 0, "a")], sample])
 
 
-def test_samples_without_members(tmp_path: Path) -> None:
-    with pytest.raises(tc.KeyRuleError, match=r"sample 0 with the members \[\]: .* expected at least one member"):
-        write_idx(str(tmp_path / "x.idx"), [[]])
+def test_samples_without_members() -> None:
+    with pytest.raises(tc.InvalidKeyError, match=r"sample 0 with the members \[\]: .* expected at least one member"):
+        build_dali_index([[]])
 
 
 def test_the_bytes_are_those_of_wds2idx(tmp_path: Path) -> None:
@@ -232,14 +232,13 @@ def test_the_bytes_are_those_of_wds2idx(tmp_path: Path) -> None:
     path = many_members(tmp_path / "x.tar", ["0", "d/1", "d/e/2", "x" * 80, "-3", "a_b"])
     with wds2idx.IndexCreator(path, str(tmp_path / "theirs.idx"), verbose=False) as index:
         index.create_index()
-    write_idx(str(tmp_path / "ours.idx"), scan_samples(path))
-    assert (tmp_path / "ours.idx").read_bytes() == (tmp_path / "theirs.idx").read_bytes()
+    assert build_dali_index(scan_samples(path)) == (tmp_path / "theirs.idx").read_bytes()
 
 
 def test_dali_reads_with_it(tmp_path: Path, write_shard: Callable[..., str]) -> None:
     dali = pytest.importorskip("nvidia.dali", reason=INSTALL_DALI)
     path = write_shard([{"__key__": f"d/{i:03d}", "tensorcache": diffusion_sample(i)} for i in range(5)])
-    write_idx(str(tmp_path / "x.idx"), scan_samples(path))
+    (tmp_path / "x.idx").write_bytes(build_dali_index(scan_samples(path)))
 
     @dali.pipeline_def(batch_size=1, num_threads=1, device_id=None)
     def pipeline() -> Any:
@@ -377,7 +376,7 @@ def test_one_file_listed_under_two_names(folder: Path, url: str, is_first: bool)
         with pytest.raises(tc.FormatError, match=re.escape(f"manifest.json: {twice!r} is the same file as ")):
             tc.open(source)
         with pytest.raises(tc.FormatError, match="is the same file as "):
-            tc.resumable(source if isinstance(source, str) else str(folder), tc.decode())
+            tc.ResumablePipeline(source if isinstance(source, str) else str(folder), tc.decode())
     report = tc.verify(folder)
     found = [fault for fault in report.faults if "manifest.json lists it twice" in fault.what]
     assert [os.path.normpath(fault.shard) for fault in found] == [os.path.normpath(folder / twice)]
@@ -415,7 +414,7 @@ def test_urls_that_are_no_files(folder: Path, url: str, message: str) -> None:
     (folder / "loop.tar").symlink_to("loop.tar")
     os.mkfifo(folder / "pipe.tar")
     relist(folder, "0.tar", url)
-    for use in (lambda: tc.open(folder), lambda: tc.resumable(str(folder), tc.decode())):
+    for use in (lambda: tc.open(folder), lambda: tc.ResumablePipeline(str(folder), tc.decode())):
         with pytest.raises(tc.FormatError, match=f"manifest.json: .*{message}"):
             use()
     os.remove(folder / "loop.tar")
@@ -440,7 +439,7 @@ def test_the_longest_names(folder: Path) -> None:
         for source in (folder / name, str(folder / "n*.tar")):
             with tc.open(source) as cache:
                 assert list(cache.keys()) == ["0", "1"]
-        assert tc.verify(folder / name)
+        assert tc.verify(folder / name).ok
         os.remove(folder / name)
 
 
@@ -450,6 +449,6 @@ def test_what_is_listed_by_another_spelling_is_replaced(folder: Path) -> None:
         for sample in samples:
             sink.write(sample)
     relist(folder, "./0.tar", "1.tar")
-    tc.index(folder / "0.tar", footer=True)
+    tc.write_index(folder / "0.tar", footer=True)
     with tc.open(folder) as cache:
         assert len(cache) == 5

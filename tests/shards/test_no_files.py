@@ -1,4 +1,4 @@
-"""Names of ours that are no files: FIFOs, sockets, devices, folders, links to nothing, to themselves and to folders."""
+"""Our names for things other than files: FIFOs, sockets, devices, folders, links to nothing, to themselves and to folders."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DOCUMENTED = (tc.TensorCacheError, FileNotFoundError, FileExistsError)
 
 @pytest.fixture(autouse=True)
 def nothing_waits() -> Iterator[None]:
-    """Who waits for the other end of a FIFO waits forever."""
+    """A reader that waits for the other end of a FIFO waits forever."""
 
     def hangs(*_: object) -> None:
         raise TimeoutError("it hangs")
@@ -79,16 +79,16 @@ STRAYS = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", STRAYS)
 def test_what_is_called_like_a_stray(tmp_path: Path, name: str, kind: str) -> None:
-    """It is nobody's stray: it stays, and nothing else comes of it."""
+    """It is not a stray file: it stays, and has no other effect."""
     KINDS[kind](tmp_path / name)
     before = os.lstat(tmp_path / name)
     write(tmp_path)
     write(tmp_path, overwrite=True)
     write(tmp_path, resume=True)
     assert len(tc.open(tmp_path)) == 4
-    tc.index(tmp_path / "000001.tar")
-    assert tc.verify(tmp_path)
-    assert tc.repair(tmp_path, tmp_path / "mended")
+    tc.write_index(tmp_path / "000001.tar")
+    assert tc.verify(tmp_path).ok
+    assert tc.repair(tmp_path, tmp_path / "mended").ok
     assert os.lstat(tmp_path / name).st_ino == before.st_ino
     build(tmp_path / "built")
 
@@ -97,7 +97,7 @@ def test_what_is_called_like_a_stray(tmp_path: Path, name: str, kind: str) -> No
 def test_folders_beside_what_is_repaired(tmp_path: Path, kind: str) -> None:
     write(tmp_path / "x")
     KINDS[kind](tmp_path / ".out.0123abcd.tmp")
-    assert tc.repair(tmp_path / "x", tmp_path / "out")
+    assert tc.repair(tmp_path / "x", tmp_path / "out").ok
 
 
 @pytest.mark.filterwarnings("ignore:.* is not there any more")
@@ -114,7 +114,7 @@ def test_what_is_called_like_a_file_of_ours(tmp_path: Path, name: str, kind: str
         "open": lambda: list(tc.open(tmp_path)),
         "open one": lambda: list(tc.open(tmp_path / "000001.tar")),
         "verify": lambda: tc.verify(tmp_path),
-        "index": lambda: tc.index(tmp_path / "000001.tar"),
+        "index": lambda: tc.write_index(tmp_path / "000001.tar"),
         "repair": lambda: tc.repair(tmp_path, tmp_path / "mended"),
         "build": lambda: build(tmp_path),
         "resume": lambda: write(tmp_path, resume=True),

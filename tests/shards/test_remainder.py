@@ -1,4 +1,4 @@
-"""What follows the end of an archive: a shard whose scan does not account for all of it is never cut or written again."""
+"""Bytes after the end of an archive: a shard whose scan does not account for all of it is never cut or written again."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import wds_tensorcache as tc
 from tests.shards.damage import flip, members, sample, write
 from tests.shards.tars import build, build_with_tarfile, by_tarfile_in, special
-from wds_tensorcache.shards import catalog
 from wds_tensorcache.shards.tar.archive import BLOCK
+from wds_tensorcache.writing import index_shard
 
 
 def erase_header(path: Path, name: str) -> None:
@@ -29,7 +29,7 @@ def refused(path: Path, **options: bool) -> tc.FormatError:
     """Return the error of `index`, after which everything is as it was."""
     before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
     with pytest.raises(tc.FormatError, match=r"tc\.repair") as caught:
-        tc.index(path, **options)
+        tc.write_index(path, **options)
     assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
     assert caught.value.kind == "trailing"
     assert str(path) in str(caught.value)
@@ -40,9 +40,9 @@ def refused(path: Path, **options: bool) -> tc.FormatError:
 @pytest.mark.parametrize("beside", ["nothing", "index", "footer"])
 @pytest.mark.parametrize("name", ["002.skel.pyd", "019.jpg", "000.skel.pyd"])
 def test_a_header_was_lost(tmp_path: Path, name: str, beside: str, footer: bool) -> None:
-    path = write(tmp_path / "a", 20, footer=beside == "footer", idx=False, manifest=False)
+    path = write(tmp_path / "a", 20, footer=beside == "footer", dali_index=False, manifest=False)
     if beside == "index":
-        tc.index(path, idx=False)
+        tc.write_index(path, dali_index=False)
     begin, _ = members(path)[name]
     erase_header(path, name)
     assert refused(path, footer=footer).offset in (begin - BLOCK, begin)
@@ -54,8 +54,8 @@ def test_a_header_was_lost(tmp_path: Path, name: str, beside: str, footer: bool)
 @pytest.mark.parametrize("footer", [True, False])
 def test_zeros_up_to_the_end(tmp_path: Path, footer: bool) -> None:
     """Nothing but zeros is left: an index knows that there was more."""
-    path = write(tmp_path, 3, footer=False, idx=False, manifest=False)
-    tc.index(path, idx=False)
+    path = write(tmp_path, 3, footer=False, dali_index=False, manifest=False)
+    tc.write_index(path, dali_index=False)
     begin = members(path)["001.skel.pyd"][0] - BLOCK
     content = path.read_bytes()
     path.write_bytes(content[:begin] + bytes(len(content) - begin))
@@ -82,42 +82,42 @@ def test_zeros_are_accounted_for(tmp_path: Path, zeros: int) -> None:
     archive = build([("a.json", b"1")])[:-1024]
     path.write_bytes(archive + bytes(BLOCK + zeros))
     for _ in range(2):  # the second time there is an index
-        tc.index(path, footer=True, idx=False)
+        tc.write_index(path, footer=True, dali_index=False)
         assert path.read_bytes()[: len(archive)] == archive
-        assert tc.verify(path)
-    tc.index(path, idx=False)
-    assert tc.verify(path)
+        assert tc.verify(path).ok
+    tc.write_index(path, dali_index=False)
+    assert tc.verify(path).ok
 
 
 def test_an_index_that_is_damaged_or_stale_is_replaced(tmp_path: Path) -> None:
-    path = write(tmp_path, 3, idx=False, manifest=False)
+    path = write(tmp_path, 3, dali_index=False, manifest=False)
     whole = path.read_bytes()
-    end = tc.index(path, idx=False).end
+    end = tc.write_index(path, dali_index=False).end
     Path(f"{path}.index").unlink()
     flip(path, len(whole) - 100)
-    tc.index(path, footer=True, idx=False)
+    tc.write_index(path, footer=True, dali_index=False)
     assert path.read_bytes() == whole
     more = build([("z.json", b"1")])
     path.write_bytes(whole[:end] + more + whole[end + len(more) :])
-    tc.index(path, footer=True, idx=False)
+    tc.write_index(path, footer=True, dali_index=False)
     assert path.read_bytes()[: end + 1024] == whole[:end] + more[:1024]
     assert tc.verify(path).num_samples == 4
 
 
 @pytest.mark.skipif(shutil.which("tar") is None, reason="needs tar")
 def test_after_tar(tmp_path: Path) -> None:
-    path = write(tmp_path / "a", 3, idx=False, manifest=False)
+    path = write(tmp_path / "a", 3, dali_index=False, manifest=False)
     (tmp_path / "z.json").write_bytes(b"1")
     subprocess.run(["tar", "-rf", path, "z.json"], check=True, cwd=tmp_path)
     before = by_tarfile_in(path)
-    tc.index(path, footer=True)
+    tc.write_index(path, footer=True)
     assert by_tarfile_in(path) == before
     assert tc.verify(path).num_samples == 4
 
 
 @pytest.mark.parametrize("how", ["header", "tar"])
 def test_writers_that_go_on(tmp_path: Path, how: str) -> None:
-    """`resume=True` would write anew what is behind a header that was lost, beside the old."""
+    """`resume=True` would write the members after a lost header a second time."""
     with tc.ShardWriter(tmp_path / "%d.tar", footer=False, fsync=False) as sink:
         for i in range(5):
             sink.write(f"{i}", sample(i))
@@ -135,7 +135,7 @@ def test_writers_that_go_on(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["header", "tar", "zeros"])
 def test_samples_leave_no_shard_that_has_more(tmp_path: Path, how: str) -> None:
-    path = write(tmp_path / "a", 5, idx=False, manifest=False)
+    path = write(tmp_path / "a", 5, dali_index=False, manifest=False)
     if how == "tar":
         path.write_bytes(path.read_bytes() + build([("z.json", b"1")]))
     else:
@@ -165,7 +165,7 @@ def test_what_is_of_no_sample_stays_when_samples_leave(tmp_path: Path) -> None:
 def test_members_over_a_stale_index_are_not_cut(tmp_path: Path) -> None:
     """`tar -r` writes from the end of the archive on, over an index, whose trailer stays; one header among them is lost."""
     path = tmp_path / "a.tar"
-    with tc.ShardWriter(path, manifest=False, idx=False) as writer:
+    with tc.ShardWriter(path, manifest=False, dali_index=False) as writer:
         for number in range(3000):
             writer.write(f"{number:06d}", number)
     for number in range(20):
@@ -182,24 +182,24 @@ def test_members_over_a_stale_index_are_not_cut(tmp_path: Path) -> None:
     before = path.read_bytes()
     for footer in (True, False):
         with pytest.raises(tc.TarFormatError, match=r"tc\.repair"):
-            tc.index(path, footer=footer)
+            tc.write_index(path, footer=footer)
         assert path.read_bytes() == before
 
 
 def test_a_shard_that_takes_the_name_of_another_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, other = tmp_path / "a.tar", tmp_path / "b.tar"
     for shard, count in ((path, 3), (other, 300)):
-        with tc.ShardWriter(shard, manifest=False, idx=False, footer=False) as writer:
+        with tc.ShardWriter(shard, manifest=False, dali_index=False, footer=False) as writer:
             for number in range(count):
                 writer.write(str(number), number)
-    before, scan = other.read_bytes(), catalog.scan_shard
+    before, scan = other.read_bytes(), index_shard.scan_shard
 
     def replaced(*args: Any) -> Any:
         found = scan(*args)
         os.replace(other, path)
         return found
 
-    monkeypatch.setattr(catalog, "scan_shard", replaced)
+    monkeypatch.setattr(index_shard, "scan_shard", replaced)
     with pytest.raises(tc.FormatError, match="another file has this name"):
-        tc.index(path, footer=True)
+        tc.write_index(path, footer=True)
     assert path.read_bytes() == before

@@ -20,13 +20,13 @@ from wds_tensorcache.shards.tar.sparse import MAX_EXPANDED_NBYTES, SparseMap
     ],
 )
 def test_fill(parts: list[tuple[int, int]], nbytes: int, expected: bytes) -> None:
-    assert SparseMap(parts, nbytes).fill(b"abcd") == expected
+    assert SparseMap(parts, nbytes).expand(b"abcd") == expected
 
 
 def test_holes_are_made_once() -> None:
     """A block of a tar may ask for as much as a member may become: no copy of it is made."""
     tracemalloc.start()
-    content = SparseMap([(5, 3)], MAX_EXPANDED_NBYTES).fill(b"abc")
+    content = SparseMap([(5, 3)], MAX_EXPANDED_NBYTES).expand(b"abc")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(content) == MAX_EXPANDED_NBYTES

@@ -142,7 +142,7 @@ def test_sizes_above_8_gib_by_gnu_tar(tmp_path: Path, gnu_tar: str, format: str)
         assert process.stdout is not None
         head = process.stdout.read(1 << 14)
         process.kill()
-    # The header as GNU tar writes it; the 9 GiB behind it stay a hole.
+    # The header as GNU tar writes it; the 9 GiB after it stay a hole.
     begin = 512 if head[156:157] == b"0" else 3 * 512
     tail = tar.build_header("b.bin", 1) + b"1" + bytes(511) + tar.END_OF_ARCHIVE
     with archive.open("wb") as file:

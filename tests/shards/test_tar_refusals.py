@@ -1,4 +1,4 @@
-"""What breaks a rule of tars is refused with its offset; any bytes give what `tarfile` finds, or such an error."""
+"""A tar that breaks a rule is refused with the offset; any bytes give the members that `tarfile` finds, or such an error."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "zstd": (b"\x28\xb5\x2f\xfd" + bytes(600), "byte 0: zstd: compressed tars"),
     "text": (b"hello" * 200, r"byte 0: bad checksum: the bytes add up to \d+, the header has b'\w+'"),
     "checksum": (GOOD + GOOD[:3] + b"x" + GOOD[4:] + LAST, "byte 1024: bad checksum: the bytes add up to 005325, the"),
-    "checksum is no number": (GOOD + GOOD[:148] + b"\xfe2345678" + GOOD[156:] + LAST, "byte 1024: bad checksum"),
+    "checksum is not a number": (GOOD + GOOD[:148] + b"\xfe2345678" + GOOD[156:] + LAST, "byte 1024: bad checksum"),
     "short": (b"abc", "byte 0: truncated: the file ends at 3, without an end-of-archive block"),
-    "ends behind a member": (GOOD * 3, "byte 3072: truncated: the file ends at 3072, without an end-of-archive block"),
+    "ends after a member": (GOOD * 3, "byte 3072: truncated: the file ends at 3072, without an end-of-archive block"),
     "ends in padding": (GOOD * 3 + GOOD[:700], "byte 4096: truncated: the file ends at 3772"),
     "ends in a header": (GOOD * 3 + GOOD[:100], "byte 3072: truncated: the file ends at 3172"),
     "ends in zeros": (GOOD * 3 + bytes(511), "byte 3072: truncated: the file ends at 3583"),
@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         raw_header(b"a", b"0", b"\xff" * 11 + b"\xfe") + LAST,
         "byte 0: the size is b'.*, not negative",
     ),
-    "size is no number": (
+    "size is not a number": (
         raw_header(b"a", b"0", b"12x4") + LAST,
         "byte 0: the size is b'12x4.*', expected octal",
     ),
@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "long name without end": (pax(b"qqq", kind=b"L") + GOOD + LAST, "byte 512: a long name of 3 bytes, expected a NUL"),
     "records end the archive": (
         GOOD + pax(record(b"a", b"b")) + bytes(1024),
-        "byte 2048: the archive ends behind an ext",
+        "byte 2048: the archive ends after an ext",
     ),
     "records end the file": (GOOD + pax(record(b"a", b"b")), "byte 2048: truncated: the file ends at 2048, without an"),
     "global size": (

@@ -1,6 +1,6 @@
-"""Made the members in this folder, once, with the release that froze format version 1: `python -m tests.golden.v1.make`.
+"""Write the members in this folder: `python -m tests.golden.v1.make`, run once with the release that froze format version 1.
 
-They never change. A change of the format gets a folder of its own.
+The members never change. A change of the format gets its own folder.
 """
 
 from __future__ import annotations

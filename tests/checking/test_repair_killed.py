@@ -1,0 +1,147 @@
+"""Repairs that are killed, or find the disk full: `out` is not there, or complete, and the next call does it all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.children import run_in_child
+from tests.kills import compare
+from tests.shards.damage import flip, members, write
+from wds_tensorcache.shards import manifest
+from wds_tensorcache.writing import new_folder as room
+
+
+def damaged(folder: Path) -> Path:
+    path = write(folder, 12, per_shard=4)
+    flip(path, members(path)["002.skel.pyd"][1] - 1)
+    return folder
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_killed_at_every_step(tmp_path: Path, is_there: bool) -> None:
+    source, whole, out = damaged(tmp_path / "a"), tmp_path / "whole", tmp_path / "b" / "out"
+    tc.repair(source, whole)
+    (tmp_path / "b").mkdir()
+    if is_there:
+        out.mkdir()
+
+    def repair(limit: int) -> None:
+        """Repair, and be killed before the `limit`-th call that changes what is on disk."""
+        left = [limit]
+
+        def counted(name: str) -> Callable[..., object]:
+            act = getattr(os, name)
+
+            def run(*args: object, **options: object) -> object:
+                left[0] -= 1
+                if not left[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return act(*args, **options)
+
+            return run
+
+        for name in ("mkdir", "writev", "fsync", "replace", "rename"):
+            setattr(os, name, counted(name))
+        tc.repair(source, out, num_threads=1)
+
+    limit = 1
+    while run_in_child(partial(repair, limit)) == -signal.SIGKILL:
+        if out.exists() and os.listdir(out):
+            compare(out, whole)
+            break  # renamed, but not on disk yet
+        assert out.exists() == is_there
+        strays = [name for name in os.listdir(tmp_path / "b") if name != "out"]
+        assert len(strays) == (limit > 2)  # after both calls of `mkdir`; the folder of the killed call before is gone
+        limit += 1
+    assert limit > 20
+    if not os.path.exists(out / "manifest.json"):
+        tc.repair(source, out)
+    compare(out, whole)
+    with pytest.raises(FileExistsError, match="is not empty"):
+        tc.repair(source, out)
+    assert os.listdir(tmp_path / "b") == ["out"]
+
+
+@pytest.mark.parametrize("limit", [0, 100, 5_000, 60_000])
+def test_a_disk_that_is_full(tmp_path: Path, limit: int) -> None:
+    source, out = damaged(tmp_path / "a"), tmp_path / "out"
+
+    def repair() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        tc.repair(source, out, num_threads=1)
+
+    assert run_in_child(repair) == (errno.EFBIG if limit < 60_000 else 0)
+    if limit < 60_000:
+        assert os.listdir(tmp_path) == ["a"]
+        tc.repair(source, out)
+    assert tc.verify(out).num_samples == 11
+
+
+def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = damaged(tmp_path / "a"), tmp_path / "out"
+    out.mkdir(mode=0o750)
+
+    def interrupt(*_: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "write_manifest", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tc.repair(source, out)
+    assert sorted(os.listdir(tmp_path)) == ["a", "out"]
+    assert os.listdir(out) == []
+    tc.repair(source, out)
+    assert out.stat().st_mode & 0o777 == 0o750
+    assert tc.verify(out).ok
+
+
+def test_what_was_put_there_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = damaged(tmp_path / "a"), tmp_path / "out"
+    write_manifest = manifest.write_manifest
+
+    def write_late(*args: object, **options: object) -> None:
+        out.mkdir()
+        (out / "file").write_bytes(b"theirs")
+        write_manifest(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(manifest, "write_manifest", write_late)
+    with pytest.raises(OSError, match="not empty"):
+        tc.repair(source, out)
+    assert sorted(os.listdir(tmp_path)) == ["a", "out"]
+    assert os.listdir(out) == ["file"]
+
+
+def test_strays(tmp_path: Path) -> None:
+    source, out = damaged(tmp_path / "a"), tmp_path / "x.y"
+    strays = [".x.y.0123abcd.tmp", ".x.y.99999999.tmp"]
+    others = [".x.y.tmp", ".x.y.0123abcd.tmp2", ".xzy.0123abcd.tmp", ".y.0123abcd.tmp", "x.y.0123abcd.tmp"]
+    for name in [*strays, *others]:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "000000.tar").touch()
+    others += [".x.y.aaaaaaaa.tmp", ".x.y.bbbbbbbb.tmp", ".x.y.cccccccc.tmp"]
+    (tmp_path / others[-3] / "folder").mkdir(parents=True)  # not a file of a cache
+    os.mkfifo(tmp_path / others[-2])
+    (tmp_path / others[-1]).symlink_to(tmp_path / others[0])
+    with room._locked(str(tmp_path / strays[0])) as is_ours:  # a living repair
+        assert is_ours
+        tc.repair(source, out)
+    assert sorted(os.listdir(tmp_path)) == sorted(["a", "x.y", strays[0], *others])
+
+
+def test_links(tmp_path: Path) -> None:
+    source = damaged(tmp_path / "a")
+    (tmp_path / "there" / "out").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "out")
+    tc.repair(source, tmp_path / "link")
+    assert tc.verify(tmp_path / "link").ok
+    assert os.listdir(tmp_path / "there") == ["out"]
+    assert (tmp_path / "link").is_symlink()

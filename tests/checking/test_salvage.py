@@ -1,0 +1,251 @@
+"""`repair` saves samples by their index: two offsets and two digests, whatever has become of the tar around them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.conftest import Seeded
+from tests.same import assert_same
+from tests.shards.damage import flip, member, members, sample, write
+from tests.shards.forged_index import columns, put_footer, swap, swap_keys
+from tests.shards.tars import build, build_with_tarfile, by_tarfile_in
+from wds_tensorcache.shards.footer import build_footer
+from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.tar.archive import BLOCK
+
+BESIDE = ["footer", "index"]
+
+
+def shard(folder: Path, beside: str, count: int = 6) -> Path:
+    path = write(folder, count, footer=beside == "footer", dali_index=False, manifest=False)
+    if beside == "index":
+        tc.write_index(path, dali_index=False)
+    return path
+
+
+def saved(path: Path, out: Path, are_others_whole: bool = True) -> tuple[tc.Report, list[str]]:
+    """Return the report, and the keys that repair saved; each has its own sample, and the other members that it had."""
+    report = tc.repair(path, out)
+    assert tc.verify(out).ok, tc.verify(out)
+    with tc.open(out / path.name, cache="") as cache:
+        keys = list(cache.keys())
+        for key, value in zip(keys, cache, strict=True):
+            assert_same(tc.realize(value), sample(int(key)))
+            for suffix in cache.members if are_others_whole else ():
+                if f"{key}.{suffix}" in members(out / path.name):
+                    (found,) = cache.read_members([keys.index(key)], suffix)
+                    assert found == (bytes([int(key)]) * 700 if suffix == "jpg" else b'{"label": %d}' % int(key))
+    return report, keys
+
+
+def everything(count: int = 6) -> list[str]:
+    return [f"{i:03d}" for i in range(count)]
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("damage", ["zeros", "noise", "flip", "one checksum digit"])
+def test_every_header_is_lost(tmp_path: Path, beside: str, damage: str, rng: Seeded) -> None:
+    path = shard(tmp_path / "a", beside)
+    content = bytearray(path.read_bytes())
+    whole = {name: member(path, name)[:BLOCK] for name in members(path)}
+    for begin, _ in members(path).values():
+        if damage == "zeros":
+            content[begin - BLOCK : begin] = bytes(BLOCK)
+        elif damage == "noise":
+            content[begin - BLOCK : begin] = rng.randbytes(BLOCK)
+        else:
+            content[begin - (BLOCK if damage == "flip" else 360)] ^= 1
+    path.write_bytes(content)
+    report, keys = saved(path, tmp_path / "out")
+    assert keys == everything()
+    assert (report.num_samples, report.num_damaged, report.num_lost) == (6, 0, 0)
+    assert {fault.key for fault in report.faults if fault.kind == "header"} == set(keys)
+    for name in members(tmp_path / "out" / path.name):
+        assert member(tmp_path / "out" / path.name, name)[:BLOCK] == whole[name]
+    assert not tc.open(tmp_path / "out" / path.name).members, "other members have no digests"
+    with pytest.raises(tc.FormatError):
+        tc.repair(path, tmp_path / "never", drop=False)
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_every_block(tmp_path: Path, beside: str, rng: Seeded) -> None:
+    """Whichever block is lost: of samples that have none of its bytes all are saved, and nothing else."""
+    path = shard(tmp_path / "a", beside, 4)
+    whole, places = path.read_bytes(), members(path)
+    halves = {name: place for name, place in places.items() if name.endswith(("pyd", "tensors"))}
+    end = max(last + -last % BLOCK for _, last in places.values())
+    for number, begin in enumerate(range(0, end, BLOCK)):
+        for kind, instead in (("zeros", bytes(BLOCK)), ("noise", rng.randbytes(BLOCK))):
+            path.write_bytes(whole[:begin] + instead + whole[begin + BLOCK :])
+            _, keys = saved(path, tmp_path / f"{kind}{number}", are_others_whole=False)
+            touched = {name[:3] for name, (first, last) in halves.items() if first < begin + BLOCK and last > begin}
+            assert keys == [key for key in everything(4) if key not in touched], (kind, begin)
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_what_digests_refute_is_not_saved(tmp_path: Path, beside: str) -> None:
+    path = shard(tmp_path / "a", beside)
+    places = members(path)
+    for name in ("001.skel.pyd", "003.safetensors", "004.skel.pyd"):
+        flip(path, places[name][0] - 300)
+    flip(path, places["001.safetensors"][1] - 1)
+    flip(path, places["003.skel.pyd"][1] - 1)
+    report, keys = saved(path, tmp_path / "out")
+    assert keys == ["000", "002", "004", "005"]
+    assert report.num_samples + report.num_lost == 6
+
+
+STALE = {
+    "keys": swap_keys,
+    "places": swap("skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "digest"),
+    "tensors": swap("tensors_begin", "layout", "digest"),
+    "skeletons": swap("skeleton_begin", "skeleton_nbytes"),
+    "digests": swap("digest"),
+    "no digests": lambda index: columns(index, digest=index.caches[""].digest * 0),
+    "names of other members": lambda index: replace(
+        index, keys=replace(index.keys, text=index.keys.text + (index.keys.text == ord("2")).astype("u1") * 5)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["001.skel.pyd", "002.safetensors", "002", "000.skel.pyd", "001"])
+@pytest.mark.parametrize("how", STALE)
+def test_a_lying_index(tmp_path: Path, how: str, name: str) -> None:
+    path = shard(tmp_path / "a", "footer", 4)
+    content = path.read_bytes()
+    put_footer(path, STALE[how](scan_shard(lambda begin, end: content[begin:end], len(content))))
+    for begin, _ in [place for each, place in members(path).items() if each.startswith(name)]:
+        flip(path, begin - 300)
+    _, keys = saved(path, tmp_path / "out")
+    assert set(everything(4)) - {name[:3]} <= set(keys)
+
+
+def test_an_index_of_another_shard(tmp_path: Path) -> None:
+    one, other = shard(tmp_path / "a", "index", 4), tmp_path / "other.tar"
+    shift = build([("README", b"x" * 600)])[:-1024]
+    other.write_bytes(shift + one.read_bytes()[: -len(shift)])
+    shutil.copy(f"{one}.index", f"{other}.index")
+    flip(other, members_of(other)["002.skel.pyd"][0] - 300)
+    _, keys = saved(other, tmp_path / "out")
+    assert keys == ["000", "001", "003"]
+
+
+def members_of(path: Path) -> dict[str, tuple[int, int]]:
+    content = path.read_bytes() + bytes(4096)
+    (path.parent / "whole.tar").write_bytes(content)
+    found = members(path.parent / "whole.tar")
+    (path.parent / "whole.tar").unlink()
+    return found
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_member_of_no_sample_after_a_lost_header(tmp_path: Path, beside: str) -> None:
+    path = tmp_path / "x.tar"
+    content = write(tmp_path / "a", 3, footer=False, dali_index=False, manifest=False).read_bytes()
+    at = member_end(content, "001.jpg")
+    path.write_bytes(content[:at] + build([("README", b"read me")])[:-1024] + content[at:])
+    tc.write_index(path, footer=beside == "footer", dali_index=False)
+    flip(path, members(path)["001.jpg"][0] - 300)
+    _, keys = saved(path, tmp_path / "out")
+    assert keys == everything(3)
+    assert {*members(tmp_path / "out" / "x.tar")} >= {"README", "001.skel.pyd", "002.jpg"}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_tar_in_a_tar(tmp_path: Path, beside: str) -> None:
+    """Members of a tar in a member are not samples of the shard, though the header of that member is lost."""
+    skeleton, tensors = tc.encode_sample(sample(9))
+    inner = build([("999.skel.pyd", skeleton), ("999.safetensors", tensors), ("998.json", b"1")])
+    for number, name in enumerate(("001.tar", "archive")):
+        path = tmp_path / f"{number}.tar"
+        content = write(tmp_path / f"{number}", 3, footer=False, dali_index=False, manifest=False).read_bytes()
+        at = member_end(content, "001.jpg")
+        path.write_bytes(content[:at] + build([(name, inner)])[:-1024] + content[at:])
+        tc.write_index(path, footer=beside == "footer", dali_index=False)
+        flip(path, members(path)[name][0] - 300)
+        report, keys = saved(path, tmp_path / f"out{number}")
+        assert keys == everything(3)
+        assert report.num_samples == 3
+
+
+def member_end(content: bytes, name: str) -> int:
+    at = content.index(name.encode())
+    return at + BLOCK + -(-int(content[at + 124 : at + 135], 8) // BLOCK) * BLOCK
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_what_was_appended_since(tmp_path: Path, beside: str) -> None:
+    path = shard(tmp_path / "a", beside, 3)
+    end = max(last + -last % BLOCK for _, last in members(path).values())
+    skeleton, tensors = tc.encode_sample(sample(7))
+    more = build([("007.skel.pyd", skeleton), ("007.safetensors", tensors)])
+    content = path.read_bytes()
+    content = content[:end] + more + content[end + len(more) :]  # as `tar -r` writes it
+    for number, name in enumerate(("nothing", "001.safetensors", "002.skel.pyd")):
+        path.write_bytes(content)
+        if name != "nothing":
+            flip(path, members(path)[name][0] - 300)
+        _, keys = saved(path, tmp_path / f"out{number}")
+        assert "007" in keys
+        assert set(keys) >= {*everything(3), "007"} - {name[:3]}
+        if beside == "index":
+            assert keys == [*everything(3), "007"]
+
+
+@pytest.mark.skipif(shutil.which("tar") is None, reason="needs tar")
+def test_tar_itself_appends(tmp_path: Path) -> None:
+    path = shard(tmp_path / "a", "footer", 3)
+    (tmp_path / "007.json").write_bytes(b'{"label": 7}')
+    subprocess.run(["tar", "-rf", path, "007.json"], check=True, cwd=tmp_path)
+    flip(path, members(path)["001.skel.pyd"][0] - 300)
+    tc.repair(path, tmp_path / "out")
+    assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / path.name)][-1] == "007.json"
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.6, 0.9])
+def test_cut_short(tmp_path: Path, keep: float) -> None:
+    """The sidecar is of a longer shard then, and still says where samples are."""
+    path = shard(tmp_path / "a", "index", 6)
+    places, content = members(path), path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content))])
+    whole = [key for key in everything() if places[f"{key}.safetensors"][1] <= keep * len(content)]
+    flip(path, places["001.skel.pyd"][0] - 300)
+    flip(path, places["000.safetensors"][0] - 300)
+    _, keys = saved(path, tmp_path / "out")
+    assert keys == whole
+
+
+def test_names_that_no_header_field_holds(tmp_path: Path) -> None:
+    key = "é" * 60 + "/" + "d" * 60 + "/000"
+    skeleton, tensors = tc.encode_sample(sample(0))
+    path = tmp_path / "x.tar"
+    path.write_bytes(
+        build_with_tarfile([(f"{key}.skel.pyd", skeleton), (f"{key}.safetensors", tensors), ("b.json", b"1")])
+    )
+    tc.write_index(path, dali_index=False)
+    content = bytearray(path.read_bytes())
+    first = members(path)[f"{key}.skel.pyd"][0]
+    content[:first] = bytes(first)
+    path.write_bytes(content)
+    tc.repair(path, tmp_path / "out")
+    with tc.open(tmp_path / "out" / "x.tar") as cache:
+        assert list(cache.keys()) == [key]
+        assert_same(tc.realize(cache[0]), sample(0))
+
+
+def test_an_index_that_announces_much(tmp_path: Path) -> None:
+    """One that points everywhere costs no more than the bytes that are there."""
+    path = shard(tmp_path / "a", "footer", 4)
+    content = path.read_bytes()
+    index = scan_shard(lambda begin, end: content[begin:end], len(content))
+    path.write_bytes(content[:2048])
+    Path(f"{path}.index").write_bytes(build_footer(replace(index, end=1 << 50), 1 << 51))
+    report = tc.verify(path)
+    assert report.num_lost == 0
+    assert "truncated" in {fault.kind for fault in report.faults}

@@ -1,0 +1,100 @@
+"""A disk that cannot read some bytes: its error stays what it is, and nothing is decided without those bytes."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.shards.damage import members, write
+from tests.shards.tars import build_with_tarfile, special
+from wds_tensorcache.shards.tar.archive import BLOCK
+from wds_tensorcache.shards.tar.stream import TarStream
+from wds_tensorcache.storage.files import ShardFile
+
+
+def break_disk(monkeypatch: pytest.MonkeyPatch, suffix: str, first: int, last: int, after: int = 0) -> None:
+    """Let reads of bytes `[first, last)` fail, in files whose paths end in `suffix`, after `after` reads that do not."""
+    read, left = ShardFile.read, after
+
+    def bad_read(self: ShardFile, begin: int, end: int) -> bytes:
+        nonlocal left
+        if self.path.endswith(suffix) and begin < last and end > first:
+            left -= 1
+            if left < 0:
+                raise OSError(errno.EIO, "Input/output error", self.path)
+        return read(self, begin, end)
+
+    monkeypatch.setattr(ShardFile, "read", bad_read)
+
+
+def is_eio(error: BaseException) -> bool:
+    return isinstance(error, OSError) and not isinstance(error, tc.FormatError) and error.errno == errno.EIO
+
+
+def test_a_version_without_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever read fails, also one of headers of members that are of no sample: nothing is left out of the version."""
+    folder, link = special("d/", b"5"), special("l", b"2", linkname="d")
+    content = build_with_tarfile([("0.json", b"0"), folder, link, ("1.json", b"1"), folder, link])
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "a.tar").write_bytes(content)
+    tc.drop(tmp_path / "old", tmp_path / "whole", ["1"])
+    whole = (tmp_path / "whole" / "a.tar").read_bytes()
+    for after in range(100):
+        with monkeypatch.context() as patch:
+            break_disk(patch, "old/a.tar", BLOCK, len(content), after)
+            try:
+                tc.drop(tmp_path / "old", tmp_path / "new", ["1"])
+            except OSError as exc:
+                assert is_eio(exc)  # noqa: PT017
+                assert not (tmp_path / "new").exists()
+            else:
+                break
+    assert after > 6
+    assert (tmp_path / "new" / "a.tar").read_bytes() == whole
+
+
+@pytest.mark.parametrize("name", ["000000.tar.index", "000000.idx", "manifest.json"])
+@pytest.mark.parametrize("footer", [True, False])
+def test_what_tells_of_lost_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, footer: bool) -> None:
+    """Zeros from the second sample on: only this file knows that there were more."""
+    path = write(tmp_path, 4, footer=False)
+    if name.endswith(".index"):
+        tc.write_index(path)
+    for other in {"000000.tar.index", "000000.idx", "manifest.json"} - {name}:
+        (tmp_path / other).unlink(missing_ok=True)
+    begin = members(path)["001.skel.pyd"][0] - BLOCK
+    path.write_bytes(path.read_bytes()[:begin].ljust(path.stat().st_size, b"\0"))
+    before = path.read_bytes()
+    break_disk(monkeypatch, name, 0, 1 << 40)
+    with pytest.raises(OSError, match="Input/output") as caught:
+        tc.write_index(path, footer=footer)
+    assert is_eio(caught.value)
+    assert path.read_bytes() == before
+
+
+def test_the_fingerprint_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, 2, footer=False, fingerprint={"model": "a"}, manifest=False)
+    tc.write_index(path)
+    break_disk(monkeypatch, ".index", 0, 1 << 40)
+    with pytest.raises(OSError, match="Input/output") as caught:
+        tc.write_index(path)
+    assert is_eio(caught.value)
+
+
+def test_a_compressed_stream(tmp_path: Path) -> None:
+    class Broken(io.BytesIO):
+        def read(self, nbytes: int | None = -1) -> Any:
+            if self.tell() > 1_000:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().read(min(nbytes or 0, 600) if nbytes != -1 else 600)
+
+    content = gzip.compress(write(tmp_path, 9, footer=False).read_bytes(), 0)
+    with pytest.raises(OSError, match="Input/output") as caught:
+        [read() for _, read in TarStream(Broken(content))]
+    assert is_eio(caught.value)

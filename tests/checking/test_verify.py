@@ -1,0 +1,322 @@
+"""`verify` notices every kind of damage, names where it is, and finds nothing wrong with what is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import pickle
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import webdataset as wds
+
+import wds_tensorcache as tc
+from tests.shards.damage import faults, flip, member, members, sample, write
+from tests.shards.tars import FORMATS, ZOO, build, build_with_tarfile
+from wds_tensorcache.shards.tar.archive import BLOCK
+from wds_tensorcache.storage.files import ShardFile
+
+
+@dataclasses.dataclass
+class Pose:
+    """A class that skeletons name."""
+
+    x: int
+
+
+def test_whole_shards(tmp_path: Path) -> None:
+    path = write(tmp_path, 250, per_shard=100, caches=("text", "image"))
+    report = tc.verify(tmp_path)
+    assert report.ok
+    assert (report.num_shards, report.num_samples, report.num_unverified, report.num_unread) == (3, 250, 0, 0)
+    assert report.nbytes == sum(shard.stat().st_size for shard in tmp_path.glob("*.tar"))
+    assert str(report) == f"3 shards, 250 samples, {report.nbytes:,} bytes: nothing is wrong"
+    for source in (
+        path,
+        tmp_path / "manifest.json",
+        str(tmp_path / "*.tar"),
+        [path],
+        str(tmp_path / "{000000..000002}.tar"),
+    ):
+        assert faults(source) == []
+
+
+def test_every_byte_of_a_shard(tmp_path: Path) -> None:
+    """Not noticed are padding, contents without a digest, and the end of a checksum's field, which readers skip."""
+    path = write(tmp_path, 1)
+    whole = path.read_bytes()
+    places = members(path)
+    harmless = set(range(len(whole)))
+    for name, (begin, end) in places.items():
+        # six digits; readers skip the NUL and the space after them
+        harmless -= {*range(begin - BLOCK, begin - BLOCK + 154), *range(begin - BLOCK + 156, begin)}
+        if not name.endswith(("jpg", "json")):
+            harmless -= set(range(begin, end))
+    archive_end = max(end + -end % BLOCK for _, end in places.values())
+    harmless -= set(range(archive_end, archive_end + 2 * BLOCK))
+    footer = archive_end + 2 * BLOCK
+    footer += len(whole[footer:]) - len(whole[footer:].lstrip(b"\0"))
+    harmless -= set(range(footer, len(whole)))
+    noticed = set()
+    for at in range(len(whole)):
+        if at in harmless and whole[at - 8 : at + 8] == bytes(16):
+            continue  # in the middle of padding, to save time
+        flip(path, at)
+        if tc.verify(path, num_threads=1).faults:
+            noticed.add(at)
+        flip(path, at)
+    assert path.read_bytes() == whole
+    assert set(range(len(whole))) - harmless <= noticed
+    spare = {begin - BLOCK + at for begin, _ in places.values() for at in (154, 155)}
+    assert noticed & harmless <= spare
+
+
+@pytest.mark.parametrize("mask", [0x01, 0x20, 0x80])
+def test_every_byte_of_the_halves(tmp_path: Path, mask: int) -> None:
+    path = write(tmp_path, 1)
+    for name in ("000.skel.pyd", "000.safetensors"):
+        begin, end = members(path)[name]
+        for at in range(begin, end):
+            flip(path, at, mask)
+            report = tc.verify(path, num_threads=1)
+            flip(path, at, mask)
+            assert [fault.key for fault in report.faults][:1] == ["000"], at
+            assert report.num_damaged == 1
+
+
+def test_every_fault_is_reported(tmp_path: Path) -> None:
+    path = write(tmp_path, 6, dali_index=False)
+    places = members(path)
+    flip(path, places["001.safetensors"][1] - 1)
+    flip(path, places["003.skel.pyd"][1] - 2)
+    flip(path, places["004.json"][0] - 500)  # its tar header
+    report = tc.verify(path)
+    found = [(fault.key, fault.offset) for fault in report.faults]
+    assert found == [
+        ("001", places["001.safetensors"][0]),
+        ("003", places["003.skel.pyd"][0]),
+        (None, places["004.json"][0] - BLOCK),
+        ("004", places["004.json"][0]),
+    ]
+    texts = [fault.what for fault in report.faults]
+    assert texts[0] == "the safetensors member is damaged: its digest does not match its bytes"
+    assert "the skeleton is damaged" in texts[1]
+    assert texts[2].startswith("bad checksum")
+    assert texts[3] == "its 'json' is in the index at its end, but not in the shard"
+    assert (report.num_samples, report.num_damaged) == (6, 2)
+    assert f"{path}: sample '001': byte {places['001.safetensors'][0]}: the safetensors member" in str(report)
+    assert "4 faults, 2 samples damaged" in str(report)
+
+
+def test_long_reports_are_cut(tmp_path: Path) -> None:
+    path = write(tmp_path, 30, footer=False, dali_index=False)
+    for name, (begin, _) in members(path).items():
+        if name.endswith("skel.pyd"):
+            flip(path, begin + 60)
+    assert str(tc.verify(path)).endswith("  … and 10 more")
+
+
+@pytest.mark.parametrize("footer", [True, False])
+def test_truncated_anywhere(tmp_path: Path, footer: bool) -> None:
+    path = write(tmp_path, 3, footer=footer)
+    whole = path.read_bytes()
+    begins = [begin for span in members(path).values() for begin in span]
+    places = {*begins, *range(0, len(whole), 256), *range(len(whole) - 70, len(whole))}
+    for nbytes in sorted(places):
+        path.write_bytes(whole[:nbytes])
+        found = faults(tmp_path)
+        assert any("has it" in what or f"it has {nbytes} bytes" in what for _, what in found), nbytes
+        missing = {f"{i:03d}" for i in range(3)} if nbytes < 512 else {"002"} if nbytes < begins[-2] else set()
+        assert missing <= {key for key, _ in found}, nbytes
+        if nbytes < begins[-1]:  # also without the manifest
+            assert faults(path)
+
+
+def test_halves_of_two_samples(tmp_path: Path) -> None:
+    path = write(tmp_path, 4, footer=False, dali_index=False)
+    one, other = members(path)["000.safetensors"], members(path)["003.safetensors"]
+    content = bytearray(path.read_bytes())
+    content[slice(*one)], content[slice(*other)] = content[slice(*other)], content[slice(*one)]
+    path.write_bytes(content)
+    found = faults(path)
+    assert [key for key, _ in found] == ["000", "003"]
+    assert all("do not belong together" in what for _, what in found)
+
+
+def test_a_half_is_missing(tmp_path: Path) -> None:
+    path = write(tmp_path, 3, footer=False, dali_index=False)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(member(path, "001.skel.pyd"), b""))
+    assert faults(path) == [("001", "member 'skel.pyd' is missing beside 'safetensors'")]
+    path.write_bytes(content.replace(member(write(tmp_path / "b", 3), "002.safetensors"), b""))
+    assert faults(path) == [("002", "member 'safetensors' is missing beside 'skel.pyd'")]
+
+
+def test_keys_that_occur_twice(tmp_path: Path) -> None:
+    content = [("a.json", b"1"), ("b.json", b"2"), ("a.txt", b"3"), ("b.json", b"4"), ("b.json", b"5")]
+    path = tmp_path / "a.tar"
+    path.write_bytes(build(content))
+    report = tc.verify(path)
+    assert [(fault.key, fault.offset, fault.what) for fault in report.faults] == [
+        ("a", 2048, "another sample before it has the same key"),
+        ("b", 3072, "another sample before it has the same key"),
+        ("b", 4096, "member 'b.json' occurs twice"),
+    ]
+    assert report.num_damaged == 2
+
+
+def test_shards_of_other_writers(tmp_path: Path) -> None:
+    for at, format in enumerate(FORMATS.values()):
+        (tmp_path / f"zoo{at}.tar").write_bytes(build_with_tarfile(ZOO, format))
+    with wds.TarWriter(str(tmp_path / "ours.tar"), encoder=tc.encoder(), mtime=0) as sink:
+        sink.write({"__key__": "a", "text.tensorcache": sample(0), "json": {}, "JPG": b"x"} | {"txt": "é"})
+    assert faults(tmp_path) == []
+    skeleton, tensors = tc.encode_sample({"a": torch.ones(3)})
+    stock = safetensors.torch.save({"a": torch.ones(3)})
+    content = [("x.safetensors", stock), ("y.skel.pyd", skeleton), ("y.safetensors", tensors)]
+    (tmp_path / "foreign.tar").write_bytes(build(content))
+    assert faults(tmp_path) == []
+
+
+def test_members_written_by_hand(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    skeleton = pickle.dumps({"x": 1}, 4)
+    path.write_bytes(build([("000.skel.pyd", skeleton), ("000.safetensors", safetensors.torch.save({}))]))
+    report = tc.verify(path)
+    assert report.ok
+    assert report.num_unverified == 1
+    assert "no digests: 1 sample;" in str(report)
+
+
+def test_classes(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "%d.tar", allow=[Pose]) as writer:
+        for i in range(3):
+            writer.write(f"{i}", {"pose": Pose(i), "x": torch.ones(2)})
+    report = tc.verify(tmp_path)
+    assert report.ok, report
+    assert report.num_unread == 3
+    assert "not decoded: 3 samples" in str(report)
+    assert report.needs == {f"{Pose.__module__}.Pose"}
+    assert f"{Pose.__module__}.Pose" in str(report)
+    report = tc.verify(tmp_path, allow=[Pose])
+    assert report.ok, report
+    assert report.num_unread == 0
+    flip(tmp_path / "0.tar", members(tmp_path / "0.tar")["1.skel.pyd"][1] - 3)
+    for allow in ([], [Pose]):
+        report = tc.verify(tmp_path, allow=allow)
+        assert [fault.key for fault in report.faults] == ["1"]
+    tc.repair(tmp_path, tmp_path / "out")
+    assert tc.verify(tmp_path / "out", allow=[Pose]).num_samples == 2
+
+
+def test_large_samples_in_little_memory(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as writer:
+        for i in range(3):
+            writer.write(f"{i}", {"video": torch.full((4 << 20,), i).half()}, mp4=bytes(3 << 20))
+    assert faults(tmp_path) == []
+    tracemalloc.start()
+    assert tc.verify(tmp_path, num_threads=1).ok
+    assert tracemalloc.get_traced_memory()[1] < 3 << 20
+    tracemalloc.stop()
+    flip(tmp_path / "0.tar", members(tmp_path / "0.tar")["1.safetensors"][1] - 1)
+    assert [key for key, _ in faults(tmp_path)] == ["1"]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_large_sample_in_front_of_a_missing_end(tmp_path: Path, threads: int) -> None:
+    with tc.ShardWriter(tmp_path / "0.tar", footer=False, dali_index=False, manifest=False) as sink:
+        for number in range(3):
+            sink.write(str(number), {"x": torch.full((1_700_000 + number,), number)})
+    path = tmp_path / "0.tar"
+    end = members(path)["2.safetensors"][1]
+    path.write_bytes(path.read_bytes()[: end + -end % BLOCK])
+    report = tc.verify(path, num_threads=threads)
+    assert [(fault.key, fault.what[:26]) for fault in report.faults] == [(None, "truncated: the file ends a")]
+    assert (report.num_samples, report.num_damaged) == (3, 0)
+    flip(path, end - 1)
+    assert [key for key, _ in faults(path)] == ["2", None]
+
+
+def test_a_disk_that_cannot_be_read_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, 6, footer=False, dali_index=False)
+    begin, _ = members(path)["002.safetensors"]
+    read, read_into = ShardFile.read, ShardFile.read_into
+
+    def fail(first: int, last: int) -> None:
+        if first < begin + 150 and last > begin + 130:
+            raise OSError(errno.EIO, "Input/output error")
+
+    def bad_read(self: ShardFile, first: int, last: int) -> bytes:
+        if last - first < 1 << 13:  # the scanner's windows are larger
+            fail(first, last)
+        return read(self, first, last)
+
+    def bad_read_into(self: ShardFile, buffers: Any, first: int) -> None:
+        fail(first, first + sum(map(len, buffers)))
+        read_into(self, buffers, first)
+
+    monkeypatch.setattr(ShardFile, "read", bad_read)
+    monkeypatch.setattr(ShardFile, "read_into", bad_read_into)
+    assert faults(path) == [("002", "'safetensors': [Errno 5] Input/output error")]
+    monkeypatch.setattr(ShardFile, "read", lambda self, first, last: fail(0, self.nbytes))
+    assert [what[:29] for _, what in faults(path)] == ["cannot be read: [Errno 5] Inp", "the index at its end: [Errno "]
+
+
+@pytest.mark.parametrize("byte", [b"\0", b"\xff"])
+@pytest.mark.parametrize("first", [2, 4, 5, 20, 41])
+def test_skeletons_of_which_nothing_is_left(tmp_path: Path, first: int, byte: bytes) -> None:
+    """Also where so much of the preamble is destroyed that it could be one of stock pickle, which has no digest."""
+    path = write(tmp_path, 3)
+    begin, end = members(path)["001.skel.pyd"]
+    content = path.read_bytes()
+    path.write_bytes(content[: begin + first] + byte * (end - begin - first) + content[end:])
+    report = tc.verify(path)
+    assert {fault.key for fault in report.faults} == {"001"}
+    assert (report.num_damaged, report.num_unread) == (1, 0)
+    tc.repair(path, tmp_path / "out")
+    assert list(tc.open(tmp_path / "out").keys()) == ["000", "002"]
+
+
+def test_a_skeleton_that_became_one_that_needs_a_class(tmp_path: Path) -> None:
+    """The index at the end of the shard says that it needed none."""
+    path = write(tmp_path, 3)
+    begin, end = members(path)["001.skel.pyd"]
+    content = path.read_bytes()
+    needy = pickle.dumps(tc.open, 4)
+    path.write_bytes(content[:begin] + needy + content[begin + len(needy) : end] + content[end:])
+    assert [key for key, _ in faults(path)] == ["001"]
+    short = b"\x80\x04\x8c\x02os\x8c\x06system\x93"
+    short += b"\x8c" + bytes([end - begin - len(short) - 5]) + b"x" * (end - begin - len(short) - 5) + b"\x85R."
+    path.write_bytes(content[:begin] + short + content[end:])
+    report = tc.verify(path)
+    assert [fault.key for fault in report.faults] == ["001"]
+    assert report.needs == {"os.system"}
+
+
+def test_an_attack_is_named_and_not_called_damage(tmp_path: Path) -> None:
+    attack = b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R."
+    path = tmp_path / "a.tar"
+    path.write_bytes(build([("000.skel.pyd", attack), ("000.safetensors", safetensors.torch.save({}))]))
+    report = tc.verify(path)
+    assert (report.num_unread, report.needs) == (1, {"os.system"})
+    assert "os.system" in str(report)
+
+
+def test_a_damaged_header_is_told_of_the_member_that_has_it(tmp_path: Path) -> None:
+    path = write(tmp_path, 2)
+    begin, _ = members(path)["001.safetensors"]
+    flip(path, begin + 12)
+    (fault,) = tc.verify(path).faults
+    assert (fault.key, fault.offset) == ("001", begin)
+    assert fault.what.startswith("'safetensors': ")
+
+
+def test_numbers_of_threads(tmp_path: Path) -> None:
+    path = write(tmp_path, 2)
+    for threads in (0, -1):
+        with pytest.raises(ValueError, match="num_threads="):
+            tc.verify(path, num_threads=threads)

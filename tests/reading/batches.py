@@ -1,0 +1,112 @@
+"""Batches as they must be, computed from the samples that were written, and shards to read batches from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import wds_tensorcache as tc
+from tests.same import assert_same, tensor_bytes
+from wds_tensorcache.reading.batch.values import Leaves
+
+__all__ = ["COUNT", "LARGE", "SMALL", "assert_all_same", "assert_batch", "assert_tensor", "nested", "write"]
+
+COUNT = 23
+
+
+def nested(i: int, width: int = 8) -> dict[str, Any]:
+    return {
+        "x": torch.full((width,), float(i)),
+        "cond": [(torch.full((2, width), i, dtype=torch.int16), {"prompt": f"p{i}", "size": (i, 2)}), 3],
+        "a": np.full((3,), f"é{i}", "U4"),
+        "id": i,
+    }
+
+
+SMALL = [nested(i) for i in range(COUNT)]
+LARGE = [nested(i, 8000) for i in range(COUNT)]
+
+
+def write(folder: Path | str, samples: list[Any], *, max_samples: int = 5, **writer: Any) -> str:
+    """Write samples under the keys "000", "001", …; returns the folder."""
+    with tc.ShardWriter(f"{folder}/%03d.tar", max_samples=max_samples, fsync=False, **writer) as sink:
+        for i, sample in enumerate(samples):
+            sink.write(f"{i:03d}", sample)
+    return str(folder)
+
+
+def assert_all_same(left: list[Any], right: list[Any]) -> None:
+    """Assert that two lists hold the same samples, whatever samples share among them."""
+    for sample, read in zip(left, right, strict=True):
+        assert_same(sample, read)
+
+
+def assert_tensor(expected: torch.Tensor, found: Any, path: str = "$") -> None:
+    """Assert that two tensors are equal bit for bit."""
+    assert type(found) is torch.Tensor, path
+    assert (found.shape, found.dtype, found.device.type) == (expected.shape, expected.dtype, "cpu"), path
+    assert tensor_bytes(found) == tensor_bytes(expected), path
+
+
+def assert_array(expected: np.ndarray[Any, Any], found: Any, path: str) -> None:
+    """Assert that two arrays are equal bit for bit."""
+    expected = expected.astype(expected.dtype.newbyteorder("<"))
+    assert type(found) is np.ndarray, path
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype), path
+    assert found.tobytes() == expected.tobytes(), path
+
+
+def assert_batch(samples: list[Any], batch: Any, collate: str = "stack", path: str = "$") -> None:
+    """Assert that `batch` is the batch of `samples`, which have one structure of dicts, lists, tuples and leaves."""
+    first = samples[0]
+    if isinstance(first, torch.Tensor):
+        if collate == "stack":
+            # torch cannot stack every dtype
+            bits = [s.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for s in samples]
+            assert_tensor(torch.stack(bits).reshape(-1).view(first.dtype).view(len(samples), *first.shape), batch, path)
+        else:
+            for i, (expected, found) in enumerate(zip(samples, batch, strict=True)):
+                assert_tensor(expected, found, f"{path}, sample {i}")
+    elif isinstance(first, np.ndarray):
+        if collate == "stack":
+            assert_array(np.stack(samples), batch, path)
+        else:
+            for expected, found in zip(samples, batch, strict=True):
+                assert_array(expected, found, path)
+    elif isinstance(first, dict):
+        assert type(batch) is dict, path
+        assert list(batch) == list(first), path
+        for key in first:
+            assert_batch([sample[key] for sample in samples], batch[key], collate, f"{path}[{key!r}]")
+    elif isinstance(first, (list, tuple)) and _holds_tensor(first):
+        assert type(batch) is type(first), path
+        assert len(batch) == len(first), path
+        for i in range(len(first)):
+            assert_batch([sample[i] for sample in samples], batch[i], collate, f"{path}[{i}]")
+    else:
+        assert type(batch) is Leaves, path
+        assert len(batch) == len(samples), path
+        assert repr(batch) == repr(samples), path
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return True
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(map(_holds_tensor, parts))
+
+
+def damage(path: str, at: int, content: bytes) -> bytes:
+    """Put bytes into an open shard as a disk may, without the time of a change; return what was there."""
+    status = os.stat(path)
+    with open(path, "r+b") as file:
+        file.seek(at)
+        before = file.read(len(content))
+        file.seek(at)
+        file.write(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    return before

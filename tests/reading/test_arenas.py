@@ -1,0 +1,152 @@
+"""Arenas are reused when the last tensor over them is gone, never before, and batches are where they are asked for."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.reading.batches import COUNT, SMALL, assert_batch, assert_tensor, write
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collector() -> Iterator[None]:
+    """No arena waits for it."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+FIRST_ROW: dict[Any, Any] = {
+    "stack": lambda batch: batch["x"][0],
+    "list": lambda batch: batch["x"][0],
+    "pad": lambda batch: batch["x"][0],
+    list: lambda batch: batch[0]["x"],
+}
+
+
+@pytest.mark.parametrize("collate", FIRST_ROW)
+def test_arenas_come_back_when_the_last_tensor_dies(large: str, collate: Any) -> None:
+    with tc.open(large) as cache:
+        pool = cache._store.pool
+        row = FIRST_ROW[collate](cache.read_batch([1, 2, 3], collate=collate))
+        assert pool.num_leases == 1
+        before = row.clone()
+        for _ in range(5):
+            cache.read_batch([4, 5, 6], collate=collate)
+        assert_tensor(before, row)
+        del row
+        assert pool.num_leases == 0
+        assert 0 < pool.idle_nbytes < 1 << 25
+    assert pool.idle_nbytes == 0
+
+
+def test_arrays_keep_their_arena(small: str) -> None:
+    with tc.open(small) as cache:
+        kept = cache.read_batch([1, 2])["a"][1:]
+        assert cache._store.pool.num_leases == 1
+        cache.read_batch([3, 4])
+        assert kept.tolist() == [["é2"] * 3]
+        del kept
+        assert cache._store.pool.num_leases == 0
+
+
+def test_results_are_private_and_writable(small: str) -> None:
+    with tc.open(small, io="mmap") as cache:
+        batch = cache.read_batch([1, 2])
+        batch["x"].zero_()
+        batch["a"][:] = "w"
+        assert_batch([SMALL[1], SMALL[2]], cache.read_batch([1, 2]))
+
+
+def test_arenas_come_back_after_errors(tmp_path: Any) -> None:
+    folder = write(tmp_path, [torch.full((100_000,), float(i)) for i in range(12)], max_samples=12)
+    for threads, damaged in ((1, 11), (4, 11), (4, 0)):
+        with tc.open(folder, num_threads=threads) as cache:
+            shard = cache._store.shards[0]
+            begin = shard.columns.tensors_begin.item(damaged)
+            with open(shard.path, "r+b") as file:
+                file.seek(begin - 512)
+                name = file.read(100)
+                file.seek(begin - 512)
+                file.write(bytes(100))
+                file.flush()
+                message = ""
+                try:  # pytest.raises keeps frames
+                    cache.read_batch(range(12))
+                except tc.FormatError as exc:
+                    message = str(exc)
+                assert f"{damaged:03d}.safetensors" in message
+                file.seek(begin - 512)
+                file.write(name)
+            assert cache._store.pool.num_leases == 0
+
+
+def test_arenas_come_back_after_batch_errors(tmp_path: Any) -> None:
+    with tc.open(write(tmp_path, [{"x": torch.zeros(1 + i), "i": i} for i in range(3)])) as cache:
+        pool = cache._store.pool
+        for collate, error in (("stack", tc.BatchError), (lambda samples: 1 / 0, ZeroDivisionError)):
+            with pytest.raises(error):
+                cache.read_batch(range(3), collate=collate)
+            assert pool.num_leases == 0
+        batch = cache.read_batch(range(3), collate="list")
+        leaves = batch["i"]
+        del batch
+        assert leaves == [0, 1, 2]
+        assert pool.num_leases == 0  # small values do not keep the tensors
+
+
+def test_arenas_are_not_shared_under_stress(large: str) -> None:
+    errors: list[BaseException] = []
+    with tc.open(large, num_threads=2, pool_nbytes=1 << 20) as cache:
+
+        def read(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            held: list[tuple[list[int], torch.Tensor]] = []
+            try:
+                for _ in range(60):
+                    numbers = rng.integers(0, COUNT, rng.integers(1, 5)).tolist()
+                    held.append((numbers, cache.read_batch(numbers)["x"]))
+                    if len(held) > 6:
+                        held.pop(int(rng.integers(len(held))))
+                    for expected, x in held:
+                        assert x[:, ::4000].tolist() == [[float(i)] * 2 for i in expected]
+            except BaseException as exc:
+                errors.append(exc)
+
+        threads = [threading.Thread(target=read, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert cache._store.pool.num_leases == 0
+        assert cache._store.pool.idle_nbytes <= 1 << 20
+
+
+# --- devices ---
+
+
+def test_devices(small: str) -> None:
+    with tc.open(small) as cache:
+        expected = [SMALL[4], SMALL[2]]
+        assert_batch(expected, cache.read_batch([4, 2], device="cpu"))
+        assert_batch(expected, cache.read_batch([4, 2], torch.device("cpu")))
+        with torch.device("meta"):
+            assert_batch(expected, cache.read_batch([4, 2]))
+            padded, info = cache.read_batch([4, 2], collate="pad", return_info=True)
+            assert_batch(expected, padded)
+            assert info.shapes["x"].device.type == info.is_padding.device.type == "cpu"
+        assert cache.read_batch([4, 2], device="meta")["x"].is_meta
+        if not torch.cuda.is_available():
+            with pytest.raises(RuntimeError, match="pin_memory=True requires"):
+                cache.read_batch([0], pin_memory=True)
+            with pytest.raises(RuntimeError, match="torch sees no GPU"):
+                cache.read_batch([0], device="cuda")

@@ -1,0 +1,299 @@
+"""`read_batch` is what stacking the samples one by one gives, by every way of reading, for every dtype and structure."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from tests import strategies
+from tests.reading.batches import COUNT, LARGE, SMALL, assert_all_same, assert_batch, damage, write
+from tests.same import tensor_bytes
+from wds_tensorcache.reading.batch import read_plan as plan_module
+from wds_tensorcache.storage.files import ShardFile
+
+
+def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Return a tensor with arbitrary bits."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.random.default_rng(seed).integers(0, 2 if dtype is torch.bool else 256, nbytes, np.uint8)
+    flat = torch.from_numpy(raw) if nbytes else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype).view(shape)
+
+
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that gets the result of each `_gather`: True if it was taken."""
+    taken: list[bool] = []
+    original = plan_module._gather
+
+    def spy(*args: Any) -> bool:
+        taken.append(original(*args))
+        return taken[-1]
+
+    monkeypatch.setattr(plan_module, "_gather", spy)
+    return taken
+
+
+# --- equal to stacking ---
+
+
+@pytest.mark.parametrize("io", ["auto", "mmap", "pread"])
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("samples", [SMALL, LARGE], ids=["small", "large"])
+def test_ways_of_reading(
+    small: str, large: str, io: str, threads: int, samples: list[Any], gathers: list[bool]
+) -> None:
+    with tc.open(small if samples is SMALL else large, io=io, num_threads=threads) as cache:
+        for numbers in (range(COUNT), [5], [7, 3, 3, 22, 0, 7], range(COUNT - 1, -1, -2), [-1, -COUNT]):
+            expected = [samples[i] for i in numbers]
+            assert_batch(expected, cache.read_batch(numbers))
+            assert_batch(expected, cache.read_batch(numbers, collate="list"), "list")
+            assert_batch(expected, cache.read_batch(numbers, collate="pad"))
+            assert_all_same(expected, cache.read_batch(numbers, collate=list))
+        assert cache._store.pool.num_leases == 0
+    if io == "pread":
+        assert not gathers
+    elif samples is SMALL and (io == "mmap" or cache.io.method == "auto"):
+        assert all(gathers)
+    else:
+        assert not any(gathers)
+
+
+def test_indices_of_every_kind(small: str) -> None:
+    with tc.open(small) as cache:
+        numbers = [3, 22, 3]
+        for given_as in (
+            tuple(numbers),
+            iter(numbers),
+            np.array(numbers, np.uint8),
+            np.array(numbers)[::1],
+            torch.tensor(numbers),
+            [torch.tensor(3), np.int64(22), 3],
+            ["003", "022", "003"],
+            np.array(["003", "022", "003"]),
+            ["003", 22, -20],
+        ):
+            assert_batch([SMALL[i] for i in numbers], cache.read_batch(given_as))
+        view = cache[4:20:3]
+        assert_batch([SMALL[7], SMALL[4]], view.read_batch([1, "004"]))
+        for empty in ([], (), np.array([], np.int64), iter(())):
+            with pytest.raises(ValueError, match="no indices: a batch has at least one sample"):
+                cache.read_batch(empty)
+        with pytest.raises(ValueError, match="collate='cat', expected 'stack', 'list', 'pad' or a function"):
+            cache.read_batch([0], collate="cat")
+
+
+@pytest.mark.parametrize("dtype", strategies.TORCH_DTYPES, ids=str)
+def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    rows = [
+        {"t": tensor_of(dtype, (3, 2), i), "n": tensor_of(dtype, (), i), "e": tensor_of(dtype, (0, 2), i)}
+        for i in range(4)
+    ]
+    ragged = [{"r": tensor_of(dtype, (i, 3), i)} for i in range(4)]
+    with tc.open(write(tmp_path / "a", rows)) as cache, tc.open(write(tmp_path / "b", ragged)) as other:
+        assert_batch(rows, cache.read_batch(range(4)))
+        assert_batch(rows, cache.read_batch(range(4), collate="list"), "list")
+        assert_batch(ragged, other.read_batch(range(4), collate="list"), "list")
+        padded, info = other.read_batch(range(4), collate="pad", return_info=True)
+        assert info.shapes["r"].tolist() == [[0, 3], [1, 3], [2, 3], [3, 3]]
+        assert padded["r"].shape == (4, 3, 3)
+        zeros = np.zeros((4, 3, 3, dtype.itemsize), np.uint8)
+        for i, sample in enumerate(ragged):
+            n, m = sample["r"].shape
+            zeros[i, :n, :m] = sample["r"].reshape(-1).view(torch.uint8).reshape(n, m, dtype.itemsize).numpy()
+        assert padded["r"].reshape(-1).view(torch.uint8).numpy().tobytes() == zeros.tobytes()
+
+
+@pytest.mark.parametrize("dtype", strategies.NUMPY_DTYPES, ids=str)
+def test_every_dtype_of_numpy(tmp_path: Path, dtype: np.dtype[Any]) -> None:
+    rows = [
+        np.arange(6).reshape(2, 3).astype(dtype) + np.zeros((), dtype)
+        if dtype.kind not in "SUMm?"
+        else np.array([[b"x"] * 3, [b"yz"] * 3] if dtype.kind in "SU" else [[i, 1, 0]] * 2).astype(dtype)
+        for i in range(4)
+    ]
+    with tc.open(write(tmp_path / "a", rows)) as cache:
+        assert_batch(rows, cache.read_batch(range(4)))
+        assert_batch(rows, cache.read_batch(range(4), collate="list"), "list")
+    ragged = [row[: i % 3] for i, row in enumerate(rows)]
+    with tc.open(write(tmp_path / "b", ragged)) as cache:
+        padded, info = cache.read_batch(range(4), collate="pad", return_info=True)
+        ((_, shapes),) = info.shapes.items()
+        assert shapes.tolist() == [[0, 3], [1, 3], [2, 3], [0, 3]]
+        assert padded.dtype == dtype.newbyteorder("<")
+        for i, row in enumerate(ragged):
+            assert (padded[i, : len(row)] == row).all()
+            assert (padded[i, len(row) :] == np.zeros((), dtype)).all()
+
+
+plain = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.binary(max_size=3) | st.floats()
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Any]:
+    """Samples of one structure: equal tensors' shapes and dtypes, other values."""
+    leaf = st.one_of(strategies.tensors(), strategies.arrays(), st.just("leaf"))
+    keys = strategies.keys
+    shape = draw(
+        st.recursive(
+            leaf,
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.lists(inner, max_size=3).map(tuple)
+                | st.dictionaries(keys, inner, max_size=3)
+            ),
+            max_leaves=8,
+        )
+    )
+    return [_vary(draw, shape) for _ in range(draw(st.integers(1, 5)))]
+
+
+def _vary(draw: st.DrawFn, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        plain_tensor = torch.frombuffer(bytearray(tensor_bytes(value) or b"\0"), dtype=torch.uint8)
+        plain_tensor = plain_tensor[: value.nbytes].view(value.dtype).view(value.shape)
+        if draw(st.booleans()) and plain_tensor.numel():
+            raw = plain_tensor.reshape(-1).view(torch.uint8)
+            raw[draw(st.integers(0, len(raw) - 1))] ^= 1
+        return plain_tensor
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return {key: _vary(draw, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_vary(draw, item) for item in value)
+    return draw(plain)
+
+
+@settings(max_examples=60)
+@given(batches(), st.sampled_from(["mmap", "pread", "auto"]), st.data())
+def test_any_structure(samples: list[Any], io: str, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder, tc.open(write(folder, samples, max_samples=2), io=io) as cache:
+        numbers = data.draw(st.lists(st.integers(0, len(samples) - 1), min_size=1, max_size=6))
+        expected = [samples[i] for i in numbers]
+        for _ in range(2):  # the second time by template
+            assert_batch(expected, cache.read_batch(numbers))
+            assert_batch(expected, cache.read_batch(numbers, collate="list"), "list")
+            assert_all_same(expected, cache.read_batch(numbers, collate=list))
+
+
+# --- reads ---
+
+
+@pytest.mark.parametrize("gap", [16, plan_module.SCRATCH_NBYTES, plan_module.SCRATCH_NBYTES + 64, 100_000])
+def test_gaps_that_select_leaves(tmp_path: Path, gap: int) -> None:
+    samples = [
+        {"a": torch.full((64,), i), "gap": torch.zeros(gap // 8, dtype=torch.int64), "b": torch.full((64,), -i)}
+        for i in range(7)
+    ]
+    for threads in (1, 3):
+        with tc.open(write(tmp_path / str(threads), samples, max_samples=3), num_threads=threads, io="pread") as cache:
+            batch = cache.select(["a", "b"]).read_batch([6, 0, 5, 5])
+            assert list(batch) == ["a", "b"]
+            assert batch["a"].tolist() == [[i] * 64 for i in (6, 0, 5, 5)]
+            assert batch["b"].tolist() == [[-i] * 64 for i in (6, 0, 5, 5)]
+
+
+@pytest.mark.parametrize("io", ["pread", "mmap"])
+def test_more_tensors_than_one_call_takes(tmp_path: Path, io: str) -> None:
+    samples = [[torch.full((1 + number % 3,), number + i) for number in range(2500)] for i in range(3)]
+    with tc.open(write(tmp_path, samples), io=io) as cache:
+        assert_batch([samples[2], samples[0]], cache.read_batch([2, 0]))
+        every_other = cache.select([f"{number}" for number in range(0, 2500, 2)])
+        assert every_other.read_batch([1, 2], collate="list")[2498][1].tolist() == samples[2][2498].tolist()
+
+
+def test_many_shards_small_and_large_together(tmp_path: Path) -> None:
+    samples = [{"x": torch.full((4 if i % 3 else 20_000,), float(i))} for i in range(30)]
+    with tc.open(write(tmp_path, samples, max_samples=2), num_threads=3, max_open_files=4) as cache:
+        numbers = np.random.default_rng(0).permutation(30).tolist()
+        for _ in range(3):
+            batch = cache.read_batch(numbers, collate="list")
+            assert [(float(x[-1]), len(x)) for x in batch["x"]] == [(i, len(samples[i]["x"])) for i in numbers]
+
+
+@pytest.mark.parametrize("io", ["auto", "pread"])
+@pytest.mark.parametrize("samples", [SMALL, LARGE], ids=["small", "large"])
+def test_files_that_are_not_in_memory(
+    small: str, large: str, io: str, samples: list[Any], monkeypatch: pytest.MonkeyPatch, gathers: list[bool]
+) -> None:
+    advised: list[tuple[int, int]] = []
+    monkeypatch.setattr(ShardFile, "read_resident", lambda *args: False)
+    monkeypatch.setattr(ShardFile, "is_resident", lambda *args: False)
+    monkeypatch.setattr(ShardFile, "will_need", lambda self, begin, end: advised.append((begin, end)))
+    with tc.open(small if samples is SMALL else large, io=io, num_threads=2) as cache:
+        for numbers in (range(COUNT), [5, 3, 5] * 15):
+            assert_batch([samples[i] for i in numbers], cache.read_batch(numbers))
+    assert advised
+    assert not any(gathers)
+
+
+def test_short_reads(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, rng = os.preadv, np.random.default_rng(0)
+
+    def short(fd: int, buffers: Any, *args: Any) -> int:
+        total = sum(map(len, buffers))
+        count = int(rng.integers(1, total + 1)) if total else 0
+        parts = []
+        for buffer in buffers:
+            parts.append(buffer[: max(0, count)])
+            count -= len(buffer)
+        return original(fd, parts, *args)
+
+    monkeypatch.setattr(os, "preadv", short)
+    for threads in (1, 2):
+        with tc.open(large, num_threads=threads, io="pread") as cache:
+            assert_batch(LARGE[::-1], cache.read_batch(range(COUNT)[::-1]))
+
+
+def test_an_error_in_a_thread_is_raised_once_and_nothing_is_written_later(tmp_path: Path) -> None:
+    folder = write(tmp_path, [torch.full((100_000,), float(i)) for i in range(12)], max_samples=12)
+    for threads in (1, 4):
+        with tc.open(folder, num_threads=threads) as cache:
+            shard = cache._store.shards[0]
+            last = shard.columns.tensors_begin.item(11)
+            name = damage(shard.path, last - 512, b"someone-else\0" + bytes(87))
+            with pytest.raises(tc.FormatError, match="someone-else"):
+                cache.read_batch(range(12))
+            assert cache.read_batch(range(11)).sum(1).tolist() == [i * 1e5 for i in range(11)]
+            damage(shard.path, last - 512, name)
+
+
+def test_a_shard_that_was_cut_short(tmp_path: Path) -> None:
+    folder = write(tmp_path, [torch.full((100_000,), float(i)) for i in range(4)])
+    for threads in (1, 2):
+        with tc.open(folder, num_threads=threads) as cache:
+            assert cache.read_batch([0, 1]).shape == (2, 100_000)
+            path = cache._store.shards[0].path
+            content = Path(path).read_bytes()
+            with open(path, "r+b") as file:
+                file.truncate(1_000_000)
+            with pytest.raises(tc.FormatError, match="cut short"):
+                cache.read_batch([0, 1, 2])
+            Path(path).write_bytes(content)
+
+
+def test_samples_whose_stored_bytes_look_alike(tmp_path: Path) -> None:
+    """Stored dtypes and shapes are the same; what they stand for is not."""
+    values = [torch.zeros(3, 2, dtype=torch.float64), torch.zeros(3, dtype=torch.complex128), np.zeros((3, 2))]
+    for footer in (True, False):
+        with tc.ShardWriter(tmp_path / f"{footer}.tar", footer=footer, manifest=False) as sink:
+            for index, value in enumerate([*values, values[0] + 1]):
+                sink.write(str(index), {"x": value})
+        with tc.open(tmp_path / f"{footer}.tar") as cache:
+            assert cache.read_batch([0, 3])["x"].tolist() == [[[0.0, 0.0]] * 3, [[1.0, 1.0]] * 3]
+            for pair in ([0, 1], [1, 0], [0, 2], [2, 3]):
+                with pytest.raises(tc.BatchError, match=rf"sample '{pair[0]}', but .* in '{pair[1]}'"):
+                    cache.read_batch(pair)
+            assert cache.read_batch([1])["x"].dtype == torch.complex128
+            assert [entry.shapes["x"] for entry in cache._entries()] == [(3, 2), (3,), (3, 2), (3, 2)]

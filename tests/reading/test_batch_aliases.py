@@ -1,0 +1,227 @@
+"""One object of a sample is one object in each result, and two objects have two values."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from tests.reading.batches import write
+from tests.same import assert_same
+from tests.strategies import samples as any_samples
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+@dataclass
+class Record:
+    one: Any
+    other: Any
+
+
+SHARED: dict[str, Any] = {
+    "list": [1, "a"],
+    "empty list": [],
+    "nested list": [[1], (2, [3])],
+    "set": {1, 2},
+    "frozenset": frozenset([1, (2, 3)]),
+    "deque": deque([1], maxlen=4),
+    "dict": {"a": 1},
+    "ordered": OrderedDict(a=[1]),
+    "default": defaultdict(list, a=[1]),
+    "tuple": (1, [2]),
+    "bytearray": bytearray(b"abc"),
+    "list of a tensor": [torch.ones(2)],
+    "dict of a tensor": {"t": torch.ones(2), "n": [1]},
+    "set of a tensor": {torch.ones(2)},
+    "tuple of a tensor": (torch.ones(2), [1]),
+    "deque of a tensor": deque([torch.ones(2)], maxlen=2),
+    "tensor": torch.ones(2),
+    "array": np.ones(2),
+}
+
+
+def kept(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_functions_get_one_object_for_one(tmp_path: Path, kind: str) -> None:
+    one = SHARED[kind]
+    sample = {"x": torch.ones(3), "a": one, "b": [one, {"c": one}], "d": (one,), "other": copy.deepcopy(one)}
+    with tc.open(write(tmp_path, [sample, sample])) as cache:
+        read = cache.read_batch([1, 0, 1], collate=kept)
+        for found in read:
+            assert_same(sample, found)
+            a = found["a"]
+            assert found["b"][0] is found["b"][1]["c"] is found["d"][0] is a
+            assert found["other"] is not a
+        assert read[0]["a"] is not read[2]["a"]
+        ((found),) = tc.join({"left": cache, "right": cache}).read_batch([0], collate=kept)
+        assert_same([sample, sample], [found["left"], found["left"]])
+        assert_same(sample, found["right"])
+        assert_same(sample, cache.select(["*"]).read_batch([0], collate=kept)[0])
+
+
+def test_functions_get_one_object_within_objects(tmp_path: Path) -> None:
+    one: list[Any] = [torch.ones(2), {1}]
+    plain = [1]
+    sample = {"x": one, "p": Pair(one, plain), "r": Record(plain, one), "again": plain}
+    with tc.open(write(tmp_path, [sample], allow=[Pair, Record]), allow=[Pair, Record]) as cache:
+        lazy = cache[0]
+        assert lazy["x"] is lazy["p"].one is lazy["r"].other
+        (found,) = cache.read_batch([0], collate=kept)
+    assert found["x"] is found["p"].one is found["r"].other
+    assert found["again"] is found["p"].other is found["r"].one
+    assert type(found["r"].other[0]) is torch.Tensor
+
+
+def test_functions_get_containers_that_hold_themselves(tmp_path: Path) -> None:
+    loop: list[Any] = [1]
+    loop.append(loop)
+    ring: dict[str, Any] = {"t": torch.ones(2)}
+    ring["self"] = [ring, loop]
+    with tc.open(write(tmp_path, [{"x": torch.ones(1), "loop": loop, "ring": ring}])) as cache:
+        (found,) = cache.read_batch([0], collate=kept)
+    assert found["loop"][1] is found["loop"] is found["ring"]["self"][1]
+    assert found["ring"]["self"][0] is found["ring"]
+
+
+@given(st.lists(any_samples(), min_size=1, max_size=3))
+def test_functions_get_any_samples(tmp_path_factory: pytest.TempPathFactory, samples: list[Any]) -> None:
+    folder = write(tmp_path_factory.mktemp("any"), samples)
+    with tc.open(folder) as cache:
+        read = cache.read_batch(range(len(samples)), collate=kept)
+        for i, (sample, found) in enumerate(zip(samples, read, strict=True)):
+            assert_same(sample, found)
+            assert_same(tc.realize(cache[i]), found)
+
+
+# --- batches: one object in the first sample, two in another ---
+
+
+def both(i: int, *, is_one: bool, of: Any) -> dict[str, Any]:
+    one, other = of(i), of(i + 10)
+    return {"x": torch.tensor([i]), "a": one, "b": one if is_one else other}
+
+
+KINDS: dict[str, Any] = {
+    "dict": lambda i: {"n": i},
+    "dict of dicts": lambda i: {"d": {"n": i}},
+    "ordered": lambda i: OrderedDict(n=i),
+    "list": lambda i: [i],
+    "set": lambda i: {i},
+    "tuple": lambda i: (i, [i]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("collate", ["stack", "list", "pad"])
+@pytest.mark.parametrize("first_is_one", [True, False])
+def test_batches_of_samples_that_share_otherwise(tmp_path: Path, kind: str, collate: str, first_is_one: bool) -> None:
+    """The right values, or an error that says that the structures differ; never another sample's or another place's."""
+    samples = [both(i, is_one=(i == 0) == first_is_one, of=KINDS[kind]) for i in range(3)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for numbers in ([0, 1, 2], [1, 0], [2, 1], [0]):
+            batch = cache.read_batch(numbers, collate=collate)
+            assert_rows(batch, [samples[i] for i in numbers])
+        tensors = cache.read_tensors([0, 1])
+        assert_rows(cache.nest([0, 1], tensors), samples[:2])
+
+
+def assert_rows(batch: Any, samples: list[Any]) -> None:
+    """Assert that every value is its sample's; one that cannot be told apart in this structure may be refused."""
+    for name in ("a", "b"):
+        shares = [sample["a"] is sample["b"] for sample in samples]
+        if shares[0] and not all(shares) and isinstance(samples[0]["a"], dict):
+            with pytest.raises(
+                tc.BatchError, match="its own .* at 'b', but '.*' has the .* at 'a': their structures diff"
+            ):
+                rows_of(batch[name], len(samples))
+        else:
+            assert rows_of(batch[name], len(samples)) == [sample[name] for sample in samples]
+
+
+def rows_of(value: Any, count: int) -> list[Any]:
+    if isinstance(value, dict):
+        parts = {key: rows_of(part, count) for key, part in value.items()}
+        return [type(value)((key, part[i]) for key, part in parts.items()) for i in range(count)]
+    return list(value)
+
+
+@pytest.mark.parametrize("collate", ["stack", "list", "pad"])
+def test_one_tensor_in_containers_that_are_one_or_two(tmp_path: Path, collate: str) -> None:
+    def sample(i: int, *, is_one: bool) -> dict[str, Any]:
+        x = torch.tensor([i])
+        one = [x, i]
+        return {"a": one, "b": one if is_one else [x, i + 10]}
+
+    samples = [sample(0, is_one=True), sample(1, is_one=False), sample(2, is_one=True)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        with pytest.raises(tc.BatchError, match="their structures differ"):
+            cache.read_batch([0, 1], collate=collate)
+        for numbers, shared in (([0, 2], True), ([1, 0], False), ([1], False)):
+            batch = cache.read_batch(numbers, collate=collate)
+            assert batch["a"][1] == numbers
+            assert batch["b"][1] == [i + 10 * (i == 1) for i in numbers]
+            assert (batch["a"] is batch["b"]) is shared
+            assert batch["a"][0] is batch["b"][0]
+
+
+def test_streams_of_samples_that_share_otherwise(tmp_path: Path) -> None:
+    def lazy(value: Any) -> Any:
+        return tc.decode_sample(*tc.encode_sample(value))
+
+    for of in KINDS.values():
+        samples = [both(i, is_one=i == 0, of=of) for i in range(3)]
+        kept_samples = [lazy(sample) for sample in samples]
+        for numbers in ([0, 1], [1, 0], [1, 2]):
+            given = [kept_samples[i] for i in numbers], {"x": torch.zeros(2, 1)}
+            if numbers == [0, 1] and isinstance(samples[0]["a"], dict):
+                with pytest.raises(
+                    tc.BatchError, match="the structures of samples 0 and 1 of the batch differ: at 'b'"
+                ):
+                    tc.nest(*given)
+            else:
+                assert_rows(tc.nest(*given), [samples[i] for i in numbers])
+
+
+@pytest.mark.parametrize("with_tensor", [True, False])
+def test_containers_that_are_shared_again_and_again(tmp_path: Path, with_tensor: bool) -> None:
+    """Each is visited once: there are 2^60 paths to the innermost."""
+
+    def sample(i: int) -> Any:
+        value: Any = {"n": i, "t": torch.tensor(i)} if with_tensor else {"n": i}
+        for _ in range(60):
+            value = {"a": value, "b": value}
+        return {"x": torch.tensor([i]), "v": value}
+
+    def innermost(value: Any) -> Any:
+        for _ in range(60):
+            assert value["a"] is value["b"]
+            value = value["b"]
+        return value
+
+    samples = [sample(i) for i in range(3)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for collate in ("stack", "list"):
+            batch = cache.read_batch([2, 0], collate=collate)
+            assert innermost(batch["v"])["n"] == [2, 0]
+        for found in cache.read_batch([1], collate=kept):
+            assert innermost(found["v"])["n"] == 1
+        assert innermost(cache.select(["x"]).read_batch([2, 0])["v"])["n"] == [2, 0]
+        filled = tc.nest([cache[2], cache[0]], {"x": torch.zeros(2, 1)})
+        assert innermost(filled["v"])["n"] == [2, 0]
+        assert tc.flatten(cache[0]).keys() == ({"x", "v" + ".a" * 60 + ".t"} if with_tensor else {"x"})

@@ -1,0 +1,154 @@
+"""Batches that are moved to a CUDA device, and pinned batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.reading.batches import assert_batch, write
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason=f"torch {torch.__version__} sees no CUDA device"),
+]
+COUNT = 24
+
+
+def nested(i: int) -> dict[str, Any]:
+    return {
+        "large": torch.full((3, 50_000), float(i)),
+        "half": [torch.full((7,), i).bfloat16(), f"p{i}"],
+        "ragged": torch.full((1 + i % 3, 5), i),
+        "empty": torch.zeros(0, 2),
+        "scalar": torch.tensor(i > 3),
+        "array": np.full(3, i),
+    }
+
+
+SAMPLES = [nested(i) for i in range(COUNT)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("gpu"), SAMPLES, max_samples=7)
+
+
+@pytest.fixture
+def cache(folder: str) -> Iterator[Any]:
+    with tc.open(folder) as opened:
+        yield opened
+
+
+def on_cpu(batch: Any) -> Any:
+    """Return a batch with its tensors, which must all be on the GPU, in host memory."""
+    if isinstance(batch, torch.Tensor):
+        assert batch.is_cuda
+        return batch.cpu()
+    if isinstance(batch, dict):
+        return {key: on_cpu(item) for key, item in batch.items()}
+    return [on_cpu(item) for item in batch] if type(batch) is list else batch
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 0)], ids=repr)
+@pytest.mark.parametrize("pin", [False, True])
+@pytest.mark.parametrize("io", ["auto", "pread"])
+def test_the_same_as_on_the_cpu(folder: str, device: Any, pin: bool, io: str) -> None:
+    numbers = [3, 17, 3, 9]
+    expected = [SAMPLES[i] for i in numbers]
+    with tc.open(folder, io=io) as cache:
+        for view in (cache, cache.select(["half.*", "scalar", "empty", "array", "large"])):
+            for _ in range(3):
+                alike = [3, 3, 9, 0]  # whose ragged tensors are alike
+                batch = view.read_batch(alike, device=device, pin_memory=pin)
+                found = on_cpu(batch)
+                assert batch["large"].device.index == 0
+                assert isinstance(batch["array"], np.ndarray)
+                if view is cache:
+                    assert_batch([SAMPLES[i] for i in alike], found)
+                assert found["half"][1] == ["p3", "p3", "p9", "p0"]
+        assert_batch(expected, on_cpu(cache.read_batch(numbers, device, pin_memory=pin, collate="list")), "list")
+        on_host = cache.read_batch(numbers, pin_memory=pin, collate="pad", pad_value=-1)
+        padded = on_cpu(cache.read_batch(numbers, device, pin_memory=pin, collate="pad", pad_value=-1))
+        assert torch.equal(padded["ragged"], on_host["ragged"])
+        assert torch.equal(padded["large"], on_host["large"])
+        loaded = cache.read_batch(numbers, device, pin_memory=pin, collate=list)
+        assert torch.equal(loaded[1]["large"].cpu(), SAMPLES[17]["large"])
+        assert loaded[2]["ragged"].is_cuda
+
+
+def test_on_the_callers_stream(cache: Any) -> None:
+    stream = torch.cuda.Stream()
+    rng = np.random.default_rng(0)
+    with torch.cuda.stream(stream):
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(60):
+            numbers = rng.integers(0, COUNT, 8)
+            batch = cache.select(["large"]).read_batch(numbers, device="cuda")
+            expected = torch.from_numpy(numbers).to("cuda", torch.float32)
+            wrong += (batch["large"] != expected[:, None, None]).sum()
+            batch["large"].fill_(-1)  # and dropped at once: its memory is taken again
+            del batch
+    stream.synchronize()
+    assert wrong.item() == 0
+
+
+def test_while_the_callers_stream_is_behind(cache: Any) -> None:
+    # what was queued before must not see memory that a later batch was copied into
+    view = cache.select(["large"])
+    busy = torch.randn(4000, 4000, device="cuda")
+    sums = []
+    numbers = [[i % COUNT] * 4 for i in range(40)]
+    for part in numbers:
+        busy = busy @ busy
+        busy /= busy.norm()
+        sums.append(view.read_batch(part, device="cuda")["large"].double().sum())
+    torch.cuda.synchronize()
+    assert [value.item() for value in sums] == [part[0] * 4 * 150_000.0 for part in numbers]
+
+
+def test_pinned(cache: Any) -> None:
+    for collate in ("stack", "list", "pad", list):
+        batch = cache.select(["large", "half.*"]).read_batch([1, 2], pin_memory=True, collate=collate)
+        first = batch[0] if collate in ("pad", list) else batch
+        for tensor in (first["large"], first["half"][0]):
+            for one in tensor if isinstance(tensor, list) else [tensor]:
+                assert one.is_pinned()
+                assert not one.is_cuda
+    assert not cache.select(["large"]).read_batch([1])["large"].is_pinned()
+
+
+def test_pinned_memory_is_not_reused_while_a_transfer_is_in_flight(cache: Any) -> None:
+    view = cache.select(["large"])
+    busy = torch.randn(6000, 6000, device="cuda")
+    for _ in range(10):
+        busy = busy @ busy
+        busy /= busy.norm()
+    # these copies wait for the work above; their sources are dropped at once
+    moved = []
+    for i in range(COUNT):
+        moved.append(view.read_batch([i, i], pin_memory=True)["large"].to("cuda", non_blocking=True))
+    torch.cuda.synchronize()
+    for i, tensor in enumerate(moved):
+        assert torch.equal(tensor.cpu(), torch.full((2, 3, 50_000), float(i)))
+
+
+def test_recycled_memory_is_not_reused_under_a_batch_on_the_gpu(cache: Any) -> None:
+    view = cache.select(["large"])
+    held = [view.read_batch([i, i], device="cuda")["large"] for i in range(COUNT)]
+    for _ in range(5):
+        view.read_batch([0, 0], device="cuda")
+        view.read_batch([0, 0])
+    for i, tensor in enumerate(held):
+        assert bool((tensor == i).all())
+    assert cache._store.pool.num_leases == 0
+
+
+def test_errors_leave_the_gpu_usable(cache: Any) -> None:
+    with pytest.raises(tc.BatchError, match="tensor 'ragged'"):
+        cache.read_batch([0, 1], device="cuda")
+    assert cache.select(["scalar"]).read_batch([3, 4], device="cuda")["scalar"].tolist() == [False, True]

@@ -1,0 +1,382 @@
+"""The small values of a batch, and samples that do not fit into one batch."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict, defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.reading.batches import damage, write
+
+ABC = ["a", "b", "c"]
+
+
+class Pair(NamedTuple):
+    tensor: Any
+    value: Any
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Any:
+    samples = [{"x": torch.tensor([i]), "name": name, "size": (i, [name])} for i, name in enumerate(ABC)]
+    with tc.open(write(tmp_path, samples, max_samples=2)) as opened:
+        yield opened
+
+
+# --- a list-like ---
+
+
+def test_leaves_are_like_lists(cache: Any) -> None:
+    for _ in range(3):  # later by template
+        names = cache.read_batch(range(3))["name"]
+        assert len(names) == 3
+        assert (names[0], names[-1], names[1:], names[::-1]) == ("a", "c", ["b", "c"], ["c", "b", "a"])
+        assert list(names) == list(iter(names)) == names.tolist() == ABC
+        assert names == ABC
+        assert names != ["a"]
+        assert names == cache.read_batch(["000", "001", "002"])["name"]
+        assert (names == 3) is False
+        assert "b" in names
+        assert names.index("c") == 2
+        assert list(reversed(names)) == ABC[::-1]
+        assert repr(names) == str(names) == repr(ABC)
+        assert type(pickle.loads(pickle.dumps(names))) is list
+        assert pickle.loads(pickle.dumps(names)) == ABC
+        with pytest.raises(IndexError):
+            names[3]
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(names)
+        assert cache.read_batch([2, 0])["size"] == [(2, ["c"]), (0, ["a"])]
+
+
+def test_leaves_are_decoded_on_first_use_only(cache: Any) -> None:
+    for _ in range(2):
+        batch = cache.read_batch([0, 1, 2, 1])
+        shard = cache._store.shards[0]
+        begin, nbytes = shard.columns.skeleton_begin.item(1), shard.columns.skeleton_nbytes.item(1)
+        before = damage(shard.path, begin + nbytes - 10, b"\xff" * 10)
+        again = cache.read_batch([0, 1, 2, 1])
+        assert again["x"].tolist() == batch["x"].tolist() == [[0], [1], [2], [1]]
+        for one in (batch, again):
+            with pytest.raises(tc.FormatError, match="sample '001'"):
+                one["name"][0]
+            with pytest.raises(tc.FormatError, match="sample '001'"):
+                repr(one["size"])
+        damage(shard.path, begin + nbytes - 10, before)
+        assert batch["name"] == ["a", "b", "c", "b"]
+        cache.read_batch([2, 2])["name"].tolist()
+
+
+def test_a_structure_is_learnt_from_one_read_of_a_skeleton(tmp_path: Path) -> None:
+    # a separate name: templates are learnt by the names and dtypes of tensors, for all caches of a process
+    samples = [{"read once": torch.tensor([i]), "name": name} for i, name in enumerate(ABC)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for _ in range(3):
+            cache.read_batch([2, 2])["name"].tolist()
+        cache.read_batch([1, 0])
+        shard = cache._store.shards[0]
+        begin, nbytes = shard.columns.skeleton_begin.item(1), shard.columns.skeleton_nbytes.item(1)
+        damage(shard.path, begin + nbytes - 10, b"\xff" * 10)
+        batch = cache.read_batch([1, 0])
+        assert batch["read once"].tolist() == [[1], [0]]
+        with pytest.raises(tc.FormatError, match="sample '001'"):
+            batch["name"].tolist()
+
+
+def test_tensors_alone_need_no_skeleton_of_a_known_form(tmp_path: Path) -> None:
+    samples = [{"tensors alone": torch.tensor([i]), "name": name} for i, name in enumerate(ABC)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for _ in range(3):
+            cache.read_tensors([2])
+        shard = cache._store.shards[0]
+        begin, nbytes = shard.columns.skeleton_begin.item(1), shard.columns.skeleton_nbytes.item(1)
+        damage(shard.path, begin + nbytes - 10, b"\xff" * 10)
+        assert cache.read_tensors([1, 0])["tensors alone"].tolist() == [[1], [0]]
+        for read in (lambda: cache.read_batch([1, 0]), lambda: cache[1]):
+            with pytest.raises(tc.FormatError, match="sample '001'"):
+                read()
+
+
+def test_samples_of_equal_tensors_and_other_keys(tmp_path: Path) -> None:
+    """The index tells these apart by nothing; the first sample's skeleton does."""
+    samples = [{"x": torch.tensor([i]), "even" if i % 2 == 0 else "odd": i} for i in range(8)]
+    with tc.open(write(tmp_path, samples, max_samples=3)) as cache:
+        for _ in range(3):
+            for first, name in enumerate(("even", "odd")):
+                for numbers in ([first, first + 2], [first + 4, first], [first + 6, first + 6]):
+                    batch = cache.read_batch(numbers)
+                    assert list(batch) == ["x", name]
+                    assert batch[name] == numbers
+            with pytest.raises(tc.BatchError, match="'001' has nothing at 'even'"):
+                cache.read_batch([0, 1])["even"].tolist()
+
+
+def test_looked_at_by_many_threads(cache: Any) -> None:
+    with ThreadPoolExecutor(8) as executor:
+        for _ in range(20):
+            batch = cache.read_batch([2, 0, 1])
+            asked = [executor.submit(batch[name].tolist) for name in ("name", "size") * 4]
+            assert [future.result() for future in asked[::2]] == [["c", "a", "b"]] * 4
+
+
+def test_after_close(tmp_path: Path) -> None:
+    cache = tc.open(write(tmp_path, [{"i": i, "x": torch.tensor(i)} for i in range(3)]))
+    seen, unseen = cache.read_batch([0, 1]), cache.read_batch([1, 2])
+    assert seen["i"] == [0, 1]
+    cache.close()
+    assert seen["i"] == [0, 1]
+    with pytest.raises(ValueError, match="the cache is closed"):
+        unseen["i"].tolist()
+
+
+# --- structures ---
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_ragged_values_are_leaves(tmp_path: Path, count: int) -> None:
+    samples = [{"x": torch.tensor(i), "ids": list(range(i)), "pair": (i,) * i, "d": {"n": i}} for i in range(count)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for _ in range(2):
+            batch = cache.read_batch(range(count))
+            assert batch["ids"] == [sample["ids"] for sample in samples]
+            assert batch["pair"] == [sample["pair"] for sample in samples]
+            assert batch["d"]["n"] == list(range(count))
+
+
+def test_samples_without_containers_or_tensors(tmp_path: Path) -> None:
+    for name, samples in (("plain", [1, "x", None]), ("lists", [[1], [], [[2]]]), ("tensors", list(torch.eye(3)))):
+        with tc.open(write(tmp_path / name, samples)) as cache:
+            batch = cache.read_batch([2, 0, 1])
+            if name == "tensors":
+                assert torch.equal(batch, torch.eye(3)[[2, 0, 1]])
+            else:
+                assert batch == [samples[2], samples[0], samples[1]]
+
+
+def test_containers_are_kept(tmp_path: Path) -> None:
+    def sample(i: int) -> Any:
+        x = torch.tensor([i])
+        return {
+            "ordered": OrderedDict(b=x, a=i),
+            "default": defaultdict(list, {1: x}),
+            "deque": deque([x, i], maxlen=5),
+            "tuple": (x, (i, x)),
+            (1, "k"): {"empty": {}, "none": []},
+            "set": {i},
+        }
+
+    with tc.open(write(tmp_path, [sample(i) for i in range(4)])) as cache:
+        batch = cache.read_batch([3, 1])
+    assert type(batch["ordered"]) is OrderedDict
+    assert list(batch["ordered"]) == ["b", "a"]
+    assert batch["default"].default_factory is list
+    assert batch["default"][1].tolist() == [[3], [1]]
+    assert (type(batch["deque"]), batch["deque"].maxlen) == (deque, 5)
+    assert type(batch["tuple"][1]) is tuple
+    assert batch[1, "k"]["empty"] == {}
+
+
+def test_what_is_one_object_is_one_batch(tmp_path: Path) -> None:
+    def sample(i: int) -> Any:
+        x, inner = torch.tensor([i]), {"y": torch.tensor(-i)}
+        loop: list[Any] = [x]
+        loop.append(loop)
+        return {"a": x, "b": [x, inner], "c": inner, "loop": loop}
+
+    with tc.open(write(tmp_path, [sample(i) for i in range(4)])) as cache:
+        for collate in ("stack", "list"):
+            batch = cache.read_batch([2, 3], collate=collate)
+            assert batch["a"] is batch["b"][0] is batch["loop"][0]
+            assert batch["c"] is batch["b"][1]
+            assert batch["loop"][1] is batch["loop"]
+        first = cache.read_batch([2, 3], collate=list)[0]
+        assert first["a"] is first["b"][0]
+
+
+def test_select(tmp_path: Path) -> None:
+    samples = [
+        {"x": torch.tensor(i), "c": [[torch.tensor(i), {"p": torch.tensor(i), "text": f"t{i}", "n": (i, i)}]], "i": i}
+        for i in range(6)
+    ]
+    with tc.open(write(tmp_path, samples, max_samples=4)) as cache:
+        view = cache.select(["x"])
+        for _ in range(3):  # later by template
+            batch = view.read_batch([5, 0])
+            assert list(batch) == ["x", "c", "i"]
+            assert batch["x"].tolist() == [5, 0]
+            assert (
+                batch["c"] == [view[5]["c"], view[0]["c"]] == [[[None, {"text": f"t{i}", "n": (i, i)}]] for i in (5, 0)]
+            )
+            assert batch["i"] == [5, 0]
+            kept = cache.select(["c.0.1.p"]).read_batch([5, 0])
+            assert kept["c"][0][0] == [None, None]
+            assert kept["c"][0][1]["n"] == [(5, 5), (0, 0)]
+            assert kept["c"][0][1]["p"].tolist() == [5, 0]
+            assert "x" not in kept
+            none = cache.select([]).read_batch([5, 0])
+            assert none == {"c": [view[5]["c"], view[0]["c"]], "i": [5, 0]}
+
+
+# --- functions ---
+
+
+def test_functions_take_samples_that_differ(tmp_path: Path) -> None:
+    samples: list[Any] = [
+        {"x": torch.ones(2), "y": np.array(["a"]), "i": 0},
+        {"x": torch.ones(3, dtype=torch.float64)},
+        [torch.ones(1)],
+        None,
+        {"x": torch.tensor([1 + 2j, 3], dtype=torch.complex128)},
+        {"x": np.ones((2, 2))},
+    ]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for numbers in (range(6), [4, 5], [1, 4], [3, 0], [2, 2]):
+            read = cache.read_batch(numbers, collate=lambda parts: parts)
+            assert repr(read) == repr([samples[i] for i in numbers])
+        assert cache.read_batch([0, 1], collate=lambda parts: len(parts)) == 2
+        assert cache.read_batch([0], device="meta", collate=list)[0]["x"].is_meta
+
+
+def test_functions_get_loaded_tensors_in_objects_too(tmp_path: Path) -> None:
+    samples = [{"x": torch.tensor(i), "pair": Pair(torch.tensor(-i), i)} for i in range(3)]
+    with tc.open(write(tmp_path, samples, allow=[Pair]), allow=[Pair]) as cache:
+        read = cache.read_batch([2, 1], collate=list)
+        assert [type(sample["pair"]) for sample in read] == [Pair, Pair]
+        assert [sample["pair"].tensor.tolist() for sample in read] == [-2, -1]
+        assert all(type(sample["pair"].tensor) is torch.Tensor for sample in read)
+
+
+# --- pad ---
+
+
+def test_pad(tmp_path: Path) -> None:
+    samples = [
+        {"x": torch.full((i, 2), 7.0), "n": torch.tensor(i), "a": np.full(i, 5), "s": np.full(i, "w")} for i in range(3)
+    ]
+    with tc.open(write(tmp_path, samples)) as cache:
+        batch, info = cache.read_batch([2, 0, 1], collate="pad", pad_value=-1, return_info=True)
+        shapes = info.shapes
+        assert batch["x"].tolist() == [[[7, 7], [7, 7]], [[-1, -1], [-1, -1]], [[7, 7], [-1, -1]]]
+        assert batch["a"].tolist() == [[5, 5], [-1, -1], [5, -1]]
+        assert batch["n"].tolist() == [2, 0, 1]
+        assert {name: (s.dtype, tuple(s.shape)) for name, s in shapes.items()} == {
+            "x": (torch.int64, (3, 2)),
+            "n": (torch.int64, (3, 0)),
+            "a": (torch.int64, (3, 1)),
+            "s": (torch.int64, (3, 1)),
+        }
+        assert shapes["x"].tolist() == [[2, 2], [0, 2], [1, 2]]
+        assert cache.read_batch([0, 2], collate="pad")["s"].tolist() == [["", ""], ["w", "w"]]
+        with pytest.raises(tc.BatchError, match="pad_value=nan, which int64 of tensor 'a' cannot hold"):
+            cache.read_batch([0, 1], collate="pad", pad_value=float("nan"))
+        nan = cache.select(["x", "n"]).read_batch([0, 1], collate="pad", pad_value=float("nan"))["x"]
+        assert nan.isnan().tolist() == [[[True, True]], [[False, False]]]
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("other", "collate", "message"),
+    [
+        (
+            {"x": torch.zeros(3)},
+            "stack",
+            r"tensor 'x' is \[2\] in sample '000', but \[3\] in '002'; use collate='pad' or",
+        ),
+        (
+            {"x": torch.zeros(2, 1)},
+            "pad",
+            r"tensor 'x' has 1 dimensions in sample '000', but 2 in '002'; use collate='li",
+        ),
+        (
+            {"x": torch.zeros(2).half()},
+            "list",
+            r"'x' is tensor of torch.float32 in sample '000', but .*float16 in '002'",
+        ),
+        ({"x": torch.zeros(1, dtype=torch.complex128)}, "list", r"float32 in sample '000', but .*complex128 in '002'"),
+        ({"x": np.zeros((2, 2), "f4")}, "list", r"'x' is tensor of torch.float32 .*, but ndarray of float32 in '002'"),
+        ({"y": torch.zeros(2)}, "stack", r"sample '002' has no tensor 'x', but '000' has"),
+        ({"x": [torch.zeros(2)]}, "list", r"sample '002' has no tensor 'x', but '000' has"),
+        (None, "stack", r"sample '002' has no tensor 'x', but '000' has"),
+    ],
+    ids=str,
+)
+def test_samples_that_do_not_fit(tmp_path: Path, other: Any, collate: str, message: str) -> None:
+    with tc.open(write(tmp_path, [{"x": torch.zeros(2)}, {"x": torch.ones(2)}, other])) as cache:
+        assert cache.read_batch([0, 1], collate=collate)
+        for numbers in ([0, 1, 2], [0, 2, 1, 2]):
+            with pytest.raises(tc.BatchError, match=message):
+                cache.read_batch(numbers, collate=collate)
+
+
+def test_structures_that_differ(tmp_path: Path) -> None:
+    samples: list[Any] = [{"x": torch.tensor(i), "a": {"b": [i]}} for i in range(5)]
+    samples += [{"x": torch.tensor(5), "a": 5}, {"x": torch.tensor(6)}]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for other in (5, 6):
+            batch = cache.read_batch([1, 3, other])
+            assert batch["x"].tolist() == [1, 3, other]
+            has = {5: "a value", 6: "nothing"}[other]
+            message = rf"sample '00{other}' has {has} at 'a', but '001' has a dict of 1: their structures differ; use"
+            with pytest.raises(tc.BatchError, match=message):
+                batch["a"]["b"].tolist()
+        with pytest.raises(tc.BatchError, match="sample '001' has a dict of 1 at 'a', but '005' has a value"):
+            cache.read_batch([5, 1])["a"].tolist()
+        assert cache.read_tensors([1, 5, 6])["x"].tolist() == [1, 5, 6]
+
+
+@pytest.mark.parametrize("collate", ["stack", "list", "pad"])
+def test_tensors_that_some_samples_lack(tmp_path: Path, collate: str) -> None:
+    """Whichever comes first: nothing is dropped without a word."""
+    one, two = torch.ones(2), torch.ones(2)
+    with tc.open(write(tmp_path, [{"x": one}, {"x": one, "y": two}, {"x": one, "y": [two]}])) as cache:
+        for pair in ([0, 1], [1, 0], [1, 2], [2, 1]):
+            with pytest.raises(
+                tc.BatchError, match=rf"sample '00{pair[1]}' has (no )?tensor .*, but '00{pair[0]}' has"
+            ):
+                cache.read_batch(pair, collate=collate)
+        x = cache.select("x").read_batch([0, 1, 2], collate=list)
+        assert [list(sample) for sample in x] == [["x"], ["x"], ["x", "y"]]
+
+
+def test_pad_values_that_integers_cannot_hold(tmp_path: Path) -> None:
+    with tc.open(write(tmp_path, [{"x": torch.zeros(n, dtype=torch.uint8)} for n in (1, 2)])) as cache:
+        for value in (-100, 1.5, 256):
+            with pytest.raises(tc.BatchError, match=f"pad_value={value}, which torch.uint8 of tensor 'x' cannot hold"):
+                cache.read_batch([0, 1], collate="pad", pad_value=value)
+
+
+@pytest.mark.parametrize("collate", ["stack", "list", "pad", list])
+@pytest.mark.parametrize("kind", ["tensor", "ndarray"])
+def test_bools_that_are_none(tmp_path: Path, collate: Any, kind: str) -> None:
+    flags = torch.ones(40, dtype=torch.bool)
+    folder = write(tmp_path, [{"ok": flags if kind == "tensor" else flags.numpy(), "i": i} for i in range(3)])
+    with tc.open(folder) as cache:
+        shard = cache._store.shards[0]
+        damage(shard.path, shard.columns.tensors_begin.item(1) + shard.layout(1).data_begin + 3, b"\x07")
+        assert len(cache.read_batch([0, 2], collate=collate)) == 2
+        with pytest.raises(
+            tc.FormatError, match="tensor 'ok' of a batch with sample '000': a bool .* other than 0 and 1"
+        ):
+            cache.read_batch([0, 1], collate=collate)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "ndarray"])
+def test_bools_that_are_none_in_padding(tmp_path: Path, kind: str) -> None:
+    rows = [torch.ones(20 + i, 2, dtype=torch.bool) for i in range(3)]
+    with tc.open(write(tmp_path, [{"ok": row if kind == "tensor" else row.numpy()} for row in rows])) as cache:
+        shard = cache._store.shards[0]
+        damage(shard.path, shard.columns.tensors_begin.item(1) + shard.layout(1).data_begin + 3, b"\x07")
+        assert cache.read_batch([0, 2], collate="pad")["ok"].sum() == (20 + 22) * 2
+        with pytest.raises(
+            tc.FormatError, match="tensor 'ok' of a batch with sample '001': a bool .* other than 0 and 1"
+        ):
+            cache.read_batch([0, 1], collate="pad")

@@ -1,0 +1,184 @@
+"""Each tensor of a batch is stacked, listed or padded as `collate` says for its name; `return_info` adds what it was."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.reading.batches import write
+
+COUNT = 6
+
+
+def sample(i: int) -> dict[str, Any]:
+    return {
+        "latent": torch.full((2, 3), float(i)),
+        "cond": {"text": torch.full((1 + i % 3, 4), i, dtype=torch.bfloat16), "mask": np.full(1 + i % 3, True)},
+        "odd": torch.full((2, 1 + i % 2), i),
+        "scalar": torch.tensor(i),
+        "i": i,
+    }
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Any]:
+    with tc.open(write(tmp_path, [sample(i) for i in range(COUNT)], max_samples=4)) as cache:
+        yield cache
+
+
+EACH = {"cond.text": tc.pad(to=5, value=7), "cond.*": "list", "odd": "list"}
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, 5], [1, 4], [3], [2, 2, 2]])
+def test_each_tensor_its_way(cache: Any, numbers: list[int]) -> None:
+    batch = cache.read_batch(numbers, collate=EACH)
+    assert batch["latent"].tolist() == [sample(i)["latent"].tolist() for i in numbers]
+    assert batch["scalar"].tolist() == batch["i"].tolist() == numbers
+    assert [row.tolist() for row in batch["odd"]] == [sample(i)["odd"].tolist() for i in numbers]
+    assert [row.tolist() for row in batch["cond"]["mask"]] == [[True] * (1 + i % 3) for i in numbers]
+    text = batch["cond"]["text"]
+    assert (text.shape, text.dtype) == ((len(numbers), 5, 4), torch.bfloat16)
+    for row, i in zip(text, numbers, strict=True):
+        assert row.tolist() == [[i] * 4] * (1 + i % 3) + [[7] * 4] * (4 - i % 3)
+    tensors = cache.read_tensors(numbers, collate=EACH)
+    assert torch.equal(tensors["cond.text"], text)
+    assert [row.tolist() for row in tensors["odd"]] == [row.tolist() for row in batch["odd"]]
+
+
+def test_names_go_before_patterns(cache: Any) -> None:
+    ways = {"cond.[t]*": "pad", "*": "list", "latent": "stack"}
+    batch = cache.read_batch([0, 1], collate=ways, pad_value={"cond.text": -1})
+    assert batch["latent"].shape == (2, 2, 3)
+    assert isinstance(batch["odd"], list)
+    assert batch["cond"]["text"][0].tolist() == [[0] * 4, [-1] * 4]
+    assert cache.select("cond.*").read_batch([0, 3], collate={})["cond"]["text"].shape == (2, 1, 4)
+
+
+@pytest.mark.parametrize("way", ["pad", tc.pad(), tc.pad(to=3)])
+def test_only_the_first_dimension_is_padded(cache: Any, way: Any) -> None:
+    rest = cache.select(["latent", "cond.*", "scalar"])
+    batch = rest.read_batch([0, 2], collate=way)
+    assert batch["cond"]["text"].shape == (2, 3, 4)
+    assert batch["cond"]["mask"].tolist() == [[True, False, False], [True] * 3]
+    assert batch["latent"].shape == (2, 3 if way == tc.pad(to=3) else 2, 3)
+    assert batch["scalar"].tolist() == [0, 2]
+    with pytest.raises(
+        tc.BatchError, match=r"'odd' is \[2, 1\] in sample '000', but \[2, 2\] in '001'.*first dimension"
+    ):
+        cache.read_batch([0, 1], collate=way)
+
+
+def test_rows_that_are_too_long(cache: Any) -> None:
+    with pytest.raises(tc.BatchError, match=r"tensor 'cond.text' has 3 rows in sample '002', more than pad\(to=2\)"):
+        cache.read_batch([0, 1, 2], collate={"cond.text": tc.pad(to=2), "cond.mask": "list", "odd": "list"})
+    for to in (-1, 2.0, "2", True, [1]):
+        with pytest.raises(ValueError, match="to=.*, expected a length"):
+            tc.pad(to=to)  # type: ignore[arg-type]
+
+
+def test_no_batch_has_another_length(cache: Any) -> None:
+    shapes = {
+        tuple(cache.select("cond.text").read_batch([i], collate=tc.pad(to=8, value=float("nan")))["cond"]["text"].shape)
+        for i in range(COUNT)
+    }
+    assert shapes == {(1, 8, 4)}
+
+
+@pytest.mark.parametrize(
+    ("collate", "error", "message"),
+    [
+        ("cat", ValueError, "collate='cat', expected 'stack', 'list', 'pad' or a function"),
+        ({"latent": "cat"}, ValueError, "collate='cat', expected"),
+        ({"latent": list}, ValueError, "collate=<class 'list'>, expected"),
+        (None, ValueError, "collate=None, expected"),
+        ({"laten": "list"}, tc.BatchError, "collate has an unknown tensor 'laten'; there are .*'odd'"),
+        ({"text.*": "pad"}, tc.BatchError, r"collate has an unknown tensor 'text\.\*'"),
+    ],
+    ids=str,
+)
+def test_ways_that_are_none(cache: Any, collate: Any, error: type[Exception], message: str) -> None:
+    for each in (cache, tc.join([cache])):
+        with pytest.raises(error, match=message):
+            each.read_batch([0], collate=collate)
+    if not isinstance(collate, dict):
+        with pytest.raises(ValueError, match="expected"):
+            tc.Loader(cache, 2, collate=collate)
+
+
+def test_joined_caches(cache: Any, tmp_path: Path) -> None:
+    texts = write(tmp_path / "texts", [{"state": torch.full((1 + i % 2, 2), i)} for i in range(COUNT)])
+    ways = {"odd": "list", "cond.*": tc.pad(to=4), "state": tc.pad(to=3, value=-1)}
+    batch = tc.join([cache, texts]).read_batch([0, 1], collate=ways)
+    assert batch["state"].tolist() == [[[0, 0], [-1, -1], [-1, -1]], [[1, 1], [1, 1], [-1, -1]]]
+    assert batch["cond"]["text"].shape == (2, 4, 4)
+    named = tc.join({"a": cache, "b": tc.join({"c": texts})})
+    batch, info = named.read_batch(
+        [0, 1], collate={"a.*": "list", "b.c.state": "pad"}, pad_value={"b.c.state": 9}, return_info=True
+    )
+    assert isinstance(batch["a"]["latent"], list)
+    assert batch["b"]["c"]["state"][0].tolist() == [[0, 0], [9, 9]]
+    assert info.shapes["b.c.state"].tolist() == [[1, 2], [2, 2]]
+    with pytest.raises(tc.BatchError, match=r"collate has an unknown tensor 'state'"):
+        named.read_batch([0], collate={"state": "pad"})
+    with pytest.raises(tc.BatchError, match=r"pad_value has an unknown tensor 'state'"):
+        named.read_batch([0], collate="pad", pad_value={"state": 1})
+
+
+@pytest.mark.parametrize(
+    "collate",
+    ["stack", "list", "pad", EACH, list, lambda samples: len(samples)],
+    ids=["stack", "list", "pad", "each", "function", "lambda"],
+)
+def test_info(cache: Any, collate: Any) -> None:
+    view = cache[1:].select(["latent", "cond.*", "odd"])
+    numbers = [2, 0] if collate != "stack" else [0, 3]
+    if collate in ("pad", "stack"):
+        view = view.select(["latent", "cond.*"])
+    batch, info = view.read_batch(numbers, collate=collate, return_info=True)
+    alone = view.read_batch(numbers, collate=collate)
+    assert type(batch) is type(alone)
+    assert type(info) is tc.BatchInfo
+    assert info.indices.tolist() == numbers
+    assert info.indices.dtype == np.int64
+    assert info.keys == [f"00{1 + i}" for i in numbers]
+    assert info.is_padding.tolist() == [False, False]
+    assert info.shapes["cond.text"].tolist() == [[1 + (1 + i) % 3, 4] for i in numbers]
+    assert info.shapes["cond.text"].dtype == torch.int64
+    assert set(info.shapes) == set(view.schema)
+    copied = pickle.loads(pickle.dumps(info))
+    assert copied == info
+    assert copied.cache is None
+    assert {name: shape.tolist() for name, shape in copied.shapes.items()} == {
+        name: shape.tolist() for name, shape in info.shapes.items()
+    }
+
+
+def test_info_of_samples_that_differ(tmp_path: Path) -> None:
+    samples = [
+        {"x": torch.zeros(2), "y": torch.zeros(1)},
+        {"x": torch.zeros(1, 3), "z": torch.zeros(2), "y": torch.ones(4)},
+    ]
+    with tc.open(write(tmp_path, samples)) as cache:
+        found, info = cache.read_batch(["001", "000"], collate=list, return_info=True)
+        assert [list(each) for each in found] == [["x", "z", "y"], ["x", "y"]]
+        assert {name: shape.tolist() for name, shape in info.shapes.items()} == {"y": [[4], [1]]}
+
+
+def test_loaders_pad_and_tell_the_shapes(cache: Any) -> None:
+    ways = {"cond.*": tc.pad(to=3), "odd": "list"}
+    for loader in (
+        tc.Loader(cache, 4, collate=ways),
+        tc.torch_loader(cache, 4, collate=ways),
+        tc.torch_loader(cache, 4, collate=ways, num_workers=1),
+    ):
+        for batch, info in loader.with_info():
+            assert batch["cond"]["text"].shape == (len(info.indices), 3, 4)
+            assert info.shapes["cond.text"][:, 0].tolist() == [1 + i % 3 for i in info.indices.tolist()]
+        loader.close()

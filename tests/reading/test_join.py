@@ -1,0 +1,316 @@
+"""Joined caches give one sample from several of the same keys."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import wds_tensorcache as tc
+from tests.same import assert_same
+
+COUNT = 11
+NUMBERS = list(range(COUNT))
+
+
+def latent(i: int) -> dict[str, Any]:
+    return {"latent": {"samples": torch.full((2, 3), float(i))}, "size": (i, i)}
+
+
+def text(i: int) -> dict[str, Any]:
+    return {"states": torch.full((1 + i % 3, 2), i, dtype=torch.int16), "pooled": torch.tensor([-i]), "prompt": f"p{i}"}
+
+
+def write(folder: Path, sample: Any, numbers: list[int], **writer: Any) -> Path:
+    with tc.ShardWriter(folder / "%d.tar", max_samples=4, fsync=False, **writer) as sink:
+        for i in numbers:
+            sink.write(f"k{i}", sample(i))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    path = tmp_path_factory.mktemp("join")
+    return write(path / "latents", latent, NUMBERS), write(path / "texts", text, NUMBERS[::-1])
+
+
+@pytest.fixture
+def joined(folders: tuple[Path, Path]) -> Iterator[Any]:
+    with tc.join(list(folders)) as cache:
+        yield cache
+
+
+@pytest.fixture
+def named(folders: tuple[Path, Path]) -> Iterator[Any]:
+    with tc.join({"latents": folders[0], "texts": folders[1]}) as cache:
+        yield cache
+
+
+def test_samples(joined: Any, named: Any) -> None:
+    assert len(joined) == len(named) == COUNT
+    assert list(joined.keys()) == list(named.keys()) == [f"k{i}" for i in NUMBERS]
+    for i in NUMBERS:
+        for index in (i, i - COUNT, f"k{i}"):
+            assert_same({**latent(i), **text(i)}, joined[index])
+            assert_same({"latents": latent(i), "texts": text(i)}, named[index])
+    for cache in (joined, named):
+        assert [sample.keys() for sample in cache] == [cache[0].keys()] * COUNT
+        assert "k3" in cache
+        assert "x" not in cache
+        with pytest.raises(IndexError, match=r"index 11 out of range \[0, 11\)"):
+            cache[COUNT]
+        with pytest.raises(KeyError, match="no sample 'x'"):
+            cache["x"]
+    for sample, i in zip(joined.__getitems__([5, -1, 5]), (5, 10, 5), strict=True):
+        assert_same({**latent(i), **text(i)}, sample)
+
+
+def test_views(joined: Any) -> None:
+    view = joined[8:1:-2]
+    assert isinstance(view, tc.JoinedCache)
+    assert list(view.keys()) == ["k8", "k6", "k4", "k2"]
+    assert_same({**latent(4), **text(4)}, view[2])
+    assert_same({**latent(6), **text(6)}, view[1:]["k6"])
+    kept = joined.filter(lambda entry: entry.key in ("k2", "k9"))
+    assert list(kept.keys()) == ["k2", "k9"]
+    assert_same({**latent(9), **text(9)}, kept[1])
+    assert list(kept[::-1].filter(lambda entry: entry.key == "k2").keys()) == ["k2"]
+
+
+def test_filter_knows_all_caches(joined: Any, named: Any) -> None:
+    assert list(joined.filter(lambda entry: entry.shapes["states"][0] == 3).keys()) == ["k2", "k5", "k8"]
+    assert len(joined.filter(lambda entry: entry.nbytes == 24 + 4 + 8 and len(entry.shapes) == 3)) == 4  # one row
+    assert list(named.filter(lambda entry: entry.shapes["texts.states"][0] == 3).keys()) == ["k2", "k5", "k8"]
+    assert len(named.filter(lambda entry: entry.shapes["latents.latent.samples"] == (2, 3))) == COUNT
+
+
+def test_select(joined: Any, named: Any) -> None:
+    assert set(joined.schema) == {"latent.samples", "states", "pooled"}
+    assert named.schema["texts.states"].shape == ((1, 3), 2)
+    view = joined.select(["pooled"])
+    assert_same({"latent": {}, "size": (3, 3), "pooled": torch.tensor([-3]), "prompt": "p3"}, view[3])
+    assert list(view.schema) == ["pooled"]
+    assert view.read_batch([1, 2])["pooled"].tolist() == [[-1], [-2]]
+    assert list(named.select("latents.*")[0]["texts"]) == ["prompt"]
+    with pytest.raises(KeyError, match="unknown tensor 'nothing'; there are 'latent.samples', "):
+        joined.select(["pooled", "nothing"])
+
+
+def test_batches(joined: Any, named: Any) -> None:
+    for numbers in ([4, 1, 7], torch.tensor([4, 1, 7]), ["k4", "k1", "k7"], iter([4, "k1", -4])):
+        batch = joined.read_batch(numbers)
+        assert list(batch) == ["latent", "size", "states", "pooled", "prompt"]
+        assert batch["latent"]["samples"][:, 0, 0].tolist() == [4, 1, 7]
+        assert batch["states"].shape == (3, 2, 2)
+        assert batch["pooled"].tolist() == [[-4], [-1], [-7]]
+        assert batch["prompt"] == ["p4", "p1", "p7"]
+        assert batch["size"] == [(4, 4), (1, 1), (7, 7)]
+    with pytest.raises(tc.BatchError, match="tensor 'states' is"):
+        joined.read_batch([0, 1])
+    listed = joined.read_batch([0, 1], collate="list")
+    assert [x.shape[0] for x in listed["states"]] == [1, 2]
+    padded, info = joined.read_batch([0, 1], collate="pad", pad_value=9, return_info=True)
+    shapes = info.shapes
+    assert padded["states"].tolist() == [[[0, 0], [9, 9]], [[1, 1], [1, 1]]]
+    assert shapes["states"].tolist() == [[1, 2], [2, 2]]
+    assert shapes["latent.samples"].tolist() == [[2, 3], [2, 3]]
+    batch = named.read_batch(["k3", 0])
+    assert batch["latents"]["latent"]["samples"].shape == (2, 2, 3)
+    assert batch["texts"]["prompt"] == ["p3", "p0"]
+    padded, info = named.read_batch([0, 1], collate="pad", pad_value={"texts.states": 3}, return_info=True)
+    assert (padded["texts"]["states"].shape, info.shapes["texts.states"].shape) == ((2, 2, 2), (2, 2))
+    assert padded["texts"]["states"][0, 1].tolist() == [3, 3]
+    assert info.keys == ["k0", "k1"]
+    for cache in (joined, named):
+        for sample, i in zip(cache.read_batch([2, 5], collate=list), (2, 5), strict=True):
+            expected = {**latent(i), **text(i)} if cache is joined else {"latents": latent(i), "texts": text(i)}
+            assert_same(expected, sample)
+            assert not isinstance(sample.get("pooled"), tc.LazyTensor)
+        assert [io.method for io in cache.io] == [cache.io[0].method] * 2
+        with pytest.raises(ValueError, match="collate='cat', expected"):
+            cache.read_batch([0], collate="cat")
+        with pytest.raises(ValueError, match="no indices"):
+            cache.read_batch([])
+        with pytest.raises(IndexError, match=r"indices\[1\] = 11 out of range"):
+            cache.read_batch([0, 11])
+
+
+def test_pickle_and_workers(joined: Any, named: Any) -> None:
+    for cache, view in ((joined, joined[2:9:3]), (named, named[2:9:3])):
+        with pickle.loads(pickle.dumps(view)) as copied:
+            assert list(copied.keys()) == ["k2", "k5", "k8"]
+            for i in range(3):
+                assert_same(tc.realize(view[i]), copied[i])
+            assert copied.schema == view.schema
+        loader = DataLoader(cache, batch_size=4, num_workers=1, collate_fn=list)
+        read = [sample for batch in loader for sample in batch]
+        for expected, sample in zip(cache, read, strict=True):
+            assert_same(tc.realize(expected), sample)
+
+
+def test_caches_that_are_open_and_joins_of_joins(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    masks = write(tmp_path, lambda i: {"mask": torch.tensor(i > 5)}, NUMBERS)
+    with tc.open(folders[0])[3:6] as latents, tc.open(folders[1]) as texts:
+        some = texts.filter(lambda entry: entry.key in ("k3", "k4", "k5"))
+        view = tc.join([some, latents])
+        assert list(view.keys()) == ["k5", "k4", "k3"]
+        assert_same({**text(3), **latent(3)}, view[2])
+    with tc.join([tc.join(list(folders)), masks]) as nested:
+        assert_same({**latent(7), **text(7), "mask": torch.tensor(True)}, nested["k7"])
+        assert nested[5:7].read_batch([1, 0], collate="list")["mask"] == [torch.tensor(True), torch.tensor(False)]
+
+
+def test_keys_that_differ(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    fewer, other = write(tmp_path / "fewer", text, NUMBERS[:4]), write(tmp_path / "other", text, [*NUMBERS[:-1], 99])
+    many = "'k4', 'k5', 'k6', 'k7', 'k8', …"
+    for sources, message in (
+        ([folders[0], fewer], f"cache 0 with 11 samples and cache 1 with 4: 1 lacks 7 of their keys: {many}"),
+        ([fewer, folders[0]], "cache 0 with 4 samples and cache 1 with 11: 0 lacks 7 of their keys: 'k10', 'k4', "),
+        ([*folders, other], "cache 0 with 11 samples and cache 2 with 11: 2 lacks 1 of their keys: 'k10'; .*'inner'"),
+    ):
+        with pytest.raises(KeyError, match=message):
+            tc.join(sources)
+    with pytest.raises(KeyError, match="cache 'a' with 11 samples and cache 'b' with 4: 'b' lacks 7"):
+        tc.join({"a": folders[0], "b": fewer}, how="exact")
+
+
+# --- inner ---
+
+
+def test_inner_keeps_what_all_have(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    some = write(tmp_path / "some", lambda i: {"mask": torch.tensor(i)}, [7, 2, 99, 5])
+    other = write(tmp_path / "other", lambda i: {"more": i}, [5, 4, 3, 2])
+    with tc.join([*folders, some, other], how="inner") as cache:
+        assert list(cache.keys()) == ["k2", "k5"]  # in the first one's order
+        for i in (2, 5):
+            assert_same({**latent(i), **text(i), "mask": torch.tensor(i), "more": i}, cache[f"k{i}"])
+        assert cache.read_batch([1, 0])["mask"].tolist() == [5, 2]
+        assert "k7" not in cache
+    with tc.join({"a": some, "b": folders[1]}, how="inner") as cache:
+        assert list(cache.keys()) == ["k7", "k2", "k5"]
+        assert [int(sample["a"]["mask"]) for sample in cache] == [7, 2, 5]
+        assert [sample["b"]["prompt"] for sample in cache] == ["p7", "p2", "p5"]
+    with tc.join([other, some], how="inner") as cache:
+        assert list(cache.keys()) == ["k5", "k2"]
+    none = write(tmp_path / "none", text, [77])
+    with tc.join([folders[0], none], how="inner") as cache:
+        assert len(cache) == 0
+        assert list(cache) == list(cache.keys()) == []
+    with tc.join(list(folders), how="inner") as cache:
+        assert len(cache) == COUNT
+
+
+def test_a_key_that_is_twice_in_another_cache(folders: tuple[Path, Path]) -> None:
+    twice = tc.open([folders[1], folders[1]])
+    for how in ("exact", "inner"):
+        with pytest.raises(KeyError, match="occurs twice"):
+            tc.join([folders[0], twice], how=how)  # type: ignore[arg-type]
+
+
+# --- keys= ---
+
+
+@pytest.mark.parametrize("is_function", [True, False])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_many_samples_with_one_caption(
+    folders: tuple[Path, Path], tmp_path: Path, is_function: bool, is_named: bool
+) -> None:
+    captions = write(tmp_path, lambda i: {"caption": torch.full((2,), i)}, [0, 1, 2, 3])
+    of = {f"k{i}": f"k{i % 3}" for i in NUMBERS}
+    keys: Any = {"text" if is_named else 1: of.__getitem__ if is_function else of}
+    sources: Any = {"image": folders[0], "text": captions} if is_named else [folders[0], captions]
+    with tc.join(sources, keys=keys) as cache:
+        assert len(cache) == COUNT
+        batch = cache.read_batch([4, "k1", 2, 10])
+        assert (batch["text"] if is_named else batch)["caption"][:, 0].tolist() == [1, 1, 2, 1]
+        view = pickle.loads(pickle.dumps(cache[3:]))["k5"]
+        assert int((view["text"] if is_named else view)["caption"][0]) == 2
+        assert cache["k7"].keys() == ({"image", "text"} if is_named else {"latent", "size", "caption"})
+
+
+def test_samples_without_a_caption(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    captions = write(tmp_path, lambda i: {"caption": i}, [0, 1])
+    for some in ({"k3": "k0", "k5": "k1", "k6": "k77"}, {"k3": "k0", "k5": "k1"}.get):
+        with pytest.raises(KeyError, match=r"'text' lacks (8|9) of their keys: 'k0', 'k1', 'k2', 'k4', 'k6'"):
+            tc.join({"image": folders[0], "text": captions}, keys={"text": some})
+        with tc.join({"image": folders[0], "text": captions}, keys={"text": some}, how="inner") as cache:
+            assert list(cache.keys()) == ["k3", "k5"]
+            assert [sample["text"]["caption"] for sample in cache] == [0, 1]
+
+
+@pytest.mark.parametrize("keys", [{"other": {}}, {"image": {}}, {0: {}}, {2: {}}])
+def test_keys_for_caches_that_are_not_there(folders: tuple[Path, Path], keys: Any) -> None:
+    with pytest.raises(ValueError, match="keys has .*, expected names of caches after the first: 'text'"):
+        tc.join({"image": folders[0], "text": folders[1]}, keys=keys)
+
+
+# --- what cannot be ---
+
+
+def test_what_cannot_be_joined(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    plain = write(tmp_path / "plain", lambda i: torch.tensor(i), NUMBERS)
+    clashing = write(tmp_path / "clashing", lambda i: {"size": i, "pooled": i, "new": 1}, NUMBERS)
+    with tc.join([folders[0], plain]) as cache:
+        for use in (lambda: cache[0], lambda: cache.read_batch([0]), lambda: cache.__getitems__([0])):
+            with pytest.raises(
+                tc.BatchError, match="cache 1 has a LazyTensor, not a dict|cache 1 has a Tensor, not a dict"
+            ):
+                use()
+    with tc.join({"a": folders[0], "b": plain}) as cache:
+        assert cache[4]["b"].load() == 4
+        assert cache.read_batch([4, 2])["b"].tolist() == [4, 2]
+    with tc.join([*folders, clashing]) as cache:
+        for use in (lambda: cache[0], lambda: cache.read_batch([0])):
+            with pytest.raises(tc.BatchError, match=r"more than one cache has \['pooled', 'size'\]|has \['size'\]"):
+                use()
+    for empty in ([], {}):
+        with pytest.raises(ValueError, match="nothing to join"):
+            tc.join(empty)
+    for wrong in (str(folders[0]), folders[0], tc.open(folders[0]), 3):
+        with pytest.raises(TypeError, match=r"tc\.join needs a list or a dict of what is joined, got "):
+            tc.join(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="how='outer', expected 'exact' or 'inner'"):
+        tc.join(list(folders), how="outer")  # type: ignore[arg-type]
+
+
+def test_close(folders: tuple[Path, Path]) -> None:
+    with tc.join(list(folders)) as cache:
+        sample = cache[0]
+    for use in (
+        lambda: cache[0],
+        lambda: cache.read_batch([0]),
+        sample["pooled"].load,
+        sample["latent"]["samples"].load,
+    ):
+        with pytest.raises(ValueError, match="the cache is closed"):
+            use()
+
+
+def test_names_of_caches_are_parts_of_tensor_names(tmp_path: Path) -> None:
+    """A dot in a name is escaped, as in the key of a dict, so that no two tensors have one name."""
+    with tc.ShardWriter(tmp_path / "x.tar") as sink:
+        sink.write("0", {"b": {"c": torch.ones(2)}})
+    with tc.ShardWriter(tmp_path / "y.tar") as sink:
+        sink.write("0", {"c": torch.full((2,), 2.0)})
+    with tc.join({"a": tmp_path / "x.tar", "a.b": tmp_path / "y.tar"}) as joined:
+        assert list(joined.schema) == ["a.b.c", "a%2Eb.c"]
+        read = joined.read_tensors([0])
+        assert {name: tensor[0, 0].item() for name, tensor in read.items()} == {"a.b.c": 1.0, "a%2Eb.c": 2.0}
+        nested = joined.nest([0], read)
+        assert (nested["a"]["b"]["c"][0, 0], nested["a.b"]["c"][0, 0]) == (1, 2)
+
+
+@pytest.mark.parametrize("names", [[None, "None"], [5, "5"]])
+def test_names_of_caches_that_are_not_texts(folders: tuple[Path, Path], names: list[Any]) -> None:
+    with pytest.raises(TypeError, match="texts as names of caches"):
+        tc.join(dict(zip(names, folders, strict=True)))
+
+
+def test_keys_that_are_not_a_dict(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(TypeError, match="expected a dict of functions or mappings by cache"):
+        tc.join(folders, keys={"0": "1"}.get)  # type: ignore[arg-type]

@@ -1,0 +1,124 @@
+"""Members besides caches come as their bytes in the shard."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import webdataset as wds
+
+import wds_tensorcache as tc
+
+COUNT = 11
+
+
+def others(i: int) -> dict[str, bytes]:
+    found = {"json": b'{"label": %d}' % i, "meta.raw": bytes(range(i))}
+    return found | ({"jpg": bytes([i]) * 2000} if i % 3 == 1 else {})
+
+
+@pytest.fixture(scope="module", params=["ours", "webdataset", "capitals"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    if request.param == "ours":
+        with tc.ShardWriter(path / "%d.tar", max_samples=4, fsync=False) as sink:
+            for i in range(COUNT):
+                sink.write(f"k{i}", {"x": torch.tensor([i])}, **others(i))
+    else:
+        with wds.ShardWriter(str(path / "%d.tar"), maxcount=4, encoder=tc.encoder(), verbose=0) as sink:
+            for i in range(COUNT):
+                members = {k.upper() if request.param == "capitals" else k: v for k, v in others(i).items()}
+                sink.write({"__key__": f"k{i}", "tensorcache": {"x": torch.tensor([i])}, **members})
+    return path
+
+
+def test_members(folder: Path) -> None:
+    with tc.open(folder) as cache:
+        assert cache.members == {"json": COUNT, "meta.raw": COUNT, "jpg": 4}
+        for numbers in (range(COUNT), [7, 3, 3, -1], torch.tensor([2, 10]), []):
+            for suffix in ("json", "meta.raw", ".JSON"):
+                expected = [others(int(i) % COUNT)[suffix.lower().strip(".")] for i in numbers]
+                assert cache.read_members(numbers, suffix) == expected
+        assert json.loads(cache.read_members(["k5"], "json")[0]) == {"label": 5}
+        assert cache.read_members([1, 10, "k4"], "jpg") == [others(i)["jpg"] for i in (1, 10, 4)]
+        view = pickle.loads(pickle.dumps(cache[::-1])).filter(lambda entry: entry.key in ("k2", "k4"))
+        assert view.members == {"json": 2, "meta.raw": 2, "jpg": 1}
+        assert view.read_members([0, 1], "meta.raw") == [bytes(range(4)), bytes(range(2))]
+        assert cache.select([]).read_members([3], "json") == [others(3)["json"]]
+
+
+def test_what_is_not_there(folder: Path) -> None:
+    with tc.open(folder) as cache:
+        for suffix, indices in (("jpg", [1, 2]), ("png", [2]), ("skel.pyd", [2])):
+            with pytest.raises(KeyError, match=r"sample 'k2' has no member .*; in the cache are .*'json': 11"):
+                cache.read_members(indices, suffix)
+        with pytest.raises(IndexError):
+            cache.read_members([COUNT], "json")
+        with pytest.raises(KeyError):
+            cache.read_members(["k11"], "json")
+
+
+def test_samples_without_the_cache(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as sink:
+        for i in range(6):
+            members: dict[str, Any] = {"b.tensorcache" if i % 2 else "a.tensorcache": [torch.tensor(i)]}
+            sink.write(f"{i}", txt=f"number {i}", **members, **({"cls": i} if i > 2 else {}))
+    with tc.open(tmp_path, cache="b") as cache:
+        assert cache.members == {"txt": 3, "cls": 2}
+        assert cache.read_members([0, 1, 2], "txt") == [b"number 1", b"number 3", b"number 5"]
+        assert cache.read_members([1, 2], "cls") == [b"3", b"5"]
+        with pytest.raises(KeyError, match="sample '1' has no member 'cls'"):
+            cache.read_members([0], "cls")
+
+
+def test_joined(folder: Path, tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as sink:
+        for i in reversed(range(COUNT)):
+            sink.write(f"k{i}", {"y": torch.tensor([i])}, json={"other": i}, txt=str(i))
+    with tc.join([folder, tmp_path]) as cache:
+        assert cache.members == {"json": COUNT, "meta.raw": COUNT, "jpg": 4, "txt": COUNT}
+        assert cache.read_members([2, "k7"], "txt") == [b"2", b"7"]
+        assert cache.read_members([2, "k7"], "json") == [others(2)["json"], others(7)["json"]]
+        with pytest.raises(KeyError, match="has no member 'png'"):
+            cache.read_members([2], "png")
+
+
+def test_joined_where_each_has_some(tmp_path: Path) -> None:
+    for name, having in (("a", [0]), ("b", [1, 2, 3])):
+        with tc.ShardWriter(tmp_path / name / "%d.tar", fsync=False) as sink:
+            for i in range(5):
+                sink.write(str(i), {name: torch.tensor(i)}, **({"txt": f"{name}{i}"} if i in having else {}))
+    with tc.join([tmp_path / "a", tmp_path / "b"]) as cache:
+        assert cache.members == {"txt": 4}
+        assert cache.read_members([0, 1, "3"], "TXT") == [b"a0", b"b1", b"b3"]
+        assert cache.filter(lambda entry: entry.key != "0").read_members(["1"], "txt") == [b"b1"]
+        assert cache[["3", "0"]].read_members([0, 1], "txt") == [b"b3", b"a0"]
+        with pytest.raises(KeyError, match="sample '4' has no member 'txt'"):
+            cache.read_members([4], "txt")
+        with pytest.raises(TypeError):
+            cache.read_members("01", "txt")
+        assert cache.num_shards == 2
+
+
+def test_a_shard_that_changed(tmp_path: Path) -> None:
+    path = tmp_path / "0.tar"
+    with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as sink:
+        sink.write("a", {"x": torch.tensor([1])}, txt="first")
+        sink.write("b", {"x": torch.tensor([1])}, txt="second")
+    content = bytearray(path.read_bytes())
+    at = content.index(b"b.txt")
+    content[at : at + 5] = b"c.txt"
+    path.write_bytes(content)
+    with tc.open(path) as cache:
+        assert cache.read_members([0], "txt") == [b"first"]
+        with pytest.raises(tc.FormatError, match="index has member 'b.txt' where 'c.txt' is"):
+            cache.read_members([1], "txt")
+    content[at : at + 5] = b"b.txt"
+    content[at + 124 : at + 136] = b"%011o\0" % 5
+    path.write_bytes(content)
+    with tc.open(path) as cache, pytest.raises(tc.FormatError, match="its 'txt' is not the one that was indexed"):
+        cache.read_members([1], "txt")

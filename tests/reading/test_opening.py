@@ -1,0 +1,326 @@
+"""The sources that `tc.open` takes, its errors for the rest, and how it decides how files are read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import webdataset as wds
+
+import wds_tensorcache as tc
+from tests.conftest import diffusion_sample
+from tests.same import assert_same
+from wds_tensorcache.reading import open_cache as opening
+from wds_tensorcache.storage import files as storage
+
+COUNT = 12
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "shards"
+    with tc.ShardWriter(path / "train-%06d.tar", max_samples=5, fsync=False) as writer:
+        for i in range(COUNT):
+            writer.write(f"{i:03d}", diffusion_sample(i))
+    return path
+
+
+def check(source: Any, numbers: range = range(COUNT), **options: Any) -> None:
+    """Assert that `tc.open(source)` has the samples with these numbers."""
+    with tc.open(source, **options) as cache:
+        assert list(cache.keys()) == [f"{i:03d}" for i in numbers]
+        for i, number in enumerate(numbers):
+            assert_same(diffusion_sample(number), cache[i])
+        assert len(cache.read_batch(range(len(cache)))["latent"]["samples"]) == len(numbers)
+
+
+# --- sources ---
+
+
+def test_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(folder)
+    check(str(folder) + "/")
+    check(folder / "manifest.json")
+    check(str(folder / "train-{000000..000002}.tar"))
+
+    check(folder / "train-*.tar")
+    check(folder / "train-00000[12].tar", range(5, COUNT))
+    check(str(folder / "train-00000{[01],2*}.tar"))
+    check(folder / "train-000001.tar", range(5, 10))
+    check([folder / "train-000000.tar", str(folder / "train-{000001..000002}.tar")])
+    check((folder,))
+    monkeypatch.chdir(folder)
+    check(".")
+    check("manifest.json")
+    check("train-000002.tar", range(10, 12))
+
+
+def test_order_is_the_lists(folder: Path) -> None:
+    with tc.open(str(folder / "train-{000002,000000}.tar")) as cache:
+        assert list(cache.keys()) == ["010", "011", "000", "001", "002", "003", "004"]
+        assert cache.num_shards == 2
+        assert repr(cache).startswith("TensorCache: 7 samples in 2 shards of ")
+
+
+def test_a_folder_without_a_manifest(folder: Path) -> None:
+    os.remove(folder / "manifest.json")
+    (folder / "notes.txt").write_text("")
+    (folder / ".train-000009.tar").write_text("not finished")
+    check(folder)
+
+
+def test_shards_of_webdataset(folder: Path, tmp_path: Path) -> None:
+    pattern = str(tmp_path / "stock-%02d.tar")
+    with wds.ShardWriter(pattern, maxcount=5, encoder=tc.encoder(), verbose=False, mtime=0) as sink:
+        for i in range(COUNT):
+            sink.write({"__key__": f"{i:03d}", "tensorcache": diffusion_sample(i), "json": {"i": i}})
+    shards = str(tmp_path / "stock-{00..02}.tar")
+    check(shards)
+    for number in range(3):
+        tc.write_index(pattern % number, footer=number == 1)
+    check(shards)
+    check([folder / "train-000000.tar", pattern % 1, pattern % 2])
+
+
+def test_a_name_with_braces_that_is_there(folder: Path) -> None:
+    shutil.copy(folder / "train-000000.tar", folder / "x{1..2}.tar")
+    check(folder / "x{1..2}.tar", range(5))
+
+
+def test_patterns_in_folders_that_look_like_patterns(folder: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "run[1]"
+    shutil.copytree(folder, odd / "shards")
+    check(odd / "shards" / "train-*.tar")
+    check(odd / "shards" / "train-{000000..000002}.tar")
+    check(odd / "shards")
+    check(odd / "sha*")
+    check(odd / "*" / "manifest.json")
+
+
+# --- errors ---
+
+
+def test_nothing_there(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    manifest = tmp_path / "none.json"
+    manifest.write_text(json.dumps({"wids_version": 1, "shardlist": []}))
+    for source, message in (
+        (tmp_path / "nowhere", "nowhere does not exist"),
+        (tmp_path / "nowhere.tar", "nowhere.tar does not exist"),
+        (tmp_path / "nowhere.json", "nowhere.json"),
+        (folder / "train-{000000..000003}.tar", "train-000003.tar does not exist"),
+        (folder / "test-*.tar", r"test-\*.tar matches no file"),
+        (tmp_path / "empty", r"empty has neither manifest.json nor \*.tar"),
+        (manifest, "none.json lists no shards"),
+        ([], "no shards: the list is empty"),
+    ):
+        with pytest.raises(FileNotFoundError, match=message):
+            tc.open(source)
+
+
+@pytest.mark.parametrize("source", [None, 3, b"x.tar", {"a": "x.tar"}, [None]], ids=repr)
+def test_no_source(source: Any) -> None:
+    with pytest.raises(TypeError, match="expected a path, a pattern or a list of them"):
+        tc.open(source)
+
+
+@pytest.mark.parametrize("source", ["https://example.org/x.tar", "s3://x/{0..3}.tar", ["pipe://cat x"]], ids=str)
+def test_urls(source: Any) -> None:
+    with pytest.raises(ValueError, match=r"not a local path; stream it with wds.DataPipeline and tc.decode"):
+        tc.open(source)
+
+
+def test_urls_in_a_manifest(tmp_path: Path) -> None:
+    shard = {"url": "s3://bucket/x.tar", "nsamples": 3, "filesize": 4}
+    (tmp_path / "manifest.json").write_text(json.dumps({"wids_version": 1, "shardlist": [shard]}))
+    with pytest.raises(ValueError, match="s3://bucket/x.tar is not a local path"):
+        tc.open(tmp_path)
+
+
+def test_compressed_tars(folder: Path) -> None:
+    shard = folder / "train-000000.tar.gz"
+    shard.write_bytes(gzip.compress((folder / "train-000000.tar").read_bytes()))
+    with pytest.raises(
+        tc.FormatError, match=r"train-000000.tar.gz: .*gzip: compressed tars have no index; read them as"
+    ):
+        tc.open(shard)
+
+
+def test_what_is_no_tar(tmp_path: Path) -> None:
+    (tmp_path / "x.tar").write_bytes(b"something else" * 100)
+    with pytest.raises(tc.FormatError, match=r"x\.tar: "):
+        tc.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_threads": 0}, "num_threads=0, expected at least 1"),
+        ({"num_threads": -3}, "num_threads=-3, expected at least 1"),
+        ({"io": "direct"}, "io='direct', expected 'auto', 'mmap' or 'pread'"),
+        ({"max_open_files": 0}, "max_open_files=0, expected at least 1"),
+    ],
+    ids=str,
+)
+def test_options(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tc.open(folder, **options)
+
+
+def test_names(write_shard: Callable[..., str]) -> None:
+    def shard(name: str, *fields: str) -> str:
+        members = {f"{field}tensorcache": torch.tensor(len(field)) for field in fields}
+        return write_shard([{"__key__": "0", "json": 0, **members}], name)
+
+    neither, one, both = shard("0.tar"), shard("1.tar", "text."), shard("2.tar", "text.", "")
+    with tc.open(one) as cache:
+        assert cache[0].load() == 5
+    with pytest.raises(KeyError, match=r"0.tar and 2 more: caches \['', 'text'\]: choose one with cache=…"):
+        tc.open([neither, one, both])  # not whichever comes first
+    with tc.open([neither, one, both], cache="text") as cache:
+        assert [lazy.load() for lazy in cache] == [5, 5]
+    with tc.open([neither, one, both], cache="") as cache:
+        assert [lazy.load() for lazy in cache] == [0]
+    with pytest.raises(KeyError, match=r"0.tar: no cache in it"):
+        tc.open(neither)
+    with pytest.raises(KeyError, match=r"2.tar: caches \['', 'text'\]: choose one with cache=…"):
+        tc.open(both)
+    with pytest.raises(KeyError, match=r"1.tar and 1 more: no cache 'image'; there are \['', 'text'\]"):
+        tc.open([one, both], cache="image")
+    with pytest.raises(tc.InvalidKeyError, match="cache name 'Text' must match"):
+        tc.open(one, cache="Text")
+
+
+# --- manifests that are wrong ---
+
+
+def change(folder: Path, edit: Callable[[Any], Any]) -> None:
+    path = folder / "manifest.json"
+    document = json.loads(path.read_text())
+    edit(document)
+    path.write_text(json.dumps(document))
+
+
+def test_a_manifest_alone_says_what_is_finished(folder: Path) -> None:
+    change(folder, lambda document: document["shardlist"].pop())
+    check(folder, range(10))
+
+
+def test_shards_of_another_size(folder: Path) -> None:
+    with open(folder / "train-000001.tar", "ab") as file:
+        file.write(b"x")
+    with pytest.raises(
+        tc.FormatError, match=r"train-000001.tar has \d+ bytes, but .*manifest.json says \d+: one of the two is stale"
+    ):
+        tc.open(folder)
+    os.remove(folder / "train-000001.tar")
+    with pytest.raises(FileNotFoundError, match=r"train-000001.tar"):
+        tc.open(folder)
+
+
+def test_another_number_of_samples(folder: Path) -> None:
+    change(folder, lambda document: document["tensorcache"]["caches"]["train-000001.tar"].update({"": 6}))
+    with tc.open(folder) as cache:
+        assert len(cache) == COUNT + 1
+        assert_same(diffusion_sample(4), cache[4])
+        message = "train-000001.tar: 5 samples, but the manifest says 6"
+        for use in (lambda: cache[5], lambda: cache["000"], lambda: cache.read_batch([10]), lambda: cache.schema):
+            with pytest.raises(tc.FormatError, match=message):
+                use()
+
+
+@pytest.mark.parametrize("count", [0, 4, 6])
+@pytest.mark.parametrize("has_caches", [True, False])
+def test_another_number_of_samples_in_all(folder: Path, count: int, has_caches: bool) -> None:
+    change(folder, lambda document: document["shardlist"][1].update(nsamples=count))
+    message = f"train-000001.tar: 5 samples, but the manifest says {count} in all: .*; call tc.write_index"
+    if not has_caches:
+        change(folder, lambda document: document["tensorcache"].pop("caches"))
+        with pytest.raises(tc.FormatError, match=message):
+            tc.open(folder)
+        return
+    with tc.open(folder) as cache:
+        assert_same(diffusion_sample(4), cache[4])
+        for copy in (cache, pickle.loads(pickle.dumps(cache))):
+            for use in (lambda copy=copy: copy[5], lambda copy=copy: copy.read_batch([9])):
+                with pytest.raises(tc.FormatError, match=message):
+                    use()
+
+
+def test_a_count_of_a_cache_that_the_shard_lacks(folder: Path) -> None:
+    change(folder, lambda document: document["tensorcache"]["caches"]["train-000001.tar"].update(clip=5))
+    message = "0 samples, but the manifest says 5 with cache 'clip'"
+    with tc.open(folder, cache="clip") as cache, pytest.raises(tc.FormatError, match=message):
+        cache[0]
+
+
+@pytest.mark.parametrize(
+    "counts", [3, [], {"": 0}, {"": -1}, {"": "5"}, {"": None}, {"": 1 << 70}, {"": True}], ids=repr
+)
+def test_counts_that_are_none(folder: Path, counts: Any) -> None:
+    change(folder, lambda document: document["tensorcache"]["caches"].update({"train-000001.tar": counts}))
+    with pytest.raises(
+        tc.FormatError, match=r"manifest.json: train-000001.tar has caches .*, expected numbers of samples"
+    ):
+        tc.open(folder)
+
+
+@pytest.mark.parametrize("caches", [None, 3, [], {}])
+def test_manifests_without_counts(folder: Path, caches: Any) -> None:
+    change(folder, lambda document: document["tensorcache"].update({"caches": caches}))
+    check(folder)
+    change(folder, lambda document: document.pop("tensorcache"))
+    check(folder)
+
+
+# --- io ---
+
+
+def test_io_that_is_asked_for(folder: Path) -> None:
+    for io in ("mmap", "pread"):
+        check(folder, io=io)
+        with tc.open(folder, io=io) as cache:
+            assert (cache.io.method, cache.io.reason) == (io, "asked for")
+
+
+def test_io_and_its_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "file_system", lambda path: ("ext4", False))
+    with tc.open(folder) as cache:
+        assert cache.io.method == "auto"
+        assert cache[2:].select(["latent.*"]).io == cache.io
+        assert "on ext4: maps for small tensors that are in memory, preadv for all else" in cache.io.reason
+    monkeypatch.setattr(opening, "memory_nbytes", lambda: 1000)
+    with tc.open(folder) as cache:
+        assert cache.io.method == "pread"
+        assert "bytes of shards do not stay in 1,000 bytes of memory" in cache.io.reason
+    check(folder)
+    monkeypatch.setattr(opening, "memory_nbytes", lambda: None)
+    with tc.open(folder) as cache:
+        assert cache.io.method == "auto"
+    monkeypatch.setattr(opening, "file_system", lambda path: ("nfs4", True))
+    with tc.open(folder) as cache:
+        assert cache.io.method == "pread"
+        assert "nfs4 is a network file system" in cache.io.reason
+    monkeypatch.setattr(opening, "CAN_COPY", False)
+    with tc.open(folder) as cache:
+        assert cache.io.method == "pread"
+        assert "neither read leases nor process_vm_readv" in cache.io.reason
+
+
+@pytest.mark.parametrize("missing", [["preadv"], ["preadv", "pread"], ["posix_fadvise"]], ids=str)
+def test_systems_that_lack_calls(folder: Path, monkeypatch: pytest.MonkeyPatch, missing: list[str]) -> None:
+    for name in missing:
+        monkeypatch.delattr(os, name)
+        if name != "posix_fadvise":
+            monkeypatch.setattr(storage, f"_HAS_{name.upper()}", False)
+            monkeypatch.setattr(storage, "_NOWAIT", 0)
+    for io in ("auto", "mmap", "pread"):
+        check(folder, io=io)

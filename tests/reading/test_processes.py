@@ -1,0 +1,317 @@
+"""A TensorCache in other processes and in many threads at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+import wds_tensorcache as tc
+from tests.children import run_in_child
+from tests.conftest import diffusion_sample
+from tests.same import assert_same
+
+COUNT = 24
+WRITTEN = [diffusion_sample(i) | {"big": torch.full((9000,), float(i))} for i in range(COUNT)]
+FORK = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system has no fork")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("processes")
+    with tc.ShardWriter(path / "%d.tar", max_samples=7, fsync=False) as writer:
+        for i, sample in enumerate(WRITTEN):
+            writer.write(f"{i:03d}", sample)
+    return str(path)
+
+
+@pytest.fixture
+def cache(folder: str) -> Iterator[tc.TensorCache]:
+    with tc.open(folder, num_threads=2) as opened:
+        yield opened
+
+
+def check(cache: tc.TensorCache, numbers: list[int]) -> None:
+    """Assert that `cache` has exactly the samples with these numbers, by every way to them."""
+    assert len(cache) == len(numbers)
+    assert list(cache.keys()) == [f"{i:03d}" for i in numbers]
+    for i, number in enumerate(numbers):
+        assert_same(WRITTEN[number], cache[i])
+    # small ones alone are gathered, large ones are read
+    for view in (cache, cache.select(["latent.*", "cond.*"])):
+        batch = view.read_batch(range(len(numbers)))
+        assert torch.equal(batch["latent"]["samples"], torch.stack([WRITTEN[i]["latent"]["samples"] for i in numbers]))
+        assert batch["cond"][0][1]["prompt"] == [f"photo {i}" for i in numbers]
+
+
+# --- pickle ---
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_pickle(cache: tc.TensorCache, protocol: int) -> None:
+    for view, numbers in (
+        (cache, list(range(COUNT))),
+        (cache[20:2:-3], list(range(20, 2, -3))),
+        (cache.filter(lambda entry: entry.key < "003"), [0, 1, 2]),
+    ):
+        with pickle.loads(pickle.dumps(view, protocol)) as copied:
+            check(copied, numbers)
+            assert copied.io == view.io
+    with pickle.loads(pickle.dumps(cache.select(["latent.*"]), protocol)) as copied:
+        assert list(copied.schema) == ["latent.samples"]
+    check(cache, list(range(COUNT)))
+
+
+def test_pickle_after_use_has_no_files(cache: tc.TensorCache) -> None:
+    check(cache, list(range(COUNT)))
+    assert "017" in cache
+    assert len(pickle.dumps(cache)) < 2000
+
+
+def test_spawned_process(cache: tc.TensorCache) -> None:
+    check(cache, list(range(COUNT)))
+    process = multiprocessing.get_context("spawn").Process(target=check, args=(cache[::-1], list(range(COUNT))[::-1]))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+# --- shards that are written again after a view was pickled ---
+
+
+def write_numbers(folder: Path, begin: int, count: int, **options: Any) -> None:
+    with tc.ShardWriter(folder / "%d.tar", max_samples=4, fsync=False, overwrite=True, **options) as sink:
+        for i in range(count):
+            number = begin + i
+            sink.write(f"{i:03d}", {"x": torch.full((30,), number), "large": torch.full((9000,), number), "i": number})
+
+
+VIEWS: dict[str, Callable[[tc.TensorCache], Any]] = {
+    "cache": lambda cache: cache,
+    "range": lambda cache: cache[2:10],
+    "numbers": lambda cache: cache[[7, 1, 1, 5]],
+    "tensors": lambda cache: cache.select(["x"]),
+    "filtered": lambda cache: cache.filter(lambda entry: entry.key > "002"),
+    "joined": lambda cache: tc.join({"a": cache, "b": cache}),
+}
+USES: dict[str, Callable[[Any], Any]] = {
+    "sample": lambda view: view[0],
+    "batch": lambda view: view.read_batch([1, 0]),
+    "keys": lambda view: list(view.keys()),
+    "key": lambda view: "007" in view,
+    "schema": lambda view: view.schema,
+    "members": lambda view: view.members,
+    "samples": list,
+}
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+@pytest.mark.parametrize("count", [12, 9, 15])
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_pickled_view_of_shards_that_are_written_again(tmp_path: Path, name: str, count: int, manifest: bool) -> None:
+    write_numbers(tmp_path, 0, 12, manifest=manifest)
+    with tc.open(tmp_path) as cache:
+        view = VIEWS[name](cache)
+        pickled = pickle.dumps(view)
+        if not manifest:
+            assert pickled.count(b"0.tar") == 1
+    with pickle.loads(pickled) as copied:
+        pickled_again = pickle.dumps(copied)  # nothing was read from this one
+    write_numbers(tmp_path, 100, count, manifest=manifest)
+    for content in (pickled, pickled_again):
+        for use in USES.values():
+            changed = pytest.raises(tc.FormatError, match=r"\d\.tar: the shard was changed since .*: open it again")
+            with pickle.loads(content) as copied, changed:
+                use(copied)
+    with tc.open(tmp_path) as cache:
+        assert int(cache[0]["x"][0]) == cache[0]["i"] == 100
+
+
+def test_a_pickled_view_of_shards_that_are_gone(tmp_path: Path) -> None:
+    write_numbers(tmp_path, 0, 12)
+    with tc.open(tmp_path) as cache:
+        pickled = pickle.dumps(cache)
+    (tmp_path / "1.tar").unlink()
+    with pickle.loads(pickled) as copied:
+        assert int(copied[0]["x"][0]) == 0
+        with pytest.raises(FileNotFoundError, match=r"1\.tar"):
+            copied[5]
+
+
+LOADERS: dict[str, Callable[[Any], Any]] = {
+    "map": lambda cache: DataLoader(cache, 4, num_workers=1, multiprocessing_context="spawn", collate_fn=as_list),
+    "torch_loader": lambda cache: tc.torch_loader(cache, 4, num_workers=1, multiprocessing_context="spawn"),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_spawned_worker_after_shards_are_written_again(tmp_path: Path, kind: str) -> None:
+    write_numbers(tmp_path, 0, 12)
+    with tc.open(tmp_path) as cache:
+        loader = LOADERS[kind](cache)
+        assert len(list(loader)) == 3
+        write_numbers(tmp_path, 100, 12)
+        with pytest.raises(tc.FormatError, match=r"\d\.tar: the shard was changed since this cache was opened"):
+            list(loader)
+
+
+# --- DataLoader ---
+
+
+def as_list(batch: list[Any]) -> list[Any]:
+    return batch
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_data_loader(cache: tc.TensorCache, method: str) -> None:
+    check(cache, list(range(COUNT)))
+    options: dict[str, Any] = {"batch_size": 5, "num_workers": 2, "multiprocessing_context": method}
+    loader = DataLoader(cache, collate_fn=as_list, **options)  # type: ignore[arg-type]
+    read = [sample for batch in loader for sample in batch]
+    assert isinstance(read[0]["big"], tc.LazyTensor)
+    assert len(read) == COUNT
+    for expected, sample in zip(WRITTEN, read, strict=True):
+        assert_same(expected, sample)
+
+
+@FORK
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_data_loader_with_the_default_collate(cache: tc.TensorCache, num_workers: int) -> None:
+    options: dict[str, Any] = {"num_workers": num_workers}
+    if num_workers:
+        options["multiprocessing_context"] = "fork"
+    loader = DataLoader(cache, batch_size=6, **options)  # type: ignore[arg-type]
+    for number, batch in enumerate(loader):
+        assert_same(default_collate(WRITTEN[6 * number : 6 * number + 6]), batch)
+
+
+# --- fork ---
+
+
+@FORK
+def test_fork_after_use(cache: tc.TensorCache) -> None:
+    check(cache, list(range(COUNT)))
+    assert run_in_child(lambda: check(cache, list(range(COUNT))), kill_after_s=20) == 0
+    check(cache, list(range(COUNT)))
+
+
+@FORK
+def test_fork_after_a_gather_in_several_threads(tmp_path: Any) -> None:
+    with tc.ShardWriter(tmp_path / "x.tar", fsync=False) as writer:
+        for i in range(300):
+            writer.write(str(i), torch.full((384,), float(i)))
+    order = np.arange(1200) % 300
+    with tc.open(tmp_path / "x.tar", io="mmap") as cache:
+
+        def read() -> None:
+            assert cache.read_batch(order)[:, 5].tolist() == order.tolist()
+
+        read()
+        assert run_in_child(read, kill_after_s=20) == 0
+
+
+@FORK
+def test_fork_while_threads_read(cache: tc.TensorCache) -> None:
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def read(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        while not stop.is_set():
+            try:
+                numbers = rng.integers(0, COUNT, 4)
+                batch = cache.read_batch(numbers)
+                assert batch["big"][:, 0].tolist() == numbers.tolist()
+                assert cache[int(numbers[0])]["big"][5].item() == numbers[0]
+            except BaseException as exc:
+                errors.append(exc)
+                return
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(5):
+            assert run_in_child(lambda: check(cache, list(range(COUNT))), kill_after_s=20) == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
+
+
+@FORK
+def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    with tc.ShardWriter(tmp_path / "%04d.tar", max_samples=1, fsync=False, dali_index=False) as writer:
+        for i in range(150):
+            writer.write(str(i), torch.tensor([i]))
+
+    def read() -> None:
+        torch.set_num_threads(1)  # as DataLoader does in its workers
+        limit = len(os.listdir("/proc/self/fd")) + 40
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        order = np.random.default_rng(0).permutation(150)
+        for io in ("auto", "mmap", "pread"):
+            with tc.open(tmp_path, io=io) as cache:
+                assert cache.read_batch(order)[:, 0].tolist() == order.tolist()
+                assert [int(cache[str(i)]) for i in order] == order.tolist()
+
+    assert run_in_child(read, kill_after_s=20) == 0
+
+
+# --- threads ---
+
+
+def test_eight_threads_at_once(folder: str) -> None:
+    barrier = threading.Barrier(8)
+    with tc.open(folder, num_threads=4, max_open_files=2) as cache, ThreadPoolExecutor(8) as executor:
+
+        def read(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            barrier.wait()
+            for _ in range(20):
+                numbers = rng.integers(0, COUNT, 5).tolist()
+                keys = [f"{i:03d}" for i in numbers]
+                for given_as in (numbers, keys):
+                    batch = cache.read_batch(given_as)
+                    assert batch["big"][:, -1].tolist() == numbers
+                    assert batch["cond"][0][1]["prompt"] == [f"photo {i}" for i in numbers]
+                for i, sample in zip(numbers, cache.__getitems__(numbers), strict=True):
+                    assert_same(WRITTEN[i], sample)
+                    assert_same(WRITTEN[i], cache[f"{i:03d}"])
+
+        for future in [executor.submit(read, seed) for seed in range(8)]:
+            future.result()
+
+
+def test_closing_while_threads_read(folder: str) -> None:
+    with ThreadPoolExecutor(4) as executor:
+        cache = tc.open(folder, num_threads=2)
+
+        def read() -> int:
+            count = 0
+            while True:
+                try:
+                    batch = cache.read_batch([count % COUNT, 3])
+                except (ValueError, RuntimeError) as exc:
+                    assert "closed" in str(exc) or "shutdown" in str(exc)  # noqa: PT017
+                    return count
+                assert batch["big"][:, 0].tolist() == [count % COUNT, 3]
+                count += 1
+
+        futures = [executor.submit(read) for _ in range(4)]
+        time.sleep(0.2)
+        cache.close()
+        assert all(future.result() for future in futures)

@@ -1,0 +1,334 @@
+"""A TensorCache behaves as the list of what was written, for every access, in every thread and process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from tests import strategies
+from tests.conftest import diffusion_sample
+from tests.reading.batches import assert_all_same
+from tests.same import assert_same
+from wds_tensorcache.codec.tree import map_leaves
+
+COUNT = 20
+
+
+def write(folder: Path, samples: list[Any], *, name: str = "", max_samples: int = 7) -> str:
+    """Write samples under the keys "000", "001", …; returns the folder."""
+    field = f"{name}.tensorcache" if name else "tensorcache"
+    with tc.ShardWriter(folder / "train-%03d.tar", max_samples=max_samples, fsync=False) as writer:
+        for i, sample in enumerate(samples):
+            writer.write(f"{i:03d}", **{field: sample})
+    return str(folder)
+
+
+WRITTEN = [diffusion_sample(i) for i in range(COUNT)]
+KEYS = [f"{i:03d}" for i in range(COUNT)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("sequence"), WRITTEN)
+
+
+@pytest.fixture
+def cache(folder: str) -> Iterator[tc.TensorCache]:
+    with tc.open(folder) as opened:
+        yield opened
+
+
+# --- as a list ---
+
+
+@settings(max_examples=60)
+@given(st.lists(strategies.samples(), min_size=1, max_size=5), st.integers(1, 3))
+def test_what_was_written_is_read(samples: list[Any], max_samples: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), samples, max_samples=max_samples)
+        with tc.open(folder) as cache:
+            assert len(cache) == len(samples)
+            for i, sample in enumerate(samples):
+                assert_same(sample, cache[i])
+                assert_same(sample, cache[i - len(samples)])
+                assert_same(sample, cache[f"{i:03d}"])
+            assert_all_same(samples, list(cache))
+
+
+indices = st.none() | st.integers(-COUNT - 3, COUNT + 3)
+slices = st.builds(slice, indices, indices, st.none() | st.integers(-5, 5).filter(bool))
+
+
+@settings(max_examples=60)
+@given(st.lists(slices, max_size=3))
+def test_slices_and_slices_of_those(folder: str, chain: list[slice]) -> None:
+    with tc.open(folder) as cache:
+        view, expected = cache, list(range(COUNT))
+        for part in chain:
+            view, expected = view[part], expected[part]
+        assert isinstance(view, tc.TensorCache)
+        assert len(view) == len(expected)
+        assert list(view.keys()) == [KEYS[i] for i in expected]
+        for i, number in enumerate(expected):
+            assert_same(WRITTEN[number], view[i])
+            assert_same(WRITTEN[number], view[i - len(expected)])
+        for wrong in (len(expected), -len(expected) - 1):
+            with pytest.raises(IndexError, match=rf"index {wrong} out of range \[0, {len(expected)}\)"):
+                view[wrong]
+        for key in KEYS:
+            assert (key in view) == (KEYS.index(key) in expected)
+        assert_all_same([WRITTEN[i] for i in expected], list(view))
+        assert_all_same([WRITTEN[i] for i in reversed(expected)], list(reversed(view)))
+
+
+@pytest.mark.parametrize("kind", [int, np.int8, np.uint64, np.int64, torch.tensor, lambda i: np.array(i)])
+def test_integers_of_others(cache: tc.TensorCache, kind: Callable[[int], Any]) -> None:
+    assert_same(WRITTEN[13], cache[kind(13)])
+
+
+@pytest.mark.parametrize("index", [1.0, None, b"000", (1,), np.array([[1, 2]]), [1.5], object(), slice("a", "b")])
+def test_what_is_no_index(cache: tc.TensorCache, index: Any) -> None:
+    with pytest.raises(TypeError):
+        cache[index]
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(-COUNT, COUNT - 1), max_size=9))
+def test_many_at_once(folder: str, numbers: list[int]) -> None:
+    with tc.open(folder) as cache:
+        expected = [WRITTEN[i] for i in numbers]
+        for given_as in (numbers, np.array(numbers, np.int16), torch.tensor(numbers, dtype=torch.int64), iter(numbers)):
+            read = cache.__getitems__(given_as)
+            assert type(read) is list
+            assert_all_same(expected, read)
+        assert len(cache[2:9].__getitems__([-1, "005", 0])) == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ([0, COUNT], IndexError, r"indices\[1\] = 20 out of range \[0, 20\)"),
+        ([-COUNT - 1], IndexError, r"indices\[0\] = -21 out of range"),
+        ([2**64 - 1], IndexError, r"indices\[0\] = 18446744073709551615 out of range"),
+        (np.array([300], np.uint16), IndexError, r"indices\[0\] = 300 out of range"),
+        (["000", "absent"], KeyError, "no sample 'absent' among 20"),
+        ([0.0], TypeError, "indices are a sequence of ints or keys"),
+        ([True], TypeError, "indices are a sequence of ints or keys"),
+        ([[0, 1], [2, 3]], TypeError, "indices are a sequence of ints or keys"),
+        ("000", TypeError, "indices are a sequence of ints or keys, got '000'"),
+    ],
+    ids=str,
+)
+def test_indices_that_are_not_there(cache: tc.TensorCache, wrong: Any, error: type[Exception], message: str) -> None:
+    for ask in (cache.__getitems__, cache.read_batch):
+        with pytest.raises(error, match=message):
+            ask(wrong)
+
+
+def test_keys(cache: tc.TensorCache) -> None:
+    keys = cache.keys()
+    assert len(keys) == COUNT
+    assert list(keys) == KEYS
+    assert [keys[i] for i in range(-COUNT, COUNT)] == KEYS * 2
+    assert list(keys[3:9][::-2]) == KEYS[3:9][::-2]
+    assert "007" in keys
+    assert "7" not in keys
+    assert keys.index("012") == 12
+    assert repr(keys) == "KeysView(20 keys)"
+    for wrong in (COUNT, -COUNT - 1):
+        with pytest.raises(IndexError):
+            keys[wrong]
+    for key in KEYS:
+        assert_same(WRITTEN[int(key)], cache[key])
+    assert 3 not in cache
+    with pytest.raises(KeyError, match="no sample 'x' among 20"):
+        cache["x"]
+    with pytest.raises(KeyError, match="no sample '000' among 3"):
+        cache[5:8]["000"]
+
+
+def test_the_same_key_in_two_shards(tmp_path: Path) -> None:
+    for name in ("a.tar", "b.tar"):
+        with tc.ShardWriter(tmp_path / name, manifest=False, fsync=False) as writer:
+            writer.write("x", {"from": name})
+    with tc.open(str(tmp_path)) as cache:
+        assert "x" in cache
+        assert cache[1] == {"from": "b.tar"}
+        with pytest.raises(KeyError, match=r"sample 'x' is in several shards, .*a\.tar, .*b\.tar; use its number"):
+            cache["x"]
+        assert cache[1:]["x"] == {"from": "b.tar"}
+        assert cache[::2]["x"] == {"from": "a.tar"}
+
+
+@given(st.lists(st.text("abc/1", min_size=1, max_size=5), unique=True, min_size=1, max_size=30))
+@settings(max_examples=30)
+def test_any_keys_are_found(keys: list[str]) -> None:
+    keys = [key for key in keys if all(key.split("/"))]
+    with tempfile.TemporaryDirectory() as folder:
+        with tc.ShardWriter(Path(folder) / "%d.tar", max_samples=4, fsync=False) as writer:
+            for key in keys or ["k"]:
+                writer.write(key, key)
+        with tc.open(folder) as cache:
+            for key in keys:
+                assert cache[key] == key
+                assert key[1:] not in cache or key[1:] in keys
+                assert key + "a" not in cache or key + "a" in keys
+
+
+# --- shards and caches that not all samples have ---
+
+
+def test_samples_without_the_cache_and_several_caches(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=5, fsync=False) as writer:
+        for i in range(20):
+            members: dict[str, Any] = {"json": i}
+            if i % 3 == 0:
+                members["text.tensorcache"] = {"t": torch.tensor([i])}
+            if i % 4 == 0 and i > 5:
+                members["image.tensorcache"] = {"i": torch.tensor([i, i])}
+            writer.write(f"k{i}", **members)
+    for source in (tmp_path, tmp_path / "manifest.json", [str(tmp_path / f"{i}.tar") for i in range(4)]):
+        with tc.open(source, cache="text") as texts, tc.open(source, cache="image") as images:
+            assert list(texts.keys()) == [f"k{i}" for i in range(0, 20, 3)]
+            assert list(images.keys()) == ["k8", "k12", "k16"]
+            assert [sample["t"].tolist() for sample in texts] == [[i] for i in range(0, 20, 3)]
+            assert images["k12"]["i"].tolist() == [12, 12]
+            assert "k12" in texts[2:]
+            assert "k1" not in texts
+            assert texts.read_batch([-1, "k0"])["t"].tolist() == [[18], [0]]
+            assert images.read_batch([2, 0])["i"].tolist() == [[16, 16], [8, 8]]
+    with pytest.raises(KeyError, match=r"caches \['image', 'text'\]: choose one"):
+        tc.open([str(tmp_path / f"{i}.tar") for i in (1, 0)])
+
+
+# --- select, filter, schema ---
+
+
+def test_select(cache: tc.TensorCache) -> None:
+    view = cache.select(["cond.*.pooled_output"])
+    sample = view[3]
+    prompt = {"prompt": "photo 3", "size": (64, 48)}
+    assert sample["latent"] == {}
+    assert sample["cond"][0][0] is None
+    pooled = sample["cond"][0][1].pop("pooled_output")
+    assert sample["cond"] == [[None, prompt]]
+    assert torch.equal(pooled, WRITTEN[3]["cond"][0][1]["pooled_output"])
+    assert cache.select(["*"])[3].keys() == WRITTEN[3].keys()
+    assert list(view.schema) == ["cond.0.1.pooled_output"]
+    assert list(cache.select("latent.*").schema) == ["latent.samples"]
+    assert list(cache.select([]).schema) == []
+    assert cache.select([])[0]["cond"] == [[None, {"prompt": "photo 0", "size": (64, 48)}]]
+    assert list(cache.select(["cond.*"]).select(["*pooled*"])[2:].schema) == ["cond.0.1.pooled_output"]
+    with pytest.raises(KeyError, match=r"unknown tensor 'laten'; there are '.*', 'latent.samples', "):
+        cache.select(["laten"])
+    with pytest.raises(KeyError, match="unknown tensor 'latent.samples'"):
+        view.select(["latent.samples"])
+
+
+def test_select_of_names_that_look_like_patterns(tmp_path: Path) -> None:
+    sample = {name: torch.tensor(i) for i, name in enumerate(["a[0]", "a0", "a*", "ab"])}
+    with tc.open(write(tmp_path, [sample])) as cache:
+        assert list(cache.select(["a[[]0]", "a[*]"])[0]) == ["a[0]", "a*"]
+        assert list(cache.select(["a[[]0]", "a[*]"]).select(["a*"])[0]) == ["a[0]", "a*"]
+
+
+@settings(max_examples=30)
+@given(strategies.samples())
+def test_select_of_everything_and_nothing(sample: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder, tc.open(write(Path(folder), [sample])) as cache:
+        if cache.schema:
+            assert_same(sample, cache.select(["*"])[0])
+        found: list[Any] = []
+        map_leaves(cache.select([])[0], found.append, lambda path: None)
+        assert found == []
+
+
+def zero_tensors(folder: str) -> None:
+    """Overwrite the bytes of all tensors in all shards."""
+    for path in Path(folder).glob("*.tar"):
+        with tc.open(path) as cache, open(path, "r+b") as file:
+            for shard in cache._store.shards:
+                for row in range(len(shard)):
+                    layout, begin = shard.layout(row), shard.columns.tensors_begin.item(row)
+                    file.seek(begin)
+                    file.write(bytes(layout.nbytes))
+
+
+def test_filter_reads_no_tensors(tmp_path: Path) -> None:
+    samples = [{"x": torch.zeros(i, 2), "n": torch.zeros(3, dtype=torch.complex128)} for i in range(9)]
+    folder = write(tmp_path, samples, max_samples=4)
+    zero_tensors(folder)
+    with tc.open(folder) as cache:
+        assert list(cache.filter(lambda entry: entry.shapes["x"][0] > 5).keys()) == ["006", "007", "008"]
+        assert list(cache.filter(lambda entry: entry.nbytes == 48 + 8 * 4).keys()) == ["004"]
+        assert list(cache.filter(lambda entry: entry.key > "004")[::-1].keys()) == ["008", "007", "006", "005"]
+        assert all(entry.shapes["n"] == (3,) for entry in cache._entries())
+        view = cache[2:].filter(lambda entry: entry.shapes["x"][0] % 2 == 0).filter(lambda entry: entry.key != "004")
+        assert list(view.keys()) == ["002", "006", "008"]
+        assert len(cache.filter(lambda entry: False)) == 0
+        assert cache.schema["x"].shape == ((0, 8), 2)
+        with pytest.raises(tc.FormatError, match="are not those that were indexed"):
+            cache[1]["x"].load()
+
+
+def test_views_by_list(cache: tc.TensorCache) -> None:
+    for numbers in ([3, 1, -1], np.array([3, 1, -1]), torch.tensor([3, 1, -1]), ["003", "001", f"{COUNT - 1:03d}"]):
+        view = cache[numbers]
+        assert isinstance(view, tc.TensorCache)
+        assert_all_same([WRITTEN[3], WRITTEN[1], WRITTEN[-1]], list(view))
+        assert list(view[[2, 0]].keys()) == [f"{COUNT - 1:03d}", "003"]
+    assert len(cache[[]]) == 0
+    with pytest.raises(IndexError):
+        cache[[COUNT]]
+    objects = np.array(["002", "004"], object)
+    assert list(cache[objects].keys()) == ["002", "004"]
+    assert cache.read_batch(objects)["latent"]["samples"].shape[0] == 2
+
+
+# --- closing ---
+
+
+def test_use_after_close(folder: str) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    cache = tc.open(folder)
+    sample = cache[0]
+    batch = cache.read_batch(range(COUNT))
+    expected = torch.stack([s["latent"]["samples"] for s in WRITTEN])
+    cache.close()
+    cache.close()
+    assert set(os.listdir("/proc/self/fd")) <= before
+    assert len(cache) == COUNT
+    for use in (
+        lambda: cache[0],
+        lambda: cache[:3][0],
+        lambda: cache.read_batch([0]),
+        lambda: sample["latent"]["samples"].load(),
+        lambda: pickle.dumps(sample),
+    ):
+        with pytest.raises(ValueError, match="the cache is closed"):
+            use()
+    assert torch.equal(batch["latent"]["samples"], expected)
+
+
+def test_few_open_files(tmp_path: Path) -> None:
+    folder = write(tmp_path, WRITTEN, max_samples=1)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    with tc.open(folder, max_open_files=3) as cache:
+        assert cache.num_shards == COUNT
+        assert_all_same(WRITTEN, list(cache))
+        batch = cache.read_batch(list(range(COUNT))[::-1])
+        assert torch.equal(batch["latent"]["samples"], torch.stack([s["latent"]["samples"] for s in WRITTEN[::-1]]))
+        assert len(os.listdir("/proc/self/fd")) <= before + 6

@@ -1,0 +1,101 @@
+"""A batch is of one structure: where a sample has another, it is an error, whichever sample comes first."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import wds_tensorcache as tc
+from tests.reading.batches import write
+
+A, B = torch.zeros(2), torch.ones(2)
+N = np.arange(3)
+
+ALIKE = [
+    [{"x": A, "y": B, "pick": A}, {"x": A + 2, "y": B, "pick": A + 2}],
+    [{(64, 64): A, (32, 32): B}, {(64, 64): A + 2, (32, 32): B + 2}],
+    [{1: A, "1": B}, {1: A + 2, "1": B + 2}],
+    [[A, A], [B, B]],
+]
+for same in ALIKE[0]:
+    same["pick"] = same["x"]  # one object
+ALIKE[3] = [[A] * 2, [B] * 2]
+
+UNLIKE = {
+    "another is picked": [{"x": A, "y": B, "pick": A}, {"x": A, "y": B, "pick": B}],
+    "another array is picked": [{"x": N, "y": N + 1, "pick": N}, {"x": N, "y": N + 1, "pick": None}],
+    "one that may be none": [{"pos": A, "neg": A}, {"pos": B, "neg": None}],
+    "keys in another order": [{(64, 64): A, (32, 32): B}, {(32, 32): B, (64, 64): A}],
+    "other keys": [{(1, 2): A}, {(3, 4): B}],
+    "numbers and texts": [{1: A, "1": B}, {"1": B, 1: A}],
+}
+UNLIKE["another is picked"][1]["pick"] = UNLIKE["another is picked"][1]["y"]
+UNLIKE["another array is picked"][0]["pick"] = UNLIKE["another array is picked"][0]["x"]
+
+SMALL = {
+    "a value more": [{"t": A, "a": 1}, {"t": A, "a": 2, "b": 3}],
+    "an empty dict": [{"t": A, "m": {}}, {"t": A, "m": {"x": 1}}],
+    "a dict or a text": [{"t": A, "m": {0: "q"}}, {"t": A, "m": "hello"}],
+    "inside of a list": [{"t": [A, {"a": 1}]}, {"t": [A, {"a": 1, "b": 2}]}],
+}
+
+
+@pytest.mark.parametrize("samples", ALIKE, ids=str)
+def test_samples_that_are_alike(tmp_path: Path, samples: list[Any]) -> None:
+    with tc.open(write(tmp_path, samples * 3)) as cache:
+        for collate in ("stack", "list", "pad"):
+            batch = cache.read_batch([0, 1, 3], collate=collate)
+            for key in samples[0] if isinstance(samples[0], dict) else range(2):
+                for at, i in enumerate((0, 1, 1)):
+                    assert torch.equal(batch[key][at], samples[i][key])
+
+
+@pytest.mark.parametrize("samples", UNLIKE.values(), ids=UNLIKE)
+def test_tensors_in_other_places(tmp_path: Path, samples: list[Any]) -> None:
+    with tc.open(write(tmp_path, samples * 3)) as cache:
+        for order in permutations(range(2)):
+            for collate in ("stack", "list", "pad"):
+                with pytest.raises(tc.BatchError, match=r"their structures differ|has no tensor|has tensor"):
+                    _read(cache, [*order, 2, 3], collate)
+        assert len(cache.read_batch([0, 1], collate=list)) == 2
+
+
+@pytest.mark.parametrize("samples", SMALL.values(), ids=SMALL)
+def test_small_values_do_not_vanish(tmp_path: Path, samples: list[Any]) -> None:
+    with tc.open(write(tmp_path, samples * 3)) as cache:
+        for order in permutations(range(2)):
+            batch = cache.read_batch(order)
+            assert len(next(iter(cache.read_tensors(order).values()))) == 2
+            if "m" not in batch or not isinstance(batch["m"], dict) or batch["m"]:  # else there is nothing to look at
+                with pytest.raises(tc.BatchError, match="their structures differ"):
+                    _look(batch)
+
+
+def _read(cache: Any, numbers: list[int], collate: str) -> None:
+    """Read a batch and look at all of it: where the first sample has a small value, that is when a difference shows."""
+    _look(cache.read_batch(numbers, collate=collate))
+
+
+def _look(value: Any) -> None:
+    if isinstance(value, dict):
+        for item in value.values():
+            _look(item)
+    elif type(value) is list:
+        for item in value:
+            _look(item)
+    elif not isinstance(value, (torch.Tensor, np.ndarray)):
+        list(value)
+
+
+@pytest.mark.parametrize("samples", [*SMALL.values(), UNLIKE["one that may be none"]], ids=[*SMALL, "aliases"])
+def test_worker_processes_raise(tmp_path: Path, samples: list[Any]) -> None:
+    with tc.open(write(tmp_path, samples)) as cache:
+        loader = DataLoader(range(2), batch_size=2, num_workers=1, collate_fn=cache.read_batch, timeout=60)
+        with pytest.raises(tc.BatchError, match="their structures differ"):
+            next(iter(loader))

@@ -1,0 +1,296 @@
+"""A view of a view is what a list of the same samples is, however shards are cut; a range stays one, and costs nothing."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+import tempfile
+import tracemalloc
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from benchmarks import sparse
+from wds_tensorcache.reading.match import are_equal, match
+from wds_tensorcache.reading.positions import as_array, by_shard, in_order
+from wds_tensorcache.training.buckets import block_sizes, buckets_of
+
+FORMS = ["%03d", "%d", "k%d/e", "shuffled-%d"]
+
+
+def write(folder: str, sizes: list[int], rng: random.Random, form: str) -> list[dict[str, Any]]:
+    """Write shards of these sizes; return what is known of the samples that have the cache "x"."""
+    numbers = list(range(sum(sizes)))
+    if form == FORMS[-1]:
+        rng.shuffle(numbers)
+    found: list[dict[str, Any]] = []
+    done = iter(numbers)
+    for shard, size in enumerate(sizes):
+        with tc.ShardWriter(f"{folder}/{shard:03d}.tar", manifest=False, dali_index=False, fsync=False) as writer:
+            for number in (next(done) for _ in range(size)):
+                members: dict[str, Any] = {"json": number} if number % 3 else {}
+                if number % 5 or shard % 2:
+                    width = 1 + number % 4
+                    members["x.tensorcache"] = {"x": np.full(width, number), "n": number}
+                    found.append({"key": form % number, "n": number, "width": width, "shard": shard})
+                writer.write(form % number, **({"json": number} | members))
+    return found
+
+
+parts = st.integers(-30, 30) | st.none()
+slices = st.builds(slice, parts, parts, st.none() | st.integers(-4, 4).filter(bool))
+steps = st.lists(slices | st.sampled_from(["shuffle", "filter", "some", "pickle", "keys"]), max_size=4)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 7), min_size=1, max_size=6),
+    steps,
+    st.randoms(use_true_random=False),
+    st.sampled_from(FORMS),
+)
+def test_a_list_of_the_same_samples(sizes: list[int], chain: list[Any], rng: random.Random, form: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = write(folder, sizes, rng, form)
+        if not model:
+            return
+        with tc.open(folder, cache="x") as cache:
+            view, expected = cache, model
+            for step in chain:
+                count = len(expected)
+                if isinstance(step, slice):
+                    view, expected = view[step], expected[step]
+                elif step == "shuffle":
+                    order = rng.sample(range(count), count)
+                    view, expected = view[np.array(order, np.int64)], [expected[i] for i in order]
+                elif step == "some" and count:
+                    some = [rng.randrange(-count, count) for _ in range(5)]
+                    view, expected = view[some], [expected[i] for i in some]
+                elif step == "keys" and len({each["key"] for each in expected}) == count:
+                    view, expected = view[[each["key"] for each in expected[::2]]], expected[::2]
+                elif step == "filter":
+                    view = view.filter(lambda entry: entry.shapes["x"][0] != 2)
+                    expected = [each for each in expected if each["width"] != 2]
+                elif step == "pickle":
+                    view = pickle.loads(pickle.dumps(view))
+            check(view, expected, model)
+
+
+def check(view: Any, expected: list[dict[str, Any]], model: list[dict[str, Any]]) -> None:
+    """Assert that a view is a list of the samples that are expected."""
+    keys = [each["key"] for each in expected]
+    assert len(view) == len(keys)
+    assert list(view.keys()) == keys
+    assert list(view.keys()[::-1]) == keys[::-1]
+    assert [sample["n"] for sample in view] == [each["n"] for each in expected]
+    for each in model:
+        assert (each["key"] in view) == (each["key"] in keys)
+        if each["key"] in keys:
+            assert view[each["key"]]["n"] == each["n"]
+    assert "no" not in view
+    for number in (len(keys), -len(keys) - 1):
+        with pytest.raises(IndexError, match=rf"index {number} out of range"):
+            view[number]
+    assert view.members == ({"json": len(keys)} if keys else {})
+    schema = view.schema
+    assert list(schema) == (["x"] if keys else [])
+    if not keys:
+        return
+    widths = [each["width"] for each in expected]
+    assert schema["x"].num_samples == len(keys)
+    assert schema["x"].nbytes == 8 * sum(widths)
+    assert schema["x"].shape == (min(widths) if len(set(widths)) == 1 else (min(widths), max(widths)),)
+    assert [int(row[0]) for row in view.read_batch(range(len(keys)), collate="list")["x"]] == [e["n"] for e in expected]
+    found = {shape: numbers.tolist() for shape, numbers in buckets_of(view, "x").items()}
+    assert found == {(width,): [at for at, each in enumerate(widths) if each == width] for width in set(widths)}
+    assert block_sizes(view) == [len(list(run)) for _, run in groupby(each["shard"] for each in expected)]
+    members = np.arange(0, len(keys), 2)
+    runs = groupby(each["shard"] for each in expected[::2])
+    assert block_sizes(view, members) == [len(list(run)) for _, run in runs]
+    assert are_equal(view, view[:])
+    assert are_equal(view, view[np.arange(len(keys))])
+    if len(set(keys)) == len(keys):
+        order = random.Random(0).sample(range(len(keys)), len(keys))
+        assert are_equal(view, view[order]) == (order == sorted(order))
+        matched = match(view, view[order])
+        assert matched is not None
+        assert [order[at] for at in matched.tolist()] == list(range(len(keys)))
+        with pytest.raises(KeyError, match="cache 0 with"):
+            tc.join([view, view[:-1]])
+
+
+def test_keys_of_a_whole_shard_in_another_order(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "0.tar") as writer:
+        for number in range(4):
+            writer.write(f"k{number}", number)
+    with tc.open(tmp_path) as cache:
+        for order in itertools.permutations(range(4)):
+            assert list(cache[list(order)].keys()) == [f"k{number}" for number in order]
+        assert list(cache[[0, 1, 1, 3]].keys()) == ["k0", "k1", "k1", "k3"]
+
+
+# --- what it costs, at 40,000 samples in 40 shards ---
+
+NUM_SHARDS, PER_SHARD = 40, 1000
+COUNT = NUM_SHARDS * PER_SHARD
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("many") / "cache"
+    sparse.write_shards(folder, NUM_SHARDS, PER_SHARD)
+    return str(folder)
+
+
+@pytest.fixture
+def cache(many: str) -> Iterator[Any]:
+    with tc.open(many) as opened:
+        assert len(opened.members) == 0  # the indexes are read
+        yield opened
+
+
+class Counted(np.ndarray[Any, Any]):
+    """An array that counts the elements that are computed with, of itself and all that comes of it."""
+
+    touched = 0
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        return _counted(getattr(ufunc, method), inputs, options)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return _counted(function, args, kwargs)
+
+
+def _counted(function: Callable[..., Any], args: Any, options: Any) -> Any:
+    plain, options = _convert(args, np.ndarray), _convert(options, np.ndarray)
+    Counted.touched += max((each.size for each in plain if isinstance(each, np.ndarray)), default=0)
+    return _convert(function(*plain, **options), Counted)
+
+
+def _convert(value: Any, kind: type[np.ndarray[Any, Any]]) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_convert(each, kind) for each in value)
+    if isinstance(value, dict):
+        return {name: _convert(each, kind) for name, each in value.items()}
+    return value.view(kind) if isinstance(value, np.ndarray) else value
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "schema": lambda view: view.schema,
+    "select": lambda view: view.select("x"),
+    "members": lambda view: view.members,
+    "buckets": lambda view: buckets_of(view, "x"),
+    "blocks": block_sizes,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_samples_are_not_looked_at_once_for_each_shard(cache: Any, use: str) -> None:
+    order = np.random.default_rng(0).permutation(COUNT).view(Counted)
+    view = tc.TensorCache(cache._store, order)
+    Counted.touched = 0
+    USES[use](view)
+    assert Counted.touched <= 24 * COUNT
+
+
+def peak(run: Callable[[], Any]) -> int:
+    """Return the bytes of memory that a call takes at its peak."""
+    tracemalloc.start()
+    try:
+        run()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("use", "nbytes"),
+    [
+        (lambda cache: cache.schema, 8 * COUNT // 2),
+        (lambda cache: cache.members, 8 * COUNT // 2),
+        (lambda cache: cache[: COUNT // 2], 10_000),
+        (lambda cache: cache[::-2][5:][::3], 10_000),
+        (lambda cache: cache[sparse.key_of(COUNT - 1)], 64 << 10),
+        (lambda cache: sparse.key_of(COUNT) in cache, 64 << 10),
+        (lambda cache: tc.join([cache, cache]), 10_000),
+        (lambda cache: tc.join([cache[::2], cache[::2]]), 10_000),
+        (block_sizes, 20_000),
+        (lambda cache: sum(map(len, cache.keys())), 4 * COUNT),
+        (lambda cache: sum(map(len, cache[::-1].keys())), 4 * COUNT),
+    ],
+    ids=["schema", "members", "slice", "slices", "key", "no key", "join", "join slices", "blocks", "keys", "keys back"],
+)
+def test_little_memory_for_a_range(cache: Any, use: Callable[[Any], Any], nbytes: int) -> None:
+    use(cache)  # what is kept for good
+    assert peak(lambda: use(cache)) < nbytes
+
+
+def test_a_join_of_other_shards_with_the_same_keys_holds_no_keys(cache: Any, many: str) -> None:
+    with tc.open(many) as other:
+        assert other.members == {}
+        assert peak(lambda: tc.join([cache, other])) < 4 * COUNT
+        assert peak(lambda: tc.join([cache, other[::-1]])) < 80 * COUNT
+
+
+@pytest.mark.parametrize("chain", [[slice(COUNT // 2)], [slice(None, None, -2), slice(10, None), slice(None, -5, 3)]])
+def test_a_slice_of_slices_is_pickled_as_a_range(cache: Any, chain: list[slice]) -> None:
+    view = cache
+    for part in chain:
+        view = view[part]
+    assert len(pickle.dumps(view)) < len(pickle.dumps(cache)) + 200
+    with pickle.loads(pickle.dumps(view)) as copied:
+        assert len(copied) == len(view)
+        assert list(copied.keys()[:50]) == list(view.keys()[:50])
+
+
+def test_keys_are_found_often_in_a_shuffled_view(cache: Any) -> None:
+    order = np.random.default_rng(0).permutation(COUNT)
+    view = tc.TensorCache(cache._store, order.view(Counted))
+    Counted.touched = 0
+    numbers = view._found(sparse.key_of(7))
+    for number in range(400):
+        numbers = view._found(sparse.key_of(number))
+    assert order[numbers].tolist() == [399]
+    assert Counted.touched < 40 * COUNT
+
+
+def test_parts_are_the_positions(cache: Any) -> None:
+    store = cache._store
+    shuffled = np.random.default_rng(0).permutation(COUNT)[:5000]
+    for positions in (
+        range(COUNT),
+        range(17, 39_000, 7),
+        range(39_999, -1, -13),
+        range(5, 5),
+        shuffled,
+        np.sort(shuffled),
+    ):
+        array = as_array(positions)
+        found = np.full(len(array), -1)
+        for shard, which, rows in by_shard(store, positions):
+            found[which] = rows + store.starts[store.shards.index(shard)]
+        assert found.tolist() == array.tolist()
+        runs = [rows + store.starts[store.shards.index(shard)] for shard, rows in in_order(store, positions)]
+        assert np.concatenate([np.empty(0, np.int64), *runs]).tolist() == array.tolist()
+
+
+def test_shards_with_holes_are_shards(many: str, tmp_path: Path) -> None:
+    """Samples of shards that the benchmark makes are those that `ShardWriter` writes."""
+    sparse.write_shards(tmp_path / "cache", 3, 20)
+    numbers = sparse.numbers_read(60)
+    assert sorted(numbers) == list(range(60))
+    report = tc.verify(tmp_path / "cache")
+    assert report.ok, str(report)
+    with tc.ShardWriter(tmp_path / "%06d.tar", max_samples=20, fsync=False) as writer:
+        for number in range(60):
+            writer.write(sparse.key_of(number), sparse.sample_of(number))
+    for shard in range(3):
+        assert (tmp_path / f"{shard:06d}.tar").read_bytes() == (tmp_path / "cache" / f"{shard:06d}.tar").read_bytes()

@@ -1,0 +1,335 @@
+"""Positioned reads whatever the system does, a bound on open files, and nothing left open after them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from wds_tensorcache.storage import files as storage
+from wds_tensorcache.storage.files import Files, ShardFile
+from wds_tensorcache.storage.maps import Maps
+from wds_tensorcache.storage.pool import Pool
+
+CONTENT = random.Random(5).randbytes(200_000)
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc, of Linux")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> ShardFile:
+    (tmp_path / "x").write_bytes(CONTENT)
+    return ShardFile(str(tmp_path / "x"))
+
+
+@pytest.fixture(
+    params=["as it is", "short", "no RWF_NOWAIT", "RWF_NOWAIT unknown", "would block", "no preadv", "no pread"]
+)
+def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A system that lacks calls, or whose calls stop early."""
+    preadv, pread = os.preadv, os.pread
+    rng = random.Random(1)
+
+    def short(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        left = rng.randint(1, 700)
+        for at, buffer in enumerate(buffers):
+            if len(buffer) >= left:
+                return preadv(fd, [*buffers[:at], memoryview(buffer)[:left]], offset)
+            left -= len(buffer)
+        return preadv(fd, buffers, offset)
+
+    def refusing(number: int) -> Callable[..., int]:
+        def refuse(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+            if flags:
+                raise OSError(number, os.strerror(number))
+            return preadv(fd, buffers, offset)
+
+        return refuse
+
+    if request.param == "short":
+        monkeypatch.setattr(os, "preadv", short)
+        monkeypatch.setattr(os, "pread", lambda fd, count, offset: pread(fd, min(count, 1000), offset))
+    elif request.param == "no RWF_NOWAIT":
+        monkeypatch.setattr(storage, "_NOWAIT", 0)
+    elif request.param == "RWF_NOWAIT unknown":
+        monkeypatch.setattr(os, "preadv", refusing(errno.EOPNOTSUPP))
+    elif request.param == "would block":
+        monkeypatch.setattr(os, "preadv", refusing(errno.EAGAIN))
+    elif request.param == "no preadv":
+        monkeypatch.setattr(storage, "_HAS_PREADV", False)
+        monkeypatch.setattr(storage, "_NOWAIT", 0)
+        monkeypatch.delattr(os, "preadv")
+    elif request.param == "no pread":
+        for name in ("_HAS_PREADV", "_HAS_PREAD", "_NOWAIT"):
+            monkeypatch.setattr(storage, name, 0)
+        monkeypatch.delattr(os, "preadv")
+        monkeypatch.delattr(os, "pread")
+        monkeypatch.delattr(os, "posix_fadvise")
+    return str(request.param)
+
+
+def buffers_of(sizes: list[int]) -> list[memoryview]:
+    return [memoryview(bytearray(size)) for size in sizes]
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [1], [100_000], [0, 3, 0, 0, 5000, 1, 0], [30] * 5000, [0] * 3000 + [7]])
+def test_every_byte_arrives(tmp_path: Path, system: str, sizes: list[int]) -> None:
+    (tmp_path / "x").write_bytes(CONTENT)
+    file = ShardFile(str(tmp_path / "x"))
+    expected = CONTENT[77 : 77 + sum(sizes)]
+    buffers = buffers_of(sizes)
+    file.read_into(buffers, 77)
+    assert b"".join(buffers) == expected
+    buffers = buffers_of(sizes)
+    if file.read_resident(buffers, 77):
+        assert b"".join(buffers) == expected
+    else:
+        assert system in ("short", "would block")
+    assert file.read(77, 77 + sum(sizes)) == expected
+    if system in ("short", "would block"):  # elsewhere, the file system decides
+        assert file.is_resident(5) is (system == "short")
+    file.will_need(0, 1000)
+    assert bytes(file.map()[77:99]) == CONTENT[77:99]
+
+
+def test_a_file_that_is_too_short(tmp_path: Path, system: str) -> None:
+    (tmp_path / "x").write_bytes(CONTENT)
+    file = ShardFile(str(tmp_path / "x"))
+    if system != "no pread":
+        os.truncate(tmp_path / "x", 100_000)
+    end = len(CONTENT) + 1
+    for read in (
+        lambda: file.read(50_000, end),
+        lambda: file.read(end + 5, end + 6),
+        lambda: file.read_into(buffers_of([10, end, 0]), 0),
+        lambda: file.read_into(buffers_of([60_000, 100_000]), 60_000),
+    )[: 4 - (system == "no pread")]:
+        with pytest.raises(tc.FormatError, match=r"x: the file ends at byte \d+: it was cut short"):
+            read()
+    if system != "no pread":
+        with pytest.raises(tc.FormatError, match="ends at byte 100000"):
+            file.map()
+
+
+def test_a_batch_on_every_system(tmp_path: Path, system: str) -> None:
+    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=10) as sink:
+        for i in range(30):
+            sink.write(str(i), {"x": torch.full((1000,), i), "y": [torch.tensor(i)] * 3, "i": i})
+    for io in ("auto", "mmap", "pread"):
+        with tc.open(tmp_path, io=io) as cache:
+            batch = cache.read_batch([29, 3, 3, 17])
+            assert batch["x"][:, 999].tolist() == [29, 3, 3, 17]
+            assert (batch["i"].tolist(), batch["y"][2].tolist()) == ([29, 3, 3, 17], [29, 3, 3, 17])
+            assert [int(sample["x"][7]) for sample in cache] == list(range(30))
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        ShardFile(str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match="max_open_files=-1, expected at least 1"):
+        Files(-1)
+
+
+# --- open files ---
+
+
+def many_shards(folder: Path, count: int) -> None:
+    with tc.ShardWriter(folder / "%04d.tar", max_samples=2, fsync=False, dali_index=False, manifest=False) as sink:
+        for i in range(2 * count):
+            sink.write(str(i), {"x": torch.full((10,), i), "large": torch.full((2_000,), i)})
+
+
+def descriptors() -> set[str]:
+    return {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.lexists(f"/proc/self/fd/{fd}")
+    }
+
+
+def maps(folder: Path) -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+
+
+USE = """
+    import random, sys
+    import torch
+    import wds_tensorcache as tc
+
+    for options in ({}, {"io": "mmap"}, {"io": "mmap", "max_open_files": 16}):
+        with tc.open(sys.argv[1], **options) as cache:
+            order = random.Random(0).sample(range(1200), 300)
+            for i in order:
+                assert int(cache[i]["x"].load()[9]) == i
+            assert int(cache[7]["large"].load(copy=False)[9]) == 7
+            for names in (["x"], ["*"]):
+                for at in range(0, 300, 100):
+                    batch = cache.select(names).read_batch(order[at : at + 100])
+                    assert batch["x"][:, 3].tolist() == order[at : at + 100]
+            batch = cache.read_batch(range(20, 30))  # few shards, so through maps
+            assert batch["x"][:, 3].tolist() == list(range(20, 30))
+            assert [key for key in cache.keys()] == [str(i) for i in range(1200)]
+            assert cache.read_batch(["1199", "0"])["x"][:, 0].tolist() == [1199, 0]
+            assert len(cache._store.files) <= cache._store.files.max_open
+            print(cache._store.files.max_open)
+"""
+
+
+@pytest.fixture(scope="module")
+def shards600(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("many")
+    many_shards(folder, 600)
+    return folder
+
+
+def test_a_bound_on_open_files(shards600: Path) -> None:
+    with tc.open(shards600, max_open_files=16) as cache:
+        order = random.Random(1).sample(range(1200), 300)
+        for at in range(0, 300, 50):
+            assert cache.read_batch(order[at : at + 50])["x"][:, 0].tolist() == order[at : at + 50]
+            assert int(cache[order[at]]["large"].load()[0]) == order[at]
+            assert len(cache._store.files) <= 16
+            assert sum(str(shards600) in path for path in descriptors()) <= 32
+
+
+def test_under_a_low_limit(shards600: Path) -> None:
+    command = ["sh", "-c", 'ulimit -n 128; exec "$@"', "sh", sys.executable, "-c", textwrap.dedent(USE)]
+    done = subprocess.run([*command, str(shards600)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["32", "32", "16"], "")
+
+
+@linux
+def test_close_leaves_nothing_open(shards600: Path) -> None:
+    before, threads = descriptors(), threading.active_count()
+    cache = tc.open(shards600, io="mmap", num_threads=4, max_open_files=50)
+    lazy = [cache[i]["large"] for i in range(0, 100, 7)]
+    views = [tensor.load(copy=False) for tensor in lazy]
+    batches = [cache.read_batch(range(60)), cache.select(["x"]).read_batch(range(40))]
+    assert maps(shards600)
+    cache.close()
+    with pytest.raises(ValueError, match="the cache is closed; load what is needed before, or keep it open"):
+        lazy[0].load()
+    assert [int(view[5]) for view in views] == list(range(0, 100, 7))  # as long as they live
+    assert batches[0]["x"][59, 0] == 59
+    del views, lazy, batches
+    assert maps(shards600) == []
+    assert descriptors() - before == set()
+    assert threading.active_count() == threads
+
+
+def shard_with_a_lease(path: str) -> ShardFile:
+    file = ShardFile(path)
+    with Maps([file], 1000, "auto"):
+        pass
+    return file
+
+
+GONE: dict[str, Callable[[str], Any]] = {
+    "file": ShardFile,
+    "map": lambda path: ShardFile(path).array(),
+    "leased": shard_with_a_lease,
+    "files": lambda path: Files(),
+    "memory": lambda path: Pool().lease(100_000),
+    "memory beyond the bound": lambda path: Pool(0).lease(100_000),
+}
+
+
+@linux
+@pytest.mark.parametrize("what", GONE)
+def test_no_python_runs_when_it_goes(tmp_path: Path, what: str) -> None:
+    """An interrupt that comes in a callback written in Python is printed, and lost."""
+    (tmp_path / "x").write_bytes(CONTENT)
+    GONE[what](str(tmp_path / "x"))
+    before, held, calls = descriptors(), [GONE[what](str(tmp_path / "x"))], list[str]()
+    sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)
+    held.clear()
+    sys.setprofile(None)
+    assert calls == []
+    assert descriptors() == before
+
+
+def test_a_file_that_is_read_is_not_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many_shards(tmp_path, 3)
+    cache = tc.open(tmp_path, max_open_files=1, io="pread")
+    lazy = cache[0]["large"]
+    lazy.load()
+    reading, go_on = threading.Event(), threading.Event()
+    preadv = os.preadv
+
+    def slow(fd: int, *args: Any) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            reading.set()
+            go_on.wait(10)
+        return preadv(fd, *args)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(lazy.load()))
+    thread.start()
+    assert reading.wait(10)
+    for i in range(2, 6):  # the file is evicted, and its descriptor would be another's
+        assert int(cache[i]["large"].load()[0]) == i
+    cache.close()
+    go_on.set()
+    thread.join(10)
+    assert int(found[0][1_999]) == 0
+
+
+def test_fork_while_threads_read(tmp_path: Path) -> None:
+    many_shards(tmp_path, 20)
+    cache = tc.open(tmp_path, max_open_files=3, num_threads=3)
+    stop = threading.Event()
+    wrong: list[Any] = []
+
+    def check(rng: random.Random) -> None:
+        order = [rng.randrange(40) for _ in range(8)]
+        batch = cache.read_batch(order)
+        if batch["x"][:, 0].tolist() != order or int(cache[order[0]]["large"].load()[7]) != order[0]:
+            wrong.append(order)
+
+    def loop(seed: int) -> None:
+        rng = random.Random(seed)
+        while not stop.is_set():
+            check(rng)
+
+    threads = [threading.Thread(target=loop, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(8):
+            child = _fork()
+            if not child:
+                status = 1
+                try:
+                    for _ in range(5):
+                        check(random.Random(0))
+                    status = 2 if wrong else 0
+                finally:
+                    os._exit(status)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        cache.close()
+    assert not wrong
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of Python 3.12, that threads are there: so they are meant to be
+        return os.fork()

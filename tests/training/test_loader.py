@@ -1,0 +1,315 @@
+"""Every sample comes once per epoch over all ranks, and the sequence can be resumed anywhere."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from tests.same import assert_same
+from tests.training.loaders import COUNT, modes, ranks, steps, write_numbers
+
+WORLDS = (1, 2, 3, 5)
+
+
+@pytest.mark.parametrize("last", ["short", "pad", "drop", "wrap"])
+@pytest.mark.parametrize("mode", ["all", "in order", "blocks", "buckets"])
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_epochs(cache: Any, more: Any, mode: str, last: str, world_size: int, batch_size: int) -> None:
+    options = modes(cache, more)[mode] | {"last_batch": last}
+    size = world_size * batch_size
+    sizes = [8, 8, 7] if mode == "buckets" else [COUNT]
+    expected = sum(n // size if last == "drop" else -(-n // size) for n in sizes)
+    if not expected:
+        with pytest.raises(ValueError, match="do not fill one step"):
+            ranks(batch_size=batch_size, world_size=world_size, **options)
+        return
+    loaders = ranks(batch_size=batch_size, world_size=world_size, **options)
+    assert {len(loader) for loader in loaders} == {expected}
+    orders = []
+    for epoch in range(3):
+        taken = steps(loaders, expected)
+        seen = [number for step in taken for number in step]
+        assert {loader.epoch for loader in loaders} == {epoch + 1}
+        if last in ("short", "pad"):
+            assert sorted(seen) == list(range(COUNT))
+        elif last == "drop":
+            assert len(seen) == len(set(seen)) == sum(n // size * size for n in sizes)
+        else:
+            assert set(seen) == set(range(COUNT))
+            assert len(seen) == expected * size
+        if mode == "buckets":
+            assert all(len({number % 3 for number in step}) == 1 for step in taken)
+        orders.append(taken)
+    assert (orders[0] == orders[1]) is (mode == "in order")
+
+
+def test_blocks_are_near_each_other(cache: Any) -> None:
+    loader = tc.Loader(cache, 1, shuffle="blocks", window=5, collate="list")
+    shards = [info.indices.item() // 5 for _, info in loader.with_info()]
+    whole = [shards[begin : begin + 5] for begin in range(0, COUNT, 5)]
+    assert all(len(set(window)) <= 2 for window in whole)
+    assert shards != sorted(shards)
+
+
+@pytest.mark.parametrize("mode", ["all", "in order", "blocks", "buckets", "weights", "mix"])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_resumed_at_every_step(cache: Any, more: Any, mode: str, world_size: int) -> None:
+    options = modes(cache, more)[mode] | {"batch_size": 2, "world_size": world_size}
+    count = 2 * len(ranks(**options)[0]) + 1
+    whole = steps(ranks(**options), count)
+    for taken in range(count):
+        first, second = ranks(**options), ranks(**options)
+        head = steps(first, taken) if taken else []
+        states = [json.loads(json.dumps(loader.state_dict())) for loader in first]
+        assert all(state == states[0] for state in states)
+        for loader in second:
+            loader.load_state_dict(states[0])
+        assert head + steps(second, count - taken) == whole
+
+
+@given(
+    st.sampled_from(["all", "in order", "blocks", "buckets"]),
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=5),
+)
+def test_resumed_by_other_ranks_and_batch_sizes(folder: str, mode: str, runs: list[tuple[int, int, int]]) -> None:
+    """Whatever ranks and batch sizes continue, each sample comes once; without buckets in the epoch's one sequence."""
+    with tc.open(folder) as cache:
+        options = modes(cache, cache)[mode]
+        whole = [n for step in steps(ranks(**options, batch_size=1, world_size=1), 2 * COUNT) for n in step]
+        state, seen = None, []
+        for world_size, batch_size, count in [*runs, (1, 1, 3 * COUNT)]:
+            loaders = ranks(**options, batch_size=batch_size, world_size=world_size)
+            for loader in loaders:
+                if state is not None:
+                    loader.load_state_dict(state)
+            for _ in range(count):
+                seen += [number for step in steps(loaders, 1) for number in step]
+                state = loaders[0].state_dict()
+                for loader in loaders:
+                    loader.load_state_dict(state)  # the next step continues
+                if len(seen) >= 2 * COUNT:
+                    break
+        assert sorted(seen[:COUNT]) == sorted(seen[COUNT : 2 * COUNT]) == list(range(COUNT))
+        if mode != "buckets":
+            assert seen[: 2 * COUNT] == whole
+
+
+@pytest.mark.parametrize("mode", ["all", "buckets", "weights", "mix"])
+def test_reading_ahead_changes_nothing(cache: Any, more: Any, mode: str) -> None:
+    options = modes(cache, more)[mode]
+    expected = steps(ranks(**options, batch_size=3, world_size=2), 20)
+    for threads, prefetch in ((1, 0), (1, 1), (3, 2), (2, 9), (0, 3)):
+        loaders = ranks(**options, batch_size=3, world_size=2, num_threads=threads, prefetch_batches=prefetch)
+        assert steps(loaders, 20) == expected
+
+
+def test_batches_are_those_of_read_batch(cache: Any) -> None:
+    for options in ({"collate": "pad", "pad_value": -1}, {"collate": "list"}, {"collate": len}):
+        for batch, info in tc.Loader(cache, 4, last_batch="drop", **options).with_info():
+            assert_same(cache.read_batch(info.indices, **options), batch)
+            assert info.source is None
+            assert not info.is_padding.any()
+    for batch, info in tc.Loader(cache, 4, bucket_by="y").with_info():
+        assert info.source == (len(batch["y"][0]),)
+        assert_same(cache.read_batch(info.indices), batch)
+    for batch in tc.Loader(cache.select(["x"]), 4):
+        assert list(batch) == ["x", "i"]
+
+
+def test_buckets_by_function(cache: Any, tmp_path: Path) -> None:
+    def half(entry: Any) -> str:
+        return "low" if int(entry.key) < 10 else "high"
+
+    found = Counter(info.source for _, info in tc.Loader(cache, 4, bucket_by=half, collate="list").with_info())
+    assert found == {"low": 3, "high": 4}
+    with pytest.raises(KeyError, match="unknown tensor 'yy'; there are 'y'"):
+        tc.Loader(cache, 4, bucket_by="yy")
+    joined = tc.join({"a": cache, "b": cache})
+    assert {info.source for _, info in tc.Loader(joined, 4, bucket_by="a.y").with_info()} == {(1,), (2,), (3,)}
+
+
+def test_iterating_again(cache: Any) -> None:
+    loader = tc.Loader(cache, 4, collate="list")
+    for expected in (0, 1, 2):
+        _, info = next(iter(loader.with_info()))
+        assert (info.epoch, info.step) == (expected, expected)
+    assert loader.epoch == 2
+    assert len(list(loader)) == len(loader) == 6
+    resumed = tc.Loader(cache, 4, collate="list")
+    state = loader.state_dict()
+    resumed.load_state_dict(state)
+    assert resumed.epoch == loader.epoch == 4
+    assert [info.keys for _, info in resumed.with_info()] == [info.keys for _, info in loader.with_info()]
+
+
+def test_states_of_others_are_refused(cache: Any, more: Any) -> None:
+    loader = tc.Loader(cache, 4)
+    state = loader.state_dict()
+    assert len(json.dumps(state)) < 500
+    with pytest.raises(
+        ValueError, match=r"another dataset: of 23 samples, keys \w{32}, this one is 9 samples, keys \w{32}"
+    ):
+        tc.Loader(more, 4).load_state_dict(state)
+    with pytest.raises(ValueError, match="another dataset"):
+        tc.Loader(cache[::-1], 4).load_state_dict(state)
+    for options, message in (({"seed": 1}, "seed=0, not 1"), ({"shuffle": True}, "shuffle=False, not True")):
+        with pytest.raises(ValueError, match=message):
+            tc.Loader(cache, 4, **options).load_state_dict(state)
+    with pytest.raises(ValueError, match="mode='all', not 'buckets'"):
+        tc.Loader(cache, 4, bucket_by="y").load_state_dict(state)
+    joined = tc.join([cache.select(["x"]), cache.select(["y"])]) if False else tc.join({"a": cache})
+    assert tc.Loader(joined, 4).state_dict()["dataset"] == state["dataset"]
+    assert tc.Loader(cache[:], 4).state_dict()["dataset"] == state["dataset"]
+
+
+def test_what_is_refused(cache: Any, folder: str) -> None:
+    for options, message in (
+        ({"cache": None}, "a cache, or mix="),
+        ({"weights": np.ones(COUNT), "bucket_by": "y"}, "exclude each other"),
+        ({"batch_size": 0}, "batch_size=0, expected at least 1"),
+        ({"num_threads": -1}, "num_threads=-1, prefetch_batches=2: expected 0 or more"),
+        ({"last_batch": "fill"}, "expected one of short, pad, wrap, drop"),
+        ({"shuffle": "yes"}, "expected True, False or 'blocks'"),
+        ({"cache": folder}, "open it with tc.open"),
+        ({"cache": cache[:0]}, "the cache has no samples"),
+        ({"batch_size": 24, "last_batch": "drop"}, "23 samples do not fill one step of 24 on 1 ranks"),
+        ({"rank": 1}, "both or neither"),
+        ({"rank": 2, "world_size": 2}, "out of range"),
+        ({"weights": np.ones(3)}, "expected 23 numbers"),
+        ({"weights": -np.ones(COUNT)}, "of 0 or more"),
+        ({"weights": np.zeros(COUNT)}, "not all 0"),
+        ({"weights": np.full(COUNT, np.nan)}, "expected 23 numbers"),
+        ({"shuffle": "blocks", "window": 0}, "window=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tc.Loader(**({"cache": cache, "batch_size": 4} | options))
+    with pytest.raises(ValueError, match="without weights and without mix"):
+        tc.Loader(cache, 4).set_weights([1])
+    with pytest.raises(ValueError, match="expected a dict with 'a'"):
+        tc.Loader(None, 4, mix={"a": (cache, 1)}).set_weights([1])
+
+
+def test_states_of_other_orders_are_refused(cache: Any, tmp_path: Path) -> None:
+    resharded = tc.open(write_numbers(tmp_path, range(COUNT), max_samples=7))
+
+    def by(number: int) -> Any:
+        return lambda entry: int(entry.key) % 2 if number else int(int(entry.key) >= 12)
+
+    for one, other in (
+        (tc.Loader(cache, 4, shuffle="blocks", window=4), tc.Loader(cache, 4, shuffle="blocks", window=8)),
+        (tc.Loader(cache, 4, shuffle="blocks"), tc.Loader(resharded, 4, shuffle="blocks")),
+        (tc.Loader(cache, 4, bucket_by=by(0)), tc.Loader(cache, 4, bucket_by=by(1))),
+    ):
+        with pytest.raises(ValueError, match="the state is of a loader with order="):
+            other.load_state_dict(one.state_dict())
+    tc.Loader(resharded, 4).load_state_dict(tc.Loader(cache, 4).state_dict())  # the same samples in the same order
+    resharded.close()
+
+
+@pytest.mark.parametrize("mode", ["all", "buckets", "mix", "weights"])
+def test_larger_steps_that_do_not_fit_any_more(cache: Any, more: Any, mode: str) -> None:
+    options = modes(cache, more)[mode] | {"last_batch": "drop", "collate": "list"}
+    first = tc.Loader(batch_size=1, **options)
+    for taken, _ in enumerate(first, 1):
+        if taken == COUNT - 2:
+            break
+    second = tc.Loader(batch_size=7, **options)
+    second.load_state_dict(first.state_dict())
+    seen = [info.epoch for _, info in second.with_info()]
+    assert set(seen) == ({0} if mode == "mix" else {1})
+
+
+def test_buckets_in_blocks(cache: Any) -> None:
+    loader = tc.Loader(cache, 4, bucket_by="y", shuffle="blocks", collate="list")
+    for _ in range(2):
+        seen = [
+            key
+            for _, info in loader.with_info()
+            for key, pad in zip(info.keys, info.is_padding.tolist(), strict=True)
+            if not pad
+        ]
+        assert sorted(map(int, seen)) == list(range(COUNT))
+
+
+def test_numbers_of_numpy_and_torch(cache: Any) -> None:
+    options = {"batch_size": np.int64(4), "rank": np.int32(0), "world_size": np.int64(1), "seed": np.int64(5)}
+    loader = tc.Loader(cache, **options, shuffle=np.True_)
+    assert json.loads(json.dumps(loader.state_dict())) == tc.Loader(cache, 4, shuffle=True, seed=5).state_dict()
+    assert len(tc.Loader(cache, torch.tensor(4), seed=torch.tensor(5))) == 6
+    for options in ({"batch_size": "4"}, {"seed": None}, {"window": 2.5}, {"rank": 0.5, "world_size": 2}):
+        with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+            tc.Loader(cache, **({"batch_size": 4} | options))
+
+
+def test_states_that_wait(cache: Any) -> None:
+    first = tc.Loader(cache, 4, collate="list")
+    for taken, _ in enumerate(first):
+        if taken == 1:
+            break
+    second = tc.Loader(cache, 4, collate="list")
+    second.load_state_dict(first.state_dict())
+    iter(second)  # begins nothing
+    second.set_epoch(0)  # as loops over epochs do
+    assert [info.step for _, info in second.with_info()] == [2, 3, 4, 5]
+    second.set_epoch(0)
+    assert [info.keys for _, info in second.with_info()] == [
+        info.keys for _, info in tc.Loader(cache, 4, collate="list").with_info()
+    ]
+    with pytest.raises(ValueError, match="epoch=-1"):
+        second.set_epoch(-1)
+    with pytest.raises(TypeError, match="a Loader stays in its process"):
+        pickle.dumps(second)
+
+
+def test_batches_are_the_callers_alone(cache: Any) -> None:
+    iterator = iter(tc.Loader(cache.select(["x"]), 4))
+    batch = next(iterator)
+    found = weakref.ref(batch["x"])
+    del batch
+    assert found() is None
+
+
+@pytest.mark.parametrize("kind", [tc.Loader, tc.torch_loader])
+def test_an_error_before_the_first_batch_keeps_the_position(cache: Any, kind: Any) -> None:
+    """After `load_state_dict`, the loop that follows a failed one resumes in the same epoch."""
+    fails = [True]
+
+    def collate(samples: list[Any]) -> Any:
+        if samples[0]["i"] == 4 and fails:  # the first batch, whichever thread comes first
+            fails.clear()
+            raise ZeroDivisionError
+        return [sample["i"] for sample in samples]
+
+    first = tc.Loader(cache, 4, collate="list")
+    next(iter(first))
+    loader = kind(cache, 4, collate=collate)
+    loader.load_state_dict(first.state_dict())
+    with pytest.raises(ZeroDivisionError):
+        list(loader)
+    assert [i for batch in loader for i in batch] == list(range(4, COUNT))
+
+
+def test_reprs(cache: Any) -> None:
+    shown = (
+        "23 samples, batch_size=4, 3 steps per epoch, rank=1, world_size=2, shuffle=True, seed=3, last_batch='short'"
+    )
+    options: dict[str, Any] = {"shuffle": True, "seed": 3, "rank": 1, "world_size": 2}
+    loader = tc.Loader(cache, 4, collate="list", **options)
+    assert repr(loader) == f"Loader({shown}, epoch=0, step=0)"
+    next(iter(loader))
+    assert repr(loader) == f"Loader({shown}, epoch=0, step=1)"
+    assert repr(tc.torch_loader(cache, 4, **options)) == f"TorchLoader({shown}, epoch=0, step=0)"
+    assert repr(tc.StepSampler(cache, 4, **options)) == f"StepSampler({shown}, epoch=0, step=0)"
+    assert "mode='weights'" in repr(tc.Loader(cache, 4, weights=np.ones(COUNT)))

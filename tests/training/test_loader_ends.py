@@ -1,0 +1,290 @@
+"""However an iteration ends, nothing of it stays: no threads, no files."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.interrupts import LOOPS
+
+COUNT = 40
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Any]:
+    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=9, fsync=False) as sink:
+        for i in range(COUNT):
+            sink.write(f"{i:03d}", {"x": torch.full((1000,), i)})
+    with tc.open(tmp_path) as opened:
+        opened.read_batch(range(COUNT))  # every shard is open
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(cache: Any) -> Iterator[None]:
+    gc.collect()  # what other tests left
+    files = len(os.listdir("/proc/self/fd"))
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorcache-loader")]
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_an_epoch(cache: Any) -> None:
+    for _ in tc.Loader(cache, 4, prefetch_batches=9):
+        pass
+
+
+def test_a_loop_that_is_left(cache: Any) -> None:
+    for _ in tc.Loader(cache, 4):
+        break
+
+
+def test_an_iterator_that_is_forgotten(cache: Any) -> None:
+    iterator = iter(tc.Loader(cache, 4))
+    next(iterator)
+    del iterator
+
+
+def test_closing(cache: Any) -> None:
+    with tc.Loader(cache, 4) as loader:
+        iterator = iter(loader)
+        next(iterator)
+    assert not list(iterator)
+    assert loader.state_dict()["position"]["used"] == 4
+
+
+def test_a_new_loop_ends_the_old_one(cache: Any) -> None:
+    loader = tc.Loader(cache, 4)
+    old = iter(loader)
+    next(old)
+    assert len(list(loader)) == 10
+    with pytest.raises(RuntimeError, match="another iteration of this loader has begun"):
+        next(old)
+    with pytest.raises(RuntimeError, match="another iteration of this loader has begun"):
+        list(zip(loader, loader, strict=True))
+    gc.collect()
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2])
+def test_closing_in_a_collate_function(cache: Any, threads: int) -> None:
+    def collate(samples: list[Any]) -> Any:
+        if samples[0]["x"][0] == 12:
+            loader.close()
+        return samples
+
+    loader = tc.Loader(cache, 4, num_threads=threads, collate=collate)
+    assert len(list(loader)) < 4
+    assert len(list(loader)) < 4  # of the next epoch
+    assert loader.epoch < 3
+
+
+def test_closing_while_another_thread_waits(cache: Any) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    def collate(samples: list[Any]) -> Any:
+        reading.set()
+        go_on.wait(2)
+        return samples
+
+    loader = tc.Loader(cache, 4, collate=collate)
+    taken: list[Any] = []
+    waiting = threading.Thread(target=lambda: taken.extend(loader))
+    waiting.start()
+    assert reading.wait(30)
+    loader.close()
+    go_on.set()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert not taken
+    assert loader.state_dict()["position"]["used"] == 0
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_closing_from_another_thread_at_any_moment(cache: Any, threads: int) -> None:
+    """The iterating thread sees the end of the iteration and no error; the position is that of the batches it was given."""
+    chance, errors = random.Random(threads), list[BaseException]()
+    loader = tc.Loader(cache, 4, num_threads=threads)
+    for _ in range(100):
+        begun, wait_s, first = threading.Event(), chance.uniform(0, 0.001), chance.randrange(9)
+
+        def close(begun: threading.Event = begun, wait_s: float = wait_s) -> None:
+            begun.wait(60)
+            time.sleep(wait_s)
+            try:
+                loader.close()
+                loader.close()
+            except BaseException as exc:
+                errors.append(exc)
+
+        closing = threading.Thread(target=close)
+        closing.start()
+        last = None
+        for number, (_, info) in enumerate(loader.with_info()):
+            last = info
+            if number == first:
+                begun.set()
+        begun.set()
+        closing.join(60)
+        assert not closing.is_alive()
+        assert last is not None
+        at = loader.state_dict()["position"]
+        assert at["step"] == last.step + 1
+    assert not errors
+    assert len(list(loader)) == 10
+
+
+def test_iterating_in_two_threads(cache: Any) -> None:
+    """Is refused, or they get different batches."""
+    iterator, found = iter(tc.Loader(cache, 1).with_info()), list[Any]()
+
+    def work(iterator: Any = iterator) -> None:
+        while True:
+            try:
+                found.append(next(iterator)[1].step)
+            except RuntimeError as exc:
+                found.append(exc)
+            except StopIteration:
+                return
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert not any(each.is_alive() for each in threads)
+    steps = [step for step in found if isinstance(step, int)]
+    assert len(steps) == len(set(steps))
+
+
+def test_closing_more_often_than_needed(cache: Any) -> None:
+    """Closing twice, and after errors and ends, is nothing; so is closing what has not begun."""
+    loader = tc.Loader(cache, 4)
+    loader.close()
+    iterator = iter(loader)
+    loader.close()
+    assert list(iterator) == []
+    iterator = iter(loader)
+    next(iterator)
+    iterator.close()
+    iterator.close()
+    assert list(iterator) == []
+    assert loader.state_dict()["position"]["used"] == 4
+
+
+@pytest.mark.parametrize("name", sorted(LOOPS))
+def test_interrupts(tmp_path: Path, name: str) -> None:
+    """At random moments, really sent; `python -m tests.interrupts 1000` does it as often as one likes."""
+    if name == "dali":
+        pytest.importorskip("nvidia.dali", reason="DALI is missing: pip install nvidia-dali-cuda120")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.interrupts", "25", name],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'KeyboardInterrupt': 25" in done.stdout
+    assert "Error" not in done.stdout, done.stdout
+    assert "threads left" not in done.stdout
+    assert "unraisable" not in done.stdout
+
+
+def test_a_fork_in_an_iteration(cache: Any) -> None:
+    iterator = iter(tc.Loader(cache, 4))
+    next(iterator)
+    child = os.fork()
+    if child == 0:
+        try:
+            next(iterator)
+        except RuntimeError as exc:
+            os._exit("of another process" in str(exc))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert len(list(iterator)) == 9
+
+
+def test_an_error_in_collate(cache: Any) -> None:
+    def collate(samples: list[Any]) -> Any:
+        if any(sample["x"][0] == 17 for sample in samples):
+            raise ZeroDivisionError("of the user")
+        return samples
+
+    loader = tc.Loader(cache, 4, collate=collate)
+    with pytest.raises(ZeroDivisionError, match="of the user") as caught:
+        list(loader)
+    assert any(entry.name == "collate" for entry in caught.traceback)
+    used = loader.state_dict()["position"]["used"]
+    assert used % 4 == 0
+    del caught
+    gc.collect()
+    again = tc.Loader(cache, 4)
+    again.load_state_dict(loader.state_dict())
+    batch = next(iter(again))
+    assert 17 in batch["x"][:, 0].tolist()
+
+
+@pytest.mark.parametrize("where", ["body", "collate"])
+def test_keyboard_interrupt(cache: Any, where: str) -> None:
+    def collate(samples: list[Any]) -> Any:
+        if where == "collate":
+            raise KeyboardInterrupt
+        return samples
+
+    def loop() -> None:
+        for _ in tc.Loader(cache, 4, collate=collate):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    gc.collect()
+
+
+def test_a_cache_that_is_damaged(cache: Any, tmp_path: Path) -> None:
+    path = tmp_path / "2.tar"
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(tc.FormatError, match=r"2\.tar"):
+        list(tc.Loader(cache, 4))
+    gc.collect()
+
+
+def test_the_end_of_the_interpreter(cache: Any, tmp_path: Path) -> None:
+    code = f"import wds_tensorcache as tc; i = iter(tc.Loader(tc.open({str(tmp_path)!r}), 4)); next(i); print('left')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("left\n", "", 0)
+
+
+def test_sigint_in_the_middle(cache: Any, tmp_path: Path) -> None:
+    """A real signal to a real process, whose traceback is the user's and which ends by itself."""
+    code = f"""
+import signal
+import wds_tensorcache as tc
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background is told to ignore it
+loader = tc.Loader(tc.open({str(tmp_path)!r}), 4)
+while True:
+    for batch, info in loader.with_info():
+        print(info.step, flush=True)
+"""
+    running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert running.stdout is not None
+        for _ in range(30):
+            running.stdout.readline()
+        running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert "KeyboardInterrupt" in errors
+    assert "Exception ignored" not in errors

@@ -1,0 +1,125 @@
+"""States of loaders: damaged states, and those of another loader, are refused and change nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.training.loaders import COUNT, modes
+from wds_tensorcache.training.weights import Drawn
+
+POSITIONS: list[dict[str, Any]] = [
+    {"counts": [1, 2]},
+    {"counts": []},
+    {"counts": None},
+    {"counts": "ab"},
+    {"counts": [4.0]},
+    {"counts": [3]},
+    {"used": 8},
+    {"used": -4},
+    {"used": True},
+    {"used": 1 << 70, "counts": [1 << 70]},
+    {"epoch": -1},
+    {"epoch": "1"},
+    {"epoch": 10**30},
+    {"step": 10**30},
+    {"began": 5},
+    {"began": None},
+    {"more": 1},
+]
+
+
+@pytest.fixture
+def state(cache: Any) -> dict[str, Any]:
+    loader = tc.Loader(cache, 4, collate="list")
+    next(iter(loader))
+    found: dict[str, Any] = json.loads(json.dumps(loader.state_dict()))
+    return found
+
+
+@pytest.mark.parametrize("changed", POSITIONS, ids=str)
+def test_places_that_there_are_not(cache: Any, state: dict[str, Any], changed: dict[str, Any]) -> None:
+    loader = tc.Loader(cache, 4, collate="list")
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match="a position that this loader cannot have"):
+        loader.load_state_dict(state | {"position": state["position"] | changed})
+    assert loader.state_dict() == before
+
+
+def test_what_is_no_state(cache: Any, state: dict[str, Any]) -> None:
+    loader = tc.Loader(cache, 4, collate="list")
+    for wrong in (None, [], {}, "state", state | {"version": 2}):
+        with pytest.raises(ValueError, match="state of version 1"):
+            loader.load_state_dict(wrong)  # type: ignore[arg-type]
+    for name in ("dataset", "settings", "position", "weights"):
+        with pytest.raises(ValueError, match=f"is damaged: {name}"):
+            loader.load_state_dict({key: value for key, value in state.items() if key != name})
+    for weights in (None, 5, [[0, "!"]], [[0, "AAAA"]], [["a", ""]], [[0]]):
+        with pytest.raises(ValueError, match="the state has"):
+            loader.load_state_dict(state | {"weights": weights})
+    with pytest.raises(ValueError, match="a position that"):
+        loader.load_state_dict(state | {"position": 3})
+
+
+@pytest.mark.parametrize("values", [[-1.0] * COUNT, [0.0] * COUNT, [float("nan")] * COUNT, [1.0]], ids=str)
+def test_weights_that_are_none(cache: Any, values: list[float]) -> None:
+    loader = tc.Loader(cache, 4, weights=np.ones(COUNT), collate="list")
+    state = loader.state_dict()
+    other = copy.deepcopy(state)
+    good = tc.Loader(cache, 4, weights=np.arange(COUNT)).state_dict()["weights"]
+    loader._plan._weights._changes = [(0, Drawn(np.array(values), 0))]  # no public way makes such a state
+    other["weights"] = loader.state_dict()["weights"]
+    loader.load_state_dict(state)
+    for weights in (other["weights"], [*good, *good]):
+        with pytest.raises(ValueError, match=r"weights of|weights from steps"):
+            loader.load_state_dict(state | {"weights": weights})
+    assert loader.state_dict() == state
+
+
+def test_a_state_that_is_refused_ends_no_iteration(cache: Any, more: Any) -> None:
+    for mode in ("all", "mix", "weights"):
+        loader = tc.Loader(batch_size=2, **modes(cache, more)[mode], collate="list")
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(ValueError, match="a position that"):
+            loader.load_state_dict(loader.state_dict() | {"position": None})
+        assert len(list(iterator)) == len(loader) - 1
+
+
+@pytest.mark.parametrize("number", [np.int64(3), torch.tensor(3), 3])
+def test_epochs_that_are_numbers_of_others(cache: Any, number: Any) -> None:
+    loader = tc.Loader(cache, 4, collate="list")
+    loader.set_epoch(number)
+    assert json.loads(json.dumps(loader.state_dict()))["position"]["epoch"] == 3
+    assert {info.epoch for _, info in loader.with_info()} == {3}
+    for wrong, error in ((-1, ValueError), (1 << 62, ValueError), (float("nan"), TypeError), ("1", TypeError)):
+        with pytest.raises(error):
+            loader.set_epoch(wrong)  # type: ignore[arg-type]
+
+
+def test_buckets_that_equal_nothing(cache: Any) -> None:
+    with pytest.raises(ValueError, match="nan for sample '000', which is not equal to itself"):
+        tc.Loader(cache, 4, bucket_by=lambda entry: float("nan"))
+
+
+def test_arguments(cache: Any) -> None:
+    for options, error in (
+        ({"num_threads": float("nan")}, TypeError),
+        ({"prefetch_batches": 1.5}, TypeError),
+        ({"collate": "stacked"}, ValueError),
+    ):
+        with pytest.raises(error):
+            tc.Loader(cache, 4, **options)
+
+
+@pytest.mark.parametrize("settings", [None, 5, [], "seed"])
+def test_settings_that_are_none(cache: Any, settings: Any) -> None:
+    loader = tc.Loader(cache, 4, collate="list")
+    with pytest.raises(ValueError, match="state"):
+        loader.load_state_dict(loader.state_dict() | {"settings": settings})

@@ -1,0 +1,446 @@
+"""`torch_loader`: the batches and states of `Loader`, whatever the number of workers, and resumed at every step."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import wds_tensorcache as tc
+from tests.training.loaders import COUNT, modes, steps, write_numbers
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores
+KINDS = [(0, False), (1, False), (2, True), (3, False)]
+
+
+def workers(num_workers: int, persistent: bool = False, **options: Any) -> dict[str, Any]:
+    return {"num_workers": num_workers, "persistent_workers": persistent and num_workers > 0, **options}
+
+
+def keys(loader: Any) -> list[list[str]]:
+    return [info.keys for _, info in loader.with_info()]
+
+
+def plain(batch: Any) -> Any:
+    """Return a batch of lists; workers send values beside tensors as lists."""
+    return {name: [each.tolist() if isinstance(each, torch.Tensor) else each for each in batch[name]] for name in batch}
+
+
+def state_of(loader: Any) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(json.dumps(loader.state_dict()))
+    return state
+
+
+# --- the same as Loader ---
+
+
+@pytest.mark.parametrize("mode", ["all", "blocks", "buckets", "mix", "weights"])
+@pytest.mark.parametrize(("num_workers", "persistent"), KINDS)
+def test_batches_and_states_are_those_of_a_loader(
+    cache: Any, more: Any, mode: str, num_workers: int, persistent: bool
+) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "collate": "list", **modes(cache, more)[mode]}
+    loader, made = tc.Loader(**options), tc.torch_loader(**options, **workers(num_workers, persistent))
+    assert isinstance(made, DataLoader)
+    assert len(made) == len(loader)
+    for epoch in range(2):
+        for (batch, info), (expected, record) in zip(made.with_info(), loader.with_info(), strict=True):
+            assert plain(batch) == plain(expected)
+            assert info == record
+            assert info.epoch == epoch
+            assert info.cache is record.cache
+            assert state_of(made) == state_of(loader)
+    for batch, expected in zip(made, loader, strict=True):
+        assert plain(batch) == plain(expected)
+
+
+@pytest.mark.parametrize("last_batch", ["short", "pad", "wrap", "drop"])
+def test_last_batches(cache: Any, last_batch: str) -> None:
+    for rank in range(2):
+        options: dict[str, Any] = {"collate": "list", "last_batch": last_batch, "rank": rank, "world_size": 2}
+        loader, made = tc.Loader(cache, 5, **options), tc.torch_loader(cache, 5, num_workers=1, **options)
+        assert [info for _, info in made.with_info()] == [info for _, info in loader.with_info()]
+
+
+def after(taken: int, made: Any) -> tuple[list[int], dict[str, Any]]:
+    """Return the samples of the first `taken` steps of all ranks' loaders, and the state then, the same on all."""
+    seen = [number for step in (steps(made, taken) if taken else []) for number in step]
+    states = [state_of(loader) for loader in made]
+    assert all(state == states[0] for state in states)
+    return seen, states[0]
+
+
+OTHERS = itertools.cycle(
+    [
+        (num_workers, persistent, batch_size, world_size)
+        for (num_workers, persistent), (batch_size, world_size) in itertools.product(
+            [(0, False), (1, True), (2, False), (3, False), (1, False), (2, True)], [(4, 1), (3, 2), (1, 3), (7, 1)]
+        )
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_workers"), [("all", 0), ("all", 1), ("all", 2), ("all", 3), ("buckets", 2), ("blocks", 1)]
+)
+def test_resumed_at_every_step_by_others(cache: Any, mode: str, num_workers: int) -> None:
+    """With other numbers of workers, batch sizes and ranks: each sample once, in this epoch and the next one."""
+    options = modes(cache, cache)[mode] | {"collate": "list"}
+    ranks = {"batch_size": 2, "rank": 0, "world_size": 2}
+    made = [tc.torch_loader(**options, **ranks | {"rank": rank}, **workers(num_workers)) for rank in range(2)]
+    states, seen = [after(0, made)[1]], [list[int]()]
+    for _ in range(2):
+        for pairs in zip(*(loader.with_info() for loader in made), strict=True):
+            rows = [zip(info.keys, info.is_padding.tolist(), strict=True) for _, info in pairs]
+            seen.append(seen[-1] + [int(key) for row in rows for key, is_padding in row if not is_padding])
+            states.append(state_of(made[0]))
+            assert states[-1] == state_of(made[1])
+    assert len(states) == 2 * len(made[0]) + 1
+    for taken, state in enumerate(states[:-1]):
+        then, persistent, batch_size, world_size = next(OTHERS)
+        again = [
+            tc.torch_loader(
+                **options, batch_size=batch_size, rank=rank, world_size=world_size, **workers(then, persistent)
+            )
+            for rank in range(world_size)
+        ]
+        for loader in again:
+            loader.load_state_dict(state)
+        rest: list[int] = []
+        epochs = 2 - len(seen[taken]) // COUNT
+        for _ in range(epochs):
+            for pairs in zip(*(loader.with_info() for loader in again), strict=True):
+                rows = [zip(info.keys, info.is_padding.tolist(), strict=True) for _, info in pairs]
+                rest += [int(key) for row in rows for key, is_padding in row if not is_padding]
+        every = seen[taken] + rest
+        assert sorted(every[:COUNT]) == sorted(every[COUNT:]) == list(range(COUNT))
+
+
+def test_states_go_from_one_kind_to_the_other_and_back(cache: Any) -> None:
+    options: dict[str, Any] = {"shuffle": True, "collate": "list"}
+    whole = [key for _, info in tc.Loader(cache, 1, **options).with_info() for key in info.keys]
+    seen: list[str] = []
+    state = tc.Loader(cache, 1, **options).state_dict()
+    kinds = itertools.cycle([tc.Loader, tc.torch_loader])
+    for batch_size in (3, 2, 5, 1, 4, 8):
+        kind: Any = next(kinds)
+        made = kind(cache, batch_size, **options | ({"num_workers": 2} if kind is tc.torch_loader else {}))
+        made.load_state_dict(state)
+        for _, info in made.with_info():
+            seen += info.keys
+            state = made.state_dict()
+            break
+    assert seen == whole
+
+
+# --- loops ---
+
+
+@pytest.mark.parametrize(("num_workers", "persistent"), KINDS)
+@pytest.mark.parametrize("mode", ["all", "mix"])
+def test_loops_that_are_left(cache: Any, more: Any, num_workers: int, persistent: bool, mode: str) -> None:
+    options: dict[str, Any] = {"batch_size": 2, "collate": "list", **modes(cache, more)[mode]}
+    loader, made = tc.Loader(**options), tc.torch_loader(**options, **workers(num_workers, persistent))
+    for taken in (1, 3):
+        for each in (loader, made):
+            for number, _ in enumerate(each, 1):
+                if number == taken:
+                    break
+        assert state_of(made) == state_of(loader)
+        assert keys(made) == keys(loader)
+    for _ in made:
+        break
+    made.load_state_dict(made.state_dict())
+    next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+    assert keys(made) == keys(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_epochs_that_are_set(cache: Any, num_workers: int) -> None:
+    options: dict[str, Any] = {"shuffle": True, "collate": "list"}
+    loader = tc.Loader(cache, 4, **options)
+    whole = [keys(loader) for _ in range(4)]
+    made = tc.torch_loader(cache, 4, num_workers=num_workers, **options)
+    for epoch in (2, 0):
+        made.set_epoch(epoch)
+        assert keys(made) == whole[epoch]
+    made.batch_sampler.set_epoch(3)  # as Lightning does
+    for number, _ in enumerate(made, 1):
+        if number == 2:
+            break
+    state = made.state_dict()
+    again = tc.torch_loader(cache, 4, num_workers=num_workers, **options)
+    again.load_state_dict(state)
+    again.set_epoch(3)
+    assert keys(again) == whole[3][2:]
+    again.load_state_dict(state)
+    again.set_epoch(1)
+    assert keys(again) == whole[1]
+    iterator = iter(made)
+    next(iterator)
+    made.set_epoch(1)
+    assert list(iterator) == []
+    assert keys(made) == whole[1]
+
+
+def test_an_iterator_that_is_asked_for_nothing_begins_nothing(cache: Any) -> None:
+    options: dict[str, Any] = {"shuffle": True, "collate": "list"}
+    expected = keys(tc.Loader(cache, 4, **options))
+    made = tc.torch_loader(cache, 4, num_workers=1, **options)
+    iter(made)
+    state = made.state_dict()
+    assert keys(made) == expected
+    made.load_state_dict(state)
+    iter(made)
+    assert keys(made) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_new_loop_ends_the_old_one(cache: Any, num_workers: int) -> None:
+    made = tc.torch_loader(cache, 4, num_workers=num_workers, collate="list")
+    old = iter(made)
+    next(old)
+    assert len(list(made)) == 6
+    with pytest.raises(RuntimeError, match="another iteration of this loader has begun"):
+        next(old)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_closing(cache: Any, persistent: bool) -> None:
+    made = tc.torch_loader(cache, 4, **workers(2, persistent), collate="list")
+    iterator = iter(made)
+    next(iterator)
+    made.close()
+    assert list(iterator) == []
+    assert made.state_dict()["position"]["used"] == 4
+    assert len(list(made)) == 6
+    made.close()
+    made.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_weights_that_change(cache: Any, num_workers: int) -> None:
+    """From the first step that no worker was asked for; states in between have both."""
+    each = np.eye(COUNT)
+    made = tc.torch_loader(cache, 1, num_workers=num_workers, weights=each[1], collate="list")
+    seen, states = [], []
+    for number, (_, info) in enumerate(made.with_info()):
+        seen.append(info.indices.item())
+        if number == 2:
+            at = made.set_weights(each[7])
+        states.append(state_of(made))
+    assert seen == [1] * at + [7] * (COUNT - at)
+    assert at == (3 if num_workers == 0 else 7)
+    for number in (2, 5, 9):
+        again = tc.Loader(cache, 1, weights=each[1], collate="list")
+        again.load_state_dict(states[number])
+        assert [info.indices.item() for _, info in again.with_info()] == seen[number + 1 :]
+
+
+# --- processes ---
+
+
+def note(worker: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    Path(f"{worker} of {info.num_workers}").write_text(str(os.getpid()))
+
+
+@pytest.mark.parametrize(("context", "persistent"), [("spawn", True), ("fork", False)])
+def test_contexts(cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: str, persistent: bool) -> None:
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "collate": "list", "rank": 1, "world_size": 2}
+    made = tc.torch_loader(
+        cache, **options, **workers(2, persistent), multiprocessing_context=context, worker_init_fn=note, timeout=60
+    )
+    loader = tc.Loader(cache, **options)
+    for epoch in range(2):
+        pairs = zip(made.with_info(), loader.with_info(), strict=False)
+        for taken, ((_, info), (_, expected)) in enumerate(pairs, 1):
+            assert info == expected
+            if epoch == 0 and taken == 2:
+                break
+        assert state_of(made) == state_of(loader)
+        loader.load_state_dict(made.state_dict())
+        made.load_state_dict(loader.state_dict())
+    assert {path.name for path in tmp_path.glob("* of *")} == {"0 of 2", "1 of 2"}
+    assert str(os.getpid()) not in {path.read_text() for path in tmp_path.glob("* of *")}
+
+
+def pid_of_worker(samples: list[Any]) -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_persist(cache: Any, persistent: bool) -> None:
+    """Through epochs, abandoned loops and loaded states, until `close`."""
+    made = tc.torch_loader(cache, 4, **workers(1, persistent), collate=pid_of_worker)
+    found = [set(made)]
+    found.append({next(iter(made))})
+    made.load_state_dict(made.state_dict())
+    found.append(set(made))
+    assert len(set.union(*found)) == (1 if persistent else 3)
+    made.close()
+    assert set(made).isdisjoint(set.union(*found))
+
+
+def in_the_worker(samples: list[Any]) -> Any:
+    if any(sample["i"] == 17 for sample in samples):
+        raise ZeroDivisionError("of the user")
+    return [sample["i"] for sample in samples]
+
+
+def killed(samples: list[Any]) -> Any:
+    if any(sample["i"] == 17 for sample in samples) and torch.utils.data.get_worker_info() is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [sample["i"] for sample in samples]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("collate", "error", "message"),
+    [(in_the_worker, ZeroDivisionError, "of the user"), (killed, RuntimeError, "exited unexpectedly")],
+)
+def test_errors_lose_no_sample(cache: Any, persistent: bool, collate: Any, error: Any, message: str) -> None:
+    """The position stays that of the last batch given, and the next iteration has new workers where they died."""
+    made = tc.torch_loader(cache, 4, **workers(2, persistent), collate=collate)
+    seen: list[int] = []
+    with pytest.raises(error, match=message):
+        seen.extend(i for batch in made for i in batch)
+    assert seen == list(range(len(seen)))
+    assert made.state_dict()["position"]["used"] == len(seen) <= 16
+    again = tc.torch_loader(cache, 4, num_workers=1, collate="list")
+    again.load_state_dict(made.state_dict())
+    assert seen + [i for batch in again for i in batch["i"]] == list(range(COUNT))
+    with pytest.raises(error, match=message):  # of the next epoch
+        list(made)
+
+
+def test_a_shard_that_is_damaged(tmp_path: Path) -> None:
+    """The documented error, with its kind, place and offset, as without workers."""
+    with tc.open(write_numbers(tmp_path, range(COUNT), max_samples=5)) as cache:
+        os.truncate(tmp_path / "2.tar", 2000)
+        with pytest.raises(tc.FormatError) as expected:
+            list(tc.Loader(cache, 5, num_threads=0, collate="list"))
+        with pytest.raises(tc.FormatError) as found:
+            list(tc.torch_loader(cache, 5, num_workers=2, collate="list"))
+    assert type(found.value) is type(expected.value)
+    for name in ("kind", "offset", "reason", "where"):
+        assert getattr(found.value, name) == getattr(expected.value, name)
+
+
+SCRIPT = """
+import signal
+import sys
+import wds_tensorcache as tc
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background is told to ignore it
+cache = tc.open(sys.argv[1])
+made = tc.torch_loader(cache, 1, shuffle=True, num_workers=2, persistent_workers=sys.argv[2] == "True", collate="list")
+seen, num_interrupts = [], 0
+while True:
+    try:
+        for batch in made:
+            seen += batch["i"]
+            print(len(seen), flush=True)
+        break
+    except KeyboardInterrupt:
+        num_interrupts += 1
+        del seen[made.state_dict()["position"]["used"]:]
+        made.load_state_dict(made.state_dict())
+print("interrupts", num_interrupts, sorted(seen) == list(range(len(cache))), flush=True)
+"""
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_interrupts(folder: str, persistent: bool) -> None:
+    """Real signals to a real process: it continues from the state, and each sample comes once."""
+    code = [sys.executable, "-W", "ignore", "-c", SCRIPT, folder, str(persistent)]
+    running = subprocess.Popen(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert running.stdout is not None
+        for _ in range(3):
+            running.stdout.readline()
+            running.send_signal(signal.SIGINT)
+        output, errors = running.communicate(timeout=120)
+    finally:
+        running.kill()
+    last = output.splitlines()[-1].split()
+    assert last[0] == "interrupts", errors
+    assert int(last[1]) >= 1
+    assert last[2] == "True"
+
+
+def test_shared_memory_is_given_back(cache: Any) -> None:
+    def held() -> tuple[int, list[str]]:
+        """Return how many files in shared memory this process has mapped, and which are called after it."""
+        names = [name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name]
+        return Path("/proc/self/maps").read_text().count("/dev/shm/"), names
+
+    gc.collect()
+    before = held()
+    made = tc.torch_loader(cache.select(["x"]), 4, num_workers=2)
+    assert len(list(made)) == 6
+    next(iter(made))
+    made.close()
+    gc.collect()
+    assert held() == before
+
+
+def test_maps_of_samples_and_batches(cache: Any) -> None:
+    """`TensorCache` itself is a map-style dataset, whose `__getitems__` torch calls with a batch's indices."""
+    made = DataLoader(
+        cache, batch_size=4, num_workers=2, collate_fn=lambda samples: [sample["i"] for sample in samples]
+    )
+    assert [i for batch in made for i in batch] == list(range(COUNT))
+
+
+# --- what is refused ---
+
+
+def test_what_is_refused(cache: Any) -> None:
+    for options, message in (
+        ({"timeout": 5}, "timeout=5 is for worker processes"),
+        ({"num_workers": 2, "prefetch_factor": 0}, "prefetch_factor=0, expected at least 1"),
+        ({"prefetch_factor": 2}, "num_workers > 0"),
+        ({"persistent_workers": True}, "num_workers > 0"),
+        ({"multiprocessing_context": "spawn"}, "num_workers > 0"),
+        ({"num_workers": -1}, "non-negative"),
+        ({"batch_size": 0}, "batch_size=0, expected at least 1"),
+        ({"collate": "stacked"}, "stacked"),
+        ({"mix": {"a": (cache, 1)}}, "a cache, or mix="),
+        ({"last_batch": "fill"}, "expected one of short, pad, wrap, drop"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tc.torch_loader(**({"cache": cache, "batch_size": 4} | options))
+    made = tc.torch_loader(cache, 4)
+    with pytest.raises(TypeError, match="expected a StepDataset"):
+        tc.TorchLoader(cache)
+    for wrong in (DataLoader(made.dataset, sampler=range(2)), DataLoader(made.dataset, batch_size=None, sampler=[3])):
+        with pytest.raises(TypeError, match="a StepDataset has steps, not samples"):
+            next(iter(wrong))
+    state = made.state_dict()
+    for wrong in (None, {}, state | {"version": 2}, state | {"position": 3}, state | {"dataset": "other"}):
+        with pytest.raises(ValueError, match="state"):
+            made.load_state_dict(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="without weights and without mix"):
+        made.set_weights([1.0] * COUNT)
+
+
+def test_a_state_that_another_data_loader_has(cache: Any) -> None:
+    made = tc.torch_loader(cache, 4, collate="list")
+    next(iter(DataLoader(made.dataset, batch_size=None, sampler=made.batch_sampler, collate_fn=list)))
+    with pytest.raises(RuntimeError, match="another data loader iterates over the sampler"):
+        made.state_dict()
+    made.set_epoch(3)
+    assert made.state_dict()["position"]["epoch"] == 3

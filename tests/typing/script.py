@@ -1,0 +1,172 @@
+"""A script as users write it, checked by `mypy --strict`, and run; `assert_type` says what each call gives."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from typing_extensions import assert_type
+
+import wds_tensorcache as tc
+
+Sample = dict[str, Any]  # what a sample has is not known to a type checker
+
+
+def write(folder: Path) -> None:
+    with tc.ShardWriter(folder / "%06d.tar", max_samples=4, fingerprint={"model": "vae"}) as sink:
+        assert_type(sink, tc.ShardWriter)
+        for i in range(8):
+            sink.write(f"{i}", {"x": torch.full((1 + i % 2, 2), float(i)), "i": i}, json={"label": i})
+    skeleton, tensors = tc.encode_sample({"x": torch.zeros(2)})
+    assert_type(bytes(skeleton), bytes)
+    tc.decode_sample(skeleton, tensors)
+    assert_type(tc.write_index(folder / "000000.tar"), tc.ShardIndex)
+
+
+def read(folder: Path) -> None:
+    with tc.open(folder, num_threads=1, expect={"model": "vae"}) as cache:
+        assert_type(cache, tc.TensorCache)
+        assert_type(cache, tc.TensorCache[Any])
+        assert_type(cache[0], Any)
+        assert_type(cache["3"], Any)
+        assert_type(cache[np.int64(3)], Any)
+        assert_type(cache[1:3], tc.TensorCache)
+        assert_type(cache[["1", "3"]], tc.TensorCache)
+        assert_type(cache[torch.arange(2)], tc.TensorCache)
+        assert_type(cache[np.array([True] * 8)], tc.TensorCache)
+        assert_type(cache.keys(), tc.KeysView)
+        assert_type(cache.keys()[0], str)
+        assert_type(cache.keys()[:2], tc.KeysView)
+        assert_type(cache.io, tc.Io)
+        assert_type(cache.io.method, str)
+        assert_type(cache.schema, dict[str, tc.TensorSchema])
+        assert_type(cache.schema["x"].num_samples, int)
+        assert_type(cache.select(["x"]), tc.TensorCache)
+        assert_type(cache.filter(is_long), tc.TensorCache)
+        assert_type(cache.members, dict[str, int])
+        assert_type(cache.read_members([0, 1], "json"), list[bytes])
+        assert_type(cache.fingerprint, dict[str, object])
+        assert_type(len(cache) + cache.num_shards, int)
+        assert_type("3" in cache, bool)
+        assert_type(iter(cache), Iterator[Any])
+    assert_type(DataLoader(tc.open(folder), batch_size=2, collate_fn=count), DataLoader[Any])
+    again: tc.TensorCache[Sample] = tc.open([folder])
+    assert_type(again[0], Sample)
+    assert_type(again[:1][0], Sample)
+    assert_type(next(iter(again)), Sample)
+
+
+def is_long(entry: tc.Entry) -> bool:
+    assert_type(entry.key, str)
+    assert_type(entry.shapes, dict[str, tuple[int, ...]])
+    return entry.nbytes > 8
+
+
+def batches(folder: Path) -> None:
+    cache = tc.open(folder)
+    assert_type(cache.read_batch([0, 2]), Any)
+    assert_type(cache.read_batch(range(2), collate="pad", pad_value=-1), Any)
+    assert_type(cache.read_batch(["0", "1"], "cpu", collate={"x": tc.pad(to=4), "*": "stack"}), Any)
+    assert_type(tc.pad(to=512, value=0), tc.Pad)
+    batch, info = cache.read_batch(np.arange(2), collate="list", return_info=True)
+    assert_type(batch, Any)
+    assert_type(info, tc.BatchInfo)
+    assert_type(info.keys, list[str])
+    assert_type(info.is_padding, torch.Tensor)
+    assert_type(info.shapes, dict[str, torch.Tensor])
+    assert_type(info.indices, np.ndarray[tuple[int, ...], np.dtype[np.int64]])
+    assert_type(info.epoch + info.step, int)
+    assert_type(info.cache, tc.Cache | None)
+    assert_type(cache.read_batch([1, 0], collate=count), int)
+    assert_type(cache.read_batch([1, 0], collate=count, return_info=True), tuple[int, tc.BatchInfo])
+    assert_type(cache.read_tensors([0, 2]), dict[str, Any])
+    assert_type(cache.nest([0, 2], {"x": torch.zeros(2)}), Any)
+
+
+def count(samples: list[Any]) -> int:
+    return len(samples)
+
+
+def join(folder: Path, other: Path) -> None:
+    cache = tc.open(folder)
+    joined = tc.join({"a": cache, "b": other}, how="inner", keys={"b": str.lower})
+    assert_type(joined, tc.JoinedCache)
+    assert_type(joined[0], Any)
+    assert_type(joined[1:], tc.JoinedCache)
+    assert_type(joined.select("a.*"), tc.JoinedCache)
+    assert_type(joined.filter(is_long), tc.JoinedCache)
+    assert_type(joined.keys(), tc.KeysView)
+    assert_type(joined.schema, dict[str, tc.TensorSchema])
+    assert_type(joined.fingerprint, dict[str, object])
+    assert_type(joined.io, tuple[tc.Io, ...])
+    assert_type(joined.read_batch([0, 2], return_info=True), tuple[Any, tc.BatchInfo])
+    either: tc.Cache = cache if len(cache) > 8 else joined
+    assert_type(either.read_members([0], "json"), list[bytes])
+    assert_type(either[:4], tc.Cache)
+    with tc.join([cache]) as one:
+        assert_type(one, tc.JoinedCache)
+
+
+def train(folder: Path) -> None:
+    cache = tc.open(folder)
+    loader = tc.Loader(cache, batch_size=2, shuffle=True, collate={"x": "pad"})
+    assert_type(loader, tc.Loader)
+    assert_type(iter(loader), Iterator[Any])
+    assert_type(loader.with_info(), Iterable[tuple[Any, tc.BatchInfo]])
+    for batch, info in loader.with_info():
+        assert_type(batch, Any)
+        assert_type(info, tc.BatchInfo)
+    torch_loader = tc.torch_loader(cache, 2, collate="list")
+    assert_type(torch_loader, tc.TorchLoader)
+    rows: DataLoader[Any] = torch_loader
+    assert_type(len(rows), int)
+    assert_type(len(loader), int)
+    assert_type(loader.epoch, int)
+
+
+def build(folder: Path, other: Path) -> None:
+    def encode(items: list[Any]) -> list[Sample]:
+        return [{"y": torch.tensor(float(item))} for item in items]
+
+    built = tc.build(
+        range(8), encode, other, fingerprint={"model": "y"}, keys=[f"{i}" for i in range(8)], progress=False
+    )
+    assert_type(built, tc.TensorCache)
+    tc.drop(other, other.with_name("fewer"), ["1"])
+    report = tc.verify(folder)
+    assert_type(report, tc.Report)
+    assert_type(report.faults, list[tc.Fault])
+    assert_type(report.ok, bool)
+    assert_type(tc.repair(folder, folder.with_name("repaired")), tc.RepairReport)
+
+
+def stream(folder: Path) -> None:
+    assert_type(tc.decode(), tc.Decode)
+    assert_type(tc.tarfile_to_samples(), tc.TarSamples)
+    assert_type(tc.encoder(), Callable[[dict[str, Any]], dict[str, Any]])
+    assert_type(tc.ResumablePipeline(folder), tc.ResumablePipeline)
+
+
+def dali(folder: Path) -> None:
+    import dali_plugin
+
+    source = dali_plugin.TensorCacheSource(tc.open(folder)[::2], batch_size=2)
+    assert_type(source, dali_plugin.TensorCacheSource)
+    assert_type(source.num_batches, int)
+    assert_type(source.tensors, list[str])
+
+
+if __name__ == "__main__":
+    here = Path(sys.argv[1])
+    write(here / "cache")
+    build(here / "cache", here / "built")
+    for use in (read, batches, train, stream):
+        use(here / "cache")
+    join(here / "cache", here / "built")
+    if "dali" in sys.argv[2:]:
+        dali(here / "cache")

@@ -1,0 +1,114 @@
+"""`mypy --strict` on a user's script: every call has its type, and no `Any` but for what a sample has."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = Path(__file__).with_name("script.py")
+
+# what each gives is part of a sample, or made of samples
+OF_SAMPLES = ["cache[0]", "cache.read_batch([0])", "cache.read_tensors([0])", "next(iter(loader))", "joined[0]"]
+TYPED = [
+    "cache",
+    "cache[1:]",
+    "cache.keys()",
+    "cache.keys()[0]",
+    "cache.schema['x']",
+    "cache.schema['x'].shape",
+    "cache.schema['x'].nbytes",
+    "cache.io",
+    "cache.members",
+    "cache.fingerprint",
+    "cache.num_shards",
+    "cache.read_members([0], 'jpg')",
+    "cache.read_batch([0], collate=len)",
+    "cache.read_batch([0], return_info=True)[1]",
+    "info.indices",
+    "info.keys",
+    "info.shapes",
+    "info.is_padding",
+    "info.source",
+    "info.step",
+    "joined",
+    "joined.schema",
+    "joined.io",
+    "joined.fingerprint",
+    "loader",
+    "len(loader)",
+    "loader.epoch",
+    "tc.pad(to=4)",
+    "tc.torch_loader(cache, 4)",
+    "tc.build([1], list, 'x', fingerprint={})",
+    "tc.drop('a', 'b', ['k'])",
+    "tc.verify('a')",
+    "tc.verify('a').faults",
+    "tc.verify('a').faults[0].kind",
+    "tc.repair('a', 'b')",
+    "tc.decode()",
+    "tc.tarfile_to_samples()",
+    "tc.write_index('a.tar')",
+    "dali_plugin.TensorCacheSource(cache, batch_size=4)",
+    "dali_plugin.TensorCacheSource(cache, batch_size=4).tensors",
+]
+REVEAL = """
+import dali_plugin
+import wds_tensorcache as tc
+
+cache = tc.open("cache")
+joined = tc.join([cache])
+loader = tc.Loader(cache, 4)
+_, info = next(iter(loader.with_info()))
+"""
+
+
+def check(path: Path) -> subprocess.CompletedProcess[str]:
+    """Run mypy as the project does, with its cache of torch's types."""
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", str(path)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_a_script_is_typed() -> None:
+    done = check(SCRIPT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stdout
+
+
+@pytest.mark.slow
+def test_a_wrong_script_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.py"
+    lines = [
+        "cache.reed_batch([0])",
+        "info.indizes",
+        "cache.keys()[0] + 1",
+        "tc.open(3)",
+        "tc.join(cache, how='outer')",
+    ]
+    path.write_text(REVEAL + "\n".join(lines))
+    assert check(path).stdout.count("error: ") >= len(lines)
+
+
+@pytest.mark.slow
+def test_nothing_is_any_but_samples(tmp_path: Path) -> None:
+    path = tmp_path / "reveal.py"
+    expressions = OF_SAMPLES + TYPED
+    path.write_text(REVEAL + "\n".join(f"reveal_type({expression})" for expression in expressions))
+    notes = [line for line in check(path).stdout.splitlines() if "Revealed type is" in line]
+    assert len(notes) == len(expressions)
+    for expression, note in zip(expressions, notes, strict=True):
+        # a sample's type is a parameter of the cache's
+        found = note.partition("Revealed type is ")[2].replace("Cache[Any]", "Cache")
+        assert ("Any" in found) == (expression in OF_SAMPLES), f"{expression}: {found}"
+
+
+def test_the_script_runs(tmp_path: Path) -> None:
+    extra = ["dali"] if importlib.util.find_spec("nvidia.dali") else []
+    command = [sys.executable, "-W", "error", str(SCRIPT), str(tmp_path), *extra]
+    subprocess.run(command, cwd=ROOT, check=True, env=None, timeout=300)

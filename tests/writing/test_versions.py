@@ -1,0 +1,735 @@
+"""Versions of caches: what is right is reused, what is not is computed, and killed anywhere nothing is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import shutil
+import signal
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wds_tensorcache as tc
+from tests.children import limit_descriptors, run_in_child
+from tests.kills import compare
+from tests.same import assert_same
+from tests.writing.test_build import COUNT, MADE, build, counted, double
+from wds_tensorcache.shards.footer import build_footer
+from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.lookup import Keys
+from wds_tensorcache.shards.manifest import read_manifest
+from wds_tensorcache.storage.files import ShardFile
+
+STEPS = ("mkdir", "link", "replace", "rename", "remove", "unlink", "rmdir", "fsync", "writev")  # what changes a disk
+
+
+def items(values: dict[str, int]) -> list[dict[str, Any]]:
+    return [{"__key__": key, "value": value} for key, value in values.items()]
+
+
+def numbered(count: int = COUNT, **changed: int) -> dict[str, int]:
+    """Return values by key: `k000`, `k001`, …, with some of them changed."""
+    return {f"k{i:03d}": i for i in range(count)} | changed
+
+
+def digest(item: dict[str, Any]) -> str:
+    return f"v{item['value']}"
+
+
+def make(values: dict[str, int], out: Path, fn: Any = double, **options: Any) -> None:
+    build(items(values), out, fn, digest=digest, **options).close()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def by_key(folder: Path) -> dict[str, dict[str, bytes]]:
+    """Return what a stock reader of tars finds: every member of every sample."""
+    found: dict[str, dict[str, bytes]] = {}
+    for entry in read_manifest(str(folder / "manifest.json"))[0]:
+        with tarfile.open(folder / entry.url) as archive:
+            for member in archive:
+                if member.isreg():
+                    key, suffix = member.name.split(".", 1)
+                    found.setdefault(key, {})[suffix] = archive.extractfile(member).read()  # type: ignore[union-attr]
+    return found
+
+
+def check(folder: Path, values: dict[str, int], order: list[str]) -> None:
+    """Assert that a cache has these samples in this order, and right sidecars."""
+    report = tc.verify(folder)
+    assert report.ok, str(report)
+    with tc.open(folder, expect=MADE) as cache:
+        assert list(cache.keys()) == order
+        for i, key in enumerate(order):
+            assert_same(double([{"value": values[key]}])[0], tc.realize(cache[i]))
+            assert_same(tc.realize(cache[i]), tc.realize(cache[key]))
+    assert list(by_key(folder)) == order
+    for entry in read_manifest(str(folder / "manifest.json"))[0]:
+        path = folder / entry.url
+        file, idx = ShardFile(str(path)), path.with_suffix(".idx").read_bytes()
+        found = tc.write_index(shutil.copy(path, folder.parent / "again.tar"))
+        assert (folder.parent / "again.idx").read_bytes() == idx
+        assert repr(found) == repr(scan_shard(file.read, file.nbytes))
+        assert entry.num_samples == len(found.keys)
+    for name in ("again.tar", "again.tar.index", "again.idx"):
+        (folder.parent / name).unlink(missing_ok=True)
+
+
+def is_killed(work: Callable[[], Any], kill_after_s: float | None = None) -> bool:
+    """Return whether work in a child was killed, by itself or after some seconds."""
+    code = run_in_child(work, kill_after_s)
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
+def stop_at(step: int) -> None:
+    """Let this process be killed instead of its `step`-th call that changes a disk."""
+    left = [step]
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def stop_or_call(*arguments: Any, **options: Any) -> Any:
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            return call(*arguments, **options)
+
+        return stop_or_call
+
+    for name in STEPS:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+GENERATIONS = [
+    numbered(k003=103, k007=107, k008=108) | {"n0": 50, "n1": 51},
+    {key: value for key, value in (numbered(k003=103, k011=111) | {"n1": 51, "n2": 52}).items() if key != "k005"},
+    {key: value + 1 for key, value in numbered(20).items()} | {f"m{i}": i for i in range(12)},
+    {"m3": 3, "k019": 20},
+]
+
+
+def test_generations(tmp_path: Path) -> None:
+    """Each from the one before: byte for byte what stays, index for index where nothing went."""
+    old_values, order, before = numbered(), list(numbered()), tmp_path / "0"
+    make(old_values, before)
+    for generation, values in enumerate(GENERATIONS, 1):
+        out, kept = tmp_path / f"{generation}", contents(before)
+        fn, called = counted()
+        make(values, out, fn, reuse=before)
+        stale = [key for key, value in values.items() if old_values.get(key) != value]
+        assert called == [values[key] for key in stale]
+        gone = [key for key in order if key not in values]
+        order = [key for key in order if key in values] + [key for key in stale if key not in old_values]
+        check(out, values, order)
+        assert contents(before) == kept
+        found, old = by_key(out), by_key(before)
+        assert {key: found[key] for key in found if key not in stale} == {
+            key: old[key] for key in old if key not in stale and key not in gone
+        }
+        for entry in read_manifest(str(before / "manifest.json"))[0]:
+            with tarfile.open(before / entry.url) as archive:
+                keys = {name.split(".")[0] for name in archive.getnames()}
+            is_same = not keys & {*stale, *gone}
+            assert (keys <= {*gone}) != (out / entry.url).exists()
+            if keys - {*gone}:
+                assert os.path.samefile(before / entry.url, out / entry.url) == is_same
+        old_values, before = values, out
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "3", "4"]
+
+
+def test_drop(tmp_path: Path) -> None:
+    make(numbered(), tmp_path / "0")
+    gone = ["k000", "k007", *(f"k{i:03d}" for i in range(10, 15)), "k022"]
+    kept = contents(tmp_path / "0")
+    tc.drop(tmp_path / "0", tmp_path / "1", gone)
+    left = {key: value for key, value in numbered().items() if key not in gone}
+    check(tmp_path / "1", left, list(left))
+    assert contents(tmp_path / "0") == kept
+    assert [os.stat(tmp_path / "1" / f"00000{i}.tar").st_nlink for i in (0, 1, 3, 4)] == [1, 1, 2, 1]
+    # as a build of the remaining items makes it, and in two steps as in one
+    make(left, tmp_path / "2", reuse=tmp_path / "0")
+    compare(tmp_path / "2", tmp_path / "1")
+    tc.drop(tmp_path / "0", tmp_path / "3", gone[:3])
+    tc.drop(tmp_path / "3", tmp_path / "4", iter(gone[3:]))
+    compare(tmp_path / "4", tmp_path / "1")
+    for keys, error, message in (
+        (["k001", "no"], KeyError, "no sample 'no'"),
+        ([5], KeyError, "no sample 5"),
+        ("k001", TypeError, "expected a collection of keys"),
+        (list(numbered()), ValueError, "no sample would be left"),
+    ):
+        with pytest.raises(error, match=message):
+            tc.drop(tmp_path / "0", tmp_path / "5", keys)
+    with pytest.raises(FileExistsError, match="is not empty"):
+        tc.drop(tmp_path / "0", tmp_path / "4", ["k001"])
+    tc.drop(tmp_path / "0", tmp_path / "5", [])
+    compare(tmp_path / "5", tmp_path / "0")
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("options", [{"footer": False}, {"manifest": False}, {"dali_index": False}], ids=str)
+def test_options_of_the_writer(tmp_path: Path, options: dict[str, Any]) -> None:
+    make(numbered(), tmp_path / "0", **options)
+    for i, values in enumerate((numbered(30, k002=102), numbered(28, k002=102, k029=129)), 1):
+        make(values, tmp_path / f"{i}", reuse=tmp_path / f"{i - 1}", **options)
+        assert tc.verify(tmp_path / f"{i}").num_samples == len(values)
+        with tc.open(tmp_path / f"{i}", expect=MADE) as cache:
+            assert {key: cache[key]["of"] for key in values} == values
+            assert len(cache) == len(values)
+        assert bool(list((tmp_path / f"{i}").glob("*.idx"))) == options.get("dali_index", True)
+
+
+def test_what_is_beside_shards(tmp_path: Path) -> None:
+    """Shards keep their kind: with or without footer, sidecar and `.idx`."""
+    make(numbered(), tmp_path / "0", footer=False, dali_index=False)
+    tc.write_index(tmp_path / "0" / "000001.tar", dali_index=False)
+    tc.drop(tmp_path / "0", tmp_path / "1", ["k007"])
+    names = ["000001.tar.index", *(f"00000{i}.tar" for i in range(5)), "manifest.json"]
+    assert sorted(os.listdir(tmp_path / "1")) == sorted(names)
+    assert tc.verify(tmp_path / "1").num_samples == COUNT - 1
+    assert tc.open(tmp_path / "1", expect=MADE).fingerprint == MADE
+    make(numbered(k021=5), tmp_path / "2", reuse=tmp_path / "1")
+    assert tc.verify(tmp_path / "2").num_samples == COUNT
+    assert not (tmp_path / "2" / "000000.idx").exists()
+    make(numbered(k001=5), tmp_path / "3", reuse=tmp_path / "2", manifest=False)
+    assert tc.open(tmp_path / "3", expect=MADE)["k001"]["of"] == 5  # in the manifest, which a version always has
+
+
+# --- killed ---
+
+
+@pytest.mark.parametrize(
+    ("values", "stride"), list(zip(GENERATIONS, (1, 5, 9), strict=False)), ids=["changed", "gone", "all"]
+)
+def test_killed_at_every_step(tmp_path: Path, values: dict[str, int], stride: int) -> None:
+    """The old folder stays; the new one is absent or complete; what was finished is not computed again."""
+    make(numbered(), tmp_path / "old")
+    make(values, tmp_path / "whole", reuse=tmp_path / "old", max_samples=3)
+    kept, whole = contents(tmp_path / "old"), contents(tmp_path / "whole")
+    step, num_both, least = 0, 0, len(values)
+
+    def rebuild(out: Path, fn: Any = double) -> None:
+        make(values, out, fn, reuse=tmp_path / "old", max_samples=3)
+
+    while True:
+        out = tmp_path / f"{step}" / "new"
+        out.parent.mkdir()
+
+        def work(out: Path = out, step: int = step) -> None:
+            stop_at(step)
+            rebuild(out)
+
+        was_killed = is_killed(work)
+        assert contents(tmp_path / "old") == kept
+        assert not out.exists() or contents(out) == whole
+        num_both += out.exists()
+        if was_killed and step % 2:
+            is_killed(lambda out=out: (stop_at(7), rebuild(out)))  # type: ignore[misc]
+            assert not out.exists() or contents(out) == whole
+        fn, called = counted()
+        rebuild(out, fn)
+        least = min(least, len(called))
+        assert contents(out) == whole
+        assert os.listdir(out.parent) == ["new"]
+        shutil.rmtree(out.parent)
+        if not was_killed:
+            break
+        step += stride
+    assert step > 30
+    assert num_both > 1 or stride > 1
+    assert least == 0
+
+
+def test_drop_killed_at_every_step(tmp_path: Path) -> None:
+    make(numbered(), tmp_path / "old")
+    gone = ["k000", "k007", *(f"k{i:03d}" for i in range(10, 15))]
+    tc.drop(tmp_path / "old", tmp_path / "whole", gone)
+    kept, whole, out = contents(tmp_path / "old"), contents(tmp_path / "whole"), tmp_path / "x" / "new"
+    step = 0
+    while is_killed(lambda: (stop_at(step), tc.drop(tmp_path / "old", out, gone))):  # noqa: B023 called here
+        assert contents(tmp_path / "old") == kept
+        if out.exists():
+            assert contents(out) == whole
+            shutil.rmtree(out)
+        assert len(list(out.parent.glob(".new.*") if out.parent.exists() else [])) <= 1
+        step += 1
+    assert step > 20
+    assert contents(out) == whole
+    assert os.listdir(out.parent) == ["new"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random(tmp_path: Path, seed: int) -> None:
+    """Three generations in a row, each killed until it is there."""
+    chance, before = random.Random(seed), tmp_path / "0"
+    make(numbered(), before)
+    shutil.copytree(before, tmp_path / "whole0")
+    for generation, values in enumerate(GENERATIONS[:3], 1):
+        whole, out = tmp_path / f"whole{generation}", tmp_path / f"{generation}"
+        make(values, whole, reuse=tmp_path / f"whole{generation - 1}", max_samples=3)
+        kept, longest = contents(before), 0.05
+
+        def work(out: Path = out, before: Path = before, values: dict[str, int] = values) -> None:
+            make(values, out, lambda batch: (time.sleep(0.004), double(batch))[1], reuse=before, max_samples=3)
+
+        while is_killed(work, chance.uniform(0, longest)):
+            assert contents(before) == kept
+            assert not out.exists() or contents(out) == contents(whole)
+            longest *= 1.1
+        compare(out, whole)
+        before = out
+    work()  # what a killed one left beside its complete folder goes
+    assert sorted(os.listdir(tmp_path)) == sorted(f"{name}{i}" for name in ("", "whole") for i in range(4))
+
+
+class Broken(Exception):
+    pass
+
+
+def broken_at(count: int, before: Callable[[], None] = lambda: None) -> tuple[Any, list[int]]:
+    """Return a function that fails at its `count`-th item, and what it was called with."""
+    called: list[int] = []
+
+    def fn(batch: list[dict[str, Any]]) -> list[Any]:
+        if len(called) >= count:
+            before()
+            raise Broken
+        called.extend(item["value"] for item in batch)
+        return double(batch)
+
+    return fn, called
+
+
+def test_what_was_computed_is_not_lost(tmp_path: Path) -> None:
+    """Also where items have changed again, or another folder is reused; another fingerprint begins again."""
+    make(numbered(), tmp_path / "0")
+    values = numbered(43, k001=101, k002=102)
+    fn, called = broken_at(12)
+    with pytest.raises(Broken) as caught:
+        make(values, tmp_path / "1", fn, reuse=tmp_path / "0")
+    assert len(called) == 12
+    if sys.version_info >= (3, 11):
+        assert "10 samples of this call; called again, it resumes there" in caught.value.__notes__[0]
+    assert sorted(os.listdir(tmp_path)) == [".1.building", "0"]
+    values["k002"], values["k025"] = 202, 225  # computed, and stale by now
+    del values["k026"]
+    make(numbered(k001=7), tmp_path / "other", reuse=tmp_path / "0")
+    fn, called = counted()
+    make(values, tmp_path / "1", fn, reuse=tmp_path / "other")
+    assert {202, 225} <= set(called)
+    assert not {101, 23, 24} & set(called[4:])
+    check(tmp_path / "1", values, list(tc.open(tmp_path / "1").keys()))
+    assert set(tc.open(tmp_path / "1").keys()) == set(values)
+    assert list(tc.open(tmp_path / "1").keys())[:COUNT] == list(numbered())
+
+    fn, _ = broken_at(8)
+    with pytest.raises(Broken):
+        make(values, tmp_path / "2", fn, reuse=tmp_path / "other")
+    build(items(numbered()), tmp_path / "x", digest=digest, fingerprint={"model": 2}).close()
+    fn, called = counted()
+    build(items(values), tmp_path / "2", fn, digest=digest, fingerprint={"model": 2}, reuse=tmp_path / "x").close()
+    assert sorted(called) == sorted(value for key, value in values.items() if numbered().get(key) != value)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_batches_stay_the_same_ones(tmp_path: Path) -> None:
+    def grouped(batch: list[dict[str, Any]]) -> list[Any]:
+        return [{"of": item["value"], "with": [other["value"] for other in batch]} for item in batch]
+
+    def fails_at(value: int) -> Any:
+        def fn(batch: list[dict[str, Any]]) -> list[Any]:
+            if any(item["value"] == value for item in batch):
+                raise Broken
+            return grouped(batch)
+
+        return fn
+
+    make(numbered(), tmp_path / "0", grouped)
+    values = {key: value + 100 * (value % 3 == 0) for key, value in numbered(35).items()}
+    make(values, tmp_path / "whole", grouped, reuse=tmp_path / "0", max_samples=3)
+    stale = [value for key, value in values.items() if numbered().get(key) != value]
+    for first, second in zip(stale, stale[5:] + stale[-5:], strict=True):
+        for value in (first, second):
+            with pytest.raises(Broken):
+                make(values, tmp_path / f"{first}", fails_at(value), reuse=tmp_path / "0", max_samples=3)
+        make(values, tmp_path / f"{first}", grouped, reuse=tmp_path / "0", max_samples=3)
+        compare(tmp_path / f"{first}", tmp_path / "whole")
+
+
+# --- several calls at once ---
+
+
+def test_readers_of_both(tmp_path: Path) -> None:
+    """Open before, during and after; a loader's state goes over where only values changed."""
+    make(numbered(), tmp_path / "0")
+    values = numbered(k002=102, k019=119)
+    with tc.open(tmp_path / "0") as cache:
+        loader = tc.Loader(cache, batch_size=4, shuffle=True, seed=3)
+        stream = iter(loader.with_info())
+        first = [next(stream)[1].keys for _ in range(2)]
+        state = loader.state_dict()
+        fn, _ = broken_at(0, lambda: assert_same(tc.realize(cache["k002"]), double([{"value": 2}])[0]))
+        with pytest.raises(Broken):
+            make(values, tmp_path / "1", fn, reuse=tmp_path / "0")
+        make(values, tmp_path / "1", reuse=tmp_path / "0")
+        assert cache["k019"]["of"] == 19
+        rest = [info.keys for _, info in stream]
+    with tc.open(tmp_path / "1") as cache:
+        resumed = tc.Loader(cache, batch_size=4, shuffle=True, seed=3)
+        resumed.load_state_dict(state)
+        assert [info.keys for _, info in resumed.with_info()] == rest
+        assert cache["k019"]["of"] == 119
+    assert len(first) == 2
+
+
+def test_an_old_one_that_is_being_written(tmp_path: Path) -> None:
+    """Shards that a killed build finished are not computed again."""
+    sink = tc.ShardWriter(tmp_path / "0", max_samples=5, fingerprint=MADE, fsync=False)
+    for i in range(13):
+        sink.write(f"k{i:03d}", double([{"value": i}])[0], **{"digest.txt": f"v{i}"})
+    fn, called = counted()
+    make(numbered(13), tmp_path / "1", fn, reuse=tmp_path / "0")
+    assert called == [10, 11, 12]
+    sink.close()
+    assert len(tc.open(tmp_path / "0")) == 13
+    check(tmp_path / "1", numbered(), list(numbered(13)))
+    fn, called = counted()
+    make(numbered(13), tmp_path / "2", fn, reuse=tmp_path / "0")
+    assert called == []
+
+
+def test_a_living_call_is_left_alone(tmp_path: Path) -> None:
+    make(numbered(), tmp_path / "0")
+    values, refused = numbered(30), []
+
+    def fn(batch: list[dict[str, Any]]) -> list[Any]:
+        with pytest.raises(FileExistsError, match=f"process {os.getpid()} on .* is writing"):
+            make(values, tmp_path / "1", reuse=tmp_path / "0")
+        tc.drop(tmp_path / "0", tmp_path / "2", ["k000"])
+        shutil.rmtree(tmp_path / "2")
+        refused.append(len(batch))
+        return double(batch)
+
+    make(values, tmp_path / "1", fn, reuse=tmp_path / "0")
+    assert sum(refused) == 7
+    check(tmp_path / "1", values, list(values))
+
+
+def test_an_old_one_that_changes_meanwhile(tmp_path: Path) -> None:
+    """A shard that another one replaces is not taken for the one that was indexed."""
+    make(numbered(), tmp_path / "0")
+
+    def replace() -> None:
+        make(numbered(9), tmp_path / "x", max_samples=9)
+        os.replace(tmp_path / "x" / "000000.tar", tmp_path / "0" / "000004.tar")
+
+    def fn(batch: list[dict[str, Any]]) -> list[Any]:
+        replace()
+        return double(batch)
+
+    with pytest.raises(tc.FormatError, match=r"000004\.tar: the shard was changed"):
+        make(numbered(24), tmp_path / "1", fn, reuse=tmp_path / "0")
+    assert not (tmp_path / "1").exists()
+
+
+def test_nothing_writes_into_a_shared_shard(tmp_path: Path) -> None:
+    """A change to a shard of one version leaves the other version as it is."""
+    make(numbered(), tmp_path / "0", footer=False)
+    make(numbered(24), tmp_path / "1", reuse=tmp_path / "0")
+    kept = contents(tmp_path / "0")
+    shard = tmp_path / "1" / "000000.tar"
+    assert os.path.samefile(shard, tmp_path / "0" / "000000.tar")
+    tc.write_index(shard, footer=True)
+    assert not os.path.samefile(shard, tmp_path / "0" / "000000.tar")
+    assert contents(tmp_path / "0") == kept
+    assert tc.verify(tmp_path / "1").ok
+    link = tmp_path / "link.tar"
+    link.symlink_to(tmp_path / "1" / "000001.tar")
+    tc.write_index(link, footer=True)
+    assert link.is_symlink()
+    assert contents(tmp_path / "0") == kept
+    tc.repair(tmp_path / "1", tmp_path / "mended")
+    with tc.ShardWriter(tmp_path / "1", overwrite=True, fingerprint=MADE, fsync=False) as sink:
+        sink.write("a", {"x": 1})
+    make(numbered(40), tmp_path / "0")  # resumes there
+    assert {name: raw for name, raw in contents(tmp_path / "0").items() if name in kept and name[0] == "0"} == {
+        name: raw for name, raw in kept.items() if name[0] == "0"
+    }
+    assert tc.verify(tmp_path / "0").ok
+    assert tc.verify(tmp_path / "mended").ok
+
+
+# --- what is there ---
+
+
+def test_out_is_there(tmp_path: Path) -> None:
+    """A complete version is opened; one of other items, or anything else, is refused, and nothing is computed."""
+    make(numbered(), tmp_path / "0")
+    values = numbered(25, k004=104)
+    make(values, tmp_path / "1", reuse=tmp_path / "0")
+    kept = contents(tmp_path / "1")
+    fn, called = counted()
+    for reuse in ("0", "nowhere"):  # it is complete: the old one is not needed any more
+        make(values, tmp_path / "1", fn, reuse=tmp_path / reuse)
+    for other, message in (
+        (numbered(25), "1 of 25 items have changed"),
+        (numbered(26, k004=104), "1 of 26 items have changed"),
+        (numbered(24, k004=104), "0 of 24 items have changed .* 1 samples have no item"),
+    ):
+        with pytest.raises(tc.StaleCacheError, match=rf"{message}.*reuse='{tmp_path / '1'}'"):
+            make(other, tmp_path / "1", fn, reuse=tmp_path / "0")
+    with pytest.raises(ValueError, match="expected a folder, or a pattern with a number"):
+        make(values, tmp_path / "2" / "x.tar", fn, reuse=tmp_path / "0")
+    with pytest.raises(ValueError, match="is out itself"):
+        make(values, tmp_path / "0", fn, reuse=tmp_path / "1" / ".." / "0")
+    with pytest.raises(tc.StaleCacheError, match="expected revision=2"):
+        make(values, tmp_path / "2", fn, reuse=tmp_path / "0", fingerprint=MADE | {"revision": 2})
+    build(items(numbered(3)), tmp_path / "more", digest=digest, fingerprint=MADE | {"more": 1}).close()
+    with pytest.raises(tc.StaleCacheError, match=r"was made with .*'more': 1.*new samples are made with"):
+        make(values, tmp_path / "2", fn, reuse=tmp_path / "more")
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        make(values, tmp_path / "2", fn, reuse=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="expected a folder"):
+        make(values, tmp_path / "2", fn, reuse=tmp_path / "0" / "000000.tar")
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "mine").write_text("mine")
+    with pytest.raises(FileNotFoundError, match=r"neither manifest\.json nor"):
+        make(values, tmp_path / "3", fn, reuse=tmp_path / "0")
+    assert called == []
+    assert contents(tmp_path / "1") == kept
+    (tmp_path / "4").mkdir(mode=0o750)
+    make(values, tmp_path / "4", reuse=tmp_path / "0")
+    compare(tmp_path / "4", tmp_path / "1")
+    assert (tmp_path / "4").stat().st_mode & 0o777 == 0o750
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_damaged_old_one(tmp_path: Path) -> None:
+    make(numbered(), tmp_path / "0")
+    path = tmp_path / "0" / "000001.tar"
+    whole = path.read_bytes()
+    for damaged in (whole[:3000], whole + bytes(512) + b"x" * 512):
+        path.write_bytes(damaged)
+        for work in (
+            lambda: make(numbered(30), tmp_path / "1", reuse=tmp_path / "0"),
+            lambda: tc.drop(tmp_path / "0", tmp_path / "1", ["k000"]),
+        ):
+            with pytest.raises(tc.FormatError, match=r"000001\.tar"):
+                work()
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"000001\.tar"):
+        make(numbered(30), tmp_path / "1", reuse=tmp_path / "0")
+    assert os.listdir(tmp_path) == ["0"]
+
+
+def test_an_index_of_other_samples(tmp_path: Path) -> None:
+    """A sample that the index alone has can neither go nor change."""
+    make(numbered(4), tmp_path / "0")
+    path = tmp_path / "0" / "000000.tar"
+    index = tc.write_index(shutil.copy(path, tmp_path / "x.tar"))
+    text = np.frombuffer(index.keys.text.tobytes().replace(b"k001", b"x001"), np.uint8)
+    lying = dataclasses.replace(index, keys=Keys(text, index.keys.ends), fingerprint=MADE)
+    path.write_bytes(path.read_bytes()[: index.end + 1024] + build_footer(lying))
+    for name in ("x.tar", "x.tar.index", "x.idx"):
+        (tmp_path / name).unlink()
+    with pytest.raises(tc.FormatError, match=r"000000\.tar: the index has other samples than the shard"):
+        tc.drop(tmp_path / "0", tmp_path / "1", ["x001"])
+    assert os.listdir(tmp_path) == ["0"]
+
+
+def test_few_descriptors(tmp_path: Path) -> None:
+    """Many shards of computed samples are not open at once."""
+    make(numbered(120), tmp_path / "0", max_samples=200)
+    values = {key: value + 1 for key, value in numbered(120).items()}
+
+    def work() -> None:
+        limit_descriptors(45)
+        make(values, tmp_path / "1", reuse=tmp_path / "0", max_samples=1)
+
+    assert run_in_child(work) == 0
+    check(tmp_path / "1", values, list(values))
+
+
+def test_without_digests_keys_decide(tmp_path: Path) -> None:
+    build(items(numbered()), tmp_path / "0").close()
+    fn, called = counted()
+    build(items(numbered(25, k001=101)), tmp_path / "1", fn, reuse=tmp_path / "0").close()
+    assert called == [23, 24]
+    fn, called = counted()
+    make(numbered(), tmp_path / "2", fn, reuse=tmp_path / "0")  # no sample says what it was made of
+    assert called == list(range(COUNT))
+    names = [f"{i}" for i in range(COUNT)]
+    build(range(COUNT), tmp_path / "3", lambda batch: [{"of": i} for i in batch], keys=names).close()
+    build(range(COUNT), tmp_path / "4", lambda batch: 1 / 0, keys=names, reuse=tmp_path / "3").close()
+    assert os.path.samefile(tmp_path / "3" / "000000.tar", tmp_path / "4" / "000000.tar")
+
+
+def test_names_of_new_shards(tmp_path: Path) -> None:
+    """As the old ones, in their folder, or as `out` says; readers number them after the old ones."""
+    folder = tmp_path / "0"
+    build(items(numbered(6)), folder / "train-%04d.tar", digest=digest, max_samples=3).close()
+    make(numbered(7), tmp_path / "1", reuse=folder)
+    assert (tmp_path / "1" / "train-0002.tar").exists()
+    build(items(numbered(7)), tmp_path / "2" / "more-%d.tar", digest=digest, reuse=folder).close()
+    assert (tmp_path / "2" / "more-0.tar").exists()
+    assert list(tc.open(tmp_path / "2").keys()) == list(numbered(7))
+    with pytest.raises(ValueError, match="has more-0.tar, which is none of"):
+        make(numbered(7), tmp_path / "2")
+    (folder / "sub").mkdir()
+    for name in ("train-0000", "train-0001"):
+        for kind in ("tar", "idx"):
+            (folder / f"{name}.{kind}").rename(folder / "sub" / f"{name}.{kind}")
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"train-000', '"./sub/train-000'))
+    make(numbered(8, k001=9), tmp_path / "3", reuse=folder)
+    assert sorted(contents(tmp_path / "3")) == sorted(
+        ["manifest.json", *(f"sub/train-000{i}.{kind}" for i in range(3) for kind in ("tar", "idx"))]
+    )
+    check(tmp_path / "3", numbered(k001=9), list(numbered(8)))
+    manifest.write_text(manifest.read_text().replace("./sub", f"{tmp_path}/1"))
+    for i in range(2):
+        os.utime(tmp_path / "1" / f"train-000{i}.tar")
+    with pytest.raises(ValueError, match="expected a folder with all shards of a cache in it"):
+        make(numbered(8), tmp_path / "4", reuse=folder)
+
+
+def test_members_of_other_writers(tmp_path: Path) -> None:
+    """Several caches, images, members of no sample, links and pax headers: what stays is byte for byte the same."""
+    folder = tmp_path / "0"
+    folder.mkdir()
+    with tc.ShardWriter(tmp_path / "x.tar", manifest=False, dali_index=False, footer=False) as sink:
+        for i in range(6):
+            caches = {"a.tensorcache": {"x": i}, "b.tensorcache": [i]} if i % 2 else {"a.tensorcache": {"x": i}}
+            sink.write(f"s{i}", jpg=os.urandom(700), **caches)
+    link, folder_of = tarfile.TarInfo("link.jpg"), tarfile.TarInfo("d")
+    link.type, link.linkname, folder_of.type = tarfile.SYMTYPE, "s0.jpg", tarfile.DIRTYPE
+    with (
+        tarfile.open(tmp_path / "x.tar") as old,
+        tarfile.open(folder / "a.tar", "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "for all"}) as new,
+    ):
+        for number, member in enumerate(old.getmembers()):
+            if number in (3, 9):
+                new.addfile(link if number == 3 else folder_of)
+            member.mtime = 1.5  # needs a pax header
+            new.addfile(member, old.extractfile(member))
+        readme = tarfile.TarInfo("README")
+        new.addfile(readme)
+    tc.drop(folder, tmp_path / "1", ["s0", "s3"])
+    with tarfile.open(folder / "a.tar") as old, tarfile.open(tmp_path / "1" / "a.tar") as new:
+        kept = [member for member in old.getmembers() if member.name.split(".")[0] not in ("s0", "s3")]
+        assert [member.name for member in new.getmembers()] == [member.name for member in kept]
+        assert [member.mtime for member in new.getmembers()] == [member.mtime for member in kept]
+        assert new.pax_headers == {"comment": "for all"}
+        for member, other in zip(new.getmembers(), kept, strict=True):
+            if member.isreg():
+                assert new.extractfile(member).read() == old.extractfile(other).read()  # type: ignore[union-attr]
+    assert tc.verify(tmp_path / "1").num_samples == 4
+    assert list(tc.open(tmp_path / "1", cache="a").keys()) == ["s1", "s2", "s4", "s5"]
+    assert tc.open(tmp_path / "1", cache="b")["s5"] == [5]
+    assert not (tmp_path / "1" / "a.idx").exists()
+    tc.drop(tmp_path / "1", tmp_path / "2", ["s1", "s2", "s4", "s5"][1:])
+    assert tc.verify(tmp_path / "2").num_samples == 1
+
+
+def test_other_members_of_samples_stay(tmp_path: Path) -> None:
+    """Of those that stay; a build refuses caches that it would not make."""
+    with tc.ShardWriter(tmp_path / "0", fingerprint=MADE, fsync=False, max_samples=5) as sink:
+        for i in range(8):
+            sink.write(f"k{i:03d}", double([{"value": i}])[0], jpg=bytes([i]) * 999, **{"digest.txt": f"v{i}"})
+    make(numbered(8, k001=101), tmp_path / "1", reuse=tmp_path / "0")
+    found, old = by_key(tmp_path / "1"), by_key(tmp_path / "0")
+    assert {key: found[key] for key in found if key != "k001"} == {key: old[key] for key in old if key != "k001"}
+    assert set(found["k001"]) == {"skel.pyd", "safetensors", "digest.txt"}
+    with tc.ShardWriter(tmp_path / "named", fingerprint=MADE, fsync=False) as sink:
+        sink.write("k000", **{"a.tensorcache": 1, "b.tensorcache": 2})
+    with pytest.raises(ValueError, match=r"expected one cache without a name in every sample, got \['a', 'b'\]"):
+        make(numbered(8), tmp_path / "2", reuse=tmp_path / "named")
+    tc.drop(tmp_path / "1", tmp_path / "3", ["k007"])
+    assert by_key(tmp_path / "3") == {key: found[key] for key in found if key != "k007"}
+
+
+def test_one_key_in_several_shards(tmp_path: Path) -> None:
+    """One of them stays: the first that is right, or the first of all."""
+    for name, value in (("0.tar", 1), ("1.tar", 2), ("2.tar", 3)):
+        with tc.ShardWriter(tmp_path / "0" / name, fsync=False, fingerprint=MADE) as sink:
+            sink.write("a", double([{"value": value}])[0], **{"digest.txt": f"v{value}"})
+            sink.write(f"b{value}", double([{"value": value}])[0], **{"digest.txt": f"v{value}"})
+    others = {f"b{value}": value for value in (1, 2, 3)}
+    for value, order in ((2, ["b1", "a", "b2", "b3"]), (9, ["a", "b1", "b2", "b3"])):
+        make({"a": value} | others, tmp_path / f"{value}", reuse=tmp_path / "0")
+        check(tmp_path / f"{value}", {"a": value} | others, order)
+    tc.drop(tmp_path / "0", tmp_path / "none", ["a"])
+    assert list(tc.open(tmp_path / "none").keys()) == ["b1", "b2", "b3"]
+
+
+def test_links_to_shards(tmp_path: Path) -> None:
+    make(numbered(), tmp_path / "0")
+    for name in ("000001.tar", "000002.tar"):
+        shutil.move(tmp_path / "0" / name, tmp_path / name)
+        (tmp_path / "0" / name).symlink_to(tmp_path / name)
+    (tmp_path / "out").symlink_to(tmp_path / "there")
+    make(numbered(k006=106), tmp_path / "out", reuse=tmp_path / "0")
+    assert not (tmp_path / "there" / "000002.tar").is_symlink()
+    assert os.path.samefile(tmp_path / "there" / "000002.tar", tmp_path / "000002.tar")
+    check(tmp_path / "there", numbered(k006=106), list(numbered()))
+
+
+OTHER = Path("/dev/shm")
+
+
+@pytest.mark.skipif(
+    not os.access(OTHER, os.W_OK) or OTHER.stat().st_dev == Path("/tmp").stat().st_dev, reason="needs two file systems"
+)
+def test_across_file_systems(tmp_path: Path) -> None:
+    """Copies where there can be no links."""
+    other = OTHER / f"versions-{os.getpid()}"
+    try:
+        make(numbered(), other / "0")
+        make(numbered(25, k006=106), tmp_path / "1", reuse=other / "0", fsync=True)
+        make(numbered(25, k006=106), other / "1", reuse=other / "0")
+        compare(tmp_path / "1", other / "1")
+        assert os.stat(tmp_path / "1" / "000000.tar").st_nlink == 1
+        check(tmp_path / "1", numbered(25, k006=106), list(numbered(25)))
+    finally:
+        shutil.rmtree(other, ignore_errors=True)
+
+
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(numbered(), tmp_path / "0")
+    make(numbered(25), tmp_path / "1", reuse=tmp_path / "0")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    make(numbered(25), tmp_path / "2", reuse=tmp_path / "0")
+    compare(tmp_path / "2", tmp_path / "1")
+
+
+@pytest.mark.parametrize(
+    ("given", "digest_of", "error", "message"),
+    [
+        ({}, digest, ValueError, "the source has no items"),
+        ({"a.b": 1}, digest, tc.InvalidKeyError, "a dot in its last part"),
+        ({"new": 1}, lambda item: item["value"], TypeError, "digest returned a int"),
+        ({"new": 1}, lambda item: 1 / 0, ZeroDivisionError, "division"),
+    ],
+)
+def test_items_that_are_refused(
+    tmp_path: Path, given: dict[str, int], digest_of: Any, error: type[Exception], message: str
+) -> None:
+    make(numbered(), tmp_path / "0")
+    with pytest.raises(error, match=message):
+        build(items(given), tmp_path / "1", reuse=tmp_path / "0", digest=digest_of)
+    with pytest.raises(ValueError, match="two items have the key 'k001'"):
+        build(items(numbered(3)), tmp_path / "1", reuse=tmp_path / "0", digest=digest, keys=lambda item: "k001")
+    assert os.listdir(tmp_path) == ["0"]

@@ -1,0 +1,373 @@
+"""Shards by `ShardWriter`: when they roll over, what goes into them, and that nothing half done is ever in sight."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset as wds
+
+import wds_tensorcache as tc
+from tests.conftest import diffusion_sample
+from tests.same import assert_same
+from wds_tensorcache.shards.manifest import read_manifest
+
+
+def write(pattern: Path | str, count: int = 3, **options: Any) -> None:
+    with tc.ShardWriter(pattern, fsync=False, **options) as sink:
+        for i in range(count):
+            sink.write(f"{i:03d}", diffusion_sample(i), json={"label": i})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def listed(folder: Path) -> dict[str, int]:
+    return {entry.url: entry.num_samples for entry in read_manifest(str(folder / "manifest.json"))[0]}
+
+
+def assert_complete(folder: Path, sample: Any = diffusion_sample) -> list[str]:
+    """Assert that all the manifest lists is there and right; return the keys."""
+    cache = tc.open(folder)
+    keys = list(cache.keys())
+    for key in keys:
+        assert_same(sample(int(key)), cache[key])
+    cache.close()
+    return keys
+
+
+# --- when a shard ends ---
+
+
+def test_by_samples(tmp_path: Path) -> None:
+    write(tmp_path / "new" / "train-%04d.tar", count=7, max_samples=3)
+    assert listed(tmp_path / "new") == {"train-0000.tar": 3, "train-0001.tar": 3, "train-0002.tar": 1}
+    kinds = [f"train-{i:04d}.{kind}" for i in range(3) for kind in ("idx", "tar")]
+    assert names(tmp_path / "new") == ["manifest.json", *kinds]
+    assert assert_complete(tmp_path / "new") == [f"{i:03d}" for i in range(7)]
+
+
+def test_by_bytes(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "%d.tar", max_nbytes=100_000) as sink:
+        for i in range(5):
+            sink.write(str(i), torch.zeros(60_000 if i < 4 else 300_000, dtype=torch.uint8))
+    assert listed(tmp_path) == {"0.tar": 2, "1.tar": 2, "2.tar": 1}
+
+
+def test_one_shard_takes_all(tmp_path: Path) -> None:
+    write(tmp_path / "all.tar", count=7, max_samples=3, max_nbytes=1)
+    assert listed(tmp_path) == {"all.tar": 7}
+
+
+def test_without_samples(tmp_path: Path) -> None:
+    write(tmp_path / "%d.tar", count=0)
+    assert names(tmp_path) == []
+
+
+def test_options_leave_things_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write("x.tar", footer=False, dali_index=False, manifest=False)
+    assert names(tmp_path) == ["x.tar"]
+    plain = Path("x.tar").read_bytes()
+    write("x.tar", overwrite=True)
+    assert Path("x.tar").read_bytes().startswith(plain)
+    assert plain.endswith(bytes(1024))
+    assert names(tmp_path) == ["manifest.json", "x.idx", "x.tar"]
+    assert len(assert_complete(Path("."))) == 3
+
+
+def test_shards_that_are_there(tmp_path: Path) -> None:
+    write(tmp_path / "a-%03d.tar", count=4, max_samples=1)
+    write(tmp_path / "a-b-%03d.tar", count=1)
+    (tmp_path / "a-002.tar.index").write_bytes(b"old")
+    with pytest.raises(
+        FileExistsError, match="a-000.tar exists; pass overwrite=True or resume=True, or write to another folder"
+    ):
+        write(tmp_path / "a-%03d.tar")
+    write(tmp_path / "a-%03d.tar", count=2, max_samples=1, overwrite=True)
+    assert listed(tmp_path) == {"a-000.tar": 1, "a-001.tar": 1, "a-b-000.tar": 1}
+    assert not [name for name in names(tmp_path) if name.startswith(("a-002", "a-003"))]
+
+
+def test_a_shard_that_appears_meanwhile(tmp_path: Path) -> None:
+    sink = tc.ShardWriter(tmp_path / "%d.tar", max_samples=1)
+    sink.write("0", 0)
+    (tmp_path / "0.tar").write_bytes(b"mine")
+    with pytest.raises(FileExistsError, match=r"0\.tar exists; it was not there when this writer began"):
+        sink.write("1", 1)
+    (tmp_path / "1.tar").write_bytes(b"mine")
+    with pytest.raises(FileExistsError, match=r"1\.tar exists; it was not there when this writer began"):
+        sink.write("1", 1)
+    sink.close()
+    assert names(tmp_path) == ["0.tar", "1.tar"]
+    assert (tmp_path / "0.tar").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("pattern", ["%d-%d.tar", "a%d/%d.tar", "x-%s.tar", "100%.tar", "%5d.tar", "%%.tar"])
+def test_bad_patterns(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(ValueError, match="expected at most one number, such as %06d, in its last part"):
+        tc.ShardWriter(tmp_path / pattern)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["folder", "folder/", "with.dots-1.5", "there.tar"])
+def test_a_folder_is_a_pattern(tmp_path: Path, name: str) -> None:
+    (tmp_path / "there.tar").mkdir()
+    for path in (f"{tmp_path}/{name}", Path(tmp_path, name)):
+        with tc.ShardWriter(path, resume=True, max_samples=2, fsync=False) as sink:
+            for i in range(5):
+                sink.write(f"{i}", i)
+        assert names(tmp_path / name) == sorted(
+            [*(f"00000{i}.{kind}" for i in range(3) for kind in ("tar", "idx")), "manifest.json"]
+        )
+    assert len(tc.build(range(9), lambda items: items, f"{tmp_path}/b/built-%d.tar", fingerprint={}, fsync=False)) == 9
+    assert (tmp_path / "b" / "built-0.tar").exists()
+
+
+def test_one_default_of_samples_in_a_shard() -> None:
+    defaults = {inspect.signature(each).parameters["max_samples"].default for each in (tc.ShardWriter, tc.build)}
+    assert len(defaults) == 1
+
+
+@pytest.mark.parametrize("limit", ["max_samples", "max_nbytes"])
+def test_bad_limits(tmp_path: Path, limit: str) -> None:
+    with pytest.raises(ValueError, match=f"{limit}=0.*expected at least 1"):
+        tc.ShardWriter(tmp_path / "x.tar", **{limit: 0})  # type: ignore[arg-type]
+
+
+# --- what goes in ---
+
+
+def test_what_a_sample_may_have(tmp_path: Path) -> None:
+    caches = {"latent": {"x": torch.arange(3)}, "text-2": [np.arange(2.0)]}
+    with tc.ShardWriter(tmp_path / "x.tar") as sink:
+        sink.write("a", caches, txt="é", jpg=b"\xff", cls=True, json=[1, "é"], bin=memoryview(b"abcd")[::2])
+        sink.write("d/b", json="x", **{f"{name}.tensorcache": value for name, value in caches.items()}, JPG=b"")
+        sink.write("none", None)
+        sink.write("c", tensorcache=(), **{"x.y.json": {}, "other.safetensors": b"theirs"})
+        sink.write("plain", txt="alone")
+    a, b, none, c, plain = wds.DataPipeline(
+        wds.SimpleShardList([str(tmp_path / "x.tar")]), wds.tarfile_to_samples(), tc.decode()
+    )
+    assert_same(caches, a["tensorcache"])
+    assert [a[k] for k in ("txt", "jpg", "cls", "json", "bin")] == ["é", b"\xff", 1, [1, "é"], b"ac"]
+    assert_same(caches["latent"], b["latent.tensorcache"])
+    assert_same(caches["text-2"], b["text-2.tensorcache"])
+    assert (b["__key__"], b["json"], b["jpg"]) == ("d/b", "x", b"")
+    assert none["tensorcache"] is None
+    assert (c["tensorcache"], c["x.y.json"], c["other.safetensors"]) == ((), {}, b"theirs")
+    assert plain["txt"] == "alone"
+    assert list(tc.open(tmp_path, cache="").keys()) == ["a", "none", "c"]
+    assert list(tc.open(tmp_path, cache="latent").keys()) == ["d/b"]
+
+
+def test_other_encoders(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "x.tar", encoder=wds.writer.make_encoder(True)) as sink:
+        sink.write("a", 0, npy=np.arange(3), json={"x": 1})
+    (sample,) = wds.WebDataset(str(tmp_path / "x.tar"), shardshuffle=False).compose(tc.decode())
+    assert (sample["npy"].tolist(), sample["json"]) == ([0, 1, 2], {"x": 1})
+
+
+def test_tensors_may_change_at_once(tmp_path: Path) -> None:
+    small, large = torch.zeros(10), torch.zeros(3 << 20, dtype=torch.uint8)
+    with tc.ShardWriter(tmp_path / "x.tar") as sink:
+        for i in range(4):
+            small.fill_(i)
+            large.fill_(i)
+            sink.write(str(i), [small, large] if i % 2 else [small])
+        small.fill_(9)
+        large.fill_(9)
+    for i, sample in enumerate(tc.open(tmp_path)):
+        assert all(bool((tensor.load() == i).all()) for tensor in sample)
+
+
+def test_unusual_samples(tmp_path: Path) -> None:
+    samples = [
+        [torch.tensor([i]) for i in range(3000)],
+        [torch.randn(700) for _ in range(1500)],  # beyond what is copied first: by writev, more than 1,024 buffers
+        [torch.empty(0, 3), torch.tensor(5), np.empty((2, 0))],
+        {"nothing": "here"},
+        [torch.arange(10)] * 2,
+    ]
+    with tc.ShardWriter(tmp_path / "x.tar") as sink:
+        for i, sample in enumerate(samples):
+            sink.write(str(i), sample)
+    assert_complete(tmp_path, samples.__getitem__)
+
+
+@pytest.mark.parametrize("align", [64, 4096])
+def test_align(tmp_path: Path, align: int) -> None:
+    with tc.ShardWriter(tmp_path / "x.tar", align=align) as sink:
+        sink.write("0", torch.arange(5))
+    (layout,) = (tc.write_index(tmp_path / "x.tar").layouts[i] for i in range(1))
+    assert layout.data_begin == max(align, 128)
+    with pytest.raises(ValueError, match="align=3, expected a positive multiple of 8"):
+        tc.ShardWriter(tmp_path / "y.tar", align=3).write("0", torch.arange(5))
+
+
+# --- what is refused ---
+
+REFUSED: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
+    ("", 0, {}, tc.InvalidKeyError, "__key__ is '', expected a non-empty str"),
+    (7, 0, {}, tc.InvalidKeyError, "__key__ is 7, expected a non-empty str"),
+    ("a.b", 0, {}, tc.InvalidKeyError, "'a.b' has a dot in its last part"),
+    ("a b", 0, {}, tc.InvalidKeyError, "'a b' has ' ' in it"),
+    ("a\n", 0, {}, tc.InvalidKeyError, "white space and controls break DALI"),
+    ("é", 0, {}, tc.InvalidKeyError, "is not ASCII"),
+    ("../a", 0, {}, tc.InvalidKeyError, "not a plain relative path"),
+    ("/a", 0, {}, tc.InvalidKeyError, "not a plain relative path"),
+    ("__a", 0, {}, tc.InvalidKeyError, "begins with '__'"),
+    ("k" * 89, 0, {}, tc.InvalidKeyError, "has 101 bytes: DALI without an index reads at most 100"),
+    ("k", 0, {"x" * 99: b""}, tc.InvalidKeyError, "has 101 bytes"),
+    ("k", 0, {"": b""}, tc.InvalidKeyError, "'' .* extension"),
+    ("k", 0, {"a/b": b""}, tc.InvalidKeyError, "'a/b' .* extension"),
+    ("k", 0, {"a b": b""}, tc.InvalidKeyError, "'a b' .* extension"),
+    ("k", 0, {"__key__": b"z"}, tc.InvalidKeyError, "'__key__' begins with '_': stock tools"),
+    ("k", 0, {"_x": b"z"}, tc.InvalidKeyError, "'_x' begins with '_': stock tools"),
+    ("k", 0, {"A.tensorcache": 0}, tc.InvalidKeyError, "cache name 'A' must match"),
+    ("k", 0, {"skel.tensorcache": 0}, tc.InvalidKeyError, "cache name 'skel' must match"),
+    ("k", 0, {".tensorcache": 0}, tc.InvalidKeyError, "cache name '' must match"),
+    ("k", 0, {"TensorCache": b""}, tc.InvalidKeyError, "names that only caches have"),
+    ("k", 0, {"a.TENSORCACHE": b""}, tc.InvalidKeyError, "names that only caches have"),
+    ("k", 0, {"skel.pyd": b""}, tc.InvalidKeyError, "names that only caches have"),
+    ("k", 0, {"A.Skel.pyd": b""}, tc.InvalidKeyError, "names that only caches have"),
+    ("k", 0, {"SafeTensors": b""}, tc.InvalidKeyError, "or one twice"),
+    ("k", 0, {"jpg": b"", "JPG": b""}, tc.InvalidKeyError, "or one twice"),
+    ("k", 0, {"tensorcache": 1}, tc.InvalidKeyError, "sample 'k' is given twice, also as 'tensorcache'"),
+    ("k", 0, {"x.safetensors": tc.encode_sample(0)[1]}, tc.InvalidKeyError, "'x.safetensors' is one half of a cache"),
+    ("k", {"a": [object()]}, {}, tc.EncodeError, r"sample 'k': .*a.*0"),
+    ("k", 0, {"a-1.tensorcache": [object()]}, tc.EncodeError, "sample 'k', cache 'a-1': "),
+    ("k", 0, {"npy": np.zeros(1)}, tc.EncodeError, "sample 'k': member 'npy' is a ndarray; pass bytes, or encoder="),
+    ("k", 0, {"cls": "\ud800"}, tc.EncodeError, "sample 'k': member 'cls' is text that UTF-8 cannot hold"),
+    ("k", 0, {"json": {"x": object()}}, tc.EncodeError, "sample 'k': member 'json' is not what JSON can hold"),
+]
+
+
+@pytest.mark.parametrize(("key", "sample", "members", "error", "message"), REFUSED, ids=[row[4] for row in REFUSED])
+def test_refusals_leave_no_trace(
+    tmp_path: Path, key: Any, sample: Any, members: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    write(tmp_path / "expected.tar", count=2, manifest=False)
+    with tc.ShardWriter(tmp_path / "x.tar") as sink:
+        for i in range(2):
+            sink.write(f"{i:03d}", diffusion_sample(i), json={"label": i})
+            with pytest.raises(error, match=message):
+                sink.write(key, sample, **members)
+            with pytest.raises(tc.InvalidKeyError, match=r"key '000' is in .*x\.tar already"):
+                sink.write("000", torch.zeros(5))
+    assert (tmp_path / "x.tar").read_bytes() == (tmp_path / "expected.tar").read_bytes()
+
+
+def test_no_members(tmp_path: Path) -> None:
+    with (
+        tc.ShardWriter(tmp_path / "x.tar") as sink,
+        pytest.raises(tc.InvalidKeyError, match="sample 'a' has no members"),
+    ):
+        sink.write("a")
+
+
+@pytest.mark.parametrize(
+    ("encoder", "message"),
+    [
+        (lambda members: {"txt": "text"}, "the encoder made a str of 'txt', expected bytes"),
+        (lambda members: {**members, "jpg": b""}, "the encoder made 'jpg', which is not among its members"),
+    ],
+    ids=["no bytes", "another name"],
+)
+def test_bad_encoders(tmp_path: Path, encoder: Any, message: str) -> None:
+    sink = tc.ShardWriter(tmp_path / "x.tar", encoder=encoder)
+    with pytest.raises(tc.TensorCacheError, match=message):
+        sink.write("a", 0, txt=b"x")
+    sink.close()
+    assert names(tmp_path) == []
+
+
+# --- whatever happens ---
+
+
+def test_an_exception_drops_the_open_shard(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with tc.ShardWriter(tmp_path / "%d.tar", max_samples=2) as sink:
+            for i in range(5):
+                sink.write(f"{i}", diffusion_sample(i))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert names(tmp_path) == ["0.idx", "0.tar", "1.idx", "1.tar", "manifest.json"]
+    assert assert_complete(tmp_path) == ["0", "1", "2", "3"]
+
+
+def test_writev_takes_a_few_bytes_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "expected.tar", count=20)
+    sizes = [torch.arange(300_000), *(torch.full((i,), i) for i in range(1200))]
+    with tc.ShardWriter(tmp_path / "large.tar") as sink:
+        sink.write("a", sizes)
+    writev, rng = os.writev, np.random.default_rng(0)
+
+    def some(fd: int, buffers: Any) -> int:
+        count = int(rng.integers(1, 100_000))
+        return writev(fd, [bytes(buffers[0][:count])]) if len(buffers[0]) > count else writev(fd, buffers[:3])
+
+    monkeypatch.setattr(os, "writev", some)
+    write(tmp_path / "x.tar", count=20)
+    with tc.ShardWriter(tmp_path / "y.tar") as sink:
+        sink.write("a", sizes)
+    monkeypatch.delattr(os, "writev")
+    write(tmp_path / "z.tar", count=20)
+    for made in ("x", "z"):
+        assert (tmp_path / f"{made}.tar").read_bytes() == (tmp_path / "expected.tar").read_bytes()
+    assert (tmp_path / "y.tar").read_bytes() == (tmp_path / "large.tar").read_bytes()
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 3 << 20], ids=["by the thread", "in place"])
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    full = [False]
+    writev = os.writev
+
+    def fails_once(fd: int, buffers: Any) -> int:
+        if full[0]:
+            full[0] = False
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return writev(fd, buffers)
+
+    monkeypatch.setattr(os, "writev", fails_once)
+    failed = []
+    sink = tc.ShardWriter(tmp_path / "%d.tar", max_samples=24)
+    for i in range(48):
+        full[0] = full[0] or i == 28
+        try:
+            sink.write(f"{i:03d}", torch.full((nbytes,), i, dtype=torch.uint8))
+        except OSError as exc:  # a caller that continues all the same loses the shard
+            failed.append(exc)
+    with pytest.raises(OSError, match=r"1\.tar: a part of it could not be written: .*No space left") as closing:
+        sink.close()
+    assert len(failed) >= 5  # three stages of three samples are written before the caller sees a failure
+    assert {exc.errno for exc in [*failed, closing.value]} == {errno.ENOSPC}
+    assert {str(exc) for exc in failed} == {str(closing.value)}
+    assert names(tmp_path) == ["0.idx", "0.tar", "manifest.json"]
+    assert len(tc.open(tmp_path)) == 24
+
+
+def test_a_closed_writer_writes_no_more(tmp_path: Path) -> None:
+    sink = tc.ShardWriter(tmp_path / "%d.tar")
+    sink.write("a", {"x": 1})
+    sink.close()
+    with pytest.raises(ValueError, match=r"%d.tar: the writer is closed"):
+        sink.write("b", {"x": 1})
+    assert [path.name for path in tmp_path.glob("*.tar")] == ["0.tar"]
+
+
+@pytest.mark.parametrize("fields", [["tensorcache", "text.tensorcache"], ["text.tensorcache", "tensorcache"]])
+def test_caches_in_any_order(tmp_path: Path, fields: list[str]) -> None:
+    with tc.ShardWriter(tmp_path / "x.tar") as sink:
+        sink.write("0", **{field: {"of": field} for field in fields})
+    for name, field in (("", "tensorcache"), ("text", "text.tensorcache")):
+        assert tc.open(tmp_path / "x.tar", cache=name)[0] == {"of": field}
