@@ -1,1 +1,1 @@
-"""What reading and writing cost, beside their peers and the ceiling. `make bench` runs it."""
+"""Costs of reading and writing, compared with peers and with the ceiling. `make bench` runs it."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import page_cache, peers, plot, report
+from benchmarks import page_cache, peers, report
 from benchmarks.context import CEILING, Context, Skipped
 from benchmarks.goals import outcomes
 from benchmarks.peers.base import Peer
@@ -24,10 +24,14 @@ from benchmarks.workloads import WORKLOADS, Workload, quick
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     add = parser.add_argument
-    add("--quick", action="store_true", help="two batches, one round: does it run; its figures mean nothing")
+    add(
+        "--quick",
+        action="store_true",
+        help="two batches, one round: tests that everything runs; the figures mean nothing",
+    )
     add("--workload", action="append", choices=WORKLOADS, help="only this one; may be repeated")
     add("--scenario", action="append", choices=SCENARIOS, help="only this one; may be repeated")
-    add("--peer", action="append", choices=peers.MODULES[1:], help="only this one beside ours; may be repeated")
+    add("--peer", action="append", choices=peers.MODULES[1:], help="only this peer and our rows; may be repeated")
     add("--no-peers", action="store_true", help="only ours and the ceiling")
     add("--rounds", type=int, help="interleaved rounds (default: 7; quick: 1)")
     add("--folder", type=Path, help="where stores go, on a real disk for cold reads (default: the temporary folder)")
@@ -39,10 +43,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def _settle_malloc() -> None:
-    """Bring glibc's malloc to where a process is that has made and freed one batch.
+    """Put glibc's malloc into the state of a process that has allocated and freed one batch.
 
-    Until then memory of 450 KB goes back to the system each time it is freed, and is zeroed again when it comes back:
-    everyone who makes new memory for each sample is up to three times slower, and it would depend on what ran before.
+    Before that, each freed block of 450 KB returns to the system and is zeroed when it is allocated again. Rows that
+    allocate memory for each sample would be up to three times slower, depending on the rows before them.
     """
     torch.empty(30 << 20, dtype=torch.uint8)  # more than 32 MiB would not raise malloc's threshold
 
@@ -52,7 +56,7 @@ def _log(text: str) -> None:
 
 
 def _store(context: Context) -> report.Stored:
-    """Let every peer write its store, synced to disk; return the bytes of each one's files, per sample."""
+    """Let every peer write its store and sync it to disk; return the bytes per sample of each store."""
     workload, stored = context.workload, {}
     for peer in context.peers:
         if peer.write is None:
@@ -71,7 +75,7 @@ def _store(context: Context) -> report.Stored:
 def _measure(
     workload: Workload, everyone: list[Peer], options: argparse.Namespace, folder: Path, tmpfs: Path
 ) -> tuple[dict[str, Rounds], report.Stored, dict[str, str]]:
-    """Return the rounds of each scenario, the size of each store, and why something is missing."""
+    """Return the rounds of each scenario, the size of each store, and the reason for each missing row."""
     _log(f"{workload.name}: {workload.count} samples, stored by each peer in {folder}")
     samples = [workload.sample(index) for index in range(workload.count)]
     expected = [workload.checksum(sample) for sample in samples]
@@ -127,14 +131,14 @@ def main() -> None:
     described = {name: str(value) for name, value in vars(options).items()}
     report.write_json(options.out / "bench.json", results, sizes, reached, missing, described)
     texts.append(report.goal_table(reached))
-    texts.append("\n".join(f"Missing: {name}: {reason}" for name, reason in missing.items()) or "Missing: nobody.")
+    texts.append("\n".join(f"Missing: {name}: {reason}" for name, reason in missing.items()) or "Missing: none.")
     texts.append(
         f"Medians (least..most) of {options.rounds} interleaved rounds, each in another order. {report.machine_line()}"
     )
     (options.out / "bench.md").write_text("\n\n".join(texts) + "\n")
     print("\n\n".join(texts))
     try:
-        plot.draw(options.out / "bench.png", results)
+        report.draw_plot(options.out / "bench.png", results)
     except ImportError as error:
         _log(f"no plot: {error}")
 

@@ -1,12 +1,12 @@
-"""How long the way of the data is: `python -m benchmarks.calls` counts calls of Python functions, warm.
+"""Count the Python calls that each operation makes when warm: `python -m benchmarks.calls`.
 
-It prints a markdown table. A row is an act: writing a sample, reading a batch, a batch by DALI, decoding a sample. Its
-columns are the calls of functions of `wds_tensorcache` and `dali_plugin`, how many functions and files these are, and how
-many calls and functions come before the batch's first `preadv`. Times depend on the machine and its load; these depend on
-the code alone. Only the calling thread is traced. A comprehension counts as a function up to Python 3.11, which calls it as
-one; a generator counts as one, and each resumption as a call.
+It prints a markdown table with a row for each operation: writing a sample, reading a batch, a batch by DALI, decoding a
+sample. The columns count calls, functions and files of `wds_tensorcache` and `dali_plugin`, and the calls and functions
+before the first `preadv`. Times depend on the machine and its load; these counts depend on the code alone. Only the calling
+thread is traced. A comprehension counts as a function up to Python 3.11. A generator counts as a function, and each
+resumption as a call.
 
-`python -m benchmarks.calls --functions read_batch` lists the functions of an act in the order of their first calls.
+`python -m benchmarks.calls --functions read_batch` lists the functions of an operation in the order of their first calls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PACKAGES = tuple(str(_ROOT / name) + os.sep for name in ("wds_tensorcache", "da
 
 
 class Trace:
-    """Calls of functions of our packages, and what had been called when `os.preadv` was first called.
+    """Calls of our packages' functions, and how many of them came before the first `os.preadv`.
 
     Attributes:
         calls: How often each function was called, in the order of their first calls.
@@ -69,7 +69,7 @@ class Trace:
 
 
 def traced(act: Callable[[], Any]) -> Trace:
-    """Return the calls of `act`, which ran three times before so that everything that is kept is there."""
+    """Return the calls of `act`, after three runs that fill all caches."""
     for _ in range(3):
         act()
     trace = Trace()
@@ -88,7 +88,7 @@ def _sample(index: int) -> dict[str, Any]:
 
 @contextmanager
 def acts(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
-    """Write a cache of one shard into `folder`; yield what is traced, by name.
+    """Write a cache of one shard into `folder`; yield the traced operations by name.
 
     Everything runs on one thread. The batches are of the same 32 random samples, so that no sample is new in the traced one.
     """
@@ -98,7 +98,7 @@ def acts(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
     numbers = random.Random(0).sample(range(_COUNT), BATCH_SIZE)
     new = iter(range(_COUNT))
     members = tc.encode_sample(_sample(0))
-    with tc.ShardWriter(folder / "more" / "%06d.tar") as writer, tc.open(folder, threads=1) as cache:
+    with tc.ShardWriter(folder / "more" / "%06d.tar") as writer, tc.open(folder, num_threads=1) as cache:
         found: dict[str, Callable[[], Any]] = {
             "write": lambda: writer.write(f"{next(new):08d}", _sample(0)),
             "read_batch": lambda: cache.read_batch(numbers),
@@ -111,7 +111,7 @@ def acts(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
 
 
 def _dali(cache: Any) -> Callable[[], Any]:
-    """Return what takes the next nested batch of a pipeline.
+    """Return a function that takes the next nested batch of a pipeline.
 
     Raises:
         ImportError: NVIDIA DALI is not installed.

@@ -1,4 +1,4 @@
-"""The ceiling: the bytes that a scenario must read or write, moved by the plainest calls there are."""
+"""The ceiling: the bytes that a scenario must read or write, moved by the plainest system calls."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def _members(path: Path) -> list[tuple[int, int]]:
 
 
 class Ranges:
-    """Where the tensors of each sample of our own shards are, found by `tarfile` alone.
+    """The byte ranges of each sample's tensors in our shards, found by `tarfile` alone.
 
     Args:
-        folder: Holds the shards.
-        num_slots: Samples in memory at a time: as many as a row beside it holds, which drops each batch for the next.
-        tensor: Only the bytes of this tensor, named by its path in the sample.
+        folder: Folder of the shards.
+        num_slots: Samples in memory at a time, as many as the compared row holds.
+        tensor: Path of the only tensor to read; None for all tensors.
     """
 
     def __init__(self, folder: Path, num_slots: int, tensor: str | None = None) -> None:
@@ -80,7 +80,7 @@ class Ranges:
         return 1
 
     def check(self, order: Sequence[int], samples: Sequence[Any]) -> None:
-        """Raise AssertionError unless what is read of each sample of `order` is the bytes of its tensors."""
+        """Raise AssertionError unless the bytes read for each sample of `order` are those of its tensors."""
         for index in order:
             self._read(0, index)
             file, _, nbytes = self._ranges[index]
@@ -94,11 +94,11 @@ class Ranges:
                 raise AssertionError(f"the ceiling's bytes of sample {index} are not those of its tensors")
 
     def read(self, order: Sequence[int]) -> Callable[[], int]:
-        """Return what reads the samples of `order`, one `preadv` each, in one thread."""
+        """Return a function that reads the samples of `order`, one `preadv` each, on one thread."""
         return lambda: sum(map(self._read, range(len(order)), order))
 
     def read_by_threads(self, order: Sequence[int]) -> Callable[[], int]:
-        """Return what reads the same with as many threads as reads are to be in flight."""
+        """Return a function that reads the same samples with one thread for each read in flight."""
 
         def part(thread: int) -> int:
             return sum(self._read(slot, order[slot]) for slot in range(thread, len(order), IN_FLIGHT))
@@ -110,7 +110,7 @@ class Ranges:
         return run
 
     def read_ahead(self, order: Sequence[int]) -> Callable[[], int]:
-        """Return what reads the same in one thread that asks for each range `IN_FLIGHT` reads before its turn."""
+        """Return a function that reads the same samples on one thread and requests each range `IN_FLIGHT` reads ahead."""
 
         def ask(index: int) -> None:
             os.posix_fadvise(*self._ranges[index], os.POSIX_FADV_WILLNEED)

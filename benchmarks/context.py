@@ -1,4 +1,4 @@
-"""What every scenario is given: the samples, what was stored of them, and who reads it."""
+"""The input of every scenario: the samples, the stores and the peers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from benchmarks.workloads import Workload
 
 __all__ = ["CEILING", "Context", "Skipped"]
 
-CEILING = "ceiling"  # rows of it begin with this
+CEILING = "ceiling"  # its rows start with this word
 
 
 class Skipped(Exception):
-    """A scenario cannot be measured here; the message says why."""
+    """This machine cannot run a scenario; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """One workload, stored once by every peer."""
+    """One workload, which every peer has stored once."""
 
     workload: Workload
     samples: list[Any]
@@ -41,18 +41,18 @@ class Context:
 
     @property
     def order(self) -> list[int]:
-        """The samples that one pass reads by index, in the one order that every variant and round uses."""
+        """The sample indices of one pass, in the same order for every variant and round."""
         return random.Random(0).sample(range(self.workload.count), self.workload.timed)
 
     @property
     def batches(self) -> list[list[int]]:
-        """The same, in batches."""
+        """The sample indices of one pass, in batches."""
         order, size = self.order, self.workload.batch_size
         return [order[begin : begin + size] for begin in range(0, len(order), size)]
 
     @property
     def ours(self) -> Path:
-        """The folder of our own shards, whose bytes the ceiling reads."""
+        """The folder of our shards, which the ceiling reads."""
         return self.stores / NAME
 
     def store(self, peer: Peer) -> Path:
@@ -60,7 +60,7 @@ class Context:
         return self.stores / (peer.store or peer.name)
 
     def warm(self, name: str, rewind: Callable[[], object] = lambda: None) -> Callable[[], None]:
-        """Return what comes before a pass of a row that is to find its store in the page cache."""
+        """Return a function that loads a row's store into the page cache, to call before each pass."""
         stores = {peer.name: self.store(peer) for peer in self.peers}
 
         def prepare() -> None:
@@ -71,7 +71,7 @@ class Context:
 
     @contextmanager
     def readers(self, ability: Callable[[Reader], object]) -> Iterator[dict[str, Reader]]:
-        """Open each peer that has an ability, for as long as the block lasts."""
+        """Open each peer that has an ability until the block ends."""
         opened: dict[str, Reader] = {}
         try:
             for peer in self.peers:
@@ -88,7 +88,7 @@ class Context:
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
-        """Name a peer that fails as missing, and go on without it; our own rows must not fail."""
+        """List a peer that fails as missing and continue without it; our rows must not fail."""
         try:
             yield
         except Exception as error:
@@ -98,7 +98,7 @@ class Context:
 
     @contextmanager
     def ceiling(self, num_slots: int, tensor: str | None = None) -> Iterator[Ranges]:
-        """Open our own shards for plain reads into memory for `num_slots` samples, checked as every row is."""
+        """Open our shards for plain reads into memory for `num_slots` samples, and check what is read."""
         with Ranges(self.ours, num_slots, tensor) as ranges:
             ranges.check(self.order, self.samples)
             yield ranges
@@ -111,7 +111,7 @@ class Context:
             raise AssertionError(f"{name}: what was read is not what was written")
 
     def check_shuffled(self, name: str, samples: Iterable[Any]) -> None:
-        """Raise AssertionError unless each of `samples` is the one that its index says, all are there, and in no order."""
+        """Raise AssertionError unless `samples` are the samples of one pass, each once, shuffled."""
         samples = list(samples)
         indices = [self.workload.split(sample)[1]["index"] for sample in samples]
         self.check(name, samples, indices)

@@ -1,4 +1,4 @@
-"""What this library set out to reach, as ratios within a round and microseconds; said of every run, reached or not."""
+"""The goals of this library, as microseconds and ratios within a round; every run reports them, reached or not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Goal:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A goal and what became of it."""
+    """A goal and its result in a run."""
 
     workload: str
     scenario: str
@@ -65,7 +65,7 @@ def _fastest(rounds: Rounds, names: list[str]) -> str:
 
 
 def _over_peers(name: str) -> Callable[[Rounds], list[float]]:
-    """Return our row over the fastest peer's; DALI's bytes, which nobody has decoded yet, count too."""
+    """Return our row divided by the fastest peer's. DALI's undecoded bytes count as a peer."""
 
     def values(rounds: Rounds) -> list[float]:
         return ratios(rounds, name, _fastest(rounds, [n for n in rounds if not n.startswith((NAME, CEILING))]))
@@ -82,7 +82,7 @@ def _best_over(peer: str, base: str) -> Callable[[Rounds], list[float]]:
 
 
 def _above_ceiling(rounds: Rounds) -> list[float]:
-    """Microseconds of a copied sample beyond 1.2 times the ceiling."""
+    """Return the microseconds of a copied sample beyond 1.2 times the ceiling."""
     return [a - 1.2 * b for a, b in zip(rounds[NAME], rounds[CEILING], strict=True)]
 
 
@@ -151,7 +151,7 @@ _GOALS = (
 
 
 def outcomes(results: dict[str, dict[str, Rounds]]) -> list[Outcome]:
-    """Return what became of the goals of every scenario that was asked for, of results by workload and scenario."""
+    """Return the outcome of each goal whose scenario was measured, from results by workload and scenario."""
     found = []
     for goal in _GOALS:
         if goal.scenario not in results.get(goal.workload, {}):

@@ -9,7 +9,7 @@ out=${1:-gpu_out}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "torch sees no CUDA device" >&2; exit 2; }
-"$python" -m pytest -m gpu -p no:cacheprovider tests/codec/test_gpu.py tests/loading/test_batch_gpu.py tests/dali/test_gpu.py tests/building/test_gpu.py \
+"$python" -m pytest -m gpu -p no:cacheprovider tests/codec/test_gpu.py tests/reading/test_batch_gpu.py tests/dali/test_gpu.py tests/writing/test_gpu.py \
     2>&1 | tee "$out/tests.txt" | tail -n 40
 status=${PIPESTATUS[0]}
 "$python" -m benchmarks --workload diffusion --scenario dali_gpu --scenario loader_gpu --no-peers --out "$out" || status=$?

@@ -1,4 +1,4 @@
-"""Files on their disk and out of the page cache, so that a read that is called cold is cold; memory that is there."""
+"""Control of the page cache, so that cold reads are cold, and of free memory pages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sync(folder: Path) -> None:
 
 
 def load(folder: Path) -> None:
-    """Read a folder's files into the page cache: systems that reclaim what lies idle for a minute drop them between rounds."""
+    """Read a folder's files into the page cache. Some systems drop pages that were idle for a minute, between rounds."""
     buffer = bytearray(1 << 22)
     for path in _files(folder):
         with path.open("rb", buffering=0) as file:
@@ -39,7 +39,7 @@ def load(folder: Path) -> None:
 
 
 def drop(folder: Path) -> None:
-    """Drop a folder's files from the page cache; they were synced, and nothing has them mapped."""
+    """Drop a folder's files from the page cache. They must be synced and not mapped."""
     gc.collect()  # maps that are garbage hold their pages
     for path in _files(folder):
         number = os.open(path, os.O_RDONLY)
@@ -48,7 +48,7 @@ def drop(folder: Path) -> None:
 
 
 def resident(folder: Path) -> float:
-    """Return the part of a folder's 16 largest files that is in memory; all of it, in a file system in memory."""
+    """Return which fraction of a folder's 16 largest files is in memory; 1.0 for a file system in memory."""
     cached = pages = 0
     for path in sorted(_files(folder), key=lambda path: path.stat().st_size)[-16:]:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -64,10 +64,10 @@ def resident(folder: Path) -> float:
 
 
 def back_memory(path: Path, content: memoryview) -> None:
-    """Write `content` to a file in memory from each CPU, and delete it: everyone then finds free pages behind which is memory.
+    """Write `content` to a file in memory from each CPU and delete it, so that all free pages are backed by memory.
 
-    A virtual machine's free pages may have none until they are written to, which costs ten times what the writing does; and
-    each CPU keeps a list of its own of those that were freed last, so that who writes in a thread would have the bad luck.
+    On a virtual machine, the first write to a free page may cost ten times as much as the next one. Each CPU has its own
+    list of pages that were freed last, so without this only rows that write on another thread would pay.
     """
 
     def write(cpu: int) -> None:

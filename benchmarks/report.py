@@ -1,4 +1,4 @@
-"""Results of a run: markdown tables of medians (least..most), JSON, and the machine it was found on."""
+"""Results of a run: markdown tables of medians (least..most), a plot, JSON, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ import torch
 
 from benchmarks.goals import Outcome
 from benchmarks.peers.base import Peer
-from benchmarks.timing import Rounds
+from benchmarks.timing import Rounds, median
 from benchmarks.workloads import Workload
 
 __all__ = [
     "Results",
     "Stored",
+    "draw_plot",
     "goal_table",
     "machine",
     "machine_line",
@@ -32,6 +33,9 @@ __all__ = [
     "table",
     "write_json",
 ]
+
+_COLOURS = {"ceiling": "#9e9e9e", "tensorcache": "#d1495b", "lazy": "#d1495b"}
+_PEERS = "#30638e"
 
 Results = dict[str, dict[str, Rounds]]  # by workload, by scenario
 Stored = dict[str, float]  # bytes per sample of each store, by peer
@@ -53,7 +57,7 @@ _OWN_ROWS = (
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures depend on."""
+    """Return the properties of the machine and the versions that the figures depend on."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -69,12 +73,12 @@ def machine() -> dict[str, Any]:
         "packages": versions,
         "malloc": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")},
         "commit": _git("rev-parse", "--short", "HEAD"),
-        "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),  # whether the tree is not that commit's
+        "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),  # the tree differs from the commit
     }
 
 
 def machine_line() -> str:
-    """Return the same as one line of text."""
+    """Return the machine's description as one line of text."""
     found = machine()
     packages = ", ".join(f"{name} {number}" for name, number in found["packages"].items())
     commit = f"{found['commit']}{' and changes' if found['changed'] else ''}"
@@ -100,24 +104,24 @@ def _git(*arguments: str) -> str | None:
 
 
 def number(value: float) -> str:
-    """Return microseconds with as many digits as mean something."""
+    """Return microseconds as text, with significant digits alone."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def spread(times: list[float]) -> str:
-    """Return the median of some rounds, and beside it the least and the most."""
+    """Return the median of some rounds with the least and the most."""
     middle = number(statistics.median(times))
     return middle if len(times) == 1 else f"{middle} ({number(min(times))}..{number(max(times))})"
 
 
 def markdown(lines: list[list[str]]) -> str:
-    """Return a table, whose first line is its head."""
+    """Return a markdown table; the first line is its head."""
     head, *rest = lines
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rest])
 
 
 def table(workload: Workload, found: dict[str, Rounds], stored: Stored) -> str:
-    """Return a workload's markdown tables: rows of peers against scenarios, then each scenario with rows of its own."""
+    """Return a workload's markdown tables: peers by scenarios, then each scenario that has other rows."""
     shared = [name for name in found if name not in _OWN_ROWS]
     names = list(dict.fromkeys(row for name in shared for row in found[name]))
     names.sort(key=lambda name: not name.startswith("ceiling"))  # stable: ceilings first
@@ -135,7 +139,7 @@ def table(workload: Workload, found: dict[str, Rounds], stored: Stored) -> str:
 
 
 def notes(workload: Workload, peers: list[Peer]) -> list[str]:
-    """Return a line of what some peers' users must do to the samples of a workload, if anyone must; the rows include it."""
+    """Return a line that names conversions which users of some peers need; their rows include the cost."""
     done = []
     for peer in peers:
         if peer.bf16 and torch.bfloat16 in workload.dtypes.values():
@@ -163,7 +167,7 @@ def write_json(
     missing: dict[str, str],
     options: dict[str, Any],
 ) -> None:
-    """Write everything that was measured, round by round, with the options and the machine."""
+    """Write all measured figures, round by round, with the options and the machine."""
     content = {
         "machine": machine(),
         "options": options,
@@ -173,3 +177,44 @@ def write_json(
         "stored_bytes_per_sample": stored,
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def draw_plot(path: Path, results: Results) -> None:
+    """Draw medians: a column for each workload, a row for each scenario, bars sorted, faster above.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    scenarios = list(dict.fromkeys(scenario for found in results.values() for scenario in found))
+    heights = [max(len(found.get(scenario, ())) for found in results.values()) + 1.5 for scenario in scenarios]
+    figure, axes = plt.subplots(
+        len(scenarios),
+        len(results),
+        figsize=(6.5 * len(results), 0.19 * sum(heights) + 1),
+        height_ratios=heights,
+        squeeze=False,
+        layout="constrained",
+    )
+    for row, scenario in enumerate(scenarios):
+        for column, (workload, found) in enumerate(results.items()):
+            panel = axes[row][column]
+            if not found.get(scenario):
+                panel.axis("off")
+                continue
+            medians = sorted(((median(found[scenario], name), name) for name in found[scenario]), reverse=True)
+            colours = [_COLOURS.get(name.split(",")[0].split(" ")[0], _PEERS) for _, name in medians]
+            bars = panel.barh([name for _, name in medians], [value for value, _ in medians], color=colours)
+            panel.bar_label(bars, [number(value) for value, _ in medians], padding=2, fontsize=6)
+            panel.set_xscale("log")
+            panel.set_xlim(medians[-1][0] / 2, medians[0][0] * 2)
+            panel.xaxis.set_visible(False)  # the bars are labelled
+            panel.tick_params(labelsize=6)
+            panel.set_title(f"{scenario}, {workload}: us/{'store' if scenario == 'open' else 'sample'}", fontsize=8)
+            panel.spines[["top", "right", "bottom"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,4 +1,4 @@
-"""A thousand shards whose indexes are real and whole, and of whose samples only those that are read have bytes."""
+"""A thousand shards with complete real indexes, where only the samples that are read have bytes."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ _BATCH = 256
 
 
 def key_of(number: int) -> str:
-    """Return the key of a sample: they ascend through all shards."""
+    """Return the key of a sample. Keys ascend through all shards."""
     return f"{number:08d}"
 
 
 def sample_of(number: int) -> Any:
-    """Return a sample of 32 bytes, which says which one it is."""
+    """Return a sample of 32 bytes that contains its number."""
     return {"x": torch.full((8,), number, dtype=torch.int32), "key": key_of(number)}
 
 
 def numbers_read(count: int) -> list[int]:
-    """Return the samples that have bytes: at random, with the first and the last."""
+    """Return the numbers of the samples that have bytes: random ones, the first and the last."""
     return [0, count - 1, *random.Random(0).sample(range(1, count - 1), min(_BATCH, count) - 2)]
 
 
 def write_shards(folder: Path, num_shards: int, per_shard: int) -> None:
     """Write `num_shards` shards of `per_shard` samples each, and their manifest.
 
-    Every index is whole, and as `ShardWriter` would make it: offsets, layouts and keys of all samples. The first shard is
-    written by `ShardWriter`; the others are files of the same length with holes, in which those samples that are read
-    (`numbers_read`) have the headers, skeletons and tensors that `ShardWriter` gives them.
+    Every index is complete and as `ShardWriter` makes it: offsets, layouts and keys of all samples. `ShardWriter` writes the
+    first shard. The other shards are files of the same length with holes, where only the samples that are read
+    (`numbers_read`) have headers, skeletons and tensors as `ShardWriter` writes them.
     """
     folder.mkdir(parents=True)
     size = _write(folder / "000000.tar", range(per_shard))
@@ -85,7 +85,7 @@ def write_shards(folder: Path, num_shards: int, per_shard: int) -> None:
 
 
 def _write(path: Path, numbers: range) -> int:
-    with tc.ShardWriter(path, manifest=False, idx=False, fsync=False) as writer:
+    with tc.ShardWriter(path, manifest=False, dali_index=False, fsync=False) as writer:
         for number in numbers:
             writer.write(key_of(number), sample_of(number))
     return path.stat().st_size
@@ -107,7 +107,7 @@ def _index(whole: ShardIndex, columns: CacheColumns, numbers: range, digest: Any
     return replace(whole, keys=Keys(text, whole.keys.ends), caches={"": replace(columns, digest=digest)})
 
 
-# --- one step in a process of its own ---
+# --- one step in its own process ---
 
 
 def _expect(is_right: bool, what: str) -> None:
@@ -147,7 +147,7 @@ def _list_keys(cache: Any) -> None:
 
 
 def _join(cache: Any) -> None:
-    joined = tc.open({"a": cache, "b": cache}, join="key")
+    joined = tc.join({"a": cache, "b": cache})
     _expect(len(joined) == len(cache) and joined[0]["b"]["key"] == key_of(0), "join")
 
 
@@ -186,7 +186,7 @@ def _read_indexes(cache: Any) -> None:
 
 
 def _measure(folder: str, step: str) -> tuple[float, float]:
-    """Return the microseconds of a step, and the megabytes of memory that it takes at its peak."""
+    """Return the microseconds of a step, and its peak memory in megabytes."""
     cache = None if step in _AFTER_OPEN else tc.open(folder)
     if step in _AFTER_INDEXES:
         _read_indexes(cache)
@@ -203,7 +203,7 @@ def _measure(folder: str, step: str) -> tuple[float, float]:
 
 
 def main(folder: str, rounds: str) -> None:
-    """Print what each step took in each round, as JSON by step; each time in a process of its own, forked from this one."""
+    """Print the cost of each step in each round, as JSON by step. Each runs in its own process, forked from this one."""
     torch.set_num_threads(1)
     found: dict[str, list[Any]] = {step: [] for step in STEPS}
     for _ in range(int(rounds)):

@@ -14,7 +14,7 @@ from benchmarks.report import Stored, markdown, number, spread
 from benchmarks.scenarios.batches import COLD_CEILINGS
 from benchmarks.scenarios.dali_cpu import NATIVE, NESTED, PYD_SOURCE, RAW
 from benchmarks.scenarios.verifying import READINTO, VERIFIED, VERIFIED_BY_ALL
-from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
+from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS, TORCH_LOADER
 from benchmarks.scenarios.writing import PLAIN
 from benchmarks.timing import Rounds
 
@@ -97,6 +97,7 @@ def tables(content: dict[str, Any]) -> str:
     workers = {
         LAZY: "lazy samples, read in the main process",
         COLLATED: "batches by `read_batch` in the workers",
+        TORCH_LOADER: "batches by `tc.torch_loader`",
         DEFAULT_COLLATED: "batches by `default_collate` in the workers",
         TENSORS: "samples of tensors, one by one",
     }

@@ -1,4 +1,4 @@
-"""Interleaved rounds: machines drift, so what is compared runs in turn, and ratios come from one run."""
+"""Interleaved rounds: machines drift, so compared rows take turns, and ratios come from the same run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Rounds = dict[str, list[float]]  # microseconds per sample of each variant, roun
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One row of a scenario: what is timed, and what comes before it each time and is not."""
+    """One row of a scenario: the timed function, and an untimed one that runs before it each time."""
 
-    run: Callable[[], int]  # returns how many samples it saw
-    count: int  # how many those must be
+    run: Callable[[], int]  # returns the number of samples it saw
+    count: int  # expected number of samples
     prepare: Callable[[], object] = lambda: None
 
 
 def interleaved(variants: dict[str, Variant], rounds: int) -> Rounds:
-    """Return each variant's microseconds per sample in each of `rounds`; one round more, not counted, warms up.
+    """Return each variant's microseconds per sample in each of `rounds`, after one uncounted round that warms up.
 
     Raises:
         AssertionError: A variant read another number of samples than its `count`.

@@ -1,4 +1,4 @@
-"""The samples that are measured: three workloads, what uses their tensors, and what tells whether two are the same."""
+"""The measured samples: three workloads, how to use their tensors, and how to compare two samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Small = dict[str, Any]  # JSON's types and tuples; "index" says which sample it 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Samples of one kind, and how many of them are stored and measured."""
+    """Samples of one kind, and their numbers stored and measured."""
 
     name: str
     title: str
@@ -33,14 +33,14 @@ class Workload:
     ragged: dict[str, str]  # tensors whose first dimension varies: the small value that says how long it is
 
     def touch(self, sample: Any) -> None:
-        """Use every tensor: read one byte of each of its pages."""
+        """Use every tensor: read one byte of each page."""
         for tensor in self.split(sample)[0].values():
             loaded = tensor if isinstance(tensor, torch.Tensor) else tensor.load()
-            flat = loaded.view(-1) if loaded.is_contiguous() else loaded.flatten(1)  # rows that lie apart
+            flat = loaded.view(-1) if loaded.is_contiguous() else loaded.flatten(1)  # rows with gaps between them
             int(flat.view(torch.uint8)[..., ::4096].sum())
 
     def checksum(self, sample: Any) -> tuple[Any, ...]:
-        """Return what must be equal for two samples to be the same."""
+        """Return a checksum that is equal for equal samples."""
         tensors, small = self.split(sample)
         return (*(_digest(tensors[name], dtype) for name, dtype in self.dtypes.items()), small)
 
@@ -66,7 +66,7 @@ def _random(index: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def _diffusion(index: int) -> dict[str, Any]:
-    """As diffusion trainers cache them: 450 KB in three fp16 tensors, and some small values."""
+    """Return a sample as diffusion trainers cache it: 450 KB in three fp16 tensors, and some small values."""
     samples, text, pooled = (t.half() for t in _random(index, (1, 4, 128, 128), (1, 77, 2048), (1, 1280)))
     prompt = f"photograph number {index} of a harbour at dawn"
     conditioning = {"pooled_output": pooled, "prompt": prompt, "size": (1024, 1024), "crop": (0, 0)}
@@ -87,7 +87,7 @@ def _nest_diffusion(tensors: Tensors, small: Small) -> dict[str, Any]:
 
 
 def _features(index: int) -> dict[str, Any]:
-    """As embeddings are cached: 384 float32, two ids."""
+    """Return a sample as embeddings are cached: 384 float32, two ids."""
     return {
         "features": _random(index, (384,))[0],
         "meta": {"id": f"item-{index:08d}", "label": index % 1000},
@@ -105,7 +105,7 @@ def _nest_features(tensors: Tensors, small: Small) -> dict[str, Any]:
 
 
 def _text(index: int) -> dict[str, Any]:
-    """As states of text encoders are cached without their padding: bf16 of 16 to 240 tokens, 256 KB on average."""
+    """Return a sample as text encoders' states are cached without padding: bf16 of 16 to 240 tokens, 256 KB on average."""
     tokens = 16 + index * 97 % 225
     states, pooled = (t.bfloat16() for t in _random(index, (tokens, 1024), (1024,)))
     encoded = {"states": states, "pooled": pooled, "tokens": tokens}
@@ -173,7 +173,7 @@ WORKLOADS = {
 
 
 def quick(workload: Workload) -> Workload:
-    """Return the workload with two batches of samples: enough to see that everything runs, not to compare."""
+    """Return the workload with two batches of samples: enough to test that everything runs, not to compare."""
     count = 2 * workload.batch_size
     title = f"{workload.title} (quick: {count} samples)"
     return replace(workload, title=title, count=count, timed=count, written=min(count, 256))

@@ -1,4 +1,4 @@
-"""Who is measured: one file per peer, each with `peers()`. A peer that is not installed is named, never left out."""
+"""The peers: one file each, with `peers()`. A peer that is not installed is listed as missing, never dropped silently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODULES = ("ours", "webdataset", "files", "litdata", "mds", "tensordict", "array
 
 
 def load(modules: list[str]) -> tuple[list[Peer], dict[str, str]]:
-    """Return the peers of some modules, and why each module that cannot be imported is missing."""
+    """Return the peers of some modules, and the import error of each missing module."""
     peers: list[Peer] = []
     missing: dict[str, str] = {}
     for name in modules:

@@ -1,4 +1,4 @@
-"""array_record: one pickle of numpy arrays per record, uncompressed, each a group of its own for random access."""
+"""array_record: one pickle of numpy arrays per record, uncompressed, each its own group for random access."""
 
 from __future__ import annotations
 

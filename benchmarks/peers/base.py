@@ -1,4 +1,4 @@
-"""What a peer is: a name, how its users write samples, and what a store of its can do once open."""
+"""The definition of a peer: a name, how its users write samples, and how they read an open store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AS_INTEGERS = "as two-byte integers"  # what users of formats without bf16 do to
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch, and its samples one by one for the check, which is not timed."""
+    """One batch, and its samples one by one for the untimed check."""
 
     count: int
     samples: Callable[[], list[Any]]
@@ -42,7 +42,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """One open store. What the peer cannot do is None; all else is measured."""
+    """One open store. Operations that the peer lacks are None; all other operations are measured."""
 
     samples: Callable[[], Iterator[Any]] | None = None  # in the order in which they were written
     get: Callable[[int], Any] | None = None
@@ -73,17 +73,17 @@ class Peer:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return a tensor as numpy's; bf16, which numpy lacks, as two-byte integers. Memory: the tensor's."""
+    """Return a tensor as an array; bf16, which numpy lacks, as two-byte integers. Memory: the tensor's."""
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def as_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return what `as_array` was given. Memory: the array's."""
+    """Return the tensor that `as_array` converted. Memory: the array's."""
     return torch.from_numpy(array).view(dtype)
 
 
 def stack(workload: Workload, samples: Sequence[Any]) -> Batch:
-    """Return the batch of some samples: each tensor stacked, padded if it is ragged; small values in lists."""
+    """Return the batch of some samples: tensors stacked, ragged tensors padded, small values in lists."""
     parts = [workload.split(sample) for sample in samples]
     tensors: Tensors = {}
     for name in workload.dtypes:
@@ -96,7 +96,7 @@ def stack(workload: Workload, samples: Sequence[Any]) -> Batch:
 
 
 def unstack(workload: Workload, tensors: Tensors, small: Iterable[Small]) -> list[Any]:
-    """Return the samples of a batch that is stacked and padded."""
+    """Return the samples of a stacked and padded batch."""
     samples = []
     for row, values in enumerate(small):
         cut = {name: values[length] for name, length in workload.ragged.items()}
@@ -106,24 +106,24 @@ def unstack(workload: Workload, tensors: Tensors, small: Iterable[Small]) -> lis
 
 
 def by_sample(columns: Small) -> list[Small]:
-    """Return the small values of each sample, of a batch that has a list-like of each."""
+    """Return the small values of each sample in a batch of list-likes."""
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def collect(workload: Workload, get: Callable[[int], Any]) -> Callable[[Sequence[int]], Batch]:
-    """Return `Reader.batch` of a peer that has only samples one by one."""
+    """Return `Reader.batch` for a peer that reads single samples."""
     return lambda indices: stack(workload, [get(index) for index in indices])
 
 
 def in_batches(workload: Workload, samples: Iterable[Any], count: int) -> Iterator[Batch]:
-    """Return the first `count` samples of a stream that is shuffled already, in batches."""
+    """Yield the first `count` samples of a shuffled stream, in batches."""
     stream = iter(samples)
     for _ in range(count // workload.batch_size):
         yield stack(workload, list(islice(stream, workload.batch_size)))
 
 
 def one_in_batches(workload: Workload, samples: Iterable[Any], count: int) -> Iterator[torch.Tensor]:
-    """Return one tensor of the first `count` samples of a stream, stacked in batches; `Reader.ones`."""
+    """Yield one tensor of the first `count` samples of a stream, stacked in batches, for `Reader.ones`."""
     name, _ = workload.one
     selected = (workload.split(sample)[0][name] for sample in samples)
     for _ in range(count // workload.batch_size):
@@ -131,6 +131,6 @@ def one_in_batches(workload: Workload, samples: Iterable[Any], count: int) -> It
 
 
 def collect_one(workload: Workload, get: Callable[[int], Any]) -> Callable[[Sequence[int]], torch.Tensor]:
-    """Return `Reader.one` of a peer that can only read whole samples."""
+    """Return `Reader.one` for a peer that reads whole samples alone."""
     name, _ = workload.one
     return lambda indices: torch.stack([workload.split(get(index))[0][name] for index in indices])

@@ -1,4 +1,4 @@
-"""DALI's `fn.readers.webdataset`, on the CPU: the members' bytes, decoded by nobody, with an index and its own shuffle."""
+"""DALI's `fn.readers.webdataset`, on the CPU: the members' undecoded bytes, with an index and its own shuffle."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _open(folder: Path, workload: Workload, *, mapped: bool = True) -> Reader:
         pipelines[shuffled].build()
 
     def rewind() -> None:
-        # A pipeline goes on where it stopped, and begins to read at its first run.
+        # A pipeline continues where it stopped, and begins to read at its first run.
         for shuffled in list(pipelines):
             build(shuffled)
 

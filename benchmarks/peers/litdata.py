@@ -19,7 +19,7 @@ __all__ = ["peers"]
 
 
 def _write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
-    # What litdata.optimize runs in each of its workers; starting those is not counted.
+    # The function that litdata.optimize runs in each worker; starting the workers is not counted.
     writer = BinaryWriter(str(folder), chunk_bytes="64MB")
     for index, sample in enumerate(samples):
         tensors, small = workload.split(sample)

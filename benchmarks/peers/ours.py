@@ -25,13 +25,13 @@ def _write(folder: Path, workload: Workload, samples: Sequence[Any], *, fsync: b
 
 
 def _open(folder: Path, workload: Workload, *, threads: int | None = None, decoded: bool = False) -> Reader:
-    cache = tc.open(folder, threads=threads)
+    cache = tc.open(folder, num_threads=threads)
     narrow = cache.select([workload.one[1]])
     one = workload.one[0]
 
     def batch(indices: Sequence[int]) -> Batch:
         if workload.ragged:
-            read, _ = cache.read_batch(indices, collate="pad")
+            read = cache.read_batch(indices, collate="pad")
         else:
             read = cache.read_batch(indices)
         tensors, small = workload.split(read)
@@ -86,7 +86,7 @@ def _open_loader(folder: Path, workload: Workload) -> Reader:
         seen = 0
         while seen < count:
             for read in loader:
-                tensors, small = workload.split(read[0] if workload.ragged else read)
+                tensors, small = workload.split(read)
                 seen += len(tensors[workload.one[0]])
                 yield Batch(len(tensors[workload.one[0]]), partial(_samples, workload, tensors, small))
                 if seen >= count:

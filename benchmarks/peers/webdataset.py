@@ -95,7 +95,7 @@ def _open_raw(folder: Path, workload: Workload) -> Reader:
 
 
 def peers() -> list[Peer]:
-    """Return webdataset's rows; the raw one has the members' bytes, decoded by nobody."""
+    """Return webdataset's rows; the raw row yields the members' undecoded bytes."""
     rows = [
         Peer(
             name=f"webdataset .{field}",

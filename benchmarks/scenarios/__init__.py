@@ -1,4 +1,4 @@
-"""What is measured, in the order in which it runs."""
+"""The scenarios in the order in which they run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from benchmarks.timing import Rounds
 __all__ = ["SCENARIOS"]
 
 SCENARIOS: dict[str, Callable[[Context], Rounds]] = {
-    # First: a litdata that has been read in order keeps its files mapped until the process ends (its loaders stay in a
-    # functools.lru_cache), and what is mapped cannot be dropped from the page cache.
+    # First: litdata, once read in order, keeps its files mapped until the process ends (its loaders stay in a
+    # functools.lru_cache), and mapped files cannot be dropped from the page cache.
     "batch_cold": batch_cold,
     "write": write,
     "write_fsync": write_fsync,

@@ -22,7 +22,7 @@ COLD_CEILINGS = (f"{CEILING}, {IN_FLIGHT} threads", f"{CEILING}, WILLNEED {IN_FL
 
 
 def batch_random(context: Context) -> Rounds:
-    """Batches in random order, everything in the page cache. Streams shuffle as their users do."""
+    """Measure batches in random order, from the page cache. Streams shuffle as their users do."""
     count = context.workload.timed
     copies = safe_copies(context) if context.workload.name == "features" else nullcontext({})
     with (
@@ -41,13 +41,13 @@ def batch_random(context: Context) -> Rounds:
 
 
 def batch_cold(context: Context) -> Rounds:
-    """The same, with every file dropped from the page cache and the store opened anew before each pass."""
+    """Measure the same batches, with files dropped from the page cache and stores opened again before each pass."""
     count = context.workload.timed
     peers = _checked(context)
     opened: list[Reader] = []
 
     def prepare(store: Path, peer: Peer | None = None) -> None:
-        while opened:  # what anyone has mapped cannot be dropped
+        while opened:  # mapped files cannot be dropped
             opened.pop().close()
         _drop(store)
         if peer:
@@ -69,7 +69,7 @@ def batch_cold(context: Context) -> Rounds:
 
 
 def one_tensor(context: Context) -> Rounds:
-    """Batches of one tensor of each sample; who can only read whole samples reads them."""
+    """Measure batches of one tensor of each sample. Peers without this operation read whole samples."""
     short, path = context.workload.one
     expected = torch.stack([context.workload.split(sample)[0][short] for sample in context.samples])
     batches, count, size = context.batches, context.workload.timed, context.workload.batch_size
@@ -122,7 +122,7 @@ def _check(context: Context, name: str, reader: Reader) -> None:
 
 
 def _checked(context: Context) -> list[Peer]:
-    """Return who can read batches, each checked, and closed again."""
+    """Return the peers that can read batches, after a check of each."""
     checked = set()
     with context.readers(_has_batches) as readers:
         for name, reader in readers.items():

@@ -1,4 +1,4 @@
-"""Scenario `dali_cpu`: batches that DALI pipelines deliver on the CPU, from us and from what its users have now."""
+"""Scenario `dali_cpu`: batches from DALI pipelines on the CPU, with our readers and with the usual ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHUFFLED = 8  # batches in the buffer that shuffles a stream
 
 
 def dali_cpu(context: Context) -> Rounds:
-    """Shuffled batches out of a pipeline without operators, a byte of each page used; raw members are decoded by nobody."""
+    """Measure shuffled batches of a pipeline without operators, one byte of each page used. Raw members stay undecoded."""
     try:
         from nvidia.dali import fn, pipeline_def
 
@@ -41,7 +41,7 @@ def dali_cpu(context: Context) -> Rounds:
         raise Skipped(f"DALI is not installed: {exc}") from exc
     workload, size = context.workload, context.workload.batch_size
     if workload.ragged:
-        raise Skipped("samples of other shapes are no batch of DALI's without padding")
+        raise Skipped("DALI cannot batch samples of different shapes without padding")
     options = {"batch_size": size, "num_threads": _THREADS, "device_id": None}
     shards = sorted(context.ours.glob("*.tar"))
     count = workload.timed // size
@@ -117,7 +117,7 @@ def dali_cpu(context: Context) -> Rounds:
 
 
 def _batches(context: Context, samples: Callable[[], Iterator[Any]]) -> Iterator[tuple[Any, ...]]:
-    """Yield batches of a stream without end, as arrays, as DALI's users write it."""
+    """Yield batches of an endless stream as arrays, as DALI's users write it."""
     batch = []
     while True:
         for sample in samples():
@@ -128,18 +128,18 @@ def _batches(context: Context, samples: Callable[[], Iterator[Any]]) -> Iterator
 
 
 def _touch(output: Any) -> None:
-    """Use a byte of each page of what a pipeline delivered: its reader hands over maps, which nobody has read yet."""
+    """Use one byte of each page of a pipeline's output, because its reader may return maps that are not read yet."""
     for part in [output.as_tensor()] if output.is_dense_tensor() else output:
         int(np.asarray(part).reshape(-1).view(np.uint8)[::4096].sum())
 
 
 def _key(tensors: Iterable[Any]) -> tuple[int, ...]:
-    """Return what must be equal for the tensors of two samples to be the same, in whatever order."""
+    """Return a checksum that is equal for two samples with the same tensors in any order."""
     return tuple(sorted(xxhash.xxh3_64_intdigest(np.ascontiguousarray(tensor)) for tensor in tensors))
 
 
 def _check(context: Context, pipes: dict[str, Any], batches: dict[str, Any]) -> None:
-    """Raise AssertionError unless what comes out is what was written."""
+    """Raise AssertionError unless the output equals the samples as written."""
     workload = context.workload
     known = {_key(map(as_array, workload.split(sample)[0].values())) for sample in context.samples}
     found = {name: list(_rows(name, pipe, workload)) for name, pipe in pipes.items()}
@@ -161,4 +161,4 @@ def _rows(name: str, pipe: Any, workload: Workload) -> Iterator[list[Any]]:
             sample = tc.decode_sample(*(array.tobytes() for array in arrays))
             yield [as_array(tensor.load()) for tensor in workload.split(sample)[0].values()]
         else:
-            yield arrays[: len(workload.dtypes)]  # behind ours come the samples' numbers
+            yield arrays[: len(workload.dtypes)]  # after our tensors come the sample indices

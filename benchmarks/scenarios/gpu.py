@@ -1,4 +1,4 @@
-"""Scenarios `dali_gpu`, `loader_gpu`: batches of 64 into a GPU's memory, beside the rate at which a copy alone goes there."""
+"""Scenarios `dali_gpu`, `loader_gpu`: batches of 64 into a GPU's memory, compared with a plain copy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _AHEAD = 4  # batches
 
 
 def dali_gpu(context: Context) -> Rounds:
-    """Shuffled batches out of DALI pipelines, every byte in the GPU's memory when the clock stops."""
+    """Measure shuffled batches from DALI pipelines, until every byte is in the GPU's memory."""
     _need_gpu(context)
     try:
         from nvidia.dali import fn, pipeline_def
@@ -55,7 +55,7 @@ def dali_gpu(context: Context) -> Rounds:
         )
         return tuple(member.gpu() for member in members)
 
-    with tc.open(context.ours, threads=_THREADS) as cache:
+    with tc.open(context.ours, num_threads=_THREADS) as cache:
         nested = {
             name: chain.from_iterable(repeat(dali_plugin.TensorCacheIterator(made(cache))))
             for name, made in ((DALI_NODES, ours), (DALI_NATIVE, native))
@@ -69,9 +69,9 @@ def dali_gpu(context: Context) -> Rounds:
 
 
 def loader_gpu(context: Context) -> Rounds:
-    """The same without DALI: `read_batch` alone, and a `Loader` that reads ahead."""
+    """Measure batches without DALI: `read_batch` alone, and a `Loader` that reads ahead."""
     _need_gpu(context)
-    with tc.open(context.ours, threads=_THREADS) as cache:
+    with tc.open(context.ours, num_threads=_THREADS) as cache:
         order = tc.EpochOrder(len(cache), seed=0)
         numbers = [order(0, range(at, at + _BATCH)) for at in range(0, len(cache) - _BATCH + 1, _BATCH)]
         endless = chain.from_iterable(repeat(numbers))
@@ -91,7 +91,7 @@ def _need_gpu(context: Context) -> None:
     if not torch.cuda.is_available():
         raise Skipped(f"torch {torch.__version__} sees no CUDA device")
     if context.workload.ragged:
-        raise Skipped("samples of other shapes are no batch of DALI's without padding")
+        raise Skipped("DALI cannot batch samples of different shapes without padding")
 
 
 def _measure(context: Context, runs: dict[str, Callable[[], Any]]) -> Rounds:
@@ -116,7 +116,7 @@ def _measure(context: Context, runs: dict[str, Callable[[], Any]]) -> Rounds:
 
 
 def _check(context: Context, name: str, batch: Any) -> None:
-    """Raise AssertionError unless a batch is on the GPU and what was written."""
+    """Raise AssertionError unless a batch is on the GPU and equals the samples as written."""
     workload = context.workload
     tensors, small = workload.split(batch)
     if not all(tensor.is_cuda for tensor in tensors.values()):

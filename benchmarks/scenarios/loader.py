@@ -1,4 +1,4 @@
-"""Scenario `loader`: whole epochs in random order, in stacked batches, from what everyone's users train from."""
+"""Scenario `loader`: whole epochs in random order, in stacked batches, from the loaders that users train from."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ READ_BATCH = "tensorcache, read_batch on 2 threads"
 
 
 def loader(context: Context) -> Rounds:
-    """A whole epoch; workers stay between rounds, and small values are not looked at."""
+    """Measure a whole epoch. Workers stay between rounds, and small values are not used."""
     workload = context.workload
     if workload.ragged:
-        raise Skipped("samples of other shapes are stacked by nobody's loader without padding")
+        raise Skipped("no loader stacks samples of different shapes without padding")
     size, count = workload.batch_size, workload.count // workload.batch_size * workload.batch_size
     with ExitStack() as stack:
-        cache = stack.enter_context(tc.open(context.ours, threads=2))
+        cache = stack.enter_context(tc.open(context.ours, num_threads=2))
         order = tc.EpochOrder(len(cache), seed=0)(0, range(count)).reshape(-1, size)
 
         def in_rows(batch: Any) -> dict[str, torch.Tensor]:
@@ -60,7 +60,7 @@ def _epoch(name: str, batches: Callable[[], Iterable[Any]]) -> int:
 
 
 def _check(context: Context, name: str, batches: Iterable[Any]) -> None:
-    """Raise AssertionError unless an epoch has nearly every sample, each once, with the tensors that were written."""
+    """Raise AssertionError unless an epoch has nearly every sample, none twice, with the tensors as written."""
     workload = context.workload
     known = {_digests(workload.split(sample)[0], workload.dtypes) for sample in context.samples}
     seen: list[Any] = []

@@ -1,10 +1,10 @@
-"""Scenario `many_shards`: what grows with shards and samples; 10^5 and 10^7 samples in 1,000 shards, time and memory.
+"""Scenario `many_shards`: time and memory for 10^5 and 10^7 samples in 1,000 shards.
 
-What is real: every manifest and index, as a writer makes them (keys that ascend, all offsets, layouts and digests), and the
-bytes of the samples that are read. The members of all others are holes in their files (see `benchmarks.sparse`).
+Manifests and indexes are real: ascending keys, all offsets, layouts and digests. So are the bytes of the samples that are
+read. The members of all other samples are holes in their files (see `benchmarks.sparse`).
 
-Each row is measured in a process of its own, whose peak memory (resident pages) counts above what it was before the row's step:
-after the cache was opened for `open, …`, after its indexes were read for the others.
+Each row runs in its own process. Its peak memory (resident pages) is counted above the memory before the step: before the
+cache is opened for `open, …`, after its indexes were read for all other steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def memory_row(size: str, step: str) -> str:
 
 
 def many_shards(context: Context) -> Rounds:
-    """A row for the time and one for the memory of each step."""
+    """Measure time and memory of each step, one row for each."""
     if context.workload.name != _WORKLOAD:
         return {}
     if not Path("/proc/self/clear_refs").exists():
@@ -61,7 +61,7 @@ def many_shards(context: Context) -> Rounds:
 
 
 def _measure(folder: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return microseconds and megabytes of each step in each round; what was read has been checked."""
+    """Return microseconds and megabytes of each step in each round, with the samples checked."""
     command = [sys.executable, "-m", "benchmarks.sparse", str(folder), str(rounds)]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     if done.returncode:

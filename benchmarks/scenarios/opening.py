@@ -1,4 +1,4 @@
-"""Scenario `open`: from a folder to the first sample in hand. Microseconds for all of it, not per sample."""
+"""Scenario `open`: from a folder to the first sample. Microseconds in total, not per sample."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["opened"]
 
 
 def opened(context: Context) -> Rounds:
-    """Open, read the sample of index 0 and its small values, close."""
+    """Measure opening, reading sample 0 and its small values, and closing."""
 
     def first(reader: Reader) -> object:
         if reader.get:

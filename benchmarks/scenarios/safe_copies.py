@@ -1,4 +1,4 @@
-"""Rows of `batch_random` for small samples: what it costs that a shard may be cut short while it is copied from a map."""
+"""Rows of `batch_random` for small samples: the cost of safe copies from maps of shards that may be cut short."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ WITHOUT_LEASE, BARE, PREAD = ", no lease", ", io=mmap", ", io=pread"
 
 @contextmanager
 def safe_copies(context: Context) -> Iterator[dict[str, Variant]]:
-    """Yield the rows, each checked: with the shards open for writing, when no lease is to be had, and with other `io`."""
+    """Yield the rows, each checked: with shards open for writing, which prevents leases, and with other `io` methods."""
     names = {ONE_THREAD: False, DECODED: True}
     with ExitStack() as stack:
         variants = {}
         for suffix, io in ((WITHOUT_LEASE, "auto"), (BARE, "mmap"), (PREAD, "pread")):
-            cache = stack.enter_context(tc.open(context.ours, threads=1, io=io))
+            cache = stack.enter_context(tc.open(context.ours, num_threads=1, io=io))
             for name, is_decoded in names.items():
                 run = partial(_read, context, cache, suffix == WITHOUT_LEASE, is_decoded)
                 run(name + suffix)
@@ -33,7 +33,7 @@ def safe_copies(context: Context) -> Iterator[dict[str, Variant]]:
 
 
 def _read(context: Context, cache: tc.TensorCache, is_written: bool, is_decoded: bool, check: str = "") -> int:
-    """Read the batches, and compare them with what was written if `check` names the row; return how many samples."""
+    """Read the batches and return the number of samples; compare them with the originals if `check` names the row."""
     workload, count = context.workload, 0
     with ExitStack() as writers:
         for path in sorted(context.ours.glob("*.tar")) if is_written else ():

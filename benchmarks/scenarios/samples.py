@@ -1,4 +1,4 @@
-"""Scenarios `iterate_lazy`, `iterate_touch`, `random_get`: one sample after the other."""
+"""Scenarios `iterate_lazy`, `iterate_touch`, `random_get`: one sample after another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["iterate_lazy", "iterate_touch", "random_get"]
 
 
 def iterate_lazy(context: Context) -> Rounds:
-    """Every sample in order, its structure and small values there, no tensor used."""
+    """Measure every sample in order, its structure and small values decoded, no tensor used."""
     timed = context.workload.timed
 
     def variant(reader: Reader) -> Callable[[], int]:
@@ -29,7 +29,7 @@ def iterate_lazy(context: Context) -> Rounds:
 
 
 def iterate_touch(context: Context) -> Rounds:
-    """Every sample in order, a byte used of each page of its tensors."""
+    """Measure every sample in order, one byte used of each page of its tensors."""
     timed = context.workload.timed
 
     def variant(reader: Reader) -> Callable[[], int]:
@@ -48,7 +48,7 @@ def iterate_touch(context: Context) -> Rounds:
 
 
 def random_get(context: Context) -> Rounds:
-    """Samples by index in random order, a byte used of each page of their tensors."""
+    """Measure samples by index in random order, one byte used of each page of their tensors."""
     order = context.order
 
     def variant(get: Callable[[int], Any], touch: Callable[[Any], object]) -> Callable[[], int]:

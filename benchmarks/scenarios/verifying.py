@@ -1,4 +1,4 @@
-"""Scenario `verify`: every byte of our own shards checked, beside plain reads of the same files."""
+"""Scenario `verify`: checking every byte of our shards, compared with plain reads of the same files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIECE_NBYTES = 1 << 20
 
 
 def verify(context: Context) -> Rounds:
-    """All shards, with their indexes and manifest; in the page cache."""
+    """Measure all shards with their indexes and manifest, from the page cache."""
     paths, count = sorted(context.ours.glob("*.tar")), context.workload.count
     nbytes = sum(path.stat().st_size for path in paths)
 
@@ -34,8 +34,8 @@ def verify(context: Context) -> Rounds:
 
     def checked(threads: int) -> Callable[[], int]:
         def run() -> int:
-            report = tc.verify(context.ours, threads=threads)
-            if not report or report.num_unverified or report.num_unread:
+            report = tc.verify(context.ours, num_threads=threads)
+            if not report.ok or report.num_unverified or report.num_unread:
                 raise AssertionError(str(report))
             return report.num_samples
 

@@ -1,4 +1,4 @@
-"""Scenario `wds_decode`: the same samples through webdataset's own pipeline, as ours and as what people use today."""
+"""Scenario `wds_decode`: the same samples through webdataset's own pipeline, in our format and in the usual ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAST = "tensorcache, tc.tarfile_to_samples, lazy, touched"
 
 
 def _decode_naively(sample: dict[str, Any]) -> dict[str, Any]:
-    """The two members with stock libraries: safetensors.torch.load, pickle.loads, and a walk to put them together."""
+    """Decode the two members with stock libraries: safetensors.torch.load, pickle.loads, and a walk that joins them."""
     tensors = safetensors.torch.load(sample["safetensors"])
 
     def fill(value: Any) -> Any:
@@ -40,7 +40,7 @@ def _decode_naively(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(context: Context, folder: Path) -> dict[str, str]:
-    """Return the shards of as many samples as one pass reads."""
+    """Return shards with the samples of one pass."""
     samples = context.samples[: context.workload.timed]
     shards = {}
     for field in ("tensorcache", "pyd", "pth", "npz"):
@@ -55,7 +55,7 @@ def _write(context: Context, folder: Path) -> dict[str, str]:
 
 
 def wds_decode(context: Context) -> Rounds:
-    """One pass over a shard as a stream; "touched" uses a byte of each page of every tensor."""
+    """Measure one pass over a shard as a stream. "touched" uses one byte of each page of every tensor."""
     workload = context.workload
     folder = context.scratch / "wds_decode"
     shards = _write(context, folder)

@@ -1,4 +1,4 @@
-"""Scenario `worker_handoff`: what it costs to hand samples from two `DataLoader` workers to the main process, and use them."""
+"""Scenario `worker_handoff`: handing samples from two `DataLoader` workers to the main process, and using them there."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from benchmarks.context import Context
 from benchmarks.peers.base import by_sample, unstack
 from benchmarks.timing import Rounds, Variant, interleaved
 
-__all__ = ["COLLATED", "DEFAULT_COLLATED", "LAZY", "TENSORS", "worker_handoff"]
+__all__ = ["COLLATED", "DEFAULT_COLLATED", "LAZY", "TENSORS", "TORCH_LOADER", "worker_handoff"]
 
 LAZY = "lazy samples, read in the main process"
 TENSORS = "samples of tensors"
 COLLATED = "batches by read_batch"
 DEFAULT_COLLATED = "batches by default_collate"
+TORCH_LOADER = "batches by tc.torch_loader"
 
 
 class _Each(Dataset[Any]):
-    """What `read` returns for each index, or each list of indices."""
+    """The results of `read` for each index, or each list of indices."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self._read = read
@@ -34,9 +35,9 @@ class _Each(Dataset[Any]):
 
 
 def worker_handoff(context: Context) -> Rounds:
-    """Batches in random order; in the main process a byte used of each page of every tensor. Workers stay between rounds."""
+    """Measure batches in random order. The main process uses one byte of each page of every tensor; workers stay alive."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # samples of tensors cross as a file descriptor for each
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each tensor of a sample crosses as a file descriptor
     try:
         with tc.open(context.ours) as cache:
             return _compared(context, cache)
@@ -48,7 +49,7 @@ def _compared(context: Context, cache: Any) -> Rounds:
     workload, batches = context.workload, context.batches
 
     def collated(indices: Sequence[int]) -> Any:
-        read = cache.read_batch(indices, collate="pad")[0] if workload.ragged else cache.read_batch(indices)
+        read = cache.read_batch(indices, collate="pad" if workload.ragged else "stack")
         tensors, small = workload.split(read)
         return workload.nest(tensors, {name: list(values) for name, values in small.items()})
 
@@ -62,18 +63,22 @@ def _compared(context: Context, cache: Any) -> Rounds:
     in_batches = {COLLATED: DataLoader(_Each(collated), sampler=batches, batch_size=None, **workers)}
     if not workload.ragged:
         in_batches[DEFAULT_COLLATED] = DataLoader(cache, batch_sampler=batches, collate_fn=default_collate, **workers)
+    # the same samples in the same order, as a view of the cache
+    in_batches[TORCH_LOADER] = tc.torch_loader(
+        cache[context.order], workload.batch_size, collate="pad" if workload.ragged else "stack", **workers
+    )
     variants = {}
     for name, source in in_samples.items():
         context.check(name, chain.from_iterable(source), context.order)
         variants[name] = Variant(_samples_of(source, context), workload.timed, context.warm(name))
     for name, source in in_batches.items():
-        context.check(name, chain.from_iterable(_separate(batch, context) for batch in source), context.order)
+        context.check(name, chain.from_iterable(_separate(item, context) for item in source), context.order)
         variants[name] = Variant(_batches_of(source, context), workload.timed, context.warm(name))
     return interleaved(variants, context.rounds)
 
 
 def _separate(batch: Any, context: Context) -> list[Any]:
-    """Return the samples of a batch, for the check; `default_collate` makes tensors of numbers, and of pairs two of them."""
+    """Return the samples of a batch, for the check. `default_collate` makes a tensor of numbers, and two of pairs."""
 
     def plain(values: Any) -> Any:
         if isinstance(values, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Scenarios `write` (into memory) and `write_fsync` (until it is on disk): samples that are there, into a new folder."""
+"""Scenarios `write` (into memory) and `write_fsync` (until it is on disk): samples in memory, into a new folder."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PLAIN = f"{CEILING}, same bytes"
 
 
 def write(context: Context) -> Rounds:
-    """Into a file system in memory, so that only the writing is measured."""
+    """Measure writing into a file system in memory, without the disk."""
     return _write(context, context.tmpfs / "written", fsync=False)
 
 
 def write_fsync(context: Context) -> Rounds:
-    """Onto the disk; every file and folder of every side is synced, by the peer itself where it can."""
+    """Measure writing onto the disk, until all files and folders are synced, by the peer itself if it can."""
     return _write(context, context.scratch / "written", fsync=True)
 
 
