@@ -32,8 +32,9 @@ SECONDS := 60
 fuzz: $(VENV)/dev $(VENV)/fuzz
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --jobs 2 --findings fuzz_out
 
-# pages and modules that must be free of the phrases in tests/prose.py
-PROSE := README.md docs
+# Pages and modules that must be free of the phrases in tests/prose.py. That module and its test quote the phrases.
+TESTS := $(dir $(wildcard tests/*/__init__.py)) $(filter-out tests/prose.py tests/test_prose.py, $(wildcard tests/*.py))
+PROSE := README.md CHANGELOG.md docs benchmarks examples $(TESTS) wds_tensorcache dali_plugin
 check: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

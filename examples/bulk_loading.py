@@ -1,10 +1,10 @@
-"""A whole cache in bulk: mean and deviation of every channel of its latents, which diffusion models are scaled by.
+"""Compute mean and deviation of every latent channel of a whole cache, as diffusion models need them.
 
     python examples/bulk_loading.py [--out demo_out] [--cache FOLDER --tensor latent] [--device cuda]
 
-Without `--cache`, makes one of 1,000 latents first, of three aspect ratios. Batches are of one shape (`bucket_by`), so nothing
-is padded but the end of a bucket; they arrive in one transfer each, and are reduced on the device while the next are read.
-Prints the result, how far it is from that of every tensor loaded by itself, and how fast batches are read.
+Without `--cache`, writes a cache of 1,000 latents in three aspect ratios first. Each batch has one shape (`bucket_by`), so only
+the end of a bucket is padded. A batch arrives in one transfer and is reduced on the device while the next one is read. Prints
+the result, its difference from the same statistics of single tensors, and the reading speed.
 
 Needs: wds_tensorcache, torch.
 """
@@ -25,7 +25,7 @@ SHAPES = ((16, 64, 64), (16, 48, 80), (16, 80, 48))
 
 
 def write_cache(folder: Path, count: int) -> None:
-    """Write latents as a VAE would give them: channels with means and deviations of their own."""
+    """Write latents as a VAE would give them: each channel with its own mean and deviation."""
     generator = torch.Generator().manual_seed(0)
     means, deviations = torch.linspace(-1, 1, 16), torch.linspace(0.5, 2, 16)
     with tc.ShardWriter(folder / "latents-%03d.tar", max_samples=500, overwrite=True) as sink:
@@ -48,7 +48,7 @@ def one_by_one(cache: tc.TensorCache, name: str) -> Iterator[torch.Tensor]:
 
 
 def rate(batches: Iterable[torch.Tensor]) -> float:
-    """Return how many MB/s are read where nothing is done with them."""
+    """Return the MB/s of reading alone."""
     begun = time.perf_counter()
     return sum(batch.nbytes for batch in batches) / 1e6 / (time.perf_counter() - begun)
 

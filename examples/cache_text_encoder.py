@@ -87,7 +87,7 @@ def split_sentences(*, shortest: int = 30, longest: int = 400) -> list[tuple[str
     found: dict[str, str] = {}
     for topic, text in topics.items():
         for paragraph in text.split("\n\n"):
-            # Grammar rules, sessions and underlined titles are no prose.
+            # Skip grammar rules, sessions and underlined titles.
             if re.search(r"::=|>>>|\*\*\*|===|---", paragraph):
                 continue
             prose = re.sub(r"\s+", " ", paragraph).strip().removeprefix("* ")
@@ -111,7 +111,7 @@ def write_cache(
     model: MiniLM, tokenizer: Tokenizer, sentences: list[tuple[str, str]], out: Path, *, batch_size: int = 32
 ) -> list[str]:
     """Write one sample per sentence and return the paths of the shards."""
-    # Equal lengths side by side: the encoder sees little padding, too.
+    # Sort by length, so that the encoder sees little padding, too.
     ordered = sorted(sentences, key=lambda pair: len(pair[0]))
     urls: list[str] = []
     options = {"maxcount": 512, "encoder": tc.encoder(), "mtime": 0, "post": urls.append, "verbose": 0}
@@ -167,13 +167,13 @@ def main() -> None:
     parser.add_argument("--query", nargs="*", default=QUERIES, help="what to look up in Python's language reference")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    # Physical cores only: beyond them OpenMP's threads spin, and lose tenfold to any other busy process.
+    # Physical cores only: with more threads, OpenMP spins and becomes ten times slower next to a busy process.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
 
     folder = get_model_path()
     model = MiniLM(load_file(folder / "model.safetensors")).eval()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # The file cuts and pads to 128 tokens, whatever the batch holds.
+    # The tokenizer file truncates and pads to 128 tokens for any batch.
     tokenizer.no_truncation()
     tokenizer.enable_padding()
     urls = write_cache(model, tokenizer, split_sentences(), args.out)

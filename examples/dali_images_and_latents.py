@@ -1,10 +1,10 @@
-"""Photos and their latents through one DALI pipeline: both are cut at the same place, and stay what belongs together.
+"""Photos and their latents through one DALI pipeline: both are cropped at the same place and stay together.
 
     python examples/dali_images_and_latents.py [--out demo_out]
 
 1. Pieces of scikit-learn's photos are written as JPEGs, each beside its latent (here: its colours, 8 times smaller).
 2. The pipeline decodes the JPEG, mirrors and cuts it; the same flip and cut, 8 times smaller, is made to the latent.
-3. What comes out is compared: `photos.png` shows the photos above their latents.
+3. The outputs are compared: `photos.png` shows the photos above their latents.
 
 Needs: wds_tensorcache, DALI, scikit-learn, pillow.
 """
@@ -27,7 +27,7 @@ from sklearn.datasets import load_sample_images
 import dali_plugin
 import wds_tensorcache as tc
 
-SIZE, CUT, SCALE = 192, 128, 8  # pixels of a piece and of what is cut out of it, and per element of a latent
+SIZE, CUT, SCALE = 192, 128, 8  # pixels of a photo, of a crop, and per element of a latent
 
 
 def pieces() -> Iterator[np.ndarray[Any, Any]]:
@@ -39,7 +39,7 @@ def pieces() -> Iterator[np.ndarray[Any, Any]]:
 
 
 def write_cache(out: Path) -> None:
-    """Write `KEY.jpg` beside the members of the cache; any reader of WebDataset shards sees both."""
+    """Write `KEY.jpg` next to the members of the cache; any reader of WebDataset shards sees both."""
     with tc.ShardWriter(out / "photos-%03d.tar", overwrite=True) as sink:
         for i, piece in enumerate(pieces()):
             latent = F.avg_pool2d(torch.tensor(piece).permute(2, 0, 1).float() / 255, SCALE)
@@ -59,7 +59,7 @@ def photos_and_latents(cache: Any, batch_size: int) -> Any:
         )
         photo = fn.decoders.image(jpg, device="mixed" if on_gpu else "cpu")
         mirrored = fn.random.coin_flip()
-        # whole elements of a latent, so that the cuts are of one place
+        # whole elements of a latent, so that both crops are at the same place
         places = [float(place) for place in range((SIZE - CUT) // SCALE + 1)]
         y, x = (fn.cast(fn.random.uniform(values=places), dtype=types.INT32) for _ in range(2))
         latent = fn.flip(fn.reshape(fn.cast(latent, dtype=types.FLOAT), layout="CHW"), horizontal=mirrored)
@@ -85,7 +85,7 @@ def main() -> None:
         small = F.interpolate(batch["latent"], scale_factor=SCALE).clamp(0, 1)
         sheet = torch.cat([photo, small], dim=2).permute(2, 0, 3, 1).flatten(1, 2)
         Image.fromarray((sheet * 255).byte().cpu().numpy()).save(out / "photos.png")
-        print(f"drew {out / 'photos.png'}, of samples {list(batch['index'])}")
+        print(f"picture: {out / 'photos.png'}, of samples {list(batch['index'])}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two processes, a GPU each, that share every epoch: each sample comes to one of them.
+"""Two processes with a GPU each share every epoch: each sample goes to one of them.
 
     torchrun --nproc-per-node 2 examples/dali_ranks.py [--out demo_out]
 
@@ -23,7 +23,7 @@ COUNT, BATCH = 1000, 32
 
 
 def write_cache(out: Path) -> None:
-    """Write what a rank can count."""
+    """Write samples that a rank can count."""
     with tc.ShardWriter(out / "ranks-%03d.tar", max_samples=300, overwrite=True) as sink:
         for i in range(COUNT):
             sink.write(f"{i:06d}", {"latent": torch.full((4, 16, 16), i, dtype=torch.bfloat16), "index": i})
@@ -47,7 +47,7 @@ def main() -> None:
 
     @pipeline_def(batch_size=BATCH, num_threads=2, device_id=local if on_gpu else None)
     def pipeline() -> Any:
-        # the order is one permutation of all samples, the same on all ranks; of it each has every `world_size`-th
+        # the order is a permutation of all samples, the same on all ranks; each rank gets every `world_size`-th sample
         return dali_plugin.fn.tensorcache(
             out, shuffle=True, rank=rank, world_size=world_size, last_batch="drop", device="gpu" if on_gpu else "cpu"
         )
@@ -55,7 +55,7 @@ def main() -> None:
     iterator = dali_plugin.TensorCacheIterator(pipeline())
     for epoch in range(2):
         seen = torch.zeros(COUNT, device="cuda" if on_gpu else "cpu")
-        for batch in iterator:  # as many batches on every rank
+        for batch in iterator:  # the same number of batches on every rank
             seen[torch.tensor(list(batch["index"]))] += 1
             # a step of training would be here
         dist.all_reduce(seen)

@@ -1,10 +1,10 @@
-"""Training on two processes that is killed, and goes on with one: the samples are those of a run that nobody has broken.
+"""Training on two processes is killed and resumes on one, with the samples of an uninterrupted run.
 
     python examples/resume_training.py [--out demo_out]
 
 1. `torchrun` trains on two processes, each with half of every batch of 16, for two epochs: the sequence of keys is kept.
 2. The same again, killed (SIGKILL) at a random step.
-3. One process loads the checkpoint, with batches of 16 of its own, and trains to the end.
+3. One process loads the checkpoint, with batches of 16, and trains to the end.
 4. The sequences of 1 and of 2 with 3 are compared, key by key.
 
 Needs: wds_tensorcache, torch.
@@ -32,7 +32,7 @@ COUNT, BATCH, EPOCHS = 500, 16, 2
 
 
 def write_cache(folder: Path) -> None:
-    """Write points and what a model is to learn of them."""
+    """Write points and the values that a model learns for them."""
     generator = torch.Generator().manual_seed(0)
     with tc.ShardWriter(folder / "points-%03d.tar", max_samples=200, overwrite=True) as sink:
         for i in range(COUNT):
@@ -41,13 +41,13 @@ def write_cache(folder: Path) -> None:
 
 
 def save(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Write a checkpoint: the old one or the new one is there, whenever one is killed."""
+    """Write a checkpoint atomically: a killed process leaves the old one or the new one."""
     torch.save(checkpoint, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
 
 
 def train(data: Path, out: Path, pause: float) -> None:
-    """Train from the checkpoint in `out`, or from the beginning; on as many processes as torchrun has begun."""
+    """Train from the checkpoint in `out`, or from the beginning, on as many processes as torchrun started."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     (out / f"{os.environ.get('RANK', 0)}.pid").write_text(str(os.getpid()))
@@ -63,11 +63,11 @@ def train(data: Path, out: Path, pause: float) -> None:
         if path.exists():
             checkpoint = torch.load(path, weights_only=True)
             model.load_state_dict(checkpoint["model"])
-            loader.load_state_dict(checkpoint["loader"])  # of two processes or of one: it is the same
+            loader.load_state_dict(checkpoint["loader"])  # the same for one process and for two
             keys = checkpoint["keys"]
         while loader.epoch < EPOCHS:
             for batch, info in loader.with_info():
-                counts = ~info.is_padding[:, None]  # rows that only fill the epoch's last batch
+                counts = ~info.is_padding[:, None]  # false for rows that pad the epoch's last batch
                 loss = ((model(batch["x"]) - batch["y"]).square() * counts).sum()
                 optimizer.zero_grad()
                 loss.backward()
@@ -123,7 +123,9 @@ def main(out: Path) -> None:
         raise SystemExit("training failed")
     broken = keys_of(out / "broken")
     is_same = broken == whole and sorted(whole[:COUNT]) == sorted(whole[COUNT:])
-    print(f"{len(broken)} samples, {'the same as' if is_same else 'OTHERS than'} those of the run that was not broken")
+    print(
+        f"{len(broken)} samples, {'the same as' if is_same else 'DIFFERENT from'} those of the run that was not broken"
+    )
     (out / "keys.json").write_text(json.dumps({"whole": whole, "broken": broken}))
     if not is_same:
         raise SystemExit(1)

@@ -4,11 +4,11 @@
 
 1. A small autoencoder turns the 1,797 handwritten digits of scikit-learn into latents of 4x6x6.
 2. Latents and text conditioning, nested as diffusion trainers nest them, are written to WebDataset shards.
-3. A rectified flow model is trained from those shards alone, by way of a DALI pipeline that mirrors and cuts the latents at
+3. A rectified flow model is trained from those shards alone, through a DALI pipeline that mirrors and crops the latents at
    random, then sampled and decoded: `digits.png`.
 4. The same samples, stored as this project's members, as `.pyd` and as `.pth`, are opened and timed.
 
-Needs: wds_tensorcache, torch, numpy, webdataset, scikit-learn, tqdm, pillow; DALI if it is there.
+Needs: wds_tensorcache, torch, numpy, webdataset, scikit-learn, tqdm, pillow; DALI if it is installed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from tqdm import tqdm
 import wds_tensorcache as tc
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-MARGIN = 8  # pixels around an image, so that latents can be cut out at random: 6x6 of them are cached, 4x4 used
+MARGIN = 8  # pixels around an image for random crops: latents of 6x6 are cached, 4x4 used
 CACHED = (LATENT[0], 6, 6)
-CENTRE = (0.0, 0.5, 0.5)  # not mirrored, and from the middle
+CENTRE = (0.0, 0.5, 0.5)  # not mirrored, from the center
 
 
 def load_images() -> tuple[Tensor, list[int]]:
@@ -59,7 +59,7 @@ def train_autoencoder(images: Tensor, *, steps: int = 900, batch_size: int = 32)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, steps, pct_start=0.1)
     for _ in tqdm(range(steps), desc="autoencoder"):
         batch = padded[torch.randint(len(images), (batch_size,))]
-        y, x = torch.randint(3, (2,)).tolist()  # as latents will be cut
+        y, x = torch.randint(3, (2,)).tolist()  # as latents will be cropped
         latent = model.encoder(batch)[..., y : y + 4, x : x + 4]
         batch = batch[..., 8 * y : 8 * y + 32, 8 * x : 8 * x + 32]
         # Noise on the latent: a sampled latent is never exactly an encoded one.
@@ -110,7 +110,7 @@ def batches(urls: list[str], epochs: int, batch_size: int) -> Iterator[tuple[Ten
 
         import dali_plugin
     except ImportError as exc:
-        print(f"no DALI ({exc}): training on latents that are all cut from the middle")
+        print(f"no DALI ({exc}): training on latents that are all cropped at the center")
         yield from plain_batches(urls, epochs, batch_size)
         return
     names = ["latent.samples", "cond.0.0", "cond.0.1.pooled_output"]
@@ -135,7 +135,7 @@ def batches(urls: list[str], epochs: int, batch_size: int) -> Iterator[tuple[Ten
 
 
 def plain_batches(urls: list[str], epochs: int, batch_size: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same without augmentation."""
+    """Yield the same values without augmentation."""
     with tc.open(urls) as cache:
         for epoch in range(epochs):
             numbers = tc.EpochOrder(len(cache), shuffle=True)(epoch, range(len(cache)))
@@ -289,7 +289,7 @@ def time_formats(title: str, samples: list[Any], *, rounds: int = 5) -> list[str
                     raise RuntimeError(f"{url}: sample {sample['__key__']!r} was not read as it was written")
 
         timings: dict[tuple[str, str], list[float]] = {task: [] for task in pipelines}
-        # Interleaved, so that whatever else the machine does falls on every format alike.
+        # Interleaved, so that other load on the machine affects all formats equally.
         for _ in tqdm(range(rounds), desc=f"time {title}"):
             for task, pipeline in pipelines.items():
                 begin = time.perf_counter()
@@ -310,7 +310,7 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    # Physical cores only: beyond them OpenMP's threads spin, and lose tenfold to any other busy process.
+    # Physical cores only: with more threads, OpenMP spins and becomes ten times slower next to a busy process.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
 
     images, labels = load_images()
@@ -322,13 +322,15 @@ def main() -> None:
     decoder = AutoEncoder().decoder
     decoder.load_state_dict(torch.load(out / "decoder.pth", weights_only=True))
     draw_samples(flow, scale, decoder, urls, out)
-    print(f"drew {out / 'digits.png'}\n")
+    print(f"picture: {out / 'digits.png'}\n")
 
     stage = wds.DataPipeline(wds.SimpleShardList(urls), wds.tarfile_to_samples(), tc.decode())
     digits = [tc.realize(sample["tensorcache"]) for sample in stage][:300]
     lines = time_formats("digits", digits) + time_formats("realistic", make_realistic_samples(200))
-    print("\nMicroseconds per sample, warm page cache. members: the tar alone, each format's floor; open: decoded;")
-    print("touch: every page of every tensor read, too. Only tensorcache opens a sample without making its tensors.\n")
+    print(
+        "\nMicroseconds per sample, from the page cache, to read the members of the tar, to open the sample as well, and to"
+    )
+    print("touch every page of its tensors as well. Only tensorcache opens a sample without loading its tensors.\n")
     print(f"{'samples':<24}{'format':<13}{'shard MB':>9}{'members':>10}{'open':>10}{'touch':>10}", *lines, sep="\n")
 
 
