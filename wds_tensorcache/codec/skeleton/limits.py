@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import PurePath
@@ -166,6 +167,18 @@ def _compare_pairs(known: list[Any], keys: Sequence[Any], hashes: list[int]) -> 
     )
 
 
+@dataclass
+class _Chain:
+    """Keys that share a hash: each examines the slots of those before it, so the next one starts where the last one is."""
+
+    cost: int  # of comparing each of them once
+    slot: int  # of the last of them
+    home: int
+    perturb: int
+    steps: int = 0  # from the first to the last
+    length: int = 1
+
+
 class _Table:
     """CPython's table of one dict or set: the hashes of its keys, and the key in each slot."""
 
@@ -176,6 +189,7 @@ class _Table:
         self._hashes = array("q")
         self._costs: dict[int, int] = {}  # the cost of comparing each key, by its number
         self._slots = array("i")  # the number of a key, -1 if free
+        self._chains: dict[int, _Chain] = {}  # by the number of the first key of each repeated hash
         self._limit = 0
 
     def add(self, keys: Sequence[Any], hashes: Sequence[int]) -> int:
@@ -208,10 +222,11 @@ class _Table:
                 size *= 2
             self._limit = 2 * size // 3
         self._slots = array("i", b"\xff" * (4 * size))
+        self._chains = {}
 
     def _place(self, first: int, last: int, *, is_new: bool) -> int:
         """Put the keys `[first, last)` into slots; return the cost of comparing new keys with earlier ones."""
-        slots, hashes, is_set = self._slots, self._hashes, self._is_set
+        slots, hashes, is_set, chains = self._slots, self._hashes, self._is_set, self._chains
         mask, compared = len(slots) - 1, 0
         self.work += last - first
         limit = (MAX_SET_WORK if is_set else MAX_WORK) * len(hashes)
@@ -220,20 +235,31 @@ class _Table:
             value = hashes[number]
             home = slot = value & mask
             perturb = value & _ALL_BITS
+            steps, chain = 0, None
             while (earlier := slots[slot]) >= 0:
-                if is_new and hashes[earlier] == value:
-                    cost = self._cost(number)
-                    compared += cost + self._cost(earlier)
-                    self.work += cost
+                if chain is None and hashes[earlier] == value:
+                    chain = chains.get(earlier) or _Chain(self._cost(earlier), slot, home, perturb)
+                    chains[earlier] = chain
+                    if is_new:
+                        cost = chain.length * self._cost(number)
+                        compared += cost + chain.cost
+                        self.work += cost
+                    before, steps = steps, steps + chain.steps
+                    slot, home, perturb = chain.slot, chain.home, chain.perturb
                 slot += 1
                 if not is_set or home + _NUM_NEIGHBOURS > mask + 1 or slot == home + _NUM_NEIGHBOURS:
-                    self.work += 1
+                    steps += 1
                     perturb >>= 5
                     home = slot = (5 * home + perturb + 1) & mask
-                if self.work > limit:
+                if self.work + steps > limit:
                     what = "elements of a set" if is_set else "keys of a dict"
                     raise FormatError(f"{len(hashes)} {what} share too many hashes, or slots of their table")
             slots[slot] = number
+            self.work += steps
+            if chain is not None:
+                chain.slot, chain.home, chain.perturb, chain.steps = slot, home, perturb, steps - before
+                chain.length += 1
+                chain.cost += self._cost(number)
         return compared
 
     def _cost(self, number: int) -> int:
