@@ -173,7 +173,8 @@ WORKLOADS = {
 
 
 def quick(workload: Workload) -> Workload:
-    """Return the workload with two batches of samples: enough to test that everything runs, not to compare."""
-    count = 2 * workload.batch_size
+    """Return the workload with two small batches of samples: enough to test that everything runs, not to compare."""
+    batch_size = min(workload.batch_size, 64)
+    count = 2 * batch_size
     title = f"{workload.title} (quick: {count} samples)"
-    return replace(workload, title=title, count=count, timed=count, written=min(count, 256))
+    return replace(workload, title=title, batch_size=batch_size, count=count, timed=count, written=count)

@@ -322,17 +322,26 @@ except FileExistsError as error:
 """
 
 
-@pytest.mark.parametrize("name", ["writer_that_begins", "build", "index"])
-def test_a_folder_that_a_stranger_has_locked(tmp_path: Path, name: str) -> None:
-    if name == "index":
-        write_one(tmp_path / "x.tar", "a", resume=False, footer=False)
-    before = sorted(os.listdir(tmp_path))
-    with locking(tmp_path, 600) as running:
-        command = [sys.executable, "-c", WAITING, name, str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.stderr == ""
-        assert done.stdout.startswith(f"{tmp_path}: process {running.pid} has kept the folder locked for 10 s; ")
-        assert sorted(os.listdir(tmp_path)) == before
+def test_a_folder_that_a_stranger_has_locked(tmp_path: Path) -> None:
+    """Each act gives up after ten seconds; all of them wait at the same time."""
+    with contextlib.ExitStack() as stack:
+        waiting = []
+        for name in ("writer_that_begins", "build", "index"):
+            folder = tmp_path / name
+            folder.mkdir()
+            if name == "index":
+                write_one(folder / "x.tar", "a", resume=False, footer=False)
+            before = sorted(os.listdir(folder))
+            holder = stack.enter_context(locking(folder, 600))
+            command = [sys.executable, "-c", WAITING, name, str(folder)]
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            stack.callback(end, child)
+            waiting.append((folder, before, holder.pid, child))
+        for folder, before, pid, child in waiting:
+            out, err = child.communicate(timeout=120)
+            assert err == ""
+            assert out.startswith(f"{folder}: process {pid} has kept the folder locked for 10 s; ")
+            assert sorted(os.listdir(folder)) == before
 
 
 def test_a_folder_that_a_stranger_locks_for_a_moment(tmp_path: Path) -> None:
