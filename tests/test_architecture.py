@@ -146,7 +146,7 @@ HOMES: dict[str, tuple[Callable[[ast.AST], bool], set[str]]] = {
         lambda node: getattr(node, "value", None) in ("skel.pyd", "safetensors"),
         {"shards.names"},
     ),
-    "the missing half of a cache": (_has_text("is missing beside {", " is missing beside "), {"shards.names"}),
+    "the missing half of a cache": (_has_text("is missing, but {", " is missing, but "), {"shards.names"}),
     "the magic of a footer": (lambda node: getattr(node, "value", None) == b"tcindex1", {"shards.footer"}),
     "checksums of tar headers": (
         lambda node: isinstance(node, ast.FunctionDef) and node.name == "check_checksum",

@@ -117,10 +117,10 @@ def test_members_of_a_sample_apart(tmp_path: Path) -> None:
             lambda: tc.write_index(path),
             lambda stages=stages: list(wds.DataPipeline(*stages)),
         ):
-            with pytest.raises(tc.FormatError, match=r"sample '0': .* is missing beside .*--sort=name") as raised:
+            with pytest.raises(tc.FormatError, match=r"sample '0': .* is missing, but .*--sort=name") as raised:
                 call()
             assert raised.value.kind == "missing"
-        assert "is missing beside" in str(tc.verify(path))
+        assert "is missing, but" in str(tc.verify(path))
     path.write_bytes(build([("0.txt", b""), ("1.txt", b""), ("0.json", b"")]))
     with pytest.raises(tc.FormatError, match=r"key '0' occurs twice.*--sort=name"):
         tc.write_index(path)

@@ -1,4 +1,4 @@
-"""Caches of nested tensors in ordinary WebDataset tar shards: lazy, safe, and readable by every stock tool."""
+"""Caches of nested tensors in ordinary WebDataset tar shards: loaded lazily, safe to open, readable by stock tools."""
 
 from wds_tensorcache.checking.repair import repair
 from wds_tensorcache.checking.report import Fault, RepairReport, Report

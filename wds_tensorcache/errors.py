@@ -2,12 +2,12 @@
 
 TensorCacheError
 ├── FormatError             (ValueError)             bytes that break a rule of FORMAT.md
-│   ├── MissingShardError   (FileNotFoundError)      a shard that a manifest or folder lists does not exist
+│   ├── MissingShardError   (FileNotFoundError)      a shard (a tar) that a manifest or folder lists, but that does not exist
 │   ├── TarFormatError      (tarfile.ReadError)      a tar that is truncated, damaged or unsupported
 │   └── UnsafeSkeletonError (pickle.UnpicklingError) a skeleton that names code outside the format
-├── EncodeError             (TypeError)              a Python value that the format cannot hold
-├── BatchError              (ValueError)             samples that do not fit into one batch
-├── StaleCacheError         (ValueError)             a cache with another fingerprint than expected
+├── EncodeError             (TypeError)              a Python value that the format cannot represent
+├── BatchError              (ValueError)             samples that cannot form one batch
+├── StaleCacheError         (ValueError)             a cache whose fingerprint is not the expected one
 └── InvalidKeyError         (ValueError)             a sample key or cache name that breaks a naming rule
 """
 
@@ -39,44 +39,44 @@ class TensorCacheError(Exception):
     """Base of every error that this package raises on purpose."""
 
     def at(self: _Error, where: str) -> _Error:
-        """Return the same error with `where`, for example the shard and the key, before its message."""
+        """Return a copy of this error whose message begins with `where`, for example the shard and the key."""
         error = type(self)(f"{where}: {self}")
         error.__dict__.update(self.__dict__)
         return error
 
 
 Kind = Literal[
-    "format",  # any other rule of FORMAT.md
+    "format",  # a broken rule of FORMAT.md that no other kind covers
     "truncated",  # the file or stream ends too soon, or is empty
     "compressed",  # a compressed tar where a plain one is needed, or a damaged compressed stream
     "checksum",  # the checksum of a tar header does not match
     "header",  # a tar header with an impossible size or name
     "extended-header",  # unreadable pax records, or an unreadable long name
-    "sparse",  # a member with holes
-    "zeros",  # zeros before the end of the archive
+    "sparse",  # a member of a GNU sparse file, whose holes are not stored
+    "zeros",  # a block of zeros where the archive should continue
     "trailing",  # bytes after the end of the archive that are not an index
-    "unreadable",  # the system cannot read the bytes
+    "unreadable",  # the operating system cannot read the bytes
     "duplicate",  # a key or a member name occurs twice
-    "missing",  # half of a sample, or a file that a manifest lists, does not exist
+    "missing",  # one of the two members of a cache, or a file that a manifest lists, does not exist
     "damaged",  # the bytes of a sample differ from those that were written
     "lost",  # an index lists a sample that the shard does not contain
     "index",  # an index, `.idx` or manifest that is damaged or does not match the shard
     "unsafe",  # a skeleton that names code outside the format
 ]
-"""Kinds of FormatErrors, and of the faults that `verify` reports; code decides by these."""
+"""Kinds of FormatError, and of the faults that `verify` reports. Code should compare kinds, never messages."""
 
 
 class FormatError(TensorCacheError, ValueError):
-    """Bytes that break a rule of FORMAT.md, or two members that do not belong together.
+    """Bytes that break a rule of FORMAT.md, or two members (files in the tar) of a sample that do not belong together.
 
     Args:
         reason: Description of the fault, for people.
-        offset: Position of the fault in the file or stream; None if unknown.
-        kind: Kind of the fault, for code.
+        offset: Byte offset of the fault in the file or stream; None if unknown.
+        kind: Kind of the fault, for code; None selects the default of the class.
 
     Attributes:
-        reason, offset, kind: The arguments; `at` keeps them.
-        where: Place (shard, sample, …) that `at` added; None before.
+        reason, offset, kind: The arguments of the constructor; `at` copies them.
+        where: Place of the fault (shard, sample, …), as passed to `at`; None if `at` was not called.
     """
 
     kind: Kind = "format"
@@ -89,7 +89,7 @@ class FormatError(TensorCacheError, ValueError):
         self.kind = kind or type(self).kind
 
     def at(self: _Format, where: str) -> _Format:
-        """Return the same error with `where` before its message, unless the message begins with it."""
+        """Return a copy of this error with `where` at the beginning of its message, unless it is there already."""
         error = type(self)(self.reason)
         error.__dict__.update(self.__dict__)
         known = self.where
@@ -103,21 +103,21 @@ class FormatError(TensorCacheError, ValueError):
 
 
 class MissingShardError(FormatError, FileNotFoundError):
-    """A shard does not exist, although a manifest lists it, a folder links to it, or it was opened before."""
+    """A shard that does not exist, although a manifest lists it, a folder has a link to it, or it was opened before."""
 
     kind: Kind = "missing"
     errno = errno.ENOENT
 
 
 class TarFormatError(FormatError, tarfile.ReadError):
-    """A tar that is truncated, damaged or unsupported; code that catches tarfile's ReadError catches this one."""
+    """A tar that is truncated, damaged or unsupported; `except tarfile.ReadError` also catches this error."""
 
 
 class UnsafeSkeletonError(FormatError, pickle.UnpicklingError):
-    """A skeleton that names a callable, class or opcode outside the format; the reader executed nothing.
+    """A skeleton (the pickle of a sample) that names a callable, class or opcode outside the format; the reader did not run it.
 
     Attributes:
-        needs: `MODULE.NAME` of the class or callable, if `allow=` lacks it; None for any other fault.
+        needs: `MODULE.NAME` of a class or callable that is neither in the format nor in `allow=`; None for other faults.
     """
 
     kind: Kind = "unsafe"
@@ -125,15 +125,15 @@ class UnsafeSkeletonError(FormatError, pickle.UnpicklingError):
 
 
 class EncodeError(TensorCacheError, TypeError):
-    """A value that the format cannot represent; the message gives its path in the sample and the remedy."""
+    """A value that the format cannot represent; the message contains its path in the sample and a remedy."""
 
 
 class BatchError(TensorCacheError, ValueError):
-    """Samples of one batch that differ where they must not; the message names the tensor and two keys."""
+    """Samples or caches that cannot form one batch; the message says where they differ."""
 
 
 class StaleCacheError(TensorCacheError, ValueError):
-    """A cache with another fingerprint (model, dtype, …) than expected; the message names the field and both values."""
+    """A cache whose fingerprint (model, dtype, …) is not the expected one; the message contains both."""
 
 
 class InvalidKeyError(TensorCacheError, ValueError):

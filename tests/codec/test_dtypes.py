@@ -129,7 +129,7 @@ REFUSED = [
     (lambda: np.ma.masked_array([1, 2], [0, 1]), "masked.*mask"),
     (lambda: np.array([object()]), "objects.*tolist"),
     (lambda: np.array([(1, 2.0)], [("a", "i4"), ("b", "f4")]), "structured.*fields"),
-    (lambda: np.matrix([[1]]), "subclass, matrix.*asarray"),
+    (lambda: np.matrix([[1]]), "subclass matrix.*asarray"),
     (lambda: np.zeros(2, np.longdouble), "astype"),
     (lambda: np.zeros(2, "M8"), "astype"),
 ]

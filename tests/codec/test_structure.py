@@ -305,7 +305,7 @@ class Node:
 
 
 def test_a_set_whose_element_holds_it_is_refused() -> None:
-    with pytest.raises(tc.EncodeError, match="a set that one of its elements holds"):
+    with pytest.raises(tc.EncodeError, match="a set is contained in one of its elements"):
         tc.encode_sample(Node(), allow=[Node])
 
 

@@ -167,7 +167,7 @@ def test_files_that_vanish_are_not_taken_for_commands(here: Path) -> None:
 @pytest.mark.parametrize("source", ["*.tar", "."])
 def test_pipes_and_devices_that_a_listing_gives_are_refused(here: Path, source: str) -> None:
     os.mkfifo("a.tar")
-    with pytest.raises(tc.FormatError, match="expected a file, not a folder, pipe or device"):
+    with pytest.raises(tc.FormatError, match="expected a file, found a folder, pipe or device"):
         streamed(source)
 
 

@@ -214,7 +214,7 @@ def test_what_is_no_file(tmp_path: Path, name: str) -> None:
     sources = [tmp_path] if name == "manifest.json" else [tmp_path, tmp_path / "x.tar"]
     for _ in range(2):
         for source in sources:
-            with pytest.raises(tc.FormatError, match=f"{name}: expected a file, not a folder, pipe or device"):
+            with pytest.raises(tc.FormatError, match=f"{name}: expected a file, found a folder, pipe or device"):
                 tc.open(source)
         os.remove(tmp_path / name)
         os.symlink("/dev/zero", tmp_path / name)

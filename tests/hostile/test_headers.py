@@ -62,13 +62,17 @@ def test_a_header_of_100_mb_that_is_there(monkeypatch: pytest.MonkeyPatch) -> No
 ENTRIES: list[tuple[str, Any, str]] = [
     ("an array", [1], "begins with b'\\['"),
     ("white space first", b' {"x": {}}', "begins with b' '"),
-    ("cut", b'{"x": {"dtype', "not JSON"),
-    ("not UTF-8", b'{"\xff": 1}', "not JSON"),
-    ("surrogates", b'{"\xed\xa0\x80": 1}', "not JSON"),
+    ("cut", b'{"x": {"dtype', "is not the JSON"),
+    ("not UTF-8", b'{"\xff": 1}', "is not the JSON"),
+    ("surrogates", b'{"\xed\xa0\x80": 1}', "is not the JSON"),
     ("surrogates that are escaped", b'{"\\ud800": 1}', "surrogates not allowed"),
-    ("deep", b'{"x":' + b"[" * 100_000, "not JSON"),
-    ("two objects", b"{}{}", "not JSON"),
-    ("huge number", b'{"x": {"dtype": "U8", "shape": [' + b"9" * 5000 + b'], "data_offsets": [0, 2]}}', "not JSON"),
+    ("deep", b'{"x":' + b"[" * 100_000, "is not the JSON"),
+    ("two objects", b"{}{}", "is not the JSON"),
+    (
+        "huge number",
+        b'{"x": {"dtype": "U8", "shape": [' + b"9" * 5000 + b'], "data_offsets": [0, 2]}}',
+        "is not the JSON",
+    ),
     ("duplicate tensor", b'{"x": 1, "x": 2}', "'x' occurs twice"),
     ("duplicate field", b'{"x": {"dtype": "U8", "dtype": "I8"}}', "'dtype' occurs twice"),
     ("metadata of numbers", {"__metadata__": {"a": 1}, "x": X}, "does not map strings to strings"),
@@ -78,7 +82,7 @@ ENTRIES: list[tuple[str, Any, str]] = [
     (
         "our metadata, elsewhere",
         {"x": X, "__metadata__": {"tensorcache": "1 " + "0" * 16}},
-        "not in its fixed place",
+        "is not at the beginning of the header",
     ),
     ("an unknown field", {"x": {**X, "strides": [1]}}, "expected dtype, shape and data_offsets"),
     ("a missing field", {"x": {"dtype": "U8", "shape": [2]}}, "expected dtype, shape and data_offsets"),
@@ -107,8 +111,12 @@ ENTRIES: list[tuple[str, Any, str]] = [
     ("offsets of another size", {"x": {**X, "data_offsets": [0, 1]}}, r"hold 1 bytes, but U8\[2\] needs 2"),
     ("beyond the member", {"x": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}, "the tensors end at byte"),
     ("less than the member", {"x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, "the tensors end at byte"),
-    ("a hole", {"x": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}}, "leaves a hole before it"),
-    ("an overlap", {"x": X, "y": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}}, "overlaps the one before it"),
+    ("a hole", {"x": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}}, "follows a hole"),
+    (
+        "an overlap",
+        {"x": X, "y": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}},
+        "overlaps the tensor before it",
+    ),
     ("no tensors, but bytes", {}, "the tensors end at byte"),
 ]
 

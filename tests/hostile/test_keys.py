@@ -32,7 +32,7 @@ COLLIDING = [
     "int", "negative int", "Fraction", "Decimal", "UUID", "tuple", "tuple of tuples", "tuple of -1 and -2", "frozenset",
     "range", "Size", "complex",
 ]  # fmt: skip
-MANY = "too many hashes, or slots of their table"
+MANY = "too many hashes or hash-table slots"
 N = 3000
 
 
@@ -94,7 +94,7 @@ def test_shapes_of_one_hash() -> None:
     form = form_of((("x", "U8", 3),))
     for number in range(50):
         builder.add(str(number), [CacheEntry("", 0, 1, 512, make_layout(form, (0, 1, number), 64), 1, None)], [])
-    for table in (builder._places, layouts._MADE):
+    for table in (builder._numbers_by_content, layouts._MADE):
         assert table
         assert not any(
             type(part) is tuple and all(type(dim) is int for dim in part) for place in table for part in place[:3]

@@ -352,7 +352,7 @@ def test_in_a_pipeline(tmp_path: Path) -> None:
 def test_sparse_members_that_are_huge(version: str) -> None:
     raw = sparse(version, "0.bin", [(0, b"x")], (1 << 33) - 1) + bytes(1024)
     tracemalloc.start()
-    with pytest.raises(tc.FormatError, match="becomes 8589934591, expected at most"):
+    with pytest.raises(tc.FormatError, match="expands to 8589934591, expected at most"):
         list(tc.tarfile_to_samples()([{"url": "x.tar", "stream": io.BytesIO(raw)}]))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -127,7 +127,7 @@ def test_deques_that_hold_deques() -> None:
 
 def test_errors_do_not_print_lists_that_share_their_parts() -> None:
     shared = b"]\x94" + b"".join(b"0]\x94(h" + bytes([i]) + b"h" + bytes([i]) + b"e" for i in range(60))
-    refused(shared + b")R", "calls a list, which is not a listed callable")
+    refused(shared + b")R", "calls a list .*expected a listed callable")
     for module, name in [
         ("builtins", "format"),
         ("builtins", "range"),
@@ -151,7 +151,7 @@ def test_errors_do_not_print_lists_that_share_their_parts() -> None:
 def test_one_text_copied_by_many_calls(module: str, name: str, argument: bytes) -> None:
     body = argument + b"\x940" + text(module) + text(name) + b"\x93\x940(" + b"h\x01h\x00\x85R" * 28_000 + b"t"
     tracemalloc.start()
-    refused(body, "too much to copy")
+    refused(body, "copy too much")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100 * len(body)
@@ -165,7 +165,7 @@ def test_units_of_zero() -> None:
     days = tc.encode_sample({"x": np.array(["2020-01-01"], "M8[D]")})
     refused(
         call("builtins", "format", text("ndarray:x?dtype=datetime64[0s]") + b"\x85"),
-        "not a view of I64",
+        "not stored as I64",
         tensors=days[1],
     )
 
@@ -174,7 +174,7 @@ def test_names_of_many_slashes() -> None:
     """webdataset's own pattern takes half an hour for this one."""
     long = pax(record(b"path", b"a/" * 500_000)) + raw_header(b"a", b"0", b"1") + b"1".ljust(512, b"\0")
     started = time.process_time()
-    with pytest.raises(tc.FormatError, match="a name of 999999 bytes, expected at most 16384"):
+    with pytest.raises(tc.FormatError, match="the name has 999999 bytes, expected at most 16384"):
         list(tc.tarfile_to_samples()([{"url": "x.tar", "stream": io.BytesIO(long + LAST)}]))
     assert time.process_time() - started < 5
 

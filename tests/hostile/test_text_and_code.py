@@ -55,7 +55,9 @@ def test_callables_that_are_called_from_the_memo() -> None:
 
 @pytest.mark.parametrize("value", [torch.empty((0, 2**59), dtype=torch.uint8), np.empty((0, 2**59), np.uint8)])
 def test_what_cannot_be_read_is_not_written(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(tc.EncodeError, match=r"value at 'a.0': \[0, 576460752303423488\] as it is stored"):
+    with pytest.raises(
+        tc.EncodeError, match=r"value at 'a.0': its stored form has the shape \[0, 576460752303423488\]"
+    ):
         tc.encode_sample({"a": [value]})
     with (
         pytest.raises(tc.EncodeError, match="sample 'k': value at 'a'"),
@@ -147,7 +149,7 @@ def test_suffixes_in_the_index_of_dali(tmp_path: Path) -> None:
 def test_how_a_header_spells_sizes(spelt: str, where: str) -> None:
     shape, begin = (spelt, "0") if where == "shape" else ("0", spelt)
     json = f'{{"x":{{"dtype":"U8","shape":[{shape}],"data_offsets":[{begin},0]}}}}'.encode()
-    with pytest.raises(tc.FormatError, match="not JSON|impossible"):
+    with pytest.raises(tc.FormatError, match="is not the JSON|impossible"):
         tc.decode_sample(PROTO + b"N.", len(json).to_bytes(8, "little") + json)
     assert tc.decode_sample(PROTO + b"N.", NO_TENSORS) is None
     named = b'{"x-0":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'

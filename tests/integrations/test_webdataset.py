@@ -158,9 +158,9 @@ def broken(tmp_path: Path, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("no tensors", "bad.tar: sample 'k': member 'safetensors' is missing beside 'skel.pyd'"),
-        ("no skeleton", "bad.tar: sample 'k': member 'skel.pyd' is missing beside 'safetensors'"),
-        ("no named skeleton", "bad.tar: sample 'k': member 'text.skel.pyd' is missing beside 'text.safetensors'"),
+        ("no tensors", "bad.tar: sample 'k': member 'safetensors' is missing, but 'skel.pyd'"),
+        ("no skeleton", "bad.tar: sample 'k': member 'skel.pyd' is missing, but 'safetensors'"),
+        ("no named skeleton", "bad.tar: sample 'k': member 'text.skel.pyd' is missing, but 'text.safetensors'"),
         ("other half", "bad.tar: sample 'k', members 'skel.pyd' and 'safetensors': .*do not belong together"),
         ("damaged", "bad.tar: sample 'k', members 'skel.pyd' and 'safetensors'"),
         ("cut", "bad.tar: sample 'k', members 'skel.pyd' and 'safetensors': the tensors end at byte"),
@@ -261,7 +261,7 @@ def test_errors_when_writing_name_sample_and_field(write_shard: Any) -> None:
         with pytest.raises(tc.InvalidKeyError, match=rf"has members \['{field}'\], names that only caches have"):
             write_shard([{"__key__": "a", "tensorcache": 0, field: b""}])
     for field in ("a/b", "", "a b", "é"):
-        with pytest.raises(tc.InvalidKeyError, match="is no extension"):
+        with pytest.raises(tc.InvalidKeyError, match="is not an extension"):
             write_shard([{"__key__": "a", "tensorcache": 0, field: b""}])
 
 

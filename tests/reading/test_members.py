@@ -120,5 +120,5 @@ def test_a_shard_that_changed(tmp_path: Path) -> None:
     content[at : at + 5] = b"b.txt"
     content[at + 124 : at + 136] = b"%011o\0" % 5
     path.write_bytes(content)
-    with tc.open(path) as cache, pytest.raises(tc.FormatError, match="its 'txt' is not the one that was indexed"):
+    with tc.open(path) as cache, pytest.raises(tc.FormatError, match="its 'txt' differs from the index"):
         cache.read_members([1], "txt")

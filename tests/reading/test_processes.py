@@ -131,7 +131,7 @@ def test_a_pickled_view_of_shards_that_are_written_again(tmp_path: Path, name: s
     write_numbers(tmp_path, 100, count, manifest=manifest)
     for content in (pickled, pickled_again):
         for use in USES.values():
-            changed = pytest.raises(tc.FormatError, match=r"\d\.tar: the shard was changed since .*: open it again")
+            changed = pytest.raises(tc.FormatError, match=r"\d\.tar: the shard was changed since .*; open it again")
             with pickle.loads(content) as copied, changed:
                 use(copied)
     with tc.open(tmp_path) as cache:

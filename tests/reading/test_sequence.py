@@ -279,7 +279,7 @@ def test_filter_reads_no_tensors(tmp_path: Path) -> None:
         assert list(view.keys()) == ["002", "006", "008"]
         assert len(cache.filter(lambda entry: False)) == 0
         assert cache.schema["x"].shape == ((0, 8), 2)
-        with pytest.raises(tc.FormatError, match="are not those that were indexed"):
+        with pytest.raises(tc.FormatError, match="differ from the index"):
             cache[1]["x"].load()
 
 

@@ -61,7 +61,7 @@ def test_a_shard_that_is_replaced_under_a_cache(tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "a.tar", overwrite=True) as sink:
         sink.write("a", torch.tensor(2))
     for use in (lambda: cache[0], lazy.load, lambda: cache.read_batch([1, 0]), lambda: pickle.dumps(lazy)):
-        with pytest.raises(tc.FormatError, match=r"a\.tar: the shard was changed since this cache was opened: open it"):
+        with pytest.raises(tc.FormatError, match=r"a\.tar: the shard was changed since this cache was opened; open it"):
             use()
     assert int(cache[1]) == 1
     cache.close()

@@ -135,7 +135,7 @@ def test_a_damaged_header_is_refused_whatever_was_read_before(
     for before in ([], [1]):  # the two have one layout
         with tc.open(path, io=io) as cache:
             assert [int(cache.read_batch([i])["x"][0, 0, 0]) for i in before] == before
-            with pytest.raises(tc.FormatError, match="'k3': its tensors are not those that were indexed"):
+            with pytest.raises(tc.FormatError, match="'k3': its tensors differ from the index"):
                 use(cache, how, 3)
 
 
@@ -147,7 +147,7 @@ def test_a_longer_name_of_a_skeleton_is_refused(shard: tuple[Path, int]) -> None
     path.write_bytes(content[: begin + len(name)] + b"x" + content[begin + len(name) + 1 :])
     with tc.open(path) as cache:
         for read in (lambda: cache[1], lambda: list(cache.read_batch([3, 1])["i"])):
-            with pytest.raises(tc.FormatError, match="where 'k1.skel.pydx' is"):
+            with pytest.raises(tc.FormatError, match="where the shard has 'k1.skel.pydx'"):
                 read()
 
 
@@ -156,23 +156,26 @@ def edited(index: ShardIndex, **changes: Any) -> ShardIndex:
 
 
 IMPOSSIBLE: dict[str, tuple[Change, str]] = {
-    "tensors outside": (changed("tensors_begin", 3, 1 << 40), "outside of the archive"),
-    "tensors far outside": (changed("tensors_begin", 3, (1 << 64) - 1), "outside of the archive"),
-    "tensors in front": (changed("tensors_begin", 0, 0), "outside of the archive"),
-    "tensors beyond": (lambda index: changed("tensors_begin", 3, index.end - 8)(index), "reaches beyond the archive"),
-    "skeleton outside": (changed("skeleton_begin", 3, (1 << 63) + 5), "outside of the archive"),
-    "huge skeleton": (changed("skeleton_nbytes", 3, (1 << 64) - 600), "outside of the archive"),
-    "no such layout": (changed("layout", 3, 99), "layout that it does not have"),
+    "tensors outside": (changed("tensors_begin", 3, 1 << 40), "outside the archive"),
+    "tensors far outside": (changed("tensors_begin", 3, (1 << 64) - 1), "outside the archive"),
+    "tensors in front": (changed("tensors_begin", 0, 0), "outside the archive"),
+    "tensors beyond": (lambda index: changed("tensors_begin", 3, index.end - 8)(index), "extends beyond the archive"),
+    "skeleton outside": (changed("skeleton_begin", 3, (1 << 63) + 5), "outside the archive"),
+    "huge skeleton": (changed("skeleton_nbytes", 3, (1 << 64) - 600), "outside the archive"),
+    "no such layout": (changed("layout", 3, 99), "layout that does not exist"),
     "huge dims": (lambda i: edited(i, dims=np.full(4, (1 << 64) - 1, np.uint64)), "impossible size"),
     "huge, and zero": (lambda i: edited(i, dims=np.array([1 << 63, 0, 1, 1], np.uint64)), "impossible size"),
     "dims that overflow": (lambda i: edited(i, dims=np.full(4, 1 << 32, np.uint64)), "impossible size"),
     "huge data_begin": (lambda i: edited(i, data_begin=np.full(2, (1 << 64) - 8, np.uint64)), "impossible size"),
-    "more dims": (lambda i: edited(i, dims=np.ones(9, np.uint8)), "other numbers of dimensions"),
-    "fewer dims": (lambda i: edited(i, dims=np.ones(1, np.uint8)), "other numbers of dimensions"),
-    "no such form": (lambda i: edited(i, form=np.full(2, 7, np.uint8)), "form that it does not have"),
-    "no forms": (lambda i: edited(i, forms=(), references=()), "form that it does not have"),
+    "more dims": (lambda i: edited(i, dims=np.ones(9, np.uint8)), "dimensions do not match their forms"),
+    "fewer dims": (lambda i: edited(i, dims=np.ones(1, np.uint8)), "dimensions do not match their forms"),
+    "no such form": (lambda i: edited(i, form=np.full(2, 7, np.uint8)), "form that does not exist"),
+    "no forms": (lambda i: edited(i, forms=(), references=()), "form that does not exist"),
     "fewer references": (lambda i: edited(i, references=()), "incomplete"),
-    "references to another tensor": (lambda i: edited(i, references=(("tensor:other",),)), "impossible references"),
+    "references to another tensor": (
+        lambda i: edited(i, references=(("tensor:other",),)),
+        "impossible value for references",
+    ),
     "64 dims that overflow floats": (
         lambda i: edited(
             i,
@@ -195,15 +198,15 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
     "empty keys": (lambda i: replace(i, keys=Keys(i.keys.text, narrow([0, 2, 4, 8]))), "empty keys"),
     "keys that are not bytes": (
         lambda i: replace(i, keys=Keys(i.keys.text.astype(np.uint16), i.keys.ends)),
-        "texts are not bytes",
+        "are not both bytes",
     ),
     "a member outside": (
         lambda i: replace(i, members={"txt": MemberColumns(None, *(np.full(4, n, np.uint64) for n in (512, i.end)))}),
-        "reaches beyond",
+        "extends beyond",
     ),
     "a bad cache name": (
         lambda i: replace(i, caches={"Ä": i.caches[""]}),
-        "impossible cache names",
+        "impossible value for cache names",
     ),
 }
 

@@ -116,7 +116,7 @@ def test_a_file_that_is_too_short(tmp_path: Path, system: str) -> None:
         lambda: file.read_into(buffers_of([10, end, 0]), 0),
         lambda: file.read_into(buffers_of([60_000, 100_000]), 60_000),
     )[: 4 - (system == "no pread")]:
-        with pytest.raises(tc.FormatError, match=r"x: the file ends at byte \d+: it was cut short"):
+        with pytest.raises(tc.FormatError, match=r"x: the file was cut short and ends at byte \d+; copy"):
             read()
     if system != "no pread":
         with pytest.raises(tc.FormatError, match="ends at byte 100000"):
@@ -219,7 +219,7 @@ def test_close_leaves_nothing_open(shards600: Path) -> None:
     batches = [cache.read_batch(range(60)), cache.select(["x"]).read_batch(range(40))]
     assert maps(shards600)
     cache.close()
-    with pytest.raises(ValueError, match="the cache is closed; load what is needed before, or keep it open"):
+    with pytest.raises(ValueError, match="the cache is closed; load all tensors before closing it, or keep it open"):
         lazy[0].load()
     assert [int(view[5]) for view in views] == list(range(0, 100, 7))  # as long as they live
     assert batches[0]["x"][59, 0] == 59

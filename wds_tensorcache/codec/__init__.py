@@ -1,1 +1,1 @@
-"""Bytes to samples and back; no files, no threads. FORMAT.md is the specification."""
+"""Encode samples as bytes and decode them, without files or threads. FORMAT.md is the specification."""

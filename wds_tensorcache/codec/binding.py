@@ -1,4 +1,8 @@
-"""The preamble and the digests that bind the two members of a sample (FORMAT.md 2.1, 3.3)."""
+"""The preamble and the digests that bind the two members of a cache to each other (FORMAT.md 2.1, 3.3).
+
+A *member* is a file in the tar. The two members are the skeleton (`.skel.pyd`, a pickle) and the tensors (`.safetensors`).
+The skeleton is a preamble, which contains the digests, and the body, which is the rest of the pickle.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +29,18 @@ __all__ = [
 
 MAGIC = b"tensorcache"
 _FIELDS = Struct("<HQQQ")
-# With the POP after its fields, a no-op for unpicklers.
+# Unpicklers ignore the preamble: it pushes one byte string, and the POP at its end removes that string.
 _PREAMBLE_BEGIN = bytes((PROTO, 5, SHORT_BINBYTES, len(MAGIC) + _FIELDS.size)) + MAGIC
 _FIXED = _PREAMBLE_BEGIN + FORMAT_VERSION.to_bytes(2, "little")
 PREAMBLE_NBYTES = len(_PREAMBLE_BEGIN) + _FIELDS.size + 1
 
-# Offset of the pickle's body, length and digest of the `.safetensors` member, digest of the body. None: stock pickle wrote it.
+# (offset of the body, length and digest of the `.safetensors` member, digest of the body). Stock pickle writes only a body,
+# for which the last three are None.
 Preamble = tuple[int, int | None, int | None, int | None]
 
 
 def tensors_digest(header: bytes | memoryview, buffers: Iterable[Any] = ()) -> int:
-    """Return the XXH3-64 of a member's bytes after the digits; `header` may be the whole member."""
+    """Return the XXH3-64 of `header` (or a whole member) and `buffers`, leaving out all bytes up to the digest's end."""
     digest = xxhash.xxh3_64(memoryview(header)[DIGITS_END:])
     for buffer in buffers:
         digest.update(buffer)
@@ -43,20 +48,20 @@ def tensors_digest(header: bytes | memoryview, buffers: Iterable[Any] = ()) -> i
 
 
 def sign_header(header: bytes, digest: int) -> bytes:
-    """Return `header` with `digest` in its place."""
+    """Return `header` with `digest` in place of the zeros that `build_header` wrote."""
     return b"%b%016x%b" % (header[:DIGITS_BEGIN], digest, header[DIGITS_END:])
 
 
 def build_preamble(tensors_nbytes: int, tensors_digest: int, body: bytes) -> bytes:
-    """Return the `PREAMBLE_NBYTES` bytes that precede `body`."""
+    """Return the preamble for a skeleton with this `body`, `PREAMBLE_NBYTES` bytes."""
     fields = _FIELDS.pack(FORMAT_VERSION, tensors_nbytes, tensors_digest, xxhash.xxh3_64_intdigest(body))
     return b"%b%b%c" % (_PREAMBLE_BEGIN, fields, POP)
 
 
 def is_preamble(skeleton: bytes, bound: bytes) -> bool:
-    """Return whether `skeleton` begins with a valid preamble for `bound`, the 16 bytes of a length and a digest.
+    """Return whether `skeleton` begins with a valid preamble for one `.safetensors` member.
 
-    If not, `parse_preamble` finds the reason.
+    `bound` contains the length and the digest of that member as the preamble stores them, 16 bytes.
     """
     end = len(_FIXED) + 16
     return (
@@ -68,13 +73,13 @@ def is_preamble(skeleton: bytes, bound: bytes) -> bool:
 
 
 def had_preamble(skeleton: bytes, tensors_nbytes: int, tensors_digest: int) -> bool:
-    """Return whether `skeleton` has the fields of this preamble, although its beginning may be damaged."""
+    """Return whether the preamble's fields in `skeleton` have these values; the bytes before the fields may be damaged."""
     fields = _FIELDS.pack(FORMAT_VERSION, tensors_nbytes, tensors_digest, 0)[:-8]
     return skeleton[len(_PREAMBLE_BEGIN) :].startswith(fields)
 
 
 def is_damaged(skeleton: bytes) -> bool:
-    """Return whether the body of a skeleton with a preamble differs from its digest."""
+    """Return whether a skeleton has a preamble whose digest does not match the body."""
     if not skeleton.startswith(_FIXED) or len(skeleton) <= PREAMBLE_NBYTES:
         return False
     *_, body = _FIELDS.unpack_from(skeleton, len(_PREAMBLE_BEGIN))
@@ -82,21 +87,22 @@ def is_damaged(skeleton: bytes) -> bool:
 
 
 def parse_preamble(skeleton: bytes | memoryview) -> Preamble:
-    """Return the fields of a skeleton's preamble.
+    """Return the fields of a skeleton's preamble; see `Preamble`.
 
     Raises:
-        FormatError: A newer version, a damaged preamble, or a pickle protocol other than 4 and 5.
+        FormatError: The preamble is damaged, or its format version is not 1.
+        UnsafeSkeletonError: The skeleton is not a pickle of protocol 4 or 5.
     """
     if skeleton[: len(_PREAMBLE_BEGIN)] == _PREAMBLE_BEGIN and len(skeleton) > PREAMBLE_NBYTES:
         version, nbytes, tensors, body = _FIELDS.unpack_from(skeleton, len(_PREAMBLE_BEGIN))
         if version != FORMAT_VERSION:
             check_version(version)
         if skeleton[PREAMBLE_NBYTES - 1] != POP:
-            raise FormatError("the preamble does not end in POP")
+            raise FormatError("the skeleton's preamble is damaged: it does not end with the opcode POP")
         return PREAMBLE_NBYTES, nbytes, tensors, body
     if skeleton[4 : 4 + len(MAGIC)] == MAGIC:
         check_version(int.from_bytes(skeleton[4 + len(MAGIC) : 6 + len(MAGIC)], "little"))
-        raise FormatError("the preamble is damaged")
+        raise FormatError("the skeleton's preamble is damaged")
     if len(skeleton) < 2 or skeleton[0] != PROTO or skeleton[1] not in (4, 5):
         raise UnsafeSkeletonError("the skeleton is not a pickle of protocol 4 or 5")
     return 2, None, None, None

@@ -15,10 +15,11 @@ _pausing: set[object] = set()
 
 @contextmanager
 def collector_paused(when: bool) -> Iterator[None]:
-    """Pause the garbage collector in this block, which creates many live objects: each collection visits the whole process.
+    """Pause the garbage collector during the `with` block if `when` is True.
 
-    For a sample with 20,000 tensors, collections took half of the time. If several threads pause at the same time, the
-    first to end resumes the collector, which costs the other threads only time.
+    A block that creates many lasting objects triggers collections, and each visits all objects of the process: for a sample
+    with 20,000 tensors, collections took half of the time. If several threads pause the collector, the first to leave its
+    block resumes it, which only slows the other threads.
     """
     if not when or not gc.isenabled():
         yield
@@ -33,7 +34,7 @@ def collector_paused(when: bool) -> Iterator[None]:
 
 
 def _resume_in_child() -> None:
-    # Hazard: a child forked in a pause lacks the thread that would resume the collector.
+    # Hazard: a process forked during a pause lacks the thread that would resume the collector, so it would never collect.
     if _pausing:
         _pausing.clear()
         gc.enable()

@@ -1,7 +1,9 @@
-"""The table of dtypes in FORMAT.md 3.2.
+"""The table of dtypes in FORMAT.md 3.2: how each dtype of torch and numpy is stored.
 
-A *stored* dtype is a name of the safetensors specification that every supported safetensors release loads. A *true* dtype
-that safetensors cannot represent is stored as a view of a stored dtype; the reference's `dtype` attribute names it.
+The *true* dtype is that of the tensor or array in the sample. The *stored* dtype is that of its entry in the `.safetensors`
+file; every supported release of safetensors can load it. A tensor of any other true dtype
+is stored as the same bytes under a stored dtype. The skeleton's reference to it names the true dtype as its attribute
+`dtype`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 
 __all__ = ["STORED", "TORCH_TRUE", "TrueDtype", "numpy_true_dtype", "true_dtype"]
 
-# safetensors name -> (bytes per element, torch name, numpy name); older torch releases lack the newest
+# safetensors name -> (bytes per element, torch name, numpy name); older torch releases lack some of these dtypes
 STORED: dict[str, tuple[int, str, str | None]] = {
     "BOOL": (1, "bool", "bool"),
     "U8": (1, "uint8", "uint8"),
@@ -39,12 +41,12 @@ STORED: dict[str, tuple[int, str, str | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class TrueDtype:
-    """The stored form of one dtype.
+    """How one true dtype is stored.
 
     Attributes:
-        stored: safetensors dtype name.
-        inner: Shape of one element in stored elements, the last dimensions in the file; `()` if it is one.
-        attribute: Value of the reference's `dtype` attribute; None if `stored` determines the dtype.
+        stored: Stored dtype, a key of `STORED`.
+        inner: Shape of one true element in stored elements, appended to the tensor's shape in the file; `()` if they are equal.
+        attribute: Value of the reference's `dtype` attribute; None if the stored dtype is the true dtype.
         itemsize: Bytes per element of the *stored* dtype.
     """
 
@@ -57,7 +59,7 @@ class TrueDtype:
         object.__setattr__(self, "itemsize", STORED[self.stored][0])
 
 
-# Torch names that safetensors lacks, or can save but not load.
+# Torch dtypes that safetensors lacks, or that it can save but not load.
 _TORCH_VIEWS = {
     "complex32": TrueDtype("F16", (2,), "complex32"),
     "complex128": TrueDtype("F64", (2,), "complex128"),
@@ -65,7 +67,7 @@ _TORCH_VIEWS = {
     "float4_e2m1fn_x2": TrueDtype("U8", (), "float4_e2m1fn_x2"),
 }
 _TORCH_BY_NAME = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-# Without dtypes that the format cannot store: quantised ones, bits, and ints of less than a byte.
+# Absent, because the format cannot store them: quantized dtypes, bits, and integers narrower than a byte.
 TORCH_TRUE = {
     _TORCH_BY_NAME[name]: true
     for name, true in (*((row[1], TrueDtype(stored)) for stored, row in STORED.items()), *_TORCH_VIEWS.items())
@@ -73,13 +75,13 @@ TORCH_TRUE = {
 }
 _NUMPY_NATIVE = {np.dtype(row[2]): TrueDtype(stored) for stored, row in STORED.items() if row[2] is not None}
 
-# Without the generic unit, which numpy.dtype() does not accept.
+# FORMAT.md requires a unit: numpy's datetime64 and timedelta64 without one do not match.
 _TIME = re.compile(r"(?:datetime|timedelta)64\[(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\]", re.ASCII)
 _TEXT = re.compile(r"([SU])([1-9]\d{0,8})", re.ASCII)
 
 
 def numpy_true_dtype(dtype: np.dtype) -> TrueDtype | None:
-    """Return the stored form of `dtype` in little-endian order; None for objects, records and long doubles."""
+    """Return how `dtype`, of either byte order, is stored; None if it cannot be (objects, records, long doubles, …)."""
     little = dtype.newbyteorder("<")
     native = _NUMPY_NATIVE.get(little)
     if native is not None:
@@ -100,15 +102,15 @@ def _numpy_view(attribute: str) -> TrueDtype | None:
 
 
 def true_dtype(kind: str, stored: str, attribute: str | None) -> tuple[torch.dtype | np.dtype, tuple[int, ...]]:
-    """Return (true dtype, inner shape) of a tensor or array; an array's is little-endian.
+    """Return the true dtype of a stored tensor or array, and its `TrueDtype.inner`. A numpy dtype is little-endian.
 
     Args:
         kind: `"tensor"` or `"ndarray"`.
-        stored: Stored dtype.
-        attribute: The reference's `dtype` attribute.
+        stored: Stored dtype, a key of `STORED`.
+        attribute: The reference's `dtype` attribute; None if it has none.
 
     Raises:
-        ValueError: The arguments do not match, or this release of torch or numpy lacks the dtype.
+        ValueError: `attribute` is not stored as `stored`, or the installed torch or numpy lacks the dtype.
     """
     is_torch = kind == "tensor"
     _, torch_name, numpy_name = STORED[stored]
@@ -116,12 +118,12 @@ def true_dtype(kind: str, stored: str, attribute: str | None) -> tuple[torch.dty
     if attribute is not None:
         view = _TORCH_VIEWS.get(attribute) if is_torch else _numpy_view(attribute)
         if view is None or view.stored != stored:
-            raise ValueError(f"dtype={attribute} is not a view of {stored}")
+            raise ValueError(f"the reference has dtype={attribute}, which is not stored as {stored}")
         name, inner = attribute, view.inner
     if name is None:
-        raise ValueError(f"numpy has no dtype for {stored}")
+        raise ValueError(f"numpy has no dtype for {stored}, so this cannot be an array")
     if not is_torch:
         return np.dtype(name).newbyteorder("<"), inner
     if name not in _TORCH_BY_NAME:
-        raise ValueError(f"torch {torch.__version__} has no dtype {name}; a newer torch reads it")
+        raise ValueError(f"torch {torch.__version__} has no dtype {name}; a newer release may have it")
     return _TORCH_BY_NAME[name], inner

@@ -1,7 +1,7 @@
-"""The header of a `.safetensors` member, parsed and built (FORMAT.md 3.1).
+"""Parse and build the header of a `.safetensors` member, the tar entry with a sample's tensors (FORMAT.md 3.1).
 
-Parsing validates once; later code only slices. A header that differs from an earlier one only in its digest is not parsed
-again.
+`parse_header` validates everything, so later code only slices. It remembers its results: a header that differs from an
+earlier one only in its digest is not parsed again.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ _MAX_SIZE = (1 << 63) - 1
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _METADATA = re.compile(r"([1-9]\d{0,8}) [0-9a-f]{16}", re.ASCII)
 
-_LAYOUTS: dict[bytes, Layout] = {}  # by all bytes of the header after the digits
+_LAYOUTS: dict[bytes, Layout] = {}  # key: all bytes of the header after its digest
 
 
 def is_bound(member: Any) -> bool:
-    """Return whether `member` begins like the `.safetensors` member of a cache."""
+    """Return whether `member` is bytes that begin like the `.safetensors` member of a cache, in any format version."""
     return isinstance(member, (bytes, memoryview)) and member[8 : len(_PREFIX) + 6] == _PREFIX[:-2]
 
 
 def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], align: int) -> bytes:
-    """Return the header of a member with its length field; the digest is zeros (see `sign_header`).
+    """Return the header of a `.safetensors` member, including its length field, with a digest of zeros (see `sign_header`).
 
     Args:
-        tensors: (name, stored dtype, shape in stored elements, number of bytes), in the order of their bytes.
+        tensors: (name, stored dtype, shape in stored elements, number of bytes) of each tensor, in the order of their bytes.
         align: Alignment of the first tensor in the member, a multiple of 8.
     """
     if align <= 0 or align % 8:
         raise ValueError(f"align={align}, expected a positive multiple of 8")
-    # json.dumps takes twice the time: its dict and two tuples per tensor cause garbage collections.
+    # json.dumps would take twice as long: it needs a dict and two tuples per tensor, which trigger garbage collections.
     entries = [f'"__metadata__":{{"tensorcache":"{FORMAT_VERSION} {0:016x}"}}']
     begin = 0
     for name, dtype, shape, nbytes in tensors:
@@ -74,25 +74,27 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], align
     text = f"{{{','.join(entries)}}}".encode()
     text += b" " * (-(8 + len(text)) % align)
     if len(text) > MAX_HEADER_NBYTES:
-        raise ValueError(f"{len(tensors)} tensors need a header of {len(text)} bytes; the limit is {MAX_HEADER_NBYTES}")
+        raise ValueError(
+            f"{len(tensors)} tensors need a header of {len(text)} bytes; the limit is {MAX_HEADER_NBYTES}: split the sample"
+        )
     return len(text).to_bytes(8, "little") + text
 
 
 def plan_member(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], align: int) -> tuple[bytes, Layout]:
-    """Return the header from `build_header`, and its layout."""
+    """Return the header that `build_header` makes, and the layout that it describes."""
     header = build_header(tensors, align)
     form = form_of(tuple((name, dtype, len(shape)) for name, dtype, shape, _ in tensors))
     return header, make_layout(form, [dim for _, _, shape, _ in tensors for dim in shape], len(header))
 
 
-plan_small_member = lru_cache(256)(plan_member)  # samples of one layout share a header
+plan_small_member = lru_cache(256)(plan_member)  # samples whose tensors have equal shapes share a header
 
 
 def parse_header(member: bytes | memoryview, member_nbytes: int | None = None) -> tuple[Layout, int | None]:
-    """Return the validated layout of a `.safetensors` member, and the digest in its header, if it has one.
+    """Validate the header of a `.safetensors` member; return its layout, and its digest or None if it has none.
 
     Args:
-        member: The member, or at least its header.
+        member: The whole member, or at least its header.
         member_nbytes: Length of the whole member, if `member` is only its beginning.
 
     Raises:
@@ -101,11 +103,11 @@ def parse_header(member: bytes | memoryview, member_nbytes: int | None = None) -
     nbytes = len(member) if member_nbytes is None else member_nbytes
     end = 8 + int.from_bytes(member[:8], "little")
     if end > nbytes or nbytes < 8:
-        raise FormatError(f"the member has {nbytes} bytes, but its header needs {max(end, 8)}")
-    if end > len(member) or end - 8 > MAX_HEADER_NBYTES:
-        raise FormatError(
-            f"the header has {end - 8} bytes; {len(member)} are given, and the limit is {MAX_HEADER_NBYTES}"
-        )
+        raise FormatError(f"the safetensors member has {nbytes} bytes, but its header needs {max(end, 8)}")
+    if end - 8 > MAX_HEADER_NBYTES:
+        raise FormatError(f"the header has {end - 8} bytes; the limit is {MAX_HEADER_NBYTES}")
+    if end > len(member):
+        raise FormatError(f"the header ends at byte {end}, but only the first {len(member)} bytes were read")
     if member[8:DIGITS_BEGIN] != _PREFIX or end < DIGITS_END:
         return _parse_tensors(bytes(member[8:end]), end, nbytes), None
     rest = bytes(member[DIGITS_END:end])
@@ -117,10 +119,10 @@ def parse_header(member: bytes | memoryview, member_nbytes: int | None = None) -
                 _LAYOUTS.clear()
             _LAYOUTS[rest] = layout
     elif layout.nbytes != nbytes:
-        raise FormatError(f"the tensors end at byte {layout.nbytes}, but the member has {nbytes}")
+        raise FormatError(f"the tensors end at byte {layout.nbytes}, but the member has {nbytes} bytes")
     digits = bytes(member[DIGITS_BEGIN:DIGITS_END])
     if digits.strip(b"0123456789abcdef"):
-        raise FormatError(f"the digest {digits!r} is not 16 hexadecimal digits")
+        raise FormatError(f"the digest {digits!r} is not 16 hexadecimal digits in lower case")
     return layout, int(digits, 16)
 
 
@@ -130,55 +132,55 @@ def _parse_tensors(text: bytes, data_begin: int, nbytes: int) -> Layout:
     with collector_paused(len(text) > LARGE_NBYTES):
         try:
             entries = parse_json(text)
-            "".join(entries).encode()  # raises for a lone surrogate, from an escape
-        except (ValueError, RecursionError) as exc:  # with UnicodeDecodeError, JSONDecodeError and FormatError
-            raise FormatError(f"the header is not JSON: {exc}") from exc
+            "".join(entries).encode()  # raises if a name has a surrogate, from an escape in the JSON
+        except (ValueError, RecursionError) as exc:  # including JSONDecodeError and FormatError
+            raise FormatError(f"the header is not the JSON that FORMAT.md 3.1 allows: {exc}") from exc
         _check_metadata(entries.pop("__metadata__", {}), text.startswith(_PREFIX[:-2]))
         tensors = [_parse_entry(name, entry, data_begin) for name, entry in entries.items()]
         tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
         position = data_begin
         for tensor in tensors:
             if tensor.begin != position:
-                what = "overlaps the one before it" if tensor.begin < position else "leaves a hole before it"
+                what = "overlaps the tensor before it" if tensor.begin < position else "follows a hole"
                 raise FormatError(
                     f"tensor {tensor.name!r} {what}: it starts at byte {tensor.begin}, expected {position}"
                 )
             position = tensor.end
         if position != nbytes:
-            raise FormatError(f"the tensors end at byte {position}, but the member has {nbytes}")
+            raise FormatError(f"the tensors end at byte {position}, but the member has {nbytes} bytes")
         form = form_of(tuple((tensor.name, tensor.dtype, len(tensor.shape)) for tensor in tensors))
         return Layout({tensor.name: tensor for tensor in tensors}, data_begin, nbytes, form)
 
 
 def parse_json(text: bytes) -> Any:
-    """Return a value of JSON in UTF-8; raise ValueError also for equal keys, `NaN` and `-0`, which `json.loads` accepts."""
+    """Return the value of UTF-8 JSON; raise ValueError also for duplicate keys, `NaN` and `-0`, which `json.loads` accepts."""
     parse = _parse_int if b"-0" in text else None
     return json.loads(text.decode(), object_pairs_hook=_unique, parse_int=parse, parse_constant=_refuse_constant)
 
 
 def _parse_int(digits: str) -> int:
     if digits.startswith("-0"):
-        raise ValueError("-0 is not a size")
+        raise ValueError("it contains -0; expected 0")
     return int(digits)
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number")
+    raise ValueError(f"it contains {name}, which is not valid JSON")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
         [(name, _), *_] = Counter(name for name, _ in pairs).most_common(1)
-        raise FormatError(f"{name!r} occurs twice")
+        raise FormatError(f"key {name!r} occurs twice in one object")
     return result
 
 
-def _check_metadata(metadata: Any, in_place: bool) -> None:
+def _check_metadata(metadata: Any, is_at_begin: bool) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FormatError("__metadata__ does not map strings to strings")
     if _SURROGATE.search("".join(metadata)):
-        raise FormatError("a key of __metadata__ is not UTF-8")
+        raise FormatError("a key of __metadata__ contains a surrogate, which UTF-8 cannot encode")
     ours = metadata.get("tensorcache")
     if ours is None:
         return
@@ -186,8 +188,10 @@ def _check_metadata(metadata: Any, in_place: bool) -> None:
     if match is None:
         raise FormatError(f"__metadata__ has 'tensorcache': {ours!r}, expected a version and 16 hexadecimal digits")
     check_version(int(match[1]))
-    if not in_place:
-        raise FormatError("__metadata__ has 'tensorcache', but not in its fixed place: the digest is lost")
+    if not is_at_begin:
+        raise FormatError(
+            "the key 'tensorcache' of __metadata__ is not at the beginning of the header, so the digest is lost"
+        )
 
 
 def check_version(version: int) -> None:
@@ -205,9 +209,14 @@ def _parse_entry(name: str, entry: Any, data_begin: int) -> StoredTensor:
     if type(dtype) is not str or dtype not in STORED:
         raise FormatError(f"tensor {name!r}: unknown dtype {dtype!r:.100}")
     if not _are_sizes(shape) or len(shape) > MAX_NDIM or not is_possible(shape):
-        raise FormatError(f"tensor {name!r}: impossible shape {shape!r:.100}")
+        raise FormatError(
+            f"tensor {name!r}: impossible shape {shape!r:.100}, expected at most {MAX_NDIM} sizes, which multiply to less than "
+            "2^59 without zeros"
+        )
     if not _are_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] < 1 << 63:
-        raise FormatError(f"tensor {name!r}: impossible data_offsets {offsets!r:.100}")
+        raise FormatError(
+            f"tensor {name!r}: impossible data_offsets {offsets!r:.100}, expected [begin, end] with 0 <= begin <= end"
+        )
     begin, end = offsets
     needed = math.prod(shape) * STORED[dtype][0]
     if end - begin != needed:
@@ -217,14 +226,14 @@ def _parse_entry(name: str, entry: Any, data_begin: int) -> StoredTensor:
 
 
 def is_possible(shape: Sequence[int]) -> bool:
-    """Return whether torch and numpy can represent this shape; for strides, they count a dimension of size 0 as 1."""
+    """Return whether torch and numpy can compute the strides of this shape, for which they count a dimension of 0 as 1."""
     return math.prod(filter(None, shape)) < 1 << 59
 
 
 def _are_sizes(values: Any) -> bool:
     if type(values) is not list:
         return False
-    # Half the time of a generator expression.
+    # Takes half the time of a generator expression.
     for value in values:  # noqa: SIM110
         if type(value) is not int or not 0 <= value <= _MAX_SIZE:
             return False

@@ -1,6 +1,9 @@
-"""Layouts and forms: the contents of equal headers, kept once in bounded caches (FORMAT.md 3.1).
+"""Layouts and forms: what `.safetensors` members with equal or similar headers have in common (FORMAT.md 3.1).
 
-Samples of one cache share a few layouts. Hazard: entries come from files, so the caches bound their number and size.
+A *layout* is a parsed header: the names, dtypes, shapes and byte ranges of the tensors in a member. A *form* is what
+remains of a layout without its shapes: names, dtypes and numbers of dimensions. The samples of a cache share a few forms
+and layouts, so both are stored once, in tables. Hazard: headers come from files, so a hostile file could fill these tables
+if they had no limits on the number and size of their entries.
 """
 
 from __future__ import annotations
@@ -21,12 +24,13 @@ MAX_CACHED_NBYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One entry of a header.
+    """One tensor of a header.
 
     Attributes:
-        name, dtype: Name, and stored dtype of safetensors.
+        name: Name of the tensor.
+        dtype: Stored dtype, a key of `STORED`.
         shape: Shape in elements of `dtype`.
-        begin, end: Range of bytes in the *member*.
+        begin, end: Byte range in the whole member, which includes the header.
     """
 
     name: str
@@ -38,12 +42,12 @@ class StoredTensor:
 
 @dataclass(slots=True, eq=False)
 class Form:
-    """The common part of layouts that differ only in shapes, as those of ragged samples do.
+    """The common part of layouts that differ only in shapes, for example those of ragged samples.
 
     Attributes:
         entries: (name, stored dtype, number of dimensions) of each tensor, in the order of their bytes.
-        template: Template of an earlier skeleton; None before one is learnt.
-        num_interpreted: Number of samples that did not match a template.
+        template: `Template` learnt from an earlier skeleton of this form; None before that.
+        num_interpreted: Number of skeletons that were read without the template.
     """
 
     entries: tuple[tuple[str, str, int], ...]
@@ -53,16 +57,17 @@ class Form:
 
 @dataclass(slots=True)
 class Layout:
-    """The contents of all members with one header.
+    """The contents of a header, shared by all members with an equal header.
 
     Attributes:
-        tensors: Entries by name, in the order of their bytes, without holes.
+        tensors: Tensors by name, in the order of their bytes; the bytes have no holes.
         data_begin: Offset of the first tensor in the member.
-        nbytes: Bytes of the whole member, with its header.
+        nbytes: Length of the whole member, including its header.
         form: Form of this layout.
-        texts: References to the tensors, in the same order; None if only the header is known.
-        references: Resolved references by text; filled by `resolve`.
-        resolved: A template with its resolved references, in its order, and their texts, in the order of the tensors.
+        texts: String of the reference to each tensor, in the same order; None if unknown, as after `parse_header`.
+        references: References by their strings; filled by `resolve`.
+        resolved: (template, its references in the order of the template, their strings in the order of the tensors); set by
+            `resolve_template`.
     """
 
     tensors: dict[str, StoredTensor]
@@ -74,14 +79,14 @@ class Layout:
     resolved: tuple[Any, Any, Any] = field(default=(None, None, None), compare=False, repr=False)
 
 
-# Layouts of indexes and writers. After the table was full, equal layouts may be two objects.
+# Results of `make_layout`. The table is cleared when it is full, so equal layouts may be different objects.
 _MADE: dict[tuple[Form, bytes, int, tuple[str, ...] | None], Layout] = {}
-# By entries. Dropping a form loses only its template.
+# Forms by their entries. The table is cleared when it is full; only the templates of the forms are lost.
 _FORMS: dict[tuple[tuple[str, str, int], ...], Form] = {}
 
 
 def form_of(entries: tuple[tuple[str, str, int], ...]) -> Form:
-    """Return the form with these entries: the same object each time, unless there are very many entries."""
+    """Return the form with these entries: one object for equal entries, unless they are long or the table was cleared."""
     form = _FORMS.get(entries)
     if form is None:
         if not _is_small(entries):
@@ -97,10 +102,10 @@ def _is_small(entries: tuple[tuple[str, str, int], ...]) -> bool:
 
 
 def make_layout(form: Form, dims: Sequence[int], data_begin: int, texts: tuple[str, ...] | None = None) -> Layout:
-    """Return the layout of `form` with the concatenated, valid shapes `dims`."""
-    # Hazard: the author of an index can choose integers whose hashes collide. The hashes of bytes are seeded.
-    place = (form, array("Q", dims).tobytes(), data_begin, texts)
-    layout = _MADE.get(place)
+    """Return the layout of `form` whose shapes, concatenated, are `dims`; the caller has validated them."""
+    # Hazard: the author of an index can choose integers whose hashes collide; the hashes of bytes have a secret seed.
+    contents = (form, array("Q", dims).tobytes(), data_begin, texts)
+    layout = _MADE.get(contents)
     if layout is not None:
         return layout
     tensors = {}
@@ -115,4 +120,4 @@ def make_layout(form: Form, dims: Sequence[int], data_begin: int, texts: tuple[s
         return layout
     if len(_MADE) >= MAX_LAYOUTS:
         _MADE.clear()
-    return _MADE.setdefault(place, layout)
+    return _MADE.setdefault(contents, layout)

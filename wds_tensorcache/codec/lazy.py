@@ -1,4 +1,4 @@
-"""Lazy tensors and arrays: the place of their bytes, and all operations that need no bytes."""
+"""Lazy tensors and arrays, which know where their bytes are and read them only for operations that need them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Lazy", "LazyArray", "LazyTensor"]
 
 
 class Lazy:
-    """An immutable pair of a reference and a source; the base of `LazyTensor` and `LazyArray`."""
+    """Base of `LazyTensor` and `LazyArray`: a reference to one tensor of a member, and the source of the member's bytes."""
 
     __slots__ = ("__weakref__", "_reference", "_source")
     _reference: Reference
@@ -36,17 +36,17 @@ class Lazy:
 
     @staticmethod
     def view_buffer(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Return a buffer as a tensor or array after checking its values; aliases the buffer."""
+        """Return a buffer as a tensor or array, which aliases it, after checking its values."""
         raise NotImplementedError
 
     def load(self) -> Any:
         raise NotImplementedError
 
     def view_bytes(self) -> np.ndarray[Any, Any]:
-        """Return the elements' bytes as uint8.
+        """Return the bytes of the elements as a 1-D uint8 array, without a copy.
 
         Memory: aliases the source; never write into it. The view of a shard is a memory map: reading it kills the process
-            (SIGBUS) if the shard is truncated in place, or if the disk fails.
+            (SIGBUS) if the shard is truncated in place or the disk fails.
         """
         return self._source.view(self._reference.begin, self._reference.end)
 
@@ -59,7 +59,7 @@ class Lazy:
         if isinstance(out, Lazy):
             _refuse_in_place(type(out), "load(out=…)")
         if out.shape != self.shape or out.dtype != self.dtype:
-            raise ValueError(f"out is {out.dtype}{list(out.shape)}, but {self!r} is not")
+            raise ValueError(f"out is {out.dtype}{list(out.shape)}, expected the dtype and shape of {self!r}")
 
     def __getitem__(self, index: Any) -> Any:
         first, rest = (index[0], index[1:]) if type(index) is tuple and index else (index, ())
@@ -75,7 +75,7 @@ class Lazy:
         return part[_loaded((slice(None), *rest))] if rest else part
 
     def _rows(self, first: Any) -> range | None:
-        """Return the rows of the first dimension that an index needs; None for all rows."""
+        """Return the positions in the first dimension that an index selects; None if all elements must be loaded."""
         length = self.shape[0] if self.shape else 0
         if type(first) is int and -length <= first < length:
             return range(first % length, first % length + 1)
@@ -94,7 +94,7 @@ class Lazy:
         raise AttributeError(f"a {type(self).__name__} is immutable")
 
     def __setstate__(self, state: object) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} takes no state")
+        raise TypeError(f"a {type(self).__name__} takes no state, which could make it read another file")
 
     def __setitem__(self, index: object, value: object) -> NoReturn:
         raise TypeError(
@@ -102,7 +102,7 @@ class Lazy:
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A C pickler has no frame, so this is the frame of its caller.
+        # Frame 1 is the caller of the pickler: a pickler written in C has no Python frame.
         if sys._getframe(1).f_globals.get("__name__") == "torch.serialization":
             return self._reduce_for_torch_save(protocol)
         r = self._reference
@@ -111,7 +111,7 @@ class Lazy:
         return _rebuild, (type(self), source, r.name, r.kind, r.dtype, tuple(r.shape), begin, end, r.attribute)
 
     def _reduce_for_torch_save(self, protocol: Any) -> Any:
-        """Return a reduction without classes of this package, which `torch.load(weights_only=True)` requires."""
+        """Return the result of `__reduce_ex__` for `torch.load(weights_only=True)`, which refuses classes of this package."""
         raise NotImplementedError
 
     def __copy__(self) -> Any:
@@ -125,7 +125,7 @@ class Lazy:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
-            raise ValueError(f"reading a {type(self).__name__} always copies; .load(copy=False) gives a view")
+            raise ValueError(f"reading a {type(self).__name__} always copies; .load(copy=False) returns a view")
         array = np.asarray(self.load())
         return array if dtype is None else array.astype(dtype, copy=False)
 
@@ -140,7 +140,7 @@ class Lazy:
 
 
 def _rebuild(cls: Any, source: Source, name: str, kind: str, dtype: Any, shape: Any, *rest: Any) -> Any:
-    """Rebuild a pickled lazy tensor from its fields: pickling the Reference itself would take twice as long."""
+    """Rebuild a lazy tensor from its pickled fields; pickling the `Reference` as an object would take twice as long."""
     return cls(Reference(name, kind, dtype, torch.Size(shape) if kind == "tensor" else shape, *rest), source)
 
 
@@ -167,19 +167,20 @@ def _holds_lazy(value: Any) -> bool:
 
 def _refuse_in_place(cls: type, name: str) -> NoReturn:
     raise TypeError(
-        f"{name} would write into a {cls.__name__}, where the result is lost; call .load() and write into that"
+        f"{name} would write into a {cls.__name__}, so the result would be lost; call .load() and write into the loaded copy"
     )
 
 
 class LazyTensor(Lazy):
     """A torch.Tensor whose bytes have not been read yet.
 
-    Torch functions, operators, methods and indexing read it at each use, into fresh memory that belongs to the caller. An
-    index into the first dimension reads only the bytes of its rows. Attributes such as shape and dtype read nothing. For
-    repeated use, call `.load()` once.
+    Each use in a torch function, operator, method or index expression reads the tensor into private memory, which belongs
+    to the caller. If the first index is an int or a slice of step 1, only the selected bytes of the first dimension
+    are read. Attributes such as shape and dtype read nothing. For repeated use, call `.load()` once.
 
-    Memory: holds its source (the member's bytes, or the identity of the file), not its elements.
-    Threads/fork/pickle: immutable, safe everywhere; a source in memory is pickled with only the bytes of this tensor.
+    Memory: keeps its source alive (the bytes of the member, or only the identity of the file), and no copy of its elements.
+    Threads/fork/pickle: immutable, so safe in all three. If the source is in memory, the pickle contains only the bytes of
+        this tensor.
     """
 
     __slots__ = ()
@@ -206,27 +207,27 @@ class LazyTensor(Lazy):
         return torch.device("cpu")
 
     def __len__(self) -> NoReturn:
-        # Hazard: torch treats an index with a length below 32 as a tuple of indices; tensor[lazy] would be silently wrong.
+        # Hazard: torch treats an index whose len() is below 32 as a tuple of indices, so tensor[lazy] would be silently wrong.
         raise TypeError("a LazyTensor has no len(); use .shape[0]")
 
     def load(
         self, device: torch.device | str | None = None, out: torch.Tensor | None = None, *, copy: bool = True
     ) -> torch.Tensor:
-        """Return the tensor.
+        """Read the tensor and return it.
 
         Args:
-            device: Device of the result; the CPU by default.
-            out: Tensor of the same shape and dtype, which receives the elements and is returned.
-            copy: False returns a view of the source, on the CPU. Never write into it: other reads would see the change.
-                The view of a shard is a memory map, and reading it **kills the process** (SIGBUS) if the shard is
-                truncated in place.
+            device: Device of the result; the CPU by default. Ignored if `out` is given.
+            out: Tensor of the same shape and dtype to read into, which is also returned.
+            copy: False uses a view of the source instead of a copy; on the CPU, the view is the result. Never write into it:
+                other reads would see the change. The view of a shard is a memory map, and reading it **kills the process**
+                (SIGBUS) if the shard is truncated in place. Ignored if `out` is given.
 
         Raises:
-            ValueError: `out` has another shape or dtype.
+            ValueError: `out` has a different shape or dtype.
             RuntimeError: `device` is not available.
-            FormatError: A bool tensor contains bytes other than 0 and 1.
+            FormatError: A bool tensor contains bytes other than 0 and 1, or the shard was changed.
 
-        Memory: fresh, the caller's, aligned to 16 bytes; with `copy=False` it aliases the source and keeps it alive.
+        Memory: private, owned by the caller, aligned to 16 bytes; a view aliases the source and keeps it alive.
         """
         if out is not None:
             self._check_out(out)
@@ -249,9 +250,9 @@ class LazyTensor(Lazy):
         tensor: Any = self.load()
         return tensor.__reduce_ex__(protocol)
 
-    # Trainers look for this method in the class of a value.
+    # A method, although `__getattr__` would provide it: trainers look for `to` in the class of a value.
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Load the tensor, and return the result of its `torch.Tensor.to`."""
+        """Load the tensor, and return the result of calling `torch.Tensor.to` on it."""
         return self.load().to(*_loaded(list(args)), **_loaded(kwargs))
 
     @classmethod
@@ -270,7 +271,7 @@ class LazyTensor(Lazy):
         return func(*_loaded(list(args)), **_loaded(kwargs))
 
     def __getattr__(self, name: str) -> Any:
-        # every attribute of a tensor, except in-place methods
+        # Provides all attributes of a torch.Tensor except in-place methods.
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name.endswith("_"):
@@ -317,7 +318,7 @@ class LazyArray(Lazy):
         return int(self.shape[0])
 
     def load(self, out: np.ndarray[Any, Any] | None = None, *, copy: bool = True) -> np.ndarray[Any, Any]:
-        """Return the array, little-endian and C-contiguous; arguments, errors and memory as in `LazyTensor.load`."""
+        """Read the array and return it, C-contiguous and little-endian; for `out`, `copy` and memory, see `LazyTensor.load`."""
         if out is None:
             return self._load(copy)  # type: ignore[no-any-return]
         self._check_out(out)
@@ -326,8 +327,8 @@ class LazyArray(Lazy):
 
     def _reduce_for_torch_save(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"torch.save of {self!r}: torch.load refuses numpy arrays; save torch.from_numpy(x.load()), or tc.realize(sample) "
-            "for torch.load(weights_only=False)"
+            f"torch.save of {self!r}: torch.load refuses numpy arrays; save torch.from_numpy(x.load()), "
+            "or save tc.realize(sample) and read it with torch.load(weights_only=False)"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -362,4 +363,4 @@ for _cls in (LazyTensor, LazyArray):
         setattr(_cls, f"__{_name}__", _operator(f"__{_name}__"))
     for _name in _BINARY:
         setattr(_cls, f"__i{_name}__", _in_place_operator(f"__i{_name}__"))
-    _cls.__hash__ = object.__hash__  # type: ignore[method-assign]  # by identity, as tensors do
+    _cls.__hash__ = object.__hash__  # type: ignore[method-assign]  # by identity, as for tensors

@@ -1,4 +1,8 @@
-"""References in a skeleton: each names a tensor of a layout; a source provides the tensor's bytes."""
+"""References from a skeleton to its tensors, and sources, which provide the bytes of the tensors.
+
+In place of a tensor, a skeleton (the pickle of a sample) contains a string, for example `tensor:latent`. A reference is
+that string resolved in a layout (the parsed header of the `.safetensors` member): name, dtype, shape and byte range.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +24,29 @@ __all__ = ["MemorySource", "Reference", "Source", "check_named", "named_by", "re
 
 
 class Source(Protocol):
-    """Bytes of a `.safetensors` member; offsets count from the member's first byte."""
+    """The bytes of a `.safetensors` member in memory or in a file; offsets count from the member's first byte."""
 
     def read(self, begin: int, end: int) -> bytearray | np.ndarray[Any, Any]:
-        """Return a private copy of the bytes `[begin, end)`, or raise."""
+        """Return a private copy of the bytes `[begin, end)`; raise an error if they cannot be read."""
 
     def read_into(self, buffer: memoryview, begin: int) -> None:
-        """Fill `buffer` (1-D, bytes) from `begin`, or raise."""
+        """Fill `buffer` (1-D, bytes) with the bytes from `begin` on; raise an error if they cannot be read."""
 
     def view(self, begin: int, end: int) -> np.ndarray[Any, Any]:
-        """Return the bytes `[begin, end)` as uint8 without a copy; the caller must never write into them, even if numpy can.
+        """Return the bytes `[begin, end)` as uint8 without a copy; never write into them, even if numpy allows it.
 
         The view of a file is a memory map: reading it kills the process (SIGBUS) if the file is truncated in place.
         """
 
     def hold(self, begin: int, end: int) -> bytearray | np.ndarray[Any, Any]:
-        """Return the bytes `[begin, end)`, read-only, in memory that no other process can change."""
+        """Return the bytes `[begin, end)`, for reading only, in memory that no other process can change."""
 
     def cut(self, begin: int, end: int) -> tuple[Source, int]:
-        """Return a source of `[begin, end)` for another process, and the offset of `begin` in it."""
+        """Return a source of at least `[begin, end)` to send to another process, and the offset of `begin` in that source."""
 
 
 class MemorySource:
-    """A member in memory, for example from a stream of webdataset; pickled as its bytes."""
+    """A source in memory, for example a member from a webdataset stream; its pickle contains the bytes."""
 
     __slots__ = ("member",)
 
@@ -69,15 +73,15 @@ class MemorySource:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A skeleton's reference to one tensor of a layout.
+    """A reference from a skeleton to one tensor of a layout.
 
     Attributes:
-        name: Name in the `.safetensors` member.
+        name: Name of the tensor in the `.safetensors` member.
         kind: `"tensor"` for a torch.Tensor, `"ndarray"` for an np.ndarray.
         dtype: True dtype, of torch or of numpy.
         shape: Shape in elements of `dtype`.
-        begin, end: Range of bytes in the member.
-        attribute: The reference's `dtype` attribute, or None.
+        begin, end: Byte range in the member.
+        attribute: `dtype` attribute in the string of the reference; None if it has none.
     """
 
     name: str
@@ -91,21 +95,21 @@ class Reference:
 
 @lru_cache(4096)  # samples of one cache have the same names
 def reference_text(kind: str, name: str, attribute: str | None) -> str:
-    """Return the text of a reference."""
+    """Return the string of a reference, for example `tensor:latent` or `ndarray:date?dtype=datetime64[s]`."""
     return f"{kind}:{name}" if attribute is None else f"{kind}:{name}?dtype={attribute}"
 
 
 def named_by(text: str) -> tuple[str, str]:
-    """Return the kind and the name in a reference text."""
+    """Return the kind (`tensor` or `ndarray`) and the tensor's name in the string of a reference."""
     kind, _, rest = text.partition(":")
     return kind, rest.partition("?")[0]
 
 
 def resolve(layout: Layout, text: str) -> Reference:
-    """Return the reference for this text; the layout caches it.
+    """Return the reference that the string `text` stands for; the layout remembers it.
 
     Raises:
-        FormatError: The tensor, the kind, the attribute or the dtype is unknown.
+        FormatError: The string has an unknown kind, tensor, attribute or dtype.
     """
     known = layout.references.get(text)
     if known is not None:
@@ -114,11 +118,11 @@ def resolve(layout: Layout, text: str) -> Reference:
     name, mark, attributes = rest.partition("?")
     stored = layout.tensors.get(name)
     if kind not in ("tensor", "ndarray"):
-        raise FormatError(f"reference {text!r:.100} is neither a tensor nor an ndarray")
+        raise FormatError(f"reference {text!r:.100} begins with neither 'tensor:' nor 'ndarray:'")
     if stored is None:
-        raise FormatError(f"the skeleton names tensor {name!r:.100}, which the safetensors member does not have")
+        raise FormatError(f"the skeleton refers to tensor {name!r:.100}, which is not in the safetensors member")
     if mark and (not attributes.startswith("dtype=") or "&" in attributes):
-        raise FormatError(f"tensor {name!r}: unknown attribute {attributes!r:.100}; a newer release may know it")
+        raise FormatError(f"tensor {name!r}: unknown attribute {attributes!r:.100}; a newer release may support it")
     attribute = attributes.removeprefix("dtype=") if mark else None
     try:
         dtype, inner = true_dtype(kind, stored.dtype, attribute)
@@ -126,11 +130,11 @@ def resolve(layout: Layout, text: str) -> Reference:
         raise FormatError(f"tensor {name!r}: {exc}") from exc
     shape = stored.shape[: len(stored.shape) - len(inner)]
     if stored.shape[len(shape) :] != inner:
-        raise FormatError(f"tensor {name!r}: {stored.dtype}{list(stored.shape)} cannot be a view of {dtype}")
+        raise FormatError(f"tensor {name!r}: {dtype} cannot be stored as {stored.dtype}{list(stored.shape)}")
     if kind == "tensor":
         shape = torch.Size(shape)
     reference = Reference(name, kind, dtype, shape, stored.begin, stored.end, attribute)
-    # Hazard: texts come from files, and layouts live long.
+    # Hazard: the strings come from files, so without a limit a hostile file could fill this dict.
     if len(layout.references) < 16 + 4 * len(layout.tensors):
         layout.references[text] = reference
     return reference
@@ -142,8 +146,8 @@ def check_named(layout: Layout, texts: Iterable[str]) -> None:
     for text in texts:
         name = named_by(text)[1]
         if name in names:
-            raise FormatError(f"tensor {name!r:.100} is referred to in two ways")
+            raise FormatError(f"the skeleton refers to tensor {name!r:.100} in two ways")
         names.add(name)
     extra = [name for name in layout.tensors if name not in names]
     if extra:
-        raise FormatError(f"the safetensors member has tensors that the skeleton does not name: {extra!r:.200}")
+        raise FormatError(f"the safetensors member has tensors that the skeleton does not refer to: {extra!r:.200}")

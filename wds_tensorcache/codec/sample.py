@@ -1,4 +1,4 @@
-"""Encode one sample as its two members, and decode it."""
+"""Encode a sample as two members (files in the tar), the skeleton and the tensors, and decode it."""
 
 from __future__ import annotations
 
@@ -47,13 +47,14 @@ _MANY_TENSORS = 64  # headers with more tensors are not cached
 
 @dataclass(slots=True)
 class EncodedSample:
-    """Both members of a sample; the bytes of the tensors are not copied yet.
+    """Both encoded members of a sample, before the bytes of the tensors are copied.
 
     Attributes:
-        skeleton: Member `KEY.skel.pyd`.
-        header, buffers: Parts of the member `KEY.safetensors`.
+        skeleton: Bytes of the member `KEY.skel.pyd`.
+        header, buffers: Parts of the member `KEY.safetensors`, in order.
         layout, digest: Contents of the header.
-        references: References to the tensors, in the order of their bytes; None if the skeleton needs `allow=`.
+        references: Strings of the references to the tensors, in the order of the tensors' bytes; None if readers of the
+            skeleton need `allow=`.
     """
 
     skeleton: bytes
@@ -67,13 +68,16 @@ class EncodedSample:
 def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
     """Encode as `encode_sample` does; `allow` is the result of `allow_table`.
 
-    Memory: `buffers` alias the tensors of `sample` that are contiguous on the CPU.
+    Memory: `buffers` alias the tensors of `sample` that are contiguous and on the CPU.
     """
     writer = SkeletonWriter(allow)
     try:
         writer.save(sample)
     except RecursionError as exc:
-        raise EncodeError("the sample nests too deep for the remaining recursion limit of this interpreter") from exc
+        raise EncodeError(
+            "the sample is nested too deeply for what is left of the recursion limit; flatten it, or raise the limit with "
+            "sys.setrecursionlimit"
+        ) from exc
     # Wide elements first, so that each tensor is aligned to its element without padding, which safetensors forbids.
     tensors = sorted(writer.tensors.values(), key=_WIDTH, reverse=True)
     entries = tuple([(t.name, t.true.stored, t.shape, len(t.flat)) for t in tensors])
@@ -91,23 +95,23 @@ def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
 
 
 def encode_sample(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -> tuple[bytes, bytes]:
-    """Encode a nested Python structure as the two members of a shard.
+    """Encode a nested Python structure as the two members of a cache in a shard.
 
     Args:
-        sample: Containers, plain values, listed types of FORMAT.md, and tensors or arrays anywhere in them. Every strided
-            tensor is stored by value. Lazy tensors are copied without being decoded.
-        allow: Further classes to write; a reader must allow them too.
+        sample: Any nesting of containers, plain values, the types listed in FORMAT.md 2.5, tensors and arrays. Tensors that
+            share memory are each stored in full. The bytes of lazy tensors are copied as they are.
+        allow: Other classes that the sample may contain; readers must allow them, too.
         align: Alignment of the first tensor in its member, a multiple of 8.
 
     Returns:
-        (skeleton, tensors): The bytes of `KEY.skel.pyd` and of `KEY.safetensors`. Equal samples that share the same objects
-        give equal bytes in every process and on every Python version.
+        (skeleton, tensors): The bytes of `KEY.skel.pyd` and of `KEY.safetensors`. Equal samples that share their
+        objects in the same way have the same bytes, in every process and on every Python version.
 
     Raises:
         EncodeError: A value cannot be written; the message names its path and the remedy.
         ValueError: `align` is not a positive multiple of 8, or the header exceeds the limit of safetensors.
 
-    Memory: fresh bytes, each tensor copied once.
+    Memory: newly allocated; each contiguous tensor on the CPU is copied once.
     """
     encoded = encode_views(sample, allow_table(allow), align)
     return encoded.skeleton, b"".join((encoded.header, *encoded.buffers))
@@ -121,21 +125,21 @@ def decode_sample(
     verify: bool = False,
     allow: Iterable[type] = (),
 ) -> Any:
-    """Rebuild a sample from its two members.
+    """Rebuild a sample from the two members of a cache.
 
     Args:
-        skeleton: Member `KEY.skel.pyd`, or a skeleton from stock pickle (protocol 4 or 5).
-        tensors: Member `KEY.safetensors`, or one from stock safetensors.
+        skeleton: Bytes of the member `KEY.skel.pyd`, or of a skeleton that stock pickle wrote (protocol 4 or 5).
+        tensors: Bytes of the member `KEY.safetensors`, or of a file that stock safetensors wrote.
         lazy: True returns `LazyTensor` and `LazyArray` objects; False loads the tensors.
-        verify: Recompute both digests.
-        allow: Classes that the skeleton may build; only for files that you trust.
+        verify: True recomputes both digests and compares them with the stored ones.
+        allow: Classes that the skeleton may instantiate; pass them only for files that you trust.
 
     Raises:
-        UnsafeSkeletonError: The skeleton names code outside the format; nothing was executed.
+        UnsafeSkeletonError: The skeleton names code outside the format, which was not executed.
         FormatError: The members are damaged or do not belong together; with `verify`, a digest does not match or is missing.
-        TypeError: A member is not bytes.
+        TypeError: A member is not bytes, bytearray or memoryview.
 
-    Memory: lazy tensors keep `tensors` alive; loaded tensors are fresh and private, one allocation each.
+    Memory: lazy tensors keep `tensors` alive; each loaded tensor has its own newly allocated memory.
     """
     return decode_members(_member(skeleton), _member(tensors), lazy, verify, allow_table(allow))
 
@@ -144,7 +148,7 @@ def _member(raw: Any) -> bytes | memoryview:
     if isinstance(raw, bytes):
         return raw
     if not isinstance(raw, (bytearray, memoryview)):
-        raise TypeError(f"a member is bytes, bytearray or memoryview, got {type(raw).__name__}")
+        raise TypeError(f"a member must be bytes, bytearray or memoryview, got {type(raw).__name__}")
     view = memoryview(raw)
     return view.cast("B") if view.c_contiguous else view.tobytes()
 
@@ -162,7 +166,7 @@ def decode_members(
     begin, body_digest = check_binding(skeleton, layout.nbytes, digest)
     if verify:
         if digest is None or body_digest is None:
-            raise FormatError("cannot be verified: a member from another writer has no digest")
+            raise FormatError("the sample cannot be verified: a member that another tool wrote has no digest")
         if tensors_digest(tensors) != digest:
             raise FormatError("the safetensors member is damaged: its digest does not match its bytes", kind="damaged")
         if xxhash.xxh3_64_intdigest(memoryview(skeleton)[begin:]) != body_digest:
@@ -171,30 +175,31 @@ def decode_members(
 
 
 def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int, int | None]:
-    """Return the offset of a skeleton's body, and the digest of the body in the preamble, or None.
+    """Check that two members belong together; return the offset of the skeleton's body, and its digest in the preamble or None.
 
     Args:
-        skeleton: The member, or at least its preamble.
+        skeleton: The whole skeleton, or at least its preamble.
         nbytes: Length of the `.safetensors` member.
-        digest: Digest in the header of the `.safetensors` member, or None.
+        digest: Digest in the header of the `.safetensors` member; None if it has none.
 
     Raises:
         FormatError: The two members do not belong together.
     """
     begin, expected_nbytes, expected_digest, body_digest = parse_preamble(skeleton)
     if expected_digest is None and digest is not None and had_preamble(skeleton, nbytes, digest):
-        raise FormatError("the beginning of the preamble is damaged")
+        raise FormatError("the skeleton's preamble is damaged at its beginning")
     if (expected_digest != digest or expected_nbytes != nbytes) and None not in (expected_digest, digest):
         raise FormatError(
             "the two members do not belong together: the skeleton was written with a safetensors member of "
-            f"{expected_nbytes} bytes and digest {expected_digest:016x}, this one has {nbytes} and {digest:016x}",
+            f"{expected_nbytes} bytes and digest {expected_digest:016x}, but this one has {nbytes} bytes and digest "
+            f"{digest:016x}",
             kind="damaged",
         )
     return begin, body_digest
 
 
 def decode_body(skeleton: bytes, begin: int, layout: Layout, source: Source, lazy: bool, allow: Allowed) -> Any:
-    """Return the object of a skeleton whose body starts at `begin`, with the tensors of `layout` in `source`."""
+    """Rebuild a sample from a skeleton with its body at offset `begin`; `source` provides the bytes of the layout's tensors."""
     template = layout.form.template
     if template is not None:
         made = template.match(skeleton, begin)
@@ -208,7 +213,7 @@ def decode_body(skeleton: bytes, begin: int, layout: Layout, source: Source, laz
 def _interpret(
     skeleton: bytes, begin: int, layout: Layout, source: Source, lazy: bool, allow: Allowed
 ) -> tuple[Any, Iterable[str]]:
-    """Return the object of a skeleton, and the texts of its references."""
+    """Rebuild a sample without a template; return it, and the strings of its references to tensors."""
     met: dict[str, Any] = {}
 
     def reference(text: str) -> Any:
@@ -223,23 +228,22 @@ def _interpret(
     except FormatError as exc:
         if is_damaged(skeleton):
             what = "the skeleton is damaged: its digest does not match its bytes"
-            # Without a hint to use `allow=`, which does not repair damage.
-            reason = (
-                exc.reason if not isinstance(exc, UnsafeSkeletonError) else exc.needs and f"they name {exc.needs!r}"
-            )
+            # Leave out the hint to pass `allow=`: the name itself may be damaged, so allowing it would be no remedy.
+            reason = exc.reason if not isinstance(exc, UnsafeSkeletonError) else exc.needs and f"it names {exc.needs!r}"
             what += f"; {reason}" if reason else ""
             raise type(exc)(what, offset=exc.offset, kind="damaged") from exc
         raise
     check_named(layout, met)
     form = layout.form
     form.num_interpreted += 1
-    if 1 < form.num_interpreted <= MAX_ATTEMPTS:  # not for a form with only one sample, and not more often than this
+    # Learning takes time: not for the first sample of a form, which may be the only one, and not again and again.
+    if 1 < form.num_interpreted <= MAX_ATTEMPTS:
         form.template = learn(skeleton, begin)
     return sample, met
 
 
 def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[str, ...]:
-    """Return the references of a skeleton, whose body starts at `begin`, in the order of the tensors' bytes.
+    """Return the strings of the references in a skeleton with its body at `begin`, in the order of the tensors' bytes.
 
     Raises:
         UnsafeSkeletonError, FormatError: The skeleton needs `allow=`, or is damaged.
@@ -260,7 +264,7 @@ _NOWHERE = MemorySource(b"")
 
 
 def resolve_template(layout: Layout, template: Template) -> tuple[Reference, ...]:
-    """Return the references of a template in this layout; the template may come from another sample of the form."""
+    """Resolve the references of a template in this layout; the template may come from a sample with a different layout."""
     known, references, _ = layout.resolved
     if known is not template:
         references = tuple(resolve(layout, text) for text in template.references)
@@ -269,7 +273,7 @@ def resolve_template(layout: Layout, template: Template) -> tuple[Reference, ...
 
 
 def open_tensor(reference: Reference, source: Source, lazy: bool) -> Any:
-    """Return the tensor or array of `reference`, lazy or loaded."""
+    """Return the tensor or array that `reference` describes, lazy or loaded."""
     cls = LazyTensor if reference.kind == "tensor" else LazyArray
     if lazy:
         return cls(reference, source)
@@ -277,11 +281,11 @@ def open_tensor(reference: Reference, source: Source, lazy: bool) -> Any:
 
 
 def decode_plain_pickle(pickled: bytes, allow: Allowed) -> Any:
-    """Return the content of a pickle of plain values and listed types.
+    """Return the object in a pickle that contains only plain values and the types listed in FORMAT.md 2.5.
 
     Raises:
-        UnsafeSkeletonError: The pickle needs other types; nothing was executed.
-        FormatError: The pickle is damaged, or a skeleton that lacks its tensors.
+        UnsafeSkeletonError: The pickle names code outside the format, which was not executed.
+        FormatError: The pickle is damaged, or it is a skeleton with references to tensors.
     """
     begin, *_ = parse_preamble(pickled)
     return unpickle(pickled, begin, None, BUILDERS, allow)

@@ -1,4 +1,4 @@
-"""The stored bytes of tensors and arrays, or the reason why they cannot be stored (FORMAT.md 3.2)."""
+"""Convert tensors and arrays to the bytes that a shard stores, or explain why they cannot be stored (FORMAT.md 3.2)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class StorableTensor:
         kind: `"tensor"` or `"ndarray"`.
         true: Stored form of the dtype.
         shape: Shape in elements of the stored dtype.
-        flat: Bytes in C order, little-endian, 1-D; may alias a contiguous tensor on the CPU.
-        name, reference: Name, and text of the reference; set by the skeleton's writer.
+        flat: Elements in C order, little-endian, as 1-D uint8; aliases the tensor or array if that has this form already.
+        name: Name of the tensor in the `.safetensors` member; set by `SkeletonWriter`.
+        reference: String by which the skeleton refers to the tensor; set by `SkeletonWriter`.
     """
 
     kind: str
@@ -39,7 +40,7 @@ class StorableTensor:
 
 
 def describe_tensor(value: Any) -> StorableTensor:
-    """Return the stored form of a torch.Tensor, np.ndarray or lazy tensor; raise ValueError with a remedy if there is none."""
+    """Return the stored form of a torch.Tensor, np.ndarray or lazy tensor; raise ValueError with a remedy if it has none."""
     if isinstance(value, torch.Tensor):
         kind, true, flat = "tensor", TORCH_TRUE.get(value.dtype), _bytes_of_tensor(value)
     elif isinstance(value, np.ndarray):
@@ -48,25 +49,25 @@ def describe_tensor(value: Any) -> StorableTensor:
         is_tensor = isinstance(value, LazyTensor)
         kind = "tensor" if is_tensor else "ndarray"
         true = TORCH_TRUE.get(value.dtype) if is_tensor else numpy_true_dtype(value.dtype)
-        # Hazard: reading a view of a truncated file kills the process (SIGBUS), so the bytes are copied.
+        # Hazard: reading a memory map of a truncated file kills the process (SIGBUS), so `hold` copies the bytes of files.
         flat = np.ndarray(value.nbytes, np.uint8, value._source.hold(value._reference.begin, value._reference.end))
     if true is None:
         raise ValueError(f"the format cannot store {value.dtype}")
     shape = (*value.shape, *true.inner)
     if len(shape) > MAX_NDIM:
         raise ValueError(
-            f"{len(shape)} dimensions as they are stored, of at most {MAX_NDIM}; store x.flatten() and x.shape"
+            f"its stored form has {len(shape)} dimensions; the limit is {MAX_NDIM}; store x.flatten() and x.shape"
         )
     if not len(flat) and not is_possible(shape):
         raise ValueError(
-            f"{list(shape)} as it is stored: its dimensions, other than 0, multiply to 2^59 or more; "
-            "store an empty tensor of fewer dimensions, and the shape"
+            f"its stored form has the shape {list(shape)}, whose dimensions other than 0 multiply to 2^59 or more; "
+            "store an empty tensor with fewer dimensions, and the shape as a tuple"
         )
     return StorableTensor(kind, true, shape, flat)
 
 
 def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
-    """Return the elements of a tensor in C order. Memory: aliases a plain contiguous tensor on the CPU."""
+    """Return the bytes of a tensor in C order. Memory: aliases the tensor if its memory on the CPU has this form already."""
     reason = _why_not_tensor(tensor)
     if reason is not None:
         raise ValueError(reason)
@@ -77,7 +78,7 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         end = (tensor.storage_offset() + last + 1) * tensor.element_size()
         if tensor.untyped_storage().nbytes() < end and tensor.numel():
-            raise RuntimeError("its storage was freed, or cut")
+            raise RuntimeError("its storage was freed or shortened")
         plain = tensor.detach() if tensor.requires_grad else tensor
         if not plain.is_cpu or plain.is_conj() or plain.is_neg() or not is_contiguous:
             plain = plain.resolve_conj().resolve_neg().cpu().contiguous()
@@ -85,7 +86,7 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
             flat: Array = plain.numpy().reshape(-1).view(np.uint8)
         else:
             flat = plain.reshape(-1).view(torch.uint8).numpy()
-    except (RuntimeError, NotImplementedError) as exc:  # inside torch.func, or on a device that cannot be read
+    except (RuntimeError, NotImplementedError) as exc:  # inside torch.func, or on a device that torch cannot read
         raise ValueError(f"the tensor's bytes cannot be read: {exc}") from exc
     if tensor.dtype is torch.bool:
         check_array(flat.view(np.bool_))
@@ -93,7 +94,7 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
 
 
 def _bytes_of_array(array: Array) -> Array:
-    """Return the elements of an array in C order, little-endian. Memory: aliases an array in that form."""
+    """Return the bytes of an array in C order, little-endian. Memory: aliases the array if it has this form already."""
     reason = _why_not_array(array)
     if reason is not None:
         raise ValueError(reason)
@@ -103,33 +104,33 @@ def _bytes_of_array(array: Array) -> Array:
 
 
 def _why_not_tensor(tensor: torch.Tensor) -> str | None:
-    """Return the reason why `tensor` cannot be stored and a remedy; None if it can be stored."""
+    """Return why `tensor` cannot be stored, and a remedy; None if it can be stored."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        return f"a tensor subclass, {type(tensor).__name__}; store x.as_subclass(torch.Tensor)"
+        return f"tensor subclass {type(tensor).__name__} cannot be stored; store x.as_subclass(torch.Tensor)"
     if tensor.is_nested:
-        return "a nested tensor; store a list, x.unbind()"
+        return "a nested tensor cannot be stored; store the list x.unbind()"
     if tensor.layout is not torch.strided:
-        return f"a {tensor.layout} tensor; store x.to_dense(), or its indices and values"
+        return f"a {tensor.layout} tensor cannot be stored; store x.to_dense(), or its indices and values"
     if tensor.is_meta:
-        return "a meta tensor, which has no bytes; store its shape and dtype"
+        return "a meta tensor has no bytes; store its shape and dtype"
     if tensor.is_quantized:
-        return "a quantized tensor; store x.int_repr(), x.q_scale() and x.q_zero_point()"
+        return "a quantized tensor cannot be stored; store x.int_repr(), x.q_scale() and x.q_zero_point()"
     if any(getattr(tensor, "names", ())):  # removed from newer torch releases
-        return "a named tensor; store x.rename(None) and x.names"
+        return "a named tensor cannot be stored; store x.rename(None) and x.names"
     if tensor.dtype not in TORCH_TRUE:
-        return f"a tensor of {tensor.dtype}, which safetensors cannot hold; store x.view(torch.uint8)"
+        return f"a tensor of {tensor.dtype} cannot be stored in safetensors; store x.view(torch.uint8)"
     return None
 
 
 def _why_not_array(array: Array) -> str | None:
     if isinstance(array, np.ma.MaskedArray):
-        return "a masked array; store x.data and x.mask"
+        return "a masked array cannot be stored; store x.data and x.mask"
     if type(array) is not np.ndarray and type(array) is not np.memmap:
-        return f"an array subclass, {type(array).__name__}; store np.asarray(x)"
+        return f"array subclass {type(array).__name__} cannot be stored; store np.asarray(x)"
     if array.dtype.hasobject:
-        return "an array of objects; store x.tolist()"
+        return "an array of objects cannot be stored; store x.tolist()"
     if array.dtype.names is not None:
-        return "a structured array; store a dict of its fields"
+        return "a structured array cannot be stored; store a dict of its fields"
     if numpy_true_dtype(array.dtype) is None:
-        return f"an array of {array.dtype}; convert it with x.astype, or store x.tolist()"
+        return f"an array of {array.dtype} cannot be stored; convert it with x.astype, or store x.tolist()"
     return None

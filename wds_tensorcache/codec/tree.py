@@ -1,6 +1,6 @@
-"""Walks over nested containers: copies, projections, batches of samples, differences, depth (FORMAT.md 2.6).
+"""Walk nested containers: copy, filter and compare samples, combine them into a batch, measure depth (FORMAT.md 2.6).
 
-Each walk visits every object once, so shared and cyclic parts make no walk slow or endless.
+Each walk visits every container once, so shared or cyclic containers cannot make it slow or endless.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _DICTS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, tuple, deque)
 _LEAVES = (LazyTensor, LazyArray, torch.Tensor, np.ndarray, bytearray)
-_INNER: Any = object()  # tells `_Copier` to copy the container
-_DROPPED: Any = object()
-_NOTHING: Any = object()
+_INNER: Any = object()  # returned to a `_Copier`, which then copies the container
+_DROPPED: Any = object()  # takes the place of a tensor that `project` removes
+_NOTHING: Any = object()  # takes the place of an item that only one of two samples has
 
 
 def realize(obj: Any, device: torch.device | str | None = None) -> Any:
     """Return `obj` with every lazy tensor loaded; `obj` itself is not changed.
 
-    Containers are rebuilt with their own types. Shared objects stay shared, and cyclic containers stay cyclic. Tensors that
-    are already loaded are kept, or moved if `device` is given; numpy arrays stay in host memory.
+    Containers are rebuilt with the same types. Shared objects stay shared, and cyclic containers stay cyclic. Tensors that
+    are already loaded stay where they are, unless `device` is given; numpy arrays stay in host memory.
 
-    Objects of other classes are returned unchanged, including any lazy tensors in them.
+    Objects of other classes are returned unchanged, so lazy tensors in them are not loaded.
 
     Args:
         obj: A decoded sample, a lazy tensor, or any nesting of containers, namedtuples and dataclasses that contains lazy
             tensors.
-        device: Device of the tensors; the CPU by default.
+        device: Device of all tensors; by default, lazy tensors are loaded on the CPU.
 
     Raises:
         RuntimeError: `device` is not available.
 
-    Memory: loaded tensors are fresh and belong to the caller. All other values that are not containers are shared with
-        `obj`.
+    Memory: each lazy tensor is loaded into private memory, which belongs to the caller. All other values that are not
+        containers are shared with `obj`.
     """
     check_device(device)
 
@@ -81,25 +81,26 @@ def realize(obj: Any, device: torch.device | str | None = None) -> Any:
 
 
 def rebuild(obj: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return a copy of `obj` as `realize` does, with each tensor, array (lazy or not) and bytearray replaced once."""
+    """Copy containers as `realize` does; call `replace` once for each tensor, array (lazy or not) and bytearray in them."""
     return _Copier(lambda value, path: replace(value) if isinstance(value, _LEAVES) else _INNER, _LEAVES, True).visit(
         obj
     )
 
 
 class _Copier:
-    """Copies nested containers and replaces values in them.
+    """A copier of nested containers that replaces values in them.
 
     Args:
-        replace: Function of a value and its path; returns the replacement, or `_INNER`.
-        once: Types of values that are replaced only once, even if they occur several times; always true of containers.
-        with_keys: Also replace keys of dicts.
+        replace: Function of a value and its path; returns the replacement, or `_INNER` to copy the value as a container.
+        once: Types whose objects are replaced only once, even if they occur several times. Containers always are.
+        with_keys: True also replaces the keys of dicts.
     """
 
-    # an object, not nested functions: these are cyclic, and would keep a batch alive until the garbage collector runs
+    # A class, because recursive inner functions form a reference cycle: a batch would stay alive until garbage collection.
     def __init__(self, replace: Callable[[Any, Path], Any], once: Any, with_keys: bool = False) -> None:
         self._replace, self._once, self._with_keys = replace, once, with_keys
-        self._done: dict[int, tuple[Any, Any]] = {}  # by id: the object, so that its id is not reused, and its copy
+        # id -> (object, copy); the object is kept so that its id is not reused
+        self._done: dict[int, tuple[Any, Any]] = {}
 
     def visit(self, value: Any, path: Path = ()) -> Any:
         known = self._done.get(id(value))
@@ -109,8 +110,8 @@ class _Copier:
         if result is _INNER:
             result = self._copy(value, path)
         elif not isinstance(value, self._once):
-            return result  # the interpreter may use one object for equal small values in many places
-        # visiting the items of a tuple that contains itself has already finished it
+            return result  # not shared: the interpreter may use one object for equal small values
+        # a tuple that contains itself was already copied while its items were visited
         return self._done.setdefault(id(value), (value, result))[1]
 
     def _copy(self, value: Any, path: Path) -> Any:
@@ -144,7 +145,7 @@ class _Copier:
 
 
 class _Holding:
-    """A predicate: whether a value contains a tensor. Examines each dict, list, tuple and deque once."""
+    """A predicate: True for a lazy tensor and for a dict, list, tuple or deque with one in it; examines each container once."""
 
     def __init__(self) -> None:
         self._known: dict[int, bool] = {}
@@ -157,16 +158,17 @@ class _Holding:
             return False
         known = self._known.get(id(value))
         if known is None:
-            self._known[id(value)] = False  # until its items are examined
+            self._known[id(value)] = False  # for a container in itself, until its items are examined
             known = self._known[id(value)] = any(map(self, value.values() if cls in _DICTS else value))
         return known
 
 
 def map_leaves(sample: Any, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any]) -> Any:
-    """Return a copy of the structure of `sample` with its tensors and leaves replaced.
+    """Return a copy of the structure of `sample` in which functions replace the lazy tensors and the leaves.
 
-    Dicts keep their keys; lists, tuples and deques that contain a tensor are kept. Any other value, for example a tuple of
-    ints, is a leaf, replaced by `leaf(path)`. A shared object of the sample is also shared in the result.
+    Dicts, and lists, tuples and deques that contain a lazy tensor, are copied as containers. A lazy tensor becomes
+    `tensor(lazy)`. Any other value, for example a tuple of ints, is a leaf and becomes `leaf(path)`. A container or tensor
+    that occurs several times in the sample is also one object in the result.
     """
     holds = _Holding()
 
@@ -180,13 +182,13 @@ def map_leaves(sample: Any, tensor: Callable[[Lazy], Any], leaf: Callable[[Path]
 
 
 def project(sample: Any, wanted: Callable[[str], bool]) -> Any:
-    """Return `sample` with only the tensors that `wanted` accepts; the rest is removed from dicts, and None in sequences."""
+    """Return `sample` without the tensors whose names `wanted` refuses: dicts lose them, sequences contain None instead."""
     found = _project(sample, wanted, {})
     return None if found is _DROPPED else found
 
 
 def _project(value: Any, wanted: Callable[[str], bool], done: dict[int, Any]) -> Any:
-    # hot path: runs for each sample of a view by `select`; a third faster than a `_Copier`
+    # Hot path: runs for each sample of a cache from `select`; takes a third less time than a `_Copier`.
     cls = type(value)
     if cls in ATOMS:
         return value
@@ -218,21 +220,21 @@ def _empty_like(value: Any) -> Any:
 
 
 def flatten(sample: Any) -> dict[str, Any]:
-    """Return the lazy tensors and arrays of a nested sample by name, for example `latent.samples`, in order."""
+    """Return a dict of the lazy tensors and arrays of a nested sample by name, for example `latent.samples`, in order."""
     tensors: dict[str, Any] = {}
     map_leaves(sample, lambda lazy: tensors.setdefault(lazy.name, lazy), lambda path: None)
     return tensors
 
 
 def item_at(value: Any, path: Path) -> Any:
-    """Return the value at a path of a nested sample."""
+    """Return the value at `path`, the keys and indices that lead to it from the root of a nested sample."""
     for step in path:
         value = value[step]
     return value
 
 
 def is_shared(sample: Any) -> bool:
-    """Return whether a tensor of `sample`, or a container with a tensor, occurs in two places."""
+    """Return whether a lazy tensor of `sample`, or a container with a lazy tensor in it, occurs more than once."""
     holds, met, todo = _Holding(), {id(sample)}, [sample]
     for value in todo:
         items = value.values() if type(value) in _DICTS else value if type(value) in _SEQUENCES else ()
@@ -245,22 +247,22 @@ def is_shared(sample: Any) -> bool:
 
 
 def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
-    """Return lazy samples as one batch, with the values of `tensors` (by name) in place of its tensors.
+    """Combine B lazy samples into one batch with the structure of the first, but with `tensors` in place of the lazy tensors.
 
-    As in `TensorCache.nest`, the structure is that of the first sample, missing tensors are left out, and every other value
-    becomes a list of B values.
+    `tensors` contains the batched tensors by name. As in `TensorCache.nest`, a lazy tensor whose name it lacks is left out,
+    and every other value becomes a list of B values.
 
     Raises:
         BatchError: The structures of two samples differ.
-        KeyError: The first sample has no tensor with one of these names.
+        KeyError: `tensors` has a name that is not a tensor of the first sample.
     """
     kept = [project(sample, tensors.__contains__) for sample in samples]
     for number, sample in enumerate(kept):
         if found := difference(kept[0], sample):
             where, first, other = found
             raise BatchError(
-                f"the structures of samples 0 and {number} of the batch differ: {where} the first has {first}, "
-                f"the other {other}"
+                f"the structures of samples 0 and {number} of the batch differ: {where}, the first has {first}, "
+                f"but the other has {other}"
             )
     known = flatten(kept[0])
     for name in tensors:
@@ -270,10 +272,10 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
 
 
 def difference(first: Any, other: Any) -> tuple[str, str, str] | None:
-    """Return the place where the structures of two samples differ, and what each sample has there; None if they are equal.
+    """Return where the structures of two samples differ, what the first has there, and what the other has; None if nowhere.
 
-    A container that occurs several times in the first sample must be one container in the other, too: `map_leaves` visits
-    it once.
+    If one container occurs several times in the first sample, the other sample must also have one container in these
+    places, because `map_leaves` visits it only once.
     """
     found = _Difference().between(first, other, ())
     return None if found is None else (_at(found[0]), found[1], found[2])
@@ -282,10 +284,10 @@ def difference(first: Any, other: Any) -> tuple[str, str, str] | None:
 class _Difference:
     def __init__(self) -> None:
         self._holds = _Holding()
-        self._met: dict[int, tuple[Any, Path]] = {}  # by id of the first's container: the other's, and its path
+        self._met: dict[int, tuple[Any, Path]] = {}  # id of a container in the first -> the other's, and its path
 
     def _kind(self, value: Any) -> Any:
-        """Return a tensor's name, a container's type, or None for every other value."""
+        """Return the name of a tensor, the type of a container that `map_leaves` copies, or None for a leaf."""
         if isinstance(value, Lazy):
             return value.name
         cls = type(value)
@@ -316,12 +318,12 @@ class _Difference:
             return "nothing"
         kind = self._kind(value)
         if isinstance(kind, type):
-            return f"a {kind.__name__} of {len(value)}"
+            return f"a {kind.__name__} of length {len(value)}"
         return "a value" if kind is None else f"tensor {kind!r}"
 
 
 def _at(path: Path) -> str:
-    return f"at {'.'.join(map(str, path))!r}" if path else "at its root"
+    return f"at {'.'.join(map(str, path))!r}" if path else "at the root"
 
 
 def _children(value: Any) -> Iterable[Any]:
@@ -329,17 +331,17 @@ def _children(value: Any) -> Iterable[Any]:
         return chain.from_iterable(value.items())
     if isinstance(value, _CONTAINERS):
         return value
-    # found in the class, so that no `__getattr__` of the value runs
+    # The class says whether there is a `__dict__`, so that no `__getattr__` of the value runs.
     return value.__dict__.values() if type(value).__dictoffset__ else ()
 
 
 def shown(value: Any) -> str:
-    """Return the text of a value from a file, for an error. Hazard: the repr of a container may take forever."""
+    """Return the repr of a plain value, else its type, for an error. Hazard: the repr of a hostile container may never end."""
     return f"{value!r:.80}" if value.__class__ in ATOMS else f"a {type(value).__name__}"
 
 
 def walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield each object in nested containers once, with its depth, in document order."""
+    """Yield (object, depth) for each object in nested containers, once and in document order. Plain values are skipped."""
     seen: set[int] = set()
     todo = [(value, 1)]
     while todo:

@@ -1,4 +1,4 @@
-"""Bytes to tensors and arrays (FORMAT.md 3.2), wherever the bytes come from."""
+"""View bytes, wherever they come from, as tensors and arrays, and check their values (FORMAT.md 3.2)."""
 
 from __future__ import annotations
 
@@ -29,15 +29,13 @@ Array = np.ndarray[Any, Any]
 
 
 def check_device(device: Any) -> None:
-    """Raise RuntimeError if `device` is a GPU and torch finds none; torch itself raises it for unknown devices."""
+    """Raise RuntimeError if `device` is a CUDA device and torch finds no GPU, or if torch does not know the device."""
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError(
-            f"device={device!r}, but torch sees no GPU; leave it out, or install a build of torch for CUDA"
-        )
+        raise RuntimeError(f"device={device!r}, but torch sees no GPU; leave it out, or install torch with CUDA")
 
 
 def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`; raise FormatError if the byte of a bool is neither 0 nor 1, which torch's kernels do not expect."""
+    """Return `tensor`; raise FormatError if a bool is a byte other than 0 and 1, which torch's kernels do not expect."""
     if tensor.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).cpu().numpy().max()) > 1:
         raise FormatError("a bool tensor holds bytes other than 0 and 1")
     return tensor
@@ -54,13 +52,13 @@ ARRAY_NDIM = 64 if int(np.__version__.partition(".")[0]) >= 2 else NUMPY_NDIM  #
 
 @cache
 def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], bool]:
-    """Return a numpy dtype that torch accepts for `dtype`, and whether the tensor must then be viewed as `dtype`."""
+    """Return a numpy dtype that torch can convert, and whether the resulting tensor must then be viewed as `dtype`."""
     shared = SHARED.get(dtype)
     return (np.dtype(f"i{dtype.itemsize}"), True) if shared is None else (shared, False)
 
 
 def view_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], begin: int = 0) -> torch.Tensor:
-    """Return the bytes of a writable buffer, from offset `begin`, as a tensor on the CPU, whatever torch's default device is.
+    """View a writable buffer from byte `begin` on as a tensor on the CPU, even if torch's default device is a GPU.
 
     Memory: aliases `buffer` and keeps it alive, unless the tensor is empty.
     """
@@ -68,19 +66,19 @@ def view_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], begin: 
         return torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype).view(shape)
     if len(shape) > NUMPY_NDIM:
         return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=begin).view(shape)
-    # half the time of torch.frombuffer and view
+    # takes half the time of torch.frombuffer and view
     carrier, is_viewed = _carrier(dtype)
     tensor = torch.from_numpy(np.ndarray(shape, carrier, buffer, begin))
     return tensor.view(dtype) if is_viewed else tensor
 
 
 def view_array(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], begin: int = 0) -> Array:
-    """Return the bytes of a writable buffer, from offset `begin`, as an array. Memory: aliases `buffer` and keeps it alive."""
+    """View a writable buffer from byte `begin` on as an array. Memory: aliases `buffer` and keeps it alive, unless empty."""
     return np.ndarray(shape, dtype, buffer, begin) if math.prod(shape) else np.empty(shape, dtype)
 
 
 def check_array(array: Array) -> Array:
-    """Return `array`; raise FormatError for a bool other than 0 and 1, or invalid Unicode, on which numpy fails later."""
+    """Return `array`; raise FormatError for bools other than 0 and 1 or invalid Unicode, which would fail later in numpy."""
     if array.dtype.kind == "b" and array.size and int(array.view(np.uint8).max()) > 1:
         raise FormatError("a bool array holds bytes other than 0 and 1")
     if array.dtype.kind == "U" and array.size and int(array.reshape(-1).view("<u4").max()) > _MAX_CODE_POINT:
@@ -89,7 +87,7 @@ def check_array(array: Array) -> Array:
 
 
 class _Exposed:
-    """Memory that numpy treats as writable, without a warning; keeps its owner alive."""
+    """Memory that numpy accepts as writable without a warning; keeps the owner of the memory alive."""
 
     def __init__(self, address: int, nbytes: int, owner: Any) -> None:
         self.owner = owner  # numpy keeps this object alive
@@ -97,12 +95,12 @@ class _Exposed:
 
 
 def view_address(address: int, nbytes: int, owner: Any) -> Array:
-    """Return the bytes at an address as a 1-D uint8 array. Memory: aliases them, and keeps `owner` alive."""
+    """Return the bytes at an address as a 1-D uint8 array. Memory: aliases the bytes and keeps `owner` alive."""
     return np.asarray(_Exposed(address, nbytes, owner))
 
 
 def view_bytes(view: memoryview) -> Array:
-    """Return read-only bytes as a 1-D uint8 array. Memory: aliases them; never write into it."""
+    """Return read-only bytes as a 1-D uint8 array. Memory: aliases `view`; never write into the array."""
     if not len(view):
         return np.empty(0, np.uint8)
     return view_address(np.frombuffer(view, np.uint8).__array_interface__["data"][0], len(view), view)

@@ -1,1 +1,1 @@
-"""Shard files: tar headers, names, indexes, manifests; writing them, and reading them by sample number (FORMAT.md 1, 4)."""
+"""Shards, which are tar files: headers, member names, indexes, manifests, and reads of single samples (FORMAT.md 1, 4)."""

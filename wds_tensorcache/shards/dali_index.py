@@ -1,4 +1,4 @@
-"""DALI's index of a shard, `NAME.idx`: its path, building and parsing it, and whether it is stale."""
+"""Build and parse DALI's index of a shard, `NAME.idx`, and check whether it matches the shard."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = [
 ]
 
 SUFFIX = ".idx"
-# a member: extension, offset and length of the content in bytes, and the member's name ("" in version 1.1)
+# a member: its extension, the offset and length of its content in bytes, and its name ("" in version 1.1)
 Entry = tuple[str, int, int, str]
-_WIDTHS = {"v1.1": 3, "v1.2": 4}  # fields of a member
+_WIDTHS = {"v1.1": 3, "v1.2": 4}  # fields per member
 _NUMBER = re.compile(r"[0-9]{1,19}").fullmatch
 _NUM_COMPARED = 64
 
@@ -38,7 +38,7 @@ def dali_index_path(path: str) -> str:
 
 
 def list_members(index: ShardIndex) -> list[list[Entry]]:
-    """Return the members of each sample, in the order of the shard."""
+    """Return the members of each sample; samples and members are in the order of the shard."""
     samples: list[list[Entry]] = [[] for _ in range(len(index.keys))]
     keys, table = list(index.keys), index.members_in_order()
     columns = (table.rows, table.kinds, table.begins, table.sizes)
@@ -49,7 +49,7 @@ def list_members(index: ShardIndex) -> list[list[Entry]]:
 
 
 def build_dali_index(samples: Iterable[Sequence[Entry]]) -> bytes:
-    """Return the index of samples, version 1.2: the bytes that DALI's own `wds2idx` writes.
+    """Return a DALI index of version 1.2 for samples with these members, byte for byte as DALI's own `wds2idx` writes it.
 
     Raises:
         InvalidKeyError: A name or an extension is empty, or contains white space, which separates fields in this format; or
@@ -61,25 +61,25 @@ def build_dali_index(samples: Iterable[Sequence[Entry]]) -> bytes:
         encoded = line.encode("utf-8", "surrogateescape")
         if not sample or len(encoded.split()) != 4 * len(sample):
             raise InvalidKeyError(
-                f"sample {len(lines)} with the members {[name for *_, name in sample]!r:.200}: DALI's index cannot hold it; "
-                f"expected at least one member, and neither white space nor empty extensions"
+                f"sample {len(lines)} has the members {[name for *_, name in sample]!r:.200}, which DALI's index cannot "
+                f"represent; expected at least one member, and names without white space or empty extensions"
             )
         lines.append(encoded)
     return b"".join([b"v1.2 %d\n" % len(lines), *[line + b"\n" for line in lines]])
 
 
 def write_dali_index(path: str, index: ShardIndex, fsync: bool = True) -> None:
-    """Write DALI's index of a shard to `path`; raise FileExistsError if the path is a shard, or not a file."""
+    """Write DALI's index of a shard to `path`; raise FileExistsError if `path` is a tar, or not an ordinary file."""
     check_replaceable(path)
     write_atomically(path, [build_dali_index(list_members(index))], fsync)
 
 
 def parse_dali_index(content: bytes, *, lenient: bool = False) -> list[list[Entry] | None]:
-    """Return the members of each line, or None for a damaged line.
+    """Return the members that each line lists, one line per sample; None for a damaged line.
 
     Args:
         content: Bytes of an index of version 1.1 or 1.2.
-        lenient: Accept a wrong number of lines, and skip only the damaged members of a line.
+        lenient: Accept a wrong number of lines, and skip only the damaged members of a line instead of the whole line.
 
     Raises:
         FormatError: The first line is damaged.
@@ -89,7 +89,7 @@ def parse_dali_index(content: bytes, *, lenient: bool = False) -> list[list[Entr
 
 
 def split_lines(content: bytes, *, lenient: bool = False) -> tuple[int, list[str]]:
-    """Return the number of fields per member (4, or 3 in version 1.1), and the lines of the samples.
+    """Return the number of fields per member (4, or 3 in version 1.1), and the lines, one per sample.
 
     Raises:
         FormatError: The first line is damaged.
@@ -98,7 +98,8 @@ def split_lines(content: bytes, *, lenient: bool = False) -> tuple[int, list[str
     head = first.split()
     width = _WIDTHS.get(first[:4] if lenient else "".join(head[:1]), 0)
     if not width or not (lenient or head[1:] == [str(len(lines))]):
-        raise FormatError(f"it begins with {first[:40]!r}", kind="index")
+        what = f"the first line is {first[:40]!r}, expected 'v1.1' or 'v1.2' and the number of samples, {len(lines)}"
+        raise FormatError(what, kind="index")
     return width, lines
 
 
@@ -115,7 +116,7 @@ def _parse_line(fields: list[str], width: int, lenient: bool) -> list[Entry] | N
 
 
 def is_dali_index(path: str, index: ShardIndex, name: str) -> bool:
-    """Return whether an index is current for a shard: compares the number of samples, and 64 tensor members of cache `name`."""
+    """Return whether an index matches a shard in the number of samples and in up to 128 tensor members of cache `name`."""
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Fingerprints: how a cache was made (model, revision, dtype, scaling, crop, …), compared with the reader's expectation."""
+"""Check fingerprints, which record how a cache was made: with which model, revision, dtype, scaling, crop, …"""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _NONE: Any = object()
 
 
 def as_fingerprint(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields in the form in which JSON returns them: tuples become lists.
+    """Return the fields as they would be after a round trip through JSON; for example, tuples become lists.
 
     Raises:
         TypeError, ValueError: JSON cannot represent the fields.
     """
     if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
-        raise TypeError(f"a fingerprint is a dict by field's name, got {fields!r:.200}")
+        raise TypeError(f"the fingerprint is {fields!r:.200}, expected a dict with str keys")
     found: dict[str, Any] = {}
     for name in sorted(fields):
         try:
             found[name] = json.loads(json.dumps(fields[name], allow_nan=False, sort_keys=True))
         except TypeError as exc:
-            hint = f"write {str(fields[name])!r:.100}"
-            raise TypeError(f"fingerprint[{name!r}] is nothing that JSON holds: {exc}; {hint}") from exc
+            hint = f"pass a str, for example {str(fields[name])!r:.100}"
+            raise TypeError(f"fingerprint[{name!r}] cannot be represented in JSON: {exc}; {hint}") from exc
         except (ValueError, RecursionError) as exc:
-            raise ValueError(f"fingerprint[{name!r}] is nothing that JSON holds: {exc}") from exc
+            raise ValueError(f"fingerprint[{name!r}] cannot be represented in JSON: {exc}") from exc
     return found
 
 
 def check_fingerprint(where: str, found: Mapping[str, Any] | None, expected: Mapping[str, Any]) -> None:
-    """Raise StaleCacheError unless a cache has all expected fields and values; it may have more fields."""
+    """Raise StaleCacheError unless a cache's fingerprint has all expected fields and values; it may have more fields."""
     if found is None:
-        raise StaleCacheError(f"{where}: nothing says how it was made; expected {expected!r:.500}")
+        raise StaleCacheError(f"{where}: the cache has no fingerprint; expected {expected!r:.500}")
     for name, value in expected.items():
         other = found.get(name, _NONE)
         if other is _NONE or type(other) is not type(value) or other != value:
@@ -45,10 +45,10 @@ def check_fingerprint(where: str, found: Mapping[str, Any] | None, expected: Map
 
 
 def check_same(where: str, found: Mapping[str, Any] | None, mine: Mapping[str, Any] | None) -> None:
-    """Raise StaleCacheError unless a cache has exactly the fingerprint of the new samples."""
+    """Raise StaleCacheError unless the fingerprint `found` in a cache equals `mine`, that of the new samples."""
     if found != mine:
         check_fingerprint(where, found, mine or {})
-        raise StaleCacheError(f"{where} was made with {found!r:.500}, new samples are made with {mine!r:.500}")
+        raise StaleCacheError(f"{where} was made with {found!r:.500}, but the new samples are made with {mine!r:.500}")
 
 
 def common_fields(fingerprints: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""An index as bytes: a footer after a shard's end-of-archive marker, or a sidecar (FORMAT.md 4)."""
+"""Serialize an index: as a footer after a shard's end-of-archive marker, or as a separate file, the sidecar (FORMAT.md 4)."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ __all__ = [
 ]
 
 MAGIC = b"tcindex1"
-# bytes of the index, offset of the end-of-archive marker, bytes of the whole shard, digest of the index and those three
+# length of the index, offset of the end-of-archive marker, length of the whole shard, digest of index and lengths, MAGIC
 _TRAILER = Struct("<QQQQ8s")
 TRAILER_NBYTES = _TRAILER.size
-_TAIL_NBYTES = 1 << 16  # the length of the first read
+_TAIL_NBYTES = 1 << 16  # the length of the first read, at the end of the shard
 _STORED = {"u1": "U8", "u2": "U16", "u4": "U32", "u8": "U64"}
 _CACHE = ("rows", "skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "digest")
 _MEMBER = ("rows", "begin", "nbytes")
 
 
 def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
-    """Return the index as a safetensors file with its trailer.
+    """Return an index as bytes: a safetensors file and a trailer; before them, zeros that align a footer.
 
     Args:
         index: Index of the shard.
@@ -63,14 +63,14 @@ def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
     if index.fingerprint is not None:
         names["fingerprint"] = index.fingerprint
     named["names"] = np.frombuffer(json.dumps(names, separators=(",", ":")).encode(), np.uint8)
-    # wide elements first, as in every other member
+    # arrays with wide elements first, as in the members of samples
     arrays = sorted(((k, v) for k, v in named.items() if v is not None), key=lambda item: -item[1].itemsize)
     header = build_header([(k, _STORED[v.dtype.str[1:]], (len(v),), v.nbytes) for k, v in arrays], align=64)
     buffers = [v.tobytes() for _, v in arrays]
     body = b"".join([sign_header(header, tensors_digest(header, buffers)), *buffers])
     zeros = b""
     if shard_nbytes is None:
-        # GNU tar appends at the wrong place unless the length of a shard is a multiple of 512 bytes
+        # Hazard: `tar -r` appends at a wrong offset unless the length of the shard is a multiple of 512 bytes.
         zeros = bytes(padding(len(body) + TRAILER_NBYTES))
         shard_nbytes = index.end + 1024 + len(zeros) + len(body) + TRAILER_NBYTES
     numbers = (len(body), index.end, shard_nbytes)
@@ -82,10 +82,10 @@ def _digest(body: bytes, numbers: tuple[int, int, int]) -> int:
 
 
 def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int) -> ShardIndex | None:
-    """Return the index at the end of a shard; None if there is none, or it is stale.
+    """Return the index at the end of a shard; None if there is no index, or a stale or damaged one.
 
     Raises:
-        FormatError: It is undamaged, and cannot be true.
+        FormatError: The digest of the index matches, but its content is impossible.
     """
     tail_begin = max(0, shard_nbytes - _TAIL_NBYTES)
     tail = read(tail_begin, shard_nbytes)
@@ -96,18 +96,19 @@ def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int) -> ShardIn
     if begin < trailer.end + 1024:
         return None
     if read(trailer.end, trailer.end + 1024).strip(b"\0"):
-        return None  # the archive has grown since, over former padding
+        return None  # another tool has appended to the archive since, over the marker
     footer = read(begin, tail_begin) + tail if begin < tail_begin else tail[begin - tail_begin :]
     return parse_footer(footer, shard_nbytes)
 
 
 def stale_footer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> ShardIndex | None:
-    """Return the index at the end of a shard or a sidecar of `nbytes`, even if the shard has changed since.
+    """Return the index at the end of a shard or sidecar of `nbytes` bytes, even if the shard has changed since.
 
-    The caller must confirm its entries. The index must declare `shard_nbytes` as the shard's length, unless that is None.
+    The caller must compare every entry with the shard. If `shard_nbytes` is not None, an index is ignored unless it declares
+    a shard of this length.
 
     Raises:
-        FormatError: It is undamaged, and cannot be true.
+        FormatError: The digest of the index matches, but its content is impossible.
     """
     trailer = _parse_trailer(read(max(0, nbytes - TRAILER_NBYTES), nbytes), nbytes, shard_nbytes)
     if trailer is None:
@@ -116,9 +117,9 @@ def stale_footer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: i
 
 
 def declared_place(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int) -> tuple[int, int] | None:
-    """Return the offset of an index at the end of a file, and the end of the archive that it declares; it may be stale.
+    """Return the offset of the index at the end of a file, and the end of the archive that the index, perhaps stale, declares.
 
-    Returns None if the last bytes are not a trailer, or declare another length than `shard_nbytes`.
+    Returns None if the last bytes are not a trailer, or do not declare a shard of `shard_nbytes` bytes.
     """
     trailer = _parse_trailer(read(max(0, nbytes - TRAILER_NBYTES), nbytes), nbytes, shard_nbytes)
     return None if trailer is None else (nbytes - TRAILER_NBYTES - trailer.index_nbytes, trailer.end)
@@ -132,7 +133,7 @@ class _Trailer(NamedTuple):
 
 
 def _parse_trailer(tail: bytes, nbytes: int, shard_nbytes: int | None) -> _Trailer | None:
-    """Return the trailer of a file of `nbytes`; None if there is none, or it does not match the shard's length."""
+    """Return the trailer of a file of `nbytes` bytes; None if it has none, or one that does not match the shard's length."""
     if len(tail) < TRAILER_NBYTES or not tail.endswith(MAGIC):
         return None
     trailer = _Trailer(*_TRAILER.unpack(tail[-TRAILER_NBYTES:])[:4])
@@ -142,12 +143,12 @@ def _parse_trailer(tail: bytes, nbytes: int, shard_nbytes: int | None) -> _Trail
 
 
 def parse_footer(footer: bytes, shard_nbytes: int) -> ShardIndex | None:
-    """Return the index in a footer; None if the bytes are damaged, or were made for a shard of another length.
+    """Return the index in a footer or sidecar; None if the bytes are damaged, or declare a different length of the shard.
 
     Raises:
         FormatError: The digest matches, but the content is impossible.
 
-    Memory: the index's arrays are views of `footer`.
+    Memory: the arrays of the index are views of `footer`, and keep it alive.
     """
     trailer = _parse_trailer(footer, len(footer), shard_nbytes)
     if trailer is None or trailer.index_nbytes + TRAILER_NBYTES != len(footer):
@@ -160,21 +161,23 @@ def parse_footer(footer: bytes, shard_nbytes: int) -> ShardIndex | None:
     for tensor in layout.tensors.values():
         if tensor.dtype not in _STORED.values() or len(tensor.shape) != 1:
             raise FormatError(
-                f"the index has an array {tensor.name!r} of {tensor.dtype}{list(tensor.shape)}", kind="index"
+                f"the index has an array {tensor.name!r} of {tensor.dtype}{list(tensor.shape)}, "
+                "expected one dimension of unsigned integers",
+                kind="index",
             )
         arrays[tensor.name] = np.frombuffer(body, f"<u{STORED[tensor.dtype][0]}", tensor.shape[0], tensor.begin)
     try:
         index = _assemble(arrays, trailer.end)
-    # ValueError: not JSON, or FormatError
+    # ValueError includes FormatError, and errors of the JSON parser
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as exc:
-        raise FormatError(f"the index is incomplete: {exc!r}", kind="index") from exc
+        raise FormatError(f"the index is incomplete or malformed: {exc!r}", kind="index") from exc
     index.check()
     return index
 
 
 def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
     if arrays["names"].dtype != np.uint8 or arrays["keys.text"].dtype != np.uint8:
-        raise FormatError("its texts are not bytes", kind="index")
+        raise FormatError("the arrays 'names' and 'keys.text' are not both bytes (U8)", kind="index")
     names = parse_json(arrays["names"].tobytes())
     for key in ("caches", "members", "forms", "references"):
         _check(type(names[key]) is list, key, names[key])
@@ -221,4 +224,4 @@ def _column(arrays: dict[str, Any], name: str) -> Any:
 
 def _check(is_possible: bool, what: str, found: object) -> None:
     if not is_possible:
-        raise FormatError(f"impossible {what} {found!r:.100}", kind="index")
+        raise FormatError(f"impossible value for {what}: {found!r:.100}", kind="index")

@@ -1,8 +1,9 @@
-"""The index of a shard, as arrays: offsets, lengths and layouts, without a Python object per sample.
+"""The index of a shard as arrays of keys, offsets, lengths and layouts, without a Python object per sample.
 
-A standard sample takes 22 bytes plus its key. The end of its key takes 4, its members' offsets and the skeleton's length
-10, its layout's number 1 or 2, and its digest 8. Each layout is stored once. Layouts of one form (names, dtypes and numbers
-of dimensions) share all but the shapes.
+A *layout* is the content of a safetensors header. Each distinct layout is stored once, and has a number. Layouts with the
+same *form* (names, dtypes, numbers of dimensions, references) differ only in shapes and in the offset of the first tensor.
+A sample takes 22 to 24 bytes plus its key: 4 for the end of the key, 8 for the offsets of its two members, 1 or 2 for the
+skeleton's length, 1 or 2 for the layout's number, and 8 for the digest.
 """
 
 from __future__ import annotations
@@ -22,30 +23,33 @@ from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 __all__ = ["CacheColumns", "LayoutTable", "MemberColumns", "MemberTable", "ShardIndex", "narrow"]
 
 Array = np.ndarray[Any, Any]
-_LIMIT = 1 << 62  # offsets, shapes and sizes are smaller, so that the sum of two does not overflow
+_LIMIT = 1 << 62  # offsets, dimensions and sizes must be smaller, so that the sum of two does not overflow
 
 
 def narrow(values: Sequence[int] | Array) -> Array:
-    """Return non-negative integers as the narrowest unsigned dtype that holds them all."""
+    """Return non-negative integers as an array of the narrowest unsigned dtype that holds them all."""
     array = np.asarray(values, np.uint64)
     return array.astype(np.min_scalar_type(int(array.max())) if len(array) else np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class MemberColumns:
-    """Members with one suffix: the samples that have one, ascending, or None for all; and the members' offsets and lengths."""
+    """The members with one suffix: offsets and lengths of their contents in bytes, in the order of the samples.
+
+    `rows` contains the number of each member's sample, ascending; it is None if all samples have a member.
+    """
 
     rows: Array | None
     begin: Array
     nbytes: Array
 
     def find(self, rows: Array) -> Array:
-        """Return the position in these columns of each sample's member, -1 for a sample without one."""
+        """Return the position in these columns of the member of each sample in `rows`; -1 for a sample without a member."""
         if self.rows is None:
             return rows.astype(np.int64)
         if not len(self.rows):
             return np.full(len(rows), -1, np.int64)
-        # with equal dtypes, since numpy otherwise copies the whole column to search for a single row
+        # equal dtypes: otherwise numpy converts the whole column, even to search for a single row
         wanted = np.minimum(rows, self.rows.item(-1)).astype(self.rows.dtype)
         found = np.searchsorted(self.rows, wanted)
         return np.where(self.rows[found] == rows, found, -1)
@@ -53,9 +57,9 @@ class MemberColumns:
 
 @dataclass(frozen=True, slots=True)
 class LayoutTable:
-    """The layouts of a shard: the form of each, the offset of its tensors in the member, and the sizes of their dimensions.
+    """The layouts of a shard: the form of each, the offset of its first tensor in the member, and all shapes in `dims`.
 
-    `references` contains, for each form, the reference texts of its tensors, which determine true dtypes; None if unknown.
+    `references` contains, for each form, the texts with which skeletons refer to its tensors; None if they are unknown.
     """
 
     forms: tuple[Form, ...]
@@ -64,22 +68,22 @@ class LayoutTable:
     data_begin: Array
     dims: Array
     dims_begin: Array = field(init=False)
-    nbytes: Array = field(init=False)  # of the whole member
+    nbytes: Array = field(init=False)  # length of the whole member
 
     def __post_init__(self) -> None:
         counts = np.array([sum(ndim for *_, ndim in form.entries) for form in self.forms], np.int64)
-        _refuse(len(self.form) and int(self.form.max()) >= len(self.forms), "a layout of a form that it does not have")
+        _refuse(len(self.form) and int(self.form.max()) >= len(self.forms), "a layout with a form that does not exist")
         ends = np.cumsum(counts[self.form], dtype=np.int64)
         are_equal = len(self.data_begin) == len(self.form) and (ends.item(-1) if len(ends) else 0) == len(self.dims)
-        _refuse(not are_equal, "layouts with other numbers of dimensions than their forms")
+        _refuse(not are_equal, "layouts whose dimensions do not match their forms")
         object.__setattr__(self, "dims_begin", ends - counts[self.form])
         object.__setattr__(self, "nbytes", self._nbytes())
 
     def _nbytes(self) -> Array:
         _refuse(len(self.dims) and int(self.dims.max()) >= _LIMIT, "a layout of an impossible size")
-        total = self.data_begin.astype(np.float64)  # exact below 2^53; far larger values only have to be detected
+        total = self.data_begin.astype(np.float64)  # exact below 2^53; far larger totals need only be detected
         result = self.data_begin.astype(np.int64)
-        # linear in the size of the file, whatever it declares: one pass over the layouts, and one over their dimensions
+        # Cost: linear in the length of the index, whatever it declares: one pass over the layouts, one over their dimensions.
         order = np.argsort(self.form, kind="stable")
         ends = np.cumsum(np.bincount(self.form.astype(np.int64), minlength=len(self.forms)))
         first = 0
@@ -111,10 +115,10 @@ class LayoutTable:
 
 @dataclass(frozen=True, slots=True)
 class CacheColumns:
-    """One cache of the samples `rows`; None for all samples.
+    """One cache of a shard. `rows` contains the numbers of the samples that have this cache; it is None if all have it.
 
     `skeleton_begin` and `tensors_begin` are byte offsets in the shard. `layout` contains positions in the layout table.
-    `digest` contains the digests that both members declare for the tensors, 0 if one of them declares none.
+    `digest` contains the digest that each sample's `.safetensors` member declares; 0 if it declares none.
     """
 
     rows: Array | None
@@ -130,15 +134,15 @@ class CacheColumns:
 
 @dataclass(frozen=True, slots=True)
 class MemberTable:
-    """All members of a shard in the order of their bytes, as int64 arrays; `kinds` lists the suffixes."""
+    """All members of a shard in the order of their offsets, as int64 arrays; `kinds` contains positions in `suffixes`."""
 
     suffixes: list[str]
-    caches: list[CacheColumns | None]  # of each suffix, None for other members
+    caches: list[CacheColumns | None]  # the cache of each suffix; None if a suffix belongs to no cache
     kinds: Array
-    numbers: Array  # rows in the cache or the `MemberColumns`
-    rows: Array  # samples
-    begins: Array  # of the content, in bytes
-    sizes: Array
+    numbers: Array  # positions in the columns of the cache or suffix
+    rows: Array  # numbers of the samples
+    begins: Array  # offsets of the contents, in bytes
+    sizes: Array  # lengths of the contents, in bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,8 +151,8 @@ class ShardIndex:
 
     Attributes:
         keys: Keys in the order of the shard.
-        caches: Caches by name, `""` for the one without a name.
-        members: All other members by suffix.
+        caches: Caches by name; `""` is the name of the unnamed cache.
+        members: All members that belong to no cache, by suffix.
         layouts: Layouts, to which the `layout` columns of the caches refer.
         end: Byte offset of the end-of-archive marker.
         fingerprint: Description of how the cache was made; None if unknown.
@@ -166,13 +170,13 @@ class ShardIndex:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arrays in bytes."""
+        """Total size of the arrays in bytes."""
         records: list[Any] = [self.keys, self.layouts, *self.caches.values(), *self.members.values()]
         columns = (getattr(record, name) for record in records for name in record.__slots__)
         return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
 
     def members_in_order(self) -> MemberTable:
-        """Return all members, including those of caches."""
+        """Return all members, including those of caches, in the order of their offsets."""
         everything = np.arange(len(self.keys))
         parts: list[tuple[str, CacheColumns | None, Array | None, Array, Array]] = []
         for name, cache in self.caches.items():
@@ -194,19 +198,19 @@ class ShardIndex:
         )
 
     def check(self) -> None:
-        """Raise FormatError if an offset is outside the shard, or columns do not match. Indexes come from untrusted files."""
+        """Raise FormatError if an offset is outside the archive, or columns are inconsistent: an index may be hostile."""
         num_samples = len(self.keys)
         ends = self.keys.ends
         _refuse(np.any(np.diff(ends, prepend=ends.dtype.type(0)) == 0), "empty keys")
         last = ends.item(-1) if num_samples else 0
         _refuse(np.any(ends[1:] < ends[:-1]) or last != len(self.keys.text), "keys that overlap")
-        # now, where the keys are in the processor's cache: at the first look-up it would take ten times as long
+        # done now, while the keys are in the processor's cache; at the first look-up it would take ten times as long
         _ = self.keys.is_ascending(False) or self.keys.is_ascending(True)
         total = 0.0
         for columns in self.caches.values():
             self._check_rows(columns.rows, columns.layout, num_samples)
             is_known = not len(columns) or int(columns.layout.max()) < len(self.layouts)
-            _refuse(not is_known, "a sample with a layout that it does not have")
+            _refuse(not is_known, "a sample with a layout that does not exist")
             tensors_nbytes = self.layouts.nbytes[columns.layout]
             self._check_extent(columns.skeleton_begin, columns.skeleton_nbytes)
             self._check_extent(columns.tensors_begin, tensors_nbytes)
@@ -216,7 +220,7 @@ class ShardIndex:
             self._check_rows(member.rows, member.begin, num_samples)
             self._check_extent(member.begin, member.nbytes)
             total += member.nbytes.sum(dtype=float)
-        # without this check, reading every member could cost the archive's size each time
+        # Hazard: many members that each span the whole archive, so that reading them all takes quadratic time.
         _refuse(total > self.end, "members that overlap")
 
     def _check_rows(self, rows: Array | None, column: Array, num_samples: int) -> None:
@@ -225,15 +229,15 @@ class ShardIndex:
         else:
             good = len(rows) == len(column) and not np.any(rows[1:] <= rows[:-1])
             good = good and (not len(rows) or int(rows[-1]) < num_samples)
-        _refuse(not good, "columns of unequal lengths")
+        _refuse(not good, "columns of unequal lengths or with impossible rows")
 
     def _check_extent(self, begin: Array, nbytes: Array) -> None:
         _refuse(len(begin) != len(nbytes), "columns of unequal lengths")
         if len(begin):
             is_outside = int(begin.min()) < 512 or int(begin.max()) > self.end or int(nbytes.max()) > self.end
-            _refuse(is_outside, "a member outside of the archive")
+            _refuse(is_outside, "a member outside the archive")
         is_beyond = np.any(begin.astype(np.int64) + nbytes.astype(np.int64) > self.end)
-        _refuse(is_beyond, "a member that reaches beyond the archive")
+        _refuse(is_beyond, "a member that extends beyond the archive")
 
 
 def _refuse(is_bad: Any, what: str) -> None:

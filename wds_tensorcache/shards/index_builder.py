@@ -1,4 +1,4 @@
-"""Build a shard's index, sample by sample: from a writer, or from a scan of a tar."""
+"""Build a shard's index sample by sample, while the shard is written or while it is scanned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["CacheEntry", "IndexBuilder", "scan_shard"]
 
 @dataclass(slots=True)
 class CacheEntry:
-    """One cache of one sample: byte offsets of its members in the shard, and their layout, digest and references."""
+    """One cache of one sample: byte offsets of its two members in the shard, and their layout, digest and references."""
 
     name: str
     skeleton_begin: int
@@ -32,23 +32,24 @@ class CacheEntry:
     tensors_begin: int
     layout: Layout
     digest: int | None
-    references: tuple[str, ...] | None  # references to the tensors; None if the skeleton cannot be read
+    references: tuple[str, ...] | None  # the skeleton's references to the tensors; None if they cannot be read
 
 
 @dataclass(slots=True)
 class IndexBuilder:
-    """Builder of an index from samples in the order of the shard. Equal samples give equal indexes."""
+    """Builder of an index, to which samples are added in the order of the shard. Equal samples result in equal indexes."""
 
     _text: bytearray = field(default_factory=bytearray)
     _ends: array[int] = field(default_factory=lambda: array("Q"))
-    # by name or suffix, row after row
+    # tables by cache name or suffix, flattened: 6 numbers per cache of a sample, 3 per other member
     _caches: dict[str, array[int]] = field(default_factory=dict)
     _members: dict[str, array[int]] = field(default_factory=dict)
-    # by references and by id(layout), which _layouts keeps alive
-    _numbers: dict[tuple[int, tuple[str, ...] | None], int] = field(default_factory=dict)
+    # Layout numbers by id(layout) and references. `_layouts` keeps these layouts alive, so that no id is used twice.
+    _numbers_by_id: dict[tuple[int, tuple[str, ...] | None], int] = field(default_factory=dict)
     _layouts: list[Layout] = field(default_factory=list)
-    # By form, begin of the tensors, and shapes as bytes. Hazard: a shard's author can choose numbers whose hashes collide.
-    _places: dict[tuple[int, int, bytes], int] = field(default_factory=dict)
+    # Layout numbers by form, offset of the first tensor, and shapes. Hazard: a hostile shard could contain shapes whose hashes
+    # collide if they were tuples of int; Python salts the hash of bytes.
+    _numbers_by_content: dict[tuple[int, int, bytes], int] = field(default_factory=dict)
     _forms: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _table: tuple[list[tuple[Form, tuple[str, ...] | None]], array[int], array[int], array[int]] = field(
         default_factory=lambda: ([], array("Q"), array("Q"), array("Q"))
@@ -58,12 +59,12 @@ class IndexBuilder:
         return len(self._ends)
 
     def add(self, key: str, caches: list[CacheEntry], members: list[tuple[str, int, int]]) -> None:
-        """Add a sample: its caches, and (suffix, byte offset, bytes) of its other members."""
+        """Add a sample: its caches, and (suffix, offset, length), in bytes, of its other members."""
         row = len(self._ends)
         self._text += key.encode("utf-8", "surrogateescape")
         self._ends.append(len(self._text))
         for cache in caches:
-            number = self._numbers.get((id(cache.layout), cache.references))
+            number = self._numbers_by_id.get((id(cache.layout), cache.references))
             if number is None:
                 number = self._number(cache.layout, cache.references)
             table = self._caches.get(cache.name)
@@ -76,22 +77,22 @@ class IndexBuilder:
             self._members.setdefault(suffix, array("Q")).extend((row, begin, nbytes))
 
     def _number(self, layout: Layout, references: tuple[str, ...] | None) -> int:
-        """Return the number of a layout object that this builder has not seen yet."""
+        """Return the number of a layout; if no equal layout has one, add the layout to the table."""
         forms, form, data_begin, dims = self._table
         form_number = self._forms.setdefault((layout.form.entries, references), len(forms))
         if form_number == len(forms):
             forms.append((layout.form, references))
         shape = array("Q", (dim for tensor in layout.tensors.values() for dim in tensor.shape))
-        place = (form_number, layout.data_begin, shape.tobytes())
-        if place not in self._places:
-            self._places[place] = len(form)
+        content = (form_number, layout.data_begin, shape.tobytes())
+        if content not in self._numbers_by_content:
+            self._numbers_by_content[content] = len(form)
             form.append(form_number)
             data_begin.append(layout.data_begin)
             dims.extend(shape)
         if len(self._layouts) < 1024:
             self._layouts.append(layout)
-            self._numbers[id(layout), references] = self._places[place]
-        return self._places[place]
+            self._numbers_by_id[id(layout), references] = self._numbers_by_content[content]
+        return self._numbers_by_content[content]
 
     def finish(self, end: int) -> ShardIndex:
         """Return the index; `end` is the byte offset of the end-of-archive marker."""
@@ -125,11 +126,11 @@ class IndexBuilder:
 
 
 def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
-    """Return the index of a tar of `nbytes`, from one pass over its headers, preambles and safetensors headers.
+    """Return the index of a tar of `nbytes` bytes, from one pass over its tar headers, skeletons and safetensors headers.
 
     Raises:
-        FormatError: The file is not a tar or is truncated; a key occurs twice, or its members are not adjacent; two halves
-            do not belong together.
+        FormatError: The file is not a tar, or is truncated; a key occurs twice, or the members of a sample are not adjacent;
+            or the two members of a cache do not belong together.
     """
     scanner = Scanner(read, nbytes)
     builder = IndexBuilder()
@@ -164,12 +165,12 @@ def _add(builder: IndexBuilder, scanner: Scanner, key: str, members: dict[str, t
         return is_bound(scanner.peek(begin, begin + min(64, nbytes)))
 
     try:
-        for suffix, place in members.items():
-            half = find_half(suffix, members, partial(is_bound_at, *place))
+        for suffix, extent in members.items():
+            half = find_half(suffix, members, partial(is_bound_at, *extent))
             if half is None:
-                others.append((suffix, *place))
+                others.append((suffix, *extent))
             elif half.is_skeleton:
-                caches.append(_entry(scanner, half.name, place, members[half.other]))
+                caches.append(_entry(scanner, half.name, extent, members[half.other]))
     except TensorCacheError as exc:
         raise exc.at(f"sample {key!r:.100}") from exc
     builder.add(key, caches, others)
@@ -185,5 +186,5 @@ def _entry(scanner: Scanner, name: str, skeleton: tuple[int, int], tensors: tupl
     try:
         references = list_references(text, body, layout)
     except TensorCacheError:
-        references = None  # the skeleton needs allow=, or is damaged: readers of the sample get the error
+        references = None  # the skeleton needs allow=, or is damaged; reading the sample raises the error
     return CacheEntry(name, *skeleton, begin, layout, digest, references)

@@ -1,4 +1,4 @@
-"""Keys of samples: the keys of a shard as arrays, and look-ups by key in many shards. No Python object per key is kept."""
+"""Store the keys of a shard as arrays, and look up keys in many shards, without a Python object per key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of a shard in its order: `text` contains all of them without gaps, `ends` the offset at which each ends."""
+    """The keys of a shard, in order: `text` is their UTF-8 without gaps, uint8; `ends` is where each key ends in it."""
 
     text: Array
     ends: Array
@@ -29,7 +29,7 @@ class Keys:
         return len(self.ends)
 
     def raw(self, row: int) -> bytes:
-        """Return one key as UTF-8."""
+        """Return the key of sample `row` as UTF-8."""
         begin = self.ends.item(row - 1) if row else 0
         return self.text[begin : self.ends.item(row)].tobytes()
 
@@ -49,7 +49,7 @@ class Keys:
         return [text[begin:end] for begin, end in pairwise([0, *ends])]
 
     def is_ascending(self, by_length: bool) -> bool:
-        """Return whether the keys are strictly ascending, by their bytes or by their length and then their bytes."""
+        """Return whether the keys are strictly ascending by their bytes; with `by_length`, first by length, then by bytes."""
         if by_length not in self._is_ascending:
             lengths = np.diff(self.ends.astype(np.int64), prepend=0)
             if by_length or bool((lengths == lengths[:1]).all()):
@@ -70,17 +70,18 @@ class Keys:
         return True
 
 
+# the keys of each shard, and the numbers of the samples to include, ascending; None for all samples
 KeyRows = Sequence[tuple[Keys, "Array | None"]]
 
 
 class KeyTable:
     """Look-up of sample positions by key, across all shards of a cache.
 
-    Memory: none if keys ascend in every shard and the key ranges of two shards never overlap, which is usual for numbered
-        keys. The table then searches the indexes. Otherwise 8 bytes per key.
+    Memory: none if keys ascend in every shard and the key ranges of shards do not overlap, as is usual for numbered keys: the
+        table then searches the indexes. Otherwise 8 bytes per key.
 
     Args:
-        parts: Keys of each shard, and the rows to include, ascending; None for all rows.
+        parts: Keys of each shard, and the numbers of the samples to include, ascending; None for all samples.
     """
 
     def __init__(self, parts: Iterable[tuple[Keys, Array | None]]) -> None:
@@ -130,7 +131,7 @@ class KeyTable:
             return []
         first, last = self._starts[numbers[at]], self._starts[numbers[at] + 1]
         found = first + bisect_left(
-            range(first, last), wanted, key=lambda place: _sort_key(self._raw(place), by_length)
+            range(first, last), wanted, key=lambda position: _sort_key(self._raw(position), by_length)
         )
         return [found] if self._raw(found) == raw else []
 
@@ -152,9 +153,10 @@ def _sort_key(raw: bytes, by_length: bool) -> Any:
 
 
 class _Hashes:
-    """The keys' hashes, ascending: each is 64 bits, whose lower bits are replaced by the key's position.
+    """The 64-bit hashes of all keys, sorted; in each, the key's position replaces the low bits.
 
-    Hazard: the author of a shard could choose keys that share a hash. Python's own hash of bytes has a secret seed.
+    Hazard: a hostile shard could contain keys with equal hashes, which are slow to look up. So the hash is Python's hash of
+    bytes, which has a secret seed.
     """
 
     def __init__(self, parts: KeyRows, starts: Sequence[int]) -> None:
@@ -168,7 +170,7 @@ class _Hashes:
         self._mask = (np.uint64(1) << self._bits) - np.uint64(1)
 
     def find(self, raw: bytes) -> list[int]:
-        """Return the positions of the keys that have the same hash as `raw`, ascending."""
+        """Return the positions of the keys with the same hash as `raw`, ascending."""
         least = np.int64(hash(raw)).view(np.uint64) >> self._bits << self._bits
         first = int(np.searchsorted(self._packed, least))
         last = int(np.searchsorted(self._packed, least | self._mask, "right"))
@@ -196,9 +198,9 @@ class _Hashes:
 
 
 def match_keys(parts: KeyRows, others: KeyRows) -> Array | None:
-    """Return the position in `others` of each key of `parts`, `[n]`, shard after shard.
+    """Return, for each key of `parts` in the order of the shards, its position in `others`, `[n]`.
 
-    Returns None unless both contain the same keys, each once. Memory during the call: about 40 bytes per key, and the keys.
+    Returns None unless both contain the same keys, each once. Memory during the call: about 40 bytes per key, plus the keys.
     """
     starts, other_starts = _starts(parts), _starts(others)
     paired = (
@@ -209,7 +211,7 @@ def match_keys(parts: KeyRows, others: KeyRows) -> Array | None:
     here, there, are_unique = paired
     result = np.empty(len(here), np.min_scalar_type(len(here)))
     result[here] = there
-    # keys that share a hash by chance are few
+    # the loop is short: few keys share a hash
     places = {_raw(others, other_starts, position): position for position in there[~are_unique].tolist()}
     for position in here[~are_unique].tolist():
         result[position] = places.get(_raw(parts, starts, position), 0)
@@ -228,7 +230,7 @@ def match_keys(parts: KeyRows, others: KeyRows) -> Array | None:
 
 
 def _concatenate(parts: KeyRows) -> tuple[bytes, Array, Array]:
-    """Return the text of all keys, and the offsets at which each key begins and ends, int64 `[n]`."""
+    """Return the text of all keys, and the offsets in it at which each included key begins and ends, int64 `[n]`."""
     begins, ends, nbytes = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
     for keys, rows in parts:
         which = slice(None) if rows is None else rows

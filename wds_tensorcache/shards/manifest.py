@@ -40,7 +40,7 @@ _NO_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # no file name contains
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """One shard of a manifest; a relative url is relative to the manifest's folder, `nbytes` counts the whole file."""
+    """One shard in a manifest. A relative url starts from the manifest's folder; `nbytes` is the length of the whole file."""
 
     url: str
     num_samples: int
@@ -49,12 +49,12 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """The location of a shard in a manifest, or the error if it cannot be read."""
+    """A shard that a manifest lists: the path of its file, and the error if the file cannot be read."""
 
     entry: ShardEntry
     path: str
     nbytes: int  # length of the file; 0 if there is an error
-    same_as: str | None  # the url of an earlier entry that is the same file
+    same_as: str | None  # the url of an earlier entry for the same file
     error: FormatError | OSError | None  # why it cannot be read
 
 
@@ -82,8 +82,8 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
     Manifests from wids's own tool are also accepted, except those that use `base` or `datasets`.
 
     Raises:
-        FormatError: The file is not such a manifest.
-        OSError: It cannot be read.
+        FormatError: The file is not a manifest, or uses `base` or `datasets`.
+        OSError: The file cannot be read.
     """
     file = ShardFile(path)
     content = file.read(0, file.nbytes)
@@ -94,8 +94,8 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
 
 
 def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]:
-    """Yield the location of each of the `entries` of the manifest at `path`, in order."""
-    urls: dict[Any, str] = {}  # by file
+    """Yield the location of each of `entries`, in order; relative urls start from the folder of the manifest at `path`."""
+    urls: dict[Any, str] = {}  # the first url of each file
     for entry in entries:
         shard, same_as, nbytes = os.path.join(os.path.dirname(path), entry.url), None, 0
         error: FormatError | OSError | None = None
@@ -106,13 +106,13 @@ def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]
             first = urls.setdefault(identity if status.st_ino else os.path.realpath(shard), entry.url)
             if first != entry.url:
                 same_as = first
-                what = f"{entry.url!r:.200} is the same file as {first!r:.200}, and would come twice; list it once"
+                what = f"{entry.url!r:.200} is the same file as {first!r:.200}; list it once"
                 error = FormatError(what).at(path)
         except FormatError as exc:
             error = exc.at(path)
         except FileNotFoundError:
             remedy = "copy it again, or let tc.repair write the remaining shards into another folder"
-            error = MissingShardError(f"{entry.url!r:.200} is listed, and not there: {remedy}").at(path)
+            error = MissingShardError(f"{entry.url!r:.200} is listed but does not exist; {remedy}").at(path)
         except OSError as exc:
             error = exc
         yield Located(entry, shard, nbytes, same_as, error)
@@ -128,7 +128,7 @@ def _status(entry: ShardEntry, shard: str) -> os.stat_result:
     except (OSError, ValueError) as exc:
         if isinstance(exc, OSError) and exc.errno not in _NO_NAME:
             raise
-        what = f"no file can be called {entry.url!r:.200}: {getattr(exc, 'strerror', exc)}"
+        what = f"{entry.url!r:.200} is not a possible path: {getattr(exc, 'strerror', exc)}"
         raise FormatError(what, kind="index") from exc
     if not stat.S_ISREG(status.st_mode):
         raise FormatError(what, kind="index")
@@ -139,13 +139,13 @@ def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
     try:
         document = parse_json(content)
     except (ValueError, RecursionError) as exc:
-        raise FormatError(f"no manifest, since it is not JSON: {exc}", kind="index") from exc
+        raise FormatError(f"expected a manifest, but the file is not JSON: {exc}", kind="index") from exc
     _expect(isinstance(document, dict), "the manifest", document, "an object")
     kind, version = document.get("__kind__", _KIND), document.get("wids_version")
     _expect(kind == _KIND, "__kind__", kind, repr(_KIND))
     _expect(type(version) is int and version == _WIDS_VERSION, "wids_version", version, str(_WIDS_VERSION))
     for key in ("base", "datasets"):
-        what = "urls of shards only, relative to the manifest"
+        what = "no value: list all shards in shardlist, with urls relative to the manifest"
         _expect(not document.get(key), key, document.get(key), what, kind="format")
     shardlist, extra = document.get("shardlist"), document.get(_OURS, {})
     _expect(isinstance(shardlist, list), "shardlist", shardlist, "a list")
@@ -156,7 +156,7 @@ def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
     for position, shard in enumerate(shardlist):
         entry = _parse_shard(shard, f"shardlist[{position}]")
         if entries.setdefault(entry.url, entry) is not entry:
-            raise FormatError(f"shardlist[{position}]: url {entry.url!r:.100} is there twice", kind="duplicate")
+            raise FormatError(f"shardlist[{position}]: url {entry.url!r:.100} occurs twice", kind="duplicate")
     return list(entries.values()), extra
 
 
@@ -168,32 +168,32 @@ def _parse_shard(shard: Any, where: str) -> ShardEntry:
         raise _wrong(f"{where}: url", url, "a path or a url")
     for key, count in (("nsamples", num_samples), ("filesize", nbytes)):
         if type(count) is not int or not 0 <= count < 1 << 63:
-            raise _wrong(f"{where}: {key}", count, "a number that is not negative")
+            raise _wrong(f"{where}: {key}", count, "a non-negative integer below 2^63")
     return ShardEntry(url, num_samples, nbytes)  # type: ignore[arg-type]
 
 
 def _expect(is_good: bool, what: str, value: object, expected: str, kind: Kind = "index") -> None:
-    """Raise FormatError unless a condition holds."""
+    """Raise FormatError with `what`, `value` and `expected` unless `is_good`."""
     if not is_good:
         raise _wrong(what, value, expected, kind)
 
 
 def _wrong(what: str, value: object, expected: str, kind: Kind = "index") -> FormatError:
-    # the repr of a deep container exceeds the interpreter's recursion
+    # the repr of a deeply nested container exceeds the interpreter's recursion limit
     text = f"a {type(value).__name__}" if isinstance(value, (list, dict)) else f"{value!r:.100}"
     return FormatError(f"{what} is {text}, expected {expected}", kind=kind)
 
 
 @dataclass(slots=True)
 class Listing:
-    """The content of a manifest: shards, numbers of samples by cache, and fingerprints, each by url."""
+    """The content of a manifest: for each url the shard, the number of samples of each cache, and the fingerprint."""
 
     entries: dict[str, ShardEntry] = field(default_factory=dict)
     caches: dict[str, dict[str, int]] = field(default_factory=dict)
     fingerprints: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     folder: str = ""
-    _spelled: dict[str, str] = field(init=False)  # maps `./a.tar`, or an absolute path, to `a.tar`
+    _spelled: dict[str, str] = field(init=False)  # maps `a.tar` to its url if that is `./a.tar` or an absolute path
 
     def __post_init__(self) -> None:
         spelled = {os.path.basename(url): url for url in self.entries if os.path.basename(url) != url}
@@ -204,7 +204,7 @@ class Listing:
         return os.path.join(self.folder, url)
 
     def find(self, path: str) -> str | None:
-        """Return the listed url of a file, whatever spelling the path has; None if the file is not listed."""
+        """Return the url with which the manifest lists the file at `path`, however `path` is spelled; None if it does not."""
         name = os.path.basename(path)
         for url in (*(url for url in self.entries if os.path.basename(url) == name), *self.entries):
             with contextlib.suppress(OSError, ValueError):
@@ -213,16 +213,16 @@ class Listing:
         return None
 
     def lists(self, path: str, index: ShardIndex) -> bool:
-        """Return whether the entry of a shard is current."""
+        """Return whether the manifest lists the shard at `path` with its current length and number of samples."""
         entry = _entry(path, index)
         return self.entries.get(entry.url) == entry
 
     def fingerprint(self, name: str) -> Any:
-        """Return the fingerprint of a shard, None if there is none."""
+        """Return the fingerprint of the shard with this file name; None if the manifest has none."""
         return self.fingerprints.get(self._spelled.get(name, name))
 
     def add(self, path: str, index: ShardIndex, entry: ShardEntry | None = None) -> None:
-        """Add a shard or replace its entry. Pass `entry` if its url or length differs from those of the file at `path`."""
+        """Add a shard or replace its entry. Pass `entry` if the url or length must differ from those of the file at `path`."""
         entry = entry or _entry(path, index)
         self.remove(entry.url)
         self.entries[entry.url] = entry
@@ -231,13 +231,13 @@ class Listing:
             self.fingerprints[entry.url] = dict(index.fingerprint)
 
     def remove(self, *urls: str) -> None:
-        """Remove shards."""
+        """Remove the shards with these urls; ignore urls that are not listed."""
         for url in {*urls, *(self._spelled.pop(url, url) for url in urls)}:
             for table in (self.entries, self.caches, self.fingerprints):
                 table.pop(url, None)
 
     def write(self, path: str, urls: Iterable[str], fsync: bool = True) -> None:
-        """Write the manifest, with the shards in the order of `urls`."""
+        """Write the manifest to `path`, with the shards in the order of `urls`."""
         ours: dict[str, Any] = {"version": _OUR_VERSION, "caches": dict(sorted(self.caches.items()))}
         if self.fingerprints:
             ours["fingerprints"] = dict(sorted(self.fingerprints.items()))
@@ -249,7 +249,7 @@ def _entry(path: str, index: ShardIndex) -> ShardEntry:
 
 
 class Catalog:
-    """The manifest of a folder. Several processes may change it, one at a time."""
+    """The manifest of a folder. Several processes may change the manifest; a lock lets them do so one at a time."""
 
     def __init__(self, folder: str, fsync: bool = True) -> None:
         self.folder = folder
@@ -257,29 +257,29 @@ class Catalog:
         self._fsync = fsync
 
     def read(self) -> Listing:
-        """Return the content of the manifest."""
+        """Return the content of the manifest; without a manifest, an empty one."""
         entries, extra = read_manifest(self._path) if os.path.exists(self._path) else ([], {})
         caches, fingerprints = extra.pop("caches", {}), extra.pop("fingerprints", {})
         if not isinstance(caches, dict) or not isinstance(fingerprints, dict):
-            raise FormatError(f"{self._path}: caches and fingerprints are not both objects")
+            raise FormatError(f"{self._path}: caches and fingerprints must both be objects")
         return Listing({entry.url: entry for entry in entries}, caches, fingerprints, extra, self.folder)
 
     def add(self, path: str, index: ShardIndex) -> None:
-        """Add or replace a shard."""
+        """Add a shard to the manifest, or replace its entry."""
         with self.changed() as listing:
             listing.add(path, index)
 
     def remove(self, *urls: str) -> None:
-        """Remove shards."""
+        """Remove the shards with these urls from the manifest."""
         with self.changed() as listing:
             listing.remove(*urls)
 
     @contextlib.contextmanager
     def changed(self) -> Iterator[Listing]:
-        """Yield the content under a lock; at the end of the `with` block, write it with the caller's changes."""
+        """Yield the content under a lock. At the end of the `with` block, write it with the caller's changes."""
         with locked_folder(self.folder):
             for stray in find_temporary(self.folder, re.escape(MANIFEST)):
-                remove_stray(stray)  # left by a killed writer, since the lock excludes other writers
+                remove_stray(stray)  # its writer is dead, since a living one would hold the lock
             listing = self.read()
             yield listing
             listing.write(self._path, sorted(listing.entries), self._fsync)

@@ -1,4 +1,4 @@
-"""Names of members: the rules that all readers need (FORMAT.md 1), and which two members form a cache."""
+"""Check the names of members against the rules of all tar readers (FORMAT.md 1), and find the two members of a cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
     "split_member",
 ]
 
-FIELD = "tensorcache"  # the field of a cache in a sample
+FIELD = "tensorcache"  # the field of a sample that holds the unnamed cache
 APART = "; the members of a sample must follow each other, as `tar --sort=name` puts them"
 SKELETON = "skel.pyd"
 TENSORS = "safetensors"
@@ -39,7 +39,7 @@ _KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)  # sp
 _BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-# Nearly all keys match. `check_key` accepts these, and so does `check_suffixes` for one cache without a name.
+# Nearly all keys match. `check_key` accepts each such key; if the cache is unnamed, `check_suffixes` accepts its members.
 is_plain_key = re.compile(r"(?!__)[A-Za-z0-9_-]{1,80}", re.ASCII).fullmatch
 
 
@@ -52,13 +52,13 @@ def check_key(key: object) -> None:
     parts = key.split("/")
     blank = _BLANK.search(key)
     if blank is not None:
-        what = f"has {blank[0]!r} in it: white space and controls break DALI's index; replace it, e.g. by '_'"
+        what = f"contains {blank[0]!r}: white space and control characters break DALI's index; replace it, e.g. by '_'"
     elif not key.isascii():
         what = "is not ASCII: DALI without an index cannot tell such keys apart; number the samples"
     elif "." in parts[-1]:
-        what = "has a dot in its last part: every reader ends the key there; replace it, e.g. by '_'"
+        what = "has a dot in its last part, where every reader would end the key; replace it, e.g. by '_'"
     elif not all(parts) or "." in parts or ".." in parts:
-        what = "is not a plain relative path: extracting it would leave its folder; leave out '.', '..' and empty parts"
+        what = "is not a plain relative path: tar could extract it to another folder; remove '.', '..' and empty parts"
     elif parts[0].startswith("__"):
         what = "begins with '__': stock readers skip such members; choose another first character"
     else:
@@ -67,13 +67,13 @@ def check_key(key: object) -> None:
 
 
 def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
-    """Raise InvalidKeyError if a reader misreads the name of a member `KEY.SUFFIX`."""
+    """Raise InvalidKeyError if some reader would misread a member name `KEY.SUFFIX`."""
     for suffix in suffixes:
         what = None
         if suffix[:1] == "_":
-            what = "begins with '_': stock tools keep such names for themselves; choose another first character"
+            what = "begins with '_': stock tools reserve such names for metadata; choose another first character"
         elif not suffix or not suffix.isascii() or "/" in suffix or _BLANK.search(suffix):
-            what = "is no extension: it is empty, or has '/' or blanks; expected one as 'json'"
+            what = "is not an extension: it is empty, not ASCII, or has '/' or white space; expected one like 'json'"
         if what is not None:
             raise InvalidKeyError(f"sample {key!r:.100}: {suffix!r:.100} {what}")
         nbytes = len(f"{key}.{suffix}".encode())
@@ -85,17 +85,17 @@ def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
 
 
 def split_member(name: str) -> tuple[str, str] | None:
-    """Return key and suffix of a member; None if it belongs to no sample."""
+    """Return the key and the suffix in a member's name; None if the member belongs to no sample."""
     match = _KEY_AND_SUFFIX.fullmatch(name)
     return None if match is None else (match[1], match[2])
 
 
 def cache_name(name: str) -> str:
-    """Return `name` if a sample's cache may have this name.
+    """Return `name` unchanged after checking that a cache may have it.
 
     Raises:
-        InvalidKeyError: The name contains characters other than `a-z0-9_-` (webdataset lowercases suffixes, DALI does not).
-            Or it begins with `_` (stock writers skip such fields), or is part of the members' own suffixes.
+        InvalidKeyError: The name contains characters other than `a-z0-9_-` (webdataset lowercases suffixes, DALI does not),
+            begins with `_` (stock writers skip such fields), or is `skel`, `pyd` or `safetensors`, as in suffixes.
     """
     if not is_cache_name(name):
         raise InvalidKeyError(
@@ -106,24 +106,24 @@ def cache_name(name: str) -> str:
 
 
 def is_cache_name(name: str) -> bool:
-    """Return whether `name` is a valid name of a cache."""
+    """Return whether a cache may have this name."""
     return name not in _RESERVED and _CACHE_NAME.fullmatch(name) is not None
 
 
 def cache_of_field(field: str) -> str | None:
-    """Return the name of the cache in a sample's field, without checking it; None for other fields."""
+    """Return the name, unchecked, of the cache in a field `NAME.tensorcache`, or "" for `tensorcache`; else None."""
     if field == FIELD:
         return ""
     return field[: -len(FIELD) - 1] if field.endswith("." + FIELD) else None
 
 
 def is_reserved(field: str) -> bool:
-    """Return whether this name is reserved for a cache's skeleton, or the field of a cache."""
+    """Return whether a field name is reserved, because it ends like the suffix of a skeleton or the field of a cache."""
     return field.lower().endswith((SKELETON, FIELD))
 
 
 def member_suffix(name: str, suffix: str) -> str:
-    """Return the suffix of a member of the cache `name`."""
+    """Return the suffix of one of the two members of cache `name`, for `suffix` SKELETON or TENSORS."""
     return f"{name}.{suffix}" if name else suffix
 
 
@@ -138,7 +138,7 @@ class Half(NamedTuple):
 
 @lru_cache(maxsize=256)  # samples share a few suffixes
 def half_of(suffix: str) -> Half | None:
-    """Return the half of a cache that a member may be, by its lowercase suffix; None for other members."""
+    """Return which half of a cache a member with this lowercase suffix may be; None if the suffix belongs to no cache."""
     for half, other in ((SKELETON, TENSORS), (TENSORS, SKELETON)):
         if suffix.endswith(half):
             prefix = suffix[: -len(half)]
@@ -148,13 +148,13 @@ def half_of(suffix: str) -> Half | None:
 
 
 def find_half(suffix: str, members: Container[str], is_bound: Callable[[], bool], hint: str = APART) -> Half | None:
-    """Return the half of a cache that a member is; None for other members.
+    """Return which half of a cache a member is; None if it belongs to no cache.
 
     Args:
         suffix: Suffix of the member, in lowercase.
         members: Suffixes of all members of its sample.
         is_bound: Function that returns whether the member, a safetensors file, declares that it belongs to a skeleton.
-        hint: End of the message if the other half is missing.
+        hint: Text at the end of the error message.
 
     Raises:
         FormatError: The other half is missing.
@@ -164,4 +164,4 @@ def find_half(suffix: str, members: Container[str], is_bound: Callable[[], bool]
         return half
     if not half.is_skeleton and not is_bound():
         return None
-    raise FormatError(f"member {half.other!r} is missing beside {suffix!r}{hint}", kind="missing")
+    raise FormatError(f"member {half.other!r} is missing, but {suffix!r} exists{hint}", kind="missing")

@@ -1,4 +1,4 @@
-"""Bytes after the end of an archive: a shard is rewritten only if these are zeros, an index, or both."""
+"""Check the bytes after the end of an archive: a writer changes a shard only if they are zeros, an index, or both."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from wds_tensorcache.storage.files import ShardFile
 __all__ = ["check_end", "load_whole"]
 
 _CHUNK_NBYTES = 1 << 20
-_MIN_LOST_NBYTES = 3 * BLOCK  # a header and the end-of-archive marker; an index begins within this distance
-_REMEDY = "tc.verify says what is wrong, tc.repair saves the rest into another folder"
+# a lost header and the end-of-archive marker; an undamaged index begins within this distance
+_MIN_LOST_NBYTES = 3 * BLOCK
+_REMEDY = "tc.verify describes the damage, tc.repair saves all other samples to a new folder"
 
 
 def load_whole(path: str) -> ShardIndex:
-    """Return the index of a shard to which a writer appends.
+    """Return the index of a shard that a writer will extend, after checking that the shard is whole.
 
     Raises:
         FormatError: The file is not a shard, or is damaged, or something other than an index follows its archive.
@@ -47,35 +48,35 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
         end: Offset of the end-of-archive marker that the scan found.
         num_samples: Number of samples that the scan found.
 
-    Hazard: readers end at the first block of zeros. If zeros overwrote a header, or another tar follows, there are more
-    members after them. Truncating the shard there, or rewriting it up to there, would lose these members.
+    Hazard: readers stop at the first block of zeros. If zeros overwrote a header, or another tar follows, more members come
+    after the zeros. Truncating the shard at the zeros, or rewriting only the part before them, would lose these members.
     """
     place = declared_place(file.read, file.nbytes, file.nbytes)
-    # the archive may have grown over a part of a stale index
+    # another tool may have appended to the archive, over a part of a stale index
     stop = file.nbytes if place is None else max(end, place[0])
     for begin in range(end, stop, _CHUNK_NBYTES):
         chunk = file.read(begin, min(begin + _CHUNK_NBYTES, stop))
         if chunk.strip(b"\0"):
             at = begin + len(chunk) - len(chunk.lstrip(b"\0"))
-            raise _refused(file, f"bytes other than an index, after the end of the archive at byte {end}", at)
+            raise _refused(file, f"unknown bytes after the end of the archive at byte {end}, expected an index", at)
     if stop < file.nbytes and read_footer(file.read, file.nbytes) is None:
-        # Hazard: `tar -r` overwrites the beginning of an index, but not its trailer: new members may precede the trailer.
+        # Hazard: `tar -r` overwrites the beginning of an index, but not its trailer. New members may precede the trailer.
         for begin in range(stop - stop % BLOCK, file.nbytes - BLOCK + 1, BLOCK):
             header = file.read(begin, begin + BLOCK)
             if header[257:262] == b"ustar" and adds_up(header):
-                raise _refused(file, "a tar header in the rest of an index", begin)
+                raise _refused(file, "a tar header, in the remains of an index that other members overwrote", begin)
     declared = stored(file, lambda each: declared_place(each.read, each.nbytes, file.nbytes))
     later = max((declared_end for _, declared_end in declared), default=0)
     if later > end:
-        raise _refused(file, f"zeros, where an index has the end of the archive at byte {later}", end)
-    # Hazard: only the index and the manifest list members that zeros have overwritten, and both will be replaced.
+        raise _refused(file, f"zeros, although an index says that the archive ends at byte {later}", end)
+    # Hazard: if zeros have overwritten members, only DALI's index and the manifest list them, and the writer replaces both.
     if stop - end >= _MIN_LOST_NBYTES:
         idx = dali_index_path(file.path)
         if (listed := _listed_after(idx, end, file.nbytes)) is not None:
-            what = f"zeros, where {os.path.basename(idx)} has a member at byte {listed}"
+            what = f"zeros, although {os.path.basename(idx)} lists a member at byte {listed}"
             raise _refused(file, f"{what} (delete {idx} if it is stale)", end, "lost")
         if (count := _listed_samples(file)) > num_samples:
-            what = f"zeros after {num_samples} samples, where {MANIFEST} lists {count} in a file of this length"
+            what = f"zeros after {num_samples} samples, although {MANIFEST} lists {count} for a file of this length"
             raise _refused(file, what, end, "lost")
 
 
@@ -90,10 +91,10 @@ def _listed_samples(file: ShardFile) -> int:
 
 
 def _listed_after(path: str, end: int, nbytes: int) -> int | None:
-    """Return the offset of the first member after `end` in DALI's index; None without one, or if one is beyond the file."""
+    """Return the offset of the first member after `end` in DALI's index; None if none follows, or one is outside the file."""
     with contextlib.suppress(FileNotFoundError, FormatError):
         file = ShardFile(path)
-        # a damaged line lists nothing
+        # damaged lines are ignored
         lines = parse_dali_index(file.read(0, file.nbytes), lenient=True)
         members = [member for line in lines if line is not None for member in line]
         if all(begin + size <= nbytes for _, begin, size, _ in members):

@@ -1,4 +1,4 @@
-"""One cache of one shard: its index, the skeletons of its samples, and sources for their tensors."""
+"""Read one cache of one shard: its index, the skeletons of its samples, and the bytes of their tensors."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _SIZE_BEGIN = 124  # the offset of a tar header's size field
 _OCTAL_SHIFTS = np.arange(30, -1, -3)
 _MAX_TEMPLATES = 255
 _LEASED_NBYTES = 1 << 16  # from this size on, recycled memory is faster than new memory
-_MAX_LAYOUTS = 4096  # in memory, of one shard
-_CHANGED = "the shard was changed or damaged; tc.verify tells which"
+_MAX_LAYOUTS = 4096  # the most layouts of one shard in memory
+_CHANGED = "the shard was changed or damaged; tc.verify reports which"
 _HEX = np.array([list(b"%02x" % byte) for byte in range(256)], np.uint8)
 
 
 def load_index(file: ShardFile) -> ShardIndex:
-    """Return the index of a shard: from its footer, its sidecar, or a scan, which give the same index.
+    """Return the index of a shard from its footer, otherwise from its sidecar, otherwise from a scan. All three are equal.
 
     Raises:
         FormatError: The file is not a shard, or is damaged.
@@ -60,7 +60,7 @@ def load_index(file: ShardFile) -> ShardIndex:
 
 @lru_cache(maxsize=64)  # one or a few names for all shards
 def _suffixes(name: str) -> tuple[bytes, bytes]:
-    """Return the suffixes of a cache's two members, each with its first dot."""
+    """Return the suffixes of a cache's two members, each with a leading dot."""
     return f".{member_suffix(name, SKELETON)}".encode(), f".{member_suffix(name, TENSORS)}".encode()
 
 
@@ -80,12 +80,12 @@ class Shard:
     """One cache of one shard. A `row` is a sample's number among the samples that have this cache.
 
     Attributes:
-        index: The shard's index; loaded on first use, like the other attributes.
-        columns: The columns of this cache.
+        index: Index of the shard; loaded on first use of any of these attributes.
+        columns: Columns of this cache in the index.
         checked: True for each sample that `check_tensors` accepted, bool `[len(shard)]`.
-        layout_of_all: The layout of all samples; None if the shard has several.
+        layout_of_all: Layout of all samples; None unless the shard has exactly one.
 
-    Threads/fork/pickle: safe everywhere; pickles as its path, and loads its index again.
+    Threads/fork/pickle: safe everywhere; pickles as its path, so a copy loads the index again.
     """
 
     index = _Loaded[ShardIndex]()
@@ -109,13 +109,13 @@ class Shard:
         self.name = name
         self.files = files
         self.pool = pool
-        self._num_samples = num_samples  # as the manifest has it, with samples that lack the cache
+        self._num_samples = num_samples  # from the manifest; includes samples without this cache
         self._allow = allow
         self._count = count
         self._index = index
         self._suffixes = _suffixes(name)
         self._layouts: dict[int, Layout] = {}
-        self._confirmed: dict[int, bytes] = {}  # by layout, one of its headers, which differ only in their digests
+        self._confirmed: dict[int, bytes] = {}  # by layout number, one header; its other headers differ only in digests
         self._templates: list[Template] = []
 
     def __reduce__(self) -> Any:
@@ -132,9 +132,9 @@ class Shard:
         of = f"with cache {self.name!r}"
         for found, listed, which in ((len(columns), self._count, of), (len(index.keys), self._num_samples, "in all")):
             if listed not in (None, found):
-                what = f"{found} samples, but the manifest says {listed} {which}: it is stale"
+                what = f"{found} samples {which}, but the manifest, which is stale, lists {listed}"
                 raise FormatError(f"{self.path}: {what}; call tc.write_index({self.path!r})")
-        # by setattr: using `__dict__` would slow down every later access to an attribute
+        # setattr, because using `__dict__` would slow down every later access to an attribute
         loaded = {"index": index, "columns": columns, "checked": np.zeros(len(columns), np.bool_)}
         loaded["_template_numbers"] = np.zeros(len(columns), np.uint8)
         loaded["layout_of_all"] = index.layouts[0] if len(index.layouts) == 1 else None
@@ -143,7 +143,7 @@ class Shard:
 
     @property
     def file(self) -> ShardFile:
-        """The open file of the shard; opened on use."""
+        """The open file of the shard, opened again if needed."""
         return self.files.get(self.path)
 
     def sample_row(self, row: int) -> int:
@@ -166,12 +166,12 @@ class Shard:
         return layout
 
     def layouts_of(self, rows: Array) -> tuple[list[Layout], Array]:
-        """Return the distinct layouts of samples, and the index of each sample's layout among them."""
+        """Return the distinct layouts of `rows`, and for each row the position of its layout among them."""
         _, some, inverse = np.unique(self.columns.layout[rows], return_index=True, return_inverse=True)
         return [self.layout(row) for row in rows[some].tolist()], inverse
 
     def sample(self, row: int) -> Any:
-        """Return a sample with lazy tensors. Cost: one read, of its skeleton.
+        """Return a sample with lazy tensors. Cost: one read, of the sample's skeleton.
 
         Raises:
             FormatError: The shard is damaged, or does not match its index.
@@ -187,9 +187,10 @@ class Shard:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
     def template(self, row: int) -> Template | None:
-        """Return the template that a sample's skeleton matches, if any; reads the skeleton once.
+        """Return the template that a sample's skeleton matches; None if it matches none.
 
-        Samples of one template differ only in plain values. The index does not contain their templates.
+        Skeletons that match one template differ only in plain values. This method reads the skeleton, since the index does
+        not contain templates, and remembers a match.
         """
         known: int = self._template_numbers.item(row)
         if known:
@@ -211,14 +212,14 @@ class Shard:
                 self._template_numbers[rows] = number
                 return
         if len(self._templates) < _MAX_TEMPLATES:
-            # search again: another thread may have appended, too
+            # search again: another thread may have appended at the same time
             self._templates.append(template)
             self.note_template(rows, template)
 
     def _skeleton(self, row: int, layout: Layout) -> tuple[bytes, int]:
-        """Return the skeleton member and the offset of its body.
+        """Return a sample's skeleton member, and the offset in it at which the body follows the preamble.
 
-        The same read includes the tar header, whose name is checked.
+        One read returns the member and its tar header; the name in the header is compared with the key.
         """
         index, columns = self.index, self.columns
         begin = columns.skeleton_begin.item(row)
@@ -236,12 +237,12 @@ class Shard:
         if stored.startswith(name) and not stored[len(name)] and len(name) < _NAME_NBYTES:
             return
         dot = name.find(b".", name.rfind(b"/") + 2)
-        # other writers may put the name into extended headers, and may write suffixes in capitals
+        # other writers may store the name in extended headers, or write suffixes in capitals
         for found in names_of(self.file.read, begin, self.file.nbytes):
             if found[:dot] == name[:dot] and found[dot:].lower() == name[dot:]:
                 return
         there = stored[:_NAME_NBYTES].partition(b"\0")[0].decode(errors="replace")
-        what = f"the index has member {name.decode(errors='replace')!r} where {there!r:.120} is"
+        what = f"the index lists member {name.decode(errors='replace')!r} where the shard has {there!r:.120}"
         raise FormatError(f"{self.path}: {what}: {_CHANGED}")
 
     def find_members(self, rows: Array, suffix: str) -> Array:
@@ -251,21 +252,22 @@ class Shard:
         return np.full(len(rows), -1) if members is None else members.find(samples)
 
     def member(self, row: int, suffix: str, number: int) -> bytes:
-        """Return the member that `find_members` found.
+        """Return the content of a sample's member; `number` is the position that `find_members` returned.
 
         Raises:
-            FormatError: The shard is not what its index says.
+            FormatError: The shard does not match its index.
         """
         members = self.index.members[suffix]
         begin, nbytes = members.begin.item(number), members.nbytes.item(number)
         stored = self.file.read(begin - BLOCK, begin + nbytes)
         self._check_name(stored, self.index.keys.raw(self.sample_row(row)) + f".{suffix}".encode(), begin)
         if not _has_size(stored, nbytes):
-            raise FormatError(f"{self.path}: sample {self.key(row)!r}: its {suffix!r} is not the one that was indexed")
+            what = f"its {suffix!r} differs from the index"
+            raise FormatError(f"{self.path}: sample {self.key(row)!r}: {what}: {_CHANGED}")
         return stored[BLOCK:]
 
     def check_tensors(self, row: int) -> None:
-        """Raise FormatError if the tensors of a sample do not match the index. Each sample is checked once."""
+        """Raise FormatError unless the headers of a sample's tensors match the index. Each sample is checked once."""
         index, columns, checked = self.index, self.columns, self.checked
         if checked[row]:
             return
@@ -287,15 +289,15 @@ class Shard:
                     self._confirmed.clear()
                 self._confirmed[number] = header
         if not good:
-            what = "its tensors are not those that were indexed"
+            what = "its tensors differ from the index"
             raise FormatError(f"{self.path}: sample {self.key(row)!r}: {what}: {_CHANGED}")
         checked[row] = True
 
     def skeletons(self, rows: Array, io: str) -> tuple[list[bytes], list[int]]:
-        """Return the skeleton members of many samples, and the offsets of their bodies. `io` as in `tc.open`.
+        """Return the skeleton members of many samples, and the offsets of their bodies; `io` is as in `tc.open`.
 
         Raises:
-            FormatError: The shard is not what its index says.
+            FormatError: The shard does not match its index.
         """
         columns, file = self.columns, self.file
         begins = columns.skeleton_begin[rows].astype(np.int64)
@@ -305,7 +307,7 @@ class Shard:
         key_begins, key_ends = self._key_extents(rows)
         text, suffix = self.index.keys.text.data, self._suffixes[0] + b"\0"
         skeletons, bodies = [], []
-        # one slice or read per sample; `_skeleton` checks members that differ from those of our writer
+        # One slice or read per sample. `_skeleton` checks headers and preambles that differ from those of our writer.
         extents = zip(read_ranges(file, begins - BLOCK, ends, io), key_begins.tolist(), key_ends.tolist(), strict=True)
         for i, (stored, key_begin, key_end) in enumerate(extents):
             skeleton, body = stored[BLOCK:], PREAMBLE_NBYTES
@@ -324,7 +326,7 @@ class Shard:
         return np.where(samples > 0, ends[samples - 1], 0).astype(np.int64), ends[samples].astype(np.int64)
 
     def check_mapped(self, rows: Array, maps: Maps, base: int) -> None:
-        """Check many samples at once as `check_tensors` does, through the map that starts at offset `base` of `maps`."""
+        """Check many samples at once as `check_tensors` does, by the shard's map, which starts at offset `base` of `maps`."""
         index, columns, checked = self.index, self.columns, self.checked
         known = checked[rows]
         if known.all():
@@ -334,7 +336,7 @@ class Shard:
         begins = columns.tensors_begin[rows].astype(np.int64) + base
         digests = columns.digest[rows]
         digits = _HEX[digests.astype(">u8").view(np.uint8)].reshape(-1, 16)
-        good = digests != 0  # samples without a digest are parsed one by one
+        good = digests != 0  # `check_tensors` parses samples without a digest
         for number in np.unique(numbers).tolist():
             which = slice(None) if bool((numbers == number).all()) else np.flatnonzero(numbers == number)
             header = self._confirmed.get(number)
@@ -368,11 +370,11 @@ class Shard:
             good[which] &= _equal(np.ascontiguousarray(headers[which, :width]), expected)
         checked[rows[good]] = True
         for row in rows[~good].tolist():
-            self.check_tensors(row)  # raises
+            self.check_tensors(row)  # raises, unless only the quick comparison failed
 
 
 def _has_size(header: bytes, nbytes: int) -> bool:
-    """Return whether a tar header declares this length. From 8 GiB on it may be in a pax record, and is not checked here."""
+    """Return whether a tar header declares this length; True from 8 GiB on, where a pax record may declare the length."""
     return nbytes >= 1 << 33 or parse_number(header[_SIZE_BEGIN : _SIZE_BEGIN + 12]) == nbytes
 
 
@@ -381,17 +383,17 @@ _NONE = CacheColumns(None, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
 
 
 def _equal(left: Array, right: Array) -> Array:
-    """Return a mask of the rows that are equal; the width of a row is a multiple of 8."""
+    """Return a mask of the rows that are equal in two uint8 arrays `[n, width]`; the width is a multiple of 8."""
     return (left.view(np.uint64) == np.ascontiguousarray(right).view(np.uint64)).all(1)  # type: ignore[no-any-return]
 
 
 class _StoredBytes:
-    """Base of the sources that read from a file; implements `codec.reference.Source`."""
+    """Base of sources of tensor bytes that read from a file; implements `codec.reference.Source`."""
 
     __slots__ = ()
 
     def _open(self) -> tuple[ShardFile, int, Pool]:
-        """Return the file, the offset in it at which the source starts, and the pool for large buffers."""
+        """Return the file, the offset at which the source starts in the file, and the pool for large buffers."""
         raise NotImplementedError
 
     def read(self, begin: int, end: int) -> bytearray | Array:
@@ -416,7 +418,7 @@ class _StoredBytes:
 
 
 class FileSource(_StoredBytes):
-    """A file named by a lazy tensor from another process; each read checks that it is still the same file."""
+    """Source of a lazy tensor that was pickled: a whole file. Each read checks that the file is still the same one."""
 
     __slots__ = ("_identity", "_path")
 
@@ -429,7 +431,7 @@ class FileSource(_StoredBytes):
         if file.identity != self._identity:
             file = _FILES.reopen(self._path)  # the open file may have been replaced on disk
         if file.identity != self._identity:
-            raise FormatError("the shard was changed since this lazy tensor was made").at(self._path)
+            raise FormatError("the shard was changed since this lazy tensor was made; read it again").at(self._path)
         return file, 0, _POOL
 
     def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
@@ -439,13 +441,13 @@ class FileSource(_StoredBytes):
         return FileSource, (self._path, self._identity)
 
 
-# files and memory of lazy tensors from other processes, which belong to no open cache
+# files and memory for lazy tensors that were unpickled, which belong to no open cache
 _FILES = Files(64, fixed=False)
 _POOL = Pool(1 << 28)
 
 
 class _ShardSource(_StoredBytes):
-    """Source of the tensors of one sample of a shard; pickles as the file's path and identity."""
+    """Source of the tensors of one sample of a shard. Lazy tensors are pickled with the FileSource that `cut` returns."""
 
     __slots__ = ("_begin", "_row", "_shard")
 

@@ -1,4 +1,4 @@
-"""The sidecar of a shard, `PATH.index`, and the places where a shard may have an index."""
+"""Find the index of a shard: at the end of the shard, or in its sidecar, a separate file `PATH.index`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sidecar_path(path: str) -> str:
 
 
 def open_sidecar(path: str) -> ShardFile | None:
-    """Return the sidecar of the shard at `path`, None if there is none."""
+    """Return the opened sidecar of the shard at `path`; None if there is none."""
     try:
         return ShardFile(sidecar_path(path))
     except OSError as exc:
@@ -35,12 +35,12 @@ def open_sidecar(path: str) -> ShardFile | None:
 
 
 def stored(file: ShardFile, parse: Callable[[ShardFile], _Found | None], *, lenient: bool = False) -> Iterator[_Found]:
-    """Yield the results of `parse` for a shard, then for its sidecar; either may contain an index.
+    """Yield what `parse` finds in a shard, then what it finds in the shard's sidecar; either may contain an index.
 
     Args:
         file: The shard.
-        parse: Function that returns None, or raises FormatError, if there is no index.
-        lenient: Skip a file that the system cannot read.
+        parse: Function that returns None, or raises FormatError, for a file without an index.
+        lenient: Skip a file that the system cannot read instead of raising OSError.
     """
     for is_sidecar in (False, True):
         found = None
@@ -52,11 +52,11 @@ def stored(file: ShardFile, parse: Callable[[ShardFile], _Found | None], *, leni
 
 
 def check_replaceable(*paths: str) -> None:
-    """Raise FileExistsError if an index would replace a shard, or something that is not a file."""
+    """Raise FileExistsError if one of the paths, which an index would replace, is a tar or not an ordinary file."""
     for path in filter(os.path.exists, paths):
         if not os.path.isfile(path):
-            raise FileExistsError(f"{path} is not a file, and an index of a shard would have this name: move it away")
+            raise FileExistsError(f"{path} is not a file, but the index of a shard needs this name; move it away")
         file = ShardFile(path)
         if adds_up(file.read(0, min(BLOCK, file.nbytes))):
-            what = f"{path} is a tar, and an index of a shard would have this name"
-            raise FileExistsError(f"{what}: rename one of the two, so that shards end in .tar")
+            what = f"{path} is a tar, but the index of another shard needs this name"
+            raise FileExistsError(f"{what}; rename the tar so that its name ends in .tar")

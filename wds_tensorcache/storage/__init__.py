@@ -1,1 +1,1 @@
-"""The operating system: files, maps, locks, memory and threads. Nothing here knows what a tar is."""
+"""Operating-system services: files, memory maps, locks, memory and threads. Nothing here depends on the layout of a tar."""

@@ -1,4 +1,4 @@
-"""Files that appear whole: written under a temporary name, then renamed."""
+"""Write files under a temporary name and then rename them, so that each appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -22,45 +22,43 @@ __all__ = [
 
 
 def temporary_path(path: str) -> str:
-    """Return a hidden name in the folder of `path`, `.NAME.TOKEN.tmp`, for a file that will be renamed to `path`."""
+    """Return a path `.NAME.TOKEN.tmp` in the folder of `path`, for a file that will later be renamed to `path`."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
 
 
 def find_temporary(folder: str, names: str) -> list[str]:
-    """Return the temporary files in a folder, for files whose names match a regular expression."""
+    """Return the paths of the temporary files in `folder` whose final names match the regular expression `names`."""
     matches = re.compile(rf"\.{names}\.[0-9a-f]+\.tmp").fullmatch
     return [os.path.join(folder, name) for name in os.listdir(folder or ".") if matches(name)]
 
 
 @contextlib.contextmanager
 def create_temporary(path: str) -> Iterator[Held]:
-    """Yield a locked temporary file, to be written and renamed to `path`; delete it at the end unless it was renamed."""
+    """Yield a locked temporary file, which the caller writes and renames to `path`; at the end, delete it if it remains."""
     pid = os.getpid()
     while True:
-        # Hazard: an interrupt may arrive right after any call. So the name is known before the file exists.
+        # Hazard: an interrupt may arrive right after any call. So `finally` knows the name before the file exists.
         temporary = temporary_path(path)
         try:
             with Held(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
-                # Hazard: before it is locked, another writer's `remove_stray` may delete it as a killed writer's.
+                # Hazard: before this lock, another writer's `remove_stray` may delete the file, as if its writer were dead.
                 if file.lock() is not False and os.path.exists(temporary):
                     yield file
                     return
         finally:
-            if pid == os.getpid():  # a forked child runs this block, too
-                with contextlib.suppress(
-                    OSError
-                ):  # already renamed; after any other error, the next writer deletes the file
+            if pid == os.getpid():  # a forked child also runs this block
+                with contextlib.suppress(OSError):  # renamed; after any other error, the next writer deletes the file
                     os.remove(temporary)
 
 
 def remove_stray(path: str) -> None:
-    """Delete a temporary file, unless a living process writes it, or it is not an ordinary file."""
+    """Delete an abandoned temporary file. Keep it if a living process has locked it, or if it is not an ordinary file."""
     file = open_regular(path)
     if file is not None:
         with file:
             if file.lock() is not False:
-                with contextlib.suppress(OSError):  # another user's file, in a folder in which only owners may delete
+                with contextlib.suppress(OSError):  # another user's file, in a folder where only owners may delete
                     os.remove(path)
 
 
@@ -69,15 +67,16 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
 
     Args:
         path: Path of the file; its folder must exist.
-        parts: The content.
-        fsync: Wait for the disk. Without it, the file survives the death of this process, but perhaps not a crash of the
-            machine.
+        parts: Content of the file, in pieces.
+        fsync: Wait until the file is on disk. Otherwise the file survives the death of this process, but perhaps not a
+            crash of the machine.
 
     Raises:
-        OSError: The disk is full, the folder does not exist, … The old file is unchanged, and no other file remains.
+        OSError: For example, the disk is full, or the folder does not exist. An error before the rename leaves the old file
+            unchanged and deletes the temporary file.
     """
-    # Hazard: a rename may reach the disk before the bytes it names, and a crash then leaves an empty file under the name.
-    # So the bytes go first, then the name, then the folder that holds it.
+    # Hazard: a rename may reach the disk before the content of the file, and a crash then leaves an empty file under the
+    # new name. So flush the content to disk first, then rename, then flush the folder.
     with create_temporary(path) as file:
         for part in parts:
             rest = memoryview(part)
@@ -85,24 +84,24 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
                 rest = rest[os.write(file.fd, rest) :]
         if fsync:
             os.fsync(file.fd)
-        if os.name != "posix":  # other systems do not rename an open file
+        if os.name != "posix":  # other systems cannot rename an open file
             file.close()
-        replace(file.path, path)  # before the lock is released
+        replace(file.path, path)  # while locked: `remove_stray` would delete it
     if fsync:
         fsync_folder(os.path.dirname(path))
 
 
 def replace(temporary: str, path: str) -> None:
-    """Rename a complete file, or a folder that replaces an empty one, to its final name.
+    """Rename a complete file or folder to its final name. A file replaces a file; a folder replaces only an empty folder.
 
     Raises:
-        FileExistsError: Another folder that is not empty has the name.
+        FileExistsError: `temporary` is a folder, and `path` exists and is not an empty folder.
     """
     try:
         os.replace(temporary, path)
     except OSError as exc:
         if os.path.isdir(temporary) and os.path.exists(path) and not (os.path.isdir(path) and not os.listdir(path)):
-            raise FileExistsError(f"{path} is not empty any more; choose a new folder") from exc
+            raise FileExistsError(f"{path} exists and is not an empty folder; choose a new folder") from exc
         raise
 
 

@@ -1,4 +1,4 @@
-"""Local files: positioned reads, maps, and a bound on how many are open."""
+"""Local files: reads at given offsets, memory maps, and a limit on the number of open files."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from wds_tensorcache.storage.threads import call_when_gone
 
 __all__ = ["LEASE_FDS", "MAX_BUFFERS", "Files", "Identity", "ShardFile", "skip_bytes"]
 
-Identity = tuple[int, int, int]  # inode, bytes, modification time in ns
+Identity = tuple[int, int, int]  # inode, length in bytes, modification time in ns
 _HAS_PREAD, _HAS_PREADV = hasattr(os, "pread"), hasattr(os, "preadv")
-MAX_BUFFERS = 1024  # IOV_MAX
+MAX_BUFFERS = 1024  # IOV_MAX, the most buffers that one system call reads or writes
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _UNKNOWN = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 _NO_FILE = frozenset({errno.ENXIO, errno.ENODEV, errno.ELOOP})
-# Hazard: opening a FIFO that has a shard's name would wait for a process that writes into it; O_NONBLOCK does not.
+# Hazard: a FIFO may have a shard's name. Without O_NONBLOCK, opening it would wait for a process that writes to it.
 _FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK"))
 
-LEASE_FDS: dict[int, list[int]] = {}  # descriptors open for read leases, each with the list of idle ones of its file
-_NETS: dict[int, Any] = {}  # by descriptor; the net of a closed one stays until the next file with its number
+LEASE_FDS: dict[int, list[int]] = {}  # by descriptor opened for read leases, the list of its file's idle descriptors
+_NETS: dict[int, Any] = {}  # by descriptor, the handle that closes it; kept until another file has the same descriptor
 
 
 def _identity(status: os.stat_result) -> Identity:
@@ -42,12 +42,12 @@ def _identity(status: os.stat_result) -> Identity:
 
 
 class ShardFile:
-    """One open file. Reads do not use the file position, so any number of threads and forked processes may read at once.
+    """An open file. Reads do not use the file position, so any number of threads and forked processes may read at once.
 
-    The file is closed when the last reference to it is gone, never during a read.
+    The file is closed when the last reference to this object is gone, never during a read.
 
     Raises:
-        FormatError: The path is not an ordinary file.
+        FormatError: `path` is not an ordinary file.
     """
 
     def __init__(self, path: str) -> None:
@@ -56,7 +56,7 @@ class ShardFile:
             self.fd = os.open(path, _FLAGS)
         except OSError as exc:
             if exc.errno in _NO_FILE:
-                raise FormatError("expected a file, not a socket, device or link to itself", kind="unreadable").at(
+                raise FormatError("expected a file, found a socket, device or circular link", kind="unreadable").at(
                     path
                 ) from exc
             raise
@@ -65,21 +65,21 @@ class ShardFile:
         _NETS[self.fd] = call_when_gone(self, partial(deque, map(os.close, fds), 0))
         status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
-            raise FormatError("expected a file, not a folder, pipe or device", kind="unreadable").at(path)
+            raise FormatError("expected a file, found a folder, pipe or device", kind="unreadable").at(path)
         self.nbytes = status.st_size
         self.identity = _identity(status)
         self._map: mmap.mmap | None = None
         self._array: np.ndarray[Any, Any] | None = None
         self._tensor: torch.Tensor | None = None
-        self._can_tell = bool(_NOWAIT)  # set to False when the file system cannot report what is in memory
-        self._is_memory: bool | None = None  # found when needed
-        self.may_lease: bool | None = None  # whether a read lease is worth trying; found when needed
+        self._can_tell = bool(_NOWAIT)  # whether reads can report that bytes are not in memory
+        self._is_memory: bool | None = None  # whether the file is on tmpfs or ramfs; determined when needed
+        self.may_lease: bool | None = None  # whether a read lease is worth trying; determined when needed
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)`; raise FormatError if the file is too short."""
         pread = os.pread if _HAS_PREAD else _seek_and_read
         content = pread(self.fd, end - begin, begin)
-        while len(content) < end - begin:  # the system stops at 2 GiB
+        while len(content) < end - begin:  # one call reads at most 2 GiB
             more = pread(self.fd, end - begin - len(content), begin + len(content))
             if not more:
                 raise self._cut_short()
@@ -87,7 +87,7 @@ class ShardFile:
         return content
 
     def _cut_short(self) -> FormatError:
-        what = f"the file ends at byte {os.fstat(self.fd).st_size}: it was cut short"
+        what = f"the file was cut short and ends at byte {os.fstat(self.fd).st_size}; copy it again"
         return TarFormatError(what, kind="truncated").at(self.path)
 
     def check_unchanged(self) -> None:
@@ -96,24 +96,25 @@ class ShardFile:
         if found[1] < self.nbytes:
             raise self._cut_short()
         if found != self.identity:
-            raise FormatError("the shard was changed while it was open: open it again").at(self.path)
+            raise FormatError("the shard was changed while it was open; open it again").at(self.path)
 
     def check_is(self, fd: int) -> None:
-        """Raise FormatError unless a descriptor belongs to this file, unchanged since it was opened."""
+        """Raise FormatError unless descriptor `fd` refers to this file, and the file is unchanged since it was opened."""
         self.check_unchanged()
         if _identity(os.fstat(fd)) != self.identity:
-            raise FormatError("another file has this name since it was opened: try again").at(self.path)
+            raise FormatError("another file has replaced this one since it was opened; try again").at(self.path)
 
     def read_into(self, buffers: Sequence[Any], begin: int) -> None:
-        """Fill `buffers` (1-D, of bytes) one after another, starting at `begin`; raise FormatError if the file is too short."""
+        """Read from offset `begin` on into the 1-D byte buffers, in order; raise FormatError if the file is too short."""
         if _HAS_PREADV and len(buffers) == 1 and os.preadv(self.fd, buffers, begin) == len(buffers[0]):
             return
         self._fill(buffers, begin)
 
     def read_resident(self, buffers: Sequence[Any], begin: int) -> bool:
-        """Fill `buffers` without waiting for a disk. Return False if that is not possible; their contents are then undefined.
+        """Fill `buffers` like `read_into`, without waiting for a disk.
 
-        If the system cannot report what is in memory, fill them with an ordinary read, so that no data is read twice.
+        Return False, with undefined contents, if some of the bytes are not in memory. If the system cannot report that,
+        read as usual, which may wait, and return True: after False, the caller would read the bytes a second time.
         """
         while self._can_tell and buffers:
             some, buffers = buffers[:MAX_BUFFERS], buffers[MAX_BUFFERS:]
@@ -131,7 +132,7 @@ class ShardFile:
         return True
 
     def _is_unable(self, error: OSError) -> bool:
-        """Return True if the file system cannot report what is in memory, False if the bytes are not; else raise `error`."""
+        """Return True if the file system cannot read without waiting, False if this read would wait; else raise `error`."""
         if error.errno in _UNKNOWN:
             self._can_tell = False
             return True
@@ -140,7 +141,7 @@ class ShardFile:
         return False
 
     def is_resident(self, begin: int) -> bool:
-        """Return whether the byte at `begin` is in memory; False if the system cannot report it."""
+        """Return whether the byte at offset `begin` is in memory; without system support, True only on tmpfs and ramfs."""
         if self._can_tell:
             try:
                 return os.preadv(self.fd, [bytearray(1)], begin, _NOWAIT) == 1
@@ -152,7 +153,7 @@ class ShardFile:
         return self._is_memory
 
     def will_need(self, begin: int, end: int) -> None:
-        """Tell the system to read `[begin, end)` in the background."""
+        """Ask the system to read the bytes `[begin, end)` into memory in the background."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
@@ -162,7 +163,7 @@ class ShardFile:
                 memoryview(buffer)[:] = self.read(begin, begin + len(buffer))
                 begin += len(buffer)
             return
-        # one call per 1,024 buffers; the system also stops at 2 GiB
+        # one call fills at most 1,024 buffers and reads at most 2 GiB
         while buffers:
             count = os.preadv(self.fd, buffers[:MAX_BUFFERS], begin)
             if not count and any(map(len, buffers[:MAX_BUFFERS])):
@@ -171,10 +172,10 @@ class ShardFile:
             buffers = skip_bytes(buffers, count)
 
     def map(self) -> mmap.mmap:
-        """Return the whole file as a read-only map, made on first use.
+        """Return a read-only memory map of the whole file, created on first use.
 
         Hazard: if the file is truncated in place, or the disk cannot read a page, reading the map kills the process
-        (SIGBUS). `Maps` copies safely.
+        (SIGBUS). `maps.Maps` copies from a map safely.
         """
         if self._map is None:
             with _lock:
@@ -190,13 +191,13 @@ class ShardFile:
         return self._map
 
     def array(self) -> np.ndarray[Any, Any]:
-        """Return the map as uint8, which torch takes without a warning. Memory: a view; never write into it."""
+        """Return the map as a 1-D uint8 array, marked writable to avoid torch's warning. Memory: a view; never write to it."""
         if self._array is None:
             self._array = view_bytes(memoryview(self.map()))
         return self._array
 
     def tensor(self) -> torch.Tensor:
-        """Return the map as a uint8 tensor. Memory: a view; never write into it."""
+        """Return the map as a 1-D uint8 tensor. Memory: a view; never write to it."""
         tensor = self._tensor
         if tensor is None:
             tensor = torch.from_numpy(self.array())
@@ -210,7 +211,7 @@ class ShardFile:
 
 
 def skip_bytes(buffers: Sequence[Any], nbytes: int) -> Sequence[Any]:
-    """Return what follows the first `nbytes` bytes of `buffers`. Memory: views."""
+    """Return `buffers` without their first `nbytes` bytes. Memory: views."""
     for at, buffer in enumerate(buffers):
         if nbytes < len(buffer):
             return [buffer[nbytes:], *buffers[at + 1 :]]
@@ -222,18 +223,19 @@ _seeking = threading.Lock()
 
 
 def _seek_and_read(fd: int, nbytes: int, begin: int) -> bytes:
-    """Replace `os.pread` on systems without it: threads take turns at the file's position."""
+    """Replace `os.pread` on systems without it; the lock lets one thread at a time move a file position."""
     with _seeking:
         os.lseek(fd, begin, os.SEEK_SET)
         return os.read(fd, nbytes)
 
 
 class Files:
-    """Open files by path, at most `max_open` at once; the file opened longest ago is dropped first.
+    """A set of at most `max_open` open files, by path. To open one more, it drops the file that was opened longest ago.
 
-    A `fixed` file that was replaced or changed since it was first opened is not opened again.
+    With `fixed`, `get` raises FormatError when it opens a file again that was replaced or changed since it was first opened.
 
-    Threads/fork/pickle: safe everywhere; a copy in another process opens the files again, and requires the same files.
+    Threads/fork/pickle: safe everywhere; a copy in another process opens the files again, and with `fixed` expects them
+        unchanged.
     """
 
     def __init__(
@@ -248,11 +250,11 @@ class Files:
         self._closed = False
 
     def get(self, path: str) -> ShardFile:
-        """Return the file; open it if needed.
+        """Return the open file at `path`; open it if needed.
 
         Raises:
-            OSError: The file cannot be opened; a MissingShardError if it does not exist.
-            FormatError: The file is not the one that was opened before.
+            OSError: The file cannot be opened; MissingShardError if it does not exist.
+            FormatError: The path is not an ordinary file or, with `fixed`, has changed since it was first opened.
             ValueError: `close` was called.
         """
         file = self._open.get(path)
@@ -260,7 +262,7 @@ class Files:
             return file
         with _lock:
             if self._closed:
-                raise ValueError(f"{path}: the cache is closed; load what is needed before, or keep it open")
+                raise ValueError(f"{path}: the cache is closed; load all tensors before closing it, or keep it open")
             file = self._open.get(path)
             if file is None:
                 while len(self._open) >= self.max_open:
@@ -268,18 +270,18 @@ class Files:
                 try:
                     file = ShardFile(path)
                 except FileNotFoundError as exc:
-                    raise MissingShardError("the shard is not there: copy it again").at(path) from exc
+                    raise MissingShardError("the shard does not exist; copy it again").at(path) from exc
                 if self._fixed and self._identities.setdefault(path, file.identity) != file.identity:
-                    raise FormatError("the shard was changed since this cache was opened: open it again").at(path)
+                    raise FormatError("the shard was changed since this cache was opened; open it again").at(path)
                 self._open[path] = file
         return file
 
     def expect(self, path: str) -> None:
-        """Let `get` open only the file that now has this path; raise OSError if there is none."""
+        """Record the file now at `path`, so that `get` with `fixed` refuses any other; raise OSError if none exists."""
         self._identities.setdefault(path, _identity(os.stat(path)))
 
     def reopen(self, path: str) -> ShardFile:
-        """Open and return the file that now has this path."""
+        """Open and return the file that is now at `path`, even if an earlier file is still open."""
         with _lock:
             self._open.pop(path, None)
         return self.get(path)
@@ -288,7 +290,7 @@ class Files:
         return len(self._open)
 
     def close(self) -> None:
-        """Close every file when its current reads end. Views of maps stay valid."""
+        """Close each file as soon as no read uses it; `get` then raises ValueError. Views of maps stay valid."""
         with _lock:
             self._closed = True
             self._open.clear()
@@ -297,11 +299,11 @@ class Files:
         return Files, (self.max_open, self._fixed, self._identities)
 
 
-_lock = threading.Lock()  # held during opening and mapping of a file
+_lock = threading.Lock()  # held while a file is opened or mapped
 
 
 def _renew_lock() -> None:
-    """Renew the lock in a forked child, which lacks the thread that may hold it."""
+    """Replace the lock in a forked child: the thread that may hold the old lock exists only in the parent."""
     global _lock
     _lock = threading.Lock()
 
@@ -311,7 +313,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _default_max_open() -> int:
-    """Return a quarter of this process's limit of descriptors, since a map may take a second one."""
+    """Return a quarter of the process's descriptor limit, but 8 to 256; a mapped file may take a second descriptor."""
     try:
         import resource
 

@@ -1,6 +1,6 @@
 """Read leases: while a process holds one, Linux delays processes that truncate the file or open it for writing.
 
-If a mapped file is truncated during a copy, the process gets SIGBUS. Under a lease, the file cannot be truncated.
+If a mapped file is truncated while a process copies from the map, SIGBUS kills the process. A lease prevents the truncation.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ if sys.platform == "linux":
 
 __all__ = ["Leases"]
 
-# the number of descriptors that leases may use; half of them stay open for the next copy
+# the most descriptors that leases may use; up to half as many stay open between copies
 _MAX_OPEN = 64
-# the kernel breaks a lease after `lease-break-time`; if that is shorter than this, it could end during a copy
+# The kernel revokes a lease `lease-break-time` after another process wants the file. If that time is shorter than this, a
+# lease could end during a copy, so leases are not used.
 _MIN_BREAK_TIME_S = 5
-# temporary: another process writes the file, or descriptors or memory are short; other errors are permanent
+# After these errors, the next copy tries a lease again: another process had the file open for writing, or descriptors or
+# memory were short. After any other error, this file gets no lease.
 _PASSING = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-_opening = threading.RLock()  # no fork between opening a descriptor and noting it
+_opening = threading.RLock()  # prevents a fork between opening a descriptor and recording it
 
 
 class Leases:
-    """Read leases, each on a separate open file description, so that releasing one does not release those of other threads.
+    """Read leases, each on a separate open file description, so that releasing one keeps those of other threads.
 
-    Hold them only for one copy: a process that opens the shard for writing waits until `release`, or until they are freed.
+    Call `release` after each copy: until then, or until this object is freed, a process that opens a shard for writing waits.
     """
 
     def __init__(self) -> None:
@@ -43,14 +45,14 @@ class Leases:
         self._net.atexit = False
 
     def take(self, files: Sequence[ShardFile]) -> bool:
-        """Take a lease on each file. If one is unavailable or not trusted, take none and return False."""
+        """Take a lease on every file and return True. If one lease is unavailable or not safe, take none and return False."""
         if sys.platform != "linux" or len(LEASE_FDS) + sum(not file.lease_fds for file in files) > _MAX_OPEN:
             return False
         for file in files:
             try:
                 if file.may_lease is None:
                     file.may_lease = _is_trusted(file)
-            except OSError:  # descriptors or memory are short: the next copy tries again
+            except OSError:  # descriptors or memory are short; the next copy tries again
                 break
             if not file.may_lease:
                 break
@@ -65,7 +67,7 @@ class Leases:
         return False
 
     def _add(self, file: ShardFile) -> None:
-        """Take a lease on one more file; raise OSError if none is available, EAGAIN if the file is open for writing."""
+        """Take a lease on one more file; raise OSError if it is unavailable, with EAGAIN if the file is open for writing."""
         if sys.platform == "linux":
             idle = file.lease_fds
             try:
@@ -75,13 +77,14 @@ class Leases:
                     fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                     LEASE_FDS[fd] = idle
             self._taken.append((fd, idle))
-            # the kernel announces a break by SIGIO, which kills; SIGURG is ignored, and without an owner nothing is sent
+            # The kernel signals that another process wants the file. The default, SIGIO, would kill this process; SIGURG is
+            # ignored. F_SETOWN 0 then stops all signals.
             fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
             fcntl.fcntl(fd, fcntl.F_SETOWN, 0)
 
     def are_held(self) -> bool:
-        """Return False if a process waits for one of the leases."""
+        """Return whether all leases are held, and no other process waits for one of the files."""
         return sys.platform == "linux" and all(
             fcntl.fcntl(fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK for fd, _ in self._taken
         )
@@ -96,32 +99,32 @@ def _release(taken: list[tuple[int, list[int]]]) -> None:
     while taken:
         fd, idle = taken[-1]
         if sys.platform == "linux":
-            # only closing would leave the lease with a child that was forked meanwhile
-            with contextlib.suppress(OSError):  # there was none, or the kernel took it back
+            # closing alone is not enough: a child that was forked meanwhile would keep the lease
+            with contextlib.suppress(OSError):  # no lease was taken, or the kernel revoked it
                 fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-        # Hazard: an interrupt between these two costs a descriptor, but never keeps a lease, nor gives one out twice.
+        # Hazard: an interrupt between these two lines leaks a descriptor, but cannot keep a lease or use a descriptor twice.
         taken.pop()
         idle.append(fd)
         while len(LEASE_FDS) > _MAX_OPEN // 2 and idle:
-            with contextlib.suppress(IndexError):  # other threads take descriptors of the file, too
+            with contextlib.suppress(IndexError):  # another thread took the last idle descriptor
                 fd = idle.pop()
                 del LEASE_FDS[fd]
                 os.close(fd)
 
 
 def _is_trusted(file: ShardFile) -> bool:
-    """Return whether a lease on `file` keeps every writer away for long enough."""
+    """Return whether a lease on `file` blocks every writer for long enough to copy."""
     with open("/proc/sys/fs/lease-break-time", encoding="ascii") as setting:
         break_time_s = int(setting.read())  # 0: no limit
     kind, _ = file_system(f"/proc/self/fd/{file.fd}")
     status = os.fstat(file.fd)
-    # Hazard: reading a hole of a tmpfs file allocates memory; without free memory, it ends in SIGBUS.
+    # Hazard: reading a hole in a tmpfs file allocates memory, and raises SIGBUS if there is none left.
     is_sparse = kind == "tmpfs" and status.st_blocks * 512 < status.st_size
     return kind in LOCAL and not is_sparse and not 0 < break_time_s < _MIN_BREAK_TIME_S
 
 
 def _forget() -> None:
-    """Close inherited descriptors in a forked child; they would keep the parent's leases after the parent ends."""
+    """Close the inherited descriptors in a forked child, so that it does not keep its parent's leases after the parent ends."""
     for fd, idle in LEASE_FDS.items():
         os.close(fd)
         idle.clear()

@@ -1,4 +1,4 @@
-"""Locks by which a living process claims a file or folder; the system releases them when the process ends."""
+"""Locks with which a process claims a file or folder; the system releases a lock when the process that holds it ends."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ except ImportError:  # Windows
 
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOCTTY", 0)
 _REGULAR = os.O_RDWR | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
-_WAIT_S = 10.0  # for a process that holds the lock and changes nothing in the folder; six times as long in total
+_WAIT_S = 10.0  # the longest wait during which nothing in the folder changes; the total wait may be six times as long
 
 
 class Held:
-    """An open file or folder, and its lock, if taken. Both last until `close`, the last reference, or the end of the process.
+    """An open file or folder, which can be locked. It stays open and locked until `close`, or until this object is freed.
 
-    Threads/fork: any thread. It is closed in a forked child, so that the child does not keep the lock of a killed parent.
+    Threads/fork: any thread. A forked child closes its copy, so that it does not keep the lock of a parent that is killed.
 
     Attributes:
-        path: Path at which it was opened.
-        fd: The descriptor; -1 when it is closed.
+        path: Path with which the file or folder was opened.
+        fd: Descriptor; -1 after `close`.
     """
 
     def __init__(self, path: str, flags: int) -> None:
@@ -42,7 +42,7 @@ class Held:
         self._is_locked = False
         with _opening:
             self.fd = os.open(path, flags | _FLAGS, 0o666)
-            # a single C call, which acts once; an interrupt arrives before it or after it
+            # a single C call, which closes at most once; an interrupt arrives before or after it, not inside it
             self._close: Callable[[], Any] = partial(deque, map(os.close, filter(_OPEN.pop, [self.fd])), 0)
             _OPEN[self.fd] = call_when_gone(self, self._close)
 
@@ -50,12 +50,12 @@ class Held:
         """Take the lock if it is free.
 
         Returns:
-            True if it was free, False if not; None if the system or the file system has no locks.
+            True if the lock was taken, False if it is held elsewhere; None if the system or the file system has no locks.
         """
         if fcntl is None:
             return None
         try:
-            self._is_locked = True  # set first: an interrupt may arrive right after the call
+            self._is_locked = True  # set before the call, since an interrupt may arrive right after it
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
@@ -64,11 +64,11 @@ class Held:
         return True
 
     def close(self) -> None:
-        """Release the lock, and close the file or folder."""
+        """Release the lock, if taken, and close the file or folder."""
         fd, self.fd = self.fd, -1
-        if fd >= 0 and self._pid == os.getpid():  # already closed, in a forked child
+        if fd >= 0 and self._pid == os.getpid():  # a forked child has closed it already
             if self._is_locked and fcntl is not None:
-                # Hazard: a child that was forked meanwhile may not have closed its copy yet, and would keep the lock.
+                # Hazard: closing is not enough if a child that was forked just now has not closed its copy yet.
                 with contextlib.suppress(OSError):  # a file system without locks
                     fcntl.flock(fd, fcntl.LOCK_UN)
             self._close()
@@ -80,16 +80,18 @@ class Held:
         self.close()
 
 
-_OPEN: dict[int, Any] = {}  # by descriptor, the net that closes it
-_opening = threading.RLock()  # no fork between opening a descriptor and noting it
+_OPEN: dict[int, Any] = {}  # by descriptor, the handle that closes it
+_opening = threading.RLock()  # prevents a fork between opening a descriptor and recording it
 
 
 @contextlib.contextmanager
 def locked_folder(folder: str) -> Iterator[None]:
-    """Exclude other processes from changing shared files in a folder, if the system has locks.
+    """Hold the lock of a folder during the `with` block, so that one process at a time changes shared files in the folder.
+
+    Without effect if the system or the file system has no locks.
 
     Raises:
-        FileExistsError: Another process has locked the folder, and nothing in it has changed for 10 s.
+        FileExistsError: The lock was not free for 60 s, or for 10 s during which no file in the folder was added or removed.
     """
     if os.name != "posix":
         yield
@@ -100,11 +102,11 @@ def locked_folder(folder: str) -> Iterator[None]:
         pause_s = 0.0005
         while held.lock() is False:
             now, before, changed_at = time.monotonic(), changed_at, os.fstat(held.fd).st_mtime_ns
-            # Hazard: many writers may hold the lock in turn, each briefly. They change the folder, unlike a process that hangs.
+            # Hazard: many writers may hold the lock in turn, each briefly. Unlike a process that hangs, they change the folder.
             still_since = now if changed_at != before else still_since
             if now - still_since >= _WAIT_S or now - begun >= 6 * _WAIT_S:
-                who = f"process {_holder(held.fd) or 'unknown'} has kept the folder locked for {now - begun:.0f} s"
-                raise FileExistsError(f"{folder}: {who}; wait for its end or end it, or write to another folder")
+                what = f"locked for {now - begun:.0f} s, now by process {_holder(held.fd) or 'unknown'}"
+                raise FileExistsError(f"{folder}: {what}; wait until that process ends, or write to another folder")
             time.sleep(pause_s := min(2 * pause_s, 0.05))
         yield
 
@@ -121,7 +123,7 @@ def _holder(fd: int) -> int | None:
 
 
 def open_regular(path: str) -> Held | None:
-    """Open a file in a folder; return None if it is not an ordinary file, does not exist, or belongs to another user."""
+    """Open an ordinary file for reading and writing; return None if it is not one, does not exist, or cannot be opened."""
     try:
         file = Held(path, _REGULAR)
     except OSError:

@@ -1,9 +1,10 @@
-"""Copies of many small ranges out of memory maps of shards, safe from SIGBUS unless the caller asked for unprotected maps.
+"""Copy many small ranges of bytes out of memory-mapped shards, safe from SIGBUS unless the caller asks for unprotected maps.
 
-Truncating a shard in place removes pages from its map; the next access to one kills the process. Two mechanisms prevent
-that. Under a read lease, the shard cannot be truncated. `process_vm_readv` on the own process fails with EFAULT instead.
-The kernel ends a lease after its `lease-break-time` (45 s), so a process that is stopped for longer during a copy may still
-crash. A lease costs more per shard (5 us), the call more per sample (0.6 us instead of 0.1).
+Truncating a shard in place removes pages from its map; the next access to such a page kills the process. Two mechanisms
+prevent that. While a process holds a read lease, the shard cannot be truncated. The system call `process_vm_readv`, with
+which a process can copy from its own memory, returns EFAULT for a missing page. The kernel revokes a lease after
+`lease-break-time` (45 s), so a process that is suspended for longer during a copy may still crash. A lease costs 5 us per
+shard, and then each sample 0.1 us; with the system call, each sample costs 0.6 us.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ __all__ = ["CAN_COPY", "MapLost", "Maps", "gather", "read_ranges"]
 
 Array = np.ndarray[Any, Any]
 CAN_COPY = sys.platform == "linux"  # other systems have neither leases nor process_vm_readv
-LEASED_SAMPLES = 16  # from this many samples of a shard on, a lease is faster: measured, 14 to 20
-_CHUNK_NBYTES = 1 << 22  # a writer waits for at most one chunk
+LEASED_SAMPLES = 16  # for this many samples of a shard or more, a lease is faster; measured: from 14 to 20 on
+_CHUNK_NBYTES = 1 << 22  # a process that wants to write waits for the copy of at most one chunk
 _MAX_RANGES = 1024  # IOV_MAX
-_refused: set[int] = set()  # errors with which a sandbox forbids process_vm_readv
+_refused: set[int] = set()  # errors of process_vm_readv, for example in a sandbox that forbids it
 
 
 class MapLost(Exception):
@@ -40,16 +41,16 @@ class Maps:
     """Maps of several shards, addressed as one range of bytes during one copy.
 
     Args:
-        files: The shards.
-        num_samples: Number of samples in the copy.
-        io: "auto" copies safely. "mmap" copies as fast as possible; if a shard is truncated meanwhile, SIGBUS kills the
-            process.
+        files: Shards to copy from.
+        num_samples: Number of samples to copy.
+        io: "auto" copies safely. "mmap" copies as fast as possible, but if a shard is truncated meanwhile, SIGBUS kills
+            the process.
 
     Attributes:
-        bases: Offset of each file's first byte in the range.
+        bases: Offset of each shard's first byte in that range.
 
-    Raises (in the block, and when it ends):
-        MapLost: A process wants to write to a shard, a page cannot be read, or no safe copy is available.
+    Raises (at the beginning of the `with` block, in it, and at its end):
+        MapLost: A process wants to write to a shard, a page cannot be read, or this system has no safe way to copy.
         FormatError: A shard was written to since it was opened.
     """
 
@@ -69,7 +70,7 @@ class Maps:
             if leases is not None and leases.take(self._files):
                 self._leases = leases
             for file in self._files:
-                # Hazard: truncation before the lease was taken. This check sees it; under the lease, a whole file stays whole.
+                # Hazard: the shard may have been truncated before the lease was taken. After this check, the lease prevents it.
                 file.check_unchanged()
             addresses = self._addresses()
         except BaseException:
@@ -86,7 +87,7 @@ class Maps:
         except OSError as exc:
             if self._is_bare:
                 raise
-            raise MapLost from exc  # no memory for a map, or a file system without maps
+            raise MapLost from exc  # not enough memory for a map, or a file system without maps
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if self._leases is not None:
@@ -99,7 +100,7 @@ class Maps:
         files = self._files
         if len(files) == 1:
             return files[0].tensor()
-        # from the address of the first map to the end of the last; bytes between the maps are never touched
+        # spans all maps, from the lowest address to the highest; the bytes between the maps are never read
         nbytes = max(base + file.nbytes for base, file in zip(self.bases, files, strict=True))
         return torch.from_numpy(view_address(self._first, nbytes, files))
 
@@ -108,7 +109,7 @@ class Maps:
             raise MapLost
 
     def gather(self, begins: Array, width: int, out: Array | None = None) -> Array:
-        """Return `width` bytes from each of `begins` as `[n, width]`. Memory: fresh, or `out`."""
+        """Copy `width` bytes from each offset in `begins`; return them as uint8 `[n, width]`: `out`, or newly allocated."""
         result = np.empty((len(begins), width), np.uint8) if out is None else out
         if self._leases is None and not self._is_bare:
             _copy(self._first + begins, np.full(len(begins), width), result.reshape(-1))
@@ -121,7 +122,7 @@ class Maps:
         return result
 
     def slices(self, begins: Array, ends: Array) -> list[bytes]:
-        """Return the bytes of each range of the first file."""
+        """Return a copy of the bytes `[begin, end)` of the first shard for each pair in `begins` and `ends`."""
         found: list[bytes] = []
         longest = int((ends - begins).max(initial=1))
         step = max(1, min(_MAX_RANGES, _CHUNK_NBYTES // longest))
@@ -143,9 +144,9 @@ class Maps:
 
 
 def gather(memory: torch.Tensor, begins: Array, width: int, out: Array | None = None) -> Array:
-    """Return `width` bytes from each of `begins` as `[n, width]`; one torch call for all of them.
+    """Copy `width` bytes from each offset in `begins`; return them as uint8 `[n, width]`: `out`, or newly allocated.
 
-    Memory: fresh, or `out`. torch's copy of rows takes 0.19 us where numpy's fancy indexing takes 0.26.
+    One torch call copies all rows, in 0.19 us each; numpy's fancy indexing takes 0.26 us.
     """
     windows = memory.as_strided((len(memory) - width + 1, width), (1, 1))
     result = np.empty((len(begins), width), np.uint8) if out is None else out
@@ -154,7 +155,7 @@ def gather(memory: torch.Tensor, begins: Array, width: int, out: Array | None = 
 
 
 def read_ranges(file: ShardFile, begins: Array, ends: Array, io: str) -> Iterator[bytes]:
-    """Yield the bytes of many ranges of a shard, from its map if that is safe now and `io` is not "pread"."""
+    """Return an iterator over the bytes of each range of a shard. Read the file if `io` is "pread" or `Maps` raises MapLost."""
     if io != "pread":
         try:
             with Maps([file], len(begins), io) as maps:
@@ -165,10 +166,10 @@ def read_ranges(file: ShardFile, begins: Array, ends: Array, io: str) -> Iterato
 
 
 def _copy(addresses: Array, sizes: Array, out: Array) -> None:
-    """Fill `out` with the bytes at `addresses` in this process; raise MapLost if one is unmapped, or the call is forbidden."""
+    """Fill `out` with the bytes at `addresses` of this process; raise MapLost if one is unmapped, or the call is forbidden."""
     ranges = np.stack([addresses, sizes], 1).astype(np.uint64)
     target = out.__array_interface__["data"][0]
-    # one call per 1,024 ranges
+    # one system call per 1,024 ranges
     for at in range(0, len(ranges), _MAX_RANGES):
         some = ranges[at : at + _MAX_RANGES]
         nbytes = int(some[:, 1].sum())

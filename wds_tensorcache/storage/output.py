@@ -1,4 +1,4 @@
-"""A file that a separate thread writes under a temporary name, renamed when it is complete."""
+"""Write a file in a separate thread, under a temporary name, and rename it when it is complete."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from wds_tensorcache.storage.threads import Job, ThreadPool
 
 __all__ = ["Output"]
 
-_STAGE_NBYTES = 1 << 22
-_LARGE_NBYTES = 1 << 21  # from this size on, a copy costs more time than it hides
-_MAX_STAGES = 2  # stages being written, while another one is filled
+_STAGE_NBYTES = 1 << 22  # a stage is memory that collects small pieces
+_LARGE_NBYTES = 1 << 21  # pieces of this size or more are not copied, since the copy would cost more time than it saves
+_MAX_STAGES = 2  # the most stages that are being written while the caller fills another
 _POOL = Pool(_STAGE_NBYTES * (_MAX_STAGES + 1))
 
 
 class Output:
-    """A file to which bytes are appended.
+    """A new file to which the caller appends bytes.
 
-    Small pieces are copied into recycled memory, which a thread writes while the caller encodes the next samples: on a memory
-    file system the copy takes 40 us for 450 KB, the system call 130. Large pieces are written without a copy.
+    Small pieces are copied into recycled memory, which a thread writes while the caller encodes the next samples. On a
+    memory file system, the copy of 450 KB takes 40 us, and the system call 130 us. Large pieces are written without a copy.
 
-    Threads/fork: one caller; not for a forked child.
+    Threads/fork: one thread at a time; not usable in a forked child.
     """
 
     def __init__(self, path: str) -> None:
@@ -36,7 +36,7 @@ class Output:
         self._pid = os.getpid()
         self._made = contextlib.ExitStack()  # `finish` and `drop` close it
         self._file = self._made.enter_context(create_temporary(path))
-        self.temporary = self._file.path  # after `flush`, the file contains all appended bytes
+        self.temporary = self._file.path  # the temporary file; after `flush`, it contains all appended bytes
         self._thread = ThreadPool(1, "tensorcache-output")
         self._writing: deque[Job[None]] = deque()
         self._stage: Any = None
@@ -44,10 +44,10 @@ class Output:
         self._failure: BaseException | None = None
 
     def append(self, parts: Sequence[Any], nbytes: int) -> None:
-        """Append `parts`, bytes-like, `nbytes` in total. The caller may change them as soon as this returns.
+        """Append bytes-like `parts`, of `nbytes` bytes in total. The caller may change the parts as soon as this returns.
 
         Raises:
-            OSError: This or an earlier piece could not be written.
+            OSError: These or earlier bytes could not be written.
         """
         self._check()
         if nbytes >= _LARGE_NBYTES:
@@ -78,34 +78,34 @@ class Output:
         self._check()
 
     def flush(self) -> None:
-        """Wait until all appended bytes are handed to the system."""
+        """Wait until all appended bytes have been passed to the operating system."""
         self._hand_over()
         self._wait(0)
 
     def _check(self) -> None:
         if self._failure is not None:
-            what = f"{self.path}: a part of it could not be written: {self._failure}"
+            what = f"{self.path}: the file could not be written: {self._failure}"
             raise OSError(getattr(self._failure, "errno", None) or errno.EIO, what) from self._failure
 
     def _write(self, parts: list[memoryview]) -> None:
         if self._failure is not None:
-            return  # later bytes would be at wrong offsets
+            return  # bytes were lost, so later bytes would be at wrong offsets
         try:
             self._write_all(parts)
         except BaseException as exc:
             self._failure = exc  # for `_check`
-            if not isinstance(exc, OSError):  # an interrupt of the caller, which writes large parts
+            if not isinstance(exc, OSError):  # an interrupt, in the caller's own thread, which writes large parts
                 raise
 
     def _write_all(self, parts: Sequence[memoryview]) -> None:
         fd, has_writev = self._file.fd, hasattr(os, "writev")
-        # one call per 1,024 buffers; it stops at 2 GiB, or where a disk is almost full
+        # one call writes at most 1,024 buffers and 2 GiB, or less if the disk is almost full
         while parts:
             count = os.writev(fd, parts[:MAX_BUFFERS]) if has_writev else os.write(fd, parts[0])
             parts = skip_bytes(parts, count)
 
     def finish(self, fsync: bool) -> None:
-        """Rename the file to its name. With `fsync`, write it to disk first: otherwise a crash could leave wrong bytes."""
+        """Rename the file to its final path. With `fsync`, flush it to disk first, so that a crash cannot leave wrong bytes."""
         self.flush()
         if fsync:
             os.fsync(self._file.fd)
@@ -116,9 +116,9 @@ class Output:
             fsync_folder(os.path.dirname(self.path))
 
     def drop(self) -> None:
-        """Delete the file; if that fails, the next writer deletes it."""
+        """Delete the temporary file; if that fails, the next writer deletes it."""
         if self._pid != os.getpid():
-            return  # a forked child also leaves its parent's `with` block
+            return  # a forked child also exits the `with` block that it inherited
         try:
             self._close()
         finally:

@@ -16,9 +16,10 @@ from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool
 __all__ = ["Digest", "ReadAhead", "Readers", "in_order"]
 
 _PIECE_NBYTES = 1 << 21
-_AHEAD_NBYTES = 1 << 22  # pieces for another thread are larger, since the hand-over costs time
+_AHEAD_NBYTES = 1 << 22  # pieces that other threads read are larger, since passing one on costs time
 
-# Hazard: GIL. xxhash does not release it for so few bytes. Threads that check one file each would wait for it after every hash.
+# Hazard: GIL. xxhash holds it while it hashes at most this many bytes. If it released the GIL, threads that check one file
+# each would wait for the GIL after every hash.
 _HELD_NBYTES = 1 << 16
 
 _Job = TypeVar("_Job")
@@ -29,20 +30,20 @@ class Digest:
     """The running XXH3-64 of the bytes `[begin, end)` of a file.
 
     Attributes:
-        value: Digest of the bytes so far, 64 bits; 0 if there are none.
-        error: The error of a read, None if there was none.
+        value: Digest of the bytes so far, 64 bits; 0 before the first byte.
+        error: Error with which a read of these bytes failed; None if none failed.
     """
 
     __slots__ = ("_hash", "begin", "end", "error", "value")
 
     def __init__(self, begin: int, end: int) -> None:
-        self.begin, self.end = begin, end  # the rest
+        self.begin, self.end = begin, end  # the bytes that are not hashed yet
         self.value = 0
         self.error: Exception | None = None
         self._hash: xxhash.xxh3_64 | None = None
 
     def add(self, piece: memoryview) -> None:
-        """Take the next bytes."""
+        """Hash the next bytes of the file."""
         if self._hash is None and len(piece) == self.end - self.begin:
             self.value = xxhash.xxh3_64_intdigest(piece)
         else:
@@ -54,13 +55,13 @@ class Digest:
 
 @dataclass(slots=True)
 class Readers:
-    """Threads that read ahead in one or several files at a time, and their recycled memory.
+    """The threads that read ahead, in one or several files at a time, and the memory that they recycle.
 
     Attributes:
         pool: The threads; None reads each piece in the thread that asks for it.
-        threads: Number of threads that read one file together.
+        threads: Number of threads that read pieces of one file at a time.
         is_stopped: Set to True to end reading: the next piece raises Cancelled.
-        spare: Memory for the next pieces.
+        spare: Recycled memory for the next pieces.
     """
 
     pool: ThreadPool | None = None
@@ -72,18 +73,19 @@ class Readers:
 class ReadAhead:
     """The bytes of a file, for a caller that reads them mostly in order.
 
-    The caller reads the headers of a piece before the piece is hashed, which is better for the processor's caches. If a
-    piece cannot be read, its bytes are read again on request, so that the error names the bad ones.
+    The caller reads the headers in a piece before the piece is hashed, which is better for the processor's caches. If a
+    piece cannot be read, `read` and `hash` read only the bytes they need from the file again, so that only requests for
+    unreadable bytes fail.
 
     Args:
-        file: The file.
-        readers: The threads and the memory.
+        file: File to read.
+        readers: Threads that read ahead, and memory for the pieces.
 
     Attributes:
         done: Offset up to which digests are computed.
 
-    Threads: one caller. Memory: one piece; with a pool, two more per thread and another one, until the end of the `with`
-        block.
+    Threads: one caller. Memory: one piece; with a pool, two pieces per thread and two more. `Readers.spare` keeps memory for
+        the next file.
     """
 
     def __init__(self, file: ShardFile, readers: Readers) -> None:
@@ -111,7 +113,7 @@ class ReadAhead:
 
     def _load(self, begin: int) -> tuple[int, memoryview, bool]:
         if self._readers.is_stopped:
-            raise Cancelled("the rest of the file is not needed any more")
+            raise Cancelled("the rest of the file is no longer needed")
         nbytes = min(self._piece_nbytes, self._file.nbytes - begin)
         memory = self._spare.pop() if self._spare else memoryview(b"")
         if len(memory) < nbytes:
@@ -123,7 +125,7 @@ class ReadAhead:
         return begin, memory, True
 
     def _holds(self, at: int) -> bool:
-        """Advance to the piece of the byte at `at`; return whether it could be read."""
+        """Advance to the piece that contains the byte at offset `at`; return whether the piece could be read."""
         while at >= self._end:
             self.hash()
             self._keep()
@@ -178,7 +180,7 @@ class ReadAhead:
 def in_order(
     jobs: Iterable[_Job], run: Callable[[_Job], _Result], pool: ThreadPool | None, threads: int
 ) -> Generator[_Result, None, None]:
-    """Yield the results of `run` for each job, in order; at most two jobs per thread are ahead of the caller."""
+    """Yield `run(job)` for each job, in order. With a pool, up to two later jobs per thread are submitted ahead."""
     waiting: deque[Job[_Result]] = deque()
     try:
         for job in jobs:

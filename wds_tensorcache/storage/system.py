@@ -6,14 +6,15 @@ import os
 
 __all__ = ["LOCAL", "MEMORY", "file_system", "memory_nbytes", "overcommit_is_off"]
 
-# network and stacked file systems grant leases that do not bind other hosts or the layer below
+# Leases on these bind every writer. Those on network file systems do not bind other hosts, nor those on stacked file
+# systems the layer below.
 LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs"})
 MEMORY = frozenset({"tmpfs", "ramfs"})
 _NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs", "afs", "gluster", "virtiofs")
 
 
 def file_system(path: str) -> tuple[str, bool]:
-    """Return the type of the file system of `path`, "" if unknown, and whether it is a network file system."""
+    """Return the type of the file system that contains `path` ("" if unknown), and whether it is a network file system."""
     path = os.path.realpath(path)
     found, kind = "", ""
     try:
@@ -29,7 +30,7 @@ def file_system(path: str) -> tuple[str, bool]:
 
 
 def memory_nbytes() -> int | None:
-    """Return the bytes of physical memory; None if unknown."""
+    """Return the size of physical memory in bytes; None if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -37,7 +38,7 @@ def memory_nbytes() -> int | None:
 
 
 def overcommit_is_off() -> bool:
-    """Return whether the system does not overcommit memory, so that private maps of shards would count as memory."""
+    """Return whether the system refuses to overcommit memory, so that private maps of shards count against its limit."""
     try:
         with open("/proc/sys/vm/overcommit_memory", encoding="ascii") as setting:
             return setting.read().strip() == "2"

@@ -1,8 +1,8 @@
 """Threads that run jobs for a caller that may be interrupted at any moment.
 
-Hazard: `concurrent.futures` waits by `threading.Condition`, which is Python code. A KeyboardInterrupt inside it can leave a
-lock held forever, or release a lock that is not held. Here a caller waits by single C calls: an interrupt arrives before or
-after each call, not inside it.
+Hazard: `concurrent.futures` waits with `threading.Condition`, which is Python code. A KeyboardInterrupt inside it can leave
+a lock held forever, or release a lock that is not held. Here a caller waits in single C calls: an interrupt arrives before
+or after each call, not inside it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AT_MOST_S = 1.0
 
 
 class _Net(weakref.ref):  # type: ignore[type-arg]
-    call: Callable[[], Any] = tuple  # does nothing, in case an interrupt arrives before it is set
+    call: Callable[[], Any] = tuple  # `tuple()` does nothing; for an interrupt before `call` is set
 
 
 _CALL = methodcaller("call")
@@ -36,8 +36,8 @@ _CALL = methodcaller("call")
 def call_when_gone(thing: Any, call: Callable[[], Any]) -> Any:
     """Call a function when an object is freed, unless the returned handle is released first.
 
-    Hazard: if KeyboardInterrupt arrives inside a Python callback, the interpreter prints it and drops it. So the function,
-    and all that it calls, must be in C. It may run inside the garbage collector, so it must not wait for a lock.
+    Hazard: if a KeyboardInterrupt arrives inside a Python callback, the interpreter prints it and drops it. So the function,
+    and all that it calls, must be implemented in C. It may run inside the garbage collector, so it must not wait for a lock.
     """
     net = _Net(thing, _CALL)
     net.call = call
@@ -45,7 +45,7 @@ def call_when_gone(thing: Any, call: Callable[[], Any]) -> Any:
 
 
 class Cancelled(Exception):
-    """A job was cancelled before it began."""
+    """Error with which `Job.result` reports a job that was cancelled before it began."""
 
 
 class Job(Generic[_Result]):
@@ -73,10 +73,10 @@ class Job(Generic[_Result]):
             self._error = exc
         del call, args
         self._end()
-        del self  # the error's traceback refers to this frame
+        del self  # the error's traceback refers to this frame, and would keep the job alive
 
     def cancel(self) -> bool:
-        """Prevent the call, so that `result` raises Cancelled; return False if the call has begun."""
+        """Prevent the call, so that `result` raises Cancelled; return False if the call has already begun."""
         try:
             self._calls.pop()
         except IndexError:
@@ -90,7 +90,7 @@ class Job(Generic[_Result]):
         self._is_running.release()
 
     def wait(self, timeout_s: float = -1) -> bool:
-        """Wait until the call has returned or was cancelled; return False if that takes longer than `timeout_s`."""
+        """Wait until the call has ended or was cancelled; return False after `timeout_s`, unless that is negative."""
         if timeout_s < 0:
             while not self.is_done:
                 with self._is_running:
@@ -111,16 +111,16 @@ class Job(Generic[_Result]):
 
 
 def wait_for(jobs: Iterable[Job[Any]]) -> None:
-    """Wait until all jobs are done; their errors are not raised."""
+    """Wait until all jobs are done, without raising their errors."""
     for job in jobs:
         job.wait()
 
 
 class _Crew:
-    """State that the threads of a pool share. The threads do not refer to the pool, so it ends when the caller drops it."""
+    """State that the threads of a pool share. No thread refers to the pool itself, so dropping the pool frees it."""
 
     def __init__(self, count: int, name: str) -> None:
-        self.jobs: SimpleQueue[Any] = SimpleQueue()  # jobs; anything else ends a thread
+        self.jobs: SimpleQueue[Any] = SimpleQueue()  # jobs to run; any other item ends a thread
         self.is_begun = False
         self.net: Any = None  # ends the threads when the pool is dropped
         self._ends = [Job(self._work) for _ in range(count)]
@@ -134,8 +134,8 @@ class _Crew:
         """Start the threads, once."""
         _OPEN.add(self)
         try:
-            # In a separate thread, as Thread.start waits by Condition; and without a call between the two lines, after which
-            # an interrupt may come.
+            # Thread.start waits with a Condition, so a separate thread calls it. No call may come between these two lines,
+            # since an interrupt may arrive after any call.
             self.is_begun = True
             _thread.start_new_thread(self._starting.run, ())
         except RuntimeError:  # the system allows no more threads
@@ -148,7 +148,7 @@ class _Crew:
             thread = threading.Thread(target=end.run, name=f"{self._name}_{number}", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the system allows no more threads: the existing ones do all jobs
+            except RuntimeError:  # the system allows no more threads; the existing ones run all jobs
                 if not number:
                     self._work()
                 return
@@ -159,13 +159,13 @@ class _Crew:
         while True:
             job = self.jobs.get()
             if not isinstance(job, Job):
-                self.jobs.put(job)  # for the next thread
+                self.jobs.put(job)  # to end the next thread, too
                 return
             job.run()
-            del job  # otherwise the job's memory would be kept until the next job
+            del job  # otherwise this frame would keep the job's memory until the next job
 
     def cancel(self) -> None:
-        """Cancel the jobs that no thread has begun."""
+        """Cancel the jobs that have not begun."""
         with contextlib.suppress(Empty):
             while True:
                 job = self.jobs.get_nowait()
@@ -195,7 +195,7 @@ class ThreadPool:
     Jobs begin in the order of `submit`. The end of the `with` block, and `close`, wait until all jobs are done. When the
     pool is dropped, or the interpreter ends, the threads end after their current jobs.
 
-    Threads/fork/pickle: any number of threads may use it at once; a forked child does not have its parent's threads.
+    Threads/fork: any number of threads may use a pool at once; a forked child does not have its parent's threads.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -203,7 +203,7 @@ class ThreadPool:
         self._is_closed = False
 
     def submit(self, call: Callable[..., _Result], *args: Any) -> Job[_Result]:
-        """Return a job for a thread to run. After `close`, it is cancelled at once."""
+        """Return a job that a thread will run. After `close`, the job is cancelled at once."""
         job = Job(call, *args)
         if not self._crew.is_begun:
             end = _end_dropped(self._crew)
@@ -216,9 +216,9 @@ class ThreadPool:
         return job
 
     def close(self, *, cancel: bool = False, timeout_s: float = -1) -> None:
-        """Wait for all jobs and threads to end; with `cancel`, drop jobs that have not started.
+        """Wait for all jobs and threads to end; with `cancel`, cancel jobs that have not begun.
 
-        If called from a pool thread, do not wait.
+        Wait at most `timeout_s` for each thread, unless that is negative. If called from one of the threads, do not wait.
         """
         self._is_closed = True
         if cancel:
@@ -237,9 +237,10 @@ class ThreadPool:
 
 
 def _end_dropped(crew: _Crew) -> Generator[None, object, None]:
-    """End threads after the last reference to their pool is gone, at any point of the caller's code.
+    """End a pool's threads when the pool is freed, which may happen at any point of the caller's code.
 
-    Hazard: an interrupt may arrive before the first line of a callback. A resumed generator is already inside its `try`.
+    Hazard: an interrupt may arrive before the first line of a callback. This generator, when resumed, is already inside its
+    `try`.
     """
     try:
         yield
@@ -252,17 +253,17 @@ def _end_dropped(crew: _Crew) -> Generator[None, object, None]:
 
 
 def interrupt_again() -> None:
-    """Interrupt the main thread again; the last call in a weak reference's callback that was interrupted.
+    """Interrupt the main thread again, as the last call in a weak reference's callback that an interrupt ended.
 
-    An error in such a callback has no caller: the interpreter prints it and drops it.
+    Otherwise the interrupt is lost: the interpreter prints an error in such a callback and drops it.
     """
-    _thread.start_new_thread(_thread.interrupt_main, ())  # not at once, which would be inside the callback
+    _thread.start_new_thread(_thread.interrupt_main, ())  # a call from this thread could interrupt the callback again
 
 
 _OPEN: set[_Crew] = set()
 
-# Threads that have ended. `threading` has a weak reference to each with a callback in Python, which would forget an interrupt:
-# so a thread that is never interrupted frees them.
+# Threads that have ended. `threading` keeps a weak reference to each, with a callback in Python, in which an interrupt would
+# be lost. So they are freed in `_Crew._start`, whose thread is never interrupted.
 _ENDED: list[threading.Thread] = []
 
 

@@ -139,6 +139,6 @@ def _own_file(file: ShardFile) -> ShardFile:
         return file
     parts = (file.read(at, min(at + _CHUNK_NBYTES, file.nbytes)) for at in range(0, file.nbytes, _CHUNK_NBYTES))
     if ShardFile(file.path).identity != file.identity:
-        raise FormatError("another file has this name since it was opened: try again").at(file.path)
+        raise FormatError("another file has replaced this one since it was opened; try again").at(file.path)
     write_atomically(os.path.realpath(file.path), parts)
     return ShardFile(file.path)

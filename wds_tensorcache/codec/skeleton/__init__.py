@@ -1,1 +1,1 @@
-"""The pickle of a sample: written, read safely, and read fast where it repeats (FORMAT.md 2)."""
+"""Write the skeleton, which is the pickle of a sample, and read it safely and fast (FORMAT.md 2)."""

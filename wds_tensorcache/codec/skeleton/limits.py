@@ -1,8 +1,9 @@
 """Limits on the work of a reader (FORMAT.md 2.6): bytes that calls copy, and the cost of dict keys and set elements.
 
-Hazard: by the memo, a short skeleton can pass one long text to many calls, and one long key to many dicts. The author of a
-file can also choose the hashes of all values but texts, so that building a dict takes time quadratic in its length. The
-costs are counted before anything is built, in the same steps as CPython's tables.
+Hazard: a pickle can fetch an object from its memo again and again, so a short skeleton can pass one long string to many
+calls, or one long key to many dicts. The author of a file can also choose keys other than str and bytes whose hashes collide,
+so that building a dict takes time quadratic in its length. Costs are therefore counted before anything is built, in the
+steps that CPython's hash tables take.
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ from wds_tensorcache.errors import FormatError
 
 __all__ = ["CALLS_OF_ANY", "PER_BYTE", "SHORT_TEXT", "KeyCosts", "are_few_texts", "call_budget", "call_cost"]
 
-CALLS_OF_ANY = 1_000_000
-PER_BYTE = 10
+CALLS_OF_ANY = 1_000_000  # cost of calls that a skeleton may have, whatever its length
+PER_BYTE = 10  # additional cost for each byte of the skeleton
 MAX_WORK = 128  # per key of one dict; for comparisons, per byte of the skeleton
 MAX_SET_WORK = 48  # per element of one set
 MAX_KEY_PARTS = 1000
-SHORT_TEXT = 256  # characters; comparing shorter texts is as fast as reading them
-_SMALL_TABLE = 512  # keys; the slots of fewer keys cost less than reading them
-_FEW_KEYS = 8  # fewer keys are compared in pairs, without a table
+SHORT_TEXT = 256  # characters; comparing strings up to this length is as fast as reading them
+_SMALL_TABLE = 512  # keys; up to this number, searching slots costs less than reading the keys
+_FEW_KEYS = 8  # up to this number, keys are compared in pairs, without a table
 _MIN_SLOTS = 1024
-_NUM_NEIGHBOURS = 10  # adjacent slots that a set tries
+_NUM_NEIGHBOURS = 10  # adjacent slots that a set tries before it jumps
 _ALL_BITS = 0xFFFFFFFFFFFFFFFF
-# Comparing longer numbers with another type converts them, in time quadratic in their length.
+# Comparing a longer number with a number of another type converts it, in time quadratic in its length.
 _LONG_NUMBER_NBYTES = 512
 _PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None)})
 _TEXTS = frozenset({str})
-_NUMBERS = {Fraction: 16, Decimal: 8}  # hashed in Python, or by a conversion
+_NUMBERS = {Fraction: 16, Decimal: 8}  # cost of hashing one in Python code, or by a conversion
 
 
 def call_budget(nbytes: int) -> int:
-    """Return the limit on the sum of `call_cost` over a skeleton of this length."""
+    """Return the limit on the total `call_cost` of the calls in a skeleton whose body has `nbytes` bytes."""
     return CALLS_OF_ANY + PER_BYTE * nbytes
 
 
 def call_cost(arguments: Sequence[Any]) -> int:
-    """Return the number of bytes of its arguments that a call copies."""
+    """Return the cost of a call: the number of its arguments, and roughly the number of bytes that it copies from them."""
     return len(arguments) + sum(map(_argument_cost, arguments))
 
 
@@ -56,30 +57,31 @@ def _argument_cost(argument: Any) -> int:
 
 
 def are_few_texts(keys: Sequence[Any], num_others: int) -> bool:
-    """Return whether keys need no counting in a container with `num_others` other keys; true for nearly all dicts."""
+    """Return whether keys are strings and, with `num_others` keys in the same container, too few to need counting."""
     return len(keys) + num_others <= _SMALL_TABLE and _TEXTS.issuperset(map(type, keys))
 
 
 class KeyCosts:
-    """The costs of all keys of one skeleton; `nbytes` is its length, None while it is being written."""
+    """The total costs of all keys in one skeleton; `nbytes` is the length of its body, None while it is being written."""
 
     def __init__(self, nbytes: int | None = None) -> None:
         self._nbytes = sys.maxsize if nbytes is None else nbytes
         self._hashed = self._compared = 0
-        self._tables: dict[int, tuple[Any, _Table]] = {}  # by the id of the container, which the entry keeps alive
+        # id -> (container, table); the container is kept so that its id is not reused
+        self._tables: dict[int, tuple[Any, _Table]] = {}
 
     def add(self, container: Any, keys: Sequence[Any], is_set: bool) -> None:
-        """Count keys before they are added to a dict or set; `container` is None for a new one.
+        """Count the costs of keys before they are added to a dict or set; `container` is None if it does not exist yet.
 
         Raises:
-            FormatError: The keys cost too much.
+            FormatError: The keys take too long to hash, compare or place.
         """
         self._count_hashing(keys)
         hashes = list(map(hash, keys))
         if not container and len(keys) <= _SMALL_TABLE and len(set(hashes)) == len(keys):
             return
         if not isinstance(container, (dict, set, type(None))):
-            return  # of a class in allow=, which is trusted
+            return  # an instance of a class in allow=, which is trusted
         _, table = self._tables.get(id(container), (None, None))
         known = list(container or ()) if table is None else []
         if table is None and len(known) + len(keys) <= _FEW_KEYS:
@@ -95,16 +97,16 @@ class KeyCosts:
         self.check(self._nbytes)
 
     def check(self, nbytes: int) -> None:
-        """Raise FormatError if a skeleton of this length is too short for its keys."""
+        """Raise FormatError if the keys cost more than a skeleton with a body of `nbytes` bytes may."""
         if self._hashed > 1000 + PER_BYTE * nbytes:
-            raise FormatError("dict keys or set elements that take too long to hash")
+            raise FormatError("the dict keys and set elements take too long to hash")
         if self._compared > 1000 + MAX_WORK * nbytes:
-            raise FormatError("dict keys or set elements that take too long to compare")
+            raise FormatError("the dict keys and set elements take too long to compare")
 
     def _count_hashing(self, keys: Sequence[Any]) -> None:
         classes = set(map(type, keys))
         if int not in classes and classes <= _PLAIN:
-            return  # texts and bytes store their hashes
+            return  # str and bytes objects store their hashes
         budget = 1000 + PER_BYTE * self._nbytes
         for key in keys:
             if key.__class__ is int:
@@ -115,10 +117,10 @@ class KeyCosts:
 
 
 def _hash_cost(key: Any, limit: int) -> int:
-    """Return the cost of `hash(key)`: one per visited part, counting shared parts each time, and one per 64 bits of a number.
+    """Return the cost of `hash(key)`: 1 for each part that it visits (shared parts each time), and more for long numbers.
 
     Raises:
-        FormatError: More than `limit`, or so deep that hashing overflows C's stack.
+        FormatError: The cost exceeds `limit`, or the key nests so deeply that hashing could overflow C's stack.
     """
     cost = 0
     todo = [(key, 1)]
@@ -134,12 +136,14 @@ def _hash_cost(key: Any, limit: int) -> int:
         elif value.__class__ in _NUMBERS:
             cost += _NUMBERS[value.__class__] + (sys.getsizeof(value) >> 6)
         if cost > limit or depth > MAX_DEPTH:
-            raise FormatError("a dict key or set element is too deep, too long, or shares its parts too often")
+            raise FormatError(
+                "a dict key or set element is nested too deeply, is too long, or shares its parts too often"
+            )
     return cost
 
 
 def _comparison_cost(key: Any) -> int:
-    """Return the cost of comparing a key with another key of the same hash, in slots; 64 bytes count as one."""
+    """Return what a key adds to the cost of comparing it with a key of the same hash; 64 bytes cost as much as a slot."""
     cost = 0 if key.__class__ in _PLAIN else 16
     todo = [key]
     while todo:
@@ -157,7 +161,7 @@ def _comparison_cost(key: Any) -> int:
 
 
 def _compare_pairs(known: list[Any], keys: Sequence[Any], hashes: list[int]) -> int:
-    """Return the cost of comparing each of `keys` with the keys before it; comparing an object with itself is free."""
+    """Return the cost of comparing each of `keys` with the earlier keys of the same hash; the same object costs nothing."""
     both = [*known, *keys]
     return sum(
         _comparison_cost(both[earlier]) + _comparison_cost(both[number])
@@ -169,27 +173,27 @@ def _compare_pairs(known: list[Any], keys: Sequence[Any], hashes: list[int]) -> 
 
 @dataclass
 class _Chain:
-    """Keys that share a hash: each examines the slots of those before it, so the next one starts where the last one is."""
+    """Keys of a table that share a hash. Each tries the slots of all before it, so the next one may start at the last one's."""
 
-    cost: int  # of comparing each of them once
-    slot: int  # of the last of them
-    home: int
-    perturb: int
-    steps: int = 0  # from the first to the last
+    cost: int  # sum of the costs of comparing each key once
+    slot: int  # slot of the last key
+    home: int  # first of the adjacent slots around `slot`
+    perturb: int  # bits of the hash that are not used up at `slot`
+    steps: int = 0  # number of steps from the slot of the first key to `slot`
     length: int = 1
 
 
 class _Table:
-    """CPython's table of one dict or set: the hashes of its keys, and the key in each slot."""
+    """A model of CPython's hash table for one dict or set: which key is in which slot."""
 
     def __init__(self, is_set: bool) -> None:
         self.work = 0
         self._is_set = is_set
         self._keys: list[Any] = []
         self._hashes = array("q")
-        self._costs: dict[int, int] = {}  # the cost of comparing each key, by its number
-        self._slots = array("i")  # the number of a key, -1 if free
-        self._chains: dict[int, _Chain] = {}  # by the number of the first key of each repeated hash
+        self._costs: dict[int, int] = {}  # number of a key -> the cost of comparing it
+        self._slots = array("i")  # the number of the key in each slot, -1 if the slot is free
+        self._chains: dict[int, _Chain] = {}  # number of the first key with a hash -> all keys with it
         self._limit = 0
 
     def add(self, keys: Sequence[Any], hashes: Sequence[int]) -> int:
@@ -225,7 +229,7 @@ class _Table:
         self._chains = {}
 
     def _place(self, first: int, last: int, *, is_new: bool) -> int:
-        """Put the keys `[first, last)` into slots; return the cost of comparing new keys with earlier ones."""
+        """Put the keys `[first, last)` into slots; return the cost of comparing them with earlier keys, 0 unless `is_new`."""
         slots, hashes, is_set, chains = self._slots, self._hashes, self._is_set, self._chains
         mask, compared = len(slots) - 1, 0
         self.work += last - first
@@ -253,7 +257,7 @@ class _Table:
                     home = slot = (5 * home + perturb + 1) & mask
                 if self.work + steps > limit:
                     what = "elements of a set" if is_set else "keys of a dict"
-                    raise FormatError(f"{len(hashes)} {what} share too many hashes, or slots of their table")
+                    raise FormatError(f"{len(hashes)} {what} share too many hashes or hash-table slots")
             slots[slot] = number
             self.work += steps
             if chain is not None:

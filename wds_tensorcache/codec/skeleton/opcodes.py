@@ -1,6 +1,6 @@
 """The opcodes of FORMAT.md 2.4, and the shortest encoding of each plain value.
 
-The reader and the templates compare the integers; the writer joins `CODE[opcode]`.
+The reader and the templates compare opcodes as integers; the writer joins the bytes in `CODE`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ EMPTY_SET, ADDITEMS, FROZENSET = 0x8F, 0x90, 0x91
 EMPTY_TUPLE, TUPLE1, TUPLE2, TUPLE3, TUPLE = 0x29, 0x85, 0x86, 0x87, 0x74
 MARK, POP, POP_MARK, MEMOIZE, BINGET, LONG_BINGET = 0x28, 0x30, 0x31, 0x94, 0x68, 0x6A
 STACK_GLOBAL, REDUCE = 0x93, 0x52
-# only with allow=
+# accepted only with allow=
 NEWOBJ, NEWOBJ_EX, BUILD = 0x81, 0x92, 0x62
 
 CODE = [bytes([opcode]) for opcode in range(256)]
-SHORT_TUPLES = {0: EMPTY_TUPLE, 1: TUPLE1, 2: TUPLE2, 3: TUPLE3}  # by length; these need no MARK
+SHORT_TUPLES = {0: EMPTY_TUPLE, 1: TUPLE1, 2: TUPLE2, 3: TUPLE3}  # length of the tuple -> opcode that needs no MARK
 CONSTANTS = {NONE: None, NEWTRUE: True, NEWFALSE: False}
 FIXED_NBYTES = {BININT1: 1, BININT2: 2, BININT: 4, BINFLOAT: 8, NONE: 0, NEWTRUE: 0, NEWFALSE: 0}
-# bytes of the length field
+# number of bytes in the length field of an opcode
 LENGTH_NBYTES = {
     **dict.fromkeys((SHORT_BINUNICODE, SHORT_BINBYTES, LONG1), 1),
     **dict.fromkeys((BINUNICODE, BINBYTES, LONG4), 4),
@@ -59,7 +59,7 @@ def _write_int(value: int) -> bytes:
 
 
 def write_text(value: str) -> bytes:
-    """Return the opcode that pushes a text."""
+    """Return the shortest opcode that pushes a string, with the string."""
     raw = value.encode("utf-8", "surrogatepass")
     if len(raw) < 256:
         return _SHORT_TEXT % (len(raw), raw)
@@ -77,7 +77,7 @@ ATOM_WRITERS: dict[type, Callable[[Any], bytes]] = {
 
 
 def write_get(number: int) -> bytes:
-    """Return the opcode that pushes the object of the `number`-th MEMOIZE."""
+    """Return the opcode that pushes object `number` of the memo, counted from 0."""
     return pack("<BB", BINGET, number) if number < 256 else pack("<BI", LONG_BINGET, number)
 
 

@@ -1,4 +1,4 @@
-"""The names of tensors, which are their paths in the sample (FORMAT.md 2.3), and the places in errors."""
+"""Build the names of tensors, which are their paths in the sample (FORMAT.md 2.3), and describe paths in errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 __all__ = ["RESERVED", "component", "join", "place", "short_component"]
 
-RESERVED = "__metadata__"  # by safetensors
+RESERVED = "__metadata__"  # safetensors reserves this name
 _ESCAPED = re.compile("[%.?:\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -20,7 +20,7 @@ short_component = lru_cache(4096)(_escape)  # samples of one cache have the same
 
 
 def component(key: object, position: int) -> str:
-    """Return the part of a path for a dict's key; `position` is that of the key in the dict."""
+    """Return the part of a path that stands for a key of a dict; `position` is the position of the key in the dict."""
     if type(key) is str:
         return short_component(key) if len(key) < 64 else _escape(key)
     return str(key) if type(key) is int and abs(key) < 1 << 64 else f"@{position}"
@@ -32,5 +32,5 @@ def join(path: str, part: str) -> str:
 
 
 def place(path: str) -> str:
-    """Return the first words of an error about the value at `path`."""
+    """Return the first words of an error message about the value at `path`."""
     return f"value at {path!r}" if path else "the sample"

@@ -1,9 +1,9 @@
-"""Skeleton bytes to objects: an interpreter of the pickle subset in FORMAT.md 2.4, and nothing else.
+"""Read a skeleton, which is the pickle of a sample: an interpreter for the pickle subset of FORMAT.md 2.4.
 
 Python's own unpickler is unsafe even if `find_class` allows only listed names. It builds any object that its opcodes reach,
-allocates memory that the input only declares, and lets callables escape as values. Here no callable leaves this file. Each
-fetched callable must be called, each builder checks its arguments, and each length is compared with the bytes that remain
-before anything is built. This file can be audited alone.
+allocates as much memory as the input claims to need, and lets callables escape as values. Here, no callable leaves this
+file: each fetched callable must be called. Builders check their arguments, and a length must not exceed the remaining bytes.
+To audit it, read this file, `types.py` and `limits.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FLOAT = Struct(">d").unpack_from
 _INT32 = Struct("<i").unpack_from
 _UINT32 = Struct("<I").unpack_from
 _UINT64 = Struct("<Q").unpack_from
-# Every opcode that makes a container. A body with at most 200 of them cannot nest deeper.
+# Opcodes that create a container. A body with at most `MAX_DEPTH` such bytes cannot nest deeper, so it needs no walk.
 _NESTING = bytes(
     (*SHORT_TUPLES.values(), TUPLE, EMPTY_LIST, EMPTY_DICT, EMPTY_SET, FROZENSET, REDUCE, NEWOBJ, NEWOBJ_EX)
 )
@@ -53,16 +53,16 @@ def unpickle(
     allow: Allowed,
     more: Mapping[int, Operation] | None = None,
 ) -> Any:
-    """Return the object that `pickled[begin:]` describes.
+    """Return the object that the pickle `pickled[begin:]` describes.
 
     Args:
         pickled: Bytes of the skeleton.
-        begin: Offset after the PROTO opcode or the preamble.
+        begin: Offset of the body, which follows the preamble or the PROTO opcode.
         reference: Function from a tensor reference, for example `"tensor:image"`, to its value; None if references are not
             allowed.
-        builders: A `Builder`, or an immutable value, for each (module, name).
+        builders: `Builder` or immutable value for each global that a skeleton may name, by (module, name).
         allow: Classes that the caller trusts with arbitrary arguments and state.
-        more: Further opcodes; None for the opcodes of classes in `allow`.
+        more: Functions for additional opcodes; None adds NEWOBJ, NEWOBJ_EX and BUILD if `allow` is not empty.
 
     Raises:
         UnsafeSkeletonError: An opcode or a global is outside the subset.
@@ -79,9 +79,11 @@ def unpickle(
     except TensorCacheError:
         raise
     except (IndexError, StructError) as exc:
-        raise FormatError("the skeleton ends inside an opcode, or its stack or memo is too short") from exc
+        raise FormatError(
+            "the skeleton ends inside an opcode, or an opcode takes more than its stack or memo contains"
+        ) from exc
     except Exception as exc:  # a builder refused its arguments, or a class in allow= refused its state
-        raise FormatError(f"the skeleton cannot be built: {type(exc).__name__}: {exc}") from exc
+        raise FormatError(f"the objects of the skeleton cannot be built: {type(exc).__name__}: {exc}") from exc
 
 
 def _run(
@@ -96,7 +98,7 @@ def _run(
     stack: list[Any] = []
     outer: list[list[Any]] = []  # the stacks below each MARK
     memo: list[Any] = []
-    callables = 0  # builders that were pushed and not called yet, alone or as the factory of a defaultdict
+    callables = 0  # builders that were pushed but neither called nor passed to a defaultdict yet
     key_costs = KeyCosts(size - pos)
     argument_budget = call_budget(size - pos)
     num_deques = 0
@@ -127,7 +129,7 @@ def _run(
                 and body[pos] == SHORT_BINUNICODE
                 and body[(end := pos + 2 + body[pos + 1]) : end + 2] == _END_OF_REFERENCE
             ):
-                # a reference as the writer writes it (text, TUPLE1, REDUCE): four steps in one
+                # a reference as our writer writes it (string, TUPLE1, REDUCE): one step instead of four
                 push(reference(_text(body[pos + 2 : end])))
                 pos = end + 2
                 continue
@@ -147,7 +149,8 @@ def _run(
             builder = stack[-1]
             if builder.__class__ is not Builder or args.__class__ is not tuple:
                 raise UnsafeSkeletonError(
-                    f"REDUCE at byte {pos - 1} calls {shown(builder)}, which is not a listed callable"
+                    f"REDUCE at byte {pos - 1} calls {shown(builder)} with {shown(args)}; "
+                    "expected a listed callable and a tuple"
                 )
             callables -= 1 + _is_factory(args)  # only the builder of defaultdict accepts a callable
             if builder is REFERENCE:
@@ -158,7 +161,9 @@ def _run(
                 argument_budget -= call_cost(args)
                 num_deques += builder.is_deque
                 if argument_budget < 0 or num_deques > MAX_DEQUES:
-                    raise FormatError(f"calls with too much to copy, or more than {MAX_DEQUES} deques")
+                    raise FormatError(
+                        f"the calls of the skeleton copy too much, or build more than {MAX_DEQUES} deques"
+                    )
                 if builder.cls is not None:
                     refuse_callables(args, callables + _is_factory(args))
                 stack[-1] = builder.build(args)
@@ -186,7 +191,7 @@ def _run(
             if op == SETITEMS or op == SETITEM:
                 target = stack[-1]
                 if target.__class__ not in _DICTS and target.__class__ not in allow.values():
-                    raise FormatError(f"SETITEMS at byte {pos - 1} on a {type(target).__name__}")
+                    raise FormatError(f"SETITEMS at byte {pos - 1} on a {type(target).__name__}; expected a dict")
                 keys = items[::2]
                 if not are_few_texts(keys, len(target) if isinstance(target, dict) else 0) or (
                     has_long_texts and max(map(len, keys), default=0) > SHORT_TEXT
@@ -197,7 +202,9 @@ def _run(
             elif op == APPENDS or op == APPEND:
                 target = stack[-1]
                 if target.__class__ not in _LISTS and target.__class__ not in allow.values():
-                    raise FormatError(f"APPENDS at byte {pos - 1} on a {type(target).__name__}")
+                    raise FormatError(
+                        f"APPENDS at byte {pos - 1} on a {type(target).__name__}; expected a list or deque"
+                    )
                 target.extend(items)
             elif op == TUPLE:
                 push(tuple(items))
@@ -207,7 +214,7 @@ def _run(
             elif op == ADDITEMS:
                 target = stack[-1]
                 if target.__class__ is not set:
-                    raise FormatError(f"ADDITEMS at byte {pos - 1} on a {type(target).__name__}")
+                    raise FormatError(f"ADDITEMS at byte {pos - 1} on a {type(target).__name__}; expected a set")
                 key_costs.add(target, items, True)
                 target.update(items)
         elif op == TUPLE2:
@@ -224,7 +231,7 @@ def _run(
             end = begin + int.from_bytes(body[pos:begin], "little")
             if end > size or begin > size:
                 raise FormatError(
-                    f"the opcode at byte {pos - 1} announces {end - begin} bytes, {size - begin} are left"
+                    f"the opcode at byte {pos - 1} declares {end - begin} bytes, but {max(0, size - begin)} are left"
                 )
             push(make(body[begin:end]))
             has_long_texts = has_long_texts or make is _text
@@ -241,7 +248,7 @@ def _run(
             stack.pop()
         elif op == FRAME:
             if pos + 8 + _UINT64(body, pos)[0] > size:
-                raise FormatError(f"the frame at byte {pos - 1} is longer than the skeleton")
+                raise FormatError(f"the frame at byte {pos - 1} ends after the skeleton")
             pos += 8
         elif op == STOP:
             break
@@ -251,18 +258,18 @@ def _run(
             _refuse(op, pos - 1)
     if pos != size:
         raise FormatError(
-            f"{size - pos} bytes after the end of the skeleton" if pos < size else "the skeleton is truncated"
+            f"{size - pos} bytes follow the end of the skeleton" if pos < size else "the skeleton is truncated"
         )
     if len(stack) != 1 or outer:
-        raise FormatError("the skeleton leaves more or less than one object")
-    # each call uses up one fetched callable, and the call of a defaultdict its factory too
+        raise FormatError("the stack must contain exactly one object, and no MARK, at the end of the skeleton")
+    # each call uses up one fetched callable; the call of a defaultdict also uses up its factory
     if callables:
         raise UnsafeSkeletonError("the skeleton uses a callable as a value, or never calls it")
     return stack[0]
 
 
 def _is_factory(args: tuple[Any, ...]) -> bool:
-    """Return whether these arguments consist of the factory of a defaultdict."""
+    """Return whether these arguments are one builder, which can only be the factory of a defaultdict."""
     return len(args) == 1 and args[0].__class__ is Builder
 
 
@@ -285,7 +292,7 @@ _LENGTH_FIELDS = {code: (LENGTH_NBYTES[code], make) for make, codes in _MAKERS f
 
 def _find(module: Any, name: Any, builders: Builders, allow: Allowed) -> Any:
     if module.__class__ is not str or name.__class__ is not str:
-        raise UnsafeSkeletonError("a global is named by something other than strings")
+        raise UnsafeSkeletonError("the module or the name of a global is not a string")
     key = (module, name)
     if key == ("builtins", "format"):
         return REFERENCE
@@ -308,12 +315,12 @@ def _refuse(op: int, pos: int) -> NoReturn:
         "for classes that you trust, pass allow=[…]" if op in ALLOW_ONLY else "write the sample with tc.encode_sample"
     )
     raise UnsafeSkeletonError(
-        f"opcode {names.get(op, hex(op))} at byte {pos} is outside the format, FORMAT.md 2.4; {hint}"
+        f"opcode {names.get(op, hex(op))} at byte {pos} is not in the format (FORMAT.md 2.4); {hint}"
     )
 
 
 def _refuse_reference(text: Any) -> NoReturn:
-    raise FormatError(f"a skeleton, which refers to {text!r:.100}; its tensors are missing")
+    raise FormatError(f"the pickle is a skeleton: it refers to {text!r:.100}, but its tensors are missing")
 
 
-REFERENCE = Builder(_refuse_reference)  # `_run` calls references itself
+REFERENCE = Builder(_refuse_reference)  # `_run` resolves references itself

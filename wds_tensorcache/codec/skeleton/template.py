@@ -1,9 +1,9 @@
 """Templates: a fast path for skeletons that differ from an earlier one only in plain values.
 
-Most samples of a cache have the same structure: the same opcodes, with different numbers and texts between them. A template
-is a skeleton that the interpreter has read, cut at those values. A body that matches it byte for byte everywhere else has
-the same opcodes, and so passes the same checks. The interpreter reads every other body, and every body that contains more
-than dicts, lists, tuples, plain values and references.
+Most samples of a cache have the same structure: the same opcodes, with different numbers and strings between them. A
+template is the body of a skeleton that the interpreter (`reader.py`) has read, without those values. A body that equals it
+everywhere else has the same opcodes, so the interpreter would accept it, too. The interpreter reads all other bodies, and
+those that contain anything but dicts, lists, tuples, plain values and references to tensors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from wds_tensorcache.codec.skeleton.opcodes import *
 
 __all__ = ["MAX_ATTEMPTS", "MISS", "Template", "assemble", "item_getter", "learn"]
 
-MISS: Any = object()
-MAX_ATTEMPTS = 8
-MAX_PARTS = 100  # interpreting a larger body is as fast
+MISS: Any = object()  # the result for a skeleton that does not match a template
+MAX_ATTEMPTS = 8  # samples of a form that are read before no template is sought any longer
+MAX_PARTS = 100  # the interpreter is as fast for a larger body
 _FLOAT = Struct(">d").unpack_from
 _INT32 = Struct("<i").unpack_from
 _SIZED: dict[int, Callable[[bytes], Any]] = {
@@ -37,10 +37,10 @@ class Template:
     """A skeleton's body without its plain values.
 
     Attributes:
-        segments: Bytes before each value, and after the last.
-        references: Texts of the references, in order.
-        containers: For each container, inner ones first: its type, the keys of a dict, and a function that gets the items.
-            This function gets them from a list of all values, all tensors, and all containers built before.
+        segments: Bytes before each value, and bytes after the last value.
+        references: Strings of the references to tensors, in the order of the body.
+        containers: For each container, inner ones first: its type, the keys if it is a dict, and a function that selects its
+            items from a list of all values, then all tensors, then all containers built before.
     """
 
     segments: tuple[bytes, ...]
@@ -48,7 +48,7 @@ class Template:
     containers: tuple[tuple[type, Any, Any], ...]
 
     def match(self, body: bytes, pos: int) -> Any:
-        """Return the values of a skeleton whose preamble ends at `pos`, or `MISS` if it does not match."""
+        """Return the plain values of a skeleton whose body starts at `pos`, or `MISS` if it does not match."""
         values: list[Any] = []
         append = values.append
         # one step per value
@@ -88,12 +88,12 @@ class Template:
         return values if body[pos:] == self.segments[-1] else MISS
 
     def build(self, made: list[Any]) -> Any:
-        """Return the object built from `made`, its values and then its tensors. Consumes `made`."""
+        """Return the object built from `made`, a list of its values and then its tensors; the list is changed."""
         return assemble(self.containers, made)
 
 
 def assemble(containers: Iterable[tuple[type, Any, Any]], made: list[Any]) -> Any:
-    """Build each container from items of `made`, append it to `made`, and return the last. `containers` as in `Template`."""
+    """Build each container from items of `made`, append it to `made`, and return the last; for `containers`, see `Template`."""
     for kind, keys, take in containers:
         if kind is dict:
             made.append(dict(zip(keys, take(made), strict=True)))
@@ -103,7 +103,7 @@ def assemble(containers: Iterable[tuple[type, Any, Any]], made: list[Any]) -> An
 
 
 def item_getter(indices: list[int]) -> Callable[[list[Any]], Iterable[Any]]:
-    """Return a function that returns the items at `indices` of a list."""
+    """Return a function of a list that returns a tuple of its items at `indices`."""
     if not indices:
         return lambda made: ()
     if len(indices) == 1:
@@ -117,7 +117,7 @@ class _Node:
     """A value, tensor or container of a body."""
 
     kind: Any  # `_VALUE`, `_TENSOR`, or the type of a container
-    content: Any  # of a value; the reference to a tensor; the items of a container
+    content: Any  # the value, the string of a reference to a tensor, or the items of a container
     begin: int = 0
     end: int = 0
     keys: tuple[str, ...] = ()
@@ -146,7 +146,7 @@ def learn(body: bytes, begin: int) -> Template | None:
         return None
     order = {id(part): index for index, part in enumerate([*values, *tensors, *containers])}
     if any(id(item) not in order for container in containers for item in container.content):
-        return None  # a text that is both a key and a value
+        return None  # a string that is both a key and a value
     cuts = [begin, *(edge for value in values for edge in (value.begin, value.end)), len(body)]
     segments = tuple(body[first:last] for first, last in zip(cuts[::2], cuts[1::2], strict=True))
     steps = tuple(
@@ -156,7 +156,7 @@ def learn(body: bytes, begin: int) -> Template | None:
 
 
 def _parse_body(body: bytes, begin: int) -> tuple[list[_Node], Any]:
-    """Return all values, tensors and finished containers of a body in order, and the root."""
+    """Return all values, tensors and finished containers of a body in the order of its opcodes, and the outermost object."""
     parts: list[_Node] = []
     stack: list[Any] = []
     marks: list[list[Any]] = []
@@ -167,7 +167,7 @@ def _parse_body(body: bytes, begin: int) -> tuple[list[_Node], Any]:
         op = ord(opcode.code)
         if value is not None:
             value.end, value = begin + at, None
-        if len(parts) > 4 * MAX_PARTS:  # this count includes keys and names, which are removed later
+        if len(parts) > 4 * MAX_PARTS:  # these include keys and names, which `learn` leaves out
             raise _NotATemplate
         if op in FIXED_NBYTES or op in _SIZED:
             value = _Node(_VALUE, argument, begin + at)
@@ -175,7 +175,7 @@ def _parse_body(body: bytes, begin: int) -> tuple[list[_Node], Any]:
             parts.append(value)
         elif op == MEMOIZE:
             if stack[-1].__class__ is _Node and stack[-1].kind in (dict, list, tuple):
-                raise _NotATemplate  # the container may be fetched again
+                raise _NotATemplate  # the body may fetch the container again
             memo.append(stack[-1])
         elif op == BINGET:
             stack.append(memo[argument])
@@ -222,7 +222,7 @@ def _parse_body(body: bytes, begin: int) -> tuple[list[_Node], Any]:
 
 
 def _claim_constant_text(part: Any) -> str:
-    """Return the text of a part that is the same in all skeletons of the template, and mark the part as not a value."""
+    """Return the string of a part that is equal in all skeletons of the template, and mark that this part is not a value."""
     if part.__class__ is not _Node or part.kind not in (_VALUE, None) or part.content.__class__ is not str:
         raise _NotATemplate
     part.kind = None

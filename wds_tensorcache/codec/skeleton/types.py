@@ -1,7 +1,9 @@
 """The types that a skeleton may name, for writing and reading: listed types, and classes in `allow=` (FORMAT.md 2.5, 2.7).
 
-One row per listed type holds its writer and its builder. A row's arguments are canonical, the same on every Python version.
-A builder accepts nothing that could run code, open a file, or allocate more memory than its arguments occupy.
+An object of a *listed* type (the table in FORMAT.md 2.5) is written as a call of that type. `_rows` has one row for each
+type. It contains the function that returns the arguments to write, which are the same on every Python version, and the
+*builder*, which makes the object from arguments that were read. Builders refuse all arguments that could run code, open a
+file, or allocate more memory than the arguments themselves take.
 """
 
 from __future__ import annotations
@@ -45,22 +47,22 @@ __all__ = [
 ]
 
 MAX_DEQUES = 1000
-# Hazard: the greatest common divisor of longer numbers takes seconds, and the length of a range is a quotient.
+# Hazard: for longer numbers, a Fraction's greatest common divisor and the division for the length of a range take seconds.
 MAX_BITS = 4096
 _DECIMALS = Context(capitals=1)  # str(Decimal) depends on the thread's context
 
 Allowed = Mapping[tuple[str, str], type]
-"""Classes that the caller trusts, by module and qualified name."""
+"""Classes that the caller trusts, by (module, qualified name)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Builder:
-    """A callable that a skeleton may call by REDUCE.
+    """A callable that a skeleton may call with the opcode REDUCE.
 
     Attributes:
-        build: Function of the argument tuple, which checks every argument.
-        cls: Class in `allow=`, which NEWOBJ may instantiate.
-        factory: Class that may only be the factory of a defaultdict.
+        build: Function of the argument tuple; it checks every argument.
+        cls: Class in `allow=`, which NEWOBJ may instantiate; None for a listed type.
+        factory: Class that a skeleton may name only as the factory of a defaultdict; None for other builders.
         is_deque: True for deques, whose number is limited: freeing nested deques overflows C's stack.
     """
 
@@ -72,7 +74,7 @@ class Builder:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The written form of one type: the global `module.name`, and the arguments of its call."""
+    """The way to write objects of one type: as a call of the global `module.name` with the result of `arguments`."""
 
     module: str
     name: str
@@ -80,7 +82,7 @@ class Listed:
 
 
 def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
-    """Return the classes of an `allow=` argument by module and qualified name.
+    """Return the classes of an `allow=` argument by (module, qualified name).
 
     Raises:
         TypeError: An item is not a class.
@@ -94,10 +96,10 @@ def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
 
 
 def reduction(value: Any) -> tuple[int, Any, Any, Any, Any, Any]:
-    """Return the opcode that builds `value`, with its arguments, keywords, state, items and pairs.
+    """Return the opcode that builds `value`, and its arguments, keywords, state, items and pairs from `__reduce_ex__`.
 
     Raises:
-        ValueError: A callable other than the class builds the object.
+        ValueError: `__reduce_ex__` names a callable other than the class of `value`.
     """
     cls = type(value)
     reduced: Any = value.__reduce_ex__(4)
@@ -114,10 +116,10 @@ def reduction(value: Any) -> tuple[int, Any, Any, Any, Any, Any]:
 
 
 def refuse_callables(arguments: Any, num_callables: int) -> None:
-    """Raise UnsafeSkeletonError if a class in `allow=` would receive a callable of this file.
+    """Raise UnsafeSkeletonError if a class in `allow=` would receive a `Builder` in these arguments.
 
-    Without an uncalled callable on the stack or in the memo, the arguments are not walked, which would be slow if they are
-    shared.
+    `num_callables` builders were fetched and not called yet. If there are none, the arguments are not walked: walking them
+    for each call would be slow if many calls share them.
     """
     if num_callables and any(value.__class__ is Builder for value, _ in walk(arguments)):
         raise UnsafeSkeletonError("the skeleton uses a callable as a value")
@@ -127,10 +129,10 @@ def _instantiate(stack: list[Any], kwargs: Any, num_callables: int) -> int:
     args = stack.pop()
     builder = stack[-1]
     if builder.__class__ is not Builder or builder.cls is None:
-        raise UnsafeSkeletonError("NEWOBJ needs a class in allow=")
+        raise UnsafeSkeletonError("NEWOBJ must be called on a class in allow=")
     if args.__class__ is not tuple or kwargs.__class__ is not dict:
-        raise FormatError("NEWOBJ needs a tuple of arguments")
-    refuse_callables((args, kwargs), num_callables - 1)  # without the class
+        raise FormatError("NEWOBJ must be called with a tuple of arguments, and NEWOBJ_EX also with a dict")
+    refuse_callables((args, kwargs), num_callables - 1)  # not counting the class itself
     stack[-1] = builder.cls.__new__(builder.cls, *args, **kwargs)
     return 1
 
@@ -140,9 +142,9 @@ def _set_state(stack: list[Any], allow: Allowed, num_callables: int) -> int:
     target = stack[-1]
     refuse_callables(state, num_callables)
     name = type(target).__name__
-    # Hazard: classes and members of Enums belong to the process; a state would patch them for all of its code.
+    # Hazard: the whole process shares classes and the members of Enums, so a state would change them for all of its code.
     if type(target) not in allow.values() or isinstance(target, Enum):
-        raise UnsafeSkeletonError(f"BUILD on a {name}, which is not an instance of a class in allow=")
+        raise UnsafeSkeletonError(f"BUILD on a {name}; expected an instance of a class in allow=, but not of an Enum")
     setstate = getattr(type(target), "__setstate__", None)
     if setstate is not None:
         setstate(target, state)
@@ -160,7 +162,7 @@ def _set_state(stack: list[Any], allow: Allowed, num_callables: int) -> int:
     return 0
 
 
-# Arguments: the stack, `allow`, and the number of uncalled callables. Returns the number of callables that it called.
+# Function of the stack, `allow`, and the number of builders not called yet. Returns how many builders it called.
 Operation = Callable[[list[Any], Allowed, int], int]
 ALLOW_ONLY: dict[int, Operation] = {
     NEWOBJ: lambda stack, allow, num_callables: _instantiate(stack, {}, num_callables),
@@ -170,7 +172,7 @@ ALLOW_ONLY: dict[int, Operation] = {
 
 
 def _checked(make: Callable[..., Any], *kinds: Any, optional: int = 0) -> Callable[[tuple[Any, ...]], Any]:
-    """Return a `build` that calls `make` with arguments of exactly these classes; the last `optional` ones may be missing."""
+    """Return a `Builder.build` that calls `make` on arguments of these classes; the last `optional` ones may be missing."""
     allowed = [kind if isinstance(kind, tuple) else (kind,) for kind in kinds]
     counts = range(len(allowed) - optional, len(allowed) + 1)
     signatures = {signature for count in counts for signature in product(*allowed[:count])}
@@ -178,7 +180,7 @@ def _checked(make: Callable[..., Any], *kinds: Any, optional: int = 0) -> Callab
     def build(args: tuple[Any, ...]) -> Any:
         if tuple(map(type, args)) not in signatures:
             expected = ", ".join(" or ".join(cls.__name__ for cls in classes) for classes in allowed)
-            raise TypeError(f"arguments {', '.join(map(shown, args))}; expected {expected or 'none'}")
+            raise TypeError(f"got the arguments ({', '.join(map(shown, args))}), expected ({expected})")
         return make(*args)
 
     return build
@@ -187,7 +189,7 @@ def _checked(make: Callable[..., Any], *kinds: Any, optional: int = 0) -> Callab
 def _path(cls: type) -> Callable[[tuple[Any, ...]], Any]:
     def build(args: tuple[Any, ...]) -> Any:
         if len(args) > 255 or any(type(arg) is not str for arg in args):
-            raise TypeError(f"a {cls.__name__} of {len(args)} parts, expected at most 255 texts")
+            raise TypeError(f"a {cls.__name__} has {len(args)} arguments, expected at most 255 strings")
         return cls(*args)
 
     return build
@@ -195,11 +197,11 @@ def _path(cls: type) -> Callable[[tuple[Any, ...]], Any]:
 
 def _short(*numbers: int) -> tuple[int, ...]:
     if max(map(int.bit_length, numbers)) > MAX_BITS:
-        raise ValueError(f"a number of more than {MAX_BITS} bits; store the numbers that it is made of")
+        raise ValueError(f"one of its numbers has more than {MAX_BITS} bits; store the numbers themselves")
     return numbers
 
 
-# Hazard: C constructors trust the bytes of datetime's own pickles. Each field is checked instead.
+# Hazard: C constructors trust the bytes of datetime's own pickles, so the fields are passed one by one, which checks them.
 def _date(raw: bytes) -> date:
     high, low, month, day = raw
     return date(high << 8 | low, month, day)
@@ -219,20 +221,20 @@ def _datetime(raw: bytes, tz: timezone | None = None) -> datetime:
 def _tz_arguments(value: Any) -> tuple[Any, ...]:
     if value.tzinfo is not None and value.tzinfo.__class__ is not timezone:
         raise ValueError(
-            f"{type(value.tzinfo).__name__} reads the host's time zones; use value.astimezone(timezone.utc)"
+            f"its tzinfo, a {type(value.tzinfo).__name__}, reads the host's time zones; use value.astimezone(timezone.utc)"
         )
     return tuple(value.__reduce_ex__(4)[1])
 
 
 def _timedelta(days: int, seconds: int, microseconds: int) -> timedelta:
     if not (0 <= seconds < 86_400 and 0 <= microseconds < 1_000_000):
-        raise ValueError("a timedelta has fewer seconds than a day, and fewer microseconds than a second")
+        raise ValueError("the seconds of a timedelta must be 0 to 86,399, and its microseconds 0 to 999,999")
     return timedelta(days, seconds, microseconds)
 
 
 def _deque(*args: Any) -> deque[Any]:
     if len(args) == 1 or (args and args[0]):
-        raise TypeError("a deque is built empty, with its maximal length")
+        raise TypeError("a deque must be created empty: with no arguments, or with () and its maxlen")
     return deque(*args)
 
 
@@ -241,17 +243,17 @@ FACTORIES: dict[type, str] = {cls: cls.__name__ for cls in (list, dict, set, int
 
 def _build_defaultdict(args: tuple[Any, ...]) -> Any:
     if args and (len(args) > 1 or args[0].__class__ is not Builder or args[0].factory is None):
-        raise TypeError(f"a defaultdict's factory is left out, or one of {', '.join(FACTORIES.values())}")
+        raise TypeError(f"a defaultdict's factory must be absent or one of {', '.join(FACTORIES.values())}")
     return defaultdict(*(arg.factory for arg in args))
 
 
 def _refuse_factory(args: tuple[Any, ...]) -> Any:
-    raise TypeError("only a defaultdict's factory may be named here")
+    raise TypeError("this class may only be the factory of a defaultdict, and must not be called")
 
 
 def _size(sizes: tuple[Any, ...]) -> torch.Size:
     if any(size.__class__ is not int or not -1 << 63 <= size < 1 << 63 for size in sizes):
-        raise TypeError("a torch.Size is a tuple of ints from -2^63 to 2^63 - 1")
+        raise TypeError("the items of a torch.Size must be ints from -2^63 to 2^63 - 1")
     return torch.Size(sizes)
 
 
@@ -279,19 +281,20 @@ def _numpy_dtype(text: str) -> Any:
 
 def _numpy_dtype_arguments(value: Any) -> tuple[str]:
     if not _is_numpy_dtype(value.str) or value.metadata is not None:
-        raise ValueError(f"numpy dtype {value} is a record or an object dtype")
+        raise ValueError(f"the format cannot represent {value!r:.200}; store str(x)")
     return (value.str,)
 
 
-NUMPY_DTYPE = Listed("numpy", "dtype", _numpy_dtype_arguments)  # each dtype has its own class
+# Not in `LISTED`, because each numpy dtype has its own class.
+NUMPY_DTYPE = Listed("numpy", "dtype", _numpy_dtype_arguments)
 
 
 def _scalar(cls: Any, kind: type) -> Callable[[Any], Any]:
     def make(value: Any) -> Any:
         with np.errstate(over="raise", invalid="ignore"):
             scalar = cls(value)
-        if kind is int and int(scalar) != value:  # numpy before 2 wraps around
-            raise OverflowError(f"{value} in a {cls.__name__}")
+        if kind is int and int(scalar) != value:  # numpy 1 wraps around without an error
+            raise OverflowError(f"{value} does not fit into a numpy.{cls.__name__}")
         return scalar
 
     return make
@@ -309,7 +312,7 @@ def _time_scalar(cls: Any) -> Callable[[int, str], Any]:
 def _time_scalar_arguments(value: Any) -> tuple[int, str]:
     unit, count = np.datetime_data(value.dtype)
     if unit == "generic":
-        raise ValueError(f"{value!r} has no unit")
+        raise ValueError(f"{value!r} has no unit; give it one, for example with x.astype('m8[s]')")
     return int(value.view("i8")), unit if count == 1 else f"{count}{unit}"
 
 
@@ -321,11 +324,11 @@ def _slice_arguments(value: slice) -> tuple[Any, ...]:
 
 
 def torch_dtype_name(value: torch.dtype) -> str:
-    """Return the name of the dtype `value` in `torch`."""
+    """Return the name of a torch dtype without `torch.`, for example `float32`."""
     return str(value).removeprefix("torch.")
 
 
-# Type, module, name, arguments, builder.
+# (type, module, name, function that returns the arguments to write, `Builder.build` that makes an object from them)
 _Row = tuple[Any, str, str, Callable[[Any], tuple[Any, ...]], Callable[[tuple[Any, ...]], Any]]
 
 
@@ -376,6 +379,6 @@ for _cls, _module, _name, _arguments, _build in _rows():
     BUILDERS.setdefault((_module, _name), Builder(_build, is_deque=_cls is deque))
 for _cls, _name in FACTORIES.items():
     BUILDERS.setdefault(("builtins", _name), Builder(_refuse_factory, factory=_cls))
-# where Python 3.13 and 3.14 say that these classes live
+# Python 3.13 and 3.14 pickle these classes with this module.
 for _name in ("PurePosixPath", "PureWindowsPath"):
     BUILDERS["pathlib._local", _name] = BUILDERS["pathlib", _name]

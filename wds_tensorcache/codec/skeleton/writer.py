@@ -1,7 +1,7 @@
-"""Objects to skeleton bytes: one walk that names the tensors and writes the pickle (FORMAT.md 2).
+"""Write the skeleton of a sample: one walk names the tensors and writes the pickle (FORMAT.md 2).
 
 Python's own pickler is unsuitable: its bytes depend on the identity of equal strings, on the hash seed, and on the Python
-version. This writer gives the same bytes for the same sample everywhere, and uses only opcodes that `unpickle` reads.
+version. This writer produces the same bytes for the same sample everywhere, and only opcodes that `unpickle` reads.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from wds_tensorcache.errors import EncodeError, FormatError
 
 __all__ = ["MANY_ITEMS", "SkeletonWriter"]
 
-MANY_ITEMS = 1000  # in one container
+MANY_ITEMS = 1000  # in one container; with more, the garbage collector is paused
 
 _FIRST = itemgetter(0)
 _RUNNING = nullcontext()  # does not pause the garbage collector
@@ -59,21 +59,21 @@ _write_key = lru_cache(4096)(op.write_text)  # samples of one cache have the sam
 
 
 class SkeletonWriter:
-    """One walk over one sample; `body()` and `tensors` are its results."""
+    """A walk over one sample, which `save` does; `body()` and `tensors` are its results."""
 
     def __init__(self, allow: Allowed) -> None:
-        self.tensors: dict[str, StorableTensor] = {}  # by name, in the order of the walk
+        self.tensors: dict[str, StorableTensor] = {}  # name -> tensor, in the order of the walk
         self.needs_allow = False  # whether a reader must allow classes
         self._allow = allow
         self._classes = {cls: key for key, cls in allow.items()}
-        self._parts: list[bytes] = []  # opcodes; empty where a MEMOIZE or a GET may follow
-        self._gets: dict[int, int] = {}  # by the index of a GET: the index of its MEMOIZE
-        self._fetched: list[tuple[int, Any]] = []  # GETs of arguments, and the arguments
-        self._slots: dict[int, tuple[int, object]] = {}  # by id; holds the object, so that its id is not reused
-        self._texts: dict[type, dict[Any, int]] = {str: {}, bytes: {}}  # by value
+        self._parts: list[bytes] = []  # opcodes; empty where `_join` may put a MEMOIZE or a GET
+        self._gets: dict[int, int] = {}  # index of a GET in `_parts` -> index of its MEMOIZE
+        self._fetched: list[tuple[int, Any]] = []  # (index of a GET, the argument that it fetches)
+        self._slots: dict[int, tuple[int, object]] = {}  # id -> (index of its MEMOIZE, object, kept for its id)
+        self._texts: dict[type, dict[Any, int]] = {str: {}, bytes: {}}  # value -> index of its MEMOIZE
         self._globals: dict[tuple[str, str], int] = {}
-        self._canonicals: dict[int, tuple[object, bytes | None]] = {}  # by id, as above
-        self._key_costs: KeyCosts | None = None  # of unusual keys
+        self._canonicals: dict[int, tuple[object, bytes | None]] = {}  # id -> (object, its bytes)
+        self._key_costs: KeyCosts | None = None  # None until keys need counting
         self._call_cost = self._num_deques = 0
 
     def body(self) -> bytes:
@@ -85,13 +85,15 @@ class SkeletonWriter:
             try:
                 self._key_costs.check(len(body))
             except FormatError as exc:
-                raise EncodeError(f"{exc}: they share hashes or parts, and are long; use a list") from exc
+                raise EncodeError(f"{exc}, because they are long, or share hashes or parts; use a list") from exc
         if self._num_deques > MAX_DEQUES:
-            raise EncodeError(f"{self._num_deques} deques, and at most {MAX_DEQUES} are read back; store list(x)")
+            raise EncodeError(
+                f"the sample has {self._num_deques} deques, and at most {MAX_DEQUES} can be read; store list(x)"
+            )
         return body
 
     def _join(self) -> bytes:
-        """Return the parts, with a MEMOIZE for each fetched object, numbered in their order."""
+        """Return the pickle: the parts, with a MEMOIZE for each object that a GET fetches."""
         parts, gets = self._parts, self._gets
         if gets:
             memo = {}
@@ -106,11 +108,11 @@ class SkeletonWriter:
         return body
 
     def _write_arguments_anew(self, body: bytes) -> bytes:
-        """Return a body that is long enough for the cost of its calls: arguments are written again instead of fetched."""
+        """Return a body that is long enough for the cost of its calls, by writing arguments again instead of fetching them."""
         while (missing := self._call_cost - call_budget(len(body))) > 0:
             if not self._fetched:
                 raise EncodeError(
-                    f"values that take {self._call_cost} bytes to build, most of them shared; use a tensor"
+                    f"the values take {self._call_cost} bytes to build, and most of them are shared; use a tensor"
                 )
             for slot in set(self._gets.values()):
                 self._parts[slot] = b""
@@ -123,7 +125,7 @@ class SkeletonWriter:
         return body
 
     def save(self, value: Any, path: str = "", opaque: Iterator[int] | None = None, depth: int = 1) -> None:
-        """Write the value at `path`; `opaque` yields the numbers of tensors inside a set, key or allowed object."""
+        """Write the value at `path`; `opaque` numbers the tensors in a set, key or allowed object, which have no paths."""
         cls = type(value)
         if (atom := op.ATOM_WRITERS.get(cls)) is not None:
             self._save_atom(value, cls, atom)
@@ -162,7 +164,7 @@ class SkeletonWriter:
 
     def _save_atom(self, value: Any, cls: type, atom: Callable[[Any], bytes]) -> None:
         parts, known = self._parts, self._texts.get(cls)
-        if known is None or len(value) < 2:  # a GET and its MEMOIZE are no shorter than what they save
+        if known is None or len(value) < 2:  # a GET and its MEMOIZE would not be shorter
             parts.append(atom(value))
             return
         slot = known.setdefault(value, len(parts) + 1)
@@ -234,7 +236,7 @@ class SkeletonWriter:
         self._parts.append(CODE[op.SETITEMS])
 
     def _check_keys(self, keys: list[Any], path: str, *, is_set: bool) -> None:
-        """Raise an error for keys that a reader would refuse, and count the costs of all other keys."""
+        """Raise EncodeError for keys that a reader would refuse, and add up the costs of all other keys."""
         self._key_costs = self._key_costs or KeyCosts()
         try:
             self._key_costs.add(None, keys, is_set)
@@ -257,33 +259,33 @@ class SkeletonWriter:
     def _save_frozenset(self, value: frozenset[Any], path: str, opaque: Iterator[int] | None, depth: int) -> None:
         self._save_elements(value, path, depth)
         if id(value) in self._slots:
-            raise EncodeError(f"{place(path)}: a frozenset that contains itself; use a list")
+            raise EncodeError(f"{place(path)}: a frozenset contains itself; use a list")
         self._parts.append(CODE[op.FROZENSET])
         self._remember(value)
 
     def _save_elements(self, values: Iterable[Any], path: str, depth: int) -> None:
         self._parts.append(CODE[op.MARK])
-        inside = count()  # elements have no names, so their tensors are numbered
+        inside = count()  # elements have no paths, so tensors in them are numbered
         elements = sorted(values, key=lambda item: self._canonical(item, path, depth + 1))
         self._check_keys(elements, path, is_set=True)
         for item in elements:
             self.save(item, path, inside, depth + 1)
 
     def _canonical(self, value: Any, path: str, depth: int) -> bytes:
-        """Return the bytes by which the elements of a set are sorted; they depend only on the value."""
+        """Return the bytes by which the elements of a set are sorted, which depend only on the value."""
         atom = op.ATOM_WRITERS.get(type(value))
         if atom is not None:
             return atom(value)
         known = self._canonicals.get(id(value))
         if known is None:
-            self._canonicals[id(value)] = (value, None)  # begun
+            self._canonicals[id(value)] = (value, None)  # until its bytes are known
             alone = SkeletonWriter(self._allow)
             alone._canonicals = self._canonicals
             alone.save(value, path, count(), depth)
             known = value, alone.body() + b"".join(bytes(tensor.flat) for tensor in alone.tensors.values())
             self._canonicals[id(value)] = known
         if known[1] is None:
-            raise EncodeError(f"{place(path)}: a set that one of its elements holds; use a list")
+            raise EncodeError(f"{place(path)}: a set is contained in one of its elements; use a list")
         return known[1]
 
     def _save_defaultdict(self, factory: Any, path: str) -> None:
@@ -356,7 +358,7 @@ class SkeletonWriter:
         """Write an instance of a class in `allow=` as its `__reduce_ex__` describes it."""
         self.needs_allow = True
         module, name = self._classes[type(value)]
-        if isinstance(value, Enum):  # its reduction depends on the Python version
+        if isinstance(value, Enum):  # the result of its `__reduce_ex__` depends on the Python version
             self._save_call(Listed(module, name, lambda member: (member.value,)), value, path, depth + 1)
             self._remember(value)
             return
@@ -369,7 +371,7 @@ class SkeletonWriter:
         self._parts.append(CODE[op.MARK])
         if opcode == op.REDUCE:
             self._save_arguments(arguments, path, inside, depth + 1)
-        else:  # copies nothing
+        else:  # NEWOBJ copies no arguments, so they cost nothing
             for argument in arguments:
                 self.save(argument, path, inside, depth + 1)
         self._parts.append(CODE[op.TUPLE])
@@ -401,13 +403,13 @@ def _remedy(value: Any) -> str:
     if isinstance(value, _CODE):
         return f"{value!r:.80} is code; store its name and look it up when reading"
     if isinstance(value, io.IOBase):
-        return f"an open file, {name}; store its path or its bytes"
+        return f"a {name} is an open file; store its path or its bytes"
     if isinstance(value, os.PathLike):
-        return f"a {name} belongs to one system; store str(x), or PurePosixPath(x)"
+        return f"a {name} belongs to one operating system; store str(x), or PurePosixPath(x)"
     if isinstance(value, (Iterator, *_VIEWS)):
-        return f"a {name} is used up by one reading; store list(x)"
+        return f"a {name} is an iterator or a view of a dict; store list(x)"
     if isinstance(value, memoryview):
-        return "a memoryview belongs to other memory; store bytes(x)"
+        return "a memoryview refers to the memory of another object; store bytes(x)"
     if cls.__module__.split(".")[0] == "PIL":
         return f"a {name} is an image; write it as a separate member, for example 'png', or store np.asarray(x)"
     for base in (dict, list, tuple, set, frozenset, str, bytes, int, float):

@@ -1,4 +1,4 @@
-"""Tar headers, built and scanned here because offsets and speed matter; reads the same members as `tarfile` (FORMAT.md 1)."""
+"""Build and scan tar headers, for offsets and speed that `tarfile` lacks; both read the same members (FORMAT.md 1)."""
 
 from __future__ import annotations
 
@@ -40,24 +40,25 @@ END_OF_ARCHIVE = bytes(2 * BLOCK)
 _MAX_OCTAL_NBYTES = 8**11  # 11 octal digits: from 8 GiB on, a pax record is needed
 _MAX_RECORDS_NBYTES = 1 << 20
 _MAX_FIELD_NBYTES = 100
-_MAX_NAME_NBYTES = 1 << 14  # limits the name in a global pax header, which costs time for each member that follows
-_MAX_EXTENDED_BLOCKS = 10  # the distance that `names_of` searches before a header
+_MAX_NAME_NBYTES = 1 << 14  # limits names, since one in a global pax header costs time for each later member
+_MAX_EXTENDED_BLOCKS = 10  # `names_of` searches fewer blocks than this before a member's content
 _MAX_WINDOW_NBYTES = 1 << 18
 _MIN_WINDOW_NBYTES = 1 << 13
 _LARGE_MEMBER_NBYTES = 1 << 16
 
-# webdataset's TarWriter writes these around name, size and checksum
+# the bytes that webdataset's TarWriter writes around name, size and checksum
 _OWNER = b"0000444\0" + b"0000000\0" * 2
 _TIME = bytes(1) + b"00000000000\0"
 _TAIL = b"0" + bytes(100) + b"ustar\x0000" + b"bigdata".ljust(32, b"\0") * 2 + bytes(183)
 _BASE_SUM = sum(_OWNER + _TIME + b" " * 8 + _TAIL)
 _PACK_HEADER = struct.Struct("100s24s11s13s8s356s").pack
 
-_SPLIT_HEADER = struct.Struct("100s24x11sB12x8s356s").unpack_from  # name, size, its end, checksum, from typeflag on
+# name, size, the byte after the size, checksum, and the rest, which starts with the typeflag
+_SPLIT_HEADER = struct.Struct("100s24x11sB12x8s356s").unpack_from
 _SPARSE = ord("S")
 _FILE_TYPES = frozenset(b"0\x007")
-_EMPTY_TYPES = frozenset(b"123456")  # links, devices, directories, FIFOs: their size field counts no content
-_EXTENDED_TYPES = frozenset(b"xXgLK")  # pax records of one member, Solaris's, of all members; GNU long name and link
+_EMPTY_TYPES = frozenset(b"123456")  # links, devices, directories, FIFOs: no content, whatever the size field says
+_EXTENDED_TYPES = frozenset(b"xXgLK")  # pax records (x, X: of one member, g: of all), GNU long name (L) and link (K)
 _IS_META = re.compile(r"__[^/]*__($|/)|___?\Z").match  # webdataset's tar_file_iterator skips these names
 
 
@@ -67,12 +68,12 @@ def padding(nbytes: int) -> int:
 
 
 def is_meta_name(name: str) -> bool:
-    """Return whether webdataset skips a member of this name as metadata."""
+    """Return whether webdataset skips a member with this name as metadata."""
     return _IS_META(name) is not None
 
 
 def is_extended(header: bytes) -> bool:
-    """Return whether a header's content, pax records or a long name, describes the members that follow."""
+    """Return whether a header is extended: its content, pax records or a long name, describes later members."""
     return header[156] in _EXTENDED_TYPES
 
 
@@ -84,19 +85,19 @@ def build_header(name: str, nbytes: int) -> bytes:
         nbytes: Length of the content in bytes, not negative.
 
     Returns:
-        512 bytes; from 8 GiB on 1,536 bytes, since such a size needs a pax record before the header.
+        512 bytes; for 8 GiB or more 1,536 bytes, since such a size needs a pax record before the header.
     """
     if nbytes >= _MAX_OCTAL_NBYTES:
         return _by_tarfile(name, nbytes, 0o444, "bigdata")
     path = name.encode("ascii")
     size = b"%011o" % nbytes
-    # The lower half of Adler-32 is 1 + the sum of the bytes, modulo 65,521, which at most 256 bytes cannot reach.
+    # The lower half of Adler-32 is 1 + the sum of the bytes, modulo 65,521. The sum of up to 256 bytes is smaller than that.
     checksum = b"%06o\0 " % (_BASE_SUM - 1 + (adler32(path + size) & 0xFFFF))
     return _PACK_HEADER(path, _OWNER, size, _TIME, checksum, _TAIL)
 
 
 def rebuild_header(name: str, nbytes: int) -> bytes:
-    """Return the headers of an ordinary file with any name, for a member that lost its own."""
+    """Return a new header for a member whose header was lost, preceded by a pax header if the name does not fit."""
     if name.isascii() and len(name) <= _MAX_FIELD_NBYTES:
         return build_header(name, nbytes)
     return _by_tarfile(name, nbytes)
@@ -109,14 +110,14 @@ def _by_tarfile(name: str, nbytes: int, mode: int = 0o644, owner: str = "") -> b
 
 
 class Header(NamedTuple):
-    """A header, with its member's name and size, which may come from preceding extended headers.
+    """A parsed header. The member's name and size may come from extended headers before it.
 
     Attributes:
-        kind: Type of the member, a byte of the header.
+        kind: Type of the member: the header's byte 156, the typeflag.
         name: Name, decoded as UTF-8 with surrogateescape.
         nbytes: Length of the content after the header, without padding.
         is_file: True for an ordinary file.
-        sparse: Pax records of a GNU sparse member, without `GNU.sparse.` before their names.
+        sparse: Pax records of a GNU sparse member, with `GNU.sparse.` removed from their names.
     """
 
     kind: int
@@ -127,7 +128,7 @@ class Header(NamedTuple):
 
 
 class Headers:
-    """The headers of one tar, read one after another: extended headers name the members that follow them.
+    """A parser of the headers of one tar, in order. It applies extended headers to the members that follow them.
 
     Args:
         read: `read(begin, end)` returns exactly those bytes of the tar.
@@ -145,10 +146,10 @@ class Headers:
         self._sparse: Pairs | None = [] if accepts_sparse else None
         self._read = read
         self._nbytes = nbytes
-        self._expected_at = -1  # the offset at which a header must follow, after an extended one
+        self._expected_at = -1  # after an extended header, the offset at which a header must follow
 
     def is_end(self, header: bytes, begin: int) -> bool:
-        """Return whether the block at byte `begin` ends the archive; raise TarFormatError if an extended header precedes it."""
+        """Return whether the archive ends at byte `begin`; raise TarFormatError if an extended header precedes the end."""
         if header.count(0) < BLOCK:
             return False
         if begin == self._expected_at:
@@ -156,7 +157,7 @@ class Headers:
         return True
 
     def parse(self, header: bytes, begin: int) -> Header:
-        """Return the header at byte `begin`, and read the content of an extended one; raise TarFormatError if it is damaged."""
+        """Parse the header at byte `begin`, and the content if it is extended; raise TarFormatError if either is damaged."""
         check_checksum(header, begin)
         kind, path, nbytes = header[156], header[:100].partition(b"\0")[0], parse_number(header[124:136])
         sparse = self._sparse
@@ -167,22 +168,21 @@ class Headers:
         if kind == 0 and path.endswith(b"/"):
             kind = ord("5")  # a directory in V7 format
         if kind not in _EXTENDED_TYPES:
-            prefix = (
-                header[345:500].partition(b"\0")[0] if kind != _SPARSE else b""
-            )  # a sparse member has its map there
+            # a sparse member's map is stored where other headers have the prefix
+            prefix = header[345:500].partition(b"\0")[0] if kind != _SPARSE else b""
             path = self.own.get(b"path", self.common.get(b"path", prefix + b"/" + path if prefix else path))
             nbytes = 0 if kind in _EMPTY_TYPES else int(self.own.get(b"size", nbytes))
             self.own.clear()
             self._sparse = None if sparse is None else []
         what = None
         if len(path) > _MAX_NAME_NBYTES:
-            what = f"a name of {len(path)} bytes, expected at most {_MAX_NAME_NBYTES}: {path!r:.120}"
+            what = f"the name has {len(path)} bytes, expected at most {_MAX_NAME_NBYTES}: {path!r:.120}"
         elif nbytes < 0:
-            what = f"the size is {header[124:136]!r}, expected octal digits or base 256, not negative"
+            what = f"the size is {header[124:136]!r}, expected a non-negative number, octal or base 256"
         if what is not None:
             raise TarFormatError(what, offset=begin, kind="header")
         if nbytes > self._nbytes - begin - BLOCK:
-            what = f"{path!r:.120} has {nbytes} bytes from {begin + BLOCK} on, the file {self._nbytes}"
+            what = f"{path!r:.120} has {nbytes} bytes from byte {begin + BLOCK} on, but the file has {self._nbytes}"
             raise TarFormatError(f"truncated, or a wrong size: {what}", offset=begin, kind="truncated")
         if kind in _EXTENDED_TYPES:
             self._parse_extended(kind, begin, nbytes)
@@ -194,19 +194,19 @@ class Headers:
         begin = header_begin + BLOCK
         what, at = None, header_begin
         if nbytes > _MAX_RECORDS_NBYTES:
-            what = f"an extended header of {nbytes} bytes, expected at most {_MAX_RECORDS_NBYTES}"
+            what = f"the extended header has {nbytes} bytes, expected at most {_MAX_RECORDS_NBYTES}"
             raise TarFormatError(what, offset=at, kind="extended-header")
         content = self._read(begin, begin + nbytes)
         if kind == ord("L"):
             if b"\0" not in content:
-                what, at = f"a long name of {nbytes} bytes, expected a NUL after it", begin
+                what, at = f"the long name has {nbytes} bytes, expected a NUL at its end", begin
             self.own.setdefault(b"path", content.partition(b"\0")[0])
         elif kind == ord("g"):
             self.common.update(parse_records(content, begin))
             if b"size" in self.common:
-                what = "a global pax header has a size, for all members"
+                what = "a global pax header declares one size for all members, expected a size per member"
         elif kind != ord("K"):
-            # of two extended headers, tarfile uses the first
+            # if two extended headers precede a member, tarfile uses the first
             self.own = parse_records(content, begin, self._sparse) | self.own
         if what is not None:
             raise TarFormatError(what, offset=at, kind="extended-header")
@@ -232,8 +232,8 @@ class Scanner:
     """
 
     def __init__(self, read: Callable[[int, int], bytes], nbytes: int, begin: int = 0) -> None:
-        self.end = -1  # offset of the end-of-archive block, when an iteration has reached it
-        self.header_begin = begin  # of the last header that differed from the one before it, or could not be read
+        self.end = -1  # offset of the end-of-archive block, once an iteration has reached it
+        self.header_begin = begin  # offset of the last header that `Headers.parse` read or refused
         self._read = read
         self._nbytes = nbytes
         self._begin = begin
@@ -258,7 +258,7 @@ class Scanner:
         if end - begin < BLOCK:
             if not begin and end:
                 refuse_compressed(self._read_exactly(0, end))
-            what = f"truncated: the file ends at {self._nbytes}, without an end-of-archive block"
+            what = f"truncated: the file ends at byte {self._nbytes}, without an end-of-archive block"
             what = what if self._nbytes else "the file is empty, expected a tar"
             raise TarFormatError(what, offset=begin, kind="truncated")
         self._window, self._window_begin = self._read_exactly(begin, end), begin
@@ -266,11 +266,11 @@ class Scanner:
         return self._window
 
     def __iter__(self) -> Iterator[tuple[str, int, int]]:
-        # Hot path: what counts for small members is the number of Python's operations, so one header is one
-        # struct, one int and one checksum. Every header that differs after its checksum from the last ordinary one
-        # (type, link, owner, prefix), or in any other way, goes to `Headers.parse`.
+        # Hot path: with small members, the number of Python operations determines the speed, so an ordinary header takes one
+        # struct, one int and one checksum. `Headers.parse` handles each header whose fields after the checksum (type, link,
+        # owner, prefix) differ from those of the last ordinary header, and all that are unusual in another way.
         headers = Headers(self.peek, self._nbytes)
-        window, base, last = b"", 0, -1  # `last`: where the last header begins that is whole in the window
+        window, base, last = b"", 0, -1  # `last`: the last offset at which the window contains a whole header
         known_rest, known_sum = b"", 0
         total, header_begin, nbytes = self._nbytes, self._begin, 0
         self.end = -1
@@ -284,7 +284,8 @@ class Scanner:
             at = header_begin - base
             begin = header_begin + BLOCK
             path, size, size_end, checksum, rest = _SPLIT_HEADER(window, at)
-            if rest == known_rest and not size_end & 0xDF and not headers.own:  # NUL, or BSD tar's space
+            # NUL, or BSD tar's space, follows the size
+            if rest == known_rest and not size_end & 0xDF and not headers.own:
                 try:
                     name = path.partition(b"\0")[0].decode()
                     nbytes = int(size, 8)
@@ -312,14 +313,17 @@ class Scanner:
 
 
 def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[bytes]:
-    """Yield possible names, from headers, of the member whose content starts at byte `begin` of a file of `nbytes`."""
+    """Yield the possible names of the member whose content starts at byte `begin` in a file of `nbytes` bytes.
+
+    Each number of extended headers before the member's header may result in another name.
+    """
     for blocks in range(1, _MAX_EXTENDED_BLOCKS):
         at, headers = begin - blocks * BLOCK, Headers(read, nbytes)
         try:
             while 0 <= at < begin:
                 block = read(at, at + BLOCK)
                 if is_extended(block) and parse_number(block[124:136]) > begin - at - 2 * BLOCK:
-                    break  # before it is read: it may be a megabyte, and each member may have one
+                    break  # the content could be a megabyte for each member, so it is not read
                 header = headers.parse(block, at)
                 at += BLOCK
                 if at == begin and header.is_file:
@@ -328,4 +332,4 @@ def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iter
                     break
                 at += header.nbytes + padding(header.nbytes)
         except FormatError:
-            continue  # no header at this offset
+            continue  # these bytes are not a header

@@ -1,4 +1,4 @@
-"""The fields of tar headers, and pax records."""
+"""Parse the fields of tar headers, and pax records."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _COMPRESSED = {
 
 
 def check_checksum(header: bytes, header_begin: int) -> None:
-    """Raise TarFormatError unless the checksum of the header at byte `header_begin` of the tar matches."""
+    """Raise TarFormatError unless the checksum of `header`, at byte `header_begin` of the tar, matches."""
     field = header[148:156]
     total = (adler32(header[:256]) & 0xFFFF) + (adler32(header[256:]) & 0xFFFF) - 2 - sum(field) + 8 * 32
     checksum = parse_number(field)
     if checksum == total:
         return
     high = sum(byte > 127 for byte in header) - sum(byte > 127 for byte in field)
-    if checksum == total - 256 * high:  # old tars sum signed bytes
+    if checksum == total - 256 * high:  # some old tars sum signed bytes
         return
     if not header_begin:
         refuse_compressed(header)
@@ -50,12 +50,12 @@ def check_checksum(header: bytes, header_begin: int) -> None:
 
 
 def refuse_compressed(header: bytes) -> None:
-    """Raise TarFormatError if the first bytes of a file are those of a compressed one."""
-    # Call this only if there is no header: a member may have the name `BZh9.json`.
+    """Raise TarFormatError if the first bytes of a file show that it is compressed."""
+    # Call this only if the bytes are not a header: the first member of a tar may have the name `BZh9.json`.
     for magic, name in _COMPRESSED.items():
         if header.startswith(magic):
             raise TarFormatError(
-                f"{name}: compressed tars have no index; read them as streams of 'pipe:{name} -dc PATH', or decompress them",
+                f"{name}: a compressed tar cannot be indexed; decompress it, or read it as a stream of 'pipe:{name} -dc PATH'",
                 offset=0,
                 kind="compressed",
             )
@@ -69,7 +69,7 @@ def check_length(content: bytes, begin: int, end: int) -> None:
 
 
 def parse_number(field: bytes) -> int:
-    """Return a number field of a header, in octal digits or GNU's base 256; -1 if it is neither."""
+    """Return the number in a header's field, written in octal digits or GNU's base 256; -1 if it is neither."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
     try:
@@ -79,9 +79,9 @@ def parse_number(field: bytes) -> int:
 
 
 def parse_records(content: bytes, begin: int, sparse: Pairs | None = None) -> Records:
-    """Return the path and the size in pax records, each `LENGTH KEY=VALUE` and a line feed.
+    """Return the path and the size in pax records; each record is `LENGTH KEY=VALUE` and a line feed.
 
-    Append the records of GNU sparse members to `sparse`; refuse them without it.
+    Append the records of a GNU sparse member to `sparse`. If that is None, raise TarFormatError for such a record.
     """
     records: Records = {}
     at = 0
@@ -100,7 +100,7 @@ def parse_records(content: bytes, begin: int, sparse: Pairs | None = None) -> Re
         if what is None and key in (b"path", b"size"):
             records[key] = value.rstrip(b"/")
             if not (value.strip(b"/") if key == b"path" else value.isdigit() and len(value) < 20):
-                what = f"the pax record of a {key.decode()} is {value[:40]!r}"
+                what = f"the pax record of a {key.decode()} has an impossible value {value[:40]!r}"
         if what is not None:
             raise TarFormatError(what, offset=begin + at, kind=kind)
         at = end
@@ -108,11 +108,11 @@ def parse_records(content: bytes, begin: int, sparse: Pairs | None = None) -> Re
 
 
 def adds_up(header: bytes) -> bool:
-    """Return whether the bytes are a header with a matching checksum."""
+    """Return whether the bytes begin with a tar header whose checksum matches."""
     if len(header) < 512:
         return False
     try:
-        check_checksum(header, 1)  # the offset only has to be other than 0, where compressed files are recognised
+        check_checksum(header, 1)  # any offset but 0, since bytes at 0 are also checked for compression
     except TarFormatError:
         return False
     return True

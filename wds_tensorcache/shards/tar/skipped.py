@@ -1,4 +1,4 @@
-"""Members of a tar outside of samples: directories, links, metadata, and headers that apply to all members that follow."""
+"""Find members that belong to no sample: directories, links, metadata, and headers that apply to all later members."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from wds_tensorcache.shards.tar.fields import parse_number
 __all__ = ["Skipped", "skipped_members"]
 
 _KIND = 156
-_NAMING = frozenset(b"xXL")  # extended headers that may hold the next member's name or size
+_NAMING = frozenset(b"xXL")  # extended headers that may contain the next member's name or size
 _COMMON = ord("g")
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A whole member `[begin, end)` that readers of samples skip: a directory, link or metadata.
+    """Adjacent members, in bytes `[begin, end)`, that readers of samples skip: directories, links, metadata.
 
-    `is_common` marks a header that applies to all members that follow. An archive must not end with one: readers expect a
-    member after it.
+    `is_common` marks global headers, which apply to all later members. An archive must not end with a global header:
+    readers expect a member after it.
     """
 
     begin: int
@@ -37,9 +37,9 @@ def skipped_members(read: Callable[[int, int], bytes], nbytes: int, first: int, 
     members.
 
     Args:
-        read: Returns the bytes `[begin, end)` of the file.
+        read: `read(begin, end)` returns these bytes of the file.
         nbytes: Length of the file.
-        first: End of the member before, or 0.
+        first: End of the preceding member that the scanner does not skip, or 0.
         limit: Offset of the next header that the scanner does not skip.
     """
     skipped: list[Skipped] = []

@@ -1,4 +1,4 @@
-"""GNU sparse members, in all four formats that `tarfile` reads: a map of the stored parts, with zeros between them."""
+"""Expand GNU sparse members, in all four formats that `tarfile` reads: a map lists the stored parts; the rest is zeros."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _OLD = ord("S")
 
 @dataclass(frozen=True, slots=True)
 class SparseMap:
-    """The stored parts of a file: `(begin, nbytes)` in the file, ascending; the rest is zeros."""
+    """The stored parts of an expanded file: `(begin, nbytes)` in it, ascending; all other bytes are zeros."""
 
     parts: list[tuple[int, int]]
-    nbytes: int  # of the file
+    nbytes: int  # length of the expanded file
 
     def expand(self, stored: bytes) -> bytes:
-        """Return the content of the file, with zeros in the holes."""
-        content, at = io.BytesIO(), 0  # without holes, the bytes are returned without a copy
+        """Return the content of the expanded file; `stored` contains the parts without gaps."""
+        content, at = io.BytesIO(), 0  # BytesIO fills gaps with zeros, and `getvalue` does not copy
         if self.nbytes:
             content.seek(self.nbytes - 1)
             content.write(b"\0")
@@ -41,16 +41,16 @@ class SparseMap:
 def read_map(
     header: bytes, records: list[tuple[bytes, bytes]], nbytes: int, take: Callable[[int], bytes]
 ) -> tuple[SparseMap, int]:
-    """Return the map of a sparse member, and the number of bytes that follow the map.
+    """Return the map of a sparse member, and the number of bytes of the member that follow the map.
 
     Args:
         header: Header of the member, 512 bytes.
-        records: Pax records of the member: names without `GNU.sparse.`, and values.
+        records: Pax records of the member: names without the prefix `GNU.sparse.`, and values.
         nbytes: Length of the member in the tar.
         take: Function that returns the next n bytes after the header.
 
     Raises:
-        TarFormatError: The map is damaged, or the file exceeds the limit for expanded members.
+        TarFormatError: The map is damaged, or the expanded file is longer than both 64 MiB and 64 times the member.
     """
     said = dict(records)
     if header[156] == _OLD:
@@ -64,7 +64,7 @@ def read_map(
         parts, taken = _read_parts(nbytes, take)
         found, left = SparseMap(parts, _size(said)), nbytes - taken
     else:
-        raise TarFormatError(f"a GNU sparse member of an unknown version, {said.get(b'major')!r:.40}")
+        raise TarFormatError(f"a GNU sparse member has an unknown major version, {said.get(b'major')!r:.40}")
     _check(found, left, nbytes)
     return found, left
 
@@ -90,11 +90,11 @@ def _read_structs(fields: bytes) -> list[tuple[int, int]]:
 
 
 def _read_parts(nbytes: int, take: Callable[[int], bytes]) -> tuple[list[tuple[int, int]], int]:
-    """Return the parts in the map at the beginning of the content, and the map's length: blocks of decimal numbers in lines."""
+    """Return the parts in a map, lines of decimal numbers at the start of the content, and the map's length in bytes."""
     text, taken, lines, wanted = b"", 0, 0, 1
     while lines < wanted:
         if taken + BLOCK > nbytes + -nbytes % BLOCK or len(text.rpartition(b"\n")[2]) > _MAX_DIGITS:
-            raise TarFormatError("a GNU sparse member whose map is cut short")
+            raise TarFormatError("the map of a GNU sparse member is cut short")
         block = take(BLOCK)
         if not lines and b"\n" in block:
             wanted = 1 + 2 * _numbers([block.partition(b"\n")[0]])[0]
@@ -110,7 +110,7 @@ def _pairs(texts: list[bytes]) -> list[tuple[int, int]]:
 def _numbers(texts: list[bytes]) -> list[int]:
     for text in texts:
         if not text.isdigit() or len(text) > _MAX_DIGITS:
-            raise TarFormatError(f"a GNU sparse member with {text[:40]!r} in its map, expected a number")
+            raise TarFormatError(f"the map of a GNU sparse member contains {text[:40]!r}, expected a number")
     return list(map(int, texts))
 
 
@@ -122,13 +122,14 @@ def _check(found: SparseMap, left: int, nbytes: int) -> None:
     end = 0
     for begin, length in found.parts:
         if begin < end and length:
-            raise TarFormatError(f"a GNU sparse member whose parts overlap at byte {begin}")
+            raise TarFormatError(f"two parts of a GNU sparse member overlap at byte {begin}")
         end = max(end, begin + length)
     if end > found.nbytes or sum(length for _, length in found.parts) > left:
         raise TarFormatError(
-            f"a GNU sparse member of {found.nbytes} bytes, {left} stored, whose parts end at byte {end}"
+            f"a GNU sparse member has {found.nbytes} bytes, {left} stored, but its parts are longer or end at byte {end}"
         )
     limit = max(MAX_EXPANDED_NBYTES, _MAX_RATIO * nbytes)
     if found.nbytes > limit:
-        # one block may declare a terabyte of zeros
-        raise TarFormatError(f"a GNU sparse member of {nbytes} bytes becomes {found.nbytes}, expected at most {limit}")
+        # Hazard: one block may declare a terabyte of zeros.
+        what = f"a GNU sparse member of {nbytes} bytes expands to {found.nbytes}, expected at most {limit}"
+        raise TarFormatError(what)

@@ -18,7 +18,7 @@ from wds_tensorcache.shards.tar.sparse import SparseMap, read_map
 __all__ = ["TarStream"]
 
 _KIND, _OLD_SPARSE = 156, ord("S")
-_UNKNOWN = 1 << 62  # stands for the length of the tar, which a stream does not have
+_UNKNOWN = 1 << 62  # stands for the length of the tar, which is unknown in a stream
 _MAX_SKIP_NBYTES = 1 << 20
 _MAX_READ_NBYTES = 1 << 26
 _MAX_MAGIC_NBYTES = 6
@@ -49,7 +49,7 @@ class TarStream:
         self._stream = stream
         self._at = 0
         self._is_compressed = False
-        self._begun: bytes = b""  # read to find out whether the stream is compressed
+        self._begun: bytes = b""  # bytes that were read to detect compression, and not yet used
 
     def __iter__(self) -> Iterator[tuple[str, Callable[[], bytes]]]:
         headers = Headers(self._read_range, _UNKNOWN, accepts_sparse=True)
@@ -65,7 +65,7 @@ class TarStream:
                 return
             header = headers.parse(block, header_begin)
             begin, end, holes = header_begin + BLOCK, header_begin + BLOCK + header.nbytes, None
-            if is_extended(block):  # its content was read
+            if is_extended(block):  # `parse` has read its content
                 self._skip_to(end + padding(header.nbytes))
                 continue
             if header.is_file and (header.sparse or block[_KIND] == _OLD_SPARSE):
@@ -85,7 +85,7 @@ class TarStream:
             raise TarFormatError(exc.reason, offset=begin, kind="sparse") from exc
 
     def finish(self) -> None:
-        """Read the rest of a compressed stream, which ends in a checksum.
+        """Read a compressed stream to its end, so that the checksum there is verified.
 
         Raises:
             FormatError: The compressed stream is cut short or damaged.
@@ -98,14 +98,14 @@ class TarStream:
         decompressor = next((made for magic, made in _DECOMPRESSORS.items() if head.startswith(magic)), None)
         if decompressor is not None:
             head += self._take(BLOCK - len(head))
-            # a member's name may start like compressed data; tars from before POSIX have no magic
+            # a plain tar may begin with a name that looks compressed; tars from before POSIX have no `ustar`
             if not (len(head) == BLOCK and head[257:262] == b"ustar") and not adds_up(head):
                 self._stream, head, self._is_compressed = decompressor(_Prepended(head, self._stream)), b"", True
         self._begun, self._at = head, 0
 
     def _read_range(self, begin: int, end: int) -> bytes:
         if begin != self._at:
-            raise ValueError("the members of a stream are read once, each before the next one")
+            raise ValueError("a member of a stream can be read only once, and only before the next member is requested")
         content = self._take(end - begin)
         check_length(content, begin, end)
         return content
@@ -121,18 +121,18 @@ class TarStream:
             begin, nbytes = self._at, min(end - self._at, _MAX_SKIP_NBYTES)
             if len(self._take(nbytes)) < nbytes:
                 raise TarFormatError(
-                    f"truncated: {end - begin} bytes more were expected, got {self._at - begin}",
+                    f"truncated: expected {end - begin} more bytes, got {self._at - begin}",
                     offset=begin,
                     kind="truncated",
                 )
 
     def _take(self, nbytes: int) -> bytes:
-        """Return `nbytes` bytes, or fewer at the stream's end."""
+        """Return the next `nbytes` bytes of the stream, or fewer at its end."""
         if self._begun:
             head, self._begun = self._begun[:nbytes], self._begun[nbytes:]
             self._at += len(head)
             return head + self._take(nbytes - len(head)) if len(head) < nbytes else head
-        # usually one read. Hazard: a header may declare more bytes than the stream has, so each read is limited
+        # Usually one read. Hazard: a header may declare more bytes than the stream has, so each read is limited.
         content: bytes = self._read(min(nbytes, _MAX_READ_NBYTES))
         if len(content) < nbytes:
             parts, missing = [content], nbytes - len(content)
@@ -155,7 +155,7 @@ class TarStream:
 
 
 class _Prepended:
-    """A stream with the bytes already read put back in front."""
+    """A stream that first returns `head`, the bytes that were already read from it."""
 
     def __init__(self, head: bytes, stream: Any) -> None:
         self._head = head
