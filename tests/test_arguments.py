@@ -142,7 +142,7 @@ def test_a_mask_chooses_as_in_numpy(shard: Path, kind: Any, is_joined: bool) -> 
     assert len(cache[kind([False] * 4)]) == 0
     assert cache.read_batch(kind(MASK))["i"].tolist() == [0, 2]
     for wrong in ([True] * 3, [True] * 5, [False]):
-        with pytest.raises(TypeError, match="indices are .* a mask of 4 bools, got"):
+        with pytest.raises(TypeError, match="indices must be .* a mask of 4 bools, got"):
             cache[kind(wrong)]
         with pytest.raises(TypeError, match="a mask of 4 bools"):
             cache.read_batch(kind(wrong))

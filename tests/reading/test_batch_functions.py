@@ -61,7 +61,7 @@ def test_skeletons_that_the_index_could_not_read(tmp_path: Path) -> None:
     with tc.open(path, allow=[Point]) as cache:
         assert cache.read_batch([0, 2])["x"].dtype == torch.complex128
         for numbers in ([0, 1], [1, 0], [1, 2]):
-            with pytest.raises(tc.BatchError, match="tensor 'x' is"):
+            with pytest.raises(tc.BatchError, match="tensor 'x' (is|differs)"):
                 cache.read_batch(numbers)
         assert cache.read_batch([1])["x"].shape == (1, 3, 2)
 

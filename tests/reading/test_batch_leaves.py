@@ -274,7 +274,9 @@ def test_pad(tmp_path: Path) -> None:
         }
         assert shapes["x"].tolist() == [[2, 2], [0, 2], [1, 2]]
         assert cache.read_batch([0, 2], collate="pad")["s"].tolist() == [["", ""], ["w", "w"]]
-        with pytest.raises(tc.BatchError, match="pad_value=nan, which int64 of tensor 'a' cannot hold"):
+        with pytest.raises(
+            tc.BatchError, match="pad_value=nan cannot be represented in int64, the dtype of tensor 'a'"
+        ):
             cache.read_batch([0, 1], collate="pad", pad_value=float("nan"))
         nan = cache.select(["x", "n"]).read_batch([0, 1], collate="pad", pad_value=float("nan"))["x"]
         assert nan.isnan().tolist() == [[[True, True]], [[False, False]]]
@@ -325,9 +327,7 @@ def test_structures_that_differ(tmp_path: Path) -> None:
             batch = cache.read_batch([1, 3, other])
             assert batch["x"].tolist() == [1, 3, other]
             has = {5: "a value", 6: "nothing"}[other]
-            message = (
-                rf"sample '00{other}' has {has} at 'a', but '001' has a dict of length 1: their structures differ; use"
-            )
+            message = rf"sample '00{other}' has {has} at 'a', but '001' has a dict of length 1: their structures differ; collate"
             with pytest.raises(tc.BatchError, match=message):
                 batch["a"]["b"].tolist()
         with pytest.raises(tc.BatchError, match="sample '001' has a dict of length 1 at 'a', but '005' has a value"):
@@ -352,7 +352,9 @@ def test_tensors_that_some_samples_lack(tmp_path: Path, collate: str) -> None:
 def test_pad_values_that_integers_cannot_hold(tmp_path: Path) -> None:
     with tc.open(write(tmp_path, [{"x": torch.zeros(n, dtype=torch.uint8)} for n in (1, 2)])) as cache:
         for value in (-100, 1.5, 256):
-            with pytest.raises(tc.BatchError, match=f"pad_value={value}, which torch.uint8 of tensor 'x' cannot hold"):
+            with pytest.raises(
+                tc.BatchError, match=f"pad_value={value} cannot be represented in torch.uint8, the dtype of tensor 'x'"
+            ):
                 cache.read_batch([0, 1], collate="pad", pad_value=value)
 
 

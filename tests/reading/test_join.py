@@ -169,9 +169,9 @@ def test_keys_that_differ(folders: tuple[Path, Path], tmp_path: Path) -> None:
     fewer, other = write(tmp_path / "fewer", text, NUMBERS[:4]), write(tmp_path / "other", text, [*NUMBERS[:-1], 99])
     many = "'k4', 'k5', 'k6', 'k7', 'k8', …"
     for sources, message in (
-        ([folders[0], fewer], f"cache 0 with 11 samples and cache 1 with 4: 1 lacks 7 of their keys: {many}"),
-        ([fewer, folders[0]], "cache 0 with 4 samples and cache 1 with 11: 0 lacks 7 of their keys: 'k10', 'k4', "),
-        ([*folders, other], "cache 0 with 11 samples and cache 2 with 11: 2 lacks 1 of their keys: 'k10'; .*'inner'"),
+        ([folders[0], fewer], f"cache 0 with 11 samples and cache 1 with 4: 1 lacks 7 keys: {many}"),
+        ([fewer, folders[0]], "cache 0 with 4 samples and cache 1 with 11: 0 lacks 7 keys: 'k10', 'k4', "),
+        ([*folders, other], "cache 0 with 11 samples and cache 2 with 11: 2 lacks 1 key: 'k10'; .*'inner'"),
     ):
         with pytest.raises(KeyError, match=message):
             tc.join(sources)
@@ -236,7 +236,7 @@ def test_many_samples_with_one_caption(
 def test_samples_without_a_caption(folders: tuple[Path, Path], tmp_path: Path) -> None:
     captions = write(tmp_path, lambda i: {"caption": i}, [0, 1])
     for some in ({"k3": "k0", "k5": "k1", "k6": "k77"}, {"k3": "k0", "k5": "k1"}.get):
-        with pytest.raises(KeyError, match=r"'text' lacks (8|9) of their keys: 'k0', 'k1', 'k2', 'k4', 'k6'"):
+        with pytest.raises(KeyError, match=r"'text' lacks (8|9) keys: 'k0', 'k1', 'k2', 'k4', 'k6'"):
             tc.join({"image": folders[0], "text": captions}, keys={"text": some})
         with tc.join({"image": folders[0], "text": captions}, keys={"text": some}, how="inner") as cache:
             assert list(cache.keys()) == ["k3", "k5"]
@@ -272,7 +272,7 @@ def test_what_cannot_be_joined(folders: tuple[Path, Path], tmp_path: Path) -> No
         with pytest.raises(ValueError, match="nothing to join"):
             tc.join(empty)
     for wrong in (str(folders[0]), folders[0], tc.open(folders[0]), 3):
-        with pytest.raises(TypeError, match=r"tc\.join needs a list or a dict of what is joined, got "):
+        with pytest.raises(TypeError, match=r"tc\.join needs a list or a dict of caches or paths, got "):
             tc.join(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="how='outer', expected 'exact' or 'inner'"):
         tc.join(list(folders), how="outer")  # type: ignore[arg-type]
@@ -307,7 +307,7 @@ def test_names_of_caches_are_parts_of_tensor_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [[None, "None"], [5, "5"]])
 def test_names_of_caches_that_are_not_texts(folders: tuple[Path, Path], names: list[Any]) -> None:
-    with pytest.raises(TypeError, match="texts as names of caches"):
+    with pytest.raises(TypeError, match="strings as names of caches"):
         tc.join(dict(zip(names, folders, strict=True)))
 
 

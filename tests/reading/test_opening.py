@@ -118,7 +118,7 @@ def test_nothing_there(tmp_path: Path, folder: Path) -> None:
         (tmp_path / "nowhere.json", "nowhere.json"),
         (folder / "train-{000000..000003}.tar", "train-000003.tar does not exist"),
         (folder / "test-*.tar", r"test-\*.tar matches no file"),
-        (tmp_path / "empty", r"empty has neither manifest.json nor \*.tar"),
+        (tmp_path / "empty", r"empty has neither manifest.json nor any \*.tar"),
         (manifest, "none.json lists no shards"),
         ([], "no shards: the list is empty"),
     ):
@@ -190,7 +190,7 @@ def test_names(write_shard: Callable[..., str]) -> None:
         assert [lazy.load() for lazy in cache] == [5, 5]
     with tc.open([neither, one, both], cache="") as cache:
         assert [lazy.load() for lazy in cache] == [0]
-    with pytest.raises(KeyError, match=r"0.tar: no cache in it"):
+    with pytest.raises(KeyError, match=r"0.tar: no cache, only other members"):
         tc.open(neither)
     with pytest.raises(KeyError, match=r"2.tar: caches \['', 'text'\]: choose one with cache=…"):
         tc.open(both)
@@ -291,7 +291,7 @@ def test_io_that_is_asked_for(folder: Path) -> None:
     for io in ("mmap", "pread"):
         check(folder, io=io)
         with tc.open(folder, io=io) as cache:
-            assert (cache.io.method, cache.io.reason) == (io, "asked for")
+            assert (cache.io.method, cache.io.reason) == (io, "chosen by the caller")
 
 
 def test_io_and_its_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,11 +299,11 @@ def test_io_and_its_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with tc.open(folder) as cache:
         assert cache.io.method == "auto"
         assert cache[2:].select(["latent.*"]).io == cache.io
-        assert "on ext4: maps for small tensors that are in memory, preadv for all else" in cache.io.reason
+        assert "on ext4: maps for small samples in the page cache, else preadv" in cache.io.reason
     monkeypatch.setattr(opening, "memory_nbytes", lambda: 1000)
     with tc.open(folder) as cache:
         assert cache.io.method == "pread"
-        assert "bytes of shards do not stay in 1,000 bytes of memory" in cache.io.reason
+        assert "bytes of shards do not fit into 1,000 bytes of memory" in cache.io.reason
     check(folder)
     monkeypatch.setattr(opening, "memory_nbytes", lambda: None)
     with tc.open(folder) as cache:

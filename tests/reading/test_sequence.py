@@ -123,11 +123,11 @@ def test_many_at_once(folder: str, numbers: list[int]) -> None:
         ([-COUNT - 1], IndexError, r"indices\[0\] = -21 out of range"),
         ([2**64 - 1], IndexError, r"indices\[0\] = 18446744073709551615 out of range"),
         (np.array([300], np.uint16), IndexError, r"indices\[0\] = 300 out of range"),
-        (["000", "absent"], KeyError, "no sample 'absent' among 20"),
-        ([0.0], TypeError, "indices are a sequence of ints or keys"),
-        ([True], TypeError, "indices are a sequence of ints or keys"),
-        ([[0, 1], [2, 3]], TypeError, "indices are a sequence of ints or keys"),
-        ("000", TypeError, "indices are a sequence of ints or keys, got '000'"),
+        (["000", "absent"], KeyError, "no sample 'absent' among the 20"),
+        ([0.0], TypeError, "indices must be a sequence of ints or keys"),
+        ([True], TypeError, "indices must be a sequence of ints or keys"),
+        ([[0, 1], [2, 3]], TypeError, "indices must be a sequence of ints or keys"),
+        ("000", TypeError, "indices must be a sequence of ints or keys, got '000'"),
     ],
     ids=str,
 )
@@ -153,9 +153,9 @@ def test_keys(cache: tc.TensorCache) -> None:
     for key in KEYS:
         assert_same(WRITTEN[int(key)], cache[key])
     assert 3 not in cache
-    with pytest.raises(KeyError, match="no sample 'x' among 20"):
+    with pytest.raises(KeyError, match="no sample 'x' among the 20 samples"):
         cache["x"]
-    with pytest.raises(KeyError, match="no sample '000' among 3"):
+    with pytest.raises(KeyError, match="no sample '000' among the 3 samples"):
         cache[5:8]["000"]
 
 
@@ -166,7 +166,9 @@ def test_the_same_key_in_two_shards(tmp_path: Path) -> None:
     with tc.open(str(tmp_path)) as cache:
         assert "x" in cache
         assert cache[1] == {"from": "b.tar"}
-        with pytest.raises(KeyError, match=r"sample 'x' is in several shards, .*a\.tar, .*b\.tar; use its number"):
+        with pytest.raises(
+            KeyError, match=r"sample 'x' is in several shards, .*a\.tar, .*b\.tar; use the sample's index"
+        ):
             cache["x"]
         assert cache[1:]["x"] == {"from": "b.tar"}
         assert cache[::2]["x"] == {"from": "a.tar"}

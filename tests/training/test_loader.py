@@ -159,15 +159,18 @@ def test_states_of_others_are_refused(cache: Any, more: Any) -> None:
     state = loader.state_dict()
     assert len(json.dumps(state)) < 500
     with pytest.raises(
-        ValueError, match=r"another dataset: of 23 samples, keys \w{32}, this one is 9 samples, keys \w{32}"
+        ValueError, match=r"a different dataset: 23 samples, keys \w{32}; this loader has 9 samples, keys \w{32}"
     ):
         tc.Loader(more, 4).load_state_dict(state)
-    with pytest.raises(ValueError, match="another dataset"):
+    with pytest.raises(ValueError, match="a different dataset"):
         tc.Loader(cache[::-1], 4).load_state_dict(state)
-    for options, message in (({"seed": 1}, "seed=0, not 1"), ({"shuffle": True}, "shuffle=False, not True")):
+    for options, message in (
+        ({"seed": 1}, "seed=0, but this one has seed=1"),
+        ({"shuffle": True}, "shuffle=False, but this one has shuffle=True"),
+    ):
         with pytest.raises(ValueError, match=message):
             tc.Loader(cache, 4, **options).load_state_dict(state)
-    with pytest.raises(ValueError, match="mode='all', not 'buckets'"):
+    with pytest.raises(ValueError, match="mode='all', but this one has mode='buckets'"):
         tc.Loader(cache, 4, bucket_by="y").load_state_dict(state)
     joined = tc.join([cache.select(["x"]), cache.select(["y"])]) if False else tc.join({"a": cache})
     assert tc.Loader(joined, 4).state_dict()["dataset"] == state["dataset"]
@@ -177,7 +180,7 @@ def test_states_of_others_are_refused(cache: Any, more: Any) -> None:
 def test_what_is_refused(cache: Any, folder: str) -> None:
     for options, message in (
         ({"cache": None}, "a cache, or mix="),
-        ({"weights": np.ones(COUNT), "bucket_by": "y"}, "exclude each other"),
+        ({"weights": np.ones(COUNT), "bucket_by": "y"}, "are mutually exclusive"),
         ({"batch_size": 0}, "batch_size=0, expected at least 1"),
         ({"num_threads": -1}, "num_threads=-1, prefetch_batches=2: expected 0 or more"),
         ({"last_batch": "fill"}, "expected one of short, pad, wrap, drop"),
@@ -188,7 +191,7 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
         ({"rank": 1}, "both or neither"),
         ({"rank": 2, "world_size": 2}, "out of range"),
         ({"weights": np.ones(3)}, "expected 23 numbers"),
-        ({"weights": -np.ones(COUNT)}, "of 0 or more"),
+        ({"weights": -np.ones(COUNT)}, "none negative"),
         ({"weights": np.zeros(COUNT)}, "not all 0"),
         ({"weights": np.full(COUNT, np.nan)}, "expected 23 numbers"),
         ({"shuffle": "blocks", "window": 0}, "window=0"),
@@ -212,7 +215,7 @@ def test_states_of_other_orders_are_refused(cache: Any, tmp_path: Path) -> None:
         (tc.Loader(cache, 4, shuffle="blocks"), tc.Loader(resharded, 4, shuffle="blocks")),
         (tc.Loader(cache, 4, bucket_by=by(0)), tc.Loader(cache, 4, bucket_by=by(1))),
     ):
-        with pytest.raises(ValueError, match="the state is of a loader with order="):
+        with pytest.raises(ValueError, match="the state belongs to a loader with order="):
             other.load_state_dict(one.state_dict())
     tc.Loader(resharded, 4).load_state_dict(tc.Loader(cache, 4).state_dict())  # the same samples in the same order
     resharded.close()
@@ -269,7 +272,7 @@ def test_states_that_wait(cache: Any) -> None:
     ]
     with pytest.raises(ValueError, match="epoch=-1"):
         second.set_epoch(-1)
-    with pytest.raises(TypeError, match="a Loader stays in its process"):
+    with pytest.raises(TypeError, match="a Loader cannot be pickled"):
         pickle.dumps(second)
 
 

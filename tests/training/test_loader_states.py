@@ -58,7 +58,7 @@ def test_what_is_no_state(cache: Any, state: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="state of version 1"):
             loader.load_state_dict(wrong)  # type: ignore[arg-type]
     for name in ("dataset", "settings", "position", "weights"):
-        with pytest.raises(ValueError, match=f"is damaged: {name}"):
+        with pytest.raises(ValueError, match=f"is damaged: it lacks {name}"):
             loader.load_state_dict({key: value for key, value in state.items() if key != name})
     for weights in (None, 5, [[0, "!"]], [[0, "AAAA"]], [["a", ""]], [[0]]):
         with pytest.raises(ValueError, match="the state has"):
@@ -104,7 +104,7 @@ def test_epochs_that_are_numbers_of_others(cache: Any, number: Any) -> None:
 
 
 def test_buckets_that_equal_nothing(cache: Any) -> None:
-    with pytest.raises(ValueError, match="nan for sample '000', which is not equal to itself"):
+    with pytest.raises(ValueError, match="nan for sample '000', expected a value that equals itself"):
         tc.Loader(cache, 4, bucket_by=lambda entry: float("nan"))
 
 

@@ -76,7 +76,7 @@ def test_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert find_rank(None, None) == (3, 4)
     assert find_rank(0, 1) == (0, 1)
-    with pytest.raises(ValueError, match="give one or the other"):
+    with pytest.raises(ValueError, match="not both"):
         find_rank(0, 1, object())
 
 

@@ -440,7 +440,7 @@ def test_what_is_refused(cache: Any) -> None:
 def test_a_state_that_another_data_loader_has(cache: Any) -> None:
     made = tc.torch_loader(cache, 4, collate="list")
     next(iter(DataLoader(made.dataset, batch_size=None, sampler=made.batch_sampler, collate_fn=list)))
-    with pytest.raises(RuntimeError, match="another data loader iterates over the sampler"):
+    with pytest.raises(RuntimeError, match="another data loader iterates over this loader's sampler"):
         made.state_dict()
     made.set_epoch(3)
     assert made.state_dict()["position"]["epoch"] == 3

@@ -1,4 +1,4 @@
-"""The base of all caches: samples by index and key, batches and views; and the record of a batch."""
+"""`Cache`, the base class of all caches, with samples, batches and views; and `BatchInfo`, the record of a batch."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ __all__ = ["BatchInfo", "Cache"]
 
 _Batch = TypeVar("_Batch")
 Array = np.ndarray[Any, Any]
-_SHOWN = 1000  # samples, shards and tensors that a repr examines
+_SHOWN = 1000  # a repr examines at most this many samples, shards and tensors
 
 
 class Cache(Sequence[_Sample], Dataset[_Sample]):
-    """Samples by index and by key, each read on access. The base of `TensorCache` and `JoinedCache`.
+    """Sequence of samples, each read on access by index or by key. The base class of `TensorCache` and `JoinedCache`.
 
-    `cache[i]` reads only the skeleton and returns the nested sample that was written, with lazy tensors. `cache[a:b]`,
-    `cache[[…]]`, `select` and `filter` return views, which share files and memory with the cache. A cache is a sequence,
-    and a map-style dataset for torch's `DataLoader`.
+    `cache[i]` returns the nested sample that was written, with lazy tensors: it reads only the skeleton, which contains the
+    sample's structure and small values. `cache[a:b]`, `cache[[…]]`, `select` and `filter` return views, which share files
+    and memory with the cache. A cache is also a map-style dataset for torch's `DataLoader`.
 
     Threads/fork/pickle: safe everywhere. A copy in another process opens the shards again, and raises FormatError for a
         shard that was changed or replaced. `close`, or the end of a `with` block, closes the files and threads of the cache
@@ -54,12 +54,12 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         self, index: slice | list[int] | list[str] | list[int | str] | list[bool] | Array | torch.Tensor
     ) -> Self: ...
     def __getitem__(self, index: Any) -> Any:
-        """Return a sample by index or key; or a view, by a slice, a mask, or a list or array of indices or keys.
+        """Return a sample for an index or key, or a view for a slice, a mask, or a list or array of indices or keys.
 
         Raises:
             IndexError: The index is not in `[-len, len)`.
-            TypeError: The index has another type, or is a mask of another length.
-            KeyError: No sample has the key, or several samples do.
+            TypeError: The index has any other type, or is a mask whose length is not that of the cache.
+            KeyError: No sample has the key, or samples of several shards have it.
             FormatError: The shard is damaged, or does not match its index.
         """
         if isinstance(index, slice):
@@ -70,7 +70,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             return self._take(self._numbers(index))
         count = len(self)
         if not hasattr(index, "__index__"):
-            raise TypeError(f"a sample is named by number or key, got {index!r:.100}")
+            raise TypeError(f"expected the index or the key of a sample, got {index!r:.100}")
         number = operator.index(index)
         if not -count <= number < count:
             raise IndexError(f"index {number} out of range [0, {count})")
@@ -81,7 +81,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             yield self._sample(number)
 
     def __getitems__(self, indices: Sequence[int]) -> list[_Sample]:
-        """Return the samples at `indices` as a list; torch's DataLoader fetches batches with it."""
+        """Return the samples at `indices` as a list; torch's DataLoader calls this to fetch a batch."""
         return [self._sample(number) for number in self._numbers(indices).tolist()]
 
     @abstractmethod
@@ -95,29 +95,29 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     @property
     @abstractmethod
     def schema(self) -> dict[str, TensorSchema]:
-        """Properties of the samples' tensors by name: dtype, shape or range of shapes, bytes, number of samples."""
+        """Properties of each tensor by name: dtype, shape or range of shapes, bytes, and number of samples that have it."""
 
     @property
     @abstractmethod
     def fingerprint(self) -> dict[str, object]:
-        """Description of how the cache was made: the fields on which all of its shards agree."""
+        """Description of how the cache was made: the fields that have the same value in all shards."""
 
     @property
     @abstractmethod
     def num_shards(self) -> int:
-        """Number of shards that contain the samples."""
+        """Number of shards of the cache; a view counts the shards of the whole cache."""
 
     @property
     def members(self) -> dict[str, int]:
-        """Number of samples that have each other member, by suffix, for example `{"jpg": 100, "json": 100}`."""
+        """Number of samples that have a member `KEY.suffix` outside all caches, by suffix: `{"jpg": 100, "json": 100}`."""
         return {suffix: int(np.count_nonzero(having)) for suffix, having in self._having().items()}
 
     @abstractmethod
     def select(self, patterns: str | Iterable[str]) -> Self:
-        """Return a view whose samples have only the tensors whose names match `patterns` (`"cond.*"`, as in a shell).
+        """Return a view whose samples contain only tensors with names that match `patterns`, for example `"cond.*"`.
 
-        Other tensors are removed from dicts, and replaced by None in lists and tuples; they are not read. Small values
-        stay.
+        Patterns are those of `fnmatch`. Other tensors are removed from dicts, and replaced by None in lists and tuples; they
+        are not read. Small values remain.
 
         Raises:
             KeyError: A pattern matches no tensor's name.
@@ -125,11 +125,11 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """
 
     def filter(self, predicate: Callable[[Entry], object]) -> Self:
-        """Return a view of the samples for which `predicate` is true. It uses only the index: no tensor is read.
+        """Return a view of the samples for which `predicate` returns true. No tensor is read.
 
         Args:
-            predicate: Function of an entry, which has `.key`, `.nbytes` (bytes of its tensors) and `.shapes` (shape by
-                tensor name).
+            predicate: Function of an entry, which has `.key`, `.nbytes` (bytes of the sample's tensors) and `.shapes` (shape
+                by tensor name).
         """
         kept = (number for number, entry in enumerate(self._entries()) if predicate(entry))
         return self._take(np.fromiter(kept, np.int64))
@@ -194,28 +194,32 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             indices: Indices or keys of samples, in any order; repetitions are allowed.
             device: Device of the tensors; the CPU by default. Tensors reach a GPU in one transfer from pinned memory.
             pin_memory: Put the tensors into pinned memory.
-            collate: `"stack"` returns tensors `[B, …]`, `"list"` lists of B tensors. `"pad"`, or `tc.pad(to=…, value=…)`,
-                returns tensors `[B, longest, …]`, padded only in their first dimension. A dict chooses by tensor name or
-                pattern, as in `select`: `{"text": tc.pad(to=512), "cond.*": "list"}`; other tensors are stacked. A function
-                receives the list of B samples with loaded tensors, and returns the batch.
-            pad_value: Fill value for `"pad"` (not for `tc.pad(…)`, texts or dates), or a dict of fill values by tensor name.
+            collate: `"stack"` returns tensors `[B, …]`. `"list"` returns lists of B tensors. `"pad"`, or
+                `tc.pad(to=…, value=…)`, returns tensors `[B, longest, …]`, padded only in their first dimension. A dict
+                chooses by tensor name or pattern, as in `select`: `{"text": tc.pad(to=512), "cond.*": "list"}`; tensors
+                that match no pattern are stacked. A function receives the list of B samples with loaded tensors, and
+                returns the batch.
+            pad_value: Fill value for `"pad"`, or a dict of fill values by tensor name. `tc.pad(…)` has its own fill value;
+                texts and dates are filled with zero bytes.
             return_info: Return a pair of the batch and its `BatchInfo`, which contains the shapes before padding.
 
         Returns:
-            The structure of the first sample, with batched tensors in place of its tensors; arrays are stacked as numpy
-            arrays. Dicts keep their keys. Lists and tuples that contain a tensor are kept. Every other value becomes a
-            list-like of B values, decoded on first use.
+            The first sample's structure, with a batched tensor in place of each tensor, and a numpy array in place of each
+            array. Dicts keep their keys. Lists and tuples that contain a tensor are kept. Every other value becomes a
+            list-like object of B values, decoded on first use.
 
         Raises:
-            IndexError, KeyError: The cache lacks a sample.
-            BatchError: Shapes differ with `"stack"`, or differ beyond the first dimension with `"pad"`; dtypes or numbers
-                of dimensions differ. The message names two keys. Or a tensor is longer than `to`; or a name in `collate` or
+            IndexError, KeyError: An index is out of range, or no sample has a key.
+            ValueError: `indices` is empty, or `collate` is unknown.
+            BatchError: Shapes differ with `"stack"`, or differ beyond the first dimension with `"pad"`; or tensor names or
+                dtypes differ. The message names two keys. Or a tensor is longer than `to`; or a name in `collate` or
                 `pad_value` matches no tensor.
             FormatError: A shard is damaged, or does not match its index.
             RuntimeError: `device` is not available, or there is no GPU to pin memory for.
 
-        Memory: one recycled arena per batch, reused after its last tensor is freed; the cache keeps at most 1 GiB of idle
-            arenas. To keep one small tensor, keep a clone of it: the tensor itself keeps the whole arena alive.
+        Memory: one block of recycled memory per batch, reused after the batch's last tensor is freed; the cache keeps at
+            most `pool_nbytes` of idle blocks (see `tc.open`). One small tensor keeps its whole block alive, so clone a
+            tensor that outlives its batch.
         """
         if not return_info:
             return self._read_batch(self._request(indices), device, pin_memory, collate, pad_value)
@@ -232,19 +236,19 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         collate: str | Pad | Mapping[str, str | Pad] = "stack",
         pad_value: PadValue = 0,
     ) -> dict[str, Any]:
-        """Read only the tensors of a batch, by name; otherwise as `read_batch`.
+        """Return the tensors of a batch by name, without its other values. Arguments and errors are those of `read_batch`.
 
         Args:
-            collate: As for `read_batch`, but not a function. `"auto"` stacks a tensor if its shapes are equal, else returns
-                a list.
+            collate: As in `read_batch`, but not a function. `"auto"` stacks a tensor if all samples have the same shape of
+                it, and otherwise returns a list.
         """
         return self._read_tensors(self._request(indices), device, pin_memory, collate, pad_value)
 
     @abstractmethod
     def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
-        """Return the structure that `read_batch` returns for these samples, with the given `tensors` in it, by name.
+        """Return the batch that `read_batch` returns for these samples, but with `tensors`, given by name, as its tensors.
 
-        Missing tensors are left out, as `select` leaves them out. Only the first skeleton is read.
+        Tensors that are not given are left out, as with `select`. Other values are decoded on first use.
 
         Raises:
             KeyError: The first sample has no tensor with one of these names.
@@ -254,14 +258,14 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return the unchanged bytes of each sample's member `KEY.suffix`.
 
         Raises:
-            IndexError, KeyError: The cache lacks a sample, or the sample has no such member.
+            IndexError, KeyError: The cache lacks a sample, or a sample has no member with this suffix.
             FormatError: A shard does not match its index.
         """
         request = self._request(indices)
         found = self._find_members(request, suffix, range(len(request)))
         for i in range(len(request)):
             if i not in found:
-                raise KeyError(f"sample {request.key(i)!r} has no member {suffix!r}; in the cache are {self.members}")
+                raise KeyError(f"sample {request.key(i)!r} has no member {suffix!r}; its cache has {self.members}")
         return [found[i] for i in range(len(request))]
 
     @abstractmethod
@@ -277,7 +281,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def __repr__(self) -> str:
         """Return a summary: counts, bytes, tensors and fingerprint.
 
-        Tensors are those of the first 1,000 samples, bytes those of the first 1,000 shards.
+        Only the first 1,000 samples are searched for tensors, and bytes are summed over only the first 1,000 shards.
         """
         counts = (
             f"{len(self):,} sample{'s' * (len(self) != 1)} in {self.num_shards:,} shard{'s' * (self.num_shards != 1)}"
@@ -304,7 +308,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return numbers_of(indices, len(self), self._find)
 
     def _shapes(self, numbers: Array) -> dict[str, torch.Tensor]:
-        """Return shapes by name, int64 `[B, ndim]`, of the tensors that all samples have with the same number of dimensions."""
+        """Return shapes by name, int64 `[B, ndim]`; only of tensors with the same number of dimensions in all samples."""
         found = [entry.shapes for entry in self._take(numbers)._entries(selected=True)]
         return {
             name: torch.from_numpy(np.array([each[name] for each in found], np.int64).reshape(len(found), -1))
@@ -323,7 +327,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def _request(self, indices: Any) -> Any:
-        """Return a request for samples by index or key, or by another view's request, which has already located them."""
+        """Return a request for samples, given by index or key, or as the request of another view of the same cache."""
 
     @abstractmethod
     def _read_batch(self, request: Any, device: Any, pin: bool, collate: Any, pad_value: PadValue) -> Any: ...
@@ -335,15 +339,15 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
-        """Yield an entry for each sample; `selected` leaves out the shapes of tensors that are not selected."""
+        """Yield an `Entry` for each sample; `selected` leaves out the shapes of tensors that are not selected."""
 
     @abstractmethod
     def _having(self) -> dict[str, Array]:
-        """Return, by suffix of the other members, a mask of the samples that have such a member, bool `[len]`."""
+        """Return masks by suffix: True for each sample that has a member `KEY.suffix` outside all caches; bool `[len]`."""
 
     @abstractmethod
     def _find_members(self, request: Any, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
-        """Return a member of the `wanted` samples of a batch that have it, by position in the batch."""
+        """Return the member `KEY.suffix` of each sample in `wanted` that has one. Samples are positions in the batch."""
 
     @abstractmethod
     def _paths(self) -> Iterator[str]: ...
@@ -355,14 +359,14 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 class BatchInfo:
     """Immutable record of a batch's samples, epoch and step.
 
-    It is not a dataclass: trainers rebuild dataclasses field by field, which is impossible for an immutable one. They call
-    its `to` method instead, as for a tensor.
+    The class is not a dataclass: to move a dataclass to a device, trainers rebuild it field by field, which fails if it is
+    immutable. They move this record by calling its `to` method, as they move a tensor.
 
     Attributes:
         indices: Sample indices in the cache, int64 `[B]`.
-        is_padding: Rows that are padding and do not count, bool `[B]`, on the loader's device.
+        is_padding: True for each row that is padding, which training should ignore, bool `[B]`, on the loader's device.
         epoch, step: Epoch and step of a loader's batch; steps count through all epochs. Both are 0 from `read_batch`.
-        source: Name of the mixed cache, or the bucket, of the batch; else None.
+        source: Name of the batch's cache in `mix`, or value of its bucket in `bucket_by`; None without these options.
         cache: Cache of the samples; None in a pickled copy, which has only keys and shapes.
 
     Threads/fork/pickle: immutable, safe everywhere; a copy has keys and shapes in place of the cache. Records are equal if
@@ -409,7 +413,7 @@ class BatchInfo:
 
     @property
     def shapes(self) -> dict[str, torch.Tensor]:
-        """Shapes before padding by name, int64 `[B, ndim]`: of tensors that all samples have with one number of dimensions."""
+        """Shapes before padding by name, int64 `[B, ndim]`; only of tensors that have the same ndim in all samples."""
         if self.cache is None:
             return {name: torch.from_numpy(shapes) for name, shapes in (self._sent[1] if self._sent else {}).items()}
         return self.cache._shapes(self.indices)
@@ -435,7 +439,7 @@ class BatchInfo:
         return f"BatchInfo({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def __reduce__(self) -> Any:
-        # no tensors, for which torch would send file descriptors
+        # arrays, because torch would send a file descriptor for each tensor
         sent = tuple(self.keys), {name: shapes.numpy() for name, shapes in self.shapes.items()}
         return _received, (self.indices, self.is_padding.cpu().numpy(), self.epoch, self.step, self.source, sent)
 

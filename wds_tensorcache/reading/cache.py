@@ -1,4 +1,4 @@
-"""The samples of one or many shards as a sequence."""
+"""`TensorCache`: the samples of one or many shards as a sequence."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _MAX_VIEWS = 16
 
 
 class TensorCache(Cache[_Sample]):
-    """The samples of one or many shards; made by `tc.open`.
+    """The samples of one or many shards; opened by `tc.open`.
 
-    Memory: 22 bytes per sample, plus its key. After the first look-up by key 8 bytes more, unless keys ascend from shard to
-        shard.
+    Memory: about 22 bytes per sample, plus its key. The first look-up by key adds 8 bytes per sample, unless the keys of
+        each shard ascend and the key ranges of shards do not overlap.
     """
 
     def __init__(self, store: Store, order: Positions | None = None, patterns: tuple[str, ...] | None = None) -> None:
         self._store = store
         everything = range(len(store))
-        self._order = None if isinstance(order, range) and order == everything else order  # None: all
+        self._order = None if isinstance(order, range) and order == everything else order  # None for all samples
         self._where: Positions = everything if self._order is None else self._order
         self._inverse: Inverse | None = None
         self._patterns = patterns
-        self._narrowed: dict[tuple[str, ...], TensorCache[_Sample]] = {}  # views for nest
+        self._narrowed: dict[tuple[str, ...], TensorCache[_Sample]] = {}  # views made by `nest`, by tensor names
         self._wanted = name_matcher(patterns) if patterns is not None else None
         self._structures = Structures(self._wanted)
 
@@ -132,7 +132,7 @@ class TensorCache(Cache[_Sample]):
 
     def _find_members(self, request: Request, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
         rows = request.rows
-        suffix = suffix.lower().removeprefix(".")  # as in the index and in webdataset
+        suffix = suffix.lower().removeprefix(".")  # the index and webdataset have suffixes in lower case
         numbers = np.empty(len(rows), np.int64)
         for number, at, some in rows.by_shard:
             numbers[at] = rows.shards[number].find_members(some, suffix)
@@ -165,8 +165,8 @@ class TensorCache(Cache[_Sample]):
     def _find(self, key: str) -> int:
         found = self._found(key)
         if not found:
-            raise KeyError(f"no sample {key!r} among {len(self)}")
+            raise KeyError(f"no sample {key!r} among the {len(self)} samples")
         if len({self._at(number) for number in found}) > 1:
             paths = ", ".join(self._store.locate(self._at(number))[0].path for number in found)
-            raise KeyError(f"sample {key!r} is in several shards, {paths}; use its number")
+            raise KeyError(f"sample {key!r} is in several shards, {paths}; use the sample's index instead")
         return found[0]

@@ -1,4 +1,4 @@
-"""Several caches as one, joined by key, so that new text states need no rewrite of old latents."""
+"""Join several caches by key into one: for example, new text states with latents that need not be rewritten."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from wds_tensorcache.shards.fingerprint import common_fields
 __all__ = ["JoinedCache", "join"]
 
 Array = np.ndarray[Any, Any]
-_NUM_SHOWN = 5  # missing keys
+_NUM_SHOWN = 5  # number of missing keys in a message
 
 
 def join(
@@ -39,32 +39,32 @@ def join(
     """Join caches by key: each sample combines the samples of all caches that have the same key.
 
     Args:
-        caches: Caches, or what `tc.open` takes. With a list, samples must be dicts, and are merged into one dict. With a
-            dict of caches, a joined sample has each cache's sample under the cache's name. Keys, indices and order of
-            samples are those of the first cache, which has no entry in `keys`.
+        caches: Caches, or sources for `tc.open`. With a list, samples must be dicts, and those with the same key are merged
+            into one dict. With a dict, a joined sample maps each cache's name to that cache's sample. The first cache
+            determines the keys, indices and order of the joined samples.
         how: `"exact"` requires the same keys in all caches. `"inner"` keeps the samples whose keys are in all caches.
-        keys: Functions or mappings from a sample's key to the key in another cache, by the cache's name or position in the
-            list. Many samples may share one key there, so that repeated captions are stored once: `keys={"text":
-            caption_of.get}`. A function returns None if there is no such key.
+        keys: For a cache after the first whose keys differ, by its name or its position in the list: a function or mapping
+            from a key of the first cache to a key of that cache, or to None if there is no match. Many samples may map to
+            one key, so that a repeated caption is stored once: `keys={"text": caption_of.get}`.
 
     Raises:
-        KeyError: With `"exact"`, a key is missing in one of the caches; the message lists some. Or a key occurs twice in a
+        KeyError: With `"exact"`, keys are missing in one of the caches; the message lists some. Or a key occurs twice in a
             cache other than the first.
-        TypeError: `caches` is one cache or path, a name is not a text, or `keys` is not a dict.
+        TypeError: `caches` is a single cache or path, a name is not a string, or `keys` is not a dict.
         ValueError: There are no caches; `how` is unknown; `keys` names a cache that does not exist, or the first one.
         Errors of `tc.open`: A path among `caches` cannot be opened.
 
-    Memory: at most 8 bytes per sample; if keys differ, also about 150 bytes per key during the call.
+    Memory: at most 8 bytes per sample and cache; if keys differ, also about 150 bytes per key during the call.
     """
     if isinstance(caches, (str, bytes, os.PathLike, Cache)) or not isinstance(caches, (Sequence, Mapping)):
-        raise TypeError(f"tc.join needs a list or a dict of what is joined, got {caches!r:.200}")
+        raise TypeError(f"tc.join needs a list or a dict of caches or paths, got {caches!r:.200}")
     if how not in ("exact", "inner"):
         raise ValueError(f"how={how!r}, expected 'exact' or 'inner'")
     names: Sequence[Any] = list(caches) if isinstance(caches, Mapping) else range(len(caches))
     if not names:
         raise ValueError("nothing to join: expected at least one cache")
     if isinstance(caches, Mapping) and not all(isinstance(name, str) for name in names):
-        raise TypeError(f"tc.join needs texts as names of caches, got {names!r:.200}")
+        raise TypeError(f"tc.join needs strings as names of caches, got {names!r:.200}")
     if keys is not None and not isinstance(keys, Mapping):
         raise TypeError(
             f"keys={keys!r:.200}, expected a dict of functions or mappings by cache: {{'text': caption_of.get}}"
@@ -74,7 +74,7 @@ def join(
         if name not in names[1:]:
             shown = ", ".join(map(repr, names[1:]))
             raise ValueError(
-                f"keys has {name!r}, expected names of caches after the first: {shown or 'there are none'}"
+                f"keys has an entry for {name!r}, expected names of caches after the first: {shown or 'there are none'}"
             )
     opened: list[Any] = []
     try:
@@ -89,7 +89,7 @@ def join(
 
 
 def _matched(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, KeyMap]) -> list[Any]:
-    """Return views of the caches in which samples with the same index belong together."""
+    """Return a view of each cache, in which the samples to join have the same index."""
     first, found = _with_keys(parts[0]), []
     for name, other in zip(names[1:], parts[1:], strict=True):
         rows, more = match_some(first, _with_keys(other), maps.get(name))
@@ -98,11 +98,11 @@ def _matched(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any
         if how == "exact" and (len(missing) or more):
             keys = [first.keys()[number] for number in missing[:_NUM_SHOWN]] if len(missing) else sorted(more)
             lacking, count = (name, len(missing)) if len(missing) else (names[0], len(more))
-            hint = "; keys= gave another key for each" if name in maps else ", and keys= maps keys that differ"
+            hint = f"keys= maps none of them to a key of {name!r}" if name in maps else "keys= maps different keys"
             shown = ", ".join(map(repr, keys[:_NUM_SHOWN])) + ", …" * (count > _NUM_SHOWN)
             raise KeyError(
                 f"cache {names[0]!r} with {len(first)} samples and cache {name!r} with {len(other)}: {lacking!r} lacks "
-                f"{count} of their keys: {shown}; tc.join(…, how='inner') keeps the samples that all have" + hint
+                f"{count} key{'s' * (count > 1)}: {shown}; {hint}, and how='inner' keeps only the samples that all caches have"
             )
     lacking_any = [rows < 0 for rows in found if rows is not None and (rows < 0).any()]
     if not lacking_any:
@@ -115,7 +115,7 @@ def _matched(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any
 
 
 def _with_keys(cache: Any) -> Any:
-    """Return the cache whose keys a joined cache has."""
+    """Return the cache that determines the keys: the first one of a joined cache, else `cache` itself."""
     while isinstance(cache, JoinedCache):
         cache = cache._caches[0]
     return cache
@@ -138,13 +138,13 @@ class _JoinedRequest:
 class JoinedCache(Cache[_Sample]):
     """Caches joined by key; made by `tc.join`.
 
-    Keys, indices and order are the first cache's. Tensors are called `NAME.TENSOR` where the caches have names.
+    Keys, indices and order are those of the first cache. If the caches have names, a tensor's name is `CACHE.TENSOR`.
     """
 
     def __init__(self, caches: Sequence[Any], names: tuple[str, ...] | None = None) -> None:
         self._caches = list(caches)
         self._names = names
-        # the prefix of the tensor names of each cache
+        # for each cache, the prefix of its tensors' names
         self._prefixes = [f"{component(name, 0)}." for name in names] if names is not None else [""] * len(self._caches)
 
     def __reduce__(self) -> Any:
@@ -166,7 +166,7 @@ class JoinedCache(Cache[_Sample]):
 
     @property
     def fingerprint(self) -> dict[str, object]:
-        """Description of how the caches were made: the fields on which all of them agree."""
+        """Description of how the caches were made: the fields that have the same value in all caches."""
         return common_fields(cache.fingerprint for cache in self._caches)
 
     @property
@@ -175,7 +175,7 @@ class JoinedCache(Cache[_Sample]):
 
     @property
     def io(self) -> tuple[Io, ...]:
-        """How the files of each cache are read, with the reason."""
+        """For each cache, how its files are read, with the reason."""
         return tuple(cache.io for cache in self._caches)
 
     def select(self, patterns: str | Iterable[str]) -> JoinedCache[_Sample]:
@@ -255,7 +255,7 @@ class JoinedCache(Cache[_Sample]):
         return result
 
     def _find_members(self, request: _JoinedRequest, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
-        """Return a member of the `wanted` samples of a batch that have it, from the first cache with such a member."""
+        """Return the member `KEY.suffix` of each sample in `wanted` that has one, from the first cache in which it has one."""
         found: dict[int, bytes] = {}
         for cache, part in zip(self._caches, request.parts, strict=True):
             found |= cache._find_members(part, suffix, [i for i in wanted if i not in found])

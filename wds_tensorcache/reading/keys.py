@@ -1,4 +1,4 @@
-"""The keys of a cache as a sequence, without a list of them in memory."""
+"""A sequence of a cache's keys that keeps no list of them in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["KeysView"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class KeysView(Sequence[str]):
-    """The keys of a cache in order, each decoded on access."""
+    """A sequence of a cache's keys in the order of its samples; each key is decoded on access."""
 
     _cache: Any
 

@@ -1,4 +1,4 @@
-"""Compare and match the keys of caches. Equal keys take no Python object each."""
+"""Compare and match the keys of two caches; if both contain the same keys, no key becomes a Python object."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ KeyMap: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
 def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | None, list[str]]:
     """Return, for each sample of `first`, the index of its match in `other`, plus the keys that only `other` contains.
 
-    Indices are int64, -1 without a match; the array is None if both have the same keys in the same order.
+    Indices are int64, -1 for a sample without a match. The array is None if both caches have the same keys in the same
+    order.
 
     Args:
-        key_map: Maps a key of `first` to a key of `other`. Several samples of `first` may then match one of `other`, and
-            samples of `other` may be unmatched.
+        key_map: Maps a key of `first` to a key of `other`. Several samples of `first` may then match one sample of `other`.
+            Keys that only `other` contains are not returned.
 
     Raises:
         KeyError: A key occurs twice in `other`.
@@ -37,7 +38,7 @@ def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
     places = {key: at for at, key in enumerate(other.keys())}
     if len(places) != len(other):
         twice = next(key for at, key in enumerate(other.keys()) if places[key] != at)
-        raise KeyError(f"key {twice!r} occurs twice in a joined cache with {len(other)} samples")
+        raise KeyError(f"key {twice!r} occurs twice in a joined cache with {len(other)} samples, expected unique keys")
     get = key_map.get if isinstance(key_map, Mapping) else key_map
     wanted = first.keys() if get is None else map(get, first.keys())
     found = np.fromiter((places.get(key, -1) for key in wanted), np.int64, len(first))
@@ -48,7 +49,7 @@ def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
 
 
 def are_equal(left: Any, right: Any) -> bool:
-    """Return whether two caches have the same keys in the same order. Views of the same samples are recognised at once."""
+    """Return whether two caches have the same keys in the same order. For views of the same samples, no key is compared."""
     if len(left) != len(right):
         return False
     if left._store is right._store and _same_positions(left._where, right._where):
@@ -83,7 +84,7 @@ def _same_positions(left: Any, right: Any) -> bool:
 
 
 def _blocks(cache: Any) -> Iterator[tuple[Array, Array]]:
-    """Yield the lengths and the text of successive keys of a cache, block by block."""
+    """Yield `(lengths, text)` for each block of successive keys: their lengths in bytes, and their bytes without gaps."""
     for shard, rows in in_order(cache._store, cache._where):
         keys, samples = shard.index.keys, shard.columns.rows
         rows = rows if samples is None else samples[rows].astype(np.int64)
@@ -98,7 +99,7 @@ def _blocks(cache: Any) -> Iterator[tuple[Array, Array]]:
 
 
 def match(left: Any, right: Any) -> Array | None:
-    """Return the index in `right` of each key of `left`, int64; None unless both have the same keys, each once."""
+    """Return the index in `right` of each key of `left`, int64; None unless both contain the same keys, each once."""
     (parts, mine), (others, theirs) = _parts(left), _parts(right)
     matched = match_keys(parts, others)
     if matched is None:

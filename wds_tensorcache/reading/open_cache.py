@@ -44,29 +44,31 @@ def open(
 
     Args:
         source: A folder (its `manifest.json`, or else its `*.tar` in the order of their names), a manifest, a shard, a
-            pattern (`"train-{000000..000099}.tar"`, `"train-*.tar"`), or a list of those; uncompressed local tars from any
-            writer. Only the text that you pass is a pattern; names found through it are literal. If you list a shard twice,
-            or a folder contains it under two names, its samples occur twice.
+            pattern (`"train-{000000..000099}.tar"`, `"train-*.tar"`), or a list of those. Shards are local, uncompressed
+            tar files by any writer. Braces and wildcards are expanded only in the text that you pass, not in file names
+            found through it. If you list a shard twice, or a folder contains it under two names, its samples occur twice.
         cache: Name of the cache if samples have several (`NAME.tensorcache`), `""` for the one without a name; by default
-            the only one. Samples without this cache are not counted.
+            the only one. Samples that lack this cache are left out.
         io: `"pread"` uses only positioned reads. `"auto"` may also copy small tensors out of memory maps. It decides for
-            each batch, by size and by what is in memory. It copies only if truncating a shard meanwhile would raise an
-            error; during a copy, other processes that open the shard for writing wait. `"mmap"` copies without this
-            protection, and **a shard that is truncated in place kills the process** (SIGBUS). `cache.io` tells the decision
-            and the reason.
-        num_threads: Threads that read a batch; by default the number of cores, but at most four.
-        allow: Classes that skeletons may build; only for shards that you trust.
+            each batch, by its size and by whether the page cache contains it. It copies only if truncating a shard
+            meanwhile raises an error; during a copy, other processes that open the shard for writing wait. `"mmap"` copies
+            without this protection: **truncating a shard in place then kills the process** (SIGBUS). `cache.io` shows the
+            decision and the reason.
+        num_threads: Number of threads that read a batch; by default the number of cores, but at most four.
+        allow: Classes that a sample may contain beyond those of the format. Only for shards that you trust: reading a sample
+            creates objects of these classes.
         pool_nbytes: Maximum bytes of idle memory to keep for the next batches.
-        max_open_files: Files that stay open; by default a quarter of the system's limit, at most 256.
+        max_open_files: Maximum number of open files; by default a quarter of the system's limit, at most 256.
         expect: Fields and values that the fingerprint of every shard must have; it may have more fields.
 
     Raises:
-        FileNotFoundError: There is no such file, or no shard. MissingShardError if a manifest lists a shard that does not
-            exist.
+        FileNotFoundError: A file does not exist, or there are no shards. MissingShardError: A manifest lists a shard that
+            does not exist.
         FormatError: A shard or manifest is damaged, or they do not match. A manifest lists a url that is not a local file,
             or lists one file twice, under any names.
         StaleCacheError: The fingerprint of a shard does not match `expect`, or is missing.
-        KeyError: The shards have no cache with this name, or `cache` is missing and they have several.
+        KeyError: No shard has a cache with this name; or `cache` is omitted, and the shards have several caches or none.
+        TypeError, ValueError: An argument is invalid.
     """
     if max_open_files is not None and max_open_files < 1:
         raise ValueError(f"max_open_files={max_open_files}, expected at least 1")
@@ -121,12 +123,12 @@ class Listed(NamedTuple):
     caches: Mapping[str, int] | None = None
 
 
-# a shard; if a manifest says so, its numbers of samples, and how it was made
+# path of a shard; if a manifest lists them, also its numbers of samples and its fingerprint
 Found = tuple[str, "Listed | None", "Mapping[str, Any] | None"]
 
 
 def find_shards(source: Any, listed: Callable[[str], list[Found]] | None = None) -> list[Found]:
-    """Return the shards of a `source` of `open`. `listed` replaces the function that returns the shards of a manifest."""
+    """Return the shards of a `source` as in `open`. `listed` replaces the function that returns the shards of a manifest."""
     listed = listed or _from_manifest
     if isinstance(source, (str, os.PathLike)):
         return _find_one(os.fspath(source), listed)
@@ -139,7 +141,7 @@ def find_shards(source: Any, listed: Callable[[str], list[Found]] | None = None)
 
 
 def _find_one(source: str, listed: Callable[[str], list[Found]]) -> list[Found]:
-    """Return the shards of a text from the caller, the only text whose braces and wildcards are expanded."""
+    """Return the shards of a path or pattern from the caller. Braces and wildcards are expanded nowhere else."""
     if "://" in source:
         raise ValueError(f"{source}: not a local path; stream it with wds.DataPipeline and tc.decode")
     if os.path.exists(source):
@@ -151,26 +153,26 @@ def _find_one(source: str, listed: Callable[[str], list[Found]]) -> list[Found]:
             raise FileNotFoundError(f"{path} matches no file" if glob.has_magic(path) else f"{path} does not exist")
         for match in matches:
             if not os.path.exists(match):
-                raise FileNotFoundError(f"{match} is a link to what does not exist")
+                raise FileNotFoundError(f"{match} is a link to a file that does not exist")
             found += _find_path(match, listed)
     return found
 
 
 def _find_path(path: str, listed: Callable[[str], list[Found]]) -> list[Found]:
-    """Return the shards of a folder, a manifest or a shard; the path is literal, whatever characters it contains."""
+    """Return the shards of a path to a folder, a manifest or a shard. Braces and wildcards in the path are literal."""
     if os.path.isdir(path):
         manifest = os.path.join(path, MANIFEST)
         if os.path.exists(manifest):
             return listed(manifest)
         shards = sorted(file for file in os.listdir(path) if file.endswith(".tar") and not file.startswith("."))
         if not shards:
-            raise FileNotFoundError(f"{path} has neither {MANIFEST} nor *.tar")
+            raise FileNotFoundError(f"{path} has neither {MANIFEST} nor any *.tar")
         return [(os.path.join(path, file), None, None) for file in shards]
     return listed(path) if path.endswith(".json") else [(path, None, None)]
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return the expansion of a pattern with braces; folders whose existing names contain braces are literal."""
+    """Return the expansion of a pattern with braces. In names of folders that exist, braces are literal."""
     rest = pattern[len(existing_folder(pattern)) :]
     if "{" not in rest:
         return [pattern]
@@ -182,13 +184,13 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _escape_existing(pattern: str) -> str:
-    """Return a glob pattern in which the leading folders that exist under these names are escaped."""
+    """Return a pattern for `glob` in which the names of leading folders that exist are escaped."""
     folder = existing_folder(pattern)
     return glob.escape(folder) + pattern[len(folder) :]
 
 
 def existing_folder(pattern: str) -> str:
-    """Return the longest prefix of a pattern that is the path of a folder, with its slash."""
+    """Return the longest prefix of a pattern that is the path of an existing folder, with the final slash; else `""`."""
     folder = os.path.dirname(pattern)
     while folder and not os.path.isdir(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)
@@ -199,7 +201,7 @@ def existing_folder(pattern: str) -> str:
 
 
 def _from_manifest(path: str) -> list[Found]:
-    """Return the shards that a manifest lists; files that it does not list are unfinished."""
+    """Return the shards that a manifest lists. Shards that are not listed are unfinished, and so left out."""
     entries, extra = read_manifest(path)
     caches, fingerprints = extra.get("caches", {}), extra.get("fingerprints", {})
     found: list[Found] = []
@@ -209,15 +211,15 @@ def _from_manifest(path: str) -> list[Found]:
             raise located.error
         if located.nbytes != entry.nbytes:
             what = f"{shard} has {located.nbytes} bytes, but {path} says {entry.nbytes}: one of the two is stale"
-            remedy = f"call tc.write_index({shard!r}) again if that was interrupted"
-            raise FormatError(f"{what}; {remedy}, or tc.verify, which tells what is whole", kind="index")
+            remedy = f"if tc.write_index was interrupted, call tc.write_index({shard!r}) again"
+            raise FormatError(f"{what}; {remedy}, else call tc.verify, which tells what is intact", kind="index")
         counts = caches.get(entry.url) if isinstance(caches, dict) else None
         if counts is not None and not are_counts(counts):
             what = f"{path}: {entry.url} has caches {counts!r:.100}, expected numbers of samples by name"
-            raise FormatError(f"{what}, from 1 on; call tc.write_index({shard!r})")
+            raise FormatError(f"{what}, each at least 1; call tc.write_index({shard!r})")
         fingerprint = fingerprints.get(entry.url) if isinstance(fingerprints, dict) else None
         if fingerprint is not None and not isinstance(fingerprint, dict):
-            raise FormatError(f"{path}: {entry.url} has a fingerprint {fingerprint!r:.100}, expected fields by name")
+            raise FormatError(f"{path}: {entry.url} has a fingerprint {fingerprint!r:.100}, expected a dict")
         found.append((shard, Listed(entry.num_samples, counts), fingerprint))
     if not found:
         raise FileNotFoundError(f"{path} lists no shards")
@@ -225,7 +227,7 @@ def _from_manifest(path: str) -> list[Found]:
 
 
 def are_counts(counts: Any) -> bool:
-    """Return whether a value in a manifest is a dict of numbers of samples by cache name."""
+    """Return whether a value in a manifest is a dict from cache name to number of samples, each at least 1."""
     return isinstance(counts, dict) and all(type(count) is int and 0 < count < 1 << 63 for count in counts.values())
 
 
@@ -239,7 +241,7 @@ def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str:
     if name is not None and name not in there:
         raise KeyError(f"{where}: no cache {name!r}; there are {there}")
     if name is None and not there:
-        raise KeyError(f"{where}: no cache in it, only other members; write one with tc.ShardWriter or tc.encoder()")
+        raise KeyError(f"{where}: no cache, only other members; write one with tc.ShardWriter or tc.encoder()")
     if name is None and len(there) > 1:
         raise KeyError(f"{where}: caches {there}: choose one with cache=…, '' for the one without a name")
     return there[0] if name is None else name
@@ -252,16 +254,16 @@ def num_cores() -> int:
 
 def _choose_io(io: str, found: Sequence[Found]) -> Io:
     if io != "auto":
-        return Io(io, "asked for")
+        return Io(io, "chosen by the caller")
     if not CAN_COPY:
-        return Io("pread", "maps are not safe to copy from: this system has neither read leases nor process_vm_readv")
+        return Io("pread", "copies from maps are not safe: this system has neither read leases nor process_vm_readv")
     kind, is_network = file_system(found[0][0])
     if is_network:
-        return Io("pread", f"{kind} is a network file system, through whose maps one waits page by page")
+        return Io("pread", f"{kind} is a network file system: reading through a memory map would wait for each page")
     nbytes, memory = sum(os.path.getsize(path) for path, *_ in found), memory_nbytes()
     if memory is not None and nbytes > memory:
-        return Io("pread", f"{nbytes:,} bytes of shards do not stay in {memory:,} bytes of memory")
-    reason = f"on {kind or 'a local file system'}: maps for small tensors that are in memory, preadv for all else"
+        return Io("pread", f"{nbytes:,} bytes of shards do not fit into {memory:,} bytes of memory")
+    reason = f"on {kind or 'a local file system'}: maps for small samples in the page cache, else preadv"
     if overcommit_is_off():
-        reason += "; overcommit is off, and read-only maps take nothing of the limit"
-    return Io("auto", f"{reason}, cold files read ahead")
+        reason += "; overcommit is off, but read-only maps do not count towards the memory limit"
+    return Io("auto", f"{reason}; files outside the page cache are read ahead")

@@ -25,12 +25,12 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, Any]
-Positions: TypeAlias = "range | Array"  # in the store, int64 where it is an array
+Positions: TypeAlias = "range | Array"  # positions in the store; an array is int64
 _CHUNK = 4096
 
 
 def take(positions: Positions, numbers: Any) -> Positions:
-    """Return the positions of a view's samples `numbers`: a slice of a range stays a range, all else is a new array."""
+    """Return the positions of a view's samples `numbers`: a range for a slice of a range, otherwise an array."""
     if isinstance(positions, range):
         if isinstance(numbers, slice):
             return positions[numbers]
@@ -52,7 +52,7 @@ def as_array(positions: Positions) -> Array:
 
 
 def iter_positions(positions: Positions) -> Iterator[int]:
-    """Iterate over positions as Python ints, without a list of all of them."""
+    """Return an iterator over positions as Python ints, without a list of all positions."""
     if isinstance(positions, range):
         return iter(positions)
     chunks = (positions[begin : begin + _CHUNK].tolist() for begin in range(0, len(positions), _CHUNK))
@@ -62,7 +62,7 @@ def iter_positions(positions: Positions) -> Iterator[int]:
 def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, Array]]:
     """Yield `(shard, indices into positions, rows)` for each shard that contains some of the positions, in shard order.
 
-    Cost: one pass over an array of positions, however many shards there are; a range needs none.
+    Rows number the samples within the shard. Cost: an array of positions is sorted once, not searched for each shard.
     """
     if isinstance(positions, range):
         runs = list(_runs(store, positions))
@@ -70,7 +70,8 @@ def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, A
             yield store.shards[at], slice(first, last), as_array(positions[first:last]) - store.starts[at]
         return
     number = store.shard_numbers(positions)
-    order = None if bool((number[1:] >= number[:-1]).all()) else np.argsort(number, kind="stable")  # by radix, if short
+    # numpy uses a radix sort for short integers
+    order = None if bool((number[1:] >= number[:-1]).all()) else np.argsort(number, kind="stable")
     present = number if order is None else number[order]
     edges = [0, *(np.flatnonzero(present[1:] != present[:-1]) + 1).tolist(), len(present)] if len(present) else []
     for first, last in pairwise(edges):
@@ -85,7 +86,7 @@ def _runs(store: Store, positions: range) -> Iterator[tuple[int, int, int]]:
     while done < len(positions):
         at = store.shard_number(positions[done])
         begin, end = store.starts.item(at), store.starts.item(at + 1)
-        # how many more positions are before the shard's edge
+        # distance to the edge of the shard in the direction of the step
         left = end - 1 - positions[done] if positions.step > 0 else positions[done] - begin
         last = min(done + left // abs(positions.step) + 1, len(positions))
         yield at, done, last
@@ -122,10 +123,10 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
 
     Raises:
         IndexError, KeyError: A sample does not exist.
-        TypeError: `indices` has another type, or is a mask of another length.
+        TypeError: `indices` is not a sequence of ints or keys, nor a mask of `count` bools.
     """
     if isinstance(indices, str) or not isinstance(indices, Iterable):
-        raise TypeError(f"indices are a sequence of ints or keys, got {indices!r:.100}")
+        raise TypeError(f"indices must be a sequence of ints or keys, got {indices!r:.100}")
     if isinstance(indices, torch.Tensor):
         indices = indices.numpy(force=True)
     indices = indices if isinstance(indices, (np.ndarray, list)) else list(indices)
@@ -136,9 +137,9 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
     if numbers.dtype == np.bool_ and numbers.shape == (count,):
         return np.flatnonzero(numbers)
     if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
-        raise TypeError(f"indices are a sequence of ints or keys, or a mask of {count} bools, got {indices!r:.100}")
+        raise TypeError(f"indices must be a sequence of ints or keys, or a mask of {count} bools, got {indices!r:.100}")
     if numbers.dtype != np.int64 or (len(numbers) and int(numbers.view(np.uint64).max()) >= count):
-        wrong = (numbers < -count) | (numbers >= count)  # before large unsigned ones are cast
+        wrong = (numbers < -count) | (numbers >= count)  # before the cast, which would wrap large unsigned integers
         if wrong.any():
             at = int(np.argmax(wrong))
             raise IndexError(f"indices[{at}] = {numbers[at]} out of range [0, {count})")
@@ -148,7 +149,7 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
 
 
 class Inverse:
-    """Sample indices of a view, by store position.
+    """Look-up of a view's sample indices by the samples' positions in the store.
 
     Memory: none for a range; for an array, 8 bytes per sample, from the 17th look-up on."""
 
@@ -160,7 +161,7 @@ class Inverse:
         self._packed: Array | None = None  # position and sample index packed into one integer, ascending
 
     def find(self, position: int) -> list[int]:
-        """Return the sample indices in the view that are stored at `position`, ascending."""
+        """Return the view's indices of the sample at `position`, ascending: none, or several if the view repeats the sample."""
         if isinstance(self._positions, range):
             return [self._positions.index(position)] if position in self._positions else []
         if self._packed is None:

@@ -40,7 +40,7 @@ class TensorSchema:
 
     Attributes:
         name: Path of the tensor in the samples.
-        kind: `"tensor"`, or `"ndarray"` for numpy arrays; as in the first sample that has the tensor.
+        kind: `"tensor"` for torch tensors, `"ndarray"` for numpy arrays; the kind in one of the samples if samples differ.
         dtype: The dtype of the loaded tensor, a torch or numpy dtype; a tuple of dtypes if samples differ.
         shape: Size of each dimension, or (smallest, largest) if samples differ; None if samples differ in their number of
             dimensions.
@@ -58,12 +58,12 @@ class TensorSchema:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The properties of one sample that the index contains.
+    """The properties of one sample, as recorded in the index.
 
     Attributes:
         key: Key of the sample.
         nbytes: Total bytes of the sample's tensors.
-        shapes: Shape of each tensor, by name.
+        shapes: Shape of each tensor of the sample, by the tensor's name.
     """
 
     key: str
@@ -72,13 +72,16 @@ class Entry:
 
 
 class _Forms:
-    """References to the tensors of each form: from the index, or from one skeleton if the index has only stored dtypes."""
+    """A cache of the tensors' references, which state true dtypes. One entry for each form: samples that differ only in shapes.
+
+    The references come from the index, or from one sample's skeleton if the index contains only stored dtypes.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, tuple[str, ...] | None], tuple[Form, dict[str, Reference]]] = {}
 
     def references(self, shard: Shard, row: int) -> dict[str, Reference]:
-        """Return the references of a sample by name; their shapes may be those of another sample of the same form."""
+        """Return the references of a sample by tensor name. Their shapes may come from another sample of the same form."""
         layout = shard.layout(row)
         key = (id(layout.form), layout.texts)
         if key not in self._known:
@@ -97,7 +100,7 @@ def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
     for shard, _, rows in by_shard(store, positions):
         table, numbers = shard.index.layouts, shard.columns.layout[rows]
         counts = np.bincount(numbers, minlength=len(table))
-        first = np.zeros(len(table), np.int64)  # one sample of each layout
+        first = np.zeros(len(table), np.int64)  # row of one sample of each layout
         first[numbers[::-1]] = rows[::-1]
         layouts = np.flatnonzero(counts)
         layouts = layouts[np.argsort(table.form[layouts], kind="stable")]
@@ -111,7 +114,7 @@ def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
                 begin = begin + ndim
                 found = references.get(name)
                 if found is None:
-                    continue  # inside a set, key or allowed object, which have no paths
+                    continue  # inside a set, a dict's key or an allowed object, where tensors have no path
                 inner = ndim - len(found.shape)
                 itemsize = int(found.dtype.itemsize)
                 shapes = dims[:, : ndim - inner]
@@ -151,7 +154,7 @@ def _merged(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
 
 
 def describe(tensor: TensorSchema) -> str:
-    """Return a tensor's dtype and shape as text: `bfloat16 [3..7, 16]`."""
+    """Return a tensor's dtype and shape as text, for example `bfloat16 [3..7, 16]`."""
     dtypes = "/".join(str(dtype).removeprefix("torch.") for dtype in _as_tuple(tensor.dtype))
     sizes = ["..".join(map(str, _as_tuple(size))) for size in tensor.shape or ()]
     shape = f"[{', '.join(sizes)}]" if tensor.shape is not None else "[…]"
@@ -163,7 +166,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def entries(store: Store, positions: Positions, wanted: Callable[[str], bool] | None = None) -> Iterator[Entry]:
-    """Yield an entry for each sample at `positions`, with the shapes of the tensors that `wanted` accepts; None accepts all."""
+    """Yield an `Entry` for each sample at `positions`, with shapes of the tensors that `wanted` accepts; None accepts all."""
     forms = _Forms()
     for shard, row in map(store.locate, iter_positions(positions)):
         layout = shard.layout(row)
@@ -180,7 +183,7 @@ def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple
     """Return a tensor's distinct shapes, and the index of each sample's shape. Cost: a few numpy operations per shard.
 
     Raises:
-        KeyError: A sample has no such tensor.
+        KeyError: A sample has no tensor with this name.
     """
     forms = _Forms()
     numbers: dict[tuple[int, ...], int] = {}
@@ -200,7 +203,7 @@ def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple
 
 
 def members_of(store: Store, positions: Positions) -> dict[str, Array]:
-    """Return, by suffix, a mask of the samples at `positions` that have such a member, bool `[len(positions)]`."""
+    """Return masks by suffix, bool `[len(positions)]`: True for each sample with a member `KEY.suffix` outside all caches."""
     result: dict[str, Array] = {}
     for shard, which, rows in by_shard(store, positions):
         for suffix in shard.index.members:
@@ -211,7 +214,7 @@ def members_of(store: Store, positions: Positions) -> dict[str, Array]:
 
 
 def as_patterns(patterns: Any) -> tuple[str, ...]:
-    """Return the argument of `select` as a tuple of patterns; raise TypeError if it is neither a pattern nor several."""
+    """Return the argument of `select` as a tuple of patterns; raise TypeError if a pattern is not a string."""
     found = (patterns,) if isinstance(patterns, (str, int)) else tuple(patterns)
     if not all(isinstance(pattern, str) for pattern in found):
         raise TypeError(

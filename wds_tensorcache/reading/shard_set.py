@@ -24,14 +24,14 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Io:
-    """How files are read: `method` is "auto", "mmap" or "pread"; `reason` explains the choice."""
+    """The method by which files are read, "auto", "mmap" or "pread" as in `tc.open`, and the reason for choosing it."""
 
     method: str
     reason: str
 
 
 class Store:
-    """The samples of several shards, numbered by one `position`.
+    """The samples of several shards. A sample's `position` is its number among the samples of all shards.
 
     Threads/fork/pickle: safe everywhere. A forked child starts new threads; a copy in another process opens the files
         again.
@@ -67,30 +67,30 @@ class Store:
         return Store, (self.shards, self.files, self.pool, self.io, self.num_threads, self.fingerprint)
 
     def with_threads(self, num_threads: int) -> Store:
-        """Return a copy that reads with `num_threads` threads, and shares files and memory."""
+        """Return a store that reads with `num_threads` threads, and shares the files and memory of this one."""
         return Store(self.shards, self.files, self.pool, self.io, num_threads, self.fingerprint)
 
     def locate(self, position: int) -> tuple[Shard, int]:
-        """Return the shard of a sample, and the sample's row in it."""
+        """Return the shard of the sample at `position`, and the sample's row: its number within that shard's cache."""
         if len(self.shards) == 1:
             return self.shards[0], position
         number = self.shard_number(position)
         return self.shards[number], position - self._starts[number]
 
     def shard_number(self, position: int) -> int:
-        """Return the number of the shard that contains a sample."""
+        """Return the number of the shard that contains the sample at `position`."""
         return bisect_right(self._starts, position) - 1
 
     def shard_numbers(self, positions: Array) -> Array:
-        """Return the shard number of each sample, in the narrowest dtype for the number of shards."""
+        """Return the shard number of the sample at each position, in the narrowest dtype that fits all shard numbers."""
         numbers: Array = np.empty_like(positions, self.number_dtype)
-        for begin in range(0, len(positions), _PIECE):  # avoids an int64 array of the length of the positions
+        for begin in range(0, len(positions), _PIECE):  # avoids an int64 array as long as `positions`
             piece = slice(begin, begin + _PIECE)
             numbers[piece] = np.searchsorted(self.starts, positions[piece], "right") - 1
         return numbers
 
     def key(self, position: int) -> str:
-        """Return the key of a sample."""
+        """Return the key of the sample at `position`."""
         shard, row = self.locate(position)
         return shard.key(row)
 
@@ -101,7 +101,7 @@ class Store:
         return self._table.find(key)
 
     def executor(self) -> ThreadPool | None:
-        """Return the pool that runs all threads but the caller's; None if `num_threads` is 1."""
+        """Return the pool of the threads that read alongside the caller's thread; None if `num_threads` is 1."""
         if self.num_threads <= 1:
             return None
         known = self._executor

@@ -1,1 +1,1 @@
-"""The order of samples, batches ahead of training, and the state that goes into checkpoints."""
+"""Loaders for training: the order of samples, batches read ahead, and the state for checkpoints."""

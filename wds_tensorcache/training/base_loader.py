@@ -1,4 +1,4 @@
-"""Common parts of `tc.Loader` and `tc.torch_loader`: the position after the last batch returned, its state, and iterations."""
+"""Common parts of `tc.Loader` and `tc.torch_loader`: iterations over an epoch, and the state that a checkpoint saves."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from wds_tensorcache.training.steps import Position, Step
 __all__ = ["BaseLoader", "Read"]
 
 Read = tuple[Any, Step, Position]  # a batch, its step, and the position after the step
-_INTERRUPTED_WAITS_S = 1.0  # the wait for batches that threads are reading
+_INTERRUPTED_WAITS_S = 1.0  # after an interrupt, how long to wait for threads that are reading
 
 
 class BaseLoader(ABC):
-    """Base of the loaders: batches of a `StepSampler`'s steps, and a state that follows the last batch returned.
+    """Base class of the loaders: they read the batches of a `StepSampler`'s steps, and keep the state after the last one.
 
-    Every loader accepts the state, with any batch size and number of ranks and workers, and continues with the unused
-    samples.
+    A loader with another batch size, or another number of ranks or workers, can load the state, and continues with the
+    samples that were not used.
     """
 
     _plan: StepSampler
     _device: Any = None  # the device of the batches and of `is_padding`
-    _running: Callable[[], _Batches | None] = staticmethod(lambda: None)  # a weak reference
-    _num_threads = 0  # of each iteration
+    _running: Callable[[], _Batches | None] = staticmethod(lambda: None)  # a weak reference to the current iteration
+    _num_threads = 0  # threads of each iteration
     _num_iterations = 0
-    _planned = 0  # the first step that the current iteration has not begun
+    _planned = 0  # the first step that the current iteration has not begun to read
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, which is equal on all ranks."""
@@ -50,7 +50,7 @@ class BaseLoader(ABC):
         self._plan.set_epoch(epoch)
 
     def with_info(self) -> Iterable[tuple[Any, BatchInfo]]:
-        """Return an iterable of pairs of a batch and its `BatchInfo`; each iteration over it is an epoch."""
+        """Return an iterable of pairs `(batch, BatchInfo)`; each iteration over it is an epoch."""
         return _WithInfo(self)
 
     def __iter__(self) -> Iterator[Any]:
@@ -74,7 +74,9 @@ class BaseLoader(ABC):
         running.close(-1 if isinstance(exc, Exception) else _INTERRUPTED_WAITS_S)
 
     def set_weights(self, weights: Any) -> int:
-        """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), starting at the first step that has not begun.
+        """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), for all steps that have not begun.
+
+        A step has begun once the reading of its batch is scheduled, which may be ahead of training.
 
         Returns:
             Number of the first step with the new weights.
@@ -92,13 +94,13 @@ class BaseLoader(ABC):
         return max(now, planned)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch returned: integers and any weights, for JSON, equal on all ranks.
+        """Return the state after the last batch returned, as a dict for JSON, equal on all ranks. Any weights are part of it.
 
         Raises:
-            RuntimeError: Another data loader has since iterated over this loader's sampler.
+            RuntimeError: Another data loader has since iterated over this loader's sampler, and only that one has the state.
         """
         if self._plan._is_elsewhere:
-            raise RuntimeError("another data loader iterates over the sampler of this one, and has the state")
+            raise RuntimeError("another data loader iterates over this loader's sampler: save that data loader's state")
         return self._plan._state(self._plan._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -132,12 +134,12 @@ class _WithInfo:
 
 
 class _Batches(Iterator[Any]):
-    """The rest of an epoch, which begins when the first batch is requested.
+    """Iterator over the rest of an epoch, which begins when the first batch is requested.
 
     Any exception that `next` raises ends the iteration, including an interrupt at any line. The last line before a batch is
-    returned moves the loader's position, so the caller and the state agree on the batches returned.
+    returned moves the loader's position, so the state counts exactly the batches that the caller received.
 
-    Threads: one calls `next`; any may `close`.
+    Threads: one thread calls `next`; any thread may call `close`.
     """
 
     def __init__(self, loader: BaseLoader, *, with_info: bool) -> None:
@@ -151,16 +153,16 @@ class _Batches(Iterator[Any]):
     def __next__(self) -> Any:
         loader, plan = self._loader, self._loader._plan
         if self._num_iterations != loader._num_iterations:
-            raise RuntimeError("another iteration of this loader has begun, which ended this one")
+            raise RuntimeError("another iteration of this loader has begun, which ended this iteration")
         if self._pid != os.getpid():
-            raise RuntimeError("this iteration is of another process, whose threads a fork does not have")
+            raise RuntimeError("this iteration's threads are in the process that began it; begin an iteration here")
         if self._num_moves != plan._num_moves:
             self.close()
         if self.is_closed:
             raise StopIteration
         if self._is_in_next:
             raise RuntimeError(
-                "this iteration is reading a batch already, for another thread or for code that it calls"
+                "this iteration is already reading a batch; `next` was called by another thread, or by code that it runs"
             )
         try:
             self._is_in_next = True
@@ -180,15 +182,15 @@ class _Batches(Iterator[Any]):
             loader._end_after(exc, self)
             raise
         if self.is_closed:
-            self.close()  # a thread of the pool may have closed it; it cannot wait for itself
+            self.close()  # a thread of the pool may have called `close`, which cannot wait for that thread itself
             raise StopIteration
-        # Hazard: an interrupt after a call here would lose the batch. So there are no calls from here on.
+        # Hazard: an interrupt after the position has moved would lose the batch. Without calls, none arrives from here on.
         plan._is_resumed = False
         plan._position = after
         return given
 
     def close(self, timeout_s: float = -1) -> None:
-        """End the iteration; a thread that waits in `next` gets no batch."""
+        """End the iteration; a thread that waits in `next` receives no batch."""
         self.is_closed = True
         if self._pool is not None and self._pid == os.getpid():
             self._pool.close(cancel=True, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Groups of samples: those of one shape, or of one shard."""
+"""Groups of samples: buckets of equal shape for `bucket_by`, and blocks of one shard for `shuffle="blocks"`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 def buckets_of(cache: Any, by: str | Callable[[Any], Any]) -> dict[Any, Array]:
-    """Return the sample indices for each shape of the tensor `by`, or for each result of `by`, a function of an `Entry`."""
+    """Return the sample indices of each bucket: by shape of the tensor `by`, or by result of `by`, a function of an `Entry`."""
     if isinstance(by, str):
         if by not in cache.schema:
             near = difflib.get_close_matches(by, list(cache.schema), cutoff=0.3) or list(cache.schema)[:8]
@@ -32,13 +32,15 @@ def buckets_of(cache: Any, by: str | Callable[[Any], Any]) -> dict[Any, Array]:
     for index, entry in enumerate(cache._entries()):
         label = tuple(entry.shapes[by]) if isinstance(by, str) else by(entry)
         if label != label:
-            raise ValueError(f"bucket_by returned {label!r} for sample {entry.key!r}, which is not equal to itself")
+            raise ValueError(
+                f"bucket_by returned {label!r} for sample {entry.key!r}, expected a value that equals itself"
+            )
         found.setdefault(label, []).append(index)
     return {label: np.array(indices, np.int64) for label, indices in found.items()}
 
 
 def block_sizes(cache: Any, members: Array | None = None) -> list[int]:
-    """Return the lengths of the runs of samples in one shard, among all samples or those of `members`."""
+    """Return the length of each run of successive samples in one shard, among the sample indices `members`; None for all."""
     while not isinstance(cache, TensorCache):  # joined caches have the order of the first cache
         cache = cache._caches[0]
     return shard_runs(cache._store, cache._where if members is None else take(cache._where, members))

@@ -24,25 +24,25 @@ __all__ = ["Loader"]
 
 
 class Loader(BaseLoader):
-    """Iterator over the epochs of a cache: batches as `read_batch` returns them, read ahead by threads.
+    """The batches of a cache for training, as `read_batch` returns them, read ahead by threads.
 
-    `for batch in loader`, or `for batch, info in loader.with_info()`. The state follows the last batch returned. Any loader
-    accepts it, with any batch size and number of ranks.
+    Each loop `for batch in loader`, or `for batch, info in loader.with_info()`, is an epoch. `state_dict` returns the state
+    after the last batch returned; a loader with another batch size or number of ranks can load it.
 
     Args:
-        cache, batch_size: As of `StepSampler`.
-        device, pin_memory, collate, pad_value: As of `read_batch`.
+        cache, batch_size: As in `StepSampler`.
+        device, pin_memory, collate, pad_value: As in `read_batch`.
         num_threads: Number of batches to read at the same time; 0 reads each batch on request in the caller's thread.
         prefetch_batches: Number of batches to read ahead.
         steps: Other options of `StepSampler`.
 
     Raises:
-        ValueError: Arguments exclude each other, or are out of range.
+        ValueError: Arguments are mutually exclusive, or out of range.
         BatchError: A name or pattern in `collate` or `pad_value` matches no tensor.
 
-    Memory: `prefetch_batches + 1` batches, besides the caller's.
-    Threads/fork/pickle: one thread iterates, any thread may `close`; use it in the process that made it. Abandoning an
-        iteration, or `close`, ends its threads, and the next iteration is the next epoch.
+    Memory: `prefetch_batches + 1` batches, besides those that the caller keeps.
+    Threads/fork/pickle: one thread iterates, any thread may call `close`; only in the process that made the loader.
+        Abandoning an iteration, or calling `close`, ends its threads; the next iteration begins the next epoch.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Loader(BaseLoader):
             raise ValueError(f"num_threads={num_threads}, prefetch_batches={prefetch_batches}: expected 0 or more")
         self._plan = StepSampler(cache, batch_size, **steps)
         collate = collate_for(self._plan._caches, collate, pad_value)
-        # the threads are the loader's
+        # each thread of the loader reads whole batches, so reading one batch needs no further threads
         self._caches = [each._single_threaded() for each in self._plan._caches]
         self._device = device
         self._read_options = {"device": device, "pin_memory": pin_memory, "collate": collate, "pad_value": pad_value}
@@ -94,7 +94,7 @@ class Loader(BaseLoader):
             except Cancelled:
                 return
             del job
-            yield found.pop(), step, after  # no reference here keeps the batch alive
+            yield found.pop(), step, after  # without a reference that would keep the batch alive
 
     def _read(self, step: Step, stream: Any) -> Any:
         with nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -108,7 +108,7 @@ class Loader(BaseLoader):
             strict: Apply the weights to the next batch, and discard batches that were read ahead.
 
         Raises:
-            ValueError: The loader has no weights, or these do not fit.
+            ValueError: The loader has no weights, or the new weights do not match it.
         """
         step = self._change_weights(weights, 0) if strict else super().set_weights(weights)
         self._is_flushed |= strict
@@ -116,7 +116,7 @@ class Loader(BaseLoader):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a Loader stays in its process; use torch_loader for worker processes, state_dict for checkpoints"
+            "a Loader cannot be pickled; use torch_loader for worker processes, and state_dict for checkpoints"
         )
 
     def __enter__(self) -> Loader:
@@ -127,7 +127,7 @@ class Loader(BaseLoader):
 
 
 def _stream_of(device: Any) -> Any:
-    """Return the CUDA stream on which the caller will use the batches; None if these are not for a GPU."""
+    """Return the CUDA stream on which the caller will use the batches; None if `device` is not a GPU."""
     check_device(device)
     if device is None or torch.device(device).type != "cuda":
         return None

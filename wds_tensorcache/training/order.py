@@ -19,9 +19,9 @@ _MASK = (1 << 64) - 1
 class EpochOrder:
     """The order of `count` samples in each epoch: a pure function of seed, epoch and position.
 
-    A shuffled epoch is a permutation that is never stored: a Feistel network over the next power of two. It is applied
-    again to results that are out of range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The round
-    function is the finaliser of SplitMix64. Computing one position among 10^9 samples takes a fraction of a millisecond and
+    A shuffled epoch is a permutation that is never stored: a Feistel network over the next power of two, applied again to
+    results that are out of range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The round function is
+    the finaliser of SplitMix64. Computing one position among 10^9 samples takes a fraction of a millisecond and
     no memory.
 
     Threads/fork/pickle: immutable, safe everywhere; the same order on every machine and in every release.
@@ -31,7 +31,7 @@ class EpochOrder:
         if count < 0:
             raise ValueError(f"count={count}, expected 0 or more")
         self.count = count
-        self.identity = [[count]]  # with the seed, this determines the order
+        self.identity = [[count]]  # with seed and `shuffle`, this determines the order
         self.shuffle = shuffle
         self.seed = seed
 
@@ -52,7 +52,7 @@ class EpochOrder:
         keys = _keys(self.seed, epoch)
         result = _permute(places.astype(np.uint64), bits, keys)
         outside = np.flatnonzero(result >= self.count)
-        # fewer than half remain each time, because the power of two is below twice the count
+        # on average, fewer than half remain each time, because the power of two is below twice the count
         while len(outside):
             result[outside] = _permute(result[outside], bits, keys)
             outside = outside[result[outside] >= self.count]
@@ -62,7 +62,7 @@ class EpochOrder:
 class BlockOrder:
     """The order of samples in blocks (shards) of `sizes`: blocks in random order, samples shuffled within windows.
 
-    Successive reads touch few blocks, which suits remote shards. Like `EpochOrder`, it is a pure function.
+    Successive samples come from few blocks, which suits remote shards. Like `EpochOrder`, the order is a pure function.
     """
 
     def __init__(self, sizes: Sequence[int], *, window: int = 4096, seed: int = 0) -> None:
@@ -107,18 +107,18 @@ def uniform(seed: int, epoch: int, positions: Any) -> np.ndarray[Any, np.dtype[n
 def _places(positions: Any, count: int) -> Array:
     places: Array = np.array(positions, np.int64)
     if len(places) and (int(places.min()) < 0 or int(places.max()) >= count):
-        raise IndexError(f"a position is out of range [0, {count})")
+        raise IndexError(f"positions {places.min()} to {places.max()} out of range [0, {count})")
     return places
 
 
 def _keys(seed: int, epoch: int) -> Array:
-    """Return a key for each round: SplitMix64's sequence from a state made of seed and epoch."""
+    """Return a key for each round: the sequence of SplitMix64 that starts from a hash of seed and epoch."""
     states = _finalise(np.array([seed * _GOLDEN & _MASK, (epoch + 1) * _GOLDEN + 1 & _MASK], np.uint64))
     return _finalise((states[0] ^ states[1]) + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
 
 
 def _finalise(values: Array) -> Array:
-    """Return SplitMix64's finaliser of each value."""
+    """Apply the finaliser of SplitMix64 to each value."""
     values = (values ^ (values >> np.uint64(30))) * _MIX[0]
     values = (values ^ (values >> np.uint64(27))) * _MIX[1]
     mixed: Array = values ^ (values >> np.uint64(31))

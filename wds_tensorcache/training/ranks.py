@@ -12,19 +12,19 @@ __all__ = ["find_rank"]
 
 
 def find_rank(rank: int | None, world_size: int | None, group: Any = None) -> tuple[int, int]:
-    """Return rank and world size: those given, else those of the group, of torch.distributed or of torchrun, else 0 of 1."""
+    """Return `(rank, world_size)`: as given, or of `group`; else of torch.distributed, else of torchrun, else `(0, 1)`."""
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank={rank}, world_size={world_size}: pass both or neither")
     if group is not None:
         if rank is not None:
-            raise ValueError("rank and world_size come from the group: give one or the other")
+            raise ValueError("group determines rank and world_size: pass group, or rank and world_size, not both")
         if not hasattr(group, "get_local_rank"):
             rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         elif group.ndim == 1:
             rank, world_size = group.get_local_rank(), group.size()
         else:
             raise ValueError(
-                f"a mesh of {group.ndim} dimensions: pass that of data parallelism, for example mesh['dp']"
+                f"group is a mesh of {group.ndim} dimensions, expected the one of data parallelism, for example mesh['dp']"
             )
     elif rank is None and dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -37,5 +37,5 @@ def find_rank(rank: int | None, world_size: int | None, group: Any = None) -> tu
             )
     rank, world_size = operator.index(rank), operator.index(world_size)  # type: ignore[arg-type]
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} of world_size={world_size}: out of range")
+        raise ValueError(f"rank={rank} out of range [0, {world_size}), where world_size={world_size}")
     return rank, world_size

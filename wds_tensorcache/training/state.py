@@ -1,4 +1,4 @@
-"""The state of a loader in checkpoints: small, for JSON, and refused by a loader of other samples."""
+"""The state of a loader for checkpoints: it fits into JSON, and a loader of different samples refuses it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ def state_of(position: Position, settings: Mapping[str, Any], fingerprint: str, 
 
 
 def position_from(state: Mapping[str, Any], settings: Mapping[str, Any], fingerprint: str, course: Course) -> Position:
-    """Return the position in a state; raise ValueError if the state is damaged, or of other settings or samples."""
+    """Return the position in a state; raise ValueError if the state is damaged, or its settings or samples differ."""
     if not isinstance(state, Mapping) or state.get("version") != VERSION:
         raise ValueError(f"expected a loader's state of version {VERSION}, got {state!r:.200}")
     missing = {"dataset", "settings", "position", "weights"} - set(state)
     if missing or not isinstance(state["settings"], Mapping):
-        raise ValueError(f"the state of a loader is damaged: {', '.join(sorted(missing)) or 'settings'}")
+        lacks = ", ".join(sorted(missing)) or "a dict of settings"
+        raise ValueError(f"the state of a loader is damaged: it lacks {lacks}")
     if state["dataset"] != fingerprint:
-        raise ValueError(f"the state is of another dataset: of {state['dataset']}, this one is {fingerprint}")
+        raise ValueError(f"the state belongs to a different dataset: {state['dataset']}; this loader has {fingerprint}")
     for name, value in settings.items():
         if state["settings"].get(name) != value:
-            raise ValueError(f"the state is of a loader with {name}={state['settings'].get(name)!r}, not {value!r}")
+            saved = state["settings"].get(name)
+            raise ValueError(f"the state belongs to a loader with {name}={saved!r}, but this one has {name}={value!r}")
     at = state["position"]
     if isinstance(at, Mapping) and set(at) == set(Position.__slots__) and isinstance(at["counts"], (list, tuple)):
         position = Position(**{**at, "counts": tuple(at["counts"])})
@@ -44,7 +46,7 @@ def position_from(state: Mapping[str, Any], settings: Mapping[str, Any], fingerp
 
 
 def fingerprint_of(caches: Sequence[Any]) -> str:
-    """Return an identity of the samples of caches: a hash of their ordered keys, and their number."""
+    """Return a text that identifies the samples of caches: their number, and a hash of their keys in order."""
     digest = xxhash.xxh3_128()
     for cache in caches:
         digest.update(b"%d," % len(cache))
@@ -54,7 +56,7 @@ def fingerprint_of(caches: Sequence[Any]) -> str:
 
 
 def order_digest(streams: Sequence[Any]) -> str:
-    """Return a hash of all that determines an order, except the seed: blocks, windows, samples of each bucket."""
+    """Return a hash of what determines an order besides seed and `shuffle`: counts, blocks, windows, samples of each bucket."""
     digest = xxhash.xxh3_64()
     for stream in streams:
         for part in stream.identity():

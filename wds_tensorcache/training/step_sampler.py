@@ -1,4 +1,4 @@
-"""The sampler of training steps: the samples of each step on this rank, and the position at which training resumes."""
+"""The sampler of training steps: it determines the samples of each step on this rank, and where training resumes."""
 
 from __future__ import annotations
 
@@ -41,44 +41,46 @@ class StepOptions(TypedDict, total=False):
 class StepSampler(Sampler[Step]):
     """The steps of training in order, as a sampler for torch's data loaders.
 
-    The samples of a step are a pure function of the seed, the epoch and the number of samples used on all ranks.
-    `tc.torch_loader` and `tc.Loader` make one of these. For another data loader on a map-style dataset:
+    The seed, the epoch and the number of samples that all ranks have used determine the samples of a step. `tc.Loader` and
+    `tc.torch_loader` make their own sampler. Other data loaders combine a sampler with the dataset of its batches:
 
         sampler = tc.StepSampler(cache, 32, shuffle=True)
         loader = StatefulDataLoader(tc.StepDataset(sampler), batch_size=None, sampler=sampler, num_workers=4)
 
-    Each iteration is the next epoch, even if the previous one was abandoned. torchdata's `StatefulDataLoader` resumes
-    exactly, with as many workers as before. With `snapshot_every_n_steps` above 1, it also needs the same batch size and
-    number of ranks. If the state was saved after the last batch of a loop, the first loop is empty. If `set_epoch` chooses
-    an epoch other than the state's, that epoch begins. torch's plain `DataLoader` has no state: use `tc.torch_loader`.
+    Each iteration begins the next epoch, even if the previous iteration was abandoned. torchdata's `StatefulDataLoader`
+    resumes exactly if it has as many workers as before; with `snapshot_every_n_steps` above 1, only if `batch_size *
+    world_size` is also the same. A state that was saved after the last batch of an epoch makes the first loop empty, unless
+    `set_epoch` has chosen a different epoch, which then begins. torch's plain `DataLoader` saves no state: use
+    `tc.torch_loader`.
 
     Args:
         cache: Cache from `tc.open` or `tc.join`; None with `mix`.
         batch_size: Number of samples in a batch of one rank.
         shuffle: True for a new order in each epoch. `"blocks"`, for remote shards, reads shards in random order, and
-            shuffles samples within windows of `window`.
+            shuffles samples within windows of `window` samples.
         seed: Seed of all random choices; the same on all ranks.
-        rank, world_size: Number of this data-parallel process, and of all such processes. By default those of
-            torch.distributed, or of torchrun's environment.
-        group: Process group, or DeviceMesh of one dimension, that determines rank and world size. With tensor or pipeline
-            parallelism, the global rank would be wrong.
-        last_batch: Treatment of an epoch's last step if it is not full, on all ranks alike. `"short"` shortens it; at most
-            `world_size - 1` rows in total are padding. `"pad"` fills it with padding. `"wrap"` fills it with the epoch's
-            first samples, which are not marked as padding. `"drop"` drops it.
-        weights: One weight for each sample: samples are drawn in proportion, with replacement. An epoch has as many samples
-            as the cache, rounded up to whole steps (down with `"drop"`), without padding.
+        rank, world_size: Rank of this process among the data-parallel processes, and their number. By default, both come
+            from torch.distributed, or from torchrun's environment.
+        group: Process group, or DeviceMesh of one dimension, that determines rank and world size. Needed with tensor or
+            pipeline parallelism, where the global rank is not the data-parallel rank.
+        last_batch: Treatment of an epoch's last step if samples do not fill it, the same on all ranks. `"short"` shortens
+            the step; at most `world_size - 1` of its samples, over all ranks, are padding. `"pad"` fills the step with
+            padding. `"wrap"` fills it with the epoch's first samples, not marked as padding. `"drop"` drops the step.
+        weights: One weight for each sample. Samples are drawn with replacement, in proportion to their weights. An epoch
+            has as many samples as the cache, rounded up to whole steps (down with `"drop"`), without padding.
         mix: `{"a": (cache, 0.7), "b": (other, 0.3)}`: each step has samples of one cache, chosen in proportion to the
-            weights. An exhausted cache starts again. An epoch has as many samples as all caches, rounded as with `weights`.
-        bucket_by: Name of a tensor: all samples of a step have the same shape of it. Or a function of an entry, as for
-            `cache.filter`: all samples of a step have the same result. `last_batch` applies to the last step of every
-            bucket.
+            weights. An exhausted cache starts again. An epoch has as many samples as all caches together, rounded as with
+            `weights`.
+        bucket_by: Name of a tensor, or function of an entry as in `cache.filter`. All samples of a step have the same shape
+            of the tensor, or the same result of the function. `last_batch` applies to the last step of every bucket.
         window: Number of samples to shuffle together with `shuffle="blocks"`.
 
     Raises:
-        ValueError: Arguments exclude each other, or are out of range.
+        ValueError: Arguments are mutually exclusive, or out of range.
+        KeyError: `bucket_by` names no tensor, or a sample lacks the tensor.
 
-    Memory: at most 64 KiB of the order for each cache or bucket, and `weights`.
-    Threads/fork/pickle: for one thread at a time, in the process that made it.
+    Memory: at most 64 KiB for each cache or bucket; also 8 bytes per sample with `bucket_by`, and about 16 with `weights`.
+    Threads/fork/pickle: one thread at a time may use a sampler, only in the process that made it.
     """
 
     def __init__(
@@ -98,11 +100,11 @@ class StepSampler(Sampler[Step]):
         window: int = 4096,
     ) -> None:
         if (cache is None) == (mix is None):
-            raise ValueError("expected a cache, or mix= with several")
+            raise ValueError("expected either a cache, or mix= with several caches")
         modes = {"weights": weights, "mix": mix, "buckets": bucket_by}
         mode = [name for name, each in modes.items() if each is not None] or ["all"]
         if len(mode) > 1:
-            raise ValueError("weights, mix and bucket_by exclude each other")
+            raise ValueError("weights, mix and bucket_by are mutually exclusive")
         batch_size, seed, window = map(operator.index, (batch_size, seed, window))
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}, expected at least 1")
@@ -144,7 +146,9 @@ class StepSampler(Sampler[Step]):
         }
         count = sum(map(len, streams))
         if not len(self):
-            raise ValueError(f"{count} samples do not fill one step of {batch_size} on {world_size} ranks")
+            raise ValueError(
+                f"{count} samples do not fill one step of {batch_size} on {world_size} ranks; use last_batch='short'"
+            )
         self._shown = (
             f"{count} samples, {batch_size=}, {len(self)} steps per epoch, {rank=}, {world_size=}, {shuffle=}, "
         )
@@ -152,7 +156,7 @@ class StepSampler(Sampler[Step]):
         self._fingerprint: str | None = None
         self._position = Position(0, (0,) * len(streams))
         self._is_resumed = False  # the next iteration starts at the position, even in the middle of an epoch
-        self._chosen: int | None = None  # by set_epoch, since the last iteration began
+        self._chosen: int | None = None  # the epoch that set_epoch chose since the last iteration began
         self._num_moves = 0  # the number of times that the position was set other than by a batch
         self._leader: Any = None  # weak reference to the iteration of a TorchLoader, which moves the position itself
         self._is_elsewhere = False  # another data loader iterates, so the batches that it returned are unknown
@@ -174,9 +178,9 @@ class StepSampler(Sampler[Step]):
         return self._position.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration begin the given epoch; no change after `load_state_dict` of a state in that epoch.
+        """Make the next iteration begin the given epoch; if a state in that epoch was just loaded, the iteration resumes it.
 
-        The caches of a mix continue after the samples that were used.
+        With `mix`, each cache continues after its last used sample.
 
         Raises:
             ValueError: `epoch` is out of range.
@@ -198,7 +202,7 @@ class StepSampler(Sampler[Step]):
         return self._course.next_epoch(self._position) if is_abandoned else self._position
 
     def _settled(self, at: Position) -> Position:
-        """Return the position itself, or the start of the next epoch if the position's epoch is over."""
+        """Return `at` itself, or the start of the next epoch if the epoch of `at` is over."""
         return self._course.next_epoch(at) if self._course.is_over(at) else at
 
     def _step(self, epoch: int, number: int) -> Step:
@@ -213,7 +217,7 @@ class StepSampler(Sampler[Step]):
         return state_of(at, self._settings, self._identity(), self._weights.state(at.step))
 
     def _load(self, state: Mapping[str, Any]) -> Position:
-        """Take over the weights of a state, and return its position; a ValueError changes nothing."""
+        """Load the weights of a state, and return the state's position. If this raises ValueError, it changes nothing."""
         position = position_from(state, self._settings, self._identity(), self._course)
         self._weights.load(state["weights"])
         return position
@@ -234,7 +238,7 @@ def make_batch_info(
 
 
 class _StepIterator(Iterator[Step]):
-    """The rest of an epoch's steps; torchdata's `StatefulDataLoader` calls `state_dict` and `load_state_dict`.
+    """Iterator over the rest of an epoch's steps; torchdata's `StatefulDataLoader` calls its state methods.
 
     A data loader may create several iterators and use one, so an epoch begins only with its first step.
     """
@@ -245,7 +249,8 @@ class _StepIterator(Iterator[Step]):
         self._at: Position | None = None  # None before the first step
         self._num_moves = -1
         self._count = 0
-        self._last_saved: int | None = None  # count at the last state_dict, if the first call was before the first step
+        # `_count` at the last state_dict; None unless the first state_dict was before the first step
+        self._last_saved: int | None = None
         self._every = 1
 
     def __next__(self) -> Step:
@@ -264,15 +269,15 @@ class _StepIterator(Iterator[Step]):
         return step
 
     def _leave(self) -> None:
-        """Let the next iteration begin the next epoch."""
+        """Make the sampler's next iteration begin the next epoch."""
         if not self._is_led and self._at is not None:
             self._sampler._move(self._sampler._course.next_epoch(self._at), is_elsewhere=True)
             self._sampler._chosen = None
         self._num_moves = self._sampler._num_moves
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last step, like `tc.Loader.state_dict`; at the end of an epoch it stays there."""
-        # for workers, torchdata calls this before the first step, and then at each snapshot
+        """Return the state after the last step, like `tc.Loader.state_dict`; after an epoch, that of its end."""
+        # with workers, torchdata calls this before the first step, and then at each snapshot
         if self._last_saved is not None and self._count > self._last_saved:
             self._every = self._count - self._last_saved
         if self._count == 0 or self._last_saved is not None:
@@ -284,19 +289,19 @@ class _StepIterator(Iterator[Step]):
         """Continue after the last step of a state."""
         sampler, course = self._sampler, self._sampler._course
         position, every = sampler._load(state), state.get("every", 1)
-        # torchdata skips as many steps as it returned batches after the state
+        # after a snapshot, torchdata counts the batches that it returns; on resuming, it skips as many steps
         if every != 1 and state.get("step_size") != course.step_size:
             raise ValueError(
-                f"the state was taken every {every} steps of {state.get('step_size')} samples, and a step has "
-                f"{course.step_size} now, so batches given after it cannot be skipped; use snapshot_every_n_steps=1, or "
-                "tc.torch_loader"
+                f"the state was saved every {every} steps of {state.get('step_size')} samples, but a step now has "
+                f"{course.step_size}, so steps do not match the batches returned after the last snapshot; use "
+                "snapshot_every_n_steps=1, or tc.torch_loader"
             )
         self._at, chosen = position, sampler._chosen
         if chosen is None or chosen == position.epoch:
             self._leave()
             return
         begin = replace(course.next_epoch(position), epoch=chosen)
-        if course.is_over(position):  # no step of its epoch remains
+        if course.is_over(position):  # no step of the state's epoch remains
             sampler._move(begin, is_elsewhere=True)
         else:
             self._at = begin

@@ -14,16 +14,16 @@ __all__ = ["Course", "Permuted", "Position", "Step"]
 
 Array = np.ndarray[Any, Any]
 _WINDOW = 4096
-_CHOICE = 0x5EED  # makes the choice of a stream independent of the order in it
+_CHOICE = 0x5EED  # makes the choice of a stream independent of the order of its samples
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A position of training, counted over all ranks.
+    """A position between two steps of training, counted over all ranks.
 
     Attributes:
         epoch: Epoch of the next step, from 0.
-        counts: Number of used samples of each stream: in this epoch, or in all epochs if streams are mixed.
+        counts: Number of used samples of each stream (see `Course`): in this epoch, or in all epochs for `mix`.
         used: Number of samples used in this epoch.
         step: Number of steps so far, in all epochs.
         began: Number of steps before this epoch.
@@ -38,14 +38,14 @@ class Position:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One batch of one rank: all that a worker process needs to read it.
+    """One rank's batch in one step: all that a worker process needs to read it.
 
     Attributes:
         number: Number of preceding steps, in all epochs.
         epoch: Epoch of the step.
-        stream: Number of the mixed cache, or of the bucket, of the samples; 0 if there is only one stream.
+        stream: Number of the stream (see `Course`) of the samples.
         indices: Sample indices in the cache, int64 `[B]`.
-        is_padding: Rows that are padding, bool `[B]`.
+        is_padding: True for each sample that is padding, bool `[B]`.
     """
 
     number: int
@@ -55,12 +55,12 @@ class Step:
     is_padding: Array
 
     def cache_of(self, caches: Sequence[Any]) -> Any:
-        """Return the cache of the samples: that of the stream, or the only one."""
+        """Return the cache of the samples: the stream's own with `mix`, else the only cache."""
         return caches[self.stream % len(caches)]
 
 
 class Permuted:
-    """A stream that contains each sample once in every epoch: all samples in `order`, or those of `members`."""
+    """A stream that uses each sample once in every epoch, in the order `order`: the samples `members`, or all if None."""
 
     def __init__(self, order: Any, members: Array | None = None) -> None:
         self._order = order
@@ -71,7 +71,7 @@ class Permuted:
         return int(self._order.count)
 
     def indices(self, epoch: int, positions: Array) -> Array:
-        """Return the sample indices at positions of an epoch. Whole windows are computed and kept, at hardly any extra cost."""
+        """Return the sample indices at positions of an epoch. The whole window around them is computed at once, and kept."""
         window = positions.item(0) // _WINDOW
         begin, end = window * _WINDOW, min(window * _WINDOW + _WINDOW, len(self))
         if positions.min() < begin or positions.max() >= end:
@@ -85,7 +85,7 @@ class Permuted:
         return found
 
     def identity(self) -> list[Any]:
-        """Return all that determines the order, except the seed."""
+        """Return what determines the order besides seed and `shuffle`."""
         return [*self._order.identity, [] if self._members is None else self._members]
 
     def _compute(self, epoch: int, positions: Array) -> Array:
@@ -96,8 +96,9 @@ class Permuted:
 class Course:
     """The steps of all epochs, each with samples of one stream; see `StepSampler` for the arguments.
 
-    Without weights, an epoch exhausts all streams; longer streams are chosen more often. With weights, streams are mixed:
-    an epoch has as many samples as all streams, and an exhausted stream starts again.
+    A stream is the whole cache, one cache of `mix`, or one bucket. Buckets are all exhausted in each epoch; a step's bucket
+    is chosen in proportion to the samples that remain in it. With `mix`, streams are chosen by their weights: an epoch has
+    as many samples as all streams together, and an exhausted stream starts again.
     """
 
     def __init__(
@@ -112,7 +113,8 @@ class Course:
     ) -> None:
         self._streams, self._weights = streams, weights
         lengths = list(map(len, streams))
-        self._lengths = [sum(lengths)] if weights.are_of_streams else lengths  # the samples that an epoch uses
+        # number of samples in an epoch: of each stream, or of all mixed streams together
+        self._lengths = [sum(lengths)] if weights.are_of_streams else lengths
         self.step_size = batch_size * world_size
         self._world_size = world_size
         self._rows = rank + world_size * np.arange(batch_size)  # selects this rank's samples of a step
@@ -136,11 +138,11 @@ class Course:
         return sum((length + extra) // self.step_size for length in self._lengths)
 
     def is_over(self, at: Position) -> bool:
-        """Return whether an epoch has no further step."""
+        """Return whether no step of the position's epoch remains."""
         return not any(self._remaining(at))
 
     def _remaining(self, at: Position) -> list[int]:
-        """Return the number of samples of each stream, or of all mixed streams, that remain in an epoch."""
+        """Return how many samples of each stream, or of all mixed streams, remain in the epoch; 0 if they would be dropped."""
         least = self.step_size if self._last_batch == "drop" else 1
         used = (at.used,) if self._weights.are_of_streams else at.counts
         counts = [length - count for length, count in zip(self._lengths, used, strict=True)]

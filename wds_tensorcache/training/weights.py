@@ -28,16 +28,16 @@ class Drawn:
 
     @cached_property
     def _sums(self) -> Array:
-        return np.cumsum(self.weights / self.weights.max())  # prevents an infinite sum
+        return np.cumsum(self.weights / self.weights.max())  # dividing by the maximum prevents an infinite sum
 
     @cached_property
     def _last(self) -> int:
-        # rounding must not choose a later sample: all of them have weight 0
+        # the last sample with a weight above 0, which bounds the draw in case of rounding
         return int(np.flatnonzero(self.weights)[-1])
 
     @cached_property
     def packed(self) -> str:
-        """The weights as text, for states."""
+        """The weights as compressed text, for the state in a checkpoint."""
         return base64.b64encode(zlib.compress(self.weights.astype("<f8").tobytes(), 1)).decode()
 
     def indices(self, epoch: int, positions: Array) -> Array:
@@ -48,7 +48,7 @@ class Drawn:
 
 
 class Weights:
-    """The weights at each step: of samples, of mixed streams (`are_of_streams`), or none."""
+    """The weights at each step: one for each sample, or one for each cache of `mix` (`are_of_streams`), or none."""
 
     def __init__(self, weights: Any, mix: Mapping[str, tuple[Any, float]] | None, count: int, seed: int) -> None:
         self.are_of_streams = mix is not None
@@ -63,7 +63,7 @@ class Weights:
             self.change(0, weights)
 
     def change(self, step: int, weights: Any, current: int = 0) -> None:
-        """Set the weights from a step on, and drop weights that ended before step `current`."""
+        """Set the weights from `step` on, replacing later changes; drop weights that ended before the step `current`."""
         if not self._is_used:
             raise ValueError("the loader was made without weights and without mix")
         if self._names is not None:
@@ -80,12 +80,12 @@ class Weights:
     def _checked(self, values: Array) -> Drawn:
         if values.shape != (self._count,) or not np.isfinite(values).all() or (values < 0).any() or not values.any():
             raise ValueError(
-                f"weights of shape {list(values.shape)}: expected {self._count} numbers of 0 or more, not all 0"
+                f"weights of shape {list(values.shape)}: expected {self._count} numbers, all finite, none negative, not all 0"
             )
         return Drawn(values, self._seed)
 
     def _from(self, step: int) -> list[tuple[int, Drawn]]:
-        """Return the weights at a step, and all later ones."""
+        """Return the weights at a step, and all later changes, each with its first step."""
         at = bisect_right(self._changes, step, key=lambda change: change[0])
         return self._changes[max(0, at - 1) :]
 
@@ -94,11 +94,11 @@ class Weights:
         return self._from(step)[0][1].weights
 
     def drawn(self, step: int) -> Drawn | None:
-        """Return the drawn samples at a step; None if samples have no weights."""
+        """Return the stream of drawn samples at a step; None if samples have no weights."""
         return None if self.are_of_streams or not self._is_used else self._from(step)[0][1]
 
     def state(self, step: int) -> list[list[Any]]:
-        """Return the weights at a step and all later ones, for JSON."""
+        """Return the weights at a step and all later changes, for JSON."""
         return [[at, drawn.packed] for at, drawn in self._from(step)]
 
     def load(self, state: Sequence[Sequence[Any]]) -> None:
@@ -108,10 +108,10 @@ class Weights:
         except (TypeError, ValueError, zlib.error) as exc:
             raise ValueError(f"the state has no valid weights: {exc}") from exc
         if bool(found) != self._is_used:
-            raise ValueError(f"the state has weights at {len(found)} steps, which this loader cannot use")
+            raise ValueError(f"the state has {'weights' if found else 'no weights'}, unlike this loader")
         steps = [at for at, _ in found]
         if steps != sorted(set(steps)):
-            raise ValueError(f"the state has weights from steps {steps} on, expected an ascending order")
+            raise ValueError(f"the state has weights from steps {steps} on, expected ascending steps")
         self._changes = [(at, self._checked(values)) for at, values in found]
 
 

@@ -1,1 +1,1 @@
-"""A batch: which tensors, where they go, which reads fetch them, and what is returned."""
+"""Reading of a batch: find its tensors, place them in memory, plan and run the reads, and build the result."""

@@ -45,7 +45,7 @@ def read_tensors(
 
 
 def nest(request: Request, tensors: Mapping[str, Any], io: str = "pread") -> Any:
-    """Return the structure of a batch with `tensors` in it; `io` is the method that just read its samples."""
+    """Return a batch with `tensors` by name in the structure of its first sample; `io` is the method for reading skeletons."""
     structure = request.structures.structure_for(request.rows)
     decoded = Decoded(request, structure, io)
     if not structure.is_plain or get_worker_info() is not None:
@@ -59,7 +59,7 @@ def nest(request: Request, tensors: Mapping[str, Any], io: str = "pread") -> Any
 def _read_tensors(
     request: Request, device: Any, pin: bool, collate: Any, pad_value: PadValue, allowed_ways: tuple[str, ...]
 ) -> tuple[dict[str, Any], str]:
-    """Return the tensors of a batch by name, and the method that read them; `collate` may be one of `allowed_ways`."""
+    """Return the tensors of a batch by name, and the method that read them; strings in `collate` must be in `allowed_ways`."""
     is_stacked = collate == "stack" or (collate == "auto" and allowed_ways is TENSOR_WAYS)
     is_plain_stack = isinstance(collate, str) and is_stacked
     ways = None if is_plain_stack else as_collate(collate, pad_value, allowed_ways)
@@ -99,10 +99,14 @@ def _read_tensors(
 def _place(
     layouts: Layouts, columns: Columns, ways: Sequence[str | Pad]
 ) -> tuple[list[tuple[int, ...] | None], Placement, list[Padding]]:
-    """Return the shape of each tensor's rows, None for a list; the placement of the rows; and the paddings.
+    """Choose where each row of a batch is placed in memory; a row is one sample's part of a tensor.
+
+    Returns:
+        The shape of each tensor's rows, None if they are returned as a list; the placement of all rows; and the paddings to
+        fill.
 
     Raises:
-        BatchError: Shapes do not match, or a dtype cannot represent its fill value.
+        BatchError: Shapes do not match, or a tensor's dtype cannot represent the fill value.
     """
     count = len(layouts.rows)
     sizes = columns.nbytes[:, layouts.which]
@@ -146,7 +150,7 @@ def _check_bools(layouts: Layouts, columns: Columns, placement: Placement, memor
 
 
 def _read_samples(request: Request, pin: bool, device: Any) -> list[Any]:
-    """Return the samples with loaded tensors; tensors that all samples have are read together."""
+    """Return the samples of a batch with loaded tensors. Tensors that occur in all samples are read together."""
     if device is not None:
         check_device(device)
     layouts = layouts_of(request.rows)
@@ -165,12 +169,12 @@ def _read_samples(request: Request, pin: bool, device: Any) -> list[Any]:
         memory.move(device)
 
     def load(i: int, lazy: Any) -> Any:
-        """Return a lazy tensor of sample `i`, loaded; return any other value unchanged."""
+        """Load a lazy tensor of sample `i`, and return it; return any other value unchanged."""
         if not isinstance(lazy, Lazy):
             return lazy
         reference, number = lazy._reference, columns.numbers.get(lazy.name)
         begin = placement.rows[number][i] if number is not None else 0
-        # may be unaligned if samples differ in a tensor's dtype
+        # the offset may be unaligned if samples differ in a tensor's dtype
         if number is not None and begin % reference.dtype.itemsize == 0:
             return memory.view(reference, begin, reference.shape)
         loaded = lazy.load()

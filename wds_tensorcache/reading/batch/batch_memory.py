@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 class Memory:
     """The bytes of a batch: `array` on the host, recycled or pinned; after `move` also on a device.
 
-    Views keep it alive: an arena is reused after its last tensor is freed.
+    Each tensor that `view` returns keeps all bytes alive; recycled memory is reused after the last of these tensors is freed.
     """
 
     def __init__(self, pool: Pool, nbytes: int, pin: bool = False, device: Any = None) -> None:
@@ -41,7 +41,7 @@ class Memory:
             self._flat = _move(host, torch.device(device))
 
     def view(self, reference: Reference, begin: int, shape: tuple[int, ...]) -> Any:
-        """Return the bytes at `begin` as a tensor, or as an array, which is always on the host."""
+        """Return the bytes from `begin` on as a tensor, or as a numpy array, which is always on the host."""
         if reference.kind == "ndarray":
             return check_array(view_array(self.array, reference.dtype, shape, begin))
         if self._flat is not None:
@@ -61,7 +61,7 @@ def to_device(tensor: torch.Tensor, pin: bool, device: Any) -> torch.Tensor:
 
 
 def _move(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy `host` to `device`; for a GPU on a separate stream, for which the caller's stream waits."""
+    """Copy `host` to `device`. For a GPU, a separate stream copies, and the caller's stream waits for it."""
     if device.type != "cuda" or not host.numel():
         return host.to(device)
     if device.index is None:
@@ -74,5 +74,6 @@ def _move(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         # torch keeps a pinned source until the transfer ends; a pageable source is copied before this returns
         moved = host.to(device, non_blocking=True)
     current.wait_stream(stream)
-    moved.record_stream(current)  # prevents reuse of the memory, which is of the other stream's pool
+    # the memory belongs to the copying stream, which could otherwise reuse it while the current stream needs it
+    moved.record_stream(current)
     return moved

@@ -1,4 +1,4 @@
-"""How to collate the tensors of a batch: stacked, listed or padded, chosen by tensor name."""
+"""Ways to collate the tensors of a batch: stacked, listed or padded, chosen by tensor name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TENSOR_WAYS = (*WAYS, "auto")  # accepted by read_tensors
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """Padding of a tensor's first dimension in batches, made by `tc.pad`.
+    """Padding of the rows of a tensor, which `tc.pad` makes; a row is one sample's part of a batched tensor.
 
     Attributes:
         to: Length of every row; None for the length of the longest row in the batch.
@@ -30,18 +30,18 @@ class Pad:
 
     def __post_init__(self) -> None:
         if self.to is not None and (type(self.to) is not int or self.to < 0):
-            raise ValueError(f"to={self.to!r}, expected a length, or None for that of the longest")
+            raise ValueError(f"to={self.to!r}, expected a length, or None for that of the longest row")
 
 
 def pad(to: int | None = None, value: complex = 0) -> Pad:
-    """Return a value for `collate=` that pads each row to one length with `value`.
+    """Return a value for `collate=` that pads each sample's tensor to one length with `value`.
 
     Only the first dimension is padded; all other dimensions must be equal. A tensor without dimensions is stacked.
 
     Args:
-        to: Length of every row, so that all batches have one shape; by default the length of the longest row in the batch.
-            A longer tensor raises BatchError.
-        value: Number that fills the rest of each row; texts and dates are filled with zero bytes.
+        to: Length after padding, so that all batches have one shape; by default the length of the longest tensor in the
+            batch. A longer tensor raises BatchError.
+        value: Number that fills the rest of each tensor; texts and dates are filled with zero bytes.
 
     Raises:
         ValueError: `to` is not a length.
@@ -51,7 +51,7 @@ def pad(to: int | None = None, value: complex = 0) -> Pad:
 
 @dataclass(frozen=True, slots=True)
 class Collate:
-    """How to collate each tensor of a batch, by tensor name.
+    """The way to collate each tensor of a batch, by tensor name.
 
     Attributes:
         ways: `"stack"`, `"list"`, `"pad"`, `"auto"` or a `Pad`, by tensor name or pattern.
@@ -76,7 +76,7 @@ class Collate:
                     raise BatchError(f"{what} has an unknown tensor {pattern!r}; there are {shown}")
 
     def ways_for(self, names: Sequence[str]) -> list[str | Pad]:
-        """Return the way of each tensor: by its name, else by the first matching pattern, else "stack"."""
+        """Return the way to collate each tensor: that of its name, else of the first pattern that matches, else "stack"."""
         return [self._way(self.prefix + name) for name in names]
 
     def _way(self, name: str) -> str | Pad:
@@ -95,11 +95,11 @@ def check_collate(collate: Any, ways: tuple[str, ...] = WAYS) -> None:
             shown = f"{', '.join(map(repr, ways[:-1]))} or {ways[-1]!r}"
             if ways is WAYS:
                 shown = "'stack', 'list', 'pad' or a function of a list of samples"
-            raise ValueError(f"collate={way!r}, expected {shown}; or tc.pad(…), or a dict of these by tensor")
+            raise ValueError(f"collate={way!r}, expected {shown}; or tc.pad(…), or a dict of these by tensor name")
 
 
 def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue) -> Any:
-    """Return the value of `collate` for batches of any of several caches, which may have different tensors.
+    """Return a `collate` that `read_batch` of every cache accepts, even if the caches have different tensors.
 
     Raises:
         BatchError: A name or pattern in `collate` or `pad_value` matches no tensor of any cache.
@@ -114,7 +114,7 @@ def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue) -> Any
 
 
 def as_collate(collate: Any, pad_value: PadValue, ways: tuple[str, ...] = WAYS) -> Collate:
-    """Return the `Collate` for the arguments of `read_batch`; `collate` is not a function.
+    """Return the `Collate` for these arguments of `read_batch`; `collate` must not be a function.
 
     Raises:
         ValueError: `collate` has an unknown value.

@@ -1,4 +1,4 @@
-"""The dtype, shape and place of each tensor of a batch, in each layout of its samples."""
+"""The dtype, shape and byte range of each tensor of a batch, for each layout of its samples."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from wds_tensorcache.reading.batch.rows import NO_SAMPLES, Rows
 __all__ = ["Columns", "Layouts", "Runs", "check_same_names", "check_stackable", "layouts_of"]
 
 Array = np.ndarray[Any, Any]
-Runs = list[tuple[int, int, list[tuple[int, int]]]]  # (begin, end, [(tensor, or -1 for a gap; bytes), in order])
+# byte ranges to read, as (begin, end, parts); a part is (tensor number, nbytes), or (-1, nbytes) for a gap
+Runs = list[tuple[int, int, list[tuple[int, int]]]]
 SCRATCH_NBYTES = 1 << 14  # reading a gap of up to this many bytes is cheaper than another system call
 
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """The layouts of a batch.
+    """The layouts of a batch. Samples with equal headers, and so equal names, dtypes and shapes, share a layout.
 
     Attributes:
         rows: Samples of the batch.
@@ -37,7 +38,7 @@ class Layouts:
     which: Array
 
     def key(self, number: int) -> str:
-        """Return the key of the first sample that has a layout."""
+        """Return the key of the first sample with layout `number`."""
         return self.rows.key(int(np.argmax(self.which == number)))
 
 
@@ -74,18 +75,18 @@ def layouts_of(rows: Rows) -> Layouts:
 
 
 class Columns:
-    """The tensors `names` of a batch, in each of its layouts.
+    """The properties of some tensors of a batch, for each layout of its samples.
 
     Attributes:
-        names, numbers: Names of the tensors, and the position of each name.
+        names, numbers: Names of the tensors, and the number of each tensor by name.
         layouts: The layouts. They are kept alive because `Structures.columns` uses their ids as keys.
         begin, nbytes: Range of each tensor's bytes in the `.safetensors` member, int64 `[tensors, layouts]`.
         sizes: Bytes of each tensor, if equal in all layouts; else None.
-        bools: (tensor, layout) of each bool tensor, whose bytes must be checked.
+        bools: `(tensor number, layout number)` of each bool tensor; their bytes must be checked.
         runs: Byte ranges to read for a sample of each layout.
-        references: Reference of each tensor, `[tensors][layouts]`; unset until `resolve`, as are the next three.
+        references: Reference of each tensor, `[tensors][layouts]`; set by `resolve`, like `shapes`, `limits` and `limit`.
         shapes: Shape of each tensor in the first layout.
-        limits: Largest number of samples that can be stacked, for each tensor; 0 if shapes differ.
+        limits: Largest number of samples for which each tensor can be stacked; 0 if its shapes differ.
         limit: Minimum of `limits`.
     """
 
@@ -176,11 +177,11 @@ def check_stackable(reference: Reference, count: int, shape: tuple[int, ...], ke
     if count <= _most(reference, shape):
         return
     ndim = len(shape) + 1
-    reason = f"{ndim} dimensions, of which numpy has at most {ARRAY_NDIM}"
+    reason = f"{ndim} dimensions, and numpy allows at most {ARRAY_NDIM}"
     if not _has_too_many_dims(reference, shape):
-        reason = f"{count} times {list(shape)} of {reference.dtype}, and so 2^63 bytes or more"
+        reason = f"{count} rows {list(shape)} of {reference.dtype}, in all 2^63 bytes or more"
     raise BatchError(
-        f"tensor {reference.name!r} of sample {key!r} cannot be stacked: the batch has {reason}; use collate='list'"
+        f"tensor {reference.name!r} of sample {key!r} cannot be stacked: the batch would have {reason}; use collate='list'"
     )
 
 
@@ -200,16 +201,16 @@ _LACKING = "select the tensors that all samples have, filter by entry.shapes, or
 
 
 def check_same_names(layouts: Layouts, names: Sequence[str], wanted: Callable[[str], bool] | None) -> None:
-    """Raise BatchError unless all layouts have the tensors `names` and no further tensors that `wanted` accepts."""
+    """Raise BatchError unless all layouts have the tensors `names`, and no other tensor that `wanted` accepts."""
     first = layouts.items[0].tensors.keys()
     for number, layout in enumerate(layouts.items):
         for name in names:
             if name not in layout.tensors:
                 raise BatchError(
-                    f"sample {layouts.key(number)!r} has no tensor {name!r}, but {layouts.key(0)!r} has; {_LACKING}"
+                    f"sample {layouts.key(number)!r} has no tensor {name!r}, but {layouts.key(0)!r} has one; {_LACKING}"
                 )
         more = [name for name in layout.tensors.keys() - first if wanted is None or wanted(name)]
         if more:
             raise BatchError(
-                f"sample {layouts.key(number)!r} has tensor {min(more)!r}, but {layouts.key(0)!r} has not; {_LACKING}"
+                f"sample {layouts.key(number)!r} has tensor {min(more)!r}, but {layouts.key(0)!r} has none; {_LACKING}"
             )

@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Padding(NamedTuple):
-    """A tensor with rows shorter than `row_nbytes`: their ends are filled with `bits`, an element of numpy's `dtype`."""
+    """The padding of tensor number `tensor`: rows are filled up to `row_nbytes` with `bits`, an element of `dtype`."""
 
     tensor: int
     row_nbytes: int
@@ -33,8 +33,8 @@ def padded_shape(columns: Columns, layouts: Layouts, tensor: int, length: int | 
     """Return the shape of a tensor's rows after padding the first dimension to `length`, or to the longest row.
 
     Raises:
-        BatchError: The layouts differ beyond the first dimension, a row is longer than `length`, or the batch exceeds
-            size limits.
+        BatchError: Shapes differ beyond the first dimension, a row is longer than `length`, or the batch exceeds size
+            limits.
     """
     first, *others = columns.references[tensor]
     for number, other in enumerate(others, start=1):
@@ -52,8 +52,8 @@ def padded_shape(columns: Columns, layouts: Layouts, tensor: int, length: int | 
     if length is not None and max(lengths) > length:
         number = next(number for number, found in enumerate(lengths) if found > length)
         raise BatchError(
-            f"tensor {first.name!r} has {lengths[number]} rows in sample {layouts.key(number)!r}, more than "
-            f"pad(to={length}); pad to more, or cut the tensor before it is written"
+            f"tensor {first.name!r} has length {lengths[number]} in sample {layouts.key(number)!r}, more than "
+            f"pad(to={length}); pass a larger `to`, or shorten the tensor before writing it"
         )
     shape = (max(lengths) if length is None else length, *first.shape[1:])
     check_stackable(first, len(layouts.rows), shape, layouts.key(0))
@@ -72,7 +72,7 @@ def fill_paddings(
 
 
 def filler_of(reference: Reference, value: complex) -> tuple[np.dtype[Any], Any]:
-    """Return the padding of a tensor's rows: a numpy dtype of the same width, and the bits of the fill value.
+    """Return the fill value of a tensor as an element of a numpy dtype of the same width: the dtype, and the element.
 
     Raises:
         BatchError: The tensor's dtype cannot represent the value.
@@ -95,12 +95,14 @@ def filler_of(reference: Reference, value: complex) -> tuple[np.dtype[Any], Any]
             wide = torch.float64 if reference.dtype.is_floating_point else torch.complex128
             filler, found = one.view(torch.uint8).numpy().view(dtype), one.to(one.dtype if is_exact else wide).item()
     if found is None or not (found == value if is_exact else _is_near(found, value)):
-        raise BatchError(f"pad_value={value!r}, which {reference.dtype} of tensor {reference.name!r} cannot hold")
+        raise BatchError(
+            f"pad_value={value!r} cannot be represented in {reference.dtype}, the dtype of tensor {reference.name!r}"
+        )
     return dtype, filler
 
 
 def _is_near(found: complex, value: complex) -> bool:
-    """Return whether a float is `value` up to rounding; False if it became infinite, NaN or the largest finite number."""
+    """Return whether `found` is `value` up to rounding; False if the conversion overflowed or made it NaN."""
     if value != value or found != found:
         return value != value and found != found
     if math.isinf(abs(value)):

@@ -1,4 +1,4 @@
-"""The position of each row in a batch's memory. Nothing is read here."""
+"""The position of each row in a batch's memory; a row is one sample's part of a tensor. Nothing is read here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Placement:
         begins: Offset of each tensor's first row.
         rows: Offset of each row, `[tensors][samples]`; a range if rows are at equal distances.
         nbytes: Length of the whole memory.
-        row_nbytes: Distance between the rows of each tensor; None if rows of a tensor differ in length.
+        row_nbytes: Distance between the rows of each tensor; None if rows of any tensor differ in length.
     """
 
     begins: Sequence[int]
@@ -39,7 +39,7 @@ class Placement:
 
 @lru_cache(8)  # batches of one layout share a placement
 def place_equal(row_nbytes: tuple[int, ...], count: int) -> Placement:
-    """Return the placement of `count` rows of each tensor, one every `row_nbytes` bytes."""
+    """Return the placement of `count` rows of each tensor; `row_nbytes` is the length of a row, by tensor."""
     begins, nbytes = _in_turn([size * count for size in row_nbytes])
     rows = [
         range(at, at + size * count, size) if size else [at] * count
@@ -49,7 +49,7 @@ def place_equal(row_nbytes: tuple[int, ...], count: int) -> Placement:
 
 
 def place_in_turn(sizes: Array) -> Placement:
-    """Return the placement of rows without gaps between them; `sizes` are their lengths, int64 `[tensors, samples]`."""
+    """Return the placement of rows of the lengths `sizes`, int64 `[tensors, samples]`, without gaps within a tensor."""
     begins, nbytes = _in_turn(sizes.sum(1).tolist())
     rows = np.array(begins)[:, None] + sizes.cumsum(1) - sizes
     return Placement(begins, rows.tolist(), nbytes)
@@ -69,5 +69,5 @@ def no_memory(nbytes: int) -> BatchError:
 
 
 def nbytes_of(reference: Reference, shape: Sequence[int]) -> int:
-    """Return the bytes of an array with a tensor's dtype and this shape."""
+    """Return the length in bytes of an array with a tensor's dtype and this shape."""
     return math.prod(shape) * int(reference.dtype.itemsize)

@@ -27,12 +27,12 @@ _PID = os.getpid()
 
 
 def read_rows(store: Store, layouts: Layouts, columns: Columns, placement: Placement, memory: Array) -> str:
-    """Read every row to its place; return the method used: "pread" or that of `store.io`.
+    """Read every row of a batch into `memory`, where `placement` puts it; return the method used, "pread" or `store.io.method`.
 
-    Small samples in the page cache are gathered from maps, with one torch call per tensor. All other samples take one
-    positioned read each, scattered over the tensors' places. The method "pread" never gathers. "auto" gathers as above; if
-    a shard is truncated meanwhile, it raises an error. "mmap" gathers without checking the page cache; if a shard is
-    truncated, the process is killed.
+    If samples are small and in the page cache, rows are copied out of memory maps (gathered), with one torch call per
+    tensor. Otherwise one positioned read per sample writes directly into the rows (scattered). The method "pread" never
+    gathers. "auto" gathers as above; if a shard is truncated meanwhile, it raises an error. "mmap" gathers without checking
+    the page cache; if a shard is truncated meanwhile, the process is killed (SIGBUS).
 
     Raises:
         FormatError: A shard does not match its index, or was truncated.
@@ -51,7 +51,8 @@ def read_rows(store: Store, layouts: Layouts, columns: Columns, placement: Place
     count = len(rows.row)
     order = np.lexsort((rows.begin, rows.number)) if len(rows.shards) > 1 else np.arange(count)
     total = int(columns.nbytes.sum(0)[layouts.which].sum())
-    threads = max(1, min(store.num_threads, count, total >> 18))  # a thread for less costs more than it saves
+    # a thread for less than 256 KiB costs more than it saves
+    threads = max(1, min(store.num_threads, count, total >> 18))
     executor = store.executor() if threads > 1 else None
     parts = np.array_split(order, threads) if executor is not None else [order]
     jobs: list[Job[None]] = []
@@ -63,18 +64,18 @@ def read_rows(store: Store, layouts: Layouts, columns: Columns, placement: Place
         # Hazard: a thread that still runs would write into memory that another batch may use.
         wait_for(jobs)
     while jobs:
-        jobs.pop(0).result()  # an error refers to this frame; a reference back to the job would make a cycle
+        jobs.pop(0).result()  # an error refers to this frame; if the frame kept the job, the two would form a cycle
     for number, *_ in rows.by_shard:  # one system call each
         rows.shards[number].file.check_unchanged()
     return "pread"
 
 
 def _gather(layouts: Layouts, columns: Columns, placement: Placement, memory: Array, io: str) -> bool:
-    """Copy every row out of maps if that is safe now; return whether it was done."""
+    """Copy every row out of memory maps if that is safe now; return whether the rows were copied."""
     rows = layouts.rows
     if os.getpid() != _PID and torch.get_num_threads() > 1:
         return False  # forked: if torch used threads before the fork, a call that needs them waits forever
-    # the offset of each tensor in its member: [tensors, samples], or [tensors, 1] if equal for all samples
+    # the offset of each tensor in the `.safetensors` member: [tensors, samples], or [tensors, 1] if equal for all samples
     begins = columns.begin if len(layouts.items) == 1 else columns.begin[:, layouts.which]
     if len(rows.by_shard) > rows.shards[0].files.max_open or (io == "auto" and not _is_resident(rows, begins)):
         return False
@@ -94,7 +95,7 @@ def _gather(layouts: Layouts, columns: Columns, placement: Placement, memory: Ar
 
 
 def _is_resident(rows: Rows, begins: Array) -> bool:
-    """Return whether a few probed samples are in the page cache; reading a cold map waits for every page."""
+    """Return whether a few probed samples are in the page cache; if not, a copy out of the map would wait for each page."""
     where = rows.begin + begins[-1] if len(begins) else rows.begin
     # one system call each
     return all(
@@ -104,15 +105,16 @@ def _is_resident(rows: Rows, begins: Array) -> bool:
 
 
 def _scatter(layouts: Layouts, columns: Columns, placement: Placement, memory: Array, order: Array) -> None:
-    """Read the samples `order` of a batch, one after another."""
+    """Read the samples `order` (positions in the batch), one after another."""
     rows, row_begins, runs = layouts.rows, placement.rows, columns.runs
     target, scratch = memory.data, memoryview(bytearray(SCRATCH_NBYTES))
     which = layouts.which.tolist()
     row, numbers, begins = rows.row.tolist(), rows.number.tolist(), rows.begin.tolist()
     shard_number = -1
     samples: list[int] = order.tolist()
-    advised: int | None = None  # number of samples announced to the system; None while all samples were in memory
-    # one system call per sample and run
+    # number of samples announced to the system; None while all samples so far were in the page cache
+    advised: int | None = None
+    # one system call per sample and run; a run is a byte range of tensors with small gaps
     for at, i in enumerate(samples):
         if numbers[i] != shard_number:
             shard_number = numbers[i]

@@ -1,4 +1,4 @@
-"""Requests for samples, with what earlier batches learnt about the structure of such samples."""
+"""Requests for the samples of a batch, and the structures of samples that earlier batches had."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The structure of batches whose first sample is like `sample`.
+    """The structure of all batches whose first sample has the same structure as `sample`.
 
     Attributes:
-        sample: A sample that has the containers and keys.
+        sample: Sample that shows the containers and their keys.
         tensors: Lazy tensors of `sample`, by name.
         template: Template that the sample matches, if any.
-        visits: Objects that `map_leaves` visits, if the sample matches a template: tensor names, paths of leaves, and
-            containers as in `Template`.
-        is_plain: True if tensor names determine places: no tensor is in two places, and every name is the path of its
-            tensor.
-        slots: Index of the template's value at a path; None if the path leads to a container of values.
+        visits: Everything that `map_leaves` visits in the sample: tensor names, paths of all other values, and containers as in
+            `Template`. None if the sample matches no template.
+        is_plain: True if tensor names determine where tensors are: each tensor occurs once, and its name is its path.
+        slots: For each path looked up so far, the index of the template's value there; None if a container is there.
     """
 
     sample: Any
@@ -50,11 +49,12 @@ class Structure:
 class Structures:
     """The known structures of a cache's samples, with only the selected tensors.
 
-    A sample's form, which is in the index, determines the sample's tensors. Its template determines their places in the
-    sample. Finding the template takes the skeleton, since samples of one form may differ in their containers and values.
+    A sample's form (names, stored dtypes and numbers of dimensions) is in the index, and determines the sample's tensors.
+    A sample's template (the skeleton without plain values) determines where the tensors are in the sample. Only the
+    skeleton tells the template, because samples of one form may have different containers and values.
 
     Args:
-        wanted: Function that tells whether the tensor with a name is selected; None if all are.
+        wanted: Function that returns whether the tensor with a name is selected; None if all tensors are.
 
     Attributes:
         columns: Columns of batches with one layout, by the layout's id.
@@ -87,7 +87,7 @@ class Structures:
         return structure
 
     def known_tensors(self, layout: Layout) -> dict[str, Lazy] | None:
-        """Return the lazy tensors of an earlier sample of the form, by name; None if there was none."""
+        """Return the lazy tensors of an earlier sample with the same form and references, by name; None if there was none."""
         known = self._by_form.get((id(layout.form), layout.texts))
         return None if known is None else known[1]
 
@@ -104,7 +104,7 @@ class Structures:
 
 
 class _Slot:
-    """A placeholder for a tensor or leaf while the visits are recorded."""
+    """A placeholder for a tensor or another value while `_visits_of` runs."""
 
     def __init__(self, found: list[Any], what: Any) -> None:
         self.found, self.number = found, len(found)
@@ -112,7 +112,7 @@ class _Slot:
 
 
 def _visits_of(sample: Any) -> _Visits:
-    """Return the visits of a sample that matches a template: dicts, lists and tuples, none of which occurs twice."""
+    """Return `Structure.visits` of a sample that matches a template, and so has only dicts, lists and tuples, each once."""
     names: list[str] = []
     paths: list[Path] = []
     containers: list[tuple[type, Any, Any]] = []
@@ -129,7 +129,7 @@ def _visits_of(sample: Any) -> _Visits:
 
 
 def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Add an entry to a bounded cache. Hazard: the author of a file chooses the number of layouts and structures."""
+    """Add an entry to a bounded dict. Hazard: files determine the number of layouts, so a hostile one could fill memory."""
     if len(known) >= _MAX_KNOWN:
         known.clear()
     known[key] = value
@@ -137,12 +137,12 @@ def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The samples of a batch, and their known structures.
+    """The samples of a batch, and the known structures of the cache.
 
     Attributes:
         store: Shards, and the memory and threads to read them.
-        rows: Places of the samples.
-        structures: Known structures of the cache.
+        rows: Shard, row and byte offset of each sample.
+        structures: Known structures of the cache's samples.
     """
 
     store: Store
@@ -162,10 +162,10 @@ class Request:
 
 
 def columns_of(request: Request, layouts: Layouts) -> Columns:
-    """Return the columns of the first sample's tensors, which all samples must have.
+    """Return the columns of a batch: of the first sample's tensors, which all samples must have.
 
     Raises:
-        BatchError: A sample lacks a tensor, has additional tensors, or has a tensor of another kind or dtype.
+        BatchError: Samples have different tensors, or a tensor differs in kind or dtype between samples.
     """
     known, first = request.structures.columns, layouts.items[0]
     columns = known.get(id(first)) if len(layouts.items) == 1 else None
@@ -184,7 +184,7 @@ def _texts(request: Request, layouts: Layouts, number: int) -> dict[str, str]:
     layout = layouts.items[number]
     if layout.texts is not None:
         return dict(zip(layout.tensors, layout.texts, strict=True))
-    # the indexer could not read these skeletons, so each may have other references
+    # the index has no references for these skeletons, so those of each sample may differ
     found: dict[str, str] = {}
     for i in np.flatnonzero(layouts.which == number).tolist():
         references = [lazy._reference for lazy in flatten(request.sample(i)).values()]
@@ -193,5 +193,5 @@ def _texts(request: Request, layouts: Layouts, number: int) -> dict[str, str]:
         if texts != found:
             name = next(name for name in found if texts.get(name) != found[name])
             one, other = layouts.key(number), layouts.rows.key(i)
-            raise BatchError(f"tensor {name!r} is of another kind or dtype in sample {other!r} than in {one!r}")
+            raise BatchError(f"tensor {name!r} differs in kind or dtype between samples {one!r} and {other!r}")
     return found

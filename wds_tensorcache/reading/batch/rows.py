@@ -23,12 +23,12 @@ _ALL = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The places of a batch's samples: sample `i` is row `row[i]` of `shards[number[i]]`; its tensors start at byte `begin[i]`.
+    """The locations of a batch's samples: sample `i` is row `row[i]` of `shards[number[i]]`; its tensors start at `begin[i]`.
 
     Attributes:
         shards: All shards of the cache.
-        number, row, begin: Shard number, row in the shard and byte offset of each sample, int64 `[B]`.
-        by_shard: One `(shard number, batch positions, rows)` for each shard.
+        number, row, begin: Shard number, row in the shard, and byte offset of the tensors of each sample, int64 `[B]`.
+        by_shard: `(shard number, positions in the batch, rows)` for each shard that has samples of the batch.
     """
 
     shards: Sequence[Shard]

@@ -1,4 +1,4 @@
-"""The small values of a batch: one list per value, decoded from the skeletons on first use."""
+"""The values of a batch that are not tensors: one list per value, decoded from the skeletons on first use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Decoded", "Leaves"]
 
 
 class Decoded:
-    """The skeletons of a batch, read once. If a sample matches the first sample's template, only its values are extracted.
+    """The skeletons of a batch, read once. Only values are extracted from a skeleton that matches the first one's template.
 
     Args:
         request: The batch.
@@ -42,7 +42,7 @@ class Decoded:
         """Return the value at `path` of each sample.
 
         Raises:
-            BatchError: A sample's structure is another than the first one's.
+            BatchError: A sample's structure differs from that of the first sample.
         """
         with self._lock:
             if self._values is None:
@@ -55,7 +55,7 @@ class Decoded:
         return [item_at(sample, path) for sample in self._samples]
 
     def check(self) -> None:
-        """Raise BatchError unless every sample has the first one's structure."""
+        """Raise BatchError unless every sample has the structure of the first sample."""
         with self._lock:
             if self._values is None:
                 self._values = self._match()
@@ -78,7 +78,7 @@ class Decoded:
         return found
 
     def _slot(self, path: Path) -> int | None:
-        """Return the index of the template's value at `path`; None if there is not exactly one plain value."""
+        """Return the index of the template's value at `path`; None if a container is there."""
         template, slots = self._structure.template, self._structure.slots
         if template is None:
             return None
@@ -99,7 +99,7 @@ class Decoded:
                 key = self._request.key
                 raise BatchError(
                     f"sample {key(i)!r} has {other} {where}, but {key(0)!r} has {first}: their structures differ; "
-                    "use a function, or read_tensors"
+                    "collate with a function, or use read_tensors"
                 )
             return sample
         if wanted is None:
@@ -115,12 +115,12 @@ def _stand_in(text: str) -> Any:
 
 
 class Leaves:
-    """A list with one value per sample of a batch, decoded from the skeletons on first use.
+    """A list-like object with one value per sample of a batch, decoded from the skeletons on first use.
 
-    It pickles, prints and compares like a list. It is not a registered `Sequence`: to move tensors to a device, trainers
+    It pickles, prints and compares like a list. It is not registered as a `Sequence`: to move a batch to a device, trainers
     rebuild every sequence from its items, which would decode all values.
 
-    Raises (on first use): BatchError: A sample's structure is another than the first one's. FormatError: A skeleton is
+    Raises (on first use): BatchError: A sample's structure differs from that of the first sample. FormatError: A skeleton is
         damaged.
     """
 
