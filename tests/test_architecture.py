@@ -154,7 +154,7 @@ HOMES: dict[str, tuple[Callable[[ast.AST], bool], set[str]]] = {
     ),
     "what extended headers say": (
         lambda node: isinstance(node, ast.Attribute) and node.attr in ("own", "common"),
-        {"shards.tar.archive"},
+        {"shards.tar.headers"},
     ),
 }
 

@@ -26,7 +26,7 @@ from tests.strategies import samples
 from wds_tensorcache.shards.footer import build_footer, parse_footer, read_footer
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.manifest import ShardEntry, read_manifest
-from wds_tensorcache.shards.tar.archive import build_header
+from wds_tensorcache.shards.tar.headers import build_header
 
 OPCODES = b"()]}\x85\x86\x87t\x8c\x94hjR\x93.N0ueasK\x81b\x8f\x90\x911\x95"
 

@@ -12,7 +12,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.shards.tars import build, pax, raw_header, record
-from wds_tensorcache.shards.tar.archive import BLOCK, END_OF_ARCHIVE, Scanner, build_header, padding
+from wds_tensorcache.shards.tar.headers import BLOCK, END_OF_ARCHIVE, Scanner, build_header, padding
 
 __all__ = ["judge", "program"]
 

@@ -35,7 +35,7 @@ from wds_tensorcache.codec.skeleton.types import BUILDERS, allow_table
 from wds_tensorcache.integrations.webdataset_tar import tarfile_to_samples
 from wds_tensorcache.shards.footer import build_footer, parse_footer
 from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.tar import archive as tars
+from wds_tensorcache.shards.tar import headers as tars
 from wds_tensorcache.shards.tar.stream import TarStream
 
 __all__ = ["ALLOW", "SAMPLES", "TARGETS", "Colour", "Trusted", "run", "shard"]

@@ -327,7 +327,9 @@ def test_structures_that_differ(tmp_path: Path) -> None:
             batch = cache.read_batch([1, 3, other])
             assert batch["x"].tolist() == [1, 3, other]
             has = {5: "a value", 6: "nothing"}[other]
-            message = rf"sample '00{other}' has {has} at 'a', but '001' has a dict of length 1: their structures differ; collate"
+            message = (
+                rf"sample '00{other}' has {has} at 'a', but '001' has a dict of length 1: their structures differ; "
+            )
             with pytest.raises(tc.BatchError, match=message):
                 batch["a"]["b"].tolist()
         with pytest.raises(tc.BatchError, match="sample '001' has a dict of length 1 at 'a', but '005' has a value"):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.shards.tar.archive import BLOCK, Scanner
+from wds_tensorcache.shards.tar.headers import BLOCK, Scanner
 
 __all__ = ["faults", "flip", "member", "members", "sample", "write"]
 

@@ -8,7 +8,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from wds_tensorcache.shards.tar import archive as tar
+from wds_tensorcache.shards.tar import headers as tar
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 GIB = 1 << 30

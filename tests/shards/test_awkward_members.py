@@ -12,7 +12,7 @@ import wds_tensorcache as tc
 from tests.same import assert_same
 from tests.shards.damage import sample
 from tests.shards.tars import build, build_with_tarfile, pax, raw_header, record, special
-from wds_tensorcache.shards.tar.archive import BLOCK
+from wds_tensorcache.shards.tar.headers import BLOCK
 
 NAMES = ["compressed.bin", "truncated.txt", "pax record", "byte 7: a long name.x"]
 

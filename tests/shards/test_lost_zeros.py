@@ -10,7 +10,7 @@ import pytest
 import wds_tensorcache as tc
 from tests.shards.damage import members, sample, write
 from tests.shards.tars import build
-from wds_tensorcache.shards.tar.archive import BLOCK
+from wds_tensorcache.shards.tar.headers import BLOCK
 
 BESIDE = ["idx", "manifest", "idx of version 1.1"]
 

@@ -14,7 +14,7 @@ import pytest
 import wds_tensorcache as tc
 from tests.shards.damage import flip, members, sample, write
 from tests.shards.tars import build, build_with_tarfile, by_tarfile_in, special
-from wds_tensorcache.shards.tar.archive import BLOCK
+from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.writing import index_shard
 
 

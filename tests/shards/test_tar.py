@@ -27,7 +27,7 @@ from tests.shards.tars import (
     scan_file,
     scanner,
 )
-from wds_tensorcache.shards.tar import archive as tar
+from wds_tensorcache.shards.tar import headers as tar
 
 # --- headers ---
 

@@ -32,7 +32,7 @@ from tests.shards.tars import (
     scan,
     scan_file,
 )
-from wds_tensorcache.shards.tar import archive as tar
+from wds_tensorcache.shards.tar import headers as tar
 
 # --- refusals ---
 

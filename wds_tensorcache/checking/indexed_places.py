@@ -16,8 +16,8 @@ from wds_tensorcache.shards.footer import stale_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.sidecar import stored
-from wds_tensorcache.shards.tar.archive import BLOCK, is_meta_name, names_of, padding
 from wds_tensorcache.shards.tar.fields import adds_up, parse_number
+from wds_tensorcache.shards.tar.headers import BLOCK, is_meta_name, names_of, padding
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["Place", "Places", "find_places"]

@@ -13,8 +13,8 @@ import numpy as np
 from wds_tensorcache.checking.indexed_places import Place, Places
 from wds_tensorcache.errors import FormatError, Kind
 from wds_tensorcache.shards.names import split_member
-from wds_tensorcache.shards.tar.archive import BLOCK, Scanner, is_extended, padding
 from wds_tensorcache.shards.tar.fields import adds_up, parse_number, parse_records
+from wds_tensorcache.shards.tar.headers import BLOCK, Scanner, is_extended, padding
 from wds_tensorcache.shards.tar.skipped import Skipped, skipped_members
 
 __all__ = ["Break", "End", "Member", "Salvage"]

@@ -24,7 +24,7 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 from wds_tensorcache.shards.names import Half, find_half, half_of, split_member
 from wds_tensorcache.shards.sidecar import stored
-from wds_tensorcache.shards.tar.archive import rebuild_header
+from wds_tensorcache.shards.tar.headers import rebuild_header
 from wds_tensorcache.shards.tar.skipped import Skipped
 from wds_tensorcache.storage.files import Identity, ShardFile
 from wds_tensorcache.storage.readahead import Digest, ReadAhead, Readers

@@ -19,7 +19,7 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, ShardIndex
 from wds_tensorcache.shards.lookup import Keys
 from wds_tensorcache.shards.names import is_cache_name
-from wds_tensorcache.shards.tar.archive import padding
+from wds_tensorcache.shards.tar.headers import padding
 
 __all__ = [
     "TRAILER_NBYTES",

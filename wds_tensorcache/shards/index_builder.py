@@ -17,7 +17,7 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, ShardIndex, narrow
 from wds_tensorcache.shards.lookup import Keys
 from wds_tensorcache.shards.names import APART, find_half, split_member
-from wds_tensorcache.shards.tar.archive import Scanner
+from wds_tensorcache.shards.tar.headers import Scanner
 
 __all__ = ["CacheEntry", "IndexBuilder", "scan_shard"]
 

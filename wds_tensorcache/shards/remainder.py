@@ -12,8 +12,8 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.manifest import MANIFEST, read_manifest
 from wds_tensorcache.shards.shard import load_index
 from wds_tensorcache.shards.sidecar import stored
-from wds_tensorcache.shards.tar.archive import BLOCK
 from wds_tensorcache.shards.tar.fields import adds_up
+from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["check_end", "load_whole"]

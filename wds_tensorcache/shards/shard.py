@@ -23,8 +23,8 @@ from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.shards.sidecar import open_sidecar
-from wds_tensorcache.shards.tar.archive import BLOCK, names_of
 from wds_tensorcache.shards.tar.fields import parse_number
+from wds_tensorcache.shards.tar.headers import BLOCK, names_of
 from wds_tensorcache.storage.files import Files, Identity, ShardFile
 from wds_tensorcache.storage.maps import Maps, gather, read_ranges
 from wds_tensorcache.storage.pool import Pool

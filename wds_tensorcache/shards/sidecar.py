@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.tar.archive import BLOCK
 from wds_tensorcache.shards.tar.fields import adds_up
+from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["SUFFIX", "check_replaceable", "open_sidecar", "sidecar_path", "stored"]

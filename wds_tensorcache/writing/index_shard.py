@@ -17,7 +17,7 @@ from wds_tensorcache.shards.manifest import Catalog, Listing, ShardEntry
 from wds_tensorcache.shards.remainder import check_end
 from wds_tensorcache.shards.shard import load_index
 from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path, stored
-from wds_tensorcache.shards.tar.archive import END_OF_ARCHIVE
+from wds_tensorcache.shards.tar.headers import END_OF_ARCHIVE
 from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile
 

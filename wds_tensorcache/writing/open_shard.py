@@ -13,7 +13,7 @@ from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder, scan_shard
 from wds_tensorcache.shards.names import SKELETON, TENSORS
-from wds_tensorcache.shards.tar.archive import BLOCK, END_OF_ARCHIVE, build_header
+from wds_tensorcache.shards.tar.headers import BLOCK, END_OF_ARCHIVE, build_header
 from wds_tensorcache.storage.files import Files, ShardFile
 from wds_tensorcache.storage.output import Output
 

@@ -19,7 +19,7 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.lookup import KeyTable
 from wds_tensorcache.shards.manifest import Catalog
 from wds_tensorcache.shards.remainder import load_whole
-from wds_tensorcache.shards.tar.archive import BLOCK
+from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.writing.open_shard import MemberRange
 from wds_tensorcache.writing.pattern import ShardPattern

@@ -20,7 +20,7 @@ from wds_tensorcache.shards.manifest import MANIFEST, Catalog, Listing, ShardEnt
 from wds_tensorcache.shards.names import split_member
 from wds_tensorcache.shards.remainder import check_end
 from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path
-from wds_tensorcache.shards.tar.archive import BLOCK, Scanner, padding
+from wds_tensorcache.shards.tar.headers import BLOCK, Scanner, padding
 from wds_tensorcache.shards.tar.skipped import skipped_members
 from wds_tensorcache.storage.atomic import fsync_folder, write_atomically
 from wds_tensorcache.storage.files import ShardFile

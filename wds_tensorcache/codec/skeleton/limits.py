@@ -20,8 +20,21 @@ from typing import Any
 from wds_tensorcache.codec.tree import MAX_DEPTH
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["CALLS_OF_ANY", "PER_BYTE", "SHORT_TEXT", "KeyCosts", "are_few_texts", "call_budget", "call_cost"]
+__all__ = [
+    "CALLS_OF_ANY",
+    "MAX_BITS",
+    "MAX_DEQUES",
+    "PER_BYTE",
+    "SHORT_TEXT",
+    "KeyCosts",
+    "are_few_texts",
+    "call_budget",
+    "call_cost",
+]
 
+MAX_DEQUES = 1000  # of one skeleton
+# Hazard: for longer numbers, a Fraction's greatest common divisor and the division for the length of a range take seconds.
+MAX_BITS = 4096
 CALLS_OF_ANY = 1_000_000  # cost of calls that a skeleton may have, whatever its length
 PER_BYTE = 10  # additional cost for each byte of the skeleton
 MAX_WORK = 128  # per key of one dict; for comparisons, per byte of the skeleton

@@ -15,15 +15,24 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any, NoReturn
 
-from wds_tensorcache.codec.skeleton.limits import SHORT_TEXT, KeyCosts, are_few_texts, call_budget, call_cost
+from wds_tensorcache.codec.skeleton.limits import (
+    MAX_DEQUES,
+    SHORT_TEXT,
+    KeyCosts,
+    are_few_texts,
+    call_budget,
+    call_cost,
+)
 from wds_tensorcache.codec.skeleton.opcodes import *
 from wds_tensorcache.codec.skeleton.types import (
     ALLOW_ONLY,
-    MAX_DEQUES,
+    REFERENCE,
     Allowed,
     Builder,
     Operation,
+    find_global,
     refuse_callables,
+    refuse_reference,
 )
 from wds_tensorcache.codec.tree import MAX_DEPTH, check_depth, shown
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
@@ -72,7 +81,7 @@ def unpickle(
     try:
         if more is None:
             more = ALLOW_ONLY if allow else {}
-        result = _run(body, begin, reference or _refuse_reference, builders, allow, more)
+        result = _run(body, begin, reference or refuse_reference, builders, allow, more)
         if len(body) - len(body.translate(None, _NESTING)) > MAX_DEPTH:
             check_depth(result)
         return result
@@ -240,7 +249,7 @@ def _run(
             push(set())
         elif op == STACK_GLOBAL:
             name, module = stack.pop(), stack.pop()
-            value = _find(module, name, builders, allow)
+            value = find_global(module, name, builders, allow)
             if value.__class__ is Builder:
                 callables += 1
             push(value)
@@ -290,25 +299,6 @@ _MAKERS: tuple[tuple[Callable[[bytes], Any], tuple[int, ...]], ...] = (
 _LENGTH_FIELDS = {code: (LENGTH_NBYTES[code], make) for make, codes in _MAKERS for code in codes}
 
 
-def _find(module: Any, name: Any, builders: Builders, allow: Allowed) -> Any:
-    if module.__class__ is not str or name.__class__ is not str:
-        raise UnsafeSkeletonError("the module or the name of a global is not a string")
-    key = (module, name)
-    if key == ("builtins", "format"):
-        return REFERENCE
-    cls = allow.get(key)
-    if cls is not None:
-        return Builder(lambda args: cls(*args), cls=cls)
-    if key in builders:
-        return builders[key]
-    needs = f"{module:.80}.{name:.80}"
-    error = UnsafeSkeletonError(
-        f"the skeleton needs {needs!r}, which is not allowed; pass allow=[…] only if you trust the file"
-    )
-    error.needs = needs
-    raise error
-
-
 def _refuse(op: int, pos: int) -> NoReturn:
     names = {ord(known.code): known.name for known in pickletools.opcodes}
     hint = (
@@ -317,10 +307,3 @@ def _refuse(op: int, pos: int) -> NoReturn:
     raise UnsafeSkeletonError(
         f"opcode {names.get(op, hex(op))} at byte {pos} is not in the format (FORMAT.md 2.4); {hint}"
     )
-
-
-def _refuse_reference(text: Any) -> NoReturn:
-    raise FormatError(f"the pickle is a skeleton: it refers to {text!r:.100}, but its tensors are missing")
-
-
-REFERENCE = Builder(_refuse_reference)  # `_run` resolves references itself

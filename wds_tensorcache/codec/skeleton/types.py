@@ -20,11 +20,12 @@ from enum import Enum
 from fractions import Fraction
 from itertools import product
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
+from wds_tensorcache.codec.skeleton.limits import MAX_BITS
 from wds_tensorcache.codec.skeleton.opcodes import BUILD, NEWOBJ, NEWOBJ_EX, REDUCE
 from wds_tensorcache.codec.tree import shown, walk
 from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
@@ -34,21 +35,20 @@ __all__ = [
     "BUILDERS",
     "FACTORIES",
     "LISTED",
-    "MAX_DEQUES",
     "NUMPY_DTYPE",
+    "REFERENCE",
     "Allowed",
     "Builder",
     "Listed",
     "Operation",
     "allow_table",
+    "find_global",
     "reduction",
     "refuse_callables",
+    "refuse_reference",
     "torch_dtype_name",
 ]
 
-MAX_DEQUES = 1000
-# Hazard: for longer numbers, a Fraction's greatest common divisor and the division for the length of a range take seconds.
-MAX_BITS = 4096
 _DECIMALS = Context(capitals=1)  # str(Decimal) depends on the thread's context
 
 Allowed = Mapping[tuple[str, str], type]
@@ -93,6 +93,37 @@ def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
             raise TypeError(f"allow= takes classes, got {cls!r}")
         table[cls.__module__, cls.__qualname__] = cls
     return table
+
+
+def refuse_reference(text: Any) -> NoReturn:
+    raise FormatError(f"the pickle is a skeleton: it refers to {text!r:.100}, but its tensors are missing")
+
+
+REFERENCE = Builder(refuse_reference)  # `_run` resolves references itself
+
+
+def find_global(module: Any, name: Any, builders: Mapping[tuple[str, str], object], allow: Allowed) -> Any:
+    """Return the builder for a global that a skeleton names: a class in `allow`, or one of `builders`.
+
+    Raises:
+        UnsafeSkeletonError: There is none.
+    """
+    if module.__class__ is not str or name.__class__ is not str:
+        raise UnsafeSkeletonError("the module or the name of a global is not a string")
+    key = (module, name)
+    if key == ("builtins", "format"):
+        return REFERENCE
+    cls = allow.get(key)
+    if cls is not None:
+        return Builder(lambda args: cls(*args), cls=cls)
+    if key in builders:
+        return builders[key]
+    needs = f"{module:.80}.{name:.80}"
+    error = UnsafeSkeletonError(
+        f"the skeleton needs {needs!r}, which is not allowed; pass allow=[…] only if you trust the file"
+    )
+    error.needs = needs
+    raise error
 
 
 def reduction(value: Any) -> tuple[int, Any, Any, Any, Any, Any]:

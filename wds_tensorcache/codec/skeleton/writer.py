@@ -27,6 +27,7 @@ from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton import opcodes as op
 from wds_tensorcache.codec.skeleton.limits import (
     CALLS_OF_ANY,
+    MAX_DEQUES,
     PER_BYTE,
     KeyCosts,
     are_few_texts,
@@ -38,7 +39,6 @@ from wds_tensorcache.codec.skeleton.paths import RESERVED, component, join, plac
 from wds_tensorcache.codec.skeleton.types import (
     FACTORIES,
     LISTED,
-    MAX_DEQUES,
     NUMPY_DTYPE,
     Allowed,
     Listed,

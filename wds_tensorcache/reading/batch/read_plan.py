@@ -12,7 +12,7 @@ from wds_tensorcache.reading.batch.columns import SCRATCH_NBYTES, Columns, Layou
 from wds_tensorcache.reading.batch.placement import Placement
 from wds_tensorcache.reading.batch.rows import Rows
 from wds_tensorcache.reading.shard_set import Store
-from wds_tensorcache.shards.tar.archive import BLOCK
+from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.maps import MapLost, Maps
 from wds_tensorcache.storage.threads import Job, wait_for

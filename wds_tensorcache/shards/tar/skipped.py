@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.tar.archive import BLOCK, Headers, is_extended, padding
 from wds_tensorcache.shards.tar.fields import parse_number
+from wds_tensorcache.shards.tar.headers import BLOCK, Headers, is_extended, padding
 
 __all__ = ["Skipped", "skipped_members"]
 

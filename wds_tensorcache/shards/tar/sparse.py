@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from wds_tensorcache.errors import TarFormatError
-from wds_tensorcache.shards.tar.archive import BLOCK
 from wds_tensorcache.shards.tar.fields import parse_number
+from wds_tensorcache.shards.tar.headers import BLOCK
 
 __all__ = ["SparseMap", "read_map"]
 

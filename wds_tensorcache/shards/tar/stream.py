@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import Kind, TarFormatError
-from wds_tensorcache.shards.tar.archive import BLOCK, Header, Headers, is_extended, is_meta_name, padding
 from wds_tensorcache.shards.tar.fields import adds_up, check_length
+from wds_tensorcache.shards.tar.headers import BLOCK, Header, Headers, is_extended, is_meta_name, padding
 from wds_tensorcache.shards.tar.sparse import SparseMap, read_map
 
 __all__ = ["TarStream"]
