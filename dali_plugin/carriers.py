@@ -36,7 +36,8 @@ def carried_schema(schema: Mapping[str, Any]) -> dict[str, Carried]:
     """Return the kinds and dtypes of tensors; raise TypeError for tensors that DALI cannot represent."""
     for name, known in schema.items():
         if isinstance(known.dtype, tuple):
-            raise TypeError(f"tensor {name!r} is {' and '.join(map(str, known.dtype))}; nodes of DALI have one dtype")
+            dtypes = " and ".join(map(str, known.dtype))
+            raise TypeError(f"tensor {name!r} is {dtypes} in different samples; a DALI node has only one dtype")
         if known.shape is not None:
             check_ndim(name, len(known.shape), known.dtype)
     return {name: Carried(known.kind, known.dtype) for name, known in schema.items()}
@@ -47,22 +48,22 @@ def check_ndim(name: str, ndim: int, dtype: Any) -> None:
     is_split = dtype.itemsize not in _TORCH
     if 1 + ndim + is_split > _MAX_NDIM:
         raise TypeError(
-            f"tensor {name!r} of {dtype} has {ndim} dimensions; for DALI it is one of a batch, of at most {_MAX_NDIM}: "
-            "store it flattened, and its shape"
+            f"tensor {name!r} of {dtype} has {ndim} dimensions; a batch of it needs more than the {_MAX_NDIM} that numpy "
+            "allows; store the tensor flattened, with its shape"
         )
 
 
 def _carrier(dtype: Any) -> Any:
-    """Return the dtype in DALI: the same dtype, an integer of its width, or uint8 for each byte of a wider element."""
+    """Return the dtype that stands for a dtype in DALI: itself, an integer of its width, or uint8 for bytes of wider ones."""
     if isinstance(dtype, torch.dtype):
         return dtype if dtype in _NATIVE else _TORCH.get(dtype.itemsize, torch.uint8)
     return dtype if dtype.kind in _NATIVE_KINDS else _NUMPY.get(dtype.itemsize, _NUMPY[1])
 
 
 def plain(value: Any) -> Array:
-    """Return a tensor or array as an array with a dtype that DALI supports. Memory: aliases it.
+    """Return a tensor or array as an array with a dtype that DALI supports. Memory: aliases `value`.
 
-    Elements of more than 8 bytes (complex128, texts) become bytes, in one more dimension.
+    Elements of more than 8 bytes (complex128, texts) become uint8, with the bytes of an element as an additional dimension.
     """
     carrier = _carrier(value.dtype)
     if carrier != value.dtype:
@@ -98,11 +99,12 @@ def _restored(name: str, value: Any, known: Carried) -> Any:
     is_bool, is_split = str(dtype) in ("bool", "torch.bool"), carrier.itemsize != dtype.itemsize
     if value.dtype != carrier or (is_split and value.shape[-1:] != (dtype.itemsize,)):
         if is_bool:
-            return value  # 0 and 1 are numbers
+            return value  # an operator has made numbers of 0 and 1, which is allowed
         raise TypeError(
-            f"tensor {name!r} is {dtype}, which DALI does not have: it travels as {carrier}, its bits, and an operator made "
-            f"{value.dtype}{list(value.shape)} of these. Operators that compute take bfloat16 with as_float=[{name!r}]; "
-            "for other dtypes the cache needs one that DALI has. Or outputs= are not in the order of the pipeline's"
+            f"tensor {name!r} is {dtype}, which DALI lacks, so its bits pass through the pipeline as {carrier}; but the "
+            f"output is {value.dtype}{list(value.shape)}. If an operator computes with a bfloat16 tensor, use "
+            f"as_float=[{name!r}]; for other dtypes, store one that DALI supports. If no operator does, check that outputs= "
+            "names the outputs in the order of the pipeline"
         )
     if is_bool:
         return value != 0
@@ -110,7 +112,7 @@ def _restored(name: str, value: Any, known: Carried) -> Any:
 
 
 def as_torch(output: Any, copy: bool) -> Any:
-    """Return an output of a pipeline as `[B, …]`, or as a list of B if shapes differ. Memory: DALI's, or a copy."""
+    """Return an output as a tensor `[B, …]`, or as a list of B if shapes differ. Memory: DALI's own, unless `copy`."""
     is_dense = output.is_dense_tensor()
     parts = [from_dlpack(one) for one in ([output.as_tensor()] if is_dense else output)]
     parts = [part.clone() for part in parts] if copy else parts
@@ -139,5 +141,5 @@ def known_names(names: Iterable[str] | str, known: Iterable[str], what: str) -> 
             raise KeyError(f"unknown {what} {name!r}; there are {', '.join(map(repr, near)) or 'none'}")
         found += matches
     if len(set(found)) < len(found):
-        raise ValueError(f"{what}s {found}: one is there twice")
+        raise ValueError(f"{what}: a name occurs twice in {found}")
     return found

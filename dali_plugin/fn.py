@@ -1,4 +1,4 @@
-"""Functions for `@pipeline_def`: tensors of a cache as nodes."""
+"""Functions for use in `@pipeline_def` that add the tensors of a cache to a pipeline, as nodes."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def tensorcache(
     layouts: Mapping[str, str] | None = None,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Return a node for each tensor, for each member, and for the sample indices, in a pipeline's definition.
+    """Add a cache to the pipeline that is being defined; return a node for each tensor, each member and the sample indices.
 
     Args:
-        cache: A `TensorCacheSource`. Or a cache or its shards, from which a source is made with `tensors`, `members`,
-            `options` and the pipeline's batch size. Or a stream, a `wds.DataPipeline` that ends in `tc.decode()`: see
-            `TensorCacheStream`.
+        cache: A `TensorCacheSource`; or a cache or its shards, from which a source is made with the pipeline's batch size;
+            or a stream, that is, a `wds.DataPipeline` that ends in `tc.decode()` (see `TensorCacheStream`).
+        tensors, members, options: As for `TensorCacheSource` or `TensorCacheStream`, if `cache` is not already a source.
         device: `"gpu"` copies the tensors to the pipeline's GPU, through page-locked memory; members and indices stay on
             the CPU.
         parallel: Let DALI's worker processes (`py_num_workers`, spawned) read batches.
         as_float: Names of bfloat16 tensors to convert exactly to float32, for operators that compute.
-        layouts: DALI's layouts of tensors by name: `{"latent": "CHW"}`. Without one, `fn.flip` and similar operators treat
-            `[4, 64, 64]` as an image with 4 rows.
+        layouts: DALI's layouts of tensors by name: `{"latent": "CHW"}`. Without a layout, `fn.flip` and similar operators
+            treat `[4, 64, 64]` as an image with 4 rows.
 
     Returns:
         Nodes in the order of the source's `outputs`. In the pipeline, bf16, fp8, complex and bool are integers of the same
@@ -51,16 +51,17 @@ def tensorcache(
         the same integer dtype, like that of `fn.resize`.
 
     Raises:
-        ValueError: The pipeline already has such nodes, or its batch size differs from the source's.
-        TypeError: `cache` is a source, and `tensors` or options of a source are also given.
+        ValueError: The pipeline already reads a cache, or its batch size differs from that of the source.
+        TypeError: `cache` is a source, but `tensors`, `members` or `options` are given, too.
     """
     pipeline = _current("tensorcache", device)
     if isinstance(cache, (TensorCacheSource, TensorCacheStream)):
         source: Any = cache
         if tensors is not None or members or options:
-            raise TypeError("the source has its tensors, members and options already")
+            raise TypeError("the source has its tensors, members and options already; leave them out here")
         if source.batch_size != pipeline.max_batch_size:
-            raise ValueError(f"batches of {source.batch_size} for a pipeline of batch_size={pipeline.max_batch_size}")
+            what = f"batches of {source.batch_size} for a pipeline of batch_size={pipeline.max_batch_size}"
+            raise ValueError(f"{what}; give source and pipeline the same batch_size")
     else:
         options["batch_size"] = pipeline.max_batch_size
         if isinstance(cache, IterableDataset):
@@ -74,7 +75,7 @@ def tensorcache(
     layouts = layouts or {}
     known_names(layouts, source.tensors, "tensor of this source")
     if parallel and isinstance(source, TensorCacheStream):
-        raise ValueError("a stream is read by one process: parallel=True needs a cache")
+        raise ValueError("parallel=True needs a cache, because only one process can read a stream")
     pipeline.tensorcache_source = source  # TensorCacheIterator looks for it there
     nodes: Any = fn.external_source(
         source=source,
@@ -106,21 +107,21 @@ def native_reader(
     last_batch: str = "short",
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Return nodes of DALI's `fn.readers.webdataset`, which reads shards without Python, in a pipeline's definition.
+    """Add DALI's `fn.readers.webdataset` to the pipeline that is being defined; it reads shards without Python.
 
     The tensors of a sample arrive as one array of bytes, of which `TensorCacheIterator` makes views on the same device.
     Operators in the pipeline see only the bytes. To augment tensors, use `tensorcache`.
 
     Args:
-        paths: Whole shards on disks: a cache, or anything that `tc.open` takes.
-        index_paths: DALI's indexes of the shards; by default each shard's `.idx`; a missing index is made for this
-            pipeline.
+        paths: Whole shards on disks: a cache, or anything that `tc.open` accepts.
+        index_paths: DALI's indexes of the shards; by default each shard's `.idx`. Of these, missing or stale ones are made
+            for this pipeline, in a temporary folder.
         tensors: Names of the tensors in the batches; all by default. DALI reads all tensors in any case.
         members: Suffixes of other members, whose bytes arrive unchanged: `["jpg"]`.
         device: `"gpu"` sends the bytes to the pipeline's GPU.
         shuffle, seed: Shuffle within a buffer of `initial_fill` samples (1,024 by default), not the whole epoch.
-        rank, world_size: Rank of this process, and number of ranks. Each rank reads a part of every epoch, another part in
-            each epoch unless `stick_to_shard=True`. All ranks have the same number of batches.
+        rank, world_size: Rank of this process, and number of ranks. Each rank reads one part of the samples, a different
+            part in each epoch unless `stick_to_shard=True`. All ranks have the same number of batches.
         last_batch: As for `tensorcache`, without `"wrap"`; padding repeats the last sample.
         options: More options of `fn.readers.webdataset`: `initial_fill`, `prefetch_queue_depth`, `dont_use_mmap` …
 
@@ -128,8 +129,9 @@ def native_reader(
         Nodes of dtype uint8: the tensors' bytes `[n]`, each member, and the sample's origin.
 
     Raises:
-        KeyError: An unknown tensor or member; the message lists similar names.
-        ValueError: A view or a joined cache, a member that some samples lack, or fewer samples than ranks.
+        KeyError: A tensor or member is unknown; the message lists similar names.
+        TypeError: `paths` is a joined cache.
+        ValueError: `paths` is a view of some samples, some samples lack a member, or there are fewer samples than ranks.
     """
     pipeline = _current("native_reader", device)
     steps = {"batch_size": pipeline.max_batch_size, "shuffle": shuffle, "seed": seed, "rank": rank}
@@ -142,11 +144,11 @@ def native_reader(
 def _current(name: str, device: str) -> Any:
     pipeline: Any = Pipeline.current()  # type: ignore[no-untyped-call]
     if pipeline is None:
-        raise RuntimeError(f"{name}() makes nodes: call it in the function that @pipeline_def decorates")
+        raise RuntimeError(f"{name}() makes nodes of a pipeline; call it in the function that @pipeline_def decorates")
     if device not in ("cpu", "gpu"):
         raise ValueError(f"device={device!r}, expected 'cpu' or 'gpu'")
     if hasattr(pipeline, "tensorcache_source"):
-        raise ValueError("the pipeline has such nodes already; join caches: tc.join([…])")
+        raise ValueError("the pipeline already reads a cache; to read several, join them first: tc.join([…])")
     return pipeline
 
 

@@ -1,4 +1,4 @@
-"""Batches of DALI pipelines in the structure that was written."""
+"""Iterator that returns the batches of DALI pipelines in the nested structure that was written."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class TensorCacheIterator:
     """Iterator over the batches of pipelines that use `dali_plugin.fn.tensorcache` or `native_reader`, one epoch per loop.
 
     A batch has the structure that `cache.read_batch` returns, with the pipeline's outputs in place of the tensors. Outputs
-    have the tensors' true dtypes, unless an operator changed the dtype that DALI saw. Small values are decoded on first
-    use. If a pipeline has more outputs (for example images decoded from a member), a batch is a pair: the structure, and a
-    dict of these by name. Tensors whose shapes differ are lists of B. With several pipelines, the iterator returns lists
-    with one batch of each.
+    have the tensors' true dtypes, unless an operator changed the dtype that DALI saw. Values that are not tensors are decoded
+    on first use. If a pipeline has more outputs (for example images decoded from a member), a batch is a pair: the structure,
+    and a dict of the additional outputs by name. A tensor whose shape differs between samples is a list of B. With several
+    pipelines, the iterator returns lists with one batch of each pipeline.
 
     If a loop is abandoned, the next loop continues in the same epoch. After the end of an epoch, the next loop begins a new
     one.
@@ -34,34 +34,34 @@ class TensorCacheIterator:
         outputs: Names of the pipelines' outputs: tensors, `"number"`, and any other names; by default the source's.
 
     Raises:
-        ValueError: The names do not match the pipeline's outputs, or `"number"` is missing; there are no pipelines, or a
-            pipeline occurs twice.
+        ValueError: `"number"` is missing in `outputs`, or a name occurs twice; there are no pipelines, or one occurs twice.
+        ValueError (of a batch): The number of names differs from the number of the pipeline's outputs.
         TypeError (of a batch): An operator computed with integers that represent another dtype.
 
     Memory: DALI's own, on the pipeline's device; nothing is copied with DALI's dynamic executor, the default. Tensors of a
         `native_reader` are views of the samples' bytes: contiguous within each sample, but not across samples.
-    Threads/fork/pickle: for one thread; neither forks nor pickles.
+    Threads/fork/pickle: used by one thread, in the process that made the iterator; cannot be pickled.
     """
 
     def __init__(self, pipelines: Any, source: Any = None, *, outputs: Sequence[str] | None = None) -> None:
         self._is_one = not isinstance(pipelines, (list, tuple))
         pipelines = [pipelines] if self._is_one else list(pipelines)
         if not pipelines or len(set(map(id, pipelines))) < len(pipelines):
-            raise ValueError("expected a pipeline, or several that are not the same")
+            raise ValueError("expected a pipeline, or a list of different pipelines")
         if source is not None and len(pipelines) > 1:
-            raise ValueError("a source is of one pipeline; several have their own")
+            raise ValueError("source= is for a single pipeline; several pipelines need dali_plugin.fn in each")
         outputs = [outputs] if isinstance(outputs, str) else outputs
         self._pipes = [_Pipe(each, source, outputs) for each in pipelines]
         self._source = self._pipes[0].source
         if self._source.num_batches is None and len(pipelines) > 1:
-            raise ValueError("streams may differ in length: give each pipeline over one its own iterator")
+            raise ValueError("streams may differ in length; make an iterator for each pipeline that reads a stream")
         if any(each.source.num_batches != self._source.num_batches for each in self._pipes):
             raise ValueError("the pipelines have different numbers of batches")
         self.is_padding: Any = None
         self._is_built = False
         self._is_over = False
         self._iteration = 0
-        self._has_stopped = True  # the pipelines are asked whether the epoch is over
+        self._has_stopped = True  # False if a loaded state is over, but the pipelines have not raised StopIteration yet
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch; raise TypeError for a stream, whose length is unknown."""
@@ -94,7 +94,7 @@ class TensorCacheIterator:
         self._build()
         try:
             if self._source.num_surplus is not None and self._iteration == self._source.num_batches:
-                # DALI's reader never stops
+                # DALI's reader never raises StopIteration
                 for _ in range(self._source.num_surplus):
                     self._run()
                 raise StopIteration
@@ -109,7 +109,7 @@ class TensorCacheIterator:
         return batches[0] if self._is_one else batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, as DALI's checkpoints; the pipelines need `enable_checkpointing=True`.
+        """Return the position as checkpoints of DALI; the pipelines need `enable_checkpointing=True`.
 
         Raises:
             RuntimeError: A source is a stream, which cannot resume in the middle (`tc.ResumablePipeline` can), or a pipeline
@@ -117,13 +117,13 @@ class TensorCacheIterator:
         """
         if self._source.settings is None:
             raise RuntimeError(
-                "a stream cannot resume in the middle of an epoch; tc.ResumablePipeline can, without a pipeline"
+                "a stream cannot resume in the middle of an epoch; tc.ResumablePipeline can, but only without DALI"
             )
         self._build()
         try:
             checkpoints = [each.pipe.checkpoint() for each in self._pipes]
         except RuntimeError as exc:
-            raise RuntimeError("no checkpoint of the pipeline; was it made with enable_checkpointing=True?") from exc
+            raise RuntimeError("the pipeline has no checkpoint; was it made with enable_checkpointing=True?") from exc
         return {
             "checkpoints": checkpoints,
             "over": self._is_over,
@@ -140,13 +140,13 @@ class TensorCacheIterator:
             ValueError: The state belongs to other samples, or to batches in another order.
         """
         if self._is_built or any(getattr(each.pipe, "_built", False) for each in self._pipes):
-            raise RuntimeError("the pipelines are built; load the state into an iterator over new ones")
+            raise RuntimeError("the pipelines are built already; load the state into an iterator over new pipelines")
         for each, settings in zip(self._pipes, state["settings"], strict=True):
             mine = each.source.settings or {}
             for name in mine | settings:
                 if mine.get(name) != settings.get(name):
                     raise ValueError(
-                        f"the state is of a source with {name}={settings.get(name)!r}, not {mine.get(name)!r}"
+                        f"the state belongs to a source with {name}={settings.get(name)!r}, not {mine.get(name)!r}"
                     )
         for each, checkpoint, number in zip(self._pipes, state["checkpoints"], state["last_numbers"], strict=True):
             each.pipe._checkpoint = checkpoint
@@ -176,20 +176,22 @@ class _Pipe:
         self.pipe = pipe
         self.source: Any = source if source is not None else getattr(pipe, "tensorcache_source", None)
         if self.source is None:
-            raise ValueError("the pipeline has no dali_plugin.fn.tensorcache; pass its source")
+            raise ValueError("the pipeline does not use dali_plugin.fn; pass its source as source=")
         self._names = list(names) if names is not None else self.source.outputs
         if NUMBER not in self._names or len(set(self._names)) != len(self._names):
             raise ValueError(
-                f"outputs={self._names}: each once, and {NUMBER!r} among them, the last node, which pipelines return too"
+                f"outputs={self._names}: expected each name once, and {NUMBER!r} among them; the pipeline must also return "
+                "this node, the last one that dali_plugin.fn returns"
             )
         if self.source.batch_size != pipe.max_batch_size:
-            raise ValueError(f"batches of {self.source.batch_size} for a pipeline of batch_size={pipe.max_batch_size}")
+            what = f"batches of {self.source.batch_size} for a pipeline of batch_size={pipe.max_batch_size}"
+            raise ValueError(f"{what}; give source and pipeline the same batch_size")
         self._has_gpu = pipe.device_id is not None and torch.cuda.is_available()
 
     def outputs(self) -> Any:
-        """Return the next outputs, on the caller's CUDA stream if there is one.
+        """Return the next outputs. With the dynamic executor, they are ready on the caller's CUDA stream, if there is one.
 
-        Other executors than the dynamic one wait for the GPU.
+        All other executors wait for the GPU.
         """
         stream = torch.cuda.current_stream(self.pipe.device_id) if self._has_gpu and self.pipe.exec_dynamic else None
         outputs = self.pipe.outputs(stream)
@@ -200,7 +202,7 @@ class _Pipe:
         """Return the batch made from the outputs `ran`, and the mask of its padding."""
         if len(ran) != len(self._names):
             raise ValueError(
-                f"the pipeline has {len(ran)} outputs, {len(self._names)} were named: {', '.join(self._names)}"
+                f"the pipeline has {len(ran)} outputs, but {len(self._names)} names: {', '.join(self._names)}; pass outputs="
             )
         is_shared = not self.pipe.exec_dynamic  # other executors write the next batch into the same memory
         outputs = {name: as_torch(output, is_shared) for name, output in zip(self._names, ran, strict=True)}

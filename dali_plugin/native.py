@@ -1,4 +1,4 @@
-"""DALI's own reader of WebDataset shards for a cache: reading needs no Python, and tensors are views of the bytes."""
+"""Source that reads a cache with DALI's own reader of WebDataset shards, without Python; tensors are views of its bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ALIGN = 64
 
 
 class NativeReader(Source):
-    """Source of `fn.native_reader`; see there."""
+    """The source that `fn.native_reader` creates; its docstring describes the arguments."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class NativeReader(Source):
     ) -> None:
         if steps["last_batch"] == "wrap":
             raise ValueError(
-                "last_batch='wrap': DALI's reader repeats the last sample; expected 'short', 'pad' or 'drop'"
+                "last_batch='wrap': DALI's reader can only repeat the last sample; expected 'short', 'pad' or 'drop'"
             )
         self._open(paths, tensors, members, steps)
         self._steps, self.settings = steps, {**(self.settings or {}), "native": True}
@@ -44,26 +44,30 @@ class NativeReader(Source):
         self._packed = PackedMembers(self.cache, self.tensors)
         for member in self.members:
             if self.cache.members[member] != count:
-                raise ValueError(f"member {member!r}: {self.cache.members[member]} of {count} samples have it")
+                have = f"{self.cache.members[member]} of {count} samples have it"
+                raise ValueError(f"member {member!r}: {have}, but DALI's reader needs it in every sample")
         for path in self._packed.paths:
             try:
                 path.encode()
             except UnicodeEncodeError as exc:
-                raise ValueError(f"{path!r}: DALI takes only paths in UTF-8; rename the shard") from exc
+                raise ValueError(f"{path!r}: DALI accepts only paths in UTF-8; rename the shard") from exc
         self._index_paths = None if index_paths is None else [os.fspath(path) for path in index_paths]
         for path in self._index_paths or ():
             if not os.path.isfile(path):
-                raise FileNotFoundError(f"index_paths: no file {path!r}; names of tensors go to tensors=")
+                raise FileNotFoundError(f"index_paths: there is no file {path!r}; pass names of tensors as tensors=")
         if self._index_paths is not None and len(self._index_paths) != len(self._packed.paths):
-            raise ValueError(f"{len(self._index_paths)} index_paths for {len(self._packed.paths)} shards")
+            what = f"{len(self._index_paths)} index_paths for {len(self._packed.paths)} shards"
+            raise ValueError(f"{what}, expected one for each shard")
         for number, path in enumerate(self._index_paths or ()):
             if not self._packed.is_index(number, path):
-                raise ValueError(f"{path} is not an index of {self._packed.paths[number]}, or is stale")
+                what = f"{path} is not an index of {self._packed.paths[number]}, or is stale"
+                raise ValueError(f"{what}; leave out index_paths= to have missing and stale indexes made")
         largest = -(-count // world_size)
         num_runs = -(-largest // batch_size)
         self._last_size = largest - (num_runs - 1) * batch_size if steps["last_batch"] == "short" else batch_size
         self.num_surplus = num_runs - len(self)
-        # the sample before the last batch of `nest`, the number of rows until it repeats, and the number of all rows
+        # for the last batch that `nest` returned: the index of the sample before it, its number of rows up to the padding, and
+        # its number of rows
         self._filled = (-1, 0, 0)
 
     @property
@@ -72,7 +76,7 @@ class NativeReader(Source):
         return [PACKED, *self.members, NUMBER]
 
     def nodes(self, device: str, options: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the nodes, in a pipeline's definition."""
+        """Add the reader to the pipeline that is being defined, and return its nodes."""
         if self._index_paths is None:
             folder = tempfile.mkdtemp(prefix="tensorcache-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -82,7 +86,7 @@ class NativeReader(Source):
             paths=self._packed.paths,
             index_paths=self._index_paths,
             ext=[self._packed.suffix, *both, *self.members],
-            missing_component_behavior="skip",  # samples without this cache
+            missing_component_behavior="skip",  # leaves out samples without this cache
             random_shuffle=self._steps["shuffle"],
             seed=self._steps["seed"],
             pad_last_batch=True,
@@ -94,7 +98,7 @@ class NativeReader(Source):
         members = members[len(both) :]
         origin = fn.pad(fn.get_property(packed, key="source_info"))  # texts, padded with zeros to form one array
         if not self._packed.are_regular():
-            # a batch becomes one array, in which tensors are aligned
+            # pads members to one aligned size, so that a batch is one array in which all tensors are aligned
             packed = fn.pad(packed, axes=[0], align=[_ALIGN])
         return packed.gpu() if device == "gpu" else packed, *members, origin
 
@@ -102,7 +106,7 @@ class NativeReader(Source):
         extra = dict(outputs)
         packed, origins = extra.pop(PACKED), extra.pop(NUMBER)
         numbers = self._packed.numbers(bytes(one).rstrip(b"\0") for one in origins.numpy())
-        # the reader repeats the last sample up to the end of a batch, or for a whole batch if other ranks have one more
+        # the reader repeats the last sample up to the end of a batch, or for a whole batch if other ranks have a batch more
         count = len(numbers)
         while count > 1 and numbers[count - 2] == numbers[-1]:
             count -= 1

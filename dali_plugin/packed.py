@@ -1,4 +1,4 @@
-"""Find the samples and the tensors of members that DALI's own reader has read."""
+"""Find the samples to which the members belong that DALI's own reader has read, and cut the members into tensors."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class PackedMembers:
 
     def __init__(self, cache: tc.TensorCache, names: Iterable[str]) -> None:
         if not isinstance(cache, tc.TensorCache):
-            raise TypeError(f"whole shards of one cache are read, got {type(cache).__name__}")
+            raise TypeError(f"DALI's reader reads whole shards of one cache, got {type(cache).__name__}")
         if cache._order is not None:
-            raise ValueError(f"whole shards are read, but {cache!r} is a view of some samples")
+            raise ValueError(f"DALI's reader reads whole shards, but {cache!r} is a view of some samples")
         if len({os.path.realpath(shard.path) for shard in cache._store.shards}) < cache.num_shards:
-            raise ValueError("a shard is there twice, so that its samples cannot be told apart")
+            raise ValueError("a shard occurs twice in the cache, so its samples cannot be told apart; list it once")
         self._narrow = cache.select(map(glob.escape, names))
         self._shards = cache._store.shards
         self._starts = cache._store.starts.tolist()
@@ -48,7 +48,7 @@ class PackedMembers:
         self.skeleton_suffix, self.suffix = (suffix.decode()[1:] for suffix in self._shards[0]._suffixes)
 
     def are_regular(self) -> bool:
-        """Return whether all tensor members have the same size, and multiples of it align the elements of every dtype."""
+        """Return whether all tensor members have the same size, a multiple of 16 bytes, so that batches need no padding."""
         sizes = {int(size) for shard in self._shards for size in np.unique(shard.index.layouts.nbytes)}
         return len(sizes) == 1 and sizes.pop() % _MAX_ITEMSIZE == 0
 
@@ -68,7 +68,7 @@ class PackedMembers:
         return found
 
     def is_index(self, shard: int, path: str) -> bool:
-        """Return whether the file at `path` is a current DALI index of a shard, judged by 64 samples."""
+        """Return whether the file at `path` is a current DALI index of a shard, judging by 64 of its samples."""
         return is_dali_index(path, self._shards[shard].index, self._shards[shard].name)
 
     def numbers(self, origins: Iterable[bytes]) -> Array:
@@ -88,7 +88,7 @@ class PackedMembers:
                     if name.startswith(key + b"."):
                         return int(self._starts[at] + row)
         where = origin.decode(errors="replace")
-        raise tc.FormatError(f"no tensors of the cache start at {where!r:.300}: DALI's index of the shard is stale")
+        raise tc.FormatError(f"no tensors of the cache start at {where!r:.300}; DALI's index of the shard is stale")
 
     def _begins_of(self, at: int) -> tuple[list[int], list[int]]:
         """Return the offsets of a shard's tensor members, ascending, and their rows."""

@@ -1,4 +1,4 @@
-"""Batches of a cache for `fn.external_source`: a pure function of epoch and iteration."""
+"""Source of batches for `fn.external_source`; a batch of a cache depends only on epoch and iteration."""
 
 from __future__ import annotations
 
@@ -21,13 +21,18 @@ NUMBER = "number"  # the name of the output with the sample indices of a batch
 
 
 class Source:
-    """Batches for a pipeline, kept with their requests, from which the nested batches are rebuilt."""
+    """Base of all sources of batches for a pipeline.
+
+    A source keeps its last batches, because DALI reads them later, and the requests of which nested batches are made.
+    """
 
     tensors: list[str]
     members: list[str]
     batch_size: int
     num_batches: int | None = None  # batches of an epoch; None for a stream
-    num_surplus: int | None = None  # batches that DALI returns after these; None if StopIteration ends an epoch
+    num_surplus: int | None = (
+        None  # additional batches that DALI returns after them; None if StopIteration ends an epoch
+    )
     schema: dict[str, Carried]  # the tensors as they leave a pipeline
     as_float: tuple[str, ...] = ()  # tensors that `fn.tensorcache` converts to float32
     settings: dict[str, Any] | None = None  # a checkpoint fits if these are equal; None if there can be no checkpoint
@@ -56,7 +61,7 @@ class Source:
             TypeError: The source is a stream.
         """
         if self.num_batches is None:
-            raise TypeError("a stream does not know how many batches it has")
+            raise TypeError("the number of batches of a stream is not known in advance")
         return self.num_batches
 
     @property
@@ -87,7 +92,7 @@ class Source:
         self._kept = deque(self._kept, max(count, self._kept.maxlen or 0))
 
     def was_given(self, stream: Any) -> None:
-        """Record that the pipeline has returned its next batch, on a CUDA stream if there is one."""
+        """Record that the pipeline has passed its next batch to the iterator, which uses it on `stream` (None without CUDA)."""
 
     def is_padding(self, iteration: int, count: int) -> Array:
         """Return the mask of padding among the `count` rows of a batch, bool `[count]`; the same in every epoch."""
@@ -105,7 +110,7 @@ class Source:
             RuntimeError: A stream's batch is no longer kept.
         """
         if NUMBER not in outputs:
-            raise KeyError(f"no {NUMBER!r} among {', '.join(outputs)}: it is the last part of a batch")
+            raise KeyError(f"no {NUMBER!r} among {', '.join(outputs)}; pass the last part of a batch by this name")
         tensors, extra = restored({name: as_value(value) for name, value in outputs.items()}, self.schema)
         numbers = torch.as_tensor(extra.pop(NUMBER)).cpu().numpy().reshape(-1)
         return self._nest(numbers, tensors), extra
@@ -137,8 +142,8 @@ class TensorCacheSource(Source):
         keep: Number of batches to keep in memory after returning them, because DALI reads them later, without a copy.
 
     Raises:
-        KeyError: An unknown tensor or member; the message lists similar names.
-        ValueError: An argument is out of range; the cache has no samples, or not a full batch for `"drop"`.
+        KeyError: A tensor or member is unknown; the message lists similar names.
+        ValueError: An argument is out of range; the cache has no samples, or less than a full batch with `"drop"`.
         TypeError: A tensor's dtypes differ between samples.
         BatchError (of a batch): A sample lacks a tensor.
 
@@ -173,7 +178,7 @@ class TensorCacheSource(Source):
         self._events: dict[int, Any] = {}  # events of batches in pinned memory, by batch number
 
     def __getstate__(self) -> dict[str, Any]:
-        # for worker processes, which keep their own batches
+        # worker processes get no batches, since they keep their own
         return vars(self) | {"_kept": deque(maxlen=self._kept.maxlen)}
 
     def indices(self, epoch: int, iteration: int) -> Array:
@@ -205,7 +210,7 @@ class TensorCacheSource(Source):
         return self.batch(info.epoch_idx, info.iteration)
 
     def batch(self, epoch: int, iteration: int) -> tuple[Any, ...]:
-        """Return a batch, in the order of `outputs`: for DALI's dynamic mode.
+        """Return a batch, in the order of `outputs`, for use in DALI's dynamic mode.
 
         Raises:
             IndexError: The epoch has no such batch.
@@ -214,7 +219,7 @@ class TensorCacheSource(Source):
         request = self.cache._request(numbers)
         batch = (*self._tensors_of(request), *self._members_of(request), numbers)
         if self._is_pinned and len(self._kept) == self._kept.maxlen:
-            # the oldest batch must have left its memory, which is used again
+            # Hazard: DALI may still be copying the oldest batch, whose pinned memory is reused once it is dropped here
             event = self._events.pop(self._num_made - len(self._kept), torch.cuda)
             event.synchronize()
         self._kept.append((numbers, request, batch))
@@ -225,7 +230,7 @@ class TensorCacheSource(Source):
         return tuple(_pinned(value) if kind == "tensor" else value for value, kind in zip_longest(batch, kinds))
 
     def was_given(self, stream: Any) -> None:
-        # Hazard: torch knows nothing of DALI's transfers
+        # Hazard: torch does not wait for DALI's copies before it reuses pinned memory, so an event marks their end
         if self._is_pinned and stream is not None:
             self._events[self._num_given] = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._events[self._num_given].record(stream)

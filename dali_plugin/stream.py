@@ -20,8 +20,8 @@ __all__ = ["TensorCacheStream"]
 class TensorCacheStream(Source):
     """A source like `TensorCacheSource` over a stream: a `wds.DataPipeline` that ends in `tc.decode()`.
 
-    The stream itself shuffles its samples and splits them among ranks. Each epoch iterates over the stream again. It cannot
-    be resumed in the middle.
+    The stream itself shuffles its samples and splits them among ranks. Each epoch iterates over the stream again, from its
+    start: an epoch cannot be resumed in the middle.
 
     Args:
         stream: Any iterable of samples that can be iterated over several times.
@@ -57,19 +57,21 @@ class TensorCacheStream(Source):
             )
         begun = iter(stream)
         if begun is stream:
-            raise ValueError(f"{stream!r:.100} can be iterated over once; a stream is iterated over in every epoch")
+            raise ValueError(
+                f"{stream!r:.100} can be iterated over only once, but every epoch iterates over a stream again"
+            )
         first = next(begun, None)
         if first is None:
             raise ValueError("the stream has no samples")
         if not isinstance(first, dict) or not isinstance(first.get("__key__", ""), str):
-            raise ValueError("the stream gives batches, expected samples: dicts that end in tc.decode()")
+            raise ValueError("the stream yields batches, expected single samples: dicts from tc.decode()")
         if field not in first:
             known = ", ".join(first)
-            raise KeyError(f"samples have no field {field!r}, but {known}; does the stream end in tc.decode()?")
+            raise KeyError(f"samples have the fields {known}, but no {field!r}; does the stream end in tc.decode()?")
         found = tc.flatten(first[field])
         if not found:
             raise ValueError(
-                f"{field!r} has no lazy tensors; does the stream end in tc.decode(), which leaves them lazy?"
+                f"field {field!r} has no lazy tensors; does the stream end in tc.decode(), which leaves tensors lazy?"
             )
         self._stream, self._field = stream, field
         self._has_all = tensors is None
@@ -94,7 +96,9 @@ class TensorCacheStream(Source):
         if iteration == 0:
             self._iterator, self._iteration = iter(self._stream), 0
         if iteration != self._iteration:
-            raise RuntimeError(f"a stream has its batches in turn, {self._iteration} is next: not {iteration}")
+            raise RuntimeError(
+                f"expected iteration {self._iteration}, got {iteration}: a stream has its batches in order"
+            )
         samples = list(islice(self._iterator, self.batch_size))
         if not samples or (self._last_batch == "drop" and len(samples) < self.batch_size):
             raise StopIteration
@@ -113,14 +117,16 @@ class TensorCacheStream(Source):
         """Yield the tensors of a batch in the form that DALI accepts."""
         found = [tc.flatten(sample) for sample in samples]
         if self._has_all and (more := [name for tensors in found for name in tensors if name not in self.schema]):
-            raise tc.BatchError(f"a sample of the stream has tensor {more[0]!r}, but the first one has not")
+            raise tc.BatchError(f"a sample of the stream has tensor {more[0]!r}, which the first sample lacks")
         for name, known in self._known.items():
             if any(name not in tensors for tensors in found):
                 raise tc.BatchError(f"a sample of the stream has no tensor {name!r}")
             lazies = [tensors[name] for tensors in found]
             for lazy in lazies:
                 if _carried(name, lazy) != known:
-                    raise tc.BatchError(f"tensor {name!r} is {known.dtype}, but in one sample it is {lazy.dtype}")
+                    raise tc.BatchError(
+                        f"tensor {name!r} is {known.dtype} at first, but {lazy.dtype} in a later sample"
+                    )
             if any(lazy.shape != lazies[0].shape for lazy in lazies):
                 yield tuple(plain(lazy.load()) for lazy in lazies)
             elif known.kind == "ndarray":
@@ -135,7 +141,9 @@ class TensorCacheStream(Source):
         for kept, samples, _ in self._kept:
             if kept[0] <= number <= kept[-1]:
                 return samples[number - kept[0]]
-        raise RuntimeError(f"the batch is not among the last {self._kept.maxlen}; use a larger keep")
+        raise RuntimeError(
+            f"only the last {self._kept.maxlen} batches are kept, and this one is older; use a larger keep"
+        )
 
 
 def _carried(name: str, lazy: Any) -> Carried:

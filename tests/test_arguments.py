@@ -202,7 +202,7 @@ def test_devices_are_documented() -> None:
         ("x" * 101, "json", "shorten the key"),
         ("a", "_json", "choose another first character"),
         ("a", "js on", "as 'json'"),
-        ("a", "x.skel.pyd", "rename these members"),
+        ("a", "x.skel.pyd", "rename that member"),
     ],
 )
 def test_a_name_that_is_refused(tmp_path: Path, key: Any, member: str, remedy: str) -> None:
@@ -218,9 +218,9 @@ def test_other_names_that_are_refused(tmp_path: Path) -> None:
         sink.write("0", {"x": 1})
         with pytest.raises(tc.InvalidKeyError, match="; .*another key"):
             sink.write("0", {"x": 1})
-        with pytest.raises(tc.InvalidKeyError, match="; .*give it once"):
+        with pytest.raises(tc.InvalidKeyError, match="; .*pass it once"):
             sink.write("1", {"x": 1}, tensorcache={"x": 1})
-        with pytest.raises(tc.InvalidKeyError, match="; .*give it a sample"):
+        with pytest.raises(tc.InvalidKeyError, match="; .*pass a sample"):
             sink.write("1")
         with pytest.raises(tc.InvalidKeyError, match="; .*for example 'text'"):
             sink.write("1", **{"Text.tensorcache": 1})

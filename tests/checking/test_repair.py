@@ -60,7 +60,9 @@ def test_damaged_samples_go(tmp_path: Path) -> None:
     for name in members(out / "000000.tar"):
         assert member(out / "000000.tar", name) == member(path, name)
     tc.open(out, expect={"model": "x"}).close()
-    with pytest.raises(tc.FormatError, match="2 faults, and drop=False; the first: .*sample '000'"):
+    with pytest.raises(
+        tc.FormatError, match="2 faults, and drop=False .*nothing was written; the first fault: .*sample '000'"
+    ):
         tc.repair(source, tmp_path / "never", drop=False)
     assert not (tmp_path / "never").exists()
 
@@ -131,7 +133,7 @@ def test_zeros_are_the_end_unless_an_index_knows_better(tmp_path: Path, footer: 
     path.write_bytes(content)
     report, keys = repaired(source, out)
     assert keys == (["000", "001", "003", "004", "005"] if footer else ["000", "001"])
-    what = "zeros, where the archive does not end" if footer else "the bytes after the end-of-archive marker"
+    what = "zeros before the end of the archive" if footer else "the bytes after the end-of-archive marker"
     assert any(fault.what.startswith(what) for fault in report.faults)
 
 
@@ -203,18 +205,18 @@ def test_where_it_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(FileExistsError, match="is not empty"):
         tc.repair(path, path)
     write(tmp_path / "b", 2)
-    with pytest.raises(ValueError, match="shards of several folders are called '000000.tar': .*/a/000.* and .*/b/000"):
+    with pytest.raises(ValueError, match="two shards are named '000000.tar': .*/a/000.* and .*/b/000"):
         tc.repair([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
     for name in ("x.tar", "x.bin", "y.idx"):
         (tmp_path / name).write_bytes(path.read_bytes())
-    with pytest.raises(ValueError, match=r"x\.bin: its index for DALI would be 'x.idx', as .*x\.tar has it"):
+    with pytest.raises(ValueError, match=r"x\.bin: its DALI index would be named 'x.idx', but .*x\.tar uses that name"):
         tc.repair([tmp_path / "x.tar", tmp_path / "x.bin"], tmp_path / "out")
-    with pytest.raises(ValueError, match=r"its index for DALI would be 'y.idx'"):
+    with pytest.raises(ValueError, match=r"its DALI index would be named 'y.idx'"):
         tc.repair(tmp_path / "y.idx", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "mount").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "mount")
-    with pytest.raises(FileExistsError, match="is where a disk is mounted, and cannot be replaced"):
+    with pytest.raises(FileExistsError, match="is a mount point, and cannot be replaced"):
         tc.repair(path, tmp_path / "mount")
 
 

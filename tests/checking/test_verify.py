@@ -106,7 +106,7 @@ def test_every_fault_is_reported(tmp_path: Path) -> None:
     assert texts[0] == "the safetensors member is damaged: its digest does not match its bytes"
     assert "the skeleton is damaged" in texts[1]
     assert texts[2].startswith("bad checksum")
-    assert texts[3] == "its 'json' is in the index at its end, but not in the shard"
+    assert texts[3] == "member 'json' is in the index at its end, but not in the shard"
     assert (report.num_samples, report.num_damaged) == (6, 2)
     assert f"{path}: sample '001': byte {places['001.safetensors'][0]}: the safetensors member" in str(report)
     assert "4 faults, 2 samples damaged" in str(report)
@@ -129,7 +129,7 @@ def test_truncated_anywhere(tmp_path: Path, footer: bool) -> None:
     for nbytes in sorted(places):
         path.write_bytes(whole[:nbytes])
         found = faults(tmp_path)
-        assert any("has it" in what or f"it has {nbytes} bytes" in what for _, what in found), nbytes
+        assert any("lists it" in what or f"the shard has {nbytes} bytes" in what for _, what in found), nbytes
         missing = {f"{i:03d}" for i in range(3)} if nbytes < 512 else {"002"} if nbytes < begins[-2] else set()
         assert missing <= {key for key, _ in found}, nbytes
         if nbytes < begins[-1]:  # also without the manifest
@@ -162,8 +162,8 @@ def test_keys_that_occur_twice(tmp_path: Path) -> None:
     path.write_bytes(build(content))
     report = tc.verify(path)
     assert [(fault.key, fault.offset, fault.what) for fault in report.faults] == [
-        ("a", 2048, "another sample before it has the same key"),
-        ("b", 3072, "another sample before it has the same key"),
+        ("a", 2048, "an earlier sample has the same key"),
+        ("b", 3072, "an earlier sample has the same key"),
         ("b", 4096, "member 'b.json' occurs twice"),
     ]
     assert report.num_damaged == 2

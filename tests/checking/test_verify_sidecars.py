@@ -31,10 +31,10 @@ def test_a_footer_of_another_state(tmp_path: Path) -> None:
     own = dataclasses.replace(own, caches={"": dataclasses.replace(own.caches[""], digest=own.caches[""].digest + 1)})
     path.write_bytes(whole[: end + 1024] + build_footer(own))
     assert [key for key, _ in faults(path)] == ["000", "001", "002"]
-    assert faults(path)[0][1] == "the index at its end says something else of its 'safetensors' than the shard"
+    assert faults(path)[0][1] == "the index at its end disagrees with the shard about member 'safetensors'"
     path.write_bytes(whole[: end + 1024] + other.read_bytes()[index.end + 1024 :])
     assert faults(path) == [
-        (None, "the bytes after the end-of-archive marker are not an index, or a damaged or stale one")
+        (None, "the bytes after the end-of-archive marker are not an index, or are a damaged or stale index")
     ]
 
 
@@ -68,7 +68,7 @@ def test_dali_index(tmp_path: Path) -> None:
     assert faults(path) == []
     idx.unlink()
     assert faults(path) == []
-    assert faults(tmp_path) == [(None, "000000.idx is missing, which other shards have")]
+    assert faults(tmp_path) == [(None, "000000.idx is missing, although other shards have an `.idx` file")]
 
 
 def test_manifest_of_another_state(tmp_path: Path) -> None:
@@ -76,18 +76,18 @@ def test_manifest_of_another_state(tmp_path: Path) -> None:
     manifest = tmp_path / "manifest.json"
     text = manifest.read_text()
     manifest.write_text(text.replace('"nsamples": 2', '"nsamples": 3', 1))
-    assert faults(tmp_path) == [(None, "it has 2 samples, but manifest.json says 3")]
+    assert faults(tmp_path) == [(None, "the shard has 2 samples, but manifest.json says 3")]
     manifest.write_text(text.replace('"filesize": ', '"filesize": 1', 1))
     assert "bytes, but manifest.json says" in faults(tmp_path)[0][1]
     manifest.write_text(text.replace('{"": 2}', '{"": 2, "x": 1}', 1))
-    assert "it has {'': 2} samples in its caches" in faults(tmp_path)[0][1]
+    assert "the shard has {'': 2} samples in its caches" in faults(tmp_path)[0][1]
     manifest.write_text(text.replace('{"model": "a"}', '{"model": "b"}', 1))
-    assert "it was made with {'model': 'a'}, but manifest.json says {'model': 'b'}" in faults(tmp_path)[0][1]
+    assert "the shard was made with {'model': 'a'}, but manifest.json says {'model': 'b'}" in faults(tmp_path)[0][1]
     manifest.write_text(text)
     os.rename(path, tmp_path / "000007.tar")
     report = tc.verify(tmp_path)
     assert [(Path(fault.shard).name, fault.what[:26]) for fault in report.faults[:2]] == [
-        ("000000.tar", "it is missing; manifest.js"),
+        ("000000.tar", "the shard is missing; mani"),
         ("000007.tar", "manifest.json does not lis"),
     ]
     manifest.write_text(text[:50])
@@ -156,7 +156,7 @@ def test_an_index_of_another_shard_is_one_fault(tmp_path: Path) -> None:
         for number in range(50):
             sink.write(f"other{number}", {"x": 1})
     (tmp_path / "b" / "000000.idx").replace(path.with_suffix(".idx"))
-    assert faults(path) == [(None, "000000.idx is of another shard: none of its samples is in this one")]
+    assert faults(path) == [(None, "000000.idx belongs to a different shard: this shard has none of its samples")]
 
 
 def test_samples_that_are_lost_are_counted(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_samples_that_are_lost_are_counted(tmp_path: Path) -> None:
     report = tc.verify(tmp_path)
     assert (report.num_samples, report.num_damaged, report.num_lost, report.num_missing) == (24, 0, 6, 0)
     assert "0 samples damaged, 6 lost" in str(report)
-    assert sum("it is lost: 000000.idx has it" in fault.what for fault in report.faults) == 6
+    assert sum("the sample is lost: 000000.idx lists it" in fault.what for fault in report.faults) == 6
     (tmp_path / "000001.tar").unlink()
     report = tc.verify(tmp_path)
     assert (report.num_samples, report.num_damaged, report.num_lost, report.num_missing) == (14, 0, 16, 1)
@@ -184,7 +184,9 @@ def test_manifests_that_open_refuses(tmp_path: Path) -> None:
     manifest = tmp_path / "manifest.json"
     text = manifest.read_text()
     manifest.write_text(text.replace('"revision": 1}', '"revision": 1.0}'))
-    assert "it was made with {'revision': 1}, but manifest.json says {'revision': 1.0}" in faults(path.parent)[0][1]
+    assert (
+        "the shard was made with {'revision': 1}, but manifest.json says {'revision': 1.0}" in faults(path.parent)[0][1]
+    )
     manifest.write_text(text.replace('{"": 2}', '{"": true}'))
     assert "expected numbers of samples" in faults(path.parent)[0][1]
     document = json.loads(text)
@@ -243,7 +245,7 @@ def test_a_shard_is_cut_short_while_it_is_read(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(ShardFile, "read", truncate_and_read)
     (fault,) = tc.verify(path, num_threads=1).faults
-    assert fault.what.endswith("the shard was changed while it was looked at")
+    assert fault.what.endswith("the shard was changed while it was checked")
 
 
 def test_a_manifest_whose_shards_are_all_missing(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_members_may_be_any_bytes() -> None:
         assert lazy.load().tolist() == lazy.load(copy=False).tolist() == [0, 1, 2]
         assert tc.encode_sample({"x": lazy}) == (skeleton, tensors)
     for wrong in ("text", None, [1]):
-        with pytest.raises(TypeError, match="a member is bytes, bytearray or memoryview, got"):
+        with pytest.raises(TypeError, match="a member must be bytes, bytearray or memoryview, got"):
             tc.decode_sample(skeleton, wrong)  # type: ignore[arg-type]
 
 

@@ -162,7 +162,7 @@ def test_foreign_members_and_shards_given_twice(tmp_path: Path) -> None:
         sink.write({"__key__": "c", "tensorcache": {"x": torch.ones(2)}})
     assert [batch["x"].tolist() for batch in reader(tmp_path, 1)] == [[[0, 0]], [[1, 1]]]
     (tmp_path / "1.tar").symlink_to(tmp_path / "0.tar")
-    with pytest.raises(ValueError, match="a shard is there twice"):
+    with pytest.raises(ValueError, match="a shard occurs twice"):
         reader(tmp_path)
 
 
@@ -176,6 +176,6 @@ def test_names_of_shards_are_names(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for source in ("*.tar", "."):
         assert [batch["x"].tolist() for batch in reader(source, 1)] == [[[1, 1]]]
     os.rename(name, "\udcff.tar")
-    with pytest.raises(ValueError, match=r"\\udcff.tar': DALI takes only paths in UTF-8"):
+    with pytest.raises(ValueError, match=r"\\udcff.tar': DALI accepts only paths in UTF-8"):
         reader(".", 1)
     assert os.listdir() == ["\udcff.tar"]

@@ -155,10 +155,10 @@ def test_what_is_refused(cache: Any) -> None:
     made = pipeline(lambda: dali_plugin.fn.tensorcache(cache, ["scalar"]))
     with pytest.raises(ValueError, match="'number' among them"):
         dali_plugin.TensorCacheIterator(made, outputs=["scalar"])
-    with pytest.raises(ValueError, match="the pipeline has 2 outputs, 3 were named"):
+    with pytest.raises(ValueError, match="the pipeline has 2 outputs, but 3 names"):
         next(dali_plugin.TensorCacheIterator(made, outputs=["scalar", "x", "number"]))
     other = pipeline(lambda: dali.fn.random.uniform())
-    with pytest.raises(ValueError, match=r"no dali_plugin\.fn\.tensorcache"):
+    with pytest.raises(ValueError, match=r"does not use dali_plugin\.fn"):
         dali_plugin.TensorCacheIterator(other)
 
 
@@ -187,7 +187,7 @@ def test_operators_that_compute_with_bits(cache: Any, name: str) -> None:
         bits, number = dali_plugin.fn.tensorcache(cache, [name])
         return dali.fn.cast(bits, dtype=dali.types.FLOAT), number
 
-    with pytest.raises(TypeError, match=rf"tensor '{name}' is .*, which DALI does not have: .*float32\[6, "):
+    with pytest.raises(TypeError, match=rf"tensor '{name}' is .*, which DALI lacks, .*float32\[6, "):
         next(dali_plugin.TensorCacheIterator(pipeline(nodes)))
 
 
@@ -197,7 +197,7 @@ def test_patterns(cache: Any) -> None:
     assert sorted(source.tensors) == sorted(["scalar", *(f"tensors.{name}" for name in floats.split())])
     with pytest.raises(KeyError, match=r"unknown tensor 'text\.\*'"):
         dali_plugin.TensorCacheSource(cache, ["text.*"], batch_size=6)
-    with pytest.raises(ValueError, match="one is there twice"):
+    with pytest.raises(ValueError, match="a name occurs twice"):
         dali_plugin.TensorCacheSource(cache, ["tensors.float32", "tensors.float*"], batch_size=6)
 
 
@@ -249,11 +249,19 @@ def test_mistakes(cache: Any) -> None:
     source = dali_plugin.TensorCacheSource(cache, ["scalar"], batch_size=6)
     for nodes, error, message in (
         (lambda: tensorcache(cache, device="cuda"), ValueError, "device='cuda', expected 'cpu' or 'gpu'"),
-        (lambda: (*tensorcache(cache), *tensorcache(cache)), ValueError, "has such nodes already; join caches"),
+        (
+            lambda: (*tensorcache(cache), *tensorcache(cache)),
+            ValueError,
+            "already reads a cache; to read several, join them",
+        ),
         (lambda: tensorcache(source, ["scalar"]), TypeError, "has its tensors, members and options already"),
         (lambda: tensorcache(source, shuffle=True), TypeError, "has its tensors, members and options already"),
-        (lambda: tensorcache(cache, ["scalar", "scalar"]), ValueError, "one is there twice"),
-        (lambda: dali_plugin.fn.native_reader(cache, ["scalar"]), FileNotFoundError, "names of tensors go to tensors="),
+        (lambda: tensorcache(cache, ["scalar", "scalar"]), ValueError, "a name occurs twice"),
+        (
+            lambda: dali_plugin.fn.native_reader(cache, ["scalar"]),
+            FileNotFoundError,
+            "pass names of tensors as tensors=",
+        ),
         (lambda: tuple(dali.fn.external_source(source, num_outputs=2)), TypeError, "needs batch_info=True"),
     ):
         with pytest.raises(error, match=message):
@@ -261,10 +269,15 @@ def test_mistakes(cache: Any) -> None:
     made = pipeline(lambda: tensorcache(cache, ["scalar"]))
     for pipes, options, error, message in (
         ([], {}, ValueError, "expected a pipeline"),
-        ([made, made], {}, ValueError, "not the same"),
-        ([made, pipeline(lambda: tensorcache(cache))], {"source": source}, ValueError, "a source is of one pipeline"),
+        ([made, made], {}, ValueError, "a list of different pipelines"),
+        (
+            [made, pipeline(lambda: tensorcache(cache))],
+            {"source": source},
+            ValueError,
+            "source= is for a single pipeline",
+        ),
         (test_mistakes, {}, TypeError, "call the function that @pipeline_def decorates"),
-        (made, {"outputs": "scalar"}, ValueError, "the last node, which pipelines return too"),
+        (made, {"outputs": "scalar"}, ValueError, "the pipeline must also return this node"),
     ):
         with pytest.raises(error, match=message):
             iterator(pipes, **options)

@@ -52,7 +52,7 @@ def test_resumed_at_every_iteration(cache: Any, native: bool, last_batch: str) -
         begins = head[-1][0] if head else 0
         tail = sequence(second, 10 - count)
         assert head + [(begins + num_ended, values) for num_ended, values in tail] == whole
-    with pytest.raises(RuntimeError, match="the pipelines are built"):
+    with pytest.raises(RuntimeError, match="the pipelines are built already"):
         second.load_state_dict(first.state_dict())
 
 
@@ -103,5 +103,5 @@ def test_states_that_do_not_fit(cache: Any) -> None:
             other.load_state_dict(state)
     made = pipeline(lambda: dali_plugin.fn.tensorcache(cache, ["scalar"]), enable_checkpointing=True)
     made.build()
-    with pytest.raises(RuntimeError, match="the pipelines are built"):
+    with pytest.raises(RuntimeError, match="the pipelines are built already"):
         dali_plugin.TensorCacheIterator(made).load_state_dict(state)

@@ -119,7 +119,7 @@ def test_dtypes_that_have_no_node(tmp_path: Any) -> None:
     with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
         sink.write("a", {"x": torch.ones(2), "y": torch.ones(2)})
         sink.write("b", {"x": torch.ones(2, dtype=torch.int8), "y": torch.ones(2)})
-    with pytest.raises(TypeError, match=r"tensor 'x' is torch.float32 and torch.int8; nodes of DALI have one dtype"):
+    with pytest.raises(TypeError, match=r"tensor 'x' is torch.float32 and torch.int8 in different samples"):
         TensorCacheSource(tmp_path, batch_size=2)
     with pytest.raises(TypeError, match="as_float takes bfloat16 tensors, but 'y' is torch.float32"):
         TensorCacheSource(tmp_path, ["y"], batch_size=2).use_float(["y"])

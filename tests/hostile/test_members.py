@@ -295,7 +295,7 @@ def test_the_bound_is_the_callers() -> None:
     raw = gzip.compress(bytes(300 << 20))
     assert len(decoded("bin.gz", raw, max_expanded_nbytes=300 << 20)) == 300 << 20
     with pytest.raises(
-        tc.FormatError, match=f"become more than {(300 << 20) - 1}, expected at most .*max_expanded_nbytes=…"
+        tc.FormatError, match=f"expand to more than {(300 << 20) - 1}, expected at most .*max_expanded_nbytes=…"
     ):
         decoded("bin.gz", raw, max_expanded_nbytes=(300 << 20) - 1)
     # 64 times its own length is never too much

@@ -127,7 +127,7 @@ def test_reference_arguments() -> None:
     [
         ("tensor:y", "'y', which is not in the safetensors member"),
         ("tensor:", "is not in the safetensors member"),
-        ("file:x", "neither a tensor nor an ndarray"),
+        ("file:x", "neither 'tensor:' nor 'ndarray:'"),
         ("x", "neither"),
         ("tensor:x?strides=1", "unknown attribute 'strides=1'"),
         ("tensor:x?dtype=complex128", "not stored as F32"),
@@ -199,7 +199,7 @@ def test_malformed_stacks_and_opcodes(body: bytes) -> None:
 
 
 def test_bytes_behind_the_end() -> None:
-    with pytest.raises(tc.FormatError, match="4 bytes after the end"):
+    with pytest.raises(tc.FormatError, match="4 bytes follow the end"):
         tc.decode_sample(PROTO + b"N.evil", NO_TENSORS)
     for cut in range(len(PROTO) + 1):
         with pytest.raises(tc.FormatError):

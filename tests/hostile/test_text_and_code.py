@@ -24,7 +24,7 @@ def test_a_defaultdict_without_a_factory() -> None:
     assert b"defaultdict\x93)R" in written[0]
     assert tc.decode_sample(*written).default_factory is None
     assert tc.decode_sample(*written) == {"a": 1}
-    refused(call("collections", "defaultdict", b"N\x85"), "left out, or one of list, dict")
+    refused(call("collections", "defaultdict", b"N\x85"), "absent or one of list, dict")
 
 
 DECIMAL = text("decimal") + text("Decimal") + b"\x93"

@@ -15,8 +15,8 @@ from tests.shards.damage import faults, flip, members, write
 from tests.shards.tars import FORMATS, build, build_with_tarfile, by_tarfile, by_tarfile_in
 from wds_tensorcache.checking.salvage import Break, End, Member, Salvage
 
-ZEROS = "zeros, where the archive does not end; nothing could be read from byte"
-BEHIND = "members after the end-of-archive marker"
+ZEROS = "zeros before the end of the archive; no member could be read from byte"
+BEHIND = "members from here on are after the end-of-archive marker"
 
 
 def erase(path: Path, begin: int, end: int) -> None:
@@ -71,8 +71,8 @@ def test_members_behind_the_marker(tmp_path: Path) -> None:
     path.write_bytes(one + other)
     assert by_tarfile(io.BytesIO(one + other)) == by_tarfile(io.BytesIO(one))
     found = faults(path)
-    assert found[0] == (None, f"{BEHIND}, which is at byte 2048: readers do not see them")
-    with pytest.raises(tc.FormatError, match=f"drop=False; the first: .*{BEHIND}"):
+    assert found[0] == (None, f"{BEHIND} at byte 2048: readers do not see them")
+    with pytest.raises(tc.FormatError, match=f"drop=False .*; the first fault: .*{BEHIND}"):
         tc.repair(path, tmp_path / "out", drop=False)
     tc.repair(path, tmp_path / "out")
     assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / "x.tar")] == ["a.json", "b.json"]
@@ -129,7 +129,7 @@ def test_a_footer_is_not_searched(tmp_path: Path) -> None:
     reads, read = reading(content)
     *_, last, broken, marker = Salvage(read, len(content), end)
     assert isinstance(last, Member)
-    assert broken == Break(header, end, "zeros, where the archive does not end", "zeros")
+    assert broken == Break(header, end, "zeros before the end of the archive", "zeros")
     assert marker == End(end)
 
 
@@ -152,7 +152,7 @@ def test_breaks_at_the_end_of_a_file(tmp_path: Path) -> None:
         path.write_bytes(content)
         (fault,) = tc.verify(path).faults
         assert fault.what.startswith(("truncated", "the file is empty"))
-        assert "nothing could be read" not in fault.what
+        assert "no member could be read" not in fault.what
         assert fault.offset is not None
         assert fault.offset <= len(content)
 

@@ -100,7 +100,7 @@ def test_folders_beside_what_is_repaired(tmp_path: Path, kind: str) -> None:
     assert tc.repair(tmp_path / "x", tmp_path / "out").ok
 
 
-@pytest.mark.filterwarnings("ignore:.* is not there any more")
+@pytest.mark.filterwarnings("ignore:.* no longer exists")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["000001.tar", "000001.tar.index", "000001.idx", "manifest.json"])
 def test_what_is_called_like_a_file_of_ours(tmp_path: Path, name: str, kind: str) -> None:

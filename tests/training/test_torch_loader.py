@@ -410,7 +410,7 @@ def test_maps_of_samples_and_batches(cache: Any) -> None:
 
 def test_what_is_refused(cache: Any) -> None:
     for options, message in (
-        ({"timeout": 5}, "timeout=5 is for worker processes"),
+        ({"timeout": 5}, "timeout=5 applies only to worker processes"),
         ({"num_workers": 2, "prefetch_factor": 0}, "prefetch_factor=0, expected at least 1"),
         ({"prefetch_factor": 2}, "num_workers > 0"),
         ({"persistent_workers": True}, "num_workers > 0"),
@@ -427,7 +427,7 @@ def test_what_is_refused(cache: Any) -> None:
     with pytest.raises(TypeError, match="expected a StepDataset"):
         tc.TorchLoader(cache)
     for wrong in (DataLoader(made.dataset, sampler=range(2)), DataLoader(made.dataset, batch_size=None, sampler=[3])):
-        with pytest.raises(TypeError, match="a StepDataset has steps, not samples"):
+        with pytest.raises(TypeError, match="a StepDataset is indexed by a Step"):
             next(iter(wrong))
     state = made.state_dict()
     for wrong in (None, {}, state | {"version": 2}, state | {"position": 3}, state | {"dataset": "other"}):

@@ -127,12 +127,12 @@ def test_what_a_model_returns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda items: double(items)[1:], "is 3 rows, expected one for each of 4 items"),
-        (lambda items: {"x": torch.ones(3, 4)}, r"\['x'\] is 3 rows"),
+        (lambda items: double(items)[1:], "has 3 rows, expected one row for each of 4 items"),
+        (lambda items: {"x": torch.ones(3, 4)}, r"\['x'\] has 3 rows"),
         (lambda items: {"x": {"y": 5}}, r"\['x'\]\['y'\] is a int"),
         (lambda items: torch.tensor(1), "is a Tensor"),
         (lambda items: None, "is a NoneType"),
-        (lambda items: (torch.ones(4, 2), torch.ones(4, 3)), "is a tuple: of several tensors return a dict"),
+        (lambda items: (torch.ones(4, 2), torch.ones(4, 3)), "is a tuple; return a dict of tensors"),
         (lambda items: {"x": tuple(torch.ones(2) for _ in items)}, r"\['x'\] is a tuple"),
     ],
 )

@@ -146,7 +146,7 @@ def test_a_shard_that_was_deleted(tmp_path: Path) -> None:
     build(Numbers(), tmp_path).close()
     (tmp_path / "000001.tar").unlink()
     fn, called = counted()
-    with pytest.warns(UserWarning, match=r"000001\.tar is not there any more"):
+    with pytest.warns(UserWarning, match=r"000001\.tar no longer exists; removed from the manifest"):
         cache = build(Numbers(), tmp_path, fn)
     assert called == list(range(4, 12))
     assert sorted(cache.keys()) == [f"{i:09d}" for i in range(COUNT)]
@@ -168,7 +168,7 @@ def test_a_break_says_what_is_there(tmp_path: Path) -> None:
         build(Numbers(), tmp_path, broken)
     if sys.version_info >= (3, 11):
         assert caught.value.__notes__ == [
-            f"tc.build: finished shards stay in {str(tmp_path)!r}, 15 samples of this call; called again, it resumes there"
+            f"tc.build: finished shards stay in {str(tmp_path)!r}, with 15 samples of this call; call it again to resume"
         ]
 
 
@@ -191,27 +191,27 @@ def test_an_iterable_with_a_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "options", "error", "message"),
     [
-        (torch.utils.data.DataLoader(Numbers()), {}, TypeError, "its dataset: build makes the batches"),
+        (torch.utils.data.DataLoader(Numbers()), {}, TypeError, "its dataset, since build makes batches"),
         ({"a": 1}, {}, TypeError, "a dict cannot be a dataset"),
         (7, {}, TypeError, "a int has neither"),
         ([], {}, ValueError, "the source has no items"),
         (iter(()), {}, ValueError, "the source has no items"),
-        (iter([1]), {"keys": ["a"]}, ValueError, "a list of keys is for a map-style dataset"),
+        (iter([1]), {"keys": ["a"]}, ValueError, "a list of keys needs a map-style dataset"),
         (Numbers(), {"keys": list(range(COUNT))}, tc.InvalidKeyError, "__key__ is 0, expected a non-empty str"),
         (Numbers(), {"keys": [*map(str, range(22)), "a.b"]}, tc.InvalidKeyError, "'a.b' has a dot"),
         (Numbers(), {"keys": lambda item: item["value"]}, tc.InvalidKeyError, "__key__ is 0"),
-        (Numbers(), {"digest": lambda item: None}, TypeError, "digest returned a NoneType of item '000000000'"),
+        (Numbers(), {"digest": lambda item: None}, TypeError, "digest returned a NoneType for item '000000000'"),
         (Numbers(), {"digest": lambda item: b"x"}, TypeError, "digest returned a bytes"),
-        (Numbers(), {"fingerprint": None}, TypeError, "a fingerprint is a dict"),
+        (Numbers(), {"fingerprint": None}, TypeError, "expected a dict with str keys"),
         (
             Numbers(),
             {"fingerprint": {"a": 1, "dtype": torch.bfloat16}},
             TypeError,
-            r"fingerprint\['dtype'\] .* write 'torch.bfloat16'",
+            r"fingerprint\['dtype'\] .* pass a str, for example 'torch.bfloat16'",
         ),
         (Numbers(), {"fingerprint": {"a": float("nan")}}, ValueError, r"fingerprint\['a'\]"),
-        (Numbers(), {"overwrite": True}, TypeError, "overwrite= has no place here"),
-        (Numbers(), {"footer": False, "manifest": False}, ValueError, "nothing keeps the fingerprint"),
+        (Numbers(), {"overwrite": True}, TypeError, "does not accept overwrite="),
+        (Numbers(), {"footer": False, "manifest": False}, ValueError, "the fingerprint needs one of the two"),
     ],
 )
 def test_what_is_refused_before_anything_is_computed(
@@ -226,7 +226,7 @@ def test_what_is_refused_before_anything_is_computed(
 
 def test_a_folder_of_other_shards(tmp_path: Path) -> None:
     build(Numbers(), tmp_path / "a-%d.tar").close()
-    with pytest.raises(ValueError, match=r"has a-0.tar, which is none of 'b-%d.tar': pass its pattern"):
+    with pytest.raises(ValueError, match=r"contains a-0.tar, which does not match 'b-%d.tar'; pass a pattern"):
         build(Numbers(), tmp_path / "b-%d.tar")
     with pytest.raises(tc.StaleCacheError, match="build into another folder, or delete this one"):
         build(Numbers(), tmp_path / "a-%d.tar", fingerprint={"model": "triple"})

@@ -105,7 +105,7 @@ def test_one_shard(tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "x.tar", fsync=False, resume=True) as sink:
         assert "a" in sink
         sink.write("a", {"x": 1})
-        with pytest.raises(FileExistsError, match=r"x\.tar is finished; only a pattern with a number has more shards"):
+        with pytest.raises(FileExistsError, match=r"x\.tar is finished; for more shards, use a pattern with a number"):
             sink.write("b", {"x": 1})
     assert list(tc.open(tmp_path).keys()) == ["a"]
 
@@ -118,7 +118,7 @@ def test_more_samples_than_before(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="pass only one of them"):
         tc.ShardWriter(tmp_path / "%d.tar", overwrite=True, resume=True)
     write(tmp_path)
     with pytest.raises(FileExistsError, match="pass overwrite=True or resume=True"):

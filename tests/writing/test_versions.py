@@ -165,7 +165,7 @@ def test_drop(tmp_path: Path) -> None:
         (["k001", "no"], KeyError, "no sample 'no'"),
         ([5], KeyError, "no sample 5"),
         ("k001", TypeError, "expected a collection of keys"),
-        (list(numbered()), ValueError, "no sample would be left"),
+        (list(numbered()), ValueError, "no sample would remain"),
     ):
         with pytest.raises(error, match=message):
             tc.drop(tmp_path / "0", tmp_path / "5", keys)
@@ -318,7 +318,7 @@ def test_what_was_computed_is_not_lost(tmp_path: Path) -> None:
         make(values, tmp_path / "1", fn, reuse=tmp_path / "0")
     assert len(called) == 12
     if sys.version_info >= (3, 11):
-        assert "10 samples of this call; called again, it resumes there" in caught.value.__notes__[0]
+        assert "10 samples of this call; call it again to resume" in caught.value.__notes__[0]
     assert sorted(os.listdir(tmp_path)) == [".1.building", "0"]
     values["k002"], values["k025"] = 202, 225  # computed, and stale by now
     del values["k026"]
@@ -541,7 +541,7 @@ def test_an_index_of_other_samples(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[: index.end + 1024] + build_footer(lying))
     for name in ("x.tar", "x.tar.index", "x.idx"):
         (tmp_path / name).unlink()
-    with pytest.raises(tc.FormatError, match=r"000000\.tar: the index has other samples than the shard"):
+    with pytest.raises(tc.FormatError, match=r"000000\.tar: the index and the shard list different samples"):
         tc.drop(tmp_path / "0", tmp_path / "1", ["x001"])
     assert os.listdir(tmp_path) == ["0"]
 
@@ -582,7 +582,7 @@ def test_names_of_new_shards(tmp_path: Path) -> None:
     build(items(numbered(7)), tmp_path / "2" / "more-%d.tar", digest=digest, reuse=folder).close()
     assert (tmp_path / "2" / "more-0.tar").exists()
     assert list(tc.open(tmp_path / "2").keys()) == list(numbered(7))
-    with pytest.raises(ValueError, match="has more-0.tar, which is none of"):
+    with pytest.raises(ValueError, match="contains more-0.tar, which does not match"):
         make(numbered(7), tmp_path / "2")
     (folder / "sub").mkdir()
     for name in ("train-0000", "train-0001"):
@@ -598,7 +598,7 @@ def test_names_of_new_shards(tmp_path: Path) -> None:
     manifest.write_text(manifest.read_text().replace("./sub", f"{tmp_path}/1"))
     for i in range(2):
         os.utime(tmp_path / "1" / f"train-000{i}.tar")
-    with pytest.raises(ValueError, match="expected a folder with all shards of a cache in it"):
+    with pytest.raises(ValueError, match="expected a folder that contains all its shards"):
         make(numbered(8), tmp_path / "4", reuse=folder)
 
 
@@ -651,7 +651,7 @@ def test_other_members_of_samples_stay(tmp_path: Path) -> None:
     assert set(found["k001"]) == {"skel.pyd", "safetensors", "digest.txt"}
     with tc.ShardWriter(tmp_path / "named", fingerprint=MADE, fsync=False) as sink:
         sink.write("k000", **{"a.tensorcache": 1, "b.tensorcache": 2})
-    with pytest.raises(ValueError, match=r"expected one cache without a name in every sample, got \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"\{'a': \d+, 'b': \d+\}; expected one cache without a name in every sample"):
         make(numbered(8), tmp_path / "2", reuse=tmp_path / "named")
     tc.drop(tmp_path / "1", tmp_path / "3", ["k007"])
     assert by_key(tmp_path / "3") == {key: found[key] for key in found if key != "k007"}

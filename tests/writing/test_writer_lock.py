@@ -184,7 +184,7 @@ def test_every_end_frees_it(tmp_path: Path, ends: str) -> None:
         elif ends == "error in close":
             sink.write("a", 0)
             (tmp_path / "0.tar").write_bytes(b"mine")
-            with pytest.raises(FileExistsError, match="it was not there when this writer began"):
+            with pytest.raises(FileExistsError, match="was created after this writer started"):
                 sink.close()
             (tmp_path / "0.tar").unlink()
 
@@ -536,7 +536,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
             write_one(tmp_path / "%d.tar", "a")
         except FileExistsError as exc:
             found = str(exc)
-        is_refused = f"process {pid} on {host}" in found and f"if it is gone, delete {path}" in found
+        is_refused = f"process {pid} on {host}" in found and f"if that process has ended, delete {path}" in found
         assert is_refused == path.exists() == bool(found)
         return is_refused
 

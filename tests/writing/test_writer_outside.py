@@ -230,7 +230,7 @@ def test_a_forgotten_writer_says_so(tmp_path: Path) -> None:
         tc.ShardWriter(tmp_path / "%d.tar", fsync=False).write("a", {"x": torch.ones(2)})
         gc.collect()
 
-    with pytest.warns(ResourceWarning, match=r"%d\.tar: the writer was not closed; what it had not finished is lost"):
+    with pytest.warns(ResourceWarning, match=r"%d\.tar: the writer was not closed, so its unfinished shard is lost"):
         forget()
 
 

@@ -1,4 +1,4 @@
-"""Member positions from an index, used only where the shard's bytes confirm them."""
+"""Positions of members according to an index, for damaged shards; used only where the shard's bytes confirm them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ _MAX_OCTAL_NBYTES = 1 << 33  # larger sizes may be in extended headers
 _FILE = ord("0")
 _NAME = re.compile(rb"[!-~]+\.[!-~]+").fullmatch
 
-# Knowledge of a place. Without a readable header, only digests tell that a member is there. A member that has neither, but is
-# followed by a member at its place, is `_BY_NEXT`: its bytes are not searched for headers.
+# How a member's place in the shard is confirmed: by its own tar header or, if that is unreadable, by digests of its bytes. A
+# member with neither is `_BY_NEXT` if the place of the member next to it is confirmed: its bytes are not searched for headers.
 _UNKNOWN, _UNREADABLE, _BY_HEADER, _BY_DIGEST, _BY_NEXT = range(5)
 
 
 class Place(NamedTuple):
-    """A member of an index: its content starts at byte `begin`, its padding ends at byte `end`.
+    """Where an index locates a member: its content starts at byte `begin`, its padding ends at byte `end`.
 
-    `is_next_to_last` says that the member before it has a known place, `is_confirmed` that digests match its bytes.
+    `has_header` is True if a readable header names the member, `is_confirmed` if digests match its bytes, and `follows_known`
+    if it is the first member, or the place of the member before it is confirmed.
     """
 
     name: str
@@ -45,27 +46,28 @@ class Place(NamedTuple):
     end: int
     has_header: bool
     is_confirmed: bool
-    is_next_to_last: bool
+    follows_known: bool
 
 
 def find_places(file: ShardFile) -> Places | None:
-    """Return the places of members from the index at a shard's end, else from its sidecar; either may be stale."""
+    """Return the members' places from the index at a shard's end, or else from its sidecar, even if stale; None without one."""
     index = next(stored(file, lambda each: stale_footer(each.read, each.nbytes), lenient=True), None)
     return None if index is None else Places(file.read, file.nbytes, index)
 
 
 class Places:
-    """The members of an index in the order of their bytes.
+    """The members that an index lists, in the order of their offsets, and which of their places the shard confirms.
 
-    Hazard: an index may be stale or forged. So a member counts only if its own header names it, or if both conditions hold:
-    its bytes match the digests in the index, the skeleton and the tensors; and no readable header contradicts its key.
+    Hazard: an index may be stale or forged, and could name the wrong bytes. So a member is recovered only if its own header
+    names it, or if both conditions hold: its bytes match the digests in the index, the skeleton and the tensors; and no
+    readable header contradicts its key.
 
     Args:
-        read: Returns the bytes `[begin, end)` of the file.
+        read: Function that returns the bytes `[begin, end)` of the file.
         nbytes: Length of the file.
         index: Index of the shard, perhaps a stale one.
 
-    Memory: 41 bytes for each member. Nothing is read before `after` is called.
+    Memory: 41 bytes for each member. The file is not read before the first call of `after`.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], nbytes: int, index: ShardIndex) -> None:
@@ -76,10 +78,10 @@ class Places:
         self._states: Any = None
 
     def after(self, offset: int) -> Place | None:
-        """Return the first member whose place is confirmed and whose content begins after byte `offset`.
+        """Return the first member whose place is confirmed and whose content starts after byte `offset`.
 
-        After the last member, return the end of the archive, as a place without a name; None if the index is wrong about
-        the end.
+        After the last member, return the end of the archive, as a place without a name. Return None if the index is wrong
+        about the end, if `offset` is after the end, or if no later place is confirmed.
         """
         begins = self._table[0]
         first, end = int(np.searchsorted(begins, offset, "right")), self._index.end
@@ -107,7 +109,7 @@ class Places:
         return begin, nbytes, f"{key}.{suffix}", key, suffix
 
     def _look(self) -> Any:
-        """Return the knowledge of each place. Cost: one read per member, and all bytes of caches without a header."""
+        """Return how each place is confirmed. Cost: one read per member, and all bytes of caches with unreadable headers."""
         states = np.zeros(self._table.shape[1], np.uint8)
         doubtful: set[str] = set()  # keys on which the index and a header disagree
         for at in range(len(states)):
@@ -130,7 +132,7 @@ class Places:
         return states
 
     def _by_header(self, at: int, doubtful: set[str]) -> int:
-        """Return the knowledge of a place from its header; if the header contradicts the index, add both keys to `doubtful`."""
+        """Return how a header confirms a place; if the header contradicts the index, add the keys of both to `doubtful`."""
         begin, nbytes, name, key, suffix = self._member(at)
         if begin < BLOCK or begin + nbytes > self._nbytes:
             return _UNKNOWN
@@ -138,7 +140,7 @@ class Places:
             doubtful.add(key)
             return _UNKNOWN
         raw = name.encode("utf-8", "surrogateescape")
-        # other names are in extended headers, which may be lost
+        # any other name is in an extended header, which may be lost
         is_plain = name.isascii() and len(raw) <= _MAX_FIELD_NBYTES
         try:
             header = self._read(begin - BLOCK, begin)
@@ -150,7 +152,7 @@ class Places:
                 return _UNREADABLE
             if adds_up(raw.ljust(_MAX_FIELD_NBYTES, b"\0") + header[_MAX_FIELD_NBYTES:]):
                 return _UNREADABLE  # only the name is damaged
-            splits = [split_member(there.decode())]  # damaged elsewhere: it may still name a member of another key
+            splits = [split_member(there.decode())]  # if the damage is not in the name, this is another sample's member
         else:
             size = parse_number(header[124:136])
             if header.startswith(raw + b"\0") and size == nbytes and header[156] == _FILE and not header[345]:
@@ -165,7 +167,7 @@ class Places:
         return _UNKNOWN
 
     def _has_digests(self, cache: CacheColumns, number: int) -> bool:
-        """Return whether both members of a cache are at their places, and match the digests in the index and in each other."""
+        """Return whether both members of a cache are where the index says, and match its digest and their own digests."""
         layout = self._index.layouts[cache.layout.item(number)]
         begin, digest = cache.tensors_begin.item(number), cache.digest.item(number)
         first = cache.skeleton_begin.item(number)

@@ -28,47 +28,49 @@ def repair(
     num_threads: int | None = None,
     allow: Iterable[type] = (),
 ) -> RepairReport:
-    """Write the intact samples of shards into a new folder, with new indexes and a manifest; `source` stays as it is.
+    """Write the intact samples of shards into a new folder, with new indexes and a manifest; `source` is not changed.
 
-    Samples without a fault, and members of no sample, keep their bytes, including tar headers. If headers are damaged,
-    samples are found by the index at the shard's end or in its sidecar, even a stale one. Such a sample is saved, with new
-    tar headers, if its bytes match the digests in the index, the skeleton and the tensors. Without an index, reading
-    resumes at the next whole header; a tail that was cut off is lost. Reading also resumes after a single block of zeros,
-    and after more zeros if an index says that the archive ends later. Members after the end-of-archive marker are dropped,
-    since readers do not see them. A sample that lost only another member, for example a `jpg`, is kept without it. Of two
-    samples with one key in a shard, the first intact one is kept, but a sample with a cache is preferred.
+    Samples without a fault, and members that belong to no sample, are copied with their tar headers, byte for byte. Where
+    headers are damaged, the samples are found through the index at the shard's end or in its sidecar, even a stale one. Such
+    a sample is recovered, with new tar headers, if its bytes match the digests in the index, the skeleton and the tensors.
+    Without an index, reading resumes at the next intact header. Samples after the point where a shard was cut off are lost.
+    Reading also resumes after a single block of zeros, and after more zeros if an index says that the archive ends later.
+    Members after the end-of-archive marker are dropped, since readers do not see them. A sample that has lost only a member
+    outside its cache, for example a `jpg`, is kept without that member. If two samples in a shard have the same key, the
+    first intact sample with a cache is kept, or else the first intact sample.
 
     Shards keep their names, their order and their fingerprints. A damaged shard without intact members is not written. The
-    folder appears by one rename when it is complete. If the process is killed, it leaves a hidden folder next to `out`,
-    which the next call deletes if the file system has locks.
+    folder appears by one rename when it is complete. A killed process leaves a hidden folder next to `out`, which the next
+    call deletes if the file system has locks.
 
     Args:
-        source: Shards, as of `verify`.
-        out: A new folder, or an empty one, which is replaced. If there is no intact shard, it stays as it is.
-        drop: False writes nothing if a sample is damaged or any part of a tar is lost.
-        num_threads: Number of threads, as of `verify`.
-        allow: Classes that skeletons may build, as of `verify`.
+        source: Shards, as in `verify`.
+        out: A new folder, or an empty one, which is replaced. If there is nothing to write, it is not made or changed.
+        drop: False raises FormatError, and writes nothing, if a sample is damaged or any part of a tar is lost.
+        num_threads: Number of threads, as in `verify`.
+        allow: Classes that skeletons may build, as in `verify`.
 
     Returns:
-        The faults of `source`, as of `verify`, and counts of what was written. Keys of lost samples are in the faults if an
-        index, an `.idx` file or the tar has them.
+        The faults of `source`, as `verify` reports them, and counts of what was written. The faults name each lost sample
+        whose key is in an index, an `.idx` file or the tar.
 
     Raises:
-        FileExistsError: `out` is not empty, or a mount point.
+        FileExistsError: `out` is not empty, or is the current folder or a mount point.
         FileNotFoundError: A file does not exist, or there are no shards.
-        FormatError: With `drop=False`, a sample is damaged. A shard was changed during the call.
+        FormatError: With `drop=False`, something is damaged or lost. A shard was changed during the call.
         OSError: The disk is full, the folder around `out` is read-only, …
-        ValueError: Two shards in different folders have one name, or two shards have one `.idx`; `out` is empty.
+        ValueError: Two shards in different folders have the same name, two shards would have the same `.idx` file, or `out`
+            is an empty string.
 
-    Memory: as of `verify`, with the indexes of all shards at once.
+    Memory: as in `verify`, but with the indexes of all shards at once.
     """
     out = check_new(out, "choose a new folder for repaired shards")
     report = RepairReport()
     found = check_all(source, num_threads, allow, report, keep=True)
     _check_names([checked.path for checked, _ in found])
     if not drop and (report.num_lost or report.num_missing or any(_has_lost(checked) for checked, _ in found)):
-        first = report.faults[0]
-        raise FormatError(f"{len(report.faults)} faults, and drop=False; the first: {first}")
+        what = f"{len(report.faults)} faults, and drop=False allows no loss, so nothing was written"
+        raise FormatError(f"{what}; the first fault: {report.faults[0]}")
     left = [(checked, made) for checked, made in found if checked.ranges or not _has_lost(checked)]
     if left:
         with new_folder(out) as folder:
@@ -81,18 +83,17 @@ def _has_lost(checked: Checked) -> bool:
 
 
 def _check_names(paths: list[str]) -> None:
-    """Raise ValueError if two shards, or their indexes for DALI, have one name."""
+    """Raise ValueError if two of the shards and their DALI indexes would have the same name."""
     by_name: dict[str, str] = {}
     for path in paths:
         name = os.path.basename(path)
         if (other := by_name.setdefault(name, path)) is not path:
-            both = f"shards of several folders are called {name!r}: {other} and {path}"
-            raise ValueError(f"{both}; repair one folder at a time")
+            raise ValueError(f"two shards are named {name!r}: {other} and {path}; repair one folder at a time")
     for path in paths:
         idx = os.path.basename(dali_index_path(path))
         if idx in by_name:
-            what = f"its index for DALI would be {idx!r}, as {by_name[idx]} has it"
-            raise ValueError(f"{path}: {what}; repair them one by one")
+            what = f"its DALI index would be named {idx!r}, but {by_name[idx]} uses that name"
+            raise ValueError(f"{path}: {what}; repair the two shards one by one")
         by_name[idx] = path
 
 
@@ -100,13 +101,13 @@ def _write(found: list[tuple[Checked, Mapping[str, Any] | None]], folder: str, r
     listing, files = Listing(), Files()
     for checked, fingerprint in found:
         if files.get(checked.path).identity != checked.identity:
-            raise FormatError(f"{checked.path}: the shard was changed while it was repaired")
+            raise FormatError(f"{checked.path}: the shard was changed during the repair; try again")
         path = os.path.join(folder, os.path.basename(checked.path))
         index = write_shard(path, checked.ranges, files, fingerprint)
-        with contextlib.suppress(InvalidKeyError):  # names that DALI's index cannot hold
+        with contextlib.suppress(InvalidKeyError):  # DALI's index cannot contain some names
             write_dali_index(dali_index_path(path), index)
         listing.add(path, index)
         report.num_shards_written += 1
         report.num_samples_written += len(index.keys)
         report.nbytes_written += os.path.getsize(path)
-    listing.write(os.path.join(folder, MANIFEST), listing.entries)  # in the order in which samples were numbered
+    listing.write(os.path.join(folder, MANIFEST), listing.entries)  # in the order of the sample indices

@@ -18,11 +18,12 @@ class Fault:
     Attributes:
         shard: Path of the shard or manifest.
         key: Key of the sample; None if the fault is not in a sample, or the sample is unknown.
-        offset: Offset of the fault in the shard; None if it is not in the shard's bytes.
+        offset: Byte offset of the fault in the shard; None if the fault is not in the shard's bytes.
         what: Description for people.
-        kind: Description for code, as in `FormatError.kind`. Of the tar: `truncated`, `compressed`, `checksum`, `header`,
-            `extended-header`, `sparse`, `zeros`, `trailing`. Of the file: `unreadable`. Of samples: `duplicate`, `missing`,
-            `damaged`, `lost`, `unsafe`. Of sidecars and manifests: `index`. Of any other rule: `format`.
+        kind: Description for code, as in `FormatError.kind`. Faults of a tar are `truncated`, `compressed`, `checksum`,
+            `header`, `extended-header`, `sparse`, `zeros` or `trailing`, and those of a sample `duplicate`, `damaged`, `lost`
+            or `unsafe`. A member or a shard may be `missing`, and a file `unreadable`. A sidecar or manifest that is damaged
+            or disagrees with the shards is `index`. `format` is any other violation of FORMAT.md.
     """
 
     shard: str
@@ -41,18 +42,18 @@ class Report:
     """Faults and counts of shards that were read.
 
     Attributes:
-        faults: Faults shard by shard, in each shard by offset where they have one.
+        faults: Faults grouped by shard; within a shard, those in its bytes come first, by offset.
         num_shards: Shards that were read.
-        num_missing: Shards that are listed, but missing or unreadable.
+        num_missing: Shards that could not be read: listed ones that do not exist, and unreadable ones.
         num_samples: Samples in the shards, including damaged ones.
         num_damaged: Samples with a fault in their own bytes or names. `repair` leaves them out.
         num_lost: Samples that an index or the manifest lists, but no shard contains.
-        num_repeated: Samples whose key is also in another shard, so that `cache[key]` raises. This is not a fault, since a
-            folder may contain shards of several kinds.
-        num_unverified: Samples from other writers, without a digest of the skeleton or the tensors, so that any bytes are
-            accepted.
-        num_unread: Samples whose skeletons need a class outside of `allow=`: only their digests were compared.
-        needs: Names of these classes. Each is your own class, or an attack. Nothing was executed.
+        num_repeated: Keys that occur in several shards, so that `cache[key]` raises. This is not a fault, since a folder may
+            contain shards of several kinds.
+        num_unverified: Samples from other writers that lack a digest of the skeleton or the tensors, so that damage to these
+            bytes goes unnoticed.
+        num_unread: Samples whose skeletons need a class that is not in `allow=`: only their digests were compared.
+        needs: Names of the classes that these skeletons need. Each is your own class, or an attack. Nothing was executed.
         nbytes: Length of the shards in bytes.
     """
 

@@ -1,4 +1,4 @@
-"""Find the members of a damaged tar: by its headers, its index, or the next intact header."""
+"""Find the members of a damaged tar: by its headers or, after a damaged one, by an index or a search for the next header."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _SPARSE, _COMMON = ord("S"), ord("g")
 _IS_MAP, _IS_MAP_BLOCK = 482, 504  # flags of a sparse member's header, and of the blocks of its map
 _MAX_RECORDS_NBYTES = 1 << 20
 _FORMAT: Kind = "format"
-_IN_EXTENDED = frozenset({"extended-header", "sparse"})  # the header itself is whole
+_IN_EXTENDED = frozenset({"extended-header", "sparse"})  # faults of what follows an intact header
 _RECORD = re.compile(rb"[0-9]+ [^=\n]+=")
 
 
 class Member(NamedTuple):
     """An ordinary file: its headers start at byte `first`, its content at `begin`; its padding ends at byte `end`.
 
-    `is_rebuilt` members have no readable header: an index has their names and places, and digests confirm their bytes.
+    If `is_rebuilt`, its header is unreadable: its name and position come from an index, and digests confirm its bytes.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Member(NamedTuple):
 
 
 class Break(NamedTuple):
-    """Bytes `[offset, end)` in which no member could be read; empty if the file ends too soon."""
+    """Bytes `[offset, end)` in which no member could be read; an empty range if the file ends too soon."""
 
     offset: int
     end: int
@@ -56,7 +56,7 @@ class Break(NamedTuple):
 
 
 class End(NamedTuple):
-    """The offset of the end-of-archive marker, and of the first member after it, if any, which readers do not see."""
+    """The end of the archive: offset of its marker; `unseen` is the offset of a member after it, which readers do not see."""
 
     offset: int
     unseen: int | None = None
@@ -64,20 +64,20 @@ class End(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Salvage:
-    """The members of a tar in order, with its breaks and its end.
+    """The contents of a damaged tar, in order: its members, unreadable ranges (`Break`) and `End`.
 
     After a damaged header, reading resumes at the next member in the index. Without an index, it resumes at the next block
-    that is a header: it has a valid checksum and a member's name. If a member is itself a tar, and its own header is
-    damaged, the members inside it then count as members.
+    that is a header, with a valid checksum and a member's name. Hazard: if the damaged header is that of a tar stored as a
+    member, the files inside that tar are then taken for members.
 
-    Stock readers end at the first block of zeros. Zeros are damage if an index says that the archive ends later. A single
-    block of zeros before a member is also damage: a lost header. Members after two or more blocks, such as those of a
-    second tar, do not belong to the archive for any reader.
+    Stock readers stop at the first block of zeros. Zeros are damage if an index says that the archive ends later. A single
+    block of zeros before a member is also damage: a lost header. Members after two or more blocks of zeros, such as those of
+    an appended tar, are not part of the archive for any reader.
 
     Args:
-        read: Returns the bytes `[begin, end)` of the file.
+        read: Function that returns the bytes `[begin, end)` of the file.
         nbytes: Length of the file.
-        end: End of the archive according to an index. Members are searched up to there, past zeros.
+        end: Offset of the end of the archive according to an index; members are searched up to there, even after zeros.
         places: Places of members according to an index.
     """
 
@@ -114,7 +114,7 @@ class Salvage:
                 with contextlib.suppress(OSError, FormatError):
                     scan_begin, place, unseen = self._resume_after_zeros(limit)
                 if scan_begin is not None:
-                    reason, kind = "zeros, where the archive does not end", "zeros"
+                    reason, kind = "zeros before the end of the archive", "zeros"
             skipped = skipped_members(self.read, self.nbytes, first, limit)
             yield from skipped
             if not reason:
@@ -127,32 +127,33 @@ class Salvage:
                 yield Member(rebuilt.name, rebuilt.begin, rebuilt.begin, rebuilt.nbytes, rebuilt.end, True)
 
     def _resume(self, failed: int, readable_end: int, kind: Kind) -> tuple[int | None, Place | None]:
-        """Return the offset at which members resume after a damaged header, if they do, and the place from the index."""
+        """Return the offset at which members resume after a damaged header, or None; and the index's place there, or None."""
         failed = failed // BLOCK * BLOCK
         begin = failed + BLOCK
         is_whole = kind in _IN_EXTENDED and begin <= self.nbytes and _is_header(self.read(failed, begin), False)
-        if is_whole:  # the header's own size is valid
+        if is_whole:  # this header's size is valid, although an extension of it is not
             begin = max(begin, self._end_of_member(failed))
         place = None if self.places is None else self.places.after(readable_end)
         if place is not None:
             return self._resume_by_index(place, failed, begin)
         if kind in ("truncated", "compressed", "unreadable") or begin > self.nbytes:
-            return None, None  # the rest is content of a member
+            return None, None  # the rest of the file is content of one member
         if is_whole and begin + BLOCK <= self.nbytes:
             block = self.read(begin, begin + BLOCK)
             if not block.strip(b"\0") or _is_header(block, False):
                 return begin, None
-            failed, begin = begin, begin + BLOCK  # the header of the same member is damaged, too
+            failed, begin = begin, begin + BLOCK  # the next header is damaged, too
         return self._search(failed, begin, self.nbytes, self.end), None
 
     def _resume_by_index(self, place: Place, failed: int, begin: int) -> tuple[int | None, Place | None]:
-        """Return the offset at which members resume, from `begin` on: before, at or after the next place of the index."""
-        if not place.is_next_to_last:
+        """Return what `_resume` returns, given the next place in the index; members resume at or after byte `begin`."""
+        if not place.follows_known:
             found = self._search(failed, begin, place.begin, None)
             if found is not None and found < place.begin:
                 return found, None
-        # Members of no sample may be between known places. Hazard: headers there may belong to a tar inside a member.
-        while place.is_next_to_last and begin < place.begin:
+        # Between known places, there may be members that the index omits because they belong to no sample. Hazard: headers
+        # there may instead be inside a tar that is itself a member, so members must lead from them exactly to the place.
+        while place.follows_known and begin < place.begin:
             found = self._next_header(begin, place.begin, named=False)
             if found is None:
                 break
@@ -162,7 +163,7 @@ class Salvage:
         return (place.begin - BLOCK, None) if place.has_header else (place.end, place)
 
     def _leads_to_place(self, found: int, place: Place) -> tuple[bool, int]:
-        """Return whether the members that start at byte `found` lead to a place, and the offset to search from otherwise."""
+        """Return whether reading members from byte `found` on arrives at a place; and the offset to search from if not."""
         scanner = Scanner(self.read, self.nbytes, found)
         try:
             for name, begin, _ in scanner:
@@ -175,24 +176,29 @@ class Salvage:
         return not place.name and scanner.end == place.begin, max(found, scanner.end) + BLOCK
 
     def _search(self, failed: int, begin: int, limit: int, end: int | None) -> int | None:
-        """Return the offset of the first header, from `begin` on, that belongs to another member than the damaged header."""
+        """Return the offset of the first header in `[begin, limit)` of a member other than the one damaged at `failed`.
+
+        `end` is the end of the archive according to an index; it is returned if no header comes before it. Return None if
+        there is neither.
+        """
         found = self._next_member(begin, limit, end, named=False)
         if found is None or found == end:
             return found
         if self._may_name_next(failed, found):
-            # without its extended header, the next member has a wrong name, perhaps truncated, or a wrong size
+            # Hazard: without its damaged extended header, the next member would get a wrong name or size; skip it
             found = self._end_of_member(found)
         return self._next_member(found, limit, end)
 
     def _may_name_next(self, failed: int, found: int) -> bool:
-        """Return whether the damaged header at `failed` may contain the name or size of the member at `found`."""
+        """Return whether the damaged header at `failed` may be an extended one, with name or size of the member at `found`."""
         header = self.read(failed, failed + BLOCK)
         content = self.read(failed + BLOCK, min(found, failed + _MAX_RECORDS_NBYTES)).rstrip(b"\0")
         is_naming = header[_MAGIC_BEGIN : _MAGIC_BEGIN + 5] == b"ustar" and header[_TYPE_BEGIN] in _NAMING
         if not is_naming and not _RECORD.match(content) and b"\0" in self.read(found, found + 100):
             return False
         try:
-            return not content or bool(parse_records(content, 0))  # most extended headers hold only times
+            # most extended headers contain only times, which `parse_records` leaves out
+            return not content or bool(parse_records(content, 0))
         except FormatError:
             return True
 
@@ -214,7 +220,11 @@ class Salvage:
         return at
 
     def _resume_after_zeros(self, at: int) -> tuple[int | None, Place | None, int | None]:
-        """Return the offset and place at which the archive resumes after zeros, else the offset of members after its end."""
+        """Decide whether zeros at byte `at` end the archive.
+
+        Return three values: if members resume after the zeros, the two values of `_resume`, else None twice; and if the archive
+        ends here, the offset of the first member after its end, or None.
+        """
         if at == self.end:
             return None, None, None
         begin, limit = at + BLOCK, self.nbytes
@@ -230,7 +240,7 @@ class Salvage:
         return self._search(at, begin, limit, self.end), None, None
 
     def _next_member(self, begin: int, limit: int, end: int | None, named: bool = True) -> int | None:
-        """Return the offset of the next header, from `begin` on; after the last one, `end` if the archive ends there."""
+        """Return the offset of the first header in `[begin, limit)`, or None; `end` if no header is before the zeros there."""
         if end is not None and begin <= end:
             found = self._next_header(begin, end, named)
             if found is not None or (end % BLOCK == 0 and not self.read(end, end + BLOCK).strip(b"\0")):
@@ -238,7 +248,7 @@ class Salvage:
         return self._next_header(begin, limit, named)
 
     def _next_header(self, begin: int, limit: int, named: bool = True) -> int | None:
-        """Return the offset of the first header, from `begin` on, or None; `named` accepts only members' names."""
+        """Return the offset of the first header in `[begin, limit)`, or None; `named` skips those without a sample's key."""
 
         def has_magic(blocks: Any) -> Any:
             return (blocks[:, _MAGIC_BEGIN : _MAGIC_BEGIN + len(_MAGIC)] == _MAGIC).all(1)
@@ -248,7 +258,10 @@ class Salvage:
     def _next_block(
         self, begin: int, limit: int, find: Callable[[Any], Any], accept: Callable[[bytes], bool]
     ) -> int | None:
-        """Return the offset of the first block, from `begin` on, that `find` selects from an array and `accept` accepts."""
+        """Return the offset of the first block in `[begin, limit)`, or None, that `find` selects and `accept` confirms.
+
+        `find` maps an array of blocks, uint8 `[n, 512]`, to bools `[n]`; `accept` gets the bytes of one block.
+        """
         size = _MIN_CHUNK_NBYTES  # most searches end soon
         while begin + BLOCK <= limit:
             count = min(size, limit - begin) // BLOCK

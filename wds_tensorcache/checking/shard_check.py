@@ -1,4 +1,4 @@
-"""Check every byte of a shard: its tar headers, both digests of each sample, every skeleton."""
+"""Check every byte of a shard: its tar headers, both digests of each sample, and every skeleton."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _HEADER_NBYTES = 1 << 10  # most headers of tensors are shorter
 
 @dataclass(slots=True)
 class _Member:
-    """A member of a sample, read once, with the part of its bytes that is needed when the sample is complete."""
+    """A member of a sample, read once; it keeps the bytes that are checked when all members of the sample are read."""
 
     begin: int
     nbytes: int
     half: Half | None  # the half of a cache that the suffix names, if any
     text: bytes = b""  # the skeleton, or the header of the tensors
-    digest: Digest | None = None  # of all bytes; for tensors, only of those after the digits
+    digest: Digest | None = None  # of all bytes; for tensors, only of the bytes after their stored digest
     error: Exception | None = None
 
 
@@ -74,8 +74,9 @@ class Checked:
         report: Faults and counts.
         index: Index of the samples without a fault.
         damaged: Keys of samples with a fault.
-        doubtful: Keys of samples without a digest whose skeletons need a class outside of `allow=`.
-        ranges: Whole members to keep: those of no sample, and those of samples without a fault; lost headers are rebuilt.
+        doubtful: Keys of samples without a digest whose skeletons need a class that is not in `allow=`.
+        ranges: Whole members to keep, with headers for those that lost theirs: all members of samples without a fault, and
+            all members that belong to no sample.
         end: Offset of the end-of-archive marker; None if there is none.
         is_broken: True if there are bytes in which no member could be read, or members after the end-of-archive marker.
     """
@@ -84,7 +85,7 @@ class Checked:
     nbytes: int
     identity: Identity  # of the file
     report: Report
-    index: ShardIndex = None  # type: ignore[assignment]  # when all is checked
+    index: ShardIndex = None  # type: ignore[assignment]  # set after the last sample is checked
     damaged: set[str] = field(default_factory=set)
     doubtful: set[str] = field(default_factory=set)
     ranges: list[MemberRange] = field(default_factory=list)
@@ -97,10 +98,10 @@ class Checked:
 
 
 def check_shard(path: str, allow: Mapping[tuple[str, str], type], readers: Readers) -> Checked:
-    """Check a shard in one pass over its bytes, or in two: see `_check_all`.
+    """Check a shard in one pass over its bytes, or in a second one if the first finds that it kept the wrong samples.
 
     Raises:
-        OSError: The file cannot be opened. Bytes that cannot be read are a fault.
+        OSError: The file cannot be opened. Bytes that cannot be read are reported as a fault.
     """
     file = ShardFile(path)
     better: dict[str, int] = {}
@@ -129,16 +130,17 @@ def _check_all(
     better: dict[str, int],
     listed: Mapping[str, int],
 ) -> Checked:
-    """Check a shard in one pass. Of two samples with one key, keep the first without a fault, or the one in `better`.
+    """Check a shard in one pass. Of samples with the same key, keep the first without a fault.
 
-    If the first sample without a fault has no cache, add a later sample with a cache to `better`, for a second pass. `listed`
-    has the number of caches that a current index lists for a sample that has lost some of them.
+    If that sample has no cache, add the offset of a later sample with a cache to `better`, by key; a second pass with this
+    `better` keeps the later sample. `listed` contains, by key, the number of caches that a current index lists for samples
+    that have lost some of them; a second pass reports these as faults.
     """
     report = Report(num_shards=1, nbytes=file.nbytes)
     found = Checked(file.path, file.nbytes, file.identity, report)
     builder = IndexBuilder()
-    common: list[MemberRange] = []  # headers of all members that follow
-    good: dict[str, bool] = {}  # whether it has a cache
+    common: list[MemberRange] = []  # headers that apply to all members after them
+    good: dict[str, bool] = {}  # for the key of each sample without a fault: whether the sample has a cache
     wanted = dict(better)
     with ReadAhead(file, readers) as ahead:
         for sample in _complete(_samples(found, file, ahead, common), ahead):
@@ -146,17 +148,19 @@ def _check_all(
             caches, others = _check(sample, allow)
             report.num_samples += 1
             if len(caches) < listed.get(key, 0) and not sample.faults:
-                sample.fault(sample.first, "members of a cache are lost, which the index of the shard lists", "lost")
+                sample.fault(
+                    sample.first, "members of a cache are lost: the index of the shard lists more caches", "lost"
+                )
             if key in good:
                 if caches and not sample.faults and not good[key]:
                     better.setdefault(key, sample.first)
-                sample.fault(sample.first, "another sample before it has the same key", "duplicate")
+                sample.fault(sample.first, "an earlier sample has the same key", "duplicate")
             elif wanted.get(key, sample.first) != sample.first:
-                sample.fault(sample.first, "another sample has the same key, and a whole cache", "duplicate")
+                sample.fault(sample.first, "another sample has the same key, and an intact cache", "duplicate")
             for fault in sample.faults:
                 found.fault(key, *fault)
             for offset, suffix in sample.rebuilt:
-                what = f"the tar header of {suffix!r} is lost; its index and its digests say that its bytes are whole"
+                what = f"the tar header of member {suffix!r} is lost; index and digests show that its bytes are intact"
                 found.fault(key, offset, what, "header")
             if sample.faults:
                 report.num_damaged += 1
@@ -171,9 +175,9 @@ def _check_all(
             builder.add(key, caches, others)
             for span in sample.ranges:
                 append_range(found.ranges, span.path, span.begin, span.end, span.header)
-    found.damaged -= good.keys()  # two samples have this key, and one of them is good
+    found.damaged -= good.keys()  # another sample with such a key has no fault
     last = max((span.end for span in found.ranges), default=0)
-    common = [span for span in common if span.end < last]  # no archive may end with them
+    common = [span for span in common if span.end < last]  # an archive must not end with such headers
     parts, found.ranges = sorted(found.ranges + common), []
     for span in parts:
         append_range(found.ranges, span.path, span.begin, span.end, span.header)
@@ -224,17 +228,19 @@ def _samples(found: Checked, file: ShardFile, ahead: ReadAhead, common: list[Mem
         elif isinstance(part, Skipped):
             append_range(common if part.is_common else found.ranges, file.path, part.begin, part.end)
         elif isinstance(part, Break):
-            lost = f"; nothing could be read from byte {part.offset} to {part.end}" if part.offset < part.end else ""
+            lost = f"; no member could be read from byte {part.offset} to {part.end}" if part.offset < part.end else ""
             found.fault(None, part.offset, part.reason + lost, part.kind)
             found.is_broken = True
         else:
             found.end = part.offset
             if part.unseen is not None:
-                where = f"the end-of-archive marker, which is at byte {part.offset}"
-                found.fault(None, part.unseen, f"members after {where}: readers do not see them", "trailing")
+                where = f"the end-of-archive marker at byte {part.offset}"
+                found.fault(
+                    None, part.unseen, f"members from here on are after {where}: readers do not see them", "trailing"
+                )
                 found.is_broken = True
             if file.nbytes < part.offset + 1024:
-                found.fault(None, part.offset, "the file ends inside of the end-of-archive marker", "truncated")
+                found.fault(None, part.offset, "the file ends inside the end-of-archive marker", "truncated")
     if sample is not None:
         yield sample
 
@@ -301,7 +307,7 @@ def _check_cache(
     found: int,
     allow: Mapping[tuple[str, str], type],
 ) -> CacheEntry | None:
-    """Return a cache for the index, None if its header is damaged; add faults to `sample`."""
+    """Return the index entry of a cache, or None if the header of its tensors is damaged; add faults to `sample`."""
     begin, nbytes, text = tensors.begin, tensors.nbytes, skeleton.text
     try:
         layout, digest = parse_header(tensors.text, nbytes)
@@ -330,7 +336,7 @@ def _check_cache(
 def _decode(
     sample: _Sample, text: bytes, body: int, layout: Layout, allow: Mapping[tuple[str, str], type]
 ) -> tuple[str, ...] | None:
-    """Return a skeleton's references to its tensors; None if it needs classes in `allow=`."""
+    """Return a skeleton's references to its tensors; None if it needs classes from `allow=`."""
     try:
         return list_references(
             text, body, layout

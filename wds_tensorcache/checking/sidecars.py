@@ -24,7 +24,7 @@ _Places = dict[tuple[str, str], tuple[Any, ...]]  # begin, length and other fiel
 
 
 def check_sidecars(found: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
-    """Add the faults of a shard's indexes to `found`; return the fingerprint in the indexes."""
+    """Add the faults of a shard's indexes to `found`; return the fingerprint that they contain, if any."""
     reported = set(found.damaged)  # keys
     footer = _check_footer(found, reported)
     sidecar = None
@@ -49,7 +49,7 @@ def _check_footer(found: Checked, reported: set[str]) -> ShardIndex | None:
     try:
         file = ShardFile(found.path)
         if file.identity != found.identity:
-            raise FormatError("the shard was changed while it was looked at")
+            raise FormatError("the shard was changed while it was checked")
         index = read_footer(file.read, file.nbytes)
         at = None if index is not None or end is None else _next_byte(file, end + 512)
     except (FormatError, OSError) as exc:
@@ -57,10 +57,10 @@ def _check_footer(found: Checked, reported: set[str]) -> ShardIndex | None:
         return None
     if index is not None:
         if end is not None and index.end != end:
-            found.fault(None, end, f"{where} has the end of the archive at byte {index.end}", "index")
+            found.fault(None, end, f"{where} says that the archive ends at byte {index.end}", "index")
         _compare_index(found, index, where, reported)
     elif end is not None and at is not None:
-        what = "the bytes after the end-of-archive marker are not an index, or a damaged or stale one"
+        what = "the bytes after the end-of-archive marker are not an index, or are a damaged or stale index"
         found.fault(None, at, what if at >= end + 1024 else "the end-of-archive marker is damaged", "trailing")
     return index
 
@@ -75,17 +75,17 @@ def _next_byte(file: ShardFile, begin: int) -> int | None:
 
 
 def _compare_index(found: Checked, index: ShardIndex, where: str, reported: set[str]) -> None:
-    """Add a fault for each sample that an index describes differently."""
+    """Add a fault for each sample on which an index disagrees with the shard."""
     if not found.report.faults and build_footer(replace(index, fingerprint=None)) == build_footer(found.index):
         return
     num_faults = len(found.report.faults)
     _compare(found, dict(_places(index)), dict(_places(found.index)), where, reported)
     if len(found.report.faults) == num_faults and not reported and list(index.keys) != list(found.index.keys):
-        found.fault(None, None, f"{where} has the samples in another order, or one twice", "index")
+        found.fault(None, None, f"{where} lists the samples in a different order, or a sample twice", "index")
 
 
 def _places(index: ShardIndex) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]]:
-    """Yield each member's key and suffix, and its fields in an index; the references of a skeleton come last."""
+    """Yield key and suffix of each member in an index, and its fields; the last field is the skeleton's references or None."""
     keys, table = list(index.keys), index.members_in_order()
     columns = (table.rows, table.kinds, table.numbers, table.begins, table.sizes)
     for row, kind, at, begin, nbytes in zip(*(column.tolist() for column in columns), strict=True):
@@ -98,7 +98,7 @@ def _places(index: ShardIndex) -> Iterator[tuple[tuple[str, str], tuple[Any, ...
 
 
 def _compare(found: Checked, says: _Places, has: _Places, where: str, reported: set[str]) -> None:
-    """Add a fault for the first difference in each sample between a sidecar and the shard, by offset."""
+    """Add a fault for the first difference between sidecar and shard in each sample; sort these faults by offset."""
     known, faults = {key for key, _ in has}, found.report.faults
     num_faults = len(faults)
     for key, suffix in sorted(says.keys() | has.keys()) if says != has else ():
@@ -106,23 +106,23 @@ def _compare(found: Checked, says: _Places, has: _Places, where: str, reported: 
         if key in reported or one == other:
             continue
         if one is not None and other is not None and key not in found.doubtful:
-            # references that were not read, because they need `allow=`
+            # a sidecar may differ only in references that one writer did not read, because they need `allow=`
             if one[:-1] == other[:-1] and None in (one[-1], other[-1]):
                 continue
         reported.add(key)
         if key not in known:
             _lose(found, key, where)
         elif one is None:
-            found.fault(key, None if other is None else other[0], f"its {suffix!r} is not in {where}", "index")
+            found.fault(key, None if other is None else other[0], f"member {suffix!r} is not in {where}", "index")
         elif other is None:
-            found.fault(key, one[0], f"its {suffix!r} is in {where}, but not in the shard", "index")
+            found.fault(key, one[0], f"member {suffix!r} is in {where}, but not in the shard", "index")
         else:
-            found.fault(key, other[0], f"{where} says something else of its {suffix!r} than the shard", "index")
+            found.fault(key, other[0], f"{where} disagrees with the shard about member {suffix!r}", "index")
     faults[num_faults:] = sorted(faults[num_faults:], key=lambda fault: -1 if fault.offset is None else fault.offset)
 
 
 def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
-    """Add the faults of DALI's index."""
+    """Add the faults of DALI's index to `found`."""
     path, samples, expected = dali_index_path(found.path), list_members(found.index), None
     where = os.path.basename(path)
     with contextlib.suppress(InvalidKeyError):  # for example names from other writers
@@ -132,7 +132,7 @@ def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
         content = file.read(0, file.nbytes)
     except FileNotFoundError:
         if needs_idx and expected is not None:
-            found.fault(None, None, f"{where} is missing, which other shards have", "index")
+            found.fault(None, None, f"{where} is missing, although other shards have an `.idx` file", "index")
         return
     except (FormatError, OSError) as exc:
         found.fault(None, None, f"{where}: {exc}", "index")
@@ -151,7 +151,7 @@ def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
     known, says = set(keys_by_line.values()), set(lines)
     differing = [(number, line, _listed_keys(line, width)) for number, line in enumerate(lines, 2)]
     if known and lines and width == 4 and not any(known & set(keys) for *_, keys in differing):
-        found.fault(None, None, f"{where} is of another shard: none of its samples is in this one", "index")
+        found.fault(None, None, f"{where} belongs to a different shard: this shard has none of its samples", "index")
         return
     for number, line, keys in differing:
         for key in keys if line not in keys_by_line else ():
@@ -164,7 +164,7 @@ def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
             reported.update(() if key is None else (key,))
     for line, key in keys_by_line.items():
         if line not in says and key not in reported:
-            found.fault(key, None, f"it is not in {where}", "index")
+            found.fault(key, None, f"the sample is not in {where}", "index")
 
 
 def _listed_keys(line: str, width: int) -> list[str | None]:
@@ -176,4 +176,4 @@ def _listed_keys(line: str, width: int) -> list[str | None]:
 
 def _lose(found: Checked, key: str, where: str) -> None:
     found.report.num_lost += 1
-    found.fault(key, None, f"it is lost: {where} has it, the shard has not", "lost")
+    found.fault(key, None, f"the sample is lost: {where} lists it, but the shard does not contain it", "lost")

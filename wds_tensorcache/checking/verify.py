@@ -1,4 +1,4 @@
-"""Check shards, their sidecars and manifests."""
+"""Check shards, their sidecars and their manifests."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ __all__ = ["check_all", "verify"]
 
 
 def verify(source: Any, *, num_threads: int | None = None, allow: Iterable[type] = ()) -> Report:
-    """Check every byte of shards that a checksum or digest covers, and that sidecars and manifest match the shards.
+    """Check all bytes of shards that a checksum or digest covers, and whether sidecars and manifest match the shards.
 
     `verify` recomputes the checksums of all tar headers and both digests of every sample, and decodes every skeleton. It
-    compares the samples with the index at the shard's end or in its `.index` file, and with the `.idx` file. It also
-    compares the two halves of each sample. If `source` is a folder or manifest, it checks the manifest. Other members
-    (`jpg`, …) have no digests: they are only read.
+    compares the samples with the index at the shard's end or in its `.index` file, and with the `.idx` file. It also checks
+    that skeleton and tensors of each sample belong together. If `source` is a folder or manifest, `verify` checks the
+    manifest, too. Other members (`jpg`, …) have no digests, so they are only read.
 
     Args:
-        source: Shards, as of `open`: a folder, a manifest, a shard, a pattern, or a list of those.
+        source: Shards, as for `open`: a folder, a manifest, a shard, a pattern, or a list of those.
         num_threads: Number of threads; by default the number of cores.
         allow: Classes that skeletons may build; only for shards that you trust. Samples that need other classes are
             counted in `Report.num_unread`: only their digests are compared.
@@ -44,10 +44,10 @@ def verify(source: Any, *, num_threads: int | None = None, allow: Iterable[type]
     Raises:
         FileNotFoundError: A file does not exist, or there are no shards.
 
-    The report names damage, not malice: an attacker can give a wrong sample the right digest. `open` and `decode` are safe
-    with any shard, and refuse what `Report.needs` names.
+    The report shows damage, not malice: an attacker can store the right digests for a forged sample. `open` and `decode` are
+    safe with any shard, and refuse the classes in `Report.needs`.
 
-    Memory: at most 16 MiB per thread, and the indexes of one shard per thread.
+    Memory: at most 16 MiB per thread, plus the indexes of one shard per thread.
     """
     report = Report()
     check_all(source, num_threads, allow, report)
@@ -132,7 +132,7 @@ class _Manifest:
         self._is_ours = False
 
     def shards(self, report: Report) -> list[str]:
-        """Return the shards that are listed or in the manifest's folder; report those that are only one of the two."""
+        """Return the shards that are listed or in the manifest's folder; report shards that are not both."""
 
         def fault(shard: str, what: str, kind: Kind = "index") -> None:
             report.faults.append(Fault(shard, None, None, what, kind))
@@ -158,11 +158,11 @@ class _Manifest:
                 fault(path, f"{self._where} lists it twice, also as {located.same_as!r:.200}")
                 self._entries.setdefault(os.path.abspath(path), entry)
             elif "://" in entry.url:
-                fault(self._path, f"{entry.url} is not a local path: it was not looked at")
+                fault(self._path, f"{entry.url} is not a local path, so it was not checked")
             elif error is not None:
                 is_missing = isinstance(error, FileNotFoundError)
-                what = "it is missing" if is_missing else f"it cannot be read ({error})"
-                what = f"{what}; {self._where} has it, with {entry.num_samples} samples"
+                what = "the shard is missing" if is_missing else f"the shard cannot be read ({error})"
+                what = f"{what}; {self._where} lists it with {entry.num_samples} samples"
                 fault(path, what, "missing" if is_missing else "unreadable")
                 report.num_missing += 1
                 report.num_lost += entry.num_samples
@@ -192,7 +192,7 @@ class _Manifest:
             return fingerprint
 
         def differ(what: str, says: object) -> None:
-            found.fault(None, None, f"it {what}, but {self._where} says {says}", "index")
+            found.fault(None, None, f"the shard {what}, but {self._where} says {says}", "index")
 
         def wrong(what: str) -> None:
             found.fault(None, None, f"{self._where} has {what}", "index")
@@ -204,13 +204,13 @@ class _Manifest:
         if entry.num_samples != num_samples:
             differ(f"has {num_samples} samples", entry.num_samples)
         if counts is not None and not are_counts(counts):
-            wrong(f"caches {counts!r:.200}, expected numbers of samples by name")
+            wrong(f"caches {counts!r:.200} for this shard, expected numbers of samples by name")
         elif counts is not None and counts != caches and len(found.index.keys) == entry.num_samples:
             differ(f"has {caches} samples in its caches", f"{counts!r:.200}")
         if listed is not None and not isinstance(listed, dict):
-            wrong(f"a fingerprint {listed!r:.100}, expected fields by name")
+            wrong(f"the fingerprint {listed!r:.100} for this shard, expected fields by name")
         elif fingerprint is None or (listed is None and not self._is_ours):
             return fingerprint or listed
-        elif json.dumps(listed, sort_keys=True) != json.dumps(fingerprint, sort_keys=True):  # 1 is not 1.0
+        elif json.dumps(listed, sort_keys=True) != json.dumps(fingerprint, sort_keys=True):  # `==` takes 1 for 1.0
             differ(f"was made with {fingerprint!r:.200}", f"{listed!r:.200}")
         return fingerprint

@@ -1,1 +1,1 @@
-"""One third party per file."""
+"""Adapters to webdataset, torch's data loaders and files of `torch.save`."""

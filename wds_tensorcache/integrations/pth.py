@@ -1,8 +1,8 @@
-"""Read files of `torch.save` with the interpreter of skeletons.
+"""Decode files of `torch.save` with the reader of skeletons.
 
-`torch.load(weights_only=True)` runs no code, but its cost is unbounded: hashing a key of 500 bytes that shares its parts
-never ends, and 400 bytes can allocate `bytearray(2**31)`. Here the pickle is translated to the opcodes of FORMAT.md 2.4,
-whose reader counts its work. Tensors are views of the storages in the file.
+`torch.load(weights_only=True)` runs no code, but its cost is unbounded: 500 bytes can describe a dict key of nested, shared
+tuples whose hash takes years, and 400 bytes can allocate `bytearray(2**31)`. Here the pickle is translated to the opcodes
+that FORMAT.md 2.4 lists, whose reader limits its work.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ def decode_pth(raw: bytes, limit: int, allow: Allowed) -> Any:
 
     Args:
         raw: Content of the file, a zip from torch 1.6 or later.
-        limit: Limit for the total bytes of all tensors, with shared elements counted each time.
+        limit: Limit for the total bytes of all tensors; elements that tensors share count once per tensor.
         allow: As for `unpickle`.
 
     Raises:
-        UnsafeSkeletonError: The file needs more than dense tensors, parameters, plain values and listed types.
-        FormatError: The file is damaged, in another format, or exceeds `limit`.
+        UnsafeSkeletonError: The file contains more than dense tensors, parameters, plain values and types of FORMAT.md.
+        FormatError: The file is damaged, in a different format, or exceeds `limit`.
 
-    Memory: fresh, one allocation per storage, which its tensors share.
+    Memory: newly allocated, one block for each storage, which all tensors of that storage share.
     """
     if not raw.startswith(_ZIP):
-        raise FormatError(f"not a zip, as torch.save writes since torch 1.6{_OTHERWISE}")
+        raise FormatError(f"expected a zip file, the format of torch.save since torch 1.6{_OTHERWISE}")
     try:
         records = _list_records(raw)
         body = _translate(bytes(records["data.pkl"]))
         if records.get("byteorder", b"little") != b"little":
-            raise FormatError(f"the byte order is not little{_OTHERWISE}")
+            raise FormatError(f"the tensors are not little-endian{_OTHERWISE}")
         reader = _Reader(records, len(body), limit)
         result = unpickle(body, 0, None, reader.builders, allow, reader.opcodes)
     except UnsafeSkeletonError as exc:
@@ -77,31 +77,31 @@ def decode_pth(raw: bytes, limit: int, allow: Allowed) -> Any:
     except Exception as exc:  # zipfile and pickletools raise many kinds of exceptions
         raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
     if any(part.__class__ is _Storage for part, _ in walk(result)):
-        raise UnsafeSkeletonError(f"a storage without a tensor{_OTHERWISE}")
+        raise UnsafeSkeletonError(f"the object contains a storage itself, expected only tensors{_OTHERWISE}")
     return result
 
 
 def _list_records(raw: bytes) -> dict[str, memoryview]:
-    """Return views of the files in the zip, by their names in its folder."""
+    """Return views of the files in the zip, by name, without the name of the folder that contains them all."""
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         files = archive.infolist()
     folder = files[0].filename.partition("/")[0] + "/"
     records = {}
     for file in files:
-        # torch does not compare the checksums either, and may have omitted them
+        # checksums are not compared: torch does not compare them either, and may omit them when it writes
         name_nbytes, extra_nbytes = struct.unpack_from("<HH", raw, file.header_offset + 26)
         begin = file.header_offset + 30 + name_nbytes + extra_nbytes
         is_plain = file.compress_type == zipfile.ZIP_STORED and not file.flag_bits & _IS_ENCRYPTED
         if not is_plain or begin + file.file_size > len(raw):
-            raise FormatError(f"{file.filename!r:.100} is not stored in the zip as it is")
+            raise FormatError(f"{file.filename!r:.100} is compressed, encrypted or cut short, expected a plain file")
         records[file.filename.removeprefix(folder)] = memoryview(raw)[begin : begin + file.file_size]
     if len(records) < len(files) or sum(map(len, records.values())) > len(raw):
-        raise FormatError("files of the zip overlap, or share a name")
+        raise FormatError("files in the zip overlap or have the same name")
     return records
 
 
 def _translate(pickled: bytes) -> bytes:
-    """Translate a pickle to the opcodes of skeletons and BINPERSID, without its PROTO."""
+    """Translate a pickle to the opcodes of skeletons, and BINPERSID for storages; leave out PROTO and FRAME."""
     parts: list[bytes] = []
     memo: dict[int, int] = {}
     num_memoized = 0
@@ -129,7 +129,7 @@ class _Storage:
 
 
 class _Reader:
-    """The opcodes and builders of one file, with its budgets."""
+    """The opcodes and builders that decode one file, with the budgets that limit their work."""
 
     def __init__(self, records: dict[str, memoryview], nbytes: int, limit: int) -> None:
         self._records = records
@@ -150,7 +150,7 @@ class _Reader:
             case ("storage", torch.dtype() as dtype, str(key), str(), int(count)):
                 pass
             case other:
-                raise FormatError(f"{shown(other)} names no storage")
+                raise FormatError(f"expected the description of a storage, got {shown(other)}")
         memory = self._memory.get(key)
         if memory is None:
             record = self._records.get(f"data/{key}")
@@ -167,19 +167,20 @@ class _Reader:
         storage, offset, size, stride, requires_grad, hooks, *rest = args
         dtype = rest.pop(0) if has_dtype else storage.dtype
         if storage.__class__ is not _Storage or dtype.__class__ is not torch.dtype or len(size) > _MAX_NDIM:
-            raise FormatError("a tensor without a storage, without a dtype, or of too many dimensions")
+            raise FormatError(f"a tensor has no storage, no dtype, or more than {_MAX_NDIM} dimensions")
         if hooks or any(rest) or dtype not in TORCH_TRUE:
-            raise FormatError(f"a tensor with hooks, of {dtype}, or conjugated{_OTHERWISE}")
+            raise FormatError(f"a tensor of {dtype} has hooks, is conjugated, or has an unsupported dtype{_OTHERWISE}")
         if any(n.__class__ is not int or not 0 <= n < _MAX_SIZE for n in (offset, *size, *stride)):
-            raise FormatError("a tensor of an impossible shape")
+            raise FormatError("a tensor has an impossible shape, stride or offset")
         count = math.prod(size)
         end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if (end if count else 0) * dtype.itemsize > len(storage.memory) or math.prod(n or 1 for n in size) >= _MAX_SIZE:
-            raise FormatError(f"a tensor of {dtype}{list(size)} is not within its {len(storage.memory)} bytes")
+            raise FormatError(f"a tensor of {dtype}{list(size)} exceeds its storage of {len(storage.memory)} bytes")
         self._nbytes_left -= count * dtype.itemsize
         if self._nbytes_left < 0:
             raise FormatError(
-                f"tensors of more than {self._limit} bytes together; tc.decode(max_expanded_nbytes=…) allows more"
+                f"the tensors together need more than {self._limit} bytes; if you trust the file, use "
+                "tc.decode(max_expanded_nbytes=…)"
             )
         tensor = torch.empty(0, dtype=dtype, device="cpu")
         tensor.set_(storage.memory.untyped_storage(), offset, size, stride)
@@ -188,11 +189,11 @@ class _Reader:
     def _build_set(self, args: tuple[Any, ...]) -> set[Any]:
         (items,) = args
         if items.__class__ is not list:
-            raise TypeError(f"a set of {shown(items)}")
-        # Hazard: the memo may pass one list to many sets.
+            raise TypeError(f"cannot build a set from {shown(items)}")
+        # Hazard: many sets may be built from one memoized list, so a small file could take much memory and time.
         self._elements_left -= len(items)
         if self._elements_left < 0:
-            raise FormatError("sets with too many elements, of lists that they share")
+            raise FormatError("the sets have too many elements together, because they are built from the same lists")
         self._key_costs.add(None, items, True)
         return set(items)
 
@@ -207,17 +208,17 @@ def _set_state(stack: list[Any], allow: Allowed, callables: int) -> int:
 def _build_parameter(args: tuple[Any, ...]) -> torch.nn.Parameter:
     tensor, requires_grad, hooks = args
     if tensor.__class__ is not torch.Tensor or hooks:
-        raise TypeError(f"a parameter of {shown(tensor)}, or with hooks")
+        raise TypeError(f"cannot build a parameter from {shown(tensor)}, or one with hooks")
     return torch.nn.Parameter(tensor, requires_grad)
 
 
 def _build_encoded(cls: Callable[[bytes], Any], args: tuple[Any, ...]) -> Any:
-    """Build bytes or a bytearray from the text that protocol 2 writes instead."""
+    """Build bytes or a bytearray from the Latin-1 text that pickles of protocol 2 contain in their place."""
     text, *encoding = args or ("", "latin1")
     if text.__class__ is bytes and not encoding:
         return cls(text)
     if text.__class__ is not str or encoding != ["latin1"]:
-        raise TypeError(f"bytes of {shown(text)}")
+        raise TypeError(f"cannot build bytes from {shown(text)}, expected Latin-1 text")
     return cls(text.encode("latin1"))
 
 

@@ -1,4 +1,4 @@
-"""torch's `default_collate` for lazy tensors, each read once, directly into its row of the batch; and for batches."""
+"""Support for lazy tensors in torch's `default_collate`: each is read once, directly into its row of the batch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _collate_infos(batch: list[Any], *, collate_fn_map: Any = None) -> list[Any]
 
 
 def register() -> None:
-    """Make `torch.utils.data.default_collate` accept lazy tensors and arrays, and a batch's values that are not tensors."""
+    """Make torch's `default_collate` accept lazy tensors and arrays, and the other values that `read_batch` returns."""
     default_collate_fn_map.setdefault(LazyTensor, _collate_tensors)
     default_collate_fn_map.setdefault(LazyArray, _collate_arrays)
     default_collate_fn_map.setdefault(Leaves, _collate_leaves)

@@ -1,4 +1,4 @@
-"""torch's `DataLoader` over steps: worker processes read whole batches, and the main process has an exact state."""
+"""A torch `DataLoader` over steps, one batch each: worker processes read batches, the main process keeps an exact state."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class StepDataset(Dataset[Any]):
 
     Args:
         sampler: Sampler that has the caches to read.
-        collate, pad_value: As of `read_batch`.
-        with_info: Return pairs of a batch and its `BatchInfo`. A `BatchInfo` from a worker process has keys in place of the
-            cache.
+        collate, pad_value: As for `read_batch`.
+        with_info: Return pairs of a batch and its `BatchInfo`. A `BatchInfo` from a worker process contains the keys of the
+            samples in place of the cache.
 
     Threads/fork/pickle: works with fork and spawn. Workers read the caches; they do not know the sampler's position.
     """
@@ -47,7 +47,7 @@ class StepDataset(Dataset[Any]):
     def __getitem__(self, step: Step) -> Any:
         if not isinstance(step, Step):
             raise TypeError(
-                f"a StepDataset has steps, not samples, got {step!r:.200}; give its data loader the sampler"
+                f"a StepDataset is indexed by a Step, got {step!r:.200}; pass its sampler to the data loader"
             )
         cache = step.cache_of(self._caches)
         batch = cache.read_batch(step.indices, **self._options)
@@ -73,19 +73,20 @@ def torch_loader(
 ) -> TorchLoader:
     """Return a torch `DataLoader` of a cache's batches with an exact state.
 
-    `tc.Loader` needs no workers; this is for trainers that want a `DataLoader`, and for Python code in `collate`.
+    Prefer `tc.Loader`, which needs no workers. This function is for trainers that require a `DataLoader`, and for a `collate`
+    that runs Python code, which workers run in parallel.
 
     Args:
-        cache, batch_size, steps: As of `StepSampler`.
+        cache, batch_size, steps: As for `StepSampler`.
         collate, pad_value: As for `read_batch`; if `collate` is a function, the workers call it.
-        num_workers, pin_memory, prefetch_factor, persistent_workers, multiprocessing_context, timeout, worker_init_fn: As of
+        num_workers, pin_memory, prefetch_factor, persistent_workers, multiprocessing_context, timeout, worker_init_fn: As for
             `torch.utils.data.DataLoader`.
 
     Raises:
-        ValueError: Arguments exclude each other, or are out of range.
+        ValueError: Arguments are mutually exclusive, or out of range.
     """
     if num_workers == 0 and timeout > 0:
-        raise ValueError(f"timeout={timeout} is for worker processes, and num_workers=0: leave it out")
+        raise ValueError(f"timeout={timeout} applies only to worker processes, but num_workers=0; leave it out")
     if prefetch_factor is not None and num_workers > 0 and prefetch_factor < 1:
         raise ValueError(f"prefetch_factor={prefetch_factor}, expected at least 1")
     return TorchLoader(
@@ -109,9 +110,9 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
 
     Lightning saves and restores the state; on several ranks it needs `Trainer(use_distributed_sampler=False)`. accelerate
     makes a new `DataLoader` from the sampler and the dataset; its state is exact with `use_stateful_dataloader=True`. On
-    several ranks, do not `prepare` it.
+    several ranks, do not pass the loader to accelerate's `prepare`.
 
-    Threads/fork/pickle: one thread iterates, in the process that made it.
+    Threads/fork/pickle: used by one thread, in the process that made the loader.
     """
 
     def __init__(self, dataset: StepDataset, *, batch_sampler: Any = None, **options: Any) -> None:
@@ -140,11 +141,11 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
             except StopIteration:
                 return
             except Exception as caught:
-                # Hazard: one of torch's frames refers to the error, a circle that would keep the workers until a forked
-                # child collects it, and tries to end them. Their traceback is in the text.
+                # Hazard: a frame of torch in the traceback refers to the error. This cycle would keep the workers alive
+                # until a forked child collects it and tries to end them. The worker's traceback is in the error's text.
                 batches, exc = None, caught.with_traceback(None) if self.num_workers else caught
                 if self.num_workers and isinstance(exc, (TensorCacheError, OSError)):
-                    # torch re-creates the worker's error only from its text, without kind, offset and errno
+                    # torch re-creates the error from its text alone; reading again raises it with kind, offset and errno
                     self.dataset[plan._course.step(plan._position)[0]]
                 raise exc from None
             step, after = plan._course.step(plan._position)

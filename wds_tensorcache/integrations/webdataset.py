@@ -1,4 +1,4 @@
-"""Stages for webdataset's own writers and pipelines."""
+"""An encoder for webdataset's own writers, and a decoding stage for its pipelines."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def encoder(base: Any = True, *, allow: Iterable[type] = ()) -> Callable[[dict[s
     """Return an encoder for `wds.TarWriter` and `wds.ShardWriter`.
 
     The field `"tensorcache"`, or `"NAME.tensorcache"` for several caches in one sample, becomes the two members
-    `[NAME.]skel.pyd` and `[NAME.]safetensors`. `base` encodes all other fields. With `mtime=0` in the writer, the same
-    samples give the same shard, byte for byte.
+    `[NAME.]skel.pyd` and `[NAME.]safetensors`. `base` encodes all other fields. With `mtime=0` in the writer, equal samples
+    become equal shards, byte for byte.
 
     Args:
         base: As for the writer's own `encoder` argument: True for webdataset's encoding by extension.
@@ -50,8 +50,8 @@ def encoder(base: Any = True, *, allow: Iterable[type] = ()) -> Callable[[dict[s
 
     Raises (when writing):
         EncodeError: A value cannot be represented.
-        InvalidKeyError: Some reader misreads a key, cache name or member name. A key that occurs twice is not detected,
-            because an encoder does not know where shards begin.
+        InvalidKeyError: Some reader of shards would misread a key, cache name or member name. A key that occurs twice is not
+            detected, because an encoder does not know where shards begin.
     """
     return _Encode(make_encoder(base), tuple(allow))
 
@@ -82,7 +82,7 @@ class _Encode:
         clash = [field for field in rest if is_reserved(field) or field.lower() in ours]
         if clash:
             raise InvalidKeyError(
-                f"sample {key!r} has members {clash}, names that only caches have; rename these members"
+                f"sample {key!r} has members {clash}, but these names are reserved for caches; rename the members"
             )
         check_suffixes(str(key), ours)
         return {**self.base(rest), **ours}
@@ -99,7 +99,7 @@ def decode(
 ) -> Decode:
     """Return a stage that decodes samples, for `wds.DataPipeline`, `.compose` and `.map`.
 
-    The two members of a cache become the field `"tensorcache"` (or `"NAME.tensorcache"`), as `tc.encoder` received it.
+    The two members of a cache become the field `"tensorcache"` (or `"NAME.tensorcache"`) that was passed to `tc.encoder`.
     All other members are decoded as by `wds.decode`, with these exceptions. Pickles (`pyd`, `pickle`, `pkl`, `pth`) are
     limited to a safe subset: a `pth` may contain dense tensors, parameters, plain values and the types that FORMAT.md
     lists, all in host memory. `cbor`, EPS and compressed FITS pictures are refused, because the cost of their decoders is
@@ -118,10 +118,10 @@ def decode(
         decoder: The options `pre`, `post`, `only` and `partial` of `webdataset.autodecode.Decoder`.
 
     Raises (when iterating):
-        FormatError: Half of a cache is missing, damaged, or belongs to another sample. Or webdataset's own decoders cannot
-            read a member, or the result would be too large. The message names shard, key and member; `__cause__` is the
-            decoder's error. Errors of your functions are not changed.
-        UnsafeSkeletonError: A member requires something outside the format; nothing was executed.
+        FormatError: One of the two members of a cache is missing, damaged, or belongs to a different sample; webdataset's own
+            decoders cannot read a member; or a decoded member would be too large. The message names shard, key and member;
+            `__cause__` is the decoder's error. Errors of your functions are not changed.
+        UnsafeSkeletonError: A pickle or skeleton requires code outside the format; nothing was executed.
     """
     if operator.index(max_expanded_nbytes) < 0:
         raise ValueError(f"max_expanded_nbytes={max_expanded_nbytes}, expected 0 or more")
@@ -181,7 +181,7 @@ class Decode:
         skeleton, tensors = sample[first], sample[second]
         if not (isinstance(skeleton, (bytes, memoryview)) and isinstance(tensors, (bytes, memoryview))):
             raise FormatError(
-                f"{_where(sample)}: the members are decoded already; use tc.decode() instead of wds.decode()"
+                f"{_where(sample)}: the members of a cache are decoded already; use tc.decode() instead of wds.decode()"
             )
         try:
             return decode_members(skeleton, tensors, self.lazy, self.verify, self.table)
@@ -199,7 +199,7 @@ class Decode:
 
 
 def _pickle_decoder(table: Mapping[tuple[str, str], type], extension: str) -> Callable[[bytes, int], Any] | None:
-    """Return the safe decoder for extensions that webdataset passes to an unpickler, which runs any code."""
+    """Return the safe decoder for an extension that webdataset passes to an unpickler, which runs any code; else None."""
     kind = extension.rpartition(".")[2]
     if kind == "pth":
         return lambda raw, limit: decode_pth(raw, limit, table)
@@ -209,13 +209,14 @@ def _pickle_decoder(table: Mapping[tuple[str, str], type], extension: str) -> Ca
 
 
 def _check_other(sample: dict[str, Any], field: str, value: Any) -> None:
-    """Raise FormatError if a member lacks a required other half, or has the name of a decoded cache."""
+    """Raise FormatError if a member is half of a cache without the other half, or has the name of a decoded cache."""
     if cache_of_field(field) is not None:
-        raise FormatError(f"{_where(sample)}: a member is called {field!r}, which is what caches are decoded to")
+        raise FormatError(f"{_where(sample)}: the name of member {field!r} is reserved for decoded caches; rename it")
     try:
         half = find_half(field, sample, partial(is_bound, value))
         if half is None and field.endswith(TENSORS) and is_bound(value):
-            raise FormatError(f"member {field!r} is half of a cache whose name is not valid", kind="missing")
+            what = f"member {field!r} contains the tensors of a cache, but its name contains no valid cache name"
+            raise FormatError(what, kind="missing")
     except FormatError as exc:
         raise exc.at(_where(sample)) from exc
 

@@ -28,12 +28,12 @@ _BYTES_PER_SCAN = 4096  # bytes after the picture, such as a video, contain mark
 
 
 class MemberDecoder(Decoder):
-    """webdataset's `Decoder`, whose own decoders raise FormatError for bad bytes; errors of the caller's functions pass.
+    """webdataset's `Decoder`, with decoders that raise FormatError for bad bytes; errors of the caller's functions pass.
 
     Args:
         handlers: Functions of the caller, in call order.
-        own: Function of an extension, called after the handlers. It returns None, or the decoder for such members: a
-            function of the bytes and of the limit for the result's bytes.
+        own: Function of an extension, called after the handlers. It returns None, or a decoder for members with that
+            extension: a function of a member's bytes and of the limit for the size of the result in bytes.
         max_expanded_nbytes: As for `decode`.
         options: Options of webdataset's `Decoder`.
     """
@@ -45,7 +45,7 @@ class MemberDecoder(Decoder):
         self._is_stock = [_is_stock(handler) for handler in self.handlers]
 
     def decode1(self, key: str, content: bytes) -> Any:
-        """Decode one member, `key` without the first dot."""
+        """Decode one member; `key` is its extension without the first dot."""
         # relative to the member in the tar, so that the ratio is applied only once to an `npz.gz`
         limit = max(self._max_expanded_nbytes, _MAX_RATIO * len(content))
         extension = "." + key
@@ -74,10 +74,10 @@ def _is_stock(handler: Any) -> bool:
 
 
 def _decode_stock(handler: Any, extension: str, content: bytes, limit: int) -> Any:
-    """Call one of webdataset's decoders, after checks that it lacks."""
+    """Call one of webdataset's decoders, after the checks that it lacks; None if it does not handle the extension."""
     kind = extension.rpartition(".")[2]
     if len(kind) > _MAX_EXTENSION:
-        return None  # webdataset's expressions are quadratic in its length
+        return None  # webdataset's regular expressions are quadratic in the length of an extension
     try:
         if handler is autodecode.gzfilter:
             return Continue(extension[:-3], _expand(content, limit)) if kind == "gz" else None
@@ -92,7 +92,10 @@ def _decode_stock(handler: Any, extension: str, content: bytes, limit: int) -> A
                 _check_ten(content)
             elif kind == "cbor":
                 # arrays nested 10^5 deep overflow C's stack in the decoder, and keys may have colliding hashes
-                raise FormatError("CBOR is not decoded: use tc.decode(wds.handle_extension('cbor', cbor.loads))")
+                raise FormatError(
+                    "CBOR is not decoded, because the cost is unbounded; if you trust the shard, use "
+                    "tc.decode(wds.handle_extension('cbor', cbor.loads))"
+                )
         return handler(extension, content)
     except (TensorCacheError, ImportError):  # a missing package is not a fault of the bytes
         raise
@@ -101,7 +104,7 @@ def _decode_stock(handler: Any, extension: str, content: bytes, limit: int) -> A
 
 
 def _expand(content: bytes, limit: int) -> bytes:
-    # in pieces: gzip.decompress copies all remaining bytes for each gzip member in them
+    # in pieces, because gzip.decompress copies all bytes after each gzip member, which is quadratic
     with gzip.GzipFile(fileobj=io.BytesIO(content)) as file, io.BytesIO() as expanded:
         while piece := file.read(_PIECE_NBYTES):
             if expanded.tell() + len(piece) > limit:
@@ -112,25 +115,25 @@ def _expand(content: bytes, limit: int) -> bytes:
 
 def _too_large(nbytes: int, count: Any, limit: int) -> FormatError:
     return FormatError(
-        f"{nbytes} compressed bytes become {count}, expected at most {limit}; if you trust the shard, use "
+        f"{nbytes} compressed bytes expand to {count}, expected at most {limit}; if you trust the shard, use "
         "tc.decode(max_expanded_nbytes=…)"
     )
 
 
 def _check_npz(content: bytes, limit: int) -> None:
-    """Raise FormatError if the arrays of an npz exceed the limit together, or the bytes of the npz one by one."""
+    """Raise FormatError if the arrays of an npz together exceed the limit, or an array exceeds its file in the npz."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         files = archive.infolist()
         count = sum(file.file_size for file in files)
         if count > limit:
             raise _too_large(len(content), count, limit)
         if len({file.filename for file in files}) < len(files):
-            # each of equal names would be read as the last file with that name
-            raise FormatError("two files of the zip have one name")
+            # Hazard: for each of these names, numpy would expand the last file with that name
+            raise FormatError("two files in the npz have the same name")
         for file in files:
             if file.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 # other methods may allocate gigabytes before the first byte, for example LZMA for its dictionary
-                raise FormatError(f"{file.filename!r:.100} is neither stored nor deflated in the zip")
+                raise FormatError(f"{file.filename!r:.100} is compressed, but not by deflate, as numpy does")
             with archive.open(file) as stream:
                 _check_npy(stream, file.file_size)
 
@@ -142,27 +145,28 @@ def _check_picture(content: bytes) -> None:
     with PIL.Image.open(io.BytesIO(content)) as picture:
         codecs = {tile[0] for tile in picture.tile}
         if "eps" in codecs:
-            raise FormatError("EPS is a program, which Pillow runs in Ghostscript; use your own handler")
+            raise FormatError("EPS pictures are refused: they are programs, run by Ghostscript; use your own handler")
         if "fits_gzip" in codecs:
-            raise FormatError("compressed FITS pictures are refused: Pillow expands them without a bound")
+            raise FormatError("compressed FITS is refused: Pillow expands it without a limit; use your own handler")
         # each scan of a progressive JPEG takes only 10 bytes, but costs a walk over all pixels
         num_scans = content.count(b"\xff\xda") if picture.format in _JPEGS else 0
-        if num_scans > _MAX_SCANS + len(content) // _BYTES_PER_SCAN:
-            raise FormatError(f"a JPEG of {num_scans} scans, expected at most {_MAX_SCANS}")
+        max_scans = _MAX_SCANS + len(content) // _BYTES_PER_SCAN
+        if num_scans > max_scans:
+            raise FormatError(f"the JPEG has {num_scans} scans, expected at most {max_scans}")
 
 
 def _check_ten(content: bytes) -> None:
-    """Raise FormatError if a chunk of tensors exceeds its member: webdataset loops forever on a negative length."""
+    """Raise FormatError if a chunk of tensors exceeds its member; on a negative length, webdataset would loop forever."""
     at = 0
     while at < len(content):
         nbytes = int.from_bytes(content[at + 8 : at + 16], sys.byteorder, signed=True)
         if not 0 <= nbytes <= len(content) - at - 16:
-            raise FormatError(f"a chunk of {nbytes} bytes at byte {at}, of {len(content)}")
+            raise FormatError(f"the chunk at byte {at} declares {nbytes} bytes, in a member of {len(content)} bytes")
         at += 16 + nbytes + -nbytes % 64
 
 
 def _check_npy(stream: Any, nbytes: int) -> None:
-    """Raise FormatError if there are not enough bytes for the elements of an array; numpy would allocate memory first."""
+    """Raise FormatError if there are not enough bytes for an array, for which numpy would allocate memory before reading."""
     head = stream.read(8)
     if not head.startswith(b"\x93NUMPY") or len(head) < 8:
         return  # numpy refuses it
@@ -171,4 +175,4 @@ def _check_npy(stream: Any, nbytes: int) -> None:
     shape, _, dtype = (npy.read_array_header_1_0 if head[6] == 1 else npy.read_array_header_2_0)(stream)
     count = math.prod(shape)
     if not dtype.hasobject and (min(shape, default=0) < 0 or count * max(1, dtype.itemsize) > max(nbytes, 0)):
-        raise FormatError(f"an array of {dtype} {list(shape)!r:.200} in {nbytes} bytes")
+        raise FormatError(f"an array of {dtype} {list(shape)!r:.200} exceeds its file of {nbytes} bytes")

@@ -31,7 +31,7 @@ _DOES_ITSELF = (split_by_node, split_by_worker, tarfile_samples)
 _KEY_BITS = 30
 _NUM_KEYS = 1 << _KEY_BITS
 _MAX_EPOCH = 1 << (62 - _KEY_BITS)
-_NUM_RECENT = 64  # iterations whose late workers find their epoch
+_NUM_RECENT = 64  # iterations that are remembered, so that their late workers find the epoch
 _NUM_WORKERS = 1024
 
 
@@ -40,20 +40,21 @@ class ResumablePipeline(IterableDataset[Any]):
 
     Each iteration yields one epoch, also in `DataLoader` workers. `state_dict` lists the samples of the epoch that have
     left the last stage. After `load_state_dict`, these samples are not decoded again, and finished shards are not read. All
-    other samples follow, in the order of an uninterrupted run. Only samples that a stage held back, to shuffle or batch
-    them, may follow in another order. A stage receives the samples that it dropped a second time.
+    other samples follow, in the order of an uninterrupted run; only samples that a stage held back, to shuffle or batch
+    them, may come in a different order. Samples that a stage dropped are passed to it again.
 
-    Each sample contains its position in the field `"__position__"`, which the last stage must pass on: as dicts, as batches
-    of dicts, or as tuples with it, for example from `wds.to_tuple("jpg", "__position__")`.
+    Each sample contains its position in the field `"__position__"`. Items of the last stage must contain this field: they may
+    be dicts, batches of dicts, or tuples, for example from `wds.to_tuple("jpg", "__position__")`.
 
     Shards are divided among ranks and workers by size if all are local files, else by number, so ranks may have different
     numbers of samples. Each worker has its own state. torchdata's `StatefulDataLoader` collects these states, and resumes
     with the same number of workers.
 
     Args:
-        urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. Names from
-            folders, manifests, wildcards and braces are paths, and so is a `PathLike`. Other text goes to webdataset's
-            `gopen`, unless it names a file. `pipe:` runs a command only at the start of your text, or after `::` in it.
+        urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. A `PathLike`,
+            and names found in folders, manifests, wildcards and braces, are opened as paths. Any other text is passed to
+            webdataset's `gopen`, unless a file has that name. `gopen` runs a command only if your text itself starts with
+            `pipe:`, or has it after `::`.
         stages: Stages of webdataset, or compatible functions: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
         shuffle: True for a new order of the shards in each epoch.
         seed: Seed of this order; equal on all ranks.
@@ -61,8 +62,8 @@ class ResumablePipeline(IterableDataset[Any]):
         handler, select_files, rename_files: As for `tarfile_to_samples`.
 
     Raises:
-        TypeError: `urls` has another type.
-        ValueError: There are no shards, or fewer shards than ranks; or a stage repeats the pipeline's own work.
+        TypeError: `urls` has a type that is not listed above.
+        ValueError: There are no shards, or fewer shards than ranks; or a stage splits or reads shards, as this class does.
 
     Raises (when iterating):
         KeyError: An item lacks `"__position__"`.
@@ -88,13 +89,13 @@ class ResumablePipeline(IterableDataset[Any]):
         for stage in stages:
             if getattr(stage, "f", stage) in _DOES_ITSELF or isinstance(stage, TarSamples):
                 raise ValueError(
-                    f"stage {stage!r:.200}: the stream shares out and reads the shards itself; leave the stage out"
+                    f"stage {stage!r:.200}: this class itself divides the shards among ranks and reads them; remove the stage"
                 )
         self._stages = stages
         self._order = EpochOrder(len(self._urls), shuffle=shuffle, seed=operator.index(seed))
         self._rank, self._world_size = find_rank(rank, world_size, group)
         if len(self._urls) < self._world_size:
-            raise ValueError(f"{len(self._urls)} shards for {self._world_size} ranks: some would have none")
+            raise ValueError(f"{len(self._urls)} shards for {self._world_size} ranks: some ranks would have none")
         self._handler = handler
         self._tars = TarSamples(handler, select_files, rename_files)
         self._loads = _loads(self._urls)
@@ -115,14 +116,14 @@ class ResumablePipeline(IterableDataset[Any]):
         if self._pid != os.getpid():
             if self._is_next and (self._done or self._is_over):
                 raise RuntimeError(
-                    "the state was loaded by one process, for itself; use StatefulDataLoader for workers"
+                    "the state was loaded in another process, and does not apply here; for workers, use StatefulDataLoader"
                 )
             self._pid, self._iteration = os.getpid(), 0
             self._done, self._is_over, self._is_next = {}, False, False
         return get_worker_info()
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch, or resume that of `load_state_dict`. Any iteration in progress ends with an error."""
+        """Begin the next epoch, or resume that of a loaded state. An iteration in progress then raises RuntimeError."""
         info = self._enter()
         self._iteration += 1
         if info is not None:
@@ -131,7 +132,7 @@ class ResumablePipeline(IterableDataset[Any]):
         return self._items(self._iteration, info)
 
     def _begin(self, info: Any) -> None:
-        # the main process may be at the end of an epoch, or workers may have begun epochs meanwhile
+        # a chosen position is outdated if the main process finished its epoch, or workers have begun epochs since
         is_replaced = info is None and (self._is_over or self._epochs.is_in_workers())
         is_given, self._is_next = self._is_next and not is_replaced, False
         epoch = self._epochs.begin(info, self._iteration, self._epoch if is_given else None)
@@ -148,12 +149,12 @@ class ResumablePipeline(IterableDataset[Any]):
         done = self._done
         for item in DataPipeline(self._samples, *self._stages):
             if iteration != self._iteration:
-                raise RuntimeError("another iteration of this stream has begun, which ended this one")
+                raise RuntimeError("a later iteration of this stream ended this one; iterate over one at a time")
             positions = list(_positions(item))
             if not positions:
                 raise KeyError(
-                    f"an item of the last stage has no {POSITION!r}, which tells the stream which samples have left it: "
-                    "let the stages pass it on, or map after the stream"
+                    f"an item of the last stage has no {POSITION!r}, from which the stream knows which samples are done; "
+                    "let the stages pass it on, or apply this stage to the items of the stream"
                 )
             for shard, number in positions:
                 done.setdefault(shard, _Done()).add(number)
@@ -162,7 +163,7 @@ class ResumablePipeline(IterableDataset[Any]):
             self._is_over = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration begin the given epoch, or resume it after `load_state_dict` of a state in that epoch.
+        """Choose the epoch of the next iteration, which resumes a loaded state if that state is in this epoch.
 
         Raises:
             ValueError: `epoch` is negative or too large.
@@ -192,7 +193,7 @@ class ResumablePipeline(IterableDataset[Any]):
                 done.count = done.num_read
 
     def _shards(self) -> list[int]:
-        """Return the shards of this rank and worker, in the epoch's order: each goes to the worker with the fewest bytes."""
+        """Return this worker's shards in the epoch's order; each shard goes to the worker with the fewest bytes so far."""
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         loads = [0] * (self._world_size * num_workers)
@@ -212,7 +213,7 @@ class ResumablePipeline(IterableDataset[Any]):
         """
         info = self._enter()
         if info is None and self._epochs.is_in_workers():
-            raise RuntimeError("the workers have the state: StatefulDataLoader's state_dict collects it")
+            raise RuntimeError("workers have the state; call StatefulDataLoader.state_dict, which collects it")
         done = {str(shard): [list(one.edges), one.count] for shard, one in self._done.items() if one.edges}
         state = {"version": VERSION, "epoch": self._epoch, "over": self._is_over, "done": done}
         return state | {"of": self._identity(info)}
@@ -227,10 +228,12 @@ class ResumablePipeline(IterableDataset[Any]):
         mine = self._identity(self._enter())
         if not isinstance(state, Mapping) or state.get("version") != VERSION or state.get("of") != mine:
             of = state.get("of") if isinstance(state, Mapping) else state
-            raise ValueError(f"the state is of another stream: of {of!r:.500}, this one is {mine}")
+            raise ValueError(f"the state belongs to a different stream: {of!r:.500}; this stream is {mine}")
         epoch, is_over = state.get("epoch"), state.get("over")
         if type(epoch) is not int or not 0 <= epoch < _MAX_EPOCH or type(is_over) is not bool:
-            raise ValueError(f"the state is damaged: epoch {epoch!r:.100}, over {is_over!r:.100}")
+            raise ValueError(
+                f"the state is damaged: epoch {epoch!r:.100}, over {is_over!r:.100}; expected int and bool"
+            )
         self._move(epoch, _parse_done(state.get("done"), len(self._urls)), is_over=is_over)
 
     def _identity(self, info: Any) -> dict[str, Any]:
@@ -248,7 +251,7 @@ class ResumablePipeline(IterableDataset[Any]):
 
 
 class SharedEpochs:
-    """The epoch of each iteration, which workers determine without communication with torch or the main process.
+    """Shared memory in which the workers of an iteration agree on its epoch, without messages to the main process.
 
     torch starts the workers of an iteration one by one, all with the same seed. The first worker registers the next epoch
     under this seed. The other workers find it there, even if workers of the next iteration have already begun. No lock is
@@ -258,7 +261,8 @@ class SharedEpochs:
     """
 
     def __init__(self) -> None:
-        # recent iterations: epoch + 1 and key, which is 0 for the main process; then the last epoch + 1 of each worker
+        # a cell for each recent iteration: its epoch + 1 and its key, which is 0 for one in the main process; then a cell for
+        # each worker: its last epoch + 1
         self._cells = torch.zeros(_NUM_RECENT + _NUM_WORKERS, dtype=torch.int64)
         self.__setstate__({})
 
@@ -272,7 +276,7 @@ class SharedEpochs:
         Args:
             info: torch's `WorkerInfo`.
             turn: Number of the iteration in this process.
-            epoch: Epoch of a loaded state; None for that of the iteration's other workers, or else the next epoch.
+            epoch: Epoch of a loaded state; if None, the epoch of the iteration's other workers, or else the next epoch.
         """
         begun, by_worker = np.split(self._cells.numpy(), [_NUM_RECENT])
         following = int(begun.max()) >> _KEY_BITS
@@ -282,7 +286,8 @@ class SharedEpochs:
         worker = info.id % _NUM_WORKERS
         if epoch is None:
             known = int((begun[begun % _NUM_KEYS == key] >> _KEY_BITS).max(initial=0))
-            # Hazard: torch.manual_seed gives several iterations one seed. A worker that returns begins another epoch.
+            # Hazard: torch.manual_seed may start several iterations with the same seed, and so the same key. If this worker
+            # already began the epoch of that key, this is a new iteration.
             epoch = known - 1 if known and known != by_worker[worker] else following
         else:
             begun[begun >> _KEY_BITS > epoch + 1] = 0
@@ -340,11 +345,11 @@ def _parse_done(state: Any, num_shards: int) -> dict[int, _Done]:
         for shard, one in done.items():
             numbers = one.edges if one.count is None else [*one.edges, one.count]
             if not 0 <= shard < num_shards or not all(type(number) is int and number >= 0 for number in numbers):
-                raise ValueError(f"shard {shard} has samples {numbers!r:.100}")
+                raise ValueError(f"shard {shard} of {num_shards} has the sample numbers {numbers!r:.100}")
             if len(one.edges) % 2 or one.edges != sorted(set(one.edges)) or numbers != sorted(numbers):
-                raise ValueError(f"shard {shard}: {numbers!r:.100} are not ranges")
+                raise ValueError(f"shard {shard}: {numbers!r:.100} are not ascending ranges")
     except (AttributeError, TypeError, ValueError) as exc:
-        raise ValueError(f"the state does not say which samples are done: {exc}: {state!r:.200}") from exc
+        raise ValueError(f"the state is damaged: {exc}; expected samples by shard, got {state!r:.200}") from exc
     return done
 
 

@@ -1,1 +1,1 @@
-"""Shards and whole caches, written so that nothing unfinished is ever seen."""
+"""Writers of shards and of whole caches; unfinished ones have temporary names, which readers ignore."""

@@ -45,68 +45,73 @@ def build(
 ) -> TensorCache:
     """Build a cache: run a function, for example a model on a GPU, over a dataset in batches, and write the results.
 
-    Called again, `build` resumes after the last finished shard. Interruptions do not change the batches. If `fn` returns
-    equal results for equal batches, they do not change the bytes of the shards either. If a sample of a batch is missing,
-    the whole batch is computed.
+    If interrupted, call `build` again: it resumes after the last finished shard. Interruptions do not change which items
+    form a batch, nor the bytes of the shards, provided that `fn` returns equal results for equal batches. If any sample of
+    a batch is missing, `fn` runs on the whole batch.
 
-    A cache is written once. If items change, build a *version*, a new folder: `build(items, fn, "v2", reuse="v1", digest=…)`
-    takes samples with the same key and digest from `v1`, and computes all other samples. New samples of changed items
-    replace the old samples, samples of new items follow in new shards, and samples without an item are left out. If none is
-    left out, sample indices do not change. Unchanged shards are hard links to those of `v1`, or copies if the file system
-    has no links: never write into a shard in place. `v1` is not changed.
+    Finished samples are never overwritten. If items change, build a *version* in a new folder:
+    `build(items, fn, "v2", reuse="v1", digest=…)` takes samples with the same key and digest from `v1`, and computes all
+    other samples. Samples of changed items keep their positions, samples of new items follow in new shards, and samples
+    whose items are gone are left out. If no sample is left out, sample indices do not change. `v1` is not changed. Hazard:
+    unchanged shards are hard links to those of `v1`, or copies if the file system has no links, so writing into a shard in
+    place changes both versions.
 
-    Indexes of finished shards are trusted: a damaged sample counts as finished. `tc.verify` finds it, and `tc.repair` writes
-    all intact samples into another folder, where `build` computes the lost ones.
+    `build` trusts the indexes of finished shards, so a damaged sample counts as finished. `tc.verify` finds such samples;
+    `tc.repair` writes all intact samples into another folder, in which `build` then computes the missing samples.
 
     Args:
-        source: A map-style dataset (`len`, `[i]`) or an iterable. Without `reuse`, samples of removed items stay.
-        fn: Function called in the caller's thread with a list of up to `batch_size` items. It returns a list of as many
-            samples, or a nest of dicts of tensors, arrays and lists `[B, …]`, which is cut along the first dimension.
+        source: A map-style dataset (`len`, `[i]`) or an iterable. Without `reuse`, samples of removed items stay in `out`.
+        fn: Function called in the caller's thread with a list of up to `batch_size` items. It returns a list with a sample
+            for each item, or nested dicts of tensors, arrays and lists `[B, …]`, which `build` cuts into samples.
         out: A folder, or a pattern as for `ShardWriter`. With `reuse`, a new folder, which appears by one rename when the
-            version is complete and on disk. An existing version is opened if it contains exactly the samples of these
-            items.
-        fingerprint: How `fn` makes the samples (model, revision, dtype, scaling, crop, …), as JSON values. A folder with
-            another fingerprint is refused, also as `reuse`. Readers pass it to `tc.open(out, expect=fingerprint)`.
-        reuse: Folder of the cache to take samples from. Names of new shards continue those of its last shard, unless `out`
-            is a pattern. Computed samples wait in the hidden folder `.NAME.building` next to `out`, where the next call
-            resumes. Without `digest`, delete that folder to compute them again.
+            version is complete and on disk. An existing version is opened, not built again, if it contains exactly the
+            samples of these items.
+        fingerprint: Description of how `fn` makes the samples (model, revision, dtype, scaling, crop, …), as JSON values. A
+            folder with a different fingerprint is refused, as `out` and as `reuse`. Readers can check the fingerprint with
+            `tc.open(out, expect=fingerprint)`.
+        reuse: Folder of the cache to take samples from. New shards are named like its last shard, with the next numbers,
+            unless `out` is a pattern. Until the version is complete, computed samples are kept in the hidden folder
+            `.NAME.building` next to `out`, from which the next call resumes. Without `digest`, that call does not notice that
+            an item has changed since; delete the hidden folder to compute these samples again.
         batch_size: Number of items per call. With `reuse`, batches contain only items whose samples must be computed.
-        keys: Keys of the samples: one for each item of a map-style dataset, or a function of an item. By default the item's
-            `"__key__"`, if the item is a dict that has one, else its number, which is correct only if items neither change
-            nor move. If keys come from items or a function, resuming reads all items again.
-        digest: Function from an item to a text that differs if the item differs; stored as the member `digest.txt`. An item
-            has changed if its sample has another digest or none.
+        keys: Keys of the samples: a list with one key for each item of a map-style dataset, or a function that returns the
+            key of an item. By default, items of a cache keep their keys, and a dict's key is its `"__key__"`. The key of any
+            other item is its number, which is correct only if items neither change nor move. If keys come from the items'
+            `"__key__"` or a function, resuming reads all items again.
+        digest: Function from an item to a text that differs if the item differs; its result is stored as the member
+            `digest.txt`. An item counts as changed if the stored digest differs or is missing.
         num_workers: Number of worker processes that read a map-style dataset.
-        progress: Show rate and time left with `tqdm`; by default if it is installed and stderr is a terminal.
+        progress: Show rate and time left with `tqdm`; by default only if `tqdm` is installed and stderr is a terminal.
         max_samples: Maximum number of samples in a shard, as for `ShardWriter`; an interruption loses at most this many
             samples.
-        options: Other options of `ShardWriter`; `allow` is also passed to `open`. A version always has a manifest.
+        options: Other options of `ShardWriter`; `allow` also applies to the returned cache. A version always has a manifest.
 
     Returns:
         The cache, opened.
 
     Raises:
-        StaleCacheError: `out` or `reuse` has another fingerprint. Items have changed, and `out` has their old samples;
-            finished samples of new items stay there.
+        StaleCacheError: `out` or `reuse` has a different fingerprint; or items have changed, but `out` contains their old
+            samples. Samples of new items that are already finished stay in `out`.
         FileExistsError: Another call is building in the same folder; nothing is read or computed.
         FileNotFoundError: There is no cache to reuse, or `out` contains files but no cache.
-        InvalidKeyError: Some reader misreads a key.
-        ValueError: `fn` returned another number of samples; two items have one key; the source is empty; the folder
-            contains shards with other names; `reuse` is `out`, lists shards outside its folder, or has named caches.
-        TypeError: The source is not a dataset, JSON cannot represent the fingerprint, or a digest is not a text.
-        FormatError: A finished shard, or one to reuse, is damaged, or was changed during the call.
+        InvalidKeyError: Some reader of shards would misread a key.
+        ValueError: `fn` returned fewer or more samples than items; two items have the same key; the source is empty; `out`
+            contains shards with other names; `reuse` is the same folder as `out`, lists shards outside its folder, or has
+            named caches or samples without a cache.
+        TypeError: The source is not a dataset, JSON cannot represent the fingerprint, or a digest is not a str.
+        FormatError: A finished or reused shard is damaged, or was changed during the call.
         Exception: `source` or `fn` raised it; finished shards stay, and the next call resumes after them.
 
-    Memory: the results of `fn` are copied, from a device on its current stream, so that `fn` may reuse its memory. Objects
-        of classes in `allow` that are not dataclasses are not copied. Up to two batches are being written while `fn`
-        computes the next one.
+    Memory: results of `fn` are copied, so `fn` may reuse its memory; copies from a device run on its current stream. Objects
+        of classes in `allow` that are not dataclasses are not copied. While `fn` computes a batch, up to two batches before
+        it wait in memory or are being written.
     """
     made = as_fingerprint(fingerprint)
     pattern = ShardPattern(os.fsdecode(out))
     for option in {"resume", "overwrite"} & options.keys():
-        raise TypeError(f"build always resumes with what is in the folder: {option}= has no place here")
+        raise TypeError(f"build always resumes from the shards in the folder, so it does not accept {option}=")
     if not options.get("footer", True) and not options.get("manifest", True):
-        raise ValueError("without footer and manifest, nothing keeps the fingerprint")
+        raise ValueError("footer=False, manifest=False: the fingerprint needs one of the two to be stored in")
     items = Source(source, keys, digest, batch_size, num_workers)
     options |= {"fingerprint": made, "max_samples": max_samples}
     folder = pattern.folder or os.curdir
@@ -116,12 +121,12 @@ def build(
         elif not pattern.is_numbered:
             raise ValueError(f"out={os.fspath(out)!r} with reuse=: expected a folder, or a pattern with a number")
         elif os.path.isdir(folder) and os.path.isdir(reuse) and os.path.samefile(folder, reuse):
-            raise ValueError(f"reuse={os.fspath(reuse)!r} is out itself; expected a new folder for the new version")
+            raise ValueError(f"reuse={os.fspath(reuse)!r} is out itself; write the new version to a new folder")
         elif os.path.isdir(folder) and os.listdir(folder):
             there = _load_checked(folder, made)
             compute(_missing(items, there.shards, None, folder, bar), fn, bar)
             with contextlib.suppress(FileExistsError), _claimed(os.path.realpath(folder)) as waiting:
-                shutil.rmtree(waiting, ignore_errors=True)  # possibly left by a killed call
+                shutil.rmtree(waiting, ignore_errors=True)  # abandoned by a killed call
         else:
             name = None if pattern.is_default else pattern.name
             old = _load_checked(reuse, made)
@@ -131,22 +136,25 @@ def build(
 
 
 def _load_checked(folder: str | os.PathLike[str], made: dict[str, Any]) -> OldCache:
-    """Load a cache whose samples this build may reuse."""
+    """Load a cache from which samples are reused; raise if its fingerprint or the caches of its samples do not fit."""
     old = OldCache(folder)
     for path, index in old.shards.indexes.items():
         check_same(path, index.fingerprint, made)
         if len(index.keys) and (list(index.caches) != [""] or index.caches[""].rows is not None):
-            raise ValueError(f"{path}: expected one cache without a name in every sample, got {list(index.caches)}")
+            counts = {name: len(of) for name, of in index.caches.items()}
+            what = f"{len(index.keys)} samples have caches with these names and numbers of samples: {counts}"
+            raise ValueError(f"{path}: {what}; expected one cache without a name in every sample")
     return old
 
 
 def _extend(items: Source, fn: _Function, pattern: ShardPattern, bar: Progress, options: dict[str, Any]) -> None:
-    """Write the missing samples into a folder."""
+    """Write the samples that a pattern's folder does not contain yet."""
     folder = pattern.folder or os.curdir
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
         if name.endswith(".tar") and not name.startswith(".") and not pattern.covers(name):
             raise ValueError(
-                f"{folder} has {name}, which is none of {pattern.name!r}: pass its pattern, or build into another folder"
+                f"{folder} contains {name}, which does not match {pattern.name!r}; pass a pattern that matches all its "
+                "shards, or build into another folder"
             )
     try:
         sink = ShardWriter(str(pattern), resume=True, **options)
@@ -159,10 +167,10 @@ def _extend(items: Source, fn: _Function, pattern: ShardPattern, bar: Progress, 
 def _missing(
     items: Source, there: FinishedShards, sink: ShardWriter | None, folder: str, bar: Progress
 ) -> Iterator[list[Target]]:
-    """Yield all batches, with the writer for missing samples, up to the first changed item.
+    """Yield all batches up to the first changed item, each item paired with `sink` if its sample is missing, else with None.
 
-    Raise StaleCacheError at the end if items have changed. Without a writer, raise it also if samples have no item, or
-    items have no sample.
+    At the end, raise StaleCacheError if items have changed. If `sink` is None, also raise it if a sample has no item, or an
+    item has no sample.
     """
     seen: set[str] = set()
     num_changed = 0
@@ -173,7 +181,7 @@ def _missing(
             for path, row in places:
                 if not there.has_cache(path, row):
                     what = f"sample {item.key!r} has lost its cache, and has only other members"
-                    raise FormatError(f"{path}: {what}; delete the shard, and its samples are computed again")
+                    raise FormatError(f"{path}: {what}; delete the shard, and call build again to compute its samples")
             targets.append((item, None if places else sink))
             if places:
                 bar.count(is_old=True)
@@ -183,11 +191,12 @@ def _missing(
             yield targets
     num_gone = 0 if sink is not None else sum(key not in seen for index in there.indexes.values() for key in index.keys)
     if num_changed or num_gone:
-        what = f"{num_changed} of {len(seen)} items have changed since the samples in {folder!r} were made"
+        are_changed = "have changed" if sink is not None else "have changed or are new"
+        what = f"{num_changed} of {len(seen)} items {are_changed} since the samples in {folder!r} were made"
         what += f", and {num_gone} samples have no item" * (num_gone > 0)
         if items.has_digests and not any(DIGEST in index.members for index in there.indexes.values()):
-            what += ", which has no digests: it was built without digest="
-        raise StaleCacheError(f"{what}; build a new version, into another folder, with reuse={folder!r}")
+            what += "; the folder has no digests to compare, because it was built without digest="
+        raise StaleCacheError(f"{what}; build a new version in another folder, with reuse={folder!r}")
     if not seen and not len(there):
         raise ValueError(_NO_ITEMS)
 
@@ -195,18 +204,18 @@ def _missing(
 def _build_version(
     items: Source, fn: _Function, out: str, old: OldCache, name: str | None, bar: Progress, options: dict[str, Any]
 ) -> None:
-    """Compute samples that cannot be reused, and make the version.
+    """Compute the samples that cannot be reused, and write the version.
 
-    Computed samples go into a hidden cache, so that an interrupted build resumes like any other.
+    Computed samples are first written to a hidden cache, from which a call after an interruption resumes.
     """
-    options = {**options, "manifest": True}  # for fingerprints of shards without a footer
+    options = {**options, "manifest": True}  # keeps the fingerprints of shards without a footer
     with _claimed(out) as folder:
         pattern = ShardPattern(os.path.join(folder, DEFAULT_NAME))
         try:
             check_new(out)  # another call may have built it meanwhile
             try:
                 sink = ShardWriter(str(pattern), resume=True, **options)
-            except StaleCacheError:  # of another fingerprint
+            except StaleCacheError:  # the hidden cache has a different fingerprint
                 sink = ShardWriter(str(pattern), overwrite=True, **options)
             seen: set[str] = set()
             with _noting(sink, folder), sink:
@@ -227,7 +236,7 @@ def _build_version(
 
 @contextlib.contextmanager
 def _claimed(out: str) -> Iterator[str]:
-    """Make the hidden folder for a version's computed samples, and keep other processes out of it."""
+    """Make and lock the hidden folder for a version's computed samples; yield its path."""
     folder = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.building")
     os.makedirs(folder, exist_ok=True)
     with contextlib.closing(WriterLock(ShardPattern(os.path.join(folder, "version.tar")))):
@@ -235,7 +244,7 @@ def _claimed(out: str) -> Iterator[str]:
 
 
 def _put_together(old: OldCache, computed: FinishedShards, seen: set[str], name: str | None) -> list[VersionShard]:
-    """Return the shards of a version: the old shards, without samples that have no item, and the new shards."""
+    """Return the shards of a version: the old shards, with samples that have no item dropped, then shards of new items."""
     for part in old.parts.values():
         part.dropped_keys.update(key for key in old.shards.indexes[part.path].keys if key not in seen)
     parts, urls = list(old.parts.values()), old.next_urls(name)
@@ -253,16 +262,16 @@ def _put_together(old: OldCache, computed: FinishedShards, seen: set[str], name:
 def _stale(
     items: Source, old: OldCache, computed: FinishedShards, sink: ShardWriter, seen: set[str], bar: Progress
 ) -> Iterator[list[Target]]:
-    """Yield batches of items whose samples cannot be reused, with the writer for samples that are not computed yet.
+    """Yield batches of items whose samples cannot be reused, each paired with `sink`, or with None if already computed.
 
-    Record in the parts of `old` which samples are dropped or changed.
+    Record in `old.parts` which samples to drop and which to replace.
     """
     todo: list[Target] = []
     for batch in items.batches(lambda key: not items.has_digests and key in old.shards):
         for item in _each_once(batch, seen):
             places = old.shards.find(item.key)
             right = next((place for place in places if _is_right(old.shards, place, item)), None)
-            for place in places:  # of several samples with one key, one stays
+            for place in places:  # if several samples have this key, keep one of them
                 if place != (right or places[0]):
                     old.parts[place[0]].dropped_keys.add(item.key)
                 elif right is None:
@@ -281,10 +290,10 @@ def _stale(
 
 
 def _each_once(batch: Iterable[Item], seen: set[str]) -> Iterator[Item]:
-    """Yield items and add their keys to `seen`; raise ValueError if a key is already in it."""
+    """Yield items and add their keys to `seen`; raise ValueError if `seen` already contains a key."""
     for item in batch:
         if item.key in seen:
-            raise ValueError(f"two items have the key {item.key!r}")
+            raise ValueError(f"two items have the key {item.key!r}; expected a different key for each item")
         seen.add(item.key)
         yield item
 
@@ -295,7 +304,7 @@ def _is_right(finished: FinishedShards, place: tuple[str, int], item: Item) -> b
 
 @contextlib.contextmanager
 def _noting(sink: ShardWriter, folder: str) -> Iterator[None]:
-    """Add a note to an exception that tells what was finished before it."""
+    """Add a note to an exception: how many samples are finished, and that the next call resumes after them."""
     before = sink.num_finished
     try:
         yield
@@ -303,6 +312,6 @@ def _noting(sink: ShardWriter, folder: str) -> Iterator[None]:
         count = sink.num_finished - before
         can_resume = count or not isinstance(exc, (StaleCacheError, TypeError, ValueError))
         if can_resume and hasattr(exc, "add_note"):  # from Python 3.11 on
-            what = f"{count} samples of this call"
-            exc.add_note(f"tc.build: finished shards stay in {folder!r}, {what}; called again, it resumes there")
+            what = f"with {count} samples of this call; call it again to resume"
+            exc.add_note(f"tc.build: finished shards stay in {folder!r}, {what}")
         raise

@@ -1,4 +1,4 @@
-"""Batches of `build`: computed by the caller's thread, cut into samples and written by another thread."""
+"""Batches of `build`: computed in the caller's thread, then cut into samples and written in another thread."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["DIGEST", "Batch", "Progress", "Target", "compute"]
 DIGEST = "digest.txt"  # the member that contains the digest of a sample's item
 Target = tuple[
     Item, "ShardWriter | None"
-]  # an item of a batch, and the writer of its sample; None if the sample is finished
+]  # an item of a batch, and the writer for its sample; None if the sample is finished
 _MAX_WRITING = 2  # batches being written or waiting, while the next one is computed
 
 
 def compute(batches: Iterable[list[Target]], fn: Callable[[list[Any]], Any], bar: Progress) -> None:
-    """Compute batches with missing samples, and write these samples; raise the first error of reading, computing or writing."""
+    """Run `fn` on each batch with a missing sample, and write the missing samples; raise the first error of either thread."""
     failed: list[BaseException] = []
 
     def write(batch: Batch, targets: list[tuple[str, str | None, ShardWriter] | None]) -> None:
         if failed:
-            return  # a shard must end before the first missing sample
+            return  # Hazard: samples written after a failed batch would leave a gap in the shard
         try:
             for target, sample in zip(targets, batch.rows(), strict=True):
                 if target is not None:
@@ -48,7 +48,7 @@ def compute(batches: Iterable[list[Target]], fn: Callable[[list[Any]], Any], bar
         def submit(made: Any, batch: list[Target]) -> None:
             while len(waiting) >= _MAX_WRITING:
                 waiting.popleft().result()
-            # not the items: their values may be large
+            # keys and digests only, because the values of items may be large
             targets = [None if sink is None else (item.key, item.digest, sink) for item, sink in batch]
             waiting.append(thread.submit(write, Batch(made, len(batch)), targets))
 
@@ -65,13 +65,13 @@ def compute(batches: Iterable[list[Target]], fn: Callable[[list[Any]], Any], bar
 
 
 class Batch:
-    """The samples of a batch: from a list, or from nested dicts whose tensors, arrays and lists have one row per sample.
+    """The samples that `fn` returned for a batch: a list, or nested dicts of tensors, arrays and lists with a row per sample.
 
     Raises:
-        EncodeError: The batch is nested too deeply.
-        ValueError: The number of rows is not `count`.
+        EncodeError: The batch is nested too deeply, or contains itself.
+        ValueError: The batch is a tuple, or some part of it does not have `count` rows.
 
-    Memory: tensors and arrays are copied, so that `fn` may use its memory again. Copies from a device go to pinned memory,
+    Memory: tensors and arrays are copied, so that `fn` may reuse its memory. Copies from a device go to pinned memory,
         on the device's current stream; `rows` waits for them.
     """
 
@@ -89,7 +89,7 @@ class Batch:
             return leaf.detach().to("cpu", non_blocking=True)
 
         def own(value: Any) -> Any:
-            if isinstance(value, Mapping):  # of any class
+            if isinstance(value, Mapping):  # not only a dict, as in `rebuild`
                 return {name: own(part) for name, part in value.items()}
             return rebuild(value, copied)
 
@@ -97,7 +97,7 @@ class Batch:
             _check(made, count)
             self._made, self._count = own(made), count
         except RecursionError:
-            raise EncodeError("what fn returned is nested too deeply, or holds itself") from None
+            raise EncodeError("what fn returned is nested too deeply, or contains itself") from None
         self._events = [torch.accelerator.current_stream(device).record_event() for device in devices]
 
     def rows(self) -> list[Any]:
@@ -113,11 +113,11 @@ def _check(value: Any, count: int, where: str = "what fn returned") -> None:
             _check(part, count, f"{where}[{name!r}]")
         return
     if isinstance(value, tuple):
-        raise ValueError(f"{where} is a tuple: of several tensors return a dict by name, of samples a list")
+        raise ValueError(f"{where} is a tuple; return a dict of tensors by name, or a list of samples")
     is_sequence = isinstance(value, list) or (isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim)
     if not is_sequence or len(value) != count:
-        what = f"{len(value)} rows" if is_sequence else f"a {type(value).__name__}"
-        raise ValueError(f"{where} is {what}, expected one for each of {count} items")
+        what = f"has {len(value)} rows" if is_sequence else f"is a {type(value).__name__} without rows"
+        raise ValueError(f"{where} {what}, expected one row for each of {count} items")
 
 
 def _rows(value: Any, count: int) -> Any:
@@ -128,7 +128,7 @@ def _rows(value: Any, count: int) -> Any:
 
 
 class Progress:
-    """A progress bar by `tqdm`, or none. If `show` is None, it is shown if `tqdm` is installed and stderr is a terminal."""
+    """A `tqdm` progress bar, or nothing; `show=None` shows the bar if `tqdm` is installed and stderr is a terminal."""
 
     def __init__(self, total: int | None, show: bool | None) -> None:
         self._bar: Any = None
@@ -142,7 +142,7 @@ class Progress:
             self._bar = tqdm(total=total, unit=" samples", smoothing=0.05)
 
     def count(self, *, is_old: bool = False) -> None:
-        """Count a sample; samples that were already finished do not change the rate."""
+        """Count a sample; `is_old` samples, which were finished before this call, do not change the rate."""
         if self._bar is not None:
             self._bar.initial += is_old
             self._bar.update()

@@ -18,7 +18,7 @@ __all__ = ["Item", "Source"]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One item; `value` and `digest` are None if the item need not be read."""
+    """One item of a dataset; `value` and `digest` are None if the item was not read, because its sample is finished."""
 
     key: str
     value: Any = None
@@ -34,47 +34,47 @@ class Source(Dataset[Item]):
         has_digests: True if items have a digest.
 
     Raises:
-        InvalidKeyError: Some reader misreads a key.
+        InvalidKeyError: Some reader of shards would misread a key.
         TypeError: `items` is not a dataset.
-        ValueError: The number of keys differs from the number of items; a key occurs twice; or the source is an iterable,
-            which workers cannot read.
+        ValueError: The number of keys differs from the number of items; a key occurs twice; or `items` is an iterable, which
+            workers cannot read and a list of keys cannot describe.
     """
 
     def __init__(
         self, items: Any, keys: Any, digest: Callable[[Any], str] | None, batch_size: int, num_workers: int
     ) -> None:
         if batch_size < 1 or num_workers < 0:
-            raise ValueError(f"batch_size={batch_size}, num_workers={num_workers}: out of range")
+            raise ValueError(f"batch_size={batch_size}, num_workers={num_workers}: expected at least 1, and at least 0")
         what = type(items).__name__
         if isinstance(items, (Mapping, DataLoader, str, bytes)):
-            hint = "its dataset: build makes the batches" if isinstance(items, DataLoader) else "a list of its items"
+            hint = "its dataset, since build makes batches" if isinstance(items, DataLoader) else "a list of its items"
             raise TypeError(f"a {what} cannot be a dataset of items; pass {hint}")
         self.count = _length(items)
         is_map = self.count is not None and hasattr(items, "__getitem__") and not isinstance(items, IterableDataset)
         if not is_map and not isinstance(items, Iterable):
             raise TypeError(f"a {what} has neither a length and [i] nor an iterator: it cannot be a dataset")
         if not is_map and num_workers:
-            raise ValueError(f"{what} has no length and [i], by which num_workers={num_workers} could read it")
+            raise ValueError(f"{what} has no length and [i], which num_workers={num_workers} needs; use num_workers=0")
         if keys is None and isinstance(items, Cache):
             keys = items.keys()
         if keys is not None and not callable(keys):
             keys = list(keys)
             if not is_map:
                 raise ValueError(
-                    "a list of keys is for a map-style dataset; of an iterable, keys= is a function of an item"
+                    "a list of keys needs a map-style dataset; for an iterable, pass a function of an item as keys="
                 )
             if len(keys) != self.count:
-                raise ValueError(f"{len(keys)} keys for {self.count} items")
+                raise ValueError(f"{len(keys)} keys for {self.count} items, expected one key for each item")
             for key in keys:
                 check_key(key)
             for key, count in Counter(keys).most_common(1):
                 if count > 1:
-                    raise ValueError(f"two items have the key {key!r}")
+                    raise ValueError(f"two items have the key {key!r}; expected a different key for each item")
         self._items, self._keys, self._digest, self._is_map = items, keys, digest, is_map
         self.batch_size, self._num_workers, self.has_digests = batch_size, num_workers, digest is not None
 
     def batches(self, is_done: Callable[[str], bool]) -> Iterator[list[Item]]:
-        """Yield the items in batches that are always the same; without values if all keys of a batch are known and done."""
+        """Yield all items in batches, which do not depend on `is_done`; a batch whose keys are all done is not read."""
         items = self._read_some(is_done) if self._is_map else map(self._item, itertools.count(), self._items)
         has_key: bool | None = None
         while batch := list(itertools.islice(items, self.batch_size)):
@@ -87,7 +87,7 @@ class Source(Dataset[Item]):
             yield batch
 
     def _read_some(self, is_done: Callable[[str], bool]) -> Iterator[Item]:
-        """Yield all items; without values in batches whose keys are known and done."""
+        """Yield all items; if all keys of a batch are known without reading it, and done, its items have no values."""
         count = self.count or 0
         keys = self._known_keys(count, is_done)
         wanted: list[int] = []
@@ -108,7 +108,7 @@ class Source(Dataset[Item]):
             return None if callable(self._keys) else self._keys
         keys = [_number(number) for number in range(count)]
         if any(map(is_done, keys)):
-            # the items may have keys that look like numbers
+            # Hazard: items may have a `__key__` that looks like a number, so the first item is read
             (first,) = self._load([0], min(1, self._num_workers))
             return None if _has_key(first.value) else keys
         return keys
@@ -133,7 +133,7 @@ class Source(Dataset[Item]):
         check_key(key)
         digest = None if self._digest is None else self._digest(value)
         if self._digest is not None and not isinstance(digest, str):
-            raise TypeError(f"digest returned a {type(digest).__name__} of item {key!r:.100}, expected a str")
+            raise TypeError(f"digest returned a {type(digest).__name__} for item {key!r:.100}, expected a str")
         return Item(key, value, digest)
 
 

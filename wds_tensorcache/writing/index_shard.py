@@ -29,26 +29,26 @@ _CHUNK_NBYTES = 1 << 22
 def write_index(path: str | os.PathLike[str], *, footer: bool = False, dali_index: bool = True) -> ShardIndex:
     """Index a shard that another writer made, so that opening it needs no scan.
 
-    The index keeps the fingerprint of an older index, or else of the manifest. Manifests that list the shard get its new
-    length and numbers of samples; they are searched in the folder of the shard, and of a link to it at `path`. If the
-    process is interrupted, the shard can be read as before. Manifest and shard disagree only during one system call: after
-    an interrupt there, readers of the manifest refuse the shard until the next call of this function.
+    The index keeps the fingerprint in an older index of the shard, or else the one in the manifest. Manifests that list the
+    shard get its new length and numbers of samples. They are searched in the folder of the shard, and, if `path` is a link,
+    in the folder of the link. An interruption leaves a shard that can be read as before, with one exception: if it comes
+    between the updates of manifest and shard, readers of the manifest refuse the shard until the next call of this function.
 
-    Versions of a cache share shards by hard links. A shard with several names is copied before its footer is written, so
-    that the file under its other names does not change.
+    Versions of a cache share shards by hard links. A shard with several hard links is copied before its footer is written,
+    so that the file under its other names does not change.
 
     Args:
         path: One uncompressed tar.
-        footer: Append the index after the shard's end-of-archive marker, where tar readers do not look; the samples keep their
-            bytes. False writes a sidecar, `PATH.index`.
+        footer: Append the index after the shard's end-of-archive marker, where tar readers stop; no sample's bytes change.
+            False writes a sidecar, `PATH.index`.
         dali_index: Write `NAME.idx` for DALI, too.
 
     Returns:
-        The index: the same as `ShardWriter` makes for the same members.
+        The index, equal to the one that `ShardWriter` makes for the same members.
 
     Raises:
-        FileExistsError: A folder, or another shard, has the name of an index to write or delete. Nothing is written then,
-            nor after any other error except OSError.
+        FileExistsError: A folder, or another shard, has the name of an index to write or delete. Before this error, or any
+            other error except OSError, nothing is written.
         FormatError: The file is not a tar, or is damaged; the error has the byte offset.
         FormatError: Bytes other than an index follow the end of the archive, for example members after a lost header.
         FormatError: Zeros follow the end of the archive, but an index, the `.idx` file or the manifest lists more members.
@@ -80,13 +80,14 @@ def write_index(path: str | os.PathLike[str], *, footer: bool = False, dali_inde
 
     if footer and (nbytes != file.nbytes or file.read(found.end, nbytes) != tail):
         file = _own_file(file)
-        # Hazard: a manifest may list the shard by another of its hard links, which is another file from here on.
+        # Hazard: a manifest may list the shard under another hard link. After the copy, that is a different file, which
+        # keeps its length, so its entry must not change.
         lists = [each for each in lists if each[1].find(path) == each[2]]
         with open(path, "r+b") as shard:
-            # Hazard: another file may have the name since the scan. Only the file that was scanned is cut and written.
+            # Hazard: since the scan, another file may have got this name; it must not be truncated.
             file.check_is(shard.fileno())
-            # Hazard: a kill, or a full disk. The new length is listed, and then it is the shard's, before anything is written:
-            # manifest and shard agree from here on, and readers scan the shard until the index is complete.
+            # Hazard: a kill or a full disk may stop the write. So the manifest gets the new length first, then the shard,
+            # and then the index is written. Meanwhile the lengths agree, and readers, finding no whole index, scan the shard.
             try:
                 list_it(nbytes)
                 shard.truncate(nbytes)
@@ -110,7 +111,7 @@ def write_index(path: str | os.PathLike[str], *, footer: bool = False, dali_inde
 
 
 def _lists_of(file: ShardFile, spellings: list[str]) -> list[tuple[Catalog, Listing, str]]:
-    """Return the manifests that list the shard, in its folders, each with the shard's url."""
+    """Return the manifests in the folders of `spellings` that list the shard, each with the url that it uses."""
     lists = []
     for folder in dict.fromkeys(map(os.path.dirname, spellings)):
         catalog = Catalog(folder)
@@ -130,15 +131,15 @@ def _fingerprint(file: ShardFile, listed: list[Any]) -> Mapping[str, Any] | None
 
 
 def _own_file(file: ShardFile) -> ShardFile:
-    """Return the file. If it has several hard links, replace it by a copy first: versions of a cache share shards.
+    """Return the file, or, if it has several hard links and so may be part of several versions, a copy that replaces it.
 
     Raises:
-        FormatError: Another file has replaced it since it was opened.
+        FormatError: Another file has replaced the shard since it was opened.
     """
     if os.fstat(file.fd).st_nlink < 2:
         return file
     parts = (file.read(at, min(at + _CHUNK_NBYTES, file.nbytes)) for at in range(0, file.nbytes, _CHUNK_NBYTES))
     if ShardFile(file.path).identity != file.identity:
-        raise FormatError("another file has replaced this one since it was opened; try again").at(file.path)
+        raise FormatError("another file has replaced the shard since it was opened; try again").at(file.path)
     write_atomically(os.path.realpath(file.path), parts)
     return ShardFile(file.path)

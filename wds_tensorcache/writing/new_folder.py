@@ -1,4 +1,4 @@
-"""A folder that appears whole by one rename, or not at all."""
+"""A new folder that appears with all its files by one rename, or not at all."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _WRITTEN = re.compile(
 ).fullmatch  # matches names of files in a cache
 
 
-def check_new(out: str | os.PathLike[str], hint: str = "a version is a new folder") -> str:
-    """Return the absolute path of a folder to make; `hint` is the remedy in the error if the folder is not empty.
+def check_new(out: str | os.PathLike[str], hint: str = "choose a new folder for the version") -> str:
+    """Return the absolute path of a folder that can be made or replaced; the error for files in it ends with `hint`.
 
     Raises:
-        FileExistsError: The folder is not empty, the current folder, or a mount point.
+        FileExistsError: The path is a file, a folder that is not empty, the current folder, or a mount point.
         ValueError: The path is empty.
     """
     path = os.fsdecode(out)
@@ -34,7 +34,7 @@ def check_new(out: str | os.PathLike[str], hint: str = "a version is a new folde
     if os.path.exists(path) and (not os.path.isdir(path) or os.listdir(path)):
         raise FileExistsError(f"{path} is not empty; {hint}")
     if os.path.ismount(path):
-        raise FileExistsError(f"{path} is where a disk is mounted, and cannot be replaced; choose a folder in it")
+        raise FileExistsError(f"{path} is a mount point, and cannot be replaced; choose a folder in it")
     return path
 
 
@@ -45,12 +45,12 @@ def new_folder(out: str, fsync: bool = True) -> Iterator[str]:
     If the file system has locks, abandoned folders of killed processes are deleted first.
 
     Raises:
-        FileExistsError: `out`, a result of `check_new`, is no longer empty.
+        FileExistsError: `out`, a path that `check_new` returned, is no longer empty.
     """
     parent, name = os.path.split(out)
     os.makedirs(parent, exist_ok=True)
     for stray in find_temporary(parent, re.escape(name)):
-        # OSError: another user's folder, not a folder, or one that is being deleted
+        # an OSError means that it is not a folder, belongs to another user, or is just being deleted
         with contextlib.suppress(OSError), _locked(stray) as is_ours:
             if is_ours and _is_of_caches(stray):
                 shutil.rmtree(stray, ignore_errors=True)
@@ -63,7 +63,7 @@ def new_folder(out: str, fsync: bool = True) -> Iterator[str]:
                 shutil.copymode(out, folder)
                 if os.name != "posix":
                     os.rmdir(out)  # other systems cannot replace an empty folder by a rename
-            # Hazard: a name may reach the disk before its content; but all content is there by now.
+            # Hazard: a new name may reach the disk before the files, so the block must have synced them.
             replace(folder, out)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -73,7 +73,7 @@ def new_folder(out: str, fsync: bool = True) -> Iterator[str]:
 
 
 def _is_of_caches(folder: str) -> bool:
-    """Return whether a folder contains only files of caches, and no empty folder."""
+    """Return whether a folder contains only files that caches consist of, and no empty subfolder."""
     return all(
         all(map(_WRITTEN, files)) and (path == folder or folders or files) for path, folders, files in os.walk(folder)
     )
@@ -81,7 +81,7 @@ def _is_of_caches(folder: str) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[bool]:
-    """Lock a folder that this process writes or deletes; yield whether no other process holds the lock."""
+    """Lock a folder that this process writes or deletes; yield False if a process holds the lock, or there are no locks."""
     if os.name != "posix":
         yield False
         return

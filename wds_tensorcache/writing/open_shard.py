@@ -1,4 +1,4 @@
-"""Unfinished shards: written sample by sample, or from members of other shards."""
+"""Shards while they are written: sample by sample, or from members of other shards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHUNK_NBYTES = 1 << 22
 
 
 class OpenShard:
-    """An unfinished shard with a temporary name."""
+    """A shard that is being written, under a temporary name until `finish`."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class OpenShard:
     def write(self, key: str, caches: list[tuple[str, Any]], others: dict[str, bytes]) -> None:
         """Append a sample: encoded caches by name, and bytes of other members by extension."""
         if key in self._keys:
-            raise InvalidKeyError(f"key {key!r} is in {self.path} already; use another key, or resume=True to skip it")
+            raise InvalidKeyError(f"key {key!r} is already in {self.path}; use another key, or resume=True to skip it")
         parts: list[Any] = []
         position = self._position
         entries: list[CacheEntry] = []
@@ -68,11 +68,11 @@ class OpenShard:
         self._builder.add(key, entries, members)
 
     def finish(self, footer: bool, fsync: bool, fingerprint: Mapping[str, Any] | None) -> ShardIndex:
-        """Write the index, rename the shard to its name, and return the index."""
+        """Write the end of the archive and, as its footer, the index; rename the shard to its final name; return the index."""
         try:
             index = dataclasses.replace(self._builder.finish(self._position), fingerprint=fingerprint)
             if os.path.exists(self.path):
-                raise FileExistsError(f"{self.path} exists; it was not there when this writer began")
+                raise FileExistsError(f"{self.path} was created after this writer started; write to another folder")
             tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")
             self._output.append([tail], len(tail))
             self._output.finish(fsync)
@@ -82,13 +82,13 @@ class OpenShard:
         return index
 
     def drop(self) -> None:
-        """Delete the file."""
+        """Delete the unfinished file."""
         self._output.drop()
 
 
 @dataclasses.dataclass(slots=True, order=True)
 class MemberRange:
-    """Whole members of a shard, bytes `[begin, end)`, and a header to write before them if their own is lost."""
+    """A range of whole members of a shard, bytes `[begin, end)`; and the tar header of a member whose own header is lost."""
 
     path: str
     begin: int
@@ -97,7 +97,7 @@ class MemberRange:
 
 
 def append_range(ranges: list[MemberRange], path: str, begin: int, end: int, header: bytes = b"") -> None:
-    """Append a range, or extend the last one."""
+    """Append a range, or extend the last range if it ends at byte `begin` of the same shard."""
     last = ranges[-1] if ranges else None
     if last is not None and last.end == begin and not header and last.path == path:
         last.end = end
@@ -111,7 +111,7 @@ def read_ranges(ranges: Iterable[MemberRange], files: Files) -> Iterator[bytes]:
         yield each.header
         for begin in range(each.begin, each.end, _CHUNK_NBYTES):
             file, end = files.get(each.path), min(begin + _CHUNK_NBYTES, each.end)
-            # a damaged shard may end inside the padding of its last member
+            # a damaged shard may end inside the padding of its last member, which is then completed
             yield file.read(begin, max(begin, min(end, file.nbytes))).ljust(end - begin, b"\0")
 
 
@@ -124,7 +124,7 @@ def write_shard(
     footer: bool = True,
     fsync: bool = True,
 ) -> ShardIndex:
-    """Write a shard that consists of members of other shards; scan it and return its index.
+    """Write a shard from members of other shards; scan it, and return its index.
 
     Raises:
         FormatError: The ranges do not form an intact tar. Nothing is written.

@@ -1,4 +1,4 @@
-"""Names of the files of one writer: shards, sidecars, and temporary files."""
+"""Names of the files of one writer: shards, their indexes, and temporary files."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class ShardPattern:
     """Names of the shards of one writer.
 
     Args:
-        pattern: A path with one number such as `%06d` in its last part, or a path that ends in `.tar`, for a single shard. Any
-            other path, and any existing folder, is a folder, for shards `000000.tar`, `000001.tar`, …
+        pattern: A path with one number such as `%06d` in its last part; or a path that ends in `.tar`, for a single shard. Any
+            other path, or that of an existing folder, means a folder with shards `000000.tar`, `000001.tar`, …
 
     Raises:
-        ValueError: The path is empty, or has more than one number, or has a number in a folder's name.
+        ValueError: The path is empty, has more than one number, or has a number in a folder's name; or names of shards and
+            indexes would collide.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -44,7 +45,7 @@ class ShardPattern:
         first, second = dali_index_path(self.path(0)), dali_index_path(self.path(1))
         if self.name.endswith(_SIDECARS) or (self.is_numbered and first == second):
             raise ValueError(
-                f"pattern {pattern!r}: shards would share a name with each other's indexes; end it in .tar"
+                f"pattern {pattern!r}: a shard or index would share a name with another index; end the pattern in .tar"
             )
 
     def __str__(self) -> str:
@@ -72,10 +73,10 @@ class ShardPattern:
     def overlaps(self, name: str) -> bool:
         """Return whether this pattern and another pattern, whose last part is `name`, can produce the same shard name.
 
-        A number may have any digits: `%d` and `%03d` produce the same names from 100 on.
+        The numbers may have different widths: `%d` and `%03d` produce the same names from 100 on.
         """
         halves = [(*_NUMBER.split(each, maxsplit=1), "")[:2] for each in (self.name, name)]
-        # A common name has both prefixes and both suffixes. All digits between these may be replaced by one.
+        # A common name starts with both prefixes and ends with both suffixes. Testing one digit between them is enough.
         prefix, suffix = (max(parts, key=len) for parts in zip(*halves, strict=True))
         names = [prefix + suffix[n:] for n in range(len(suffix) + 1) if prefix.endswith(suffix[:n])]
         patterns = [re.compile(_regex(each)) for each in (self.name, name)]
@@ -89,7 +90,7 @@ class ShardPattern:
         return {number: self.path(number) for number in sorted(each for each in numbers if each is not None)}
 
     def check_removable(self, paths: list[str]) -> None:
-        """Raise FileExistsError if one of the shards is a folder, or its sidecar is not an index."""
+        """Raise FileExistsError if a shard is a folder, or a file with the name of its index is not an index."""
         for path in paths:
             if os.path.isdir(path) and not os.path.islink(path):
                 raise FileExistsError(f"{path} is a folder, expected a file; move it away, or write to another folder")
@@ -104,7 +105,7 @@ class ShardPattern:
                     os.remove(file)
 
     def remove_strays(self) -> None:
-        """Delete temporary files of killed writers, but not folders with such names."""
+        """Delete the temporary files of killed writers, but no folders with such names."""
         for name in (self.name, dali_index_path(self.name)):
             for stray in find_temporary(self.folder, _regex(name)):
                 remove_stray(stray)

@@ -1,4 +1,4 @@
-"""One writer of a pattern at a time: a hidden file in the folder, whose lock ends with the writer's process."""
+"""Lock that allows one writer of a pattern at a time: a hidden file, whose lock ends with the writer's process."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class WriterLock:
     """The exclusive right of this process to write the shards of a pattern, until `close`.
 
     The file `.tensorcache.TOKEN.lock` in the folder contains pattern, pid and host. The next writer deletes the file of a
-    killed process. If the file system has no locks, a writer on this host counts while its process runs. A writer on
-    another host counts until its file is deleted. A read-only folder is not locked.
+    killed process. If the file system has no locks, a writer on this host counts as active while its process runs, and a
+    writer on another host until its lock file is deleted. A read-only folder is not locked.
 
     Raises:
-        FileExistsError: Another writer holds a pattern with common names, or another process keeps the folder locked.
+        FileExistsError: Another writer is active whose pattern can produce the same names, or another process keeps the
+            folder locked.
 
     Threads/fork/pickle: as for `Held`.
     """
@@ -40,7 +41,7 @@ class WriterLock:
         self._path = os.path.join(folder, f".tensorcache.{token}.lock")
         self._file: Held | None = None
         self._net: Any = None
-        # one writer at a time; without folder locks, two writers that start at the same moment may both be refused
+        # one process at a time runs this block; without folder locks, two that start together may both be refused
         with locked_folder(folder):
             try:
                 self._file = Held(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -53,20 +54,20 @@ class WriterLock:
             try:
                 self._file.lock()
                 os.write(self._file.fd, _content(pattern))
-                # Hazard: two writers may begin at once. Each creates its file before it looks, so at least one sees the other.
+                # Hazard: two writers may start at once. Each creates its file before it searches, so one finds the other's.
                 _refuse_others(pattern, folder, os.path.basename(self._path))
             except BaseException:
                 self.close()
                 raise
 
     def close(self) -> None:
-        """Let other writers begin."""
+        """Release the lock, so that other writers can start."""
         if self._net is not None:
             self._net()
 
 
 def _give_back(file: Held, path: str, pid: int) -> None:
-    if pid == os.getpid():  # already closed, in a forked child
+    if pid == os.getpid():  # a forked child must not delete its parent's lock file; `Held` is already closed there
         _MINE.discard(path.split(".")[-2])
         if os.name != "posix":
             file.close()  # Windows cannot delete an open file
@@ -81,7 +82,7 @@ def _content(pattern: ShardPattern) -> bytes:
 
 
 def _refuse_others(pattern: ShardPattern, folder: str, mine: str) -> None:
-    """Raise FileExistsError if a living writer's names overlap with a pattern; delete the lock files of killed writers."""
+    """Raise FileExistsError if an active writer can produce the same names; delete the lock files of killed writers."""
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         file = open_regular(path) if _NAME(name) and name != mine else None
@@ -95,8 +96,8 @@ def _refuse_others(pattern: ShardPattern, folder: str, mine: str) -> None:
             elif writer is not None and pattern.overlaps(writer[0]):
                 other, pid, host = writer
                 what = f"process {pid} on {host} is writing {os.path.join(folder, other)}"
-                gone = f"; if it is gone, delete {path}" if is_free is None else ""
-                raise FileExistsError(f"{pattern}: {what}; wait for its end, or write to another folder{gone}")
+                gone = f"; if that process has ended, delete {path}" if is_free is None else ""
+                raise FileExistsError(f"{pattern}: {what}; wait until it ends, or write to another folder{gone}")
 
 
 def _parse(content: bytes) -> tuple[str, int, str] | None:

@@ -1,4 +1,4 @@
-"""Finished shards: their keys, the places of their samples, and the sidecars that a killed writer has not written."""
+"""Finished shards of a writer: find their samples by key, and write the sidecars that a killed writer did not write."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class FinishedShards:
         return bool(self._table.find(key))
 
     def find(self, key: str) -> list[tuple[str, int]]:
-        """Return the path of the shard, and the row in it, of each sample with a key."""
+        """Return the shard's path and the row (number in the shard) of each sample with a key."""
         numbers = [(position, bisect_right(self._starts, position) - 1) for position in self._table.find(key)]
         return [(self._paths[number], position - self._starts[number]) for position, number in numbers]
 
     def has_cache(self, path: str, row: int) -> bool:
-        """Return whether a sample has a cache; one whose cache was lost may have only other members."""
+        """Return whether a sample has a cache; without one, the sample consists of other members only."""
         caches = self.indexes[path].caches.values()
         return any(cache.rows is None or bool((cache.rows == row).any()) for cache in caches)
 
     def is_finished(self, key: str) -> bool:
-        """Return whether there is a sample with this key, and each has a cache."""
+        """Return whether the key has a sample, and all samples with this key have a cache."""
         places = self.find(key)
         return bool(places) and all(self.has_cache(*place) for place in places)
 
@@ -67,7 +67,7 @@ class FinishedShards:
         return self.files.get(path).read(begin, begin + member.nbytes.item(at))
 
     def member_range(self, key: str) -> MemberRange:
-        """Return the members of the last sample with a key; every sample in the shards must start with a skeleton."""
+        """Return the range of all members of the last sample with a key; all samples must start with a skeleton."""
         path, row = self.find(key)[-1]
         index = self.indexes[path]
         begins = index.caches[""].skeleton_begin
@@ -78,14 +78,14 @@ class FinishedShards:
 def load_finished(
     paths: Iterable[str], listed: Mapping[str, Mapping[str, Any] | None], files: Files | None = None
 ) -> FinishedShards:
-    """Load the indexes of finished shards; `listed` contains fingerprints for indexes without one.
+    """Load the indexes of finished shards; `listed` contains, by path, fingerprints for indexes that have none.
 
     Raises:
         FormatError: A shard is damaged.
     """
     files, indexes = files or Files(), dict[str, ShardIndex]()
     for path in paths:
-        with contextlib.suppress(OSError):  # the next line reports it
+        with contextlib.suppress(OSError):  # `load_whole` reports it
             files.expect(path)
         index = load_whole(path)
         indexes[path] = index if index.fingerprint is not None else replace(index, fingerprint=listed.get(path))
@@ -100,7 +100,7 @@ def take_over(
     dali_index: bool,
     fsync: bool,
 ) -> FinishedShards:
-    """Load the finished shards of a pattern; write their missing `.idx` files and manifest entries.
+    """Load the finished shards of a pattern; write missing `.idx` files and manifest entries, and remove stale entries.
 
     Raises:
         FormatError: A shard or the manifest is damaged.
@@ -118,8 +118,10 @@ def take_over(
     if catalog is not None and listing is not None:
         lost = [url for url in listing.entries if pattern.covers(url) and not os.path.exists(pattern.locate(url))]
         if lost:
-            what = f"{pattern.locate(lost[0])} is not there any more"
-            warnings.warn(what + f", nor are {len(lost) - 1} more shards" * (len(lost) > 1), stacklevel=4)
+            what = f"{pattern.locate(lost[0])} no longer exists" + f", nor do {len(lost) - 1} more shards" * (
+                len(lost) > 1
+            )
+            warnings.warn(f"{what}; removed from the manifest", stacklevel=4)
         if lost or unlisted:
             with catalog.changed() as listing:
                 listing.remove(*lost)

@@ -1,6 +1,6 @@
-"""Versions: a new folder made from an old one. Shards are hard links, or are rewritten if samples changed or were dropped.
+"""Write a version of a cache: a new folder, in which shards without changed or dropped samples are hard links to old shards.
 
-Versions share shards by hard links. So no code may write into a finished shard: it must write a new file and rename that.
+Hazard: writing into a shard that is shared by hard links changes all versions. Code must write a new file and rename it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class VersionShard:
 
     url: str  # path in the folder of the version
     path: str  # path of the finished shard
-    source_shards: FinishedShards  # the cache or build that the shard is from
+    source_shards: FinishedShards  # all shards of the cache or build that the shard comes from
     dropped_keys: set[str] = field(default_factory=set)  # keys of samples to leave out
     changed_keys: set[str] = field(default_factory=set)  # keys of samples to replace by computed ones
 
 
 class OldCache:
-    """The folder from which a version is made: `parts` by path, in the order of samples, and the indexes of all `shards`.
+    """The cache from which a version is made: indexes of its `shards`, and a `VersionShard` for each path in `parts`.
 
     Raises:
         FileNotFoundError: The folder does not exist, or has no shards.
@@ -62,11 +62,13 @@ class OldCache:
         for path in listed:
             url = os.path.relpath(path, self.folder)
             if not os.path.isdir(self.folder) or os.path.isabs(url) or url.split(os.sep)[0] == os.pardir:
-                raise ValueError(f"expected a folder with all shards of a cache in it; {self.folder!r} gives {path!r}")
+                raise ValueError(
+                    f"expected a folder that contains all its shards, but {self.folder!r} refers to {path!r}"
+                )
             self.parts[path] = VersionShard(url.replace(os.sep, "/"), path, self.shards)
 
     def next_urls(self, name: str | None) -> Iterator[str]:
-        """Yield names for new shards, numbered after the old ones; if `name` is None, named like the last shard."""
+        """Yield urls for new shards, numbered after the old ones; without `name`, they are named like the last old shard."""
         folder, last = os.path.split(list(self.parts.values())[-1].url)
         match = _LAST_NUMBER(last)
         if name is None and match is not None and "%" not in last:
@@ -82,14 +84,14 @@ class OldCache:
 def drop(
     source: str | os.PathLike[str], out: str | os.PathLike[str], keys: Iterable[str], *, fsync: bool = True
 ) -> None:
-    """Make a version of a cache without the samples `keys`.
+    """Write a version of a cache without some of its samples.
 
     Shards that lose no sample become hard links, or copies if the file system has no links. Other shards are rewritten
     under the same names, with the remaining members unchanged byte for byte; a shard without remaining members is not
-    written. If the process is killed, `out` is either complete or unchanged, and the next call deletes temporary files.
+    written. If the process is killed, `out` is either complete or unchanged, and the next call deletes the temporary files.
 
     Args:
-        source: Folder of the cache, which is not changed.
+        source: Folder of the cache; its files are not changed.
         out: Folder of the version: a new folder, or an empty one, which is replaced.
         keys: Keys of the samples to drop, with all their members.
         fsync: Wait for the disk before the folder appears.
@@ -122,7 +124,7 @@ def write_version(
     *,
     fsync: bool = True,
 ) -> None:
-    """Write a version. A shard gets a footer, sidecar or `.idx` if the shard from which it is made has one.
+    """Write a version; a new shard gets a footer, a sidecar and an `.idx` only if its source shard has one.
 
     Raises:
         FormatError: A shard is damaged, or was changed since it was indexed.
@@ -145,7 +147,7 @@ def write_version(
                 write_atomically(sidecar_path(path), [build_footer(index, entry.nbytes)], fsync)
             listing.add(path, index, entry)
         if not any(entry.num_samples for entry in listing.entries.values()):
-            raise ValueError(f"{old.folder}: no sample would be left")
+            raise ValueError(f"{old.folder}: no sample would remain, so nothing was written")
         listing.write(os.path.join(folder, MANIFEST), listing.entries, fsync)
         for inner, _, _ in os.walk(folder) if fsync else ():
             fsync_folder(inner)
@@ -164,7 +166,7 @@ def _write_part(part: VersionShard, path: str, computed: FinishedShards | None, 
         try:
             index = write_shard(path, ranges, files, index.fingerprint, footer=footer, fsync=fsync)
             if len(index.keys) != wanted:
-                raise FormatError("the index has other samples than the shard; tc.verify tells which", kind="index")
+                raise FormatError("the index and the shard list different samples; see tc.verify", kind="index")
         except FormatError as exc:
             raise exc.at(part.path) from exc
     else:
@@ -174,15 +176,15 @@ def _write_part(part: VersionShard, path: str, computed: FinishedShards | None, 
             write_atomically(path, read_ranges([MemberRange(part.path, 0, file.nbytes)], files), fsync)
         else:
             if ShardFile(path).identity != file.identity:
-                raise FormatError("the shard was changed since it was indexed").at(part.path)
+                raise FormatError("the shard was changed since its index was loaded; try again").at(part.path)
     file.check_unchanged()
     return index
 
 
 def _remaining_ranges(file: ShardFile, part: VersionShard, computed: FinishedShards | None) -> list[MemberRange]:
-    """Return the members to keep of a shard; none if only directories, links and other skipped members remain."""
+    """Return the ranges of members to keep; an empty list if only entries that readers skip (folders, links, …) remain."""
     ranges: list[MemberRange] = []
-    pending_headers: list[MemberRange] = []  # headers that apply to all following members: no archive may end with them
+    pending_headers: list[MemberRange] = []  # apply to all later members; kept only if a member follows
     unread: list[OSError] = []
     has_sample = False
 
@@ -223,7 +225,7 @@ def _remaining_ranges(file: ShardFile, part: VersionShard, computed: FinishedSha
             keep(computed.member_range(key))
         has_sample = has_sample or key not in part.dropped_keys
         first, last_key = end, key
-    # Hazard: a header overwritten by zeros looks like the end, and the rest of the archive would be lost.
+    # Hazard: a header overwritten by zeros looks like the end of the archive, and all later members would be lost.
     check_end(file, scanner.end, len(part.source_shards.indexes[part.path].keys))
     keep_skipped(first, scanner.end)
     return ranges if has_sample else []

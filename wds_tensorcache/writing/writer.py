@@ -1,4 +1,4 @@
-"""Write samples into shards, directly from the tensors' memory, with indexes. Unfinished shards stay hidden."""
+"""Write samples into shards with indexes, directly from the tensors' memory; unfinished shards have hidden names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from wds_tensorcache.writing.resume import take_over
 __all__ = ["MAX_SAMPLES", "ShardWriter"]
 
 
-MAX_SAMPLES = 4096  # the most that an interrupted build computes again; fewer would make too many small files
+MAX_SAMPLES = 4096  # limits what an interrupted build computes again; a lower limit makes too many small files
 
 
 class _Nothing:
@@ -56,33 +56,33 @@ class ShardWriter:
     Args:
         pattern: A folder, for shards `000000.tar`, `000001.tar`, …; a path with one number such as `%06d` in its last part; or
             a path that ends in `.tar`, for a single shard. Missing folders are made.
-        max_samples: Maximum number of samples in a shard. `build` has the same default: an interruption costs at most
-            4,096 samples, and a million samples make no more than 250 files.
+        max_samples: Maximum number of samples in a shard. With the default, 4,096, an interrupted `build` loses at most that
+            many samples, and a million small samples make 245 shards.
         max_nbytes: A shard with at least this many bytes accepts no more samples.
-        footer: Write the index after the end-of-archive marker, at which tar readers stop. With `set -o pipefail`, `cat
-            shard | tar x` fails if the footer is longer than 64 KiB.
+        footer: Write the index after the end-of-archive marker, at which tar readers stop. If the footer is longer than
+            64 KiB, `cat shard | tar x` fails under `set -o pipefail`, because tar closes the pipe early.
         dali_index: Write `NAME.idx` for DALI next to each shard.
-        manifest: Write `manifest.json` in the folder; it keeps the entries of other writers.
-        overwrite: Delete existing shards of this pattern. Without `overwrite` and `resume`, existing shards are an error.
+        manifest: Write `manifest.json` in the folder; entries of other writers in it are kept.
+        overwrite: Delete existing shards of this pattern. Without `overwrite` or `resume`, existing shards are an error.
         resume: Continue after the last existing shard, and skip keys that are already stored. If you write all samples
             again with the same options, the shards equal those of an uninterrupted run, byte for byte. Existing indexes are
-            trusted: `tc.verify` finds damage inside of shards.
-        fsync: Wait for the disk before a shard gets its name.
+            trusted, so damage inside shards goes unnoticed; `tc.verify` finds it.
+        fsync: Wait until a shard is on disk before it gets its final name.
         allow: Classes to write besides the types that FORMAT.md lists.
-        fingerprint: How the samples are made (model, revision, dtype, crop, …), as JSON values. Footers and the
-            manifest keep it, for `tc.open(…, expect=…)`.
+        fingerprint: Description of how the samples are made (model, revision, dtype, crop, …), as JSON values; stored in
+            footers and in the manifest, so that `tc.open(…, expect=…)` can check it.
         align: Alignment of tensors in their member in bytes, a multiple of 8.
-        encoder: Function from a dict of other members by extension to their bytes, as webdataset's
-            `make_encoder(True)` returns one. By default bytes, text, `json` and `cls` are accepted.
+        encoder: Function that encodes a dict of other members by extension, and returns a dict of bytes, such as webdataset's
+            `make_encoder(True)`. By default bytes, text, `json` and `cls` are accepted.
 
     Raises:
         FileExistsError: A shard exists, another writer writes shards with the same names, or another process keeps the
-            folder locked for more than 10 s. `write` and `close` also raise it.
+            folder locked for more than 10 s. `write` and `close` raise it if another program has created a shard's file.
         StaleCacheError: With `resume`, existing shards have another fingerprint.
         ValueError: The pattern has more than one number.
 
-    Threads/fork/pickle: one thread. Several writers may share a folder if their patterns have no names in common; a second
-        writer of the same names is refused while the first one is open and its process lives.
+    Threads/fork/pickle: used by one thread. Several writers may share a folder if their patterns have no names in common; a
+        second writer of the same names is refused while the first one is open and its process runs.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class ShardWriter:
     ) -> None:
         self._pattern = ShardPattern(os.fsdecode(pattern))
         if overwrite and resume:
-            raise ValueError("overwrite=True starts again, resume=True continues: not both")
+            raise ValueError("overwrite=True deletes the shards that resume=True would continue; pass only one of them")
         if max_samples < 1 or max_nbytes < 1:
-            raise ValueError(f"max_samples={max_samples}, max_nbytes={max_nbytes}, expected at least 1")
+            raise ValueError(f"max_samples={max_samples}, max_nbytes={max_nbytes}: both expected at least 1")
         self._max_samples, self._max_nbytes = max_samples, max_nbytes
         self._footer, self._dali_index, self._fsync = footer, dali_index, fsync
         self._fingerprint = None if fingerprint is None else as_fingerprint(fingerprint)
@@ -152,19 +152,21 @@ class ShardWriter:
 
         Args:
             key: Key of the sample, unique in its shard.
-            sample: Nested structure; omit it for a sample without a cache, or with only named caches.
+            sample: Nested structure of tensors and other values; omit it if the sample has no cache, or only named caches.
             members: Other members by extension, `json=…`, `jpg=…`, and named caches: `**{"NAME.tensorcache": …}`.
 
         Raises:
-            EncodeError: A value cannot be stored; the message contains its key and path. Nothing of the sample is written.
-            InvalidKeyError: Some reader misreads the key, a cache name or an extension; or the key exists already.
+            EncodeError: A value cannot be stored; the message contains the sample's key and the value's path. No part of the
+                sample is written.
+            InvalidKeyError: Some reader of shards would misread the key, a cache name or an extension; or the key is already
+                in this shard.
 
-        Memory: the tensors may be changed after the call.
+        Memory: the tensors may be changed after the call, which copies or writes their bytes.
         """
         if self._closed:
             raise ValueError(f"{self._pattern}: the writer is closed")
         if isinstance(key, dict):
-            raise TypeError("write(key, sample, **members); a dict is what webdataset's writers take")
+            raise TypeError("expected write(key, sample, **members), got the dict that webdataset's own writers expect")
         is_plain = type(key) is str and is_plain_key(key)
         if not is_plain:
             check_key(key)
@@ -190,8 +192,10 @@ class ShardWriter:
             path = self._pattern.path(self._number)
             if os.path.exists(path):
                 if not is_numbered and self._number:
-                    raise FileExistsError(f"{path} is finished; only a pattern with a number has more shards")
-                raise FileExistsError(f"{path} exists; it was not there when this writer began")
+                    raise FileExistsError(
+                        f"{path} is finished; for more shards, use a pattern with a number, such as %06d"
+                    )
+                raise FileExistsError(f"{path} was created after this writer started; write to another folder")
             if self._dali_index:
                 check_replaceable(dali_index_path(path))
             self._shard = OpenShard(path)
@@ -200,7 +204,7 @@ class ShardWriter:
         self._shard.write(key, encoded, plain)
 
     def _finish(self) -> None:
-        """Give the unfinished shard its name and its sidecars."""
+        """Give the current shard its final name, and write its sidecars."""
         shard = self._shard
         if shard is None:
             return
@@ -220,7 +224,7 @@ class ShardWriter:
             self._net.detach()
 
     def close(self) -> None:
-        """Finish the current shard, and let other writers begin."""
+        """Finish the current shard, and release the lock on the pattern."""
         self._closed = True
         with contextlib.closing(self._lock):
             self._finish()
@@ -247,65 +251,66 @@ def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[
         if field != FIELD and not field.endswith("." + FIELD):
             others[field] = value
         elif field == FIELD and "" in caches:
-            raise InvalidKeyError(f"sample {key!r} is given twice, also as {FIELD!r}; give it once")
+            raise InvalidKeyError(f"sample {key!r} is passed twice, also as {FIELD!r}; pass it once")
         else:
             caches[cache_name(field[: -len(FIELD) - 1]) if field != FIELD else ""] = value
     if not caches and not others:
-        raise InvalidKeyError(f"sample {key!r} has no members; give it a sample or a member")
+        raise InvalidKeyError(f"sample {key!r} has no members; pass a sample or a member")
     check_suffixes(key, [*others, *(member_suffix(name, SKELETON) for name in caches)])
     check_suffixes(key, [member_suffix(name, TENSORS) for name in caches])
     lowered = [field.lower() for field in others] + [member_suffix(name, TENSORS) for name in caches]
     if len(set(lowered)) < len(lowered) or any(field.endswith((SKELETON, FIELD)) for field in lowered):
-        what = f"has members {sorted(lowered)}: names that only caches have, or one twice"
-        raise InvalidKeyError(f"sample {key!r} {what}; rename these members")
+        what = f"has members {sorted(lowered)}; a name is reserved for caches, or occurs twice"
+        raise InvalidKeyError(f"sample {key!r} {what}; rename that member")
     return caches, others
 
 
 def _drop_forgotten(pattern: str, shard: OpenShard, pid: int) -> None:
-    if pid == os.getpid():  # a forked child has only a copy
-        what = f"{pattern}: the writer was not closed; what it had not finished is lost"
+    if pid == os.getpid():  # in a forked child, the shard is still the parent's
+        what = f"{pattern}: the writer was not closed, so its unfinished shard is lost; use `with`, or call close()"
         warnings.warn(what, ResourceWarning, stacklevel=2)
         shard.drop()
 
 
 def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
-    """Return the bytes of members by extension; accepts bytes, text, `json` and `cls`."""
+    """Encode members by extension: bytes and text as they are, any JSON value for `json`, an int for `cls`."""
     result = {}
     for extension, value in members.items():
-        kind, where = extension.rpartition(".")[2].lower(), f"member {extension!r} is"
+        kind, where = extension.rpartition(".")[2].lower(), f"member {extension!r}"
         is_number = kind == "cls" and isinstance(value, int)
         if isinstance(value, (bytes, bytearray, memoryview)):
             result[extension] = bytes(value)
             continue
         if kind != "json" and not is_number and not isinstance(value, str):
             remedy = "pass bytes, or encoder=webdataset.writer.make_encoder(True)"
-            raise EncodeError(f"{where} a {type(value).__name__}; {remedy}")
+            raise EncodeError(f"{where} is a {type(value).__name__}, which is not encoded by default; {remedy}")
         try:
             text = json.dumps(value) if kind == "json" else str(int(value)) if is_number else value
             result[extension] = text.encode()
         except UnicodeEncodeError as exc:
-            raise EncodeError(f"{where} text that UTF-8 cannot hold: {exc}") from exc
+            raise EncodeError(f"{where} cannot be represented in UTF-8: {exc}") from exc
         except (TypeError, ValueError, RecursionError) as exc:
-            raise EncodeError(f"{where} not what JSON can hold: {exc}") from exc
+            raise EncodeError(f"{where} cannot be represented in JSON: {exc}") from exc
     return result
 
 
 def _encode_others(
     key: str, others: dict[str, Any], encoder: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> dict[str, bytes]:
-    """Return the checked bytes that an encoder returns for a sample's other members."""
+    """Encode a sample's other members, and check what the encoder returned."""
     try:
         plain = encoder(others)
     except TensorCacheError as exc:
         raise exc.at(f"sample {key!r}") from exc
     for extension, raw in plain.items():
-        made = f"sample {key!r}: the encoder made"
+        made = f"sample {key!r}: the encoder returned"
         if extension not in others:
-            raise InvalidKeyError(f"{made} {extension!r}, which is not among its members; add it to these")
+            raise InvalidKeyError(f"{made} {extension!r}, which was not passed to write; pass it as a member, too")
         if not isinstance(raw, (bytes, bytearray)):
-            raise EncodeError(f"{made} a {type(raw).__name__} of {extension!r}, expected bytes")
+            raise EncodeError(f"{made} a {type(raw).__name__} for {extension!r}, expected bytes")
         if extension.lower().endswith(TENSORS) and is_bound(bytes(raw[:64])):
             raise InvalidKeyError(
-                f"sample {key!r}: {extension!r} is one half of a cache; pass the sample that it was made of"
+                f"sample {key!r}: member {extension!r} is already encoded, as one of the two members of a cache; "
+                "pass the nested sample to write instead"
             )
     return plain
