@@ -40,6 +40,16 @@ def round_trip(value: Any) -> Any:
     return tc.decode_sample(*tc.encode_sample({"x": value}), verify=True)["x"]
 
 
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_strides_of_one_element_or_none(dtype: torch.dtype) -> None:
+    """torch calls these contiguous, whatever their strides."""
+    wide = make_tensor(dtype, 1, 16)
+    for tensor in (wide[:, 3], wide[:, 3:4], wide[:0, 3], wide.T[5]):
+        loaded = round_trip(tensor).load()
+        assert tensor_bytes(loaded) == tensor_bytes(tensor.clone(memory_format=torch.contiguous_format).reshape(-1))
+        assert loaded.shape == tensor.shape
+
+
 # torch says so each time it first makes a complex32 tensor
 @pytest.mark.parametrize("shape", [(2, 3), (), (0, 3), (1,)], ids=str)
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)

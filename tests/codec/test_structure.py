@@ -10,6 +10,7 @@ import sys
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from datetime import datetime
 from fractions import Fraction
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -290,6 +291,33 @@ def test_equal_samples_give_equal_bytes_whatever_the_hash_seed() -> None:
         for seed in ("1", "2", "77")
     }
     assert len(digests) == 1
+
+
+def test_sets_of_tensors_with_equal_bytes_are_sorted_by_dtype_and_shape() -> None:
+    """Sets of tensors iterate in the order of their addresses."""
+    made = [
+        torch.zeros(4, dtype=torch.float32),
+        torch.zeros(4, dtype=torch.int32),
+        torch.zeros(2, 2),
+        torch.zeros(4, 1),
+    ]
+    written = {tc.encode_sample({"x": {torch.clone(each) for each in order}}) for order in permutations(made)}
+    assert len(written) == 1
+
+
+def test_an_empty_tuple_counts_wherever_it_occurs() -> None:
+    def nested(depth: int) -> Any:
+        value: Any = ()
+        for _ in range(depth - 1):
+            value = [value]
+        return [(), value]
+
+    assert tc.decode_sample(*tc.encode_sample(nested(199))) == nested(199)
+    with pytest.raises(tc.EncodeError, match="nest more than 200 deep"):
+        tc.encode_sample(nested(200))
+    skeleton = b"\x80\x04](" + b")" + b"]" * 199 + b")" + b"a" * 199 + b"e."
+    with pytest.raises(tc.FormatError, match="nest more than 200 deep"):
+        tc.decode_sample(skeleton, tc.encode_sample(0)[1])
 
 
 def test_nested_sets_are_written_in_time() -> None:

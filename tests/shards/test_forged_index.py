@@ -172,6 +172,14 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
     "no such form": (lambda i: edited(i, form=np.full(2, 7, np.uint8)), "form that does not exist"),
     "no forms": (lambda i: edited(i, forms=(), references=()), "form that does not exist"),
     "fewer references": (lambda i: edited(i, references=()), "incomplete"),
+    "references of an unknown kind": (
+        lambda i: edited(i, references=tuple((f"{text[:4]}x{text[5:]}",) for (text,) in i.layouts.references)),
+        "begins with neither",
+    ),
+    "references with an unknown attribute": (
+        lambda i: edited(i, references=tuple((f"{text}?x=1",) for (text,) in i.layouts.references)),
+        "unknown attribute",
+    ),
     "references to another tensor": (
         lambda i: edited(i, references=(("tensor:other",),)),
         "impossible value for references",

@@ -452,3 +452,24 @@ def test_what_is_listed_by_another_spelling_is_replaced(folder: Path) -> None:
     tc.write_index(folder / "0.tar", footer=True)
     with tc.open(folder) as cache:
         assert len(cache) == 5
+
+
+@pytest.mark.parametrize(
+    ("table", "value", "what"),
+    [
+        ("caches", 5, "must both be objects"),
+        ("caches", None, "must both be objects"),
+        ("fingerprints", [], "must both be objects"),
+        ("caches", {"a.tar": None}, "expected numbers of samples"),
+        ("fingerprints", {"a.tar": None}, "expected a dict"),
+    ],
+)
+def test_tables_of_wrong_types_are_refused(tmp_path: Path, table: str, value: Any, what: str) -> None:
+    with tc.ShardWriter(tmp_path / "a.tar", fingerprint={"model": "m"}) as sink:
+        sink.write("0", {"x": 1})
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest["tensorcache"][table] = value
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(tc.FormatError, match=what):
+        tc.open(tmp_path)
+    assert not tc.verify(tmp_path).ok

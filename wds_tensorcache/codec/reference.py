@@ -20,7 +20,16 @@ from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError
 
-__all__ = ["MemorySource", "Reference", "Source", "check_named", "named_by", "reference_text", "resolve"]
+__all__ = [
+    "MemorySource",
+    "Reference",
+    "Source",
+    "check_named",
+    "named_by",
+    "parse_reference",
+    "reference_text",
+    "resolve",
+]
 
 
 class Source(Protocol):
@@ -105,6 +114,21 @@ def named_by(text: str) -> tuple[str, str]:
     return kind, rest.partition("?")[0]
 
 
+def parse_reference(text: str) -> tuple[str, str, str | None]:
+    """Return the kind, the tensor's name and the attribute `dtype`, or None, in the string of a reference.
+
+    Raises:
+        FormatError: The string has an unknown kind or attribute.
+    """
+    kind, _, rest = text.partition(":")
+    name, mark, attributes = rest.partition("?")
+    if kind not in ("tensor", "ndarray"):
+        raise FormatError(f"reference {text!r:.100} begins with neither 'tensor:' nor 'ndarray:'")
+    if mark and (not attributes.startswith("dtype=") or "&" in attributes):
+        raise FormatError(f"tensor {name!r}: unknown attribute {attributes!r:.100}; a newer release may support it")
+    return kind, name, attributes.removeprefix("dtype=") if mark else None
+
+
 def resolve(layout: Layout, text: str) -> Reference:
     """Return the reference that the string `text` stands for; the layout remembers it.
 
@@ -114,16 +138,10 @@ def resolve(layout: Layout, text: str) -> Reference:
     known = layout.references.get(text)
     if known is not None:
         return known  # type: ignore[no-any-return]
-    kind, _, rest = text.partition(":")
-    name, mark, attributes = rest.partition("?")
+    kind, name, attribute = parse_reference(text)
     stored = layout.tensors.get(name)
-    if kind not in ("tensor", "ndarray"):
-        raise FormatError(f"reference {text!r:.100} begins with neither 'tensor:' nor 'ndarray:'")
     if stored is None:
         raise FormatError(f"the skeleton refers to tensor {name!r:.100}, which is not in the safetensors member")
-    if mark and (not attributes.startswith("dtype=") or "&" in attributes):
-        raise FormatError(f"tensor {name!r}: unknown attribute {attributes!r:.100}; a newer release may support it")
-    attribute = attributes.removeprefix("dtype=") if mark else None
     try:
         dtype, inner = true_dtype(kind, stored.dtype, attribute)
     except (ValueError, TypeError) as exc:

@@ -85,7 +85,9 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
         if plain.dtype in SHARED and plain.ndim <= NUMPY_NDIM:
             flat: Array = plain.numpy().reshape(-1).view(np.uint8)
         else:
-            flat = plain.reshape(-1).view(torch.uint8).numpy()
+            line = plain.reshape(-1)
+            # a tensor of one element may be contiguous with any stride, which a view as bytes refuses
+            flat = (line if line.stride(0) == 1 else line.as_strided(line.shape, (1,))).view(torch.uint8).numpy()
     except (RuntimeError, NotImplementedError) as exc:  # inside torch.func, or on a device that torch cannot read
         raise ValueError(f"the tensor's bytes cannot be read: {exc}") from exc
     if tensor.dtype is torch.bool:

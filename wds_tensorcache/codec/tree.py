@@ -348,7 +348,8 @@ def walk(value: Any) -> Iterator[tuple[Any, int]]:
         value, depth = todo.pop()
         if value.__class__ in ATOMS or id(value) in seen:
             continue
-        seen.add(id(value))
+        if value.__class__ is not tuple or value:  # CPython has one empty tuple, which counts wherever it occurs
+            seen.add(id(value))
         yield value, depth
         children = [child for child in _children(value) if child.__class__ not in ATOMS]
         todo.extend((child, depth + 1) for child in reversed(children))

@@ -14,7 +14,7 @@ from wds_tensorcache.codec.binding import sign_header, tensors_digest
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.header import build_header, parse_header, parse_json
 from wds_tensorcache.codec.layout import form_of
-from wds_tensorcache.codec.reference import named_by
+from wds_tensorcache.codec.reference import parse_reference
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, ShardIndex
 from wds_tensorcache.shards.lookup import Keys
@@ -197,7 +197,7 @@ def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
     for form, texts in zip(forms, names["references"], strict=True):
         if texts is not None:
             _check(type(texts) is list, "references", texts)
-            tensors = [name for _, name in map(named_by, texts)]
+            tensors = [name for _, name, _ in map(parse_reference, texts)]
             _check(tensors == [entry[0] for entry in form.entries], "references", texts)
     references = tuple(None if texts is None else tuple(texts) for texts in names["references"])
     return ShardIndex(

@@ -72,7 +72,7 @@ class SkeletonWriter:
         self._slots: dict[int, tuple[int, object]] = {}  # id -> (index of its MEMOIZE, object, kept for its id)
         self._texts: dict[type, dict[Any, int]] = {str: {}, bytes: {}}  # value -> index of its MEMOIZE
         self._globals: dict[tuple[str, str], int] = {}
-        self._canonicals: dict[int, tuple[object, bytes | None]] = {}  # id -> (object, its bytes)
+        self._canonicals: dict[int, tuple[object, tuple[bytes, bytes] | None]] = {}  # id -> (object, its sort keys)
         self._key_costs: KeyCosts | None = None  # None until keys need counting
         self._call_cost = self._num_deques = 0
 
@@ -271,18 +271,20 @@ class SkeletonWriter:
         for item in elements:
             self.save(item, path, inside, depth + 1)
 
-    def _canonical(self, value: Any, path: str, depth: int) -> bytes:
-        """Return the bytes by which the elements of a set are sorted, which depend only on the value."""
+    def _canonical(self, value: Any, path: str, depth: int) -> tuple[bytes, bytes]:
+        """Return the two keys by which the elements of a set are sorted, which depend only on the value."""
         atom = op.ATOM_WRITERS.get(type(value))
         if atom is not None:
-            return atom(value)
+            return atom(value), b""
         known = self._canonicals.get(id(value))
         if known is None:
-            self._canonicals[id(value)] = (value, None)  # until its bytes are known
+            self._canonicals[id(value)] = (value, None)  # until its keys are known
             alone = SkeletonWriter(self._allow)
             alone._canonicals = self._canonicals
             alone.save(value, path, count(), depth)
-            known = value, alone.body() + b"".join(bytes(tensor.flat) for tensor in alone.tensors.values())
+            tensors = alone.tensors.values()
+            content = alone.body() + b"".join(bytes(tensor.flat) for tensor in tensors)
+            known = value, (content, b"".join(f"{t.true.stored}{list(t.shape)}".encode() for t in tensors))
             self._canonicals[id(value)] = known
         if known[1] is None:
             raise EncodeError(f"{place(path)}: a set is contained in one of its elements; use a list")
