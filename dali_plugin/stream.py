@@ -141,9 +141,7 @@ class TensorCacheStream(Source):
         for kept, samples, _ in self._kept:
             if kept[0] <= number <= kept[-1]:
                 return samples[number - kept[0]]
-        raise RuntimeError(
-            f"only the last {self._kept.maxlen} batches are kept, and this one is older; use a larger keep"
-        )
+        raise RuntimeError(f"keep={self._kept.maxlen}: this batch is older than all that are kept; use a larger keep")
 
 
 def _carried(name: str, lazy: Any) -> Carried:

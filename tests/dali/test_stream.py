@@ -80,7 +80,7 @@ def test_what_is_refused(folder: Path) -> None:
     with pytest.raises(RuntimeError, match="expected iteration 2, got 5"):
         source(5)
     assert source.nest({"number": second[-1]})[0]["id"] == [4, 5, 6, 7]
-    with pytest.raises(RuntimeError, match="keep=1: the batch is older than .*; use a larger keep"):
+    with pytest.raises(RuntimeError, match="keep=1: this batch is older than .*; use a larger keep"):
         source.nest({"number": first[-1]})
     with pytest.raises(TypeError, match="not known in advance"):
         len(source)

@@ -204,7 +204,7 @@ limits.MAX_WORK = 3
 try:
     tc.encode_sample(dict.fromkeys(keys))
 except tc.EncodeError as exc:
-    print("slots of their table" in str(exc))
+    print("hash-table slots" in str(exc))
 """
 
 
