@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
-from wds_tensorcache.shards.dali_index import build_dali_index
+from wds_tensorcache.shards.dali_index import build_dali_index, parse_dali_index
 from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_manifest
 from wds_tensorcache.shards.tar.headers import Scanner
 from wds_tensorcache.storage.atomic import write_atomically
@@ -473,3 +473,10 @@ def test_tables_of_wrong_types_are_refused(tmp_path: Path, table: str, value: An
     with pytest.raises(tc.FormatError, match=what):
         tc.open(tmp_path)
     assert not tc.verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("key", ["a\u2028b", "a\u00a0b", "a\x85b", "a\x1cb", "\u3000"])
+def test_white_space_beyond_ascii_is_part_of_a_name(tmp_path: Path, key: str) -> None:
+    samples = [[("json", 512, 2, f"{key}.json")], [("json", 1536, 2, "next.json")]]
+    assert parse_dali_index(build_dali_index(samples)) == samples
+    assert parse_dali_index(build_dali_index(samples), lenient=True) == samples

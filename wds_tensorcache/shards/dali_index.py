@@ -17,6 +17,7 @@ __all__ = [
     "Entry",
     "build_dali_index",
     "dali_index_path",
+    "fields_of",
     "is_dali_index",
     "list_members",
     "parse_dali_index",
@@ -30,6 +31,8 @@ Entry = tuple[str, int, int, str]
 _WIDTHS = {"v1.1": 3, "v1.2": 4}  # fields per member
 _NUMBER = re.compile(r"[0-9]{1,19}").fullmatch
 _NUM_COMPARED = 64
+# the fields of a line: other white space of Unicode and other control characters may be part of a name
+fields_of = re.compile(r"[^ \t\n\r\v\f]+").findall
 
 
 def dali_index_path(path: str) -> str:
@@ -85,7 +88,7 @@ def parse_dali_index(content: bytes, *, lenient: bool = False) -> list[list[Entr
         FormatError: The first line is damaged.
     """
     width, lines = split_lines(content, lenient=lenient)
-    return [_parse_line(line.split(), width, lenient) for line in lines]
+    return [_parse_line(fields_of(line), width, lenient) for line in lines]
 
 
 def split_lines(content: bytes, *, lenient: bool = False) -> tuple[int, list[str]]:
@@ -94,8 +97,8 @@ def split_lines(content: bytes, *, lenient: bool = False) -> tuple[int, list[str
     Raises:
         FormatError: The first line is damaged.
     """
-    first, *lines = content.decode("utf-8", "surrogateescape").splitlines() or [""]
-    head = first.split()
+    first, *lines = [line.decode("utf-8", "surrogateescape") for line in content.splitlines()] or [""]
+    head = fields_of(first)
     width = _WIDTHS.get(first[:4] if lenient else "".join(head[:1]), 0)
     if not width or not (lenient or head[1:] == [str(len(lines))]):
         what = f"the first line is {first[:40]!r}, expected 'v1.1' or 'v1.2' and the number of samples, {len(lines)}"
