@@ -13,7 +13,7 @@ import pytest
 import wds_tensorcache as tc
 from tests.shards.damage import faults, flip, members, write
 from tests.shards.tars import FORMATS, build, build_with_tarfile, by_tarfile, by_tarfile_in
-from wds_tensorcache.checking.salvage import Break, End, Member, Salvage
+from wds_tensorcache.checking.damaged_tar import Break, End, Member, Salvage
 
 ZEROS = "zeros before the end of the archive; no member could be read from byte"
 BEHIND = "members from here on are after the end-of-archive marker"

@@ -10,9 +10,9 @@ from functools import partial
 import numpy as np
 import xxhash
 
+from wds_tensorcache.checking.damaged_tar import Break, Member, Salvage
 from wds_tensorcache.checking.indexed_places import find_places
 from wds_tensorcache.checking.report import Fault, Report
-from wds_tensorcache.checking.salvage import Break, Member, Salvage
 from wds_tensorcache.codec.binding import had_preamble, parse_preamble
 from wds_tensorcache.codec.header import DIGITS_END, MAX_HEADER_NBYTES, is_bound, parse_header
 from wds_tensorcache.codec.layout import Layout

@@ -18,7 +18,7 @@ from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.base_cache import Cache, _Sample
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, PadValue, as_collate
 from wds_tensorcache.reading.keys import KeysView
-from wds_tensorcache.reading.match import KeyMap, match_some
+from wds_tensorcache.reading.match_keys import KeyMap, match_some
 from wds_tensorcache.reading.open_cache import Source, open
 from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns
 from wds_tensorcache.reading.shard_set import Io
