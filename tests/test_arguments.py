@@ -90,7 +90,7 @@ def test_compressed_tars_say_by_what_and_what_to_do(head: bytes, name: str, tmp_
         calls.append(lambda: list(tc.tarfile_to_samples()([{"url": "a.tar", "stream": io.BytesIO(content)}])))
     for call in calls:
         with pytest.raises(
-            tc.TarFormatError, match=f"a.tar: byte 0: {name}: compressed .*pipe:{name} -dc PATH"
+            tc.TarFormatError, match=f"a.tar: byte 0: {name}: a compressed tar .*pipe:{name} -dc PATH"
         ) as raised:
             call()
         assert raised.value.kind == "compressed"
@@ -196,12 +196,12 @@ def test_devices_are_documented() -> None:
         ("a b", "json", "replace it, e.g. by '_'"),
         ("é", "json", "number the samples"),
         ("a.b", "json", "replace it, e.g. by '_'"),
-        ("../a", "json", "leave out"),
-        ("/a", "json", "leave out"),
+        ("../a", "json", "remove"),
+        ("/a", "json", "remove"),
         ("__a", "json", "choose another first character"),
         ("x" * 101, "json", "shorten the key"),
         ("a", "_json", "choose another first character"),
-        ("a", "js on", "as 'json'"),
+        ("a", "js on", "like 'json'"),
         ("a", "x.skel.pyd", "rename that member"),
     ],
 )

@@ -114,7 +114,7 @@ def test_what_was_put_there_meanwhile(tmp_path: Path, monkeypatch: pytest.Monkey
         write_manifest(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(manifest, "write_manifest", write_late)
-    with pytest.raises(OSError, match="not empty"):
+    with pytest.raises(OSError, match="not an empty folder"):
         tc.repair(source, out)
     assert sorted(os.listdir(tmp_path)) == ["a", "out"]
     assert os.listdir(out) == ["file"]

@@ -116,7 +116,7 @@ def test_half_a_sample(tmp_path: Path, there: str) -> None:
     skeleton, tensors = tc.encode_sample(torch.ones(3))
     path = put(tmp_path / "x.tar", {f"a.{there.lower()}": skeleton if there == "skel.pyd" else tensors})
     for reader in READERS:
-        assert "is missing beside" in str(refused(path, reader))
+        assert "is missing, but" in str(refused(path, reader))
 
 
 @pytest.mark.parametrize("again", ["a.skel.pyd", "a.SKEL.PYD", "a.safetensors", "a.txt"])

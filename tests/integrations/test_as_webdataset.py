@@ -238,7 +238,7 @@ def test_maps_with_wrong_sizes(version: str, parts: list[tuple[int, bytes]], siz
     if version == "old" and size > 8**11:
         size = 8**11 - 1
     content = sparse(version, "b.bin", parts, size) + bytes(1024)
-    with pytest.raises(tc.FormatError, match=r"x\.tar: byte \d+: a GNU sparse member"):
+    with pytest.raises(tc.FormatError, match=r"x\.tar: byte \d+: (.* )?a GNU sparse member"):
         list(tc.tarfile_to_samples()([{"url": "x.tar", "stream": io.BytesIO(content)}]))
 
 

@@ -115,7 +115,7 @@ def test_a_shard_that_changed(tmp_path: Path) -> None:
     path.write_bytes(content)
     with tc.open(path) as cache:
         assert cache.read_members([0], "txt") == [b"first"]
-        with pytest.raises(tc.FormatError, match="index has member 'b.txt' where 'c.txt' is"):
+        with pytest.raises(tc.FormatError, match="the index lists member 'b.txt' where the shard has 'c.txt'"):
             cache.read_members([1], "txt")
     content[at : at + 5] = b"b.txt"
     content[at + 124 : at + 136] = b"%011o\0" % 5
