@@ -114,8 +114,8 @@ def native_reader(
 
     Args:
         paths: Whole shards on disks: a cache, or anything that `tc.open` accepts.
-        index_paths: DALI's indexes of the shards; by default each shard's `.idx`. Of these, missing or stale ones are made
-            for this pipeline, in a temporary folder.
+        index_paths: DALI's indexes of the shards; a stale one raises ValueError. By default each shard's `.idx`; where that
+            is missing or stale, an index is made for this pipeline, in a temporary folder.
         tensors: Names of the tensors in the batches; all by default. DALI reads all tensors in any case.
         members: Suffixes of other members, whose bytes arrive unchanged: `["jpg"]`.
         device: `"gpu"` sends the bytes to the pipeline's GPU.

@@ -85,7 +85,10 @@ def _compare_index(found: Checked, index: ShardIndex, where: str, reported: set[
 
 
 def _places(index: ShardIndex) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]]:
-    """Yield key and suffix of each member in an index, and its fields; the last field is the skeleton's references or None."""
+    """Yield, for each member in an index, its key and suffix, and its fields: offset, length, and more for tensors.
+
+    The last field is the texts of the references to the tensors; None if they are unknown, and for all other members.
+    """
     keys, table = list(index.keys), index.members_in_order()
     columns = (table.rows, table.kinds, table.numbers, table.begins, table.sizes)
     for row, kind, at, begin, nbytes in zip(*(column.tolist() for column in columns), strict=True):

@@ -91,7 +91,10 @@ def _listed_samples(file: ShardFile) -> int:
 
 
 def _listed_after(path: str, end: int, nbytes: int) -> int | None:
-    """Return the offset of the first member after `end` in DALI's index; None if none follows, or one is outside the file."""
+    """Return the offset of the first member after byte `end` of a shard, as DALI's index at `path` has it, or None.
+
+    It is None if the index lists no such member, lists one beyond the shard's `nbytes` bytes, or cannot be read.
+    """
     with contextlib.suppress(FileNotFoundError, FormatError):
         file = ShardFile(path)
         # damaged lines are ignored

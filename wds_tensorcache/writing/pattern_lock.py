@@ -1,4 +1,7 @@
-"""Lock that allows one writer of a pattern at a time: a hidden file, whose lock ends with the writer's process."""
+"""Lock that allows one writer at a time for a pattern of shard names, such as `train-%06d.tar`.
+
+It is a hidden file, whose lock ends with the writer's process.
+"""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class SkeletonWriter:
         return body
 
     def _write_arguments_anew(self, body: bytes) -> bytes:
-        """Return a body that is long enough for the cost of its calls, by writing arguments again instead of fetching them."""
+        """Return a longer body, with arguments written out instead of fetched: the limit on the cost of calls grows with it."""
         while (missing := self._call_cost - call_budget(len(body))) > 0:
             if not self._fetched:
                 raise EncodeError(
