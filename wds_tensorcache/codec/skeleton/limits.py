@@ -26,6 +26,8 @@ __all__ = [
     "MAX_DEQUES",
     "PER_BYTE",
     "SHORT_TEXT",
+    "SMALL_TABLE",
+    "TEXTS",
     "KeyCosts",
     "are_few_texts",
     "call_budget",
@@ -41,7 +43,7 @@ MAX_WORK = 128  # per key of one dict; for comparisons, per byte of the skeleton
 MAX_SET_WORK = 48  # per element of one set
 MAX_KEY_PARTS = 1000
 SHORT_TEXT = 256  # characters; comparing strings up to this length is as fast as reading them
-_SMALL_TABLE = 512  # keys; up to this number, searching slots costs less than reading the keys
+SMALL_TABLE = 512  # keys; up to this number, searching slots costs less than reading the keys
 _FEW_KEYS = 8  # up to this number, keys are compared in pairs, without a table
 _MIN_SLOTS = 1024
 _NUM_NEIGHBOURS = 10  # adjacent slots that a set tries before it jumps
@@ -49,7 +51,7 @@ _ALL_BITS = 0xFFFFFFFFFFFFFFFF
 # Comparing a longer number with a number of another type converts it, in time quadratic in its length.
 _LONG_NUMBER_NBYTES = 512
 _PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None)})
-_TEXTS = frozenset({str})
+TEXTS = frozenset({str})
 _NUMBERS = {Fraction: 16, Decimal: 8}  # cost of hashing one in Python code, or by a conversion
 
 
@@ -71,7 +73,7 @@ def _argument_cost(argument: Any) -> int:
 
 def are_few_texts(keys: Sequence[Any], num_others: int) -> bool:
     """Return whether keys are strings and, with `num_others` keys in the same container, too few to need counting."""
-    return len(keys) + num_others <= _SMALL_TABLE and _TEXTS.issuperset(map(type, keys))
+    return len(keys) + num_others <= SMALL_TABLE and TEXTS.issuperset(map(type, keys))
 
 
 class KeyCosts:
@@ -91,7 +93,7 @@ class KeyCosts:
         """
         self._count_hashing(keys)
         hashes = list(map(hash, keys))
-        if not container and len(keys) <= _SMALL_TABLE and len(set(hashes)) == len(keys):
+        if not container and len(keys) <= SMALL_TABLE and len(set(hashes)) == len(keys):
             return
         if not isinstance(container, (dict, set, type(None))):
             return  # an instance of a class in allow=, which is trusted

@@ -29,8 +29,9 @@ from wds_tensorcache.codec.skeleton.limits import (
     CALLS_OF_ANY,
     MAX_DEQUES,
     PER_BYTE,
+    SMALL_TABLE,
+    TEXTS,
     KeyCosts,
-    are_few_texts,
     call_budget,
     call_cost,
 )
@@ -216,7 +217,7 @@ class SkeletonWriter:
         if not pairs:
             return
         keys = list(map(_FIRST, pairs))
-        if not are_few_texts(keys, 0):
+        if len(keys) > SMALL_TABLE or not TEXTS.issuperset(map(type, keys)):
             self._check_keys(keys, path, is_set=False)
         self._parts.append(CODE[op.MARK])
         with collector_paused(True) if len(pairs) > MANY_ITEMS else _RUNNING:
