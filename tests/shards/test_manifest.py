@@ -454,27 +454,6 @@ def test_what_is_listed_by_another_spelling_is_replaced(folder: Path) -> None:
         assert len(cache) == 5
 
 
-@pytest.mark.parametrize(
-    ("table", "value", "what"),
-    [
-        ("caches", 5, "must both be objects"),
-        ("caches", None, "must both be objects"),
-        ("fingerprints", [], "must both be objects"),
-        ("caches", {"a.tar": None}, "expected numbers of samples"),
-        ("fingerprints", {"a.tar": None}, "expected a dict"),
-    ],
-)
-def test_tables_of_wrong_types_are_refused(tmp_path: Path, table: str, value: Any, what: str) -> None:
-    with tc.ShardWriter(tmp_path / "a.tar", fingerprint={"model": "m"}) as sink:
-        sink.write("0", {"x": 1})
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    manifest["tensorcache"][table] = value
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(tc.FormatError, match=what):
-        tc.open(tmp_path)
-    assert not tc.verify(tmp_path).ok
-
-
 @pytest.mark.parametrize("key", ["a\u2028b", "a\u00a0b", "a\x85b", "a\x1cb", "\u3000"])
 def test_white_space_beyond_ascii_is_part_of_a_name(tmp_path: Path, key: str) -> None:
     samples = [[("json", 512, 2, f"{key}.json")], [("json", 1536, 2, "next.json")]]

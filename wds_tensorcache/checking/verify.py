@@ -203,11 +203,11 @@ class _Manifest:
             differ(f"has {found.nbytes} bytes", entry.nbytes)
         if entry.num_samples != num_samples:
             differ(f"has {num_samples} samples", entry.num_samples)
-        if entry.url in self._caches and not are_counts(counts):
+        if counts is not None and not are_counts(counts):
             wrong(f"caches {counts!r:.200} for this shard, expected numbers of samples by name")
         elif counts is not None and counts != caches and len(found.index.keys) == entry.num_samples:
             differ(f"has {caches} samples in its caches", f"{counts!r:.200}")
-        if entry.url in self._fingerprints and not isinstance(listed, dict):
+        if listed is not None and not isinstance(listed, dict):
             wrong(f"the fingerprint {listed!r:.100} for this shard, expected fields by name")
         elif fingerprint is None or (listed is None and not self._is_ours):
             return fingerprint or listed

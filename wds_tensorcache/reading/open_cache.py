@@ -204,8 +204,6 @@ def _from_manifest(path: str) -> list[Found]:
     """Return the shards that a manifest lists. Shards that are not listed are unfinished, and so left out."""
     entries, extra = read_manifest(path)
     caches, fingerprints = extra.get("caches", {}), extra.get("fingerprints", {})
-    if not isinstance(caches, dict) or not isinstance(fingerprints, dict):
-        raise FormatError(f"{path}: caches and fingerprints must both be objects; delete it, then call tc.write_index")
     found: list[Found] = []
     for located in locate_shards(path, entries):
         entry, shard = located.entry, located.path
@@ -215,12 +213,12 @@ def _from_manifest(path: str) -> list[Found]:
             what = f"{shard} has {located.nbytes} bytes, but {path} says {entry.nbytes}: one of the two is stale"
             remedy = f"if tc.write_index was interrupted, call tc.write_index({shard!r}) again"
             raise FormatError(f"{what}; {remedy}, else call tc.verify, which tells what is intact", kind="index")
-        counts = caches.get(entry.url)
-        if entry.url in caches and not are_counts(counts):
+        counts = caches.get(entry.url) if isinstance(caches, dict) else None
+        if counts is not None and not are_counts(counts):
             what = f"{path}: {entry.url} has caches {counts!r:.100}, expected numbers of samples by name"
             raise FormatError(f"{what}, each at least 1; call tc.write_index({shard!r})")
-        fingerprint = fingerprints.get(entry.url)
-        if entry.url in fingerprints and not isinstance(fingerprint, dict):
+        fingerprint = fingerprints.get(entry.url) if isinstance(fingerprints, dict) else None
+        if fingerprint is not None and not isinstance(fingerprint, dict):
             raise FormatError(f"{path}: {entry.url} has a fingerprint {fingerprint!r:.100}, expected a dict")
         found.append((shard, Listed(entry.num_samples, counts), fingerprint))
     if not found:
