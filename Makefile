@@ -20,10 +20,8 @@ demo-text: $(VENV)/demo
 test: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2
 
-# The long tests of the package's own limits and of page faults run once, in `make test`: no other package takes part.
-OWN := $(addprefix --ignore=tests/, codec/test_many_tensors.py hostile/test_cut_shards.py hostile/test_keys.py hostile/test_resources.py)
 test-oldest: $(VENV)/dev $(VENV)/oldest
-	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n 2 tests/codec tests/hostile tests/integrations $(OWN)
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n 2 tests/codec tests/hostile tests/integrations
 
 # Writers that are killed at random, and others that go on: nothing is lost, and the bytes are the same in the end.
 kills: $(VENV)/dev
