@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ __all__ = ["BlockOrder", "EpochOrder", "uniform"]
 
 Array = np.ndarray[Any, Any]
 _ROUNDS = 8
+_TABLE_BITS = 12  # of a half; up to 2^24 samples, the round function is read from tables of at most 256 KB in all
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -49,14 +51,14 @@ class EpochOrder:
         if not self.shuffle or self.count < 2:
             return places
         bits = (self.count - 1).bit_length()
-        keys = _keys(self.seed, epoch)
-        result = _permute(places.astype(np.uint64), bits, keys)
+        result = _permute(places, bits, self.seed, epoch)
         outside = np.flatnonzero(result >= self.count)
         # on average, fewer than half remain each time, because the power of two is below twice the count
         while len(outside):
-            result[outside] = _permute(result[outside], bits, keys)
-            outside = outside[result[outside] >= self.count]
-        return result.astype(np.int64)
+            again = _permute(result[outside], bits, self.seed, epoch)
+            result[outside] = again
+            outside = outside[again >= self.count]
+        return result
 
 
 class BlockOrder:
@@ -125,16 +127,33 @@ def _finalise(values: Array) -> Array:
     return mixed
 
 
-def _permute(values: Array, bits: int, keys: Array) -> Array:
-    """Apply a Feistel permutation of `[0, 2^bits)` to `values`.
+@lru_cache(maxsize=32)
+def _round_tables(seed: int, epoch: int, bits: int) -> list[Array]:
+    """Return what the round function returns for each value of its half, in each round."""
+    low, high = np.arange(1 << bits // 2, dtype=np.uint64), np.arange(1 << bits - bits // 2, dtype=np.uint64)
+    pairs = zip([low, high] * (_ROUNDS // 2), [high, low] * (_ROUNDS // 2), _keys(seed, epoch), strict=True)
+    return [_round(half, len(other).bit_length() - 1, key) for half, other, key in pairs]
+
+
+def _round(half: Array, bits: int, key: np.uint64) -> Array:
+    """Return the round function of one half of the values, int64: `bits` bits, to combine with the other half."""
+    result: Array = (_finalise(half ^ key) & np.uint64((1 << bits) - 1)).astype(np.int64)
+    return result
+
+
+def _permute(values: Array, bits: int, seed: int, epoch: int) -> Array:
+    """Apply a Feistel permutation of `[0, 2^bits)` to `values`, int64.
 
     The two halves swap in each round and may differ in width by one bit.
     """
     low_bits, high_bits = bits // 2, bits - bits // 2
-    low, high = values & np.uint64((1 << low_bits) - 1), values >> np.uint64(low_bits)
-    for key in keys:
-        # `high` has `high_bits` bits, so the round's output is cut to as many
-        high, low = low, high ^ (_finalise(low ^ key) & np.uint64((1 << high_bits) - 1))
-        low_bits, high_bits = high_bits, low_bits
-    joined: Array = high << np.uint64(low_bits) | low
+    low, high = values & (1 << low_bits) - 1, values >> low_bits
+    if high_bits <= _TABLE_BITS:
+        for table in _round_tables(seed, epoch, bits):
+            high, low = low, high ^ table[low]
+    else:
+        for key in _keys(seed, epoch):
+            high, low = low, high ^ _round(low.astype(np.uint64), high_bits, key)
+            low_bits, high_bits = high_bits, low_bits
+    joined: Array = high << bits // 2 | low
     return joined
