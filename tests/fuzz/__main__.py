@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import os
 import resource
 import subprocess
@@ -11,7 +13,7 @@ import sys
 import tempfile
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -28,37 +30,64 @@ def main() -> int:
         "--findings", type=Path, default=Path("fuzz_out"), help="new inputs, and those that break a target"
     )
     parser.add_argument("--jobs", type=int, default=1, help="targets at a time")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--measure", type=Path, metavar="FILE", help="only print the processor time of this input")
     options = parser.parse_args()
     if options.measure:
         print(measure(options.targets[0], options.measure.read_bytes()))
         return 0
-    if options.inside:
-        fuzz(options.targets[0], options.seconds, options.findings)
-        return 0
     if importlib.util.find_spec("atheris") is None:
         print(f"atheris is missing, and has no wheel for every Python: nothing is fuzzed on {sys.version.split()[0]}")
         return 0
     targets = options.targets or [path.name for path in sorted((HERE / "corpus").iterdir())]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        codes = list(pool.map(lambda target: start(target, options.seconds, options.findings), targets))
-    return max(codes)
+    run = import_with_instruments()
+    codes, running = [0], dict[int, str]()
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as tempfile.tempdir:
+        while targets or running:
+            if targets and len(running) < options.jobs:
+                target = targets.pop(0)
+                running[start(target, run, options.seconds, options.findings)] = target
+                continue
+            pid, status = os.wait()
+            codes.append(os.waitstatus_to_exitcode(status))
+            report(running.pop(pid), codes[-1], options.findings)
+    return max(map(abs, codes))
 
 
-def start(target: str, seconds: int, findings: Path) -> int:
-    """Fuzz one target in its own process; return its exit status, 0 if nothing was found."""
+def import_with_instruments() -> Callable[[str, bytes], None]:
+    """Return the function that runs a target; once for all targets, since it takes seconds."""
+    import atheris
+    import torch
+    import webdataset  # noqa: F401  other packages are not instrumented
+
+    torch.set_num_threads(1)
+    with contextlib.redirect_stderr(io.StringIO()), atheris.instrument_imports(include=["wds_tensorcache"]):
+        from tests.fuzz.targets import run
+    warnings.simplefilter("error")
+    return run
+
+
+def start(target: str, run: Callable[[str, bytes], None], seconds: int, findings: Path) -> int:
+    """Fuzz one target in a forked process, and return its pid."""
     (findings / target).mkdir(parents=True, exist_ok=True)
     log = findings / f"{target}.log"
-    command = [sys.executable, "-m", "tests.fuzz", target, "--inside", f"--seconds={seconds}", f"--findings={findings}"]
+    pid = os.fork()
+    if pid:
+        return pid
     with log.open("wb") as file:
-        code = subprocess.run(command, stdout=file, stderr=file, cwd=HERE.parent.parent, check=False).returncode
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    fuzz(target, run, seconds, findings)
+    raise AssertionError("the fuzzer ends the process")
+
+
+def report(target: str, code: int, findings: Path) -> None:
+    """Print how a target ended."""
+    log = findings / f"{target}.log"
     lines = log.read_text(errors="replace").splitlines()
     ends = [line for line in lines if line.startswith(("Done", "=="))]
     print(f"{target}: {'; '.join(ends) or 'no end'}{'' if code == 0 else f': FOUND SOMETHING, see {log}'}", flush=True)
     if code:
         print("\n".join(lines[-25:]), flush=True)  # the traceback, and the input in base64
-    return code
 
 
 def measure(target: str, data: bytes) -> float:
@@ -81,16 +110,9 @@ def measure_apart(target: str, data: bytes) -> float:
     return float(lines[-1])
 
 
-def fuzz(target: str, seconds: int, findings: Path) -> None:
+def fuzz(target: str, run: Callable[[str, bytes], None], seconds: int, findings: Path) -> None:
     """Never return: the fuzzer ends the process."""
     import atheris
-    import torch
-    import webdataset  # noqa: F401  other packages are not instrumented
-
-    torch.set_num_threads(1)
-    with atheris.instrument_imports(include=["wds_tensorcache"]):
-        from tests.fuzz.targets import run
-    warnings.simplefilter("error")
 
     def one(data: bytes) -> None:
         began, size = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -10,10 +10,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -184,13 +186,19 @@ def shard() -> tuple[bytes, int]:
 
 
 _SHARD, _SHARD_END = shard()
-_FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-"))
-atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+
+
+@lru_cache
+def _folder(pid: int) -> Path:
+    """Return a folder of this process, which is deleted when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{pid}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def footer(data: bytes) -> None:
     """An index after a shard: a sample read through it is the shard's sample with that key."""
-    path = _FOLDER / "shard.tar"
+    path = _folder(os.getpid()) / "shard.tar"
     path.write_bytes(_SHARD + footer_of(data, _SHARD_END)[0])
     cache = REFUSED
     with contextlib.suppress(KeyError):  # as documented, for an index without a cache, or with several
@@ -287,9 +295,9 @@ def verify(data: bytes) -> None:
     From 128 on, the first byte begins a program for a shard of known content, and for what is done to it.
     """
     if data[:1] >= b"\x80":
-        known.judge(data, _FOLDER / "known")
+        known.judge(data, _folder(os.getpid()) / "known")
         return
-    path, out = _FOLDER / "verified.tar", _FOLDER / "repaired"
+    path, out = _folder(os.getpid()) / "verified.tar", _folder(os.getpid()) / "repaired"
     path.write_bytes(tar_of(data))
     report = tc.verify(path, num_threads=1)
     if not report.ok:
