@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 BENCH := .venv-bench
 BENCH_PIP := $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints/bench.txt
 
-.PHONY: demo demo-text test test-oldest kills fuzz check bench bench-quick format clean
+.PHONY: demo demo-text test test-oldest kills fuzz check bench bench-quick bench-smoke format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/demo
@@ -43,6 +43,10 @@ check: $(VENV)/dev
 	$(BIN)/codespell
 	$(BIN)/python -m tests.prose $(PROSE)
 
+# does it run; its figures mean nothing
+bench-smoke: $(VENV)/dev
+	$(BIN)/python -m benchmarks --quick --no-peers --out bench_out
+
 bench: $(BENCH)/peers
 	$(BENCH)/bin/python -m benchmarks --out bench_out
 
@@ -53,8 +57,10 @@ format: $(VENV)/dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# a Python's own pip may be years old, and take twice as long
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
 
 $(VENV)/demo: $(BIN)/python setup.cfg constraints/dev.txt
 	$(PIP) --editable '.[examples,dali]'
@@ -68,7 +74,7 @@ $(VENV)/fuzz: $(VENV)/dev
 	$(PIP) --editable '.[fuzz]'
 	touch $@
 
-$(VENV)/oldest: constraints/oldest.txt
+$(VENV)/oldest: $(BIN)/python constraints/oldest.txt
 	rm -rf $@
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ --requirement constraints/oldest.txt
 
