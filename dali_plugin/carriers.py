@@ -74,9 +74,9 @@ def plain(value: Any) -> Array:
 
 
 def restored(values: Mapping[str, Any], schema: Mapping[str, Carried]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the outputs of a pipeline by name: first the tensors of `schema` with their true dtypes, then all other outputs.
+    """Return two dicts of a pipeline's outputs by name: the tensors of `schema`, with their true dtypes, and all other outputs.
 
-    Memory: aliases `values`, on whose device tensors stay; arrays are on the host.
+    Memory: aliases `values`. Tensors stay on the device of `values`; arrays are on the host.
     """
     tensors, extra = {}, {}
     for name, value in values.items():

@@ -57,7 +57,7 @@ def repair(
     Raises:
         FileExistsError: `out` is not empty, or is the current folder or a mount point.
         FileNotFoundError: A file does not exist, or there are no shards.
-        FormatError: With `drop=False`, something is damaged or lost. A shard was changed during the call.
+        FormatError: With `drop=False`, something is damaged or lost; or a shard was changed during the call.
         OSError: The disk is full, the folder around `out` is read-only, …
         ValueError: Two shards in different folders have the same name, two shards would have the same `.idx` file, or `out`
             is an empty string.

@@ -178,7 +178,8 @@ class LazyTensor(Lazy):
     to the caller. If the first index is an int or a slice of step 1, only the selected bytes of the first dimension
     are read. Attributes such as shape and dtype read nothing. For repeated use, call `.load()` once.
 
-    Memory: keeps its source alive (the bytes of the member, or only the identity of the file), and no copy of its elements.
+    Memory: holds no copy of its elements. It keeps its source alive: the bytes of the member, the shard of an open cache, or,
+        if it was unpickled, only the path and identity of the file.
     Threads/fork/pickle: immutable, so safe in all three. If the source is in memory, the pickle contains only the bytes of
         this tensor.
     """

@@ -58,7 +58,7 @@ def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], bool]:
 
 
 def view_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], begin: int = 0) -> torch.Tensor:
-    """View a writable buffer from byte `begin` on as a tensor on the CPU, even if torch's default device is a GPU.
+    """View a writable buffer, starting at byte `begin`, as a tensor on the CPU, even if torch's default device is a GPU.
 
     Memory: aliases `buffer` and keeps it alive, unless the tensor is empty.
     """

@@ -163,7 +163,7 @@ class ResumablePipeline(IterableDataset[Any]):
             self._is_over = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, which resumes a loaded state if that state is in this epoch.
+        """Choose the epoch of the next iteration. If a loaded state stopped within this epoch, the iteration resumes there.
 
         Raises:
             ValueError: `epoch` is negative or too large.

@@ -85,7 +85,7 @@ def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int) -> ShardIn
     """Return the index at the end of a shard; None if there is no index, or a stale or damaged one.
 
     Raises:
-        FormatError: The digest of the index matches, but its content is impossible.
+        FormatError: The digest of the index matches, but its content breaks a rule of FORMAT.md 4.
     """
     tail_begin = max(0, shard_nbytes - _TAIL_NBYTES)
     tail = read(tail_begin, shard_nbytes)
@@ -108,7 +108,7 @@ def stale_footer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: i
     a shard of this length.
 
     Raises:
-        FormatError: The digest of the index matches, but its content is impossible.
+        FormatError: The digest of the index matches, but its content breaks a rule of FORMAT.md 4.
     """
     trailer = _parse_trailer(read(max(0, nbytes - TRAILER_NBYTES), nbytes), nbytes, shard_nbytes)
     if trailer is None:
@@ -146,7 +146,7 @@ def parse_footer(footer: bytes, shard_nbytes: int) -> ShardIndex | None:
     """Return the index in a footer or sidecar; None if the bytes are damaged, or declare a different length of the shard.
 
     Raises:
-        FormatError: The digest matches, but the content is impossible.
+        FormatError: The digest of the index matches, but its content breaks a rule of FORMAT.md 4.
 
     Memory: the arrays of the index are views of `footer`, and keep it alive.
     """

@@ -217,7 +217,7 @@ class Shard:
             self.note_template(rows, template)
 
     def _skeleton(self, row: int, layout: Layout) -> tuple[bytes, int]:
-        """Return a sample's skeleton member, and the offset in it at which the body follows the preamble.
+        """Return a sample's skeleton member, and the offset of the body in it.
 
         One read returns the member and its tar header; the name in the header is compared with the key.
         """

@@ -27,7 +27,8 @@ _WAIT_S = 10.0  # the longest wait during which nothing in the folder changes; t
 
 
 class Held:
-    """An open file or folder, which can be locked. It stays open and locked until `close`, or until this object is freed.
+    """An open file or folder, which can be locked. It stays open, and locked once `lock` succeeds, until `close`, or until
+    this object is freed.
 
     Threads/fork: any thread. A forked child closes its copy, so that it does not keep the lock of a parent that is killed.
 
@@ -88,10 +89,11 @@ _opening = threading.RLock()  # prevents a fork between opening a descriptor and
 def locked_folder(folder: str) -> Iterator[None]:
     """Hold the lock of a folder during the `with` block, so that one process at a time changes shared files in the folder.
 
-    Without effect if the system or the file system has no locks.
+    Has no effect if the system or the file system has no locks.
 
     Raises:
-        FileExistsError: The lock was not free for 60 s, or for 10 s during which no file in the folder was added or removed.
+        FileExistsError: The lock was still held elsewhere after 60 s, or after 10 s in which no file was added to the folder or
+            removed from it.
     """
     if os.name != "posix":
         yield

@@ -47,7 +47,7 @@ class Maps:
             the process.
 
     Attributes:
-        bases: Offset of each shard's first byte in that range.
+        bases: Offset of each shard's first byte in the range that addresses all maps.
 
     Raises (at the beginning of the `with` block, in it, and at its end):
         MapLost: A process wants to write to a shard, a page cannot be read, or this system has no safe way to copy.

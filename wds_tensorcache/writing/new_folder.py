@@ -19,7 +19,7 @@ _WRITTEN = re.compile(
 
 
 def check_new(out: str | os.PathLike[str], hint: str = "choose a new folder for the version") -> str:
-    """Return the absolute path of a folder that can be made or replaced; the error for files in it ends with `hint`.
+    """Return the absolute path of a folder that can be made or replaced. If it is not empty, the error ends with `hint`.
 
     Raises:
         FileExistsError: The path is a file, a folder that is not empty, the current folder, or a mount point.

@@ -97,7 +97,7 @@ def drop(
         fsync: Wait for the disk before the folder appears.
 
     Raises:
-        FileExistsError: `out` is not empty, or a shard has the name of the index of another shard.
+        FileExistsError: `out` is not empty, or a shard has the name that the `.idx` or `.index` of another shard needs.
         FileNotFoundError: `source` does not exist, or has no shards.
         FormatError: A shard or the manifest is damaged, or was changed during the call.
         KeyError: A key has no sample.

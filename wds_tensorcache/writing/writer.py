@@ -72,8 +72,8 @@ class ShardWriter:
         fingerprint: Description of how the samples are made (model, revision, dtype, crop, …), as JSON values; stored in
             footers and in the manifest, so that `tc.open(…, expect=…)` can check it.
         align: Alignment of tensors in their member in bytes, a multiple of 8.
-        encoder: Function that encodes a dict of other members by extension, and returns a dict of bytes, such as webdataset's
-            `make_encoder(True)`. By default bytes, text, `json` and `cls` are accepted.
+        encoder: Function that encodes the members outside caches, for example webdataset's `make_encoder(True)`. It takes a
+            dict of values by extension, and returns a dict of bytes. By default, bytes, text, `json` and `cls` are accepted.
 
     Raises:
         FileExistsError: A shard exists, another writer writes shards with the same names, or another process keeps the

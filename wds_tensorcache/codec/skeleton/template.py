@@ -39,8 +39,8 @@ class Template:
     Attributes:
         segments: Bytes before each value, and bytes after the last value.
         references: Strings of the references to tensors, in the order of the body.
-        containers: For each container, inner ones first: its type, the keys if it is a dict, and a function that selects its
-            items from a list of all values, then all tensors, then all containers built before.
+        containers: For each container, inner ones first: its type, its keys if it is a dict, and a function that selects its
+            items from one list, which contains all values, then all tensors, then the containers built so far.
     """
 
     segments: tuple[bytes, ...]

@@ -1,7 +1,7 @@
 """The types that a skeleton may name, for writing and reading: listed types, and classes in `allow=` (FORMAT.md 2.5, 2.7).
 
 An object of a *listed* type (the table in FORMAT.md 2.5) is written as a call of that type. `_rows` has one row for each
-type. It contains the function that returns the arguments to write, which are the same on every Python version, and the
+type. The row contains the function that returns the arguments to write, which are the same on every Python version, and the
 *builder*, which makes the object from arguments that were read. Builders refuse all arguments that could run code, open a
 file, or allocate more memory than the arguments themselves take.
 """

@@ -72,7 +72,7 @@ def fill_paddings(
 
 
 def filler_of(reference: Reference, value: complex) -> tuple[np.dtype[Any], Any]:
-    """Return the fill value of a tensor as an element of a numpy dtype of the same width: the dtype, and the element.
+    """Return a numpy dtype as wide as the tensor's dtype, and an element of it that has the bits of the fill value.
 
     Raises:
         BatchError: The tensor's dtype cannot represent the value.

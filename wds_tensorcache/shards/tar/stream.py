@@ -39,8 +39,8 @@ class TarStream:
         stream: Object with `read(n)`, which may return fewer than n bytes.
 
     Raises:
-        TarFormatError: While iterating or reading, with the offset in the decompressed tar. The stream ends without an
-            end-of-archive block, or breaks a rule of the format.
+        TarFormatError: The stream ends without an end-of-archive block, or breaks a rule of the format. Raised while iterating
+            or reading, with the offset in the decompressed tar.
 
     Threads: not thread-safe. Iterate once.
     """
