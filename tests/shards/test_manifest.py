@@ -459,3 +459,20 @@ def test_white_space_beyond_ascii_is_part_of_a_name(tmp_path: Path, key: str) ->
     samples = [[("json", 512, 2, f"{key}.json")], [("json", 1536, 2, "next.json")]]
     assert parse_dali_index(build_dali_index(samples)) == samples
     assert parse_dali_index(build_dali_index(samples), lenient=True) == samples
+
+
+@pytest.mark.parametrize("table", ["caches", "fingerprints"])
+@pytest.mark.parametrize("value", [None, 5, []])
+def test_tables_that_are_not_objects_are_ignored_by_readers_and_refused_by_writers(
+    tmp_path: Path, table: str, value: Any
+) -> None:
+    with tc.ShardWriter(tmp_path / "a.tar") as sink:
+        sink.write("0", {"x": 1})
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest["tensorcache"][table] = value
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with tc.open(tmp_path) as cache:
+        assert cache[0] == {"x": 1}
+    assert not tc.verify(tmp_path).ok
+    with pytest.raises(tc.FormatError, match="must both be objects"):
+        tc.ShardWriter(tmp_path / "b.tar")
