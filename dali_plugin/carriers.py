@@ -54,7 +54,7 @@ def check_ndim(name: str, ndim: int, dtype: Any) -> None:
 
 
 def _carrier(dtype: Any) -> Any:
-    """Return the dtype that stands for a dtype in DALI: itself, an integer of its width, or uint8 for bytes of wider ones."""
+    """Return the dtype that replaces `dtype` in DALI: itself, an integer of its width, or uint8 if it has more than 8 bytes."""
     if isinstance(dtype, torch.dtype):
         return dtype if dtype in _NATIVE else _TORCH.get(dtype.itemsize, torch.uint8)
     return dtype if dtype.kind in _NATIVE_KINDS else _NUMPY.get(dtype.itemsize, _NUMPY[1])
@@ -63,7 +63,8 @@ def _carrier(dtype: Any) -> Any:
 def plain(value: Any) -> Array:
     """Return a tensor or array as an array with a dtype that DALI supports. Memory: aliases `value`.
 
-    Elements of more than 8 bytes (complex128, texts) become uint8, with the bytes of an element as an additional dimension.
+    An array with elements of more than 8 bytes (complex128, texts) becomes uint8, with an additional dimension for the bytes of
+    an element.
     """
     carrier = _carrier(value.dtype)
     if carrier != value.dtype:
@@ -112,7 +113,7 @@ def _restored(name: str, value: Any, known: Carried) -> Any:
 
 
 def as_torch(output: Any, copy: bool) -> Any:
-    """Return an output as a tensor `[B, …]`, or as a list of B if shapes differ. Memory: DALI's own, unless `copy`."""
+    """Return an output as a tensor `[B, …]`, or as a list of B tensors. Memory: with `copy`, a copy, else DALI's own."""
     is_dense = output.is_dense_tensor()
     parts = [from_dlpack(one) for one in ([output.as_tensor()] if is_dense else output)]
     parts = [part.clone() for part in parts] if copy else parts
@@ -120,7 +121,7 @@ def as_torch(output: Any, copy: bool) -> Any:
 
 
 def as_value(value: Any) -> Any:
-    """Return a value of numpy, or of DALI's dynamic mode, as torch tensors: `[B, …]`, or a list of B."""
+    """Return a value of numpy, or of DALI's dynamic mode, as a tensor `[B, …]`, or as a list of B tensors."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, (list, tuple)):

@@ -34,8 +34,8 @@ def tensorcache(
     """Add a cache to the pipeline that is being defined; return a node for each tensor, each member and the sample indices.
 
     Args:
-        cache: A `TensorCacheSource`; or a cache or its shards, from which a source is made with the pipeline's batch size;
-            or a stream, that is, a `wds.DataPipeline` that ends in `tc.decode()` (see `TensorCacheStream`).
+        cache: A `TensorCacheSource`, a cache, its shards, or a stream (a `wds.DataPipeline` that ends in `tc.decode()`, see
+            `TensorCacheStream`). If it is not a source, a source is made with the pipeline's batch size.
         tensors, members, options: As for `TensorCacheSource` or `TensorCacheStream`, if `cache` is not already a source.
         device: `"gpu"` copies the tensors to the pipeline's GPU, through page-locked memory; members and indices stay on
             the CPU.
@@ -46,13 +46,13 @@ def tensorcache(
 
     Returns:
         Nodes in the order of the source's `outputs`. In the pipeline, bf16, fp8, complex and bool are integers of the same
-        width; `TensorCacheIterator` restores their dtypes. Operators may move these bits, but must not compute with them;
-        use `as_float=[…]` for that. The iterator detects a computation that changed the dtype, but not one whose result has
-        the same integer dtype, like that of `fn.resize`.
+        width; `TensorCacheIterator` restores their dtypes. Operators may move these bits, but must not compute with them; use
+        `as_float=[…]` for that. If a computation changes the integer dtype, the iterator raises TypeError; if it keeps this
+        dtype, as `fn.resize` does, the iterator cannot detect it.
 
     Raises:
         ValueError: The pipeline already reads a cache, or its batch size differs from that of the source.
-        TypeError: `cache` is a source, but `tensors`, `members` or `options` are given, too.
+        TypeError: `cache` is a source, but `tensors`, `members` or `options` are also given.
     """
     pipeline = _current("tensorcache", device)
     if isinstance(cache, (TensorCacheSource, TensorCacheStream)):
@@ -109,20 +109,20 @@ def native_reader(
 ) -> tuple[Any, ...]:
     """Add DALI's `fn.readers.webdataset` to the pipeline that is being defined; it reads shards without Python.
 
-    The tensors of a sample arrive as one array of bytes, of which `TensorCacheIterator` makes views on the same device.
+    The tensors of a sample arrive as one array of bytes. `TensorCacheIterator` makes views of this array on the same device.
     Operators in the pipeline see only the bytes. To augment tensors, use `tensorcache`.
 
     Args:
         paths: Whole shards on disks: a cache, or anything that `tc.open` accepts.
-        index_paths: DALI's indexes of the shards; a stale one raises ValueError. By default each shard's `.idx`; where that
-            is missing or stale, an index is made for this pipeline, in a temporary folder.
+        index_paths: DALI's indexes of the shards; a stale one raises ValueError. By default, the `.idx` of each shard is used.
+            If it is missing or stale, an index is made for this pipeline in a temporary folder.
         tensors: Names of the tensors in the batches; all by default. DALI reads all tensors in any case.
-        members: Suffixes of other members, whose bytes arrive unchanged: `["jpg"]`.
+        members: Suffixes of other members, for example `["jpg"]`; their bytes arrive unchanged.
         device: `"gpu"` sends the bytes to the pipeline's GPU.
         shuffle, seed: Shuffle within a buffer of `initial_fill` samples (1,024 by default), not the whole epoch.
         rank, world_size: Rank of this process, and number of ranks. Each rank reads one part of the samples, a different
             part in each epoch unless `stick_to_shard=True`. All ranks have the same number of batches.
-        last_batch: As for `tensorcache`, without `"wrap"`; padding repeats the last sample.
+        last_batch: As for `TensorCacheSource`, except `"wrap"`; padding repeats the last sample.
         options: More options of `fn.readers.webdataset`: `initial_fill`, `prefetch_queue_depth`, `dont_use_mmap` …
 
     Returns:
@@ -153,6 +153,6 @@ def _current(name: str, device: str) -> Any:
 
 
 def _floats(node: Any) -> Any:
-    """Return float32 values from the bits of bfloat16, which are the upper half of a float32."""
+    """Return bfloat16 bits as float32 values: they are the upper half of the bits of a float32."""
     upper: Any = fn.cast(fn.reinterpret(node, dtype=DALIDataType.UINT16), dtype=DALIDataType.UINT32)
     return fn.reinterpret(upper * Constant(np.uint32(1 << 16)), dtype=DALIDataType.FLOAT)  # type: ignore[no-untyped-call]

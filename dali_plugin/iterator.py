@@ -16,10 +16,10 @@ __all__ = ["TensorCacheIterator"]
 class TensorCacheIterator:
     """Iterator over the batches of pipelines that use `dali_plugin.fn.tensorcache` or `native_reader`, one epoch per loop.
 
-    A batch has the structure that `cache.read_batch` returns, with the pipeline's outputs in place of the tensors. Outputs
-    have the tensors' true dtypes, unless an operator changed the dtype that DALI saw. Values that are not tensors are decoded
-    on first use. If a pipeline has more outputs (for example images decoded from a member), a batch is a pair: the structure,
-    and a dict of the additional outputs by name. A tensor whose shape differs between samples is a list of B. With several
+    A batch has the structure that `cache.read_batch` returns, with the pipeline's outputs in place of the tensors. An output
+    has the tensor's true dtype, or the dtype to which an operator converted it. Values that are not tensors are decoded on
+    first use. If a pipeline has more outputs (for example images decoded from a member), a batch is a pair: the structure, and
+    a dict of the additional outputs by name. A tensor whose shape differs between samples is a list of B. With several
     pipelines, the iterator returns lists with one batch of each pipeline.
 
     If a loop is abandoned, the next loop continues in the same epoch. After the end of an epoch, the next loop begins a new
@@ -34,7 +34,7 @@ class TensorCacheIterator:
         outputs: Names of the pipelines' outputs: tensors, `"number"`, and any other names; by default the source's.
 
     Raises:
-        ValueError: `"number"` is missing in `outputs`, or a name occurs twice; there are no pipelines, or one occurs twice.
+        ValueError: `outputs` lacks `"number"` or repeats a name; or there are no pipelines, or one of them occurs twice.
         ValueError (of a batch): The number of names differs from the number of the pipeline's outputs.
         TypeError (of a batch): An operator computed with integers that represent another dtype.
 
@@ -112,8 +112,8 @@ class TensorCacheIterator:
         """Return the position as checkpoints of DALI; the pipelines need `enable_checkpointing=True`.
 
         Raises:
-            RuntimeError: A source is a stream, which cannot resume in the middle (`tc.ResumablePipeline` can), or a pipeline
-                has no checkpoints.
+            RuntimeError: A pipeline has no checkpoints; or a source is a stream, which cannot resume in the middle of an epoch
+                (use `tc.ResumablePipeline` for that).
         """
         if self._source.settings is None:
             raise RuntimeError(
@@ -136,7 +136,7 @@ class TensorCacheIterator:
         """Continue from `state`, which must be loaded before the first batch.
 
         Raises:
-            RuntimeError: The pipelines are already built. DALI restores a pipeline only when it is built.
+            RuntimeError: The pipelines are already built; DALI restores the state of a pipeline only while building it.
             ValueError: The state belongs to other samples, or to batches in another order.
         """
         if self._is_built or any(getattr(each.pipe, "_built", False) for each in self._pipes):
@@ -161,7 +161,7 @@ class TensorCacheIterator:
             self._is_built = True
 
     def _run(self) -> list[Any]:
-        """Return the outputs of each pipeline's next batch."""
+        """Return, for each pipeline, the outputs of its next batch."""
         for each in self._pipes:
             each.pipe.schedule_run()
         return [each.outputs() for each in self._pipes]
@@ -191,7 +191,7 @@ class _Pipe:
     def outputs(self) -> Any:
         """Return the next outputs. With the dynamic executor, they are ready on the caller's CUDA stream, if there is one.
 
-        All other executors wait for the GPU.
+        With any other executor, this call waits for the GPU.
         """
         stream = torch.cuda.current_stream(self.pipe.device_id) if self._has_gpu and self.pipe.exec_dynamic else None
         outputs = self.pipe.outputs(stream)

@@ -1,4 +1,4 @@
-"""Source that reads a cache with DALI's own reader of WebDataset shards, without Python; tensors are views of its bytes."""
+"""Source that reads a cache with DALI's own reader of WebDataset shards, without Python. Tensors are views of what it read."""
 
 from __future__ import annotations
 

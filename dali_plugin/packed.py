@@ -1,4 +1,4 @@
-"""Find the samples to which the members belong that DALI's own reader has read, and cut the members into tensors."""
+"""Find the samples of the members that DALI's own reader has read, and cut the members into tensors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PackedMembers:
         return found
 
     def is_index(self, shard: int, path: str) -> bool:
-        """Return whether the file at `path` is a current DALI index of a shard, judging by 64 of its samples."""
+        """Return whether the file at `path` is a DALI index that matches a shard; only 64 of its samples are compared."""
         return is_dali_index(path, self._shards[shard].index, self._shards[shard].name)
 
     def numbers(self, origins: Iterable[bytes]) -> Array:
@@ -91,7 +91,7 @@ class PackedMembers:
         raise tc.FormatError(f"no tensors of the cache start at {where!r:.300}; DALI's index of the shard is stale")
 
     def _begins_of(self, at: int) -> tuple[list[int], list[int]]:
-        """Return the offsets of a shard's tensor members, ascending, and their rows."""
+        """Return the offsets of a shard's tensor members, ascending, and for each the number of its sample in the shard."""
         known = self._begins.get(at)
         if known is None:
             begins = self._shards[at].columns.tensors_begin

@@ -23,7 +23,7 @@ NUMBER = "number"  # the name of the output with the sample indices of a batch
 class Source:
     """Base of all sources of batches for a pipeline.
 
-    A source keeps its last batches, because DALI reads them later, and the requests of which nested batches are made.
+    A source keeps its last batches, because DALI reads them later. It also keeps their requests, to make nested batches.
     """
 
     tensors: list[str]
@@ -88,7 +88,7 @@ class Source:
         self.as_float += tuple(names)
 
     def keep_at_least(self, count: int) -> None:
-        """Keep at least `count` batches, some of which DALI may not have read yet."""
+        """Keep at least the last `count` batches, because DALI may not have read them yet."""
         self._kept = deque(self._kept, max(count, self._kept.maxlen or 0))
 
     def was_given(self, stream: Any) -> None:
@@ -102,8 +102,9 @@ class Source:
         """Return a batch in the structure that was written, and all outputs that are not its tensors.
 
         Args:
-            outputs: A batch of this source after a pipeline or operators, by name, including `"number"`: tensors `[B, …]`,
-                or lists of B, of torch, numpy or the dynamic mode. Missing tensors are left out, as in `select`.
+            outputs: Outputs of a pipeline, or of operators, for a batch of this source, by name, including `"number"`. Each
+                output is a tensor `[B, …]` or a list of B tensors, of torch, numpy or the dynamic mode. Tensors that are not
+                given are left out of the result, as with `select`.
 
         Raises:
             TypeError: An operator computed with integers that represent another dtype.
@@ -132,7 +133,7 @@ class TensorCacheSource(Source):
     Args:
         cache: A cache, or anything that `tc.open` takes.
         tensors: Names of tensors as in `cache.schema`, or patterns (`"text.*"`); all by default.
-        members: Suffixes of other members, whose bytes arrive unchanged: `["jpg"]`.
+        members: Suffixes of other members, for example `["jpg"]`; their bytes arrive unchanged.
         batch_size: Number of samples in a batch.
         shuffle, seed: Use a new order in every epoch, the same on all ranks.
         rank, world_size: Rank of this process, and number of ranks. All ranks have the same number of batches.
@@ -143,7 +144,7 @@ class TensorCacheSource(Source):
 
     Raises:
         KeyError: A tensor or member is unknown; the message lists similar names.
-        ValueError: An argument is out of range; the cache has no samples, or less than a full batch with `"drop"`.
+        ValueError: An argument is out of range; the cache has no samples, or, with `"drop"`, fewer than a full batch.
         TypeError: A tensor's dtypes differ between samples.
         BatchError (of a batch): A sample lacks a tensor.
 
@@ -201,7 +202,7 @@ class TensorCacheSource(Source):
 
         Raises:
             StopIteration: The epoch is over.
-            TypeError: DALI was not told to pass a `BatchInfo`, so every epoch would be the first one.
+            TypeError: DALI does not pass a `BatchInfo`, because `batch_info=True` is missing.
         """
         if not hasattr(info, "epoch_idx"):
             raise TypeError("fn.external_source(source, …) needs batch_info=True; without a pipeline use source.batch")

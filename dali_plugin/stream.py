@@ -25,8 +25,8 @@ class TensorCacheStream(Source):
 
     Args:
         stream: Any iterable of samples that can be iterated over several times.
-        tensors: Names of the tensors; by default all tensors of the first sample, which is then read in advance.
-        members: Other fields of the samples, which contain bytes: `["jpg"]`.
+        tensors: Names of the tensors; by default all tensors of the first sample. To find them, that sample is read in advance.
+        members: Names of other fields of the samples, for example `["jpg"]`; these fields must contain bytes.
         batch_size: Number of samples in a batch.
         field: Field of the samples that contains the nested tensors.
         last_batch: `"short"` keeps a short last batch, `"drop"` drops it. A stream cannot pad it.

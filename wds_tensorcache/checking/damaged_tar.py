@@ -1,4 +1,4 @@
-"""Find the members of a damaged tar: by its headers or, after a damaged one, by an index or a search for the next header."""
+"""Find the members of a damaged tar by its headers. After a damaged header, use an index, or search for the next header."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Break(NamedTuple):
 
 
 class End(NamedTuple):
-    """The end of the archive: offset of its marker; `unseen` is the offset of a member after it, which readers do not see."""
+    """The end of the archive, at byte `offset`. `unseen` is the offset of a member after the end; readers do not see it."""
 
     offset: int
     unseen: int | None = None
@@ -127,7 +127,7 @@ class Salvage:
                 yield Member(rebuilt.name, rebuilt.begin, rebuilt.begin, rebuilt.nbytes, rebuilt.end, True)
 
     def _resume(self, failed: int, readable_end: int, kind: Kind) -> tuple[int | None, Place | None]:
-        """Return the offset at which members resume after a damaged header, or None; and the index's place there, or None."""
+        """Return the offset where members resume after a damaged header, and the index's place there; each may be None."""
         failed = failed // BLOCK * BLOCK
         begin = failed + BLOCK
         is_whole = kind in _IN_EXTENDED and begin <= self.nbytes and _is_header(self.read(failed, begin), False)
@@ -146,7 +146,7 @@ class Salvage:
         return self._search(failed, begin, self.nbytes, self.end), None
 
     def _resume_by_index(self, place: Place, failed: int, begin: int) -> tuple[int | None, Place | None]:
-        """Return what `_resume` returns, given the next place in the index; members resume at or after byte `begin`."""
+        """Return the two values of `_resume`, given the next place in the index. Members resume at or after byte `begin`."""
         if not place.follows_known:
             found = self._search(failed, begin, place.begin, None)
             if found is not None and found < place.begin:
@@ -163,7 +163,7 @@ class Salvage:
         return (place.begin - BLOCK, None) if place.has_header else (place.end, place)
 
     def _leads_to_place(self, found: int, place: Place) -> tuple[bool, int]:
-        """Return whether reading members from byte `found` on arrives at a place; and the offset to search from if not."""
+        """Return whether members from byte `found` on lead exactly to `place`, and where to search next if they do not."""
         scanner = Scanner(self.read, self.nbytes, found)
         try:
             for name, begin, _ in scanner:
@@ -176,10 +176,10 @@ class Salvage:
         return not place.name and scanner.end == place.begin, max(found, scanner.end) + BLOCK
 
     def _search(self, failed: int, begin: int, limit: int, end: int | None) -> int | None:
-        """Return the offset of the first header in `[begin, limit)` of a member other than the one damaged at `failed`.
+        """Return the offset of the first header in `[begin, limit)`; skip a member that lost its extended header at `failed`.
 
-        `end` is the end of the archive according to an index; it is returned if no header comes before it. Return None if
-        there is neither.
+        `end` is the end of the archive according to an index. It is returned if there is no header before it. Return None if
+        there is neither a header nor an end.
         """
         found = self._next_member(begin, limit, end, named=False)
         if found is None or found == end:
@@ -190,7 +190,7 @@ class Salvage:
         return self._next_member(found, limit, end)
 
     def _may_name_next(self, failed: int, found: int) -> bool:
-        """Return whether the damaged header at `failed` may be an extended one, with name or size of the member at `found`."""
+        """Return whether the damaged header at `failed` may be an extended one, with the name or size of the next member."""
         header = self.read(failed, failed + BLOCK)
         content = self.read(failed + BLOCK, min(found, failed + _MAX_RECORDS_NBYTES)).rstrip(b"\0")
         is_naming = header[_MAGIC_BEGIN : _MAGIC_BEGIN + 5] == b"ustar" and header[_TYPE_BEGIN] in _NAMING
@@ -222,8 +222,8 @@ class Salvage:
     def _resume_after_zeros(self, at: int) -> tuple[int | None, Place | None, int | None]:
         """Decide whether zeros at byte `at` end the archive.
 
-        Return three values: if members resume after the zeros, the two values of `_resume`, else None twice; and if the archive
-        ends here, the offset of the first member after its end, or None.
+        If members resume after the zeros, return the two values of `_resume`, and None. If the archive ends here, return None,
+        None, and the offset of the first member after its end, or None if there is no such member.
         """
         if at == self.end:
             return None, None, None
@@ -240,7 +240,7 @@ class Salvage:
         return self._search(at, begin, limit, self.end), None, None
 
     def _next_member(self, begin: int, limit: int, end: int | None, named: bool = True) -> int | None:
-        """Return the offset of the first header in `[begin, limit)`, or None; `end` if no header is before the zeros there."""
+        """Return the offset of the first header in `[begin, limit)`, or `end` if zeros there come first; None if neither."""
         if end is not None and begin <= end:
             found = self._next_header(begin, end, named)
             if found is not None or (end % BLOCK == 0 and not self.read(end, end + BLOCK).strip(b"\0")):
@@ -248,7 +248,7 @@ class Salvage:
         return self._next_header(begin, limit, named)
 
     def _next_header(self, begin: int, limit: int, named: bool = True) -> int | None:
-        """Return the offset of the first header in `[begin, limit)`, or None; `named` skips those without a sample's key."""
+        """Return the offset of the first header in `[begin, limit)`, or None; `named` skips headers without a sample's key."""
 
         def has_magic(blocks: Any) -> Any:
             return (blocks[:, _MAGIC_BEGIN : _MAGIC_BEGIN + len(_MAGIC)] == _MAGIC).all(1)
@@ -258,7 +258,7 @@ class Salvage:
     def _next_block(
         self, begin: int, limit: int, find: Callable[[Any], Any], accept: Callable[[bytes], bool]
     ) -> int | None:
-        """Return the offset of the first block in `[begin, limit)`, or None, that `find` selects and `accept` confirms.
+        """Return the offset of the first block in `[begin, limit)` that `find` selects and `accept` confirms, or None.
 
         `find` maps an array of blocks, uint8 `[n, 512]`, to bools `[n]`; `accept` gets the bytes of one block.
         """

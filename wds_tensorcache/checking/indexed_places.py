@@ -34,7 +34,7 @@ _UNKNOWN, _UNREADABLE, _BY_HEADER, _BY_DIGEST, _BY_NEXT = range(5)
 
 
 class Place(NamedTuple):
-    """Where an index locates a member: its content starts at byte `begin`, its padding ends at byte `end`.
+    """The place of a member according to an index: its content starts at byte `begin`, its padding ends at byte `end`.
 
     `has_header` is True if a readable header names the member, `is_confirmed` if digests match its bytes, and `follows_known`
     if it is the first member, or the place of the member before it is confirmed.
@@ -50,17 +50,17 @@ class Place(NamedTuple):
 
 
 def find_places(file: ShardFile) -> Places | None:
-    """Return the members' places from the index at a shard's end, or else from its sidecar, even if stale; None without one."""
+    """Return the places in the index at a shard's end, or else in its sidecar, even if stale; None if there is no index."""
     index = next(stored(file, lambda each: stale_footer(each.read, each.nbytes), lenient=True), None)
     return None if index is None else Places(file.read, file.nbytes, index)
 
 
 class Places:
-    """The members that an index lists, in the order of their offsets, and which of their places the shard confirms.
+    """The members that an index lists, in the order of their offsets, and for each whether the shard confirms its place.
 
     Hazard: an index may be stale or forged, and could name the wrong bytes. So a member is recovered only if its own header
-    names it, or if both conditions hold: its bytes match the digests in the index, the skeleton and the tensors; and no
-    readable header contradicts its key.
+    names it, or if its bytes match the digests in the index, the skeleton and the tensors, and no readable header contradicts
+    its key.
 
     Args:
         read: Function that returns the bytes `[begin, end)` of the file.
@@ -80,8 +80,8 @@ class Places:
     def after(self, offset: int) -> Place | None:
         """Return the first member whose place is confirmed and whose content starts after byte `offset`.
 
-        After the last member, return the end of the archive, as a place without a name. Return None if the index is wrong
-        about the end, if `offset` is after the end, or if no later place is confirmed.
+        If no member follows, return the end of the archive, as a place without a name. Return None if the index is wrong about
+        the end, if `offset` is after the end, or if no later place is confirmed.
         """
         begins = self._table[0]
         first, end = int(np.searchsorted(begins, offset, "right")), self._index.end
@@ -167,7 +167,7 @@ class Places:
         return _UNKNOWN
 
     def _has_digests(self, cache: CacheColumns, number: int) -> bool:
-        """Return whether both members of a cache are where the index says, and match its digest and their own digests."""
+        """Return whether both members of a cache are where the index says, and match the index's digest and their own."""
         layout = self._index.layouts[cache.layout.item(number)]
         begin, digest = cache.tensors_begin.item(number), cache.digest.item(number)
         first = cache.skeleton_begin.item(number)

@@ -48,7 +48,7 @@ class Report:
         num_samples: Samples in the shards, including damaged ones.
         num_damaged: Samples with a fault in their own bytes or names. `repair` leaves them out.
         num_lost: Samples that an index or the manifest lists, but no shard contains.
-        num_repeated: Keys that occur in several shards, so that `cache[key]` raises. This is not a fault, since a folder may
+        num_repeated: Keys that occur in several shards; for these, `cache[key]` raises. They are not faults, since a folder may
             contain shards of several kinds.
         num_unverified: Samples from other writers that lack a digest of the skeleton or the tensors, so that damage to these
             bytes goes unnoticed.

@@ -98,7 +98,7 @@ class Checked:
 
 
 def check_shard(path: str, allow: Mapping[tuple[str, str], type], readers: Readers) -> Checked:
-    """Check a shard in one pass over its bytes, or in a second one if the first finds that it kept the wrong samples.
+    """Check a shard in one pass over its bytes, and in a second pass if the first one kept the wrong samples or lost caches.
 
     Raises:
         OSError: The file cannot be opened. Bytes that cannot be read are reported as a fault.
@@ -132,9 +132,9 @@ def _check_all(
 ) -> Checked:
     """Check a shard in one pass. Of samples with the same key, keep the first without a fault.
 
-    If that sample has no cache, add the offset of a later sample with a cache to `better`, by key; a second pass with this
-    `better` keeps the later sample. `listed` contains, by key, the number of caches that a current index lists for samples
-    that have lost some of them; a second pass reports these as faults.
+    If that sample has no cache, but a later one has, add the offset of the later one to `better`, by key. A second pass with
+    this `better` keeps the later sample. `listed` describes samples that have lost caches: it maps their keys to the number of
+    caches in a current index. The second pass reports the lost caches as faults.
     """
     report = Report(num_shards=1, nbytes=file.nbytes)
     found = Checked(file.path, file.nbytes, file.identity, report)

@@ -87,7 +87,8 @@ def _compare_index(found: Checked, index: ShardIndex, where: str, reported: set[
 def _places(index: ShardIndex) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]]:
     """Yield, for each member in an index, its key and suffix, and its fields: offset, length, and more for tensors.
 
-    The last field is the texts of the references to the tensors; None if they are unknown, and for all other members.
+    The last field contains the texts of the references to the tensors. It is None if they are unknown, and for all members
+    other than tensors.
     """
     keys, table = list(index.keys), index.members_in_order()
     columns = (table.rows, table.kinds, table.numbers, table.begins, table.sizes)

@@ -25,7 +25,7 @@ __all__ = ["check_all", "verify"]
 
 
 def verify(source: Any, *, num_threads: int | None = None, allow: Iterable[type] = ()) -> Report:
-    """Check all bytes of shards that a checksum or digest covers, and whether sidecars and manifest match the shards.
+    """Check all bytes of shards that have a checksum or digest, and whether sidecars and manifest match the shards.
 
     `verify` recomputes the checksums of all tar headers and both digests of every sample, and decodes every skeleton. It
     compares the samples with the index at the shard's end or in its `.index` file, and with the `.idx` file. It also checks
@@ -117,7 +117,7 @@ def _reason(error: FormatError | OSError) -> str:
 
 
 def _without_number(path: str) -> str:
-    """Return a path with its numbers masked, which is the same for all shards of one writer."""
+    """Return a path with its numbers masked; all shards of one writer have the same result."""
     return re.sub(r"[0-9]+", "#", path)
 
 
@@ -181,7 +181,7 @@ class _Manifest:
         return paths
 
     def num_samples(self, path: str) -> int:
-        """Return the number of samples that the manifest lists for a shard."""
+        """Return the number of samples of a shard according to the manifest."""
         entry = self._entries.get(os.path.abspath(path))
         return 0 if entry is None else entry.num_samples
 

@@ -1,8 +1,8 @@
 """The table of dtypes in FORMAT.md 3.2: how each dtype of torch and numpy is stored.
 
 The *true* dtype is that of the tensor or array in the sample. The *stored* dtype is that of its entry in the `.safetensors`
-file; every supported release of safetensors can load it. A tensor of any other true dtype
-is stored as the same bytes under a stored dtype. The skeleton's reference to it names the true dtype as its attribute
+file; every supported release of safetensors can load it. If the true dtype is not among the stored dtypes, the tensor's bytes
+are stored unchanged under a stored dtype. The skeleton's reference to the tensor then names the true dtype in its attribute
 `dtype`.
 """
 
@@ -45,7 +45,8 @@ class TrueDtype:
 
     Attributes:
         stored: Stored dtype, a key of `STORED`.
-        inner: Shape of one true element in stored elements, appended to the tensor's shape in the file; `()` if they are equal.
+        inner: Shape of one true element in stored elements; it is appended to the tensor's shape in the file. `()` if one true
+            element is one stored element.
         attribute: Value of the reference's `dtype` attribute; None if the stored dtype is the true dtype.
         itemsize: Bytes per element of the *stored* dtype.
     """

@@ -91,7 +91,7 @@ plan_small_member = lru_cache(256)(plan_member)  # samples whose tensors have eq
 
 
 def parse_header(member: bytes | memoryview, member_nbytes: int | None = None) -> tuple[Layout, int | None]:
-    """Validate the header of a `.safetensors` member; return its layout, and its digest or None if it has none.
+    """Validate the header of a `.safetensors` member; return its layout, and its digest (None if it has none).
 
     Args:
         member: The whole member, or at least its header.
@@ -226,7 +226,7 @@ def _parse_entry(name: str, entry: Any, data_begin: int) -> StoredTensor:
 
 
 def is_possible(shape: Sequence[int]) -> bool:
-    """Return whether torch and numpy can compute the strides of this shape, for which they count a dimension of 0 as 1."""
+    """Return whether torch and numpy can compute the strides of this shape. For strides, they count a dimension of 0 as 1."""
     return math.prod(filter(None, shape)) < 1 << 59
 
 

@@ -66,8 +66,8 @@ class Layout:
         form: Form of this layout.
         texts: String of the reference to each tensor, in the same order; None if unknown, as after `parse_header`.
         references: References by their strings; filled by `resolve`.
-        resolved: (template, its references in the order of the template, their strings in the order of the tensors); set by
-            `resolve_template`.
+        resolved: A template; its references, in the order of the template; and the strings of these references, in the order of
+            the tensors. Set by `resolve_template`.
     """
 
     tensors: dict[str, StoredTensor]
@@ -86,7 +86,7 @@ _FORMS: dict[tuple[tuple[str, str, int], ...], Form] = {}
 
 
 def form_of(entries: tuple[tuple[str, str, int], ...]) -> Form:
-    """Return the form with these entries: one object for equal entries, unless they are long or the table was cleared."""
+    """Return the form with these entries. Equal entries give the same object, unless they are long or the table was cleared."""
     form = _FORMS.get(entries)
     if form is None:
         if not _is_small(entries):

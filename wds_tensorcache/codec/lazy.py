@@ -36,7 +36,7 @@ class Lazy:
 
     @staticmethod
     def view_buffer(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Return a buffer as a tensor or array, which aliases it, after checking its values."""
+        """Return a buffer as a tensor or array, after checking its values. Memory: aliases the buffer."""
         raise NotImplementedError
 
     def load(self) -> Any:
@@ -178,8 +178,8 @@ class LazyTensor(Lazy):
     to the caller. If the first index is an int or a slice of step 1, only the selected bytes of the first dimension
     are read. Attributes such as shape and dtype read nothing. For repeated use, call `.load()` once.
 
-    Memory: holds no copy of its elements. It keeps its source alive: the bytes of the member, the shard of an open cache, or,
-        if it was unpickled, only the path and identity of the file.
+    Memory: holds no copy of its elements. It keeps its source alive: bytes in memory, or the shard of an open cache. Instead of
+        the shard, an unpickled copy keeps only the path and identity of its file.
     Threads/fork/pickle: immutable, so safe in all three. If the source is in memory, the pickle contains only the bytes of
         this tensor.
     """
@@ -228,7 +228,8 @@ class LazyTensor(Lazy):
             RuntimeError: `device` is not available.
             FormatError: A bool tensor contains bytes other than 0 and 1, or the shard was changed.
 
-        Memory: private, owned by the caller, aligned to 16 bytes; a view aliases the source and keeps it alive.
+        Memory: private to the caller, and aligned to 16 bytes. With `copy=False`, the result may be a view, which aliases the
+            source and keeps it alive.
         """
         if out is not None:
             self._check_out(out)

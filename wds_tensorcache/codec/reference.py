@@ -115,7 +115,7 @@ def named_by(text: str) -> tuple[str, str]:
 
 
 def parse_reference(text: str) -> tuple[str, str, str | None]:
-    """Return the kind, the tensor's name and the attribute `dtype`, or None, in the string of a reference.
+    """Return the kind, the tensor's name and the attribute `dtype` in the string of a reference; None for a missing attribute.
 
     Raises:
         FormatError: The string has an unknown kind or attribute.

@@ -135,7 +135,7 @@ def decode_sample(
         allow: Classes that the skeleton may instantiate; pass them only for files that you trust.
 
     Raises:
-        UnsafeSkeletonError: The skeleton names code outside the format, which was not executed.
+        UnsafeSkeletonError: The skeleton names code outside the format; it was not executed.
         FormatError: The members are damaged or do not belong together; with `verify`, a digest does not match or is missing.
         TypeError: A member is not bytes, bytearray or memoryview.
 
@@ -175,7 +175,9 @@ def decode_members(
 
 
 def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int, int | None]:
-    """Check that two members belong together; return the offset of the skeleton's body, and its digest in the preamble or None.
+    """Check that two members belong together; return the offset of the skeleton's body, and the digest of the body.
+
+    The digest is None if the skeleton has no preamble.
 
     Args:
         skeleton: The whole skeleton, or at least its preamble.
@@ -284,7 +286,7 @@ def decode_plain_pickle(pickled: bytes, allow: Allowed) -> Any:
     """Return the object in a pickle that contains only plain values and the types listed in FORMAT.md 2.5.
 
     Raises:
-        UnsafeSkeletonError: The pickle names code outside the format, which was not executed.
+        UnsafeSkeletonError: The pickle names code outside the format; it was not executed.
         FormatError: The pickle is damaged, or it is a skeleton with references to tensors.
     """
     begin, *_ = parse_preamble(pickled)

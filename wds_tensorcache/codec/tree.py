@@ -92,7 +92,7 @@ class _Copier:
 
     Args:
         replace: Function of a value and its path; returns the replacement, or `_INNER` to copy the value as a container.
-        once: Types whose objects are replaced only once, even if they occur several times. Containers always are.
+        once: Types whose objects are replaced only once, even if they occur several times. For containers, this always holds.
         with_keys: True also replaces the keys of dicts.
     """
 
@@ -145,7 +145,7 @@ class _Copier:
 
 
 class _Holding:
-    """A predicate: True for a lazy tensor and for a dict, list, tuple or deque with one in it; examines each container once."""
+    """A predicate: True for a lazy tensor, and for a dict, list, tuple or deque with one in it. Visits each container once."""
 
     def __init__(self) -> None:
         self._known: dict[int, bool] = {}
@@ -182,7 +182,7 @@ def map_leaves(sample: Any, tensor: Callable[[Lazy], Any], leaf: Callable[[Path]
 
 
 def project(sample: Any, wanted: Callable[[str], bool]) -> Any:
-    """Return `sample` without the tensors whose names `wanted` refuses: dicts lose them, sequences contain None instead."""
+    """Return `sample` without the tensors whose names `wanted` refuses: dicts lose them, sequences have None in their place."""
     found = _project(sample, wanted, {})
     return None if found is _DROPPED else found
 
@@ -274,8 +274,8 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
 def difference(first: Any, other: Any) -> tuple[str, str, str] | None:
     """Return where the structures of two samples differ, what the first has there, and what the other has; None if nowhere.
 
-    If one container occurs several times in the first sample, the other sample must also have one container in these
-    places, because `map_leaves` visits it only once.
+    If one container occurs several times in the first sample, the other sample must have one container in the same places,
+    because `map_leaves` visits it only once.
     """
     found = _Difference().between(first, other, ())
     return None if found is None else (_at(found[0]), found[1], found[2])

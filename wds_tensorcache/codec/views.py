@@ -35,7 +35,7 @@ def check_device(device: Any) -> None:
 
 
 def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`; raise FormatError if a bool is a byte other than 0 and 1, which torch's kernels do not expect."""
+    """Return `tensor`; raise FormatError if a bool is a byte other than 0 or 1: torch would then compute wrong results."""
     if tensor.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).cpu().numpy().max()) > 1:
         raise FormatError("a bool tensor holds bytes other than 0 and 1")
     return tensor
@@ -73,7 +73,7 @@ def view_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], begin: 
 
 
 def view_array(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], begin: int = 0) -> Array:
-    """View a writable buffer from byte `begin` on as an array. Memory: aliases `buffer` and keeps it alive, unless empty."""
+    """View a writable buffer, from byte `begin` on, as an array. Memory: aliases `buffer` and keeps it alive, unless empty."""
     return np.ndarray(shape, dtype, buffer, begin) if math.prod(shape) else np.empty(shape, dtype)
 
 

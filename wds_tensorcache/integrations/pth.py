@@ -1,8 +1,8 @@
 """Decode files of `torch.save` with the reader of skeletons.
 
 `torch.load(weights_only=True)` runs no code, but its cost is unbounded: 500 bytes can describe a dict key of nested, shared
-tuples whose hash takes years, and 400 bytes can allocate `bytearray(2**31)`. Here the pickle is translated to the opcodes
-that FORMAT.md 2.4 lists, whose reader limits its work.
+tuples whose hash takes years, and 400 bytes can allocate `bytearray(2**31)`. Here the pickle is translated to the opcodes of
+FORMAT.md 2.4, and the reader of these opcodes limits its work.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def decode_pth(raw: bytes, limit: int, allow: Allowed) -> Any:
         UnsafeSkeletonError: The file contains more than dense tensors, parameters, plain values and types of FORMAT.md.
         FormatError: The file is damaged, in a different format, or exceeds `limit`.
 
-    Memory: newly allocated, one block for each storage, which all tensors of that storage share.
+    Memory: newly allocated, one block for each storage; all tensors of a storage share its block.
     """
     if not raw.startswith(_ZIP):
         raise FormatError(f"expected a zip file, the format of torch.save since torch 1.6{_OTHERWISE}")
@@ -82,7 +82,7 @@ def decode_pth(raw: bytes, limit: int, allow: Allowed) -> Any:
 
 
 def _list_records(raw: bytes) -> dict[str, memoryview]:
-    """Return views of the files in the zip, by name, without the name of the folder that contains them all."""
+    """Return views of the files in the zip, by their names in the folder that contains them all."""
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         files = archive.infolist()
     folder = files[0].filename.partition("/")[0] + "/"

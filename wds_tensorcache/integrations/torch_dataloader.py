@@ -25,7 +25,7 @@ class StepDataset(Dataset[Any]):
     Args:
         sampler: Sampler that has the caches to read.
         collate, pad_value: As for `read_batch`.
-        with_info: Return pairs of a batch and its `BatchInfo`. A `BatchInfo` from a worker process contains the keys of the
+        with_info: Return pairs of a batch and its `BatchInfo`. If a worker process made the `BatchInfo`, it has the keys of the
             samples in place of the cache.
 
     Threads/fork/pickle: works with fork and spawn. Workers read the caches; they do not know the sampler's position.
@@ -74,7 +74,7 @@ def torch_loader(
     """Return a torch `DataLoader` of a cache's batches with an exact state.
 
     Prefer `tc.Loader`, which needs no workers. This function is for trainers that require a `DataLoader`, and for a `collate`
-    that runs Python code, which workers run in parallel.
+    with Python code that workers should run in parallel.
 
     Args:
         cache, batch_size, steps: As for `StepSampler`.

@@ -199,7 +199,7 @@ class Decode:
 
 
 def _pickle_decoder(table: Mapping[tuple[str, str], type], extension: str) -> Callable[[bytes, int], Any] | None:
-    """Return a safe decoder for an extension whose members webdataset unpickles, which runs any code; else None."""
+    """Return a safe decoder for an extension that webdataset would unpickle, running any code in it; None for any other."""
     kind = extension.rpartition(".")[2]
     if kind == "pth":
         return lambda raw, limit: decode_pth(raw, limit, table)

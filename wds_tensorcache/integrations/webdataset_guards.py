@@ -28,7 +28,7 @@ _BYTES_PER_SCAN = 4096  # bytes after the picture, such as a video, contain mark
 
 
 class MemberDecoder(Decoder):
-    """webdataset's `Decoder`, with decoders that raise FormatError for bad bytes; errors of the caller's functions pass.
+    """webdataset's `Decoder`, but bad bytes raise FormatError. Errors of the caller's own functions are not changed.
 
     Args:
         handlers: Functions of the caller, in call order.
@@ -139,7 +139,7 @@ def _check_npz(content: bytes, limit: int) -> None:
 
 
 def _check_picture(content: bytes) -> None:
-    """Raise FormatError for pictures whose cost Pillow's own limit, `PIL.Image.MAX_IMAGE_PIXELS`, does not bound."""
+    """Raise FormatError for pictures that may be too costly although Pillow has a limit, `PIL.Image.MAX_IMAGE_PIXELS`."""
     import PIL.Image  # not among this package's requirements
 
     with PIL.Image.open(io.BytesIO(content)) as picture:
@@ -166,7 +166,7 @@ def _check_ten(content: bytes) -> None:
 
 
 def _check_npy(stream: Any, nbytes: int) -> None:
-    """Raise FormatError if there are not enough bytes for an array, for which numpy would allocate memory before reading."""
+    """Raise FormatError if there are not enough bytes for an array: numpy would allocate its memory before reading them."""
     head = stream.read(8)
     if not head.startswith(b"\x93NUMPY") or len(head) < 8:
         return  # numpy refuses it

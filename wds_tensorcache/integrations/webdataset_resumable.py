@@ -46,15 +46,15 @@ class ResumablePipeline(IterableDataset[Any]):
     Each sample contains its position in the field `"__position__"`. Items of the last stage must contain this field: they may
     be dicts, batches of dicts, or tuples, for example from `wds.to_tuple("jpg", "__position__")`.
 
-    Shards are divided among ranks and workers by size if all are local files, else by number, so ranks may have different
-    numbers of samples. Each worker has its own state. torchdata's `StatefulDataLoader` collects these states, and resumes
-    with the same number of workers.
+    Ranks and workers get about the same number of bytes if all shards are local files, else about the same number of shards. So
+    ranks may have different numbers of samples. Each worker has its own state. torchdata's `StatefulDataLoader` collects these
+    states, and resumes with the same number of workers.
 
     Args:
         urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. A `PathLike`,
-            and names found in folders, manifests, wildcards and braces, are opened as paths. Any other text is passed to
-            webdataset's `gopen`, unless a file has that name. `gopen` runs a command only if your text itself starts with
-            `pipe:`, or has it after `::`.
+            and any name found through a folder, manifest, wildcard or brace, is opened as a path. A text that names a file is
+            opened as that file. Any other text is passed to webdataset's `gopen`. `gopen` runs a command only if your text
+            itself starts with `pipe:`, or has it after `::`.
         stages: Stages of webdataset, or compatible functions: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
         shuffle: True for a new order of the shards in each epoch.
         seed: Seed of this order; equal on all ranks.
@@ -123,7 +123,7 @@ class ResumablePipeline(IterableDataset[Any]):
         return get_worker_info()
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch, or resume that of a loaded state. An iteration in progress then raises RuntimeError."""
+        """Begin the next epoch, or resume that of a loaded state. An older iteration in progress then raises RuntimeError."""
         info = self._enter()
         self._iteration += 1
         if info is not None:

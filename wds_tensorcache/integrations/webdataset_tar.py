@@ -39,9 +39,9 @@ def tarfile_to_samples(
 
     The stage takes 20% to 60% of the time of webdataset's, and closes each shard after reading it. A shard without an
     end-of-archive block is an error, and its last sample, which may be incomplete, is not yielded. webdataset's own stage may
-    merge this sample with the first sample of the next shard. It is also an error if a member has a name that webdataset
-    reserves (`KEY.__key__`, `KEY.__url__`, `KEY.__local_path__`), or is a GNU sparse member that is damaged, or expands to
-    more than 64 MiB and more than 64 times its size.
+    merge this sample with the first sample of the next shard. Two kinds of members are errors, too: a member with a name that
+    webdataset reserves (`KEY.__key__`, `KEY.__url__`, `KEY.__local_path__`), and a GNU sparse member that is damaged, or that
+    expands to more than 64 MiB and more than 64 times its size.
 
     webdataset's `gopen` opens the urls, and runs `pipe:…` as a command, so use only urls that you trust. If a url is the
     name of an existing file, that file is read. `ResumablePipeline` never runs names from folders or manifests as commands.
@@ -49,8 +49,8 @@ def tarfile_to_samples(
     Args:
         handler: Function that is called with the exception of a shard or member; re-raises by default. If it returns True,
             reading continues with the next shard or member.
-        select_files: Function that returns whether to read the member with a name.
-        rename_files: Function that returns the new name of a member.
+        select_files: Function of a member's name that returns whether to read the member.
+        rename_files: Function from a member's name to its new name.
 
     Raises (when iterating):
         FormatError: A shard is truncated or not a tar. The message has the shard's name and the byte offset.

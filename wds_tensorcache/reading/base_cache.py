@@ -211,9 +211,9 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         Raises:
             IndexError, KeyError: An index is out of range, or no sample has a key.
             ValueError: `indices` is empty, or `collate` is unknown.
-            BatchError: Shapes differ with `"stack"`, or differ beyond the first dimension with `"pad"`; or tensor names or
-                dtypes differ. The message names two keys. Or a tensor is longer than `to`; or a name in `collate` or
-                `pad_value` matches no tensor.
+            BatchError: Tensor names or dtypes differ between samples; with `"stack"`, shapes differ; with `"pad"`, shapes
+                differ beyond the first dimension, or a tensor is longer than `to`; or a name in `collate` or `pad_value`
+                matches no tensor. If samples differ, the message names two keys.
             FormatError: A shard is damaged, or does not match its index.
             RuntimeError: `device` is not available, or there is no GPU to pin memory for.
 
@@ -239,14 +239,14 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return the tensors of a batch by name, without its other values. Arguments and errors are those of `read_batch`.
 
         Args:
-            collate: As in `read_batch`, but not a function. `"auto"` stacks a tensor if all samples have the same shape of
-                it, and otherwise returns a list.
+            collate: As in `read_batch`, but not a function. `"auto"` stacks each tensor that has one shape in all samples, and
+                returns a list for any other tensor.
         """
         return self._read_tensors(self._request(indices), device, pin_memory, collate, pad_value)
 
     @abstractmethod
     def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
-        """Return the batch that `read_batch` returns for these samples, but with `tensors`, given by name, as its tensors.
+        """Return the batch that `read_batch` returns for these samples, but with tensors from the dict `tensors`, by name.
 
         Tensors that are not given are left out, as with `select`. Other values are decoded on first use.
 
@@ -308,7 +308,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return numbers_of(indices, len(self), self._find)
 
     def _shapes(self, numbers: Array) -> dict[str, torch.Tensor]:
-        """Return shapes by name, int64 `[B, ndim]`; only of tensors with the same number of dimensions in all samples."""
+        """Return shapes by tensor name, int64 `[B, ndim]`, of all tensors that have the same ndim in all samples."""
         found = [entry.shapes for entry in self._take(numbers)._entries(selected=True)]
         return {
             name: torch.from_numpy(np.array([each[name] for each in found], np.int64).reshape(len(found), -1))
@@ -327,7 +327,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def _request(self, indices: Any) -> Any:
-        """Return a request for samples, given by index or key, or as the request of another view of the same cache."""
+        """Return a request for samples. `indices` are indices or keys, or a request of another view of the same cache."""
 
     @abstractmethod
     def _read_batch(self, request: Any, device: Any, pin: bool, collate: Any, pad_value: PadValue) -> Any: ...
@@ -364,8 +364,8 @@ class BatchInfo:
 
     Attributes:
         indices: Sample indices in the cache, int64 `[B]`.
-        is_padding: True for each row that is padding, which training should ignore, bool `[B]`, on the loader's device.
-        epoch, step: Epoch and step of a loader's batch; steps count through all epochs. Both are 0 from `read_batch`.
+        is_padding: True for each row that is padding, bool `[B]`, on the loader's device. Training should ignore these rows.
+        epoch, step: Epoch and step of a loader's batch; steps are numbered through all epochs. With `read_batch`, both are 0.
         source: Name of the batch's cache in `mix`, or value of its bucket in `bucket_by`; None without these options.
         cache: Cache of the samples; None in a pickled copy, which has only keys and shapes.
 
@@ -413,7 +413,7 @@ class BatchInfo:
 
     @property
     def shapes(self) -> dict[str, torch.Tensor]:
-        """Shapes before padding by name, int64 `[B, ndim]`; only of tensors that have the same ndim in all samples."""
+        """Shapes before padding by tensor name, int64 `[B, ndim]`, of all tensors that have the same ndim in all samples."""
         if self.cache is None:
             return {name: torch.from_numpy(shapes) for name, shapes in (self._sent[1] if self._sent else {}).items()}
         return self.cache._shapes(self.indices)

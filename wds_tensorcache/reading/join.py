@@ -43,12 +43,12 @@ def join(
             into one dict. With a dict, a joined sample maps each cache's name to that cache's sample. The first cache
             determines the keys, indices and order of the joined samples.
         how: `"exact"` requires the same keys in all caches. `"inner"` keeps the samples whose keys are in all caches.
-        keys: For a cache after the first whose keys differ, by its name or its position in the list: a function or mapping
-            from a key of the first cache to a key of that cache, or to None if there is no match. Many samples may map to
-            one key, so that a repeated caption is stored once: `keys={"text": caption_of.get}`.
+        keys: For each cache after the first whose keys differ, a function or mapping, by the cache's name or its position in
+            the list. It maps a key of the first cache to a key of that cache, or to None if there is no match. Many samples may
+            map to one key, so that a repeated caption is stored once: `keys={"text": caption_of.get}`.
 
     Raises:
-        KeyError: With `"exact"`, keys are missing in one of the caches; the message lists some. Or a key occurs twice in a
+        KeyError: With `"exact"`, keys are missing in one of the caches (the message lists some); or a key occurs twice in a
             cache other than the first.
         TypeError: `caches` is a single cache or path, a name is not a string, or `keys` is not a dict.
         ValueError: There are no caches; `how` is unknown; `keys` names a cache that does not exist, or the first one.
@@ -255,7 +255,7 @@ class JoinedCache(Cache[_Sample]):
         return result
 
     def _find_members(self, request: _JoinedRequest, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
-        """Return the member `KEY.suffix` of each sample in `wanted` that has one, from the first cache in which it has one."""
+        """Return the member `KEY.suffix` of each sample in `wanted` that has one, from the first cache that has it."""
         found: dict[int, bytes] = {}
         for cache, part in zip(self._caches, request.parts, strict=True):
             found |= cache._find_members(part, suffix, [i for i in wanted if i not in found])

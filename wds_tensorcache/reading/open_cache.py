@@ -62,10 +62,10 @@ def open(
         expect: Fields and values that the fingerprint of every shard must have; it may have more fields.
 
     Raises:
-        FileNotFoundError: A file does not exist, or there are no shards. MissingShardError: A manifest lists a shard that
-            does not exist.
-        FormatError: A shard or manifest is damaged, or they do not match. A manifest lists a url that is not a local file,
-            or lists one file twice, under any names.
+        FileNotFoundError: A file does not exist, or there are no shards. It is a MissingShardError if a manifest lists a shard
+            that does not exist.
+        FormatError: A shard or manifest is damaged, or they do not match; or a manifest lists a url that is not a local file,
+            or lists one file twice, perhaps under two names.
         StaleCacheError: The fingerprint of a shard does not match `expect`, or is missing.
         KeyError: No shard has a cache with this name; or `cache` is omitted, and the shards have several caches or none.
         TypeError, ValueError: An argument is invalid.
@@ -117,7 +117,7 @@ def open(
 
 
 class Listed(NamedTuple):
-    """Numbers of samples of a shard in its manifest: all samples, and those of each cache; None if unknown."""
+    """The number of samples of a shard, and the number of samples with each cache, from the manifest; None if unknown."""
 
     num_samples: int | None = None
     caches: Mapping[str, int] | None = None

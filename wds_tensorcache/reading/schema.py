@@ -72,7 +72,7 @@ class Entry:
 
 
 class _Forms:
-    """A cache of the tensors' references, which state true dtypes. One entry for each form: samples that differ only in shapes.
+    """Known references of tensors, which state their true dtypes, for each form. Samples of one form differ only in shapes.
 
     The references come from the index, or from one sample's skeleton if the index contains only stored dtypes.
     """

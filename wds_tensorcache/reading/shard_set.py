@@ -71,7 +71,7 @@ class Store:
         return Store(self.shards, self.files, self.pool, self.io, num_threads, self.fingerprint)
 
     def locate(self, position: int) -> tuple[Shard, int]:
-        """Return the shard of the sample at `position`, and the sample's row: its number within that shard's cache."""
+        """Return the shard of the sample at `position`, and the sample's row: its number among the samples with this cache."""
         if len(self.shards) == 1:
             return self.shards[0], position
         number = self.shard_number(position)

@@ -91,9 +91,9 @@ def _listed_samples(file: ShardFile) -> int:
 
 
 def _listed_after(path: str, end: int, nbytes: int) -> int | None:
-    """Return the offset of the first member after byte `end` of a shard, as DALI's index at `path` has it, or None.
+    """Return the offset of the first member after byte `end` of a shard according to DALI's index at `path`, or None.
 
-    It is None if the index lists no such member, lists one beyond the shard's `nbytes` bytes, or cannot be read.
+    It is None if the index lists no such member, lists a member beyond the shard's `nbytes` bytes, or cannot be read.
     """
     with contextlib.suppress(FileNotFoundError, FormatError):
         file = ShardFile(path)

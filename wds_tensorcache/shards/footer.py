@@ -41,7 +41,7 @@ _MEMBER = ("rows", "begin", "nbytes")
 
 
 def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
-    """Return an index as bytes: a safetensors file and a trailer; before them, zeros that align a footer.
+    """Return an index as bytes: zeros that align it (only in a footer), a safetensors file, and a trailer.
 
     Args:
         index: Index of the shard.
@@ -117,7 +117,7 @@ def stale_footer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: i
 
 
 def declared_place(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int) -> tuple[int, int] | None:
-    """Return the offset of the index at the end of a file, and the end of the archive that the index, perhaps stale, declares.
+    """Return the offset of the index at the end of a file, and the end of the archive that this index, even if stale, declares.
 
     Returns None if the last bytes are not a trailer, or do not declare a shard of `shard_nbytes` bytes.
     """

@@ -44,7 +44,7 @@ class MemberColumns:
     nbytes: Array
 
     def find(self, rows: Array) -> Array:
-        """Return the position in these columns of the member of each sample in `rows`; -1 for a sample without a member."""
+        """Return, for each sample in `rows`, the position of its member in these columns; -1 for a sample without a member."""
         if self.rows is None:
             return rows.astype(np.int64)
         if not len(self.rows):

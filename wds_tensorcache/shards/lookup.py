@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of a shard, in order: `text` is their UTF-8 without gaps, uint8; `ends` is where each key ends in it."""
+    """The keys of a shard, in order: `text` is their UTF-8 without gaps, uint8; `ends` are the offsets in it where keys end."""
 
     text: Array
     ends: Array
@@ -106,10 +106,10 @@ class KeyTable:
         return _raw(self._parts, self._starts, position)
 
     def _find_ranges(self) -> tuple[bool, list[Any], list[Any], list[int]] | None:
-        """Return `(by_length, first_keys, last_keys, shard_numbers)`; the lists have one item per shard, sorted by first key.
+        """Return `(by_length, first_keys, last_keys, shard_numbers)`: lists with an item per shard with keys, in key order.
 
-        If `by_length`, keys are compared by length first, then by bytes. Returns None if, with and without `by_length`, the
-        keys of a shard do not ascend, or the key ranges of two shards overlap.
+        If `by_length`, keys are compared by length first, then by bytes. Returns None if neither order works: if the keys of a
+        shard do not ascend, or the key ranges of two shards overlap.
         """
         present = [number for number in range(len(self._parts)) if self._starts[number] < self._starts[number + 1]]
         for by_length in (False, True):

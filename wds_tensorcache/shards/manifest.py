@@ -204,7 +204,7 @@ class Listing:
         return os.path.join(self.folder, url)
 
     def find(self, path: str) -> str | None:
-        """Return the url with which the manifest lists the file at `path`, however `path` is spelled; None if it does not."""
+        """Return the url by which the manifest lists the file at `path`, however `path` is spelled; None if there is none."""
         name = os.path.basename(path)
         for url in (*(url for url in self.entries if os.path.basename(url) == name), *self.entries):
             with contextlib.suppress(OSError, ValueError):
@@ -257,7 +257,11 @@ class Catalog:
         self._fsync = fsync
 
     def read(self) -> Listing:
-        """Return the content of the manifest; without a manifest, an empty one."""
+        """Return the content of the manifest, or an empty one if there is no manifest.
+
+        Raises:
+            FormatError: The file is not a manifest, or its `caches` or `fingerprints` are not objects.
+        """
         entries, extra = read_manifest(self._path) if os.path.exists(self._path) else ([], {})
         caches, fingerprints = extra.pop("caches", {}), extra.pop("fingerprints", {})
         if not isinstance(caches, dict) or not isinstance(fingerprints, dict):

@@ -111,7 +111,7 @@ def is_cache_name(name: str) -> bool:
 
 
 def cache_of_field(field: str) -> str | None:
-    """Return the name, unchecked, of the cache in a field `NAME.tensorcache`, or "" for `tensorcache`; else None."""
+    """Return the cache's name in a field `NAME.tensorcache`, unchecked, and "" for `tensorcache`; None for other fields."""
     if field == FIELD:
         return ""
     return field[: -len(FIELD) - 1] if field.endswith("." + FIELD) else None

@@ -326,7 +326,7 @@ class Shard:
         return np.where(samples > 0, ends[samples - 1], 0).astype(np.int64), ends[samples].astype(np.int64)
 
     def check_mapped(self, rows: Array, maps: Maps, base: int) -> None:
-        """Check many samples at once as `check_tensors` does, by the shard's map, which starts at offset `base` of `maps`."""
+        """Check many samples at once as `check_tensors` does, through the shard's map; it starts at offset `base` of `maps`."""
         index, columns, checked = self.index, self.columns, self.checked
         known = checked[rows]
         if known.all():

@@ -52,7 +52,7 @@ def stored(file: ShardFile, parse: Callable[[ShardFile], _Found | None], *, leni
 
 
 def check_replaceable(*paths: str) -> None:
-    """Raise FileExistsError if one of the paths, which an index would replace, is a tar or not an ordinary file."""
+    """Raise FileExistsError if an index must not replace one of the paths: it is a tar, or not an ordinary file."""
     for path in filter(os.path.exists, paths):
         if not os.path.isfile(path):
             raise FileExistsError(f"{path} is not a file, but the index of a shard needs this name; move it away")

@@ -113,8 +113,8 @@ class ShardFile:
     def read_resident(self, buffers: Sequence[Any], begin: int) -> bool:
         """Fill `buffers` like `read_into`, without waiting for a disk.
 
-        Return False, with undefined contents, if some of the bytes are not in memory. If the system cannot report that,
-        read as usual, which may wait, and return True: after False, the caller would read the bytes a second time.
+        Return False if some of the bytes are not in memory; `buffers` then have undefined contents. If the system cannot report
+        this, read as usual, even if that waits, and return True. Reason: after False, the caller reads all bytes again.
         """
         while self._can_tell and buffers:
             some, buffers = buffers[:MAX_BUFFERS], buffers[MAX_BUFFERS:]
@@ -232,7 +232,7 @@ def _seek_and_read(fd: int, nbytes: int, begin: int) -> bytes:
 class Files:
     """A set of at most `max_open` open files, by path. To open one more, it drops the file that was opened longest ago.
 
-    With `fixed`, `get` raises FormatError when it opens a file again that was replaced or changed since it was first opened.
+    With `fixed`, a file must not change: if `get` opens it again, and it was replaced or changed, `get` raises FormatError.
 
     Threads/fork/pickle: safe everywhere; a copy in another process opens the files again, and with `fixed` expects them
         unchanged.
@@ -313,7 +313,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _default_max_open() -> int:
-    """Return a quarter of the process's descriptor limit, but 8 to 256; a mapped file may take a second descriptor."""
+    """Return a quarter of the process's descriptor limit, but 8 to 256. A mapped file may take two descriptors."""
     try:
         import resource
 

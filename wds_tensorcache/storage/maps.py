@@ -109,7 +109,7 @@ class Maps:
             raise MapLost
 
     def gather(self, begins: Array, width: int, out: Array | None = None) -> Array:
-        """Copy `width` bytes from each offset in `begins`; return them as uint8 `[n, width]`: `out`, or newly allocated."""
+        """Copy `width` bytes from each offset in `begins` into `out`, or into a new array; return it, uint8 `[n, width]`."""
         result = np.empty((len(begins), width), np.uint8) if out is None else out
         if self._leases is None and not self._is_bare:
             _copy(self._first + begins, np.full(len(begins), width), result.reshape(-1))
@@ -144,7 +144,7 @@ class Maps:
 
 
 def gather(memory: torch.Tensor, begins: Array, width: int, out: Array | None = None) -> Array:
-    """Copy `width` bytes from each offset in `begins`; return them as uint8 `[n, width]`: `out`, or newly allocated.
+    """Copy `width` bytes from each offset in `begins` into `out`, or into a new array; return it, uint8 `[n, width]`.
 
     One torch call copies all rows, in 0.19 us each; numpy's fancy indexing takes 0.26 us.
     """

@@ -29,7 +29,7 @@ _FIRST = itemgetter(0)
 
 
 class Pool:
-    """Arenas (anonymous memory maps) that are leased as arrays; an arena returns when no reference to its array remains.
+    """Arenas (anonymous memory maps) that are leased as arrays. An arena becomes idle when no reference to its array remains.
 
     `max_idle_nbytes` limits the total length of idle arenas. Arenas above the limit are returned to the system: at once if
     those of one size alone exceed it, otherwise at the next lease.
@@ -85,7 +85,7 @@ class Pool:
         return array
 
     def _free(self, nbytes: int, kept: int) -> None:
-        """Return at least `nbytes` bytes of idle arenas to the system, or all of them, but none of size `kept`."""
+        """Return idle arenas to the system until they add up to `nbytes`, or none remain; keep those of size `kept`."""
         for size, arenas in list(self._idle.items()):
             while nbytes > 0 and arenas and size != kept:
                 with contextlib.suppress(IndexError):  # another thread has taken the last one

@@ -253,9 +253,10 @@ def _end_dropped(crew: _Crew) -> Generator[None, object, None]:
 
 
 def interrupt_again() -> None:
-    """Interrupt the main thread again, as the last call in a weak reference's callback that an interrupt ended.
+    """Interrupt the main thread again, after an interrupt has ended the callback of a weak reference.
 
-    Otherwise the interrupt is lost: the interpreter prints an error in such a callback and drops it.
+    This must be the last call in the callback. Otherwise the interrupt is lost: the interpreter prints an error that a callback
+    raises, and drops it.
     """
     _thread.start_new_thread(_thread.interrupt_main, ())  # a call from this thread could interrupt the callback again
 

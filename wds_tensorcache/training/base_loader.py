@@ -20,7 +20,7 @@ _INTERRUPTED_WAITS_S = 1.0  # after an interrupt, how long to wait for threads t
 
 
 class BaseLoader(ABC):
-    """Base class of the loaders: they read the batches of a `StepSampler`'s steps, and keep the state after the last one.
+    """Base class of the loaders: they read the batches of a `StepSampler`, and keep the state after the last one returned.
 
     A loader with another batch size, or another number of ranks or workers, can load the state, and continues with the
     samples that were not used.
@@ -67,7 +67,7 @@ class BaseLoader(ABC):
 
     @abstractmethod
     def _read_batches(self, pool: ThreadPool | None) -> Iterator[Read]:
-        """Yield the batches of an epoch, starting at the plan's position."""
+        """Yield the batches of an epoch, starting at the sampler's position."""
 
     def _end_after(self, exc: BaseException, running: _Batches) -> None:
         """End an iteration after an error or an interrupt."""
@@ -97,7 +97,8 @@ class BaseLoader(ABC):
         """Return the state after the last batch returned, as a dict for JSON, equal on all ranks. Any weights are part of it.
 
         Raises:
-            RuntimeError: Another data loader has since iterated over this loader's sampler, and only that one has the state.
+            RuntimeError: Another data loader has iterated over this loader's sampler since, so only that data loader has the
+                state.
         """
         if self._plan._is_elsewhere:
             raise RuntimeError("another data loader iterates over this loader's sampler: save that data loader's state")

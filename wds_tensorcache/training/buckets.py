@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 def buckets_of(cache: Any, by: str | Callable[[Any], Any]) -> dict[Any, Array]:
-    """Return the sample indices of each bucket: by shape of the tensor `by`, or by result of `by`, a function of an `Entry`."""
+    """Return the sample indices of each bucket: a shape of the tensor named `by`, or a result of the function `by`."""
     if isinstance(by, str):
         if by not in cache.schema:
             near = difflib.get_close_matches(by, list(cache.schema), cutoff=0.3) or list(cache.schema)[:8]

@@ -178,7 +178,7 @@ class StepSampler(Sampler[Step]):
         return self._position.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration begin the given epoch; if a state in that epoch was just loaded, the iteration resumes it.
+        """Make the next iteration begin the given epoch. If a state in that epoch was just loaded, the iteration resumes there.
 
         With `mix`, each cache continues after its last used sample.
 
@@ -276,7 +276,7 @@ class _StepIterator(Iterator[Step]):
         self._num_moves = self._sampler._num_moves
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last step, like `tc.Loader.state_dict`; after an epoch, that of its end."""
+        """Return the state after the last step, like `tc.Loader.state_dict`; after an epoch, return the state at its end."""
         # with workers, torchdata calls this before the first step, and then at each snapshot
         if self._last_saved is not None and self._count > self._last_saved:
             self._every = self._count - self._last_saved

@@ -60,7 +60,7 @@ class Step:
 
 
 class Permuted:
-    """A stream that uses each sample once in every epoch, in the order `order`: the samples `members`, or all if None."""
+    """A stream of the samples `members`, or of all samples: each occurs once in every epoch, in the order `order`."""
 
     def __init__(self, order: Any, members: Array | None = None) -> None:
         self._order = order
@@ -96,9 +96,9 @@ class Permuted:
 class Course:
     """The steps of all epochs, each with samples of one stream; see `StepSampler` for the arguments.
 
-    A stream is the whole cache, one cache of `mix`, or one bucket. Buckets are all exhausted in each epoch; a step's bucket
-    is chosen in proportion to the samples that remain in it. With `mix`, streams are chosen by their weights: an epoch has
-    as many samples as all streams together, and an exhausted stream starts again.
+    A stream is the whole cache, one cache of `mix`, or one bucket. Each epoch exhausts all buckets; a step's bucket is chosen
+    in proportion to the numbers of samples that remain. With `mix`, streams are chosen by their weights: an epoch has as many
+    samples as all streams together, and an exhausted stream starts again.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Course:
         return not any(self._remaining(at))
 
     def _remaining(self, at: Position) -> list[int]:
-        """Return how many samples of each stream, or of all mixed streams, remain in the epoch; 0 if they would be dropped."""
+        """Return how many samples of the epoch remain in each stream, or with `mix` in all streams together; 0 if dropped."""
         least = self.step_size if self._last_batch == "drop" else 1
         used = (at.used,) if self._weights.are_of_streams else at.counts
         counts = [length - count for length, count in zip(self._lengths, used, strict=True)]

@@ -63,7 +63,7 @@ class Weights:
             self.change(0, weights)
 
     def change(self, step: int, weights: Any, current: int = 0) -> None:
-        """Set the weights from `step` on, replacing later changes; drop weights that ended before the step `current`."""
+        """Set the weights from `step` on, in place of later changes; forget weights that ended before the step `current`."""
         if not self._is_used:
             raise ValueError("the loader was made without weights and without mix")
         if self._names is not None:

@@ -102,9 +102,9 @@ def build(
         FormatError: A finished or reused shard is damaged, or was changed during the call.
         Exception: `source` or `fn` raised it; finished shards stay, and the next call resumes after them.
 
-    Memory: results of `fn` are copied, so `fn` may reuse its memory; copies from a device run on its current stream. Objects
-        of classes in `allow` that are not dataclasses are not copied. While `fn` computes a batch, up to two batches before
-        it wait in memory or are being written.
+    Memory: results of `fn` are copied, so `fn` may reuse its memory; copies from a device run on its current stream. Objects of
+        classes in `allow` that are not dataclasses are not copied. While `fn` computes a batch, up to two earlier batches wait
+        in memory or are being written.
     """
     made = as_fingerprint(fingerprint)
     pattern = ShardPattern(os.fsdecode(out))
@@ -244,7 +244,7 @@ def _claimed(out: str) -> Iterator[str]:
 
 
 def _put_together(old: OldCache, computed: FinishedShards, seen: set[str], name: str | None) -> list[VersionShard]:
-    """Return the shards of a version: the old shards, with samples that have no item dropped, then shards of new items."""
+    """Return the shards of a version: the old shards without samples that have no item, then the shards of new items."""
     for part in old.parts.values():
         part.dropped_keys.update(key for key in old.shards.indexes[part.path].keys if key not in seen)
     parts, urls = list(old.parts.values()), old.next_urls(name)
@@ -262,7 +262,7 @@ def _put_together(old: OldCache, computed: FinishedShards, seen: set[str], name:
 def _stale(
     items: Source, old: OldCache, computed: FinishedShards, sink: ShardWriter, seen: set[str], bar: Progress
 ) -> Iterator[list[Target]]:
-    """Yield batches of items whose samples cannot be reused, each paired with `sink`, or with None if already computed.
+    """Yield batches of items that cannot reuse a sample, each item paired with `sink`, or with None if it is already computed.
 
     Record in `old.parts` which samples to drop and which to replace.
     """

@@ -36,8 +36,8 @@ class Source(Dataset[Item]):
     Raises:
         InvalidKeyError: Some reader of shards would misread a key.
         TypeError: `items` is not a dataset.
-        ValueError: The number of keys differs from the number of items; a key occurs twice; or `items` is an iterable, which
-            workers cannot read and a list of keys cannot describe.
+        ValueError: The number of keys differs from the number of items; a key occurs twice; or `items` is an iterable, and
+            workers or a list of keys are given.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Source(Dataset[Item]):
         self.batch_size, self._num_workers, self.has_digests = batch_size, num_workers, digest is not None
 
     def batches(self, is_done: Callable[[str], bool]) -> Iterator[list[Item]]:
-        """Yield all items in batches, which do not depend on `is_done`; a batch whose keys are all done is not read."""
+        """Yield all items in the same batches, whatever `is_done` returns; a batch is not read if all its keys are done."""
         items = self._read_some(is_done) if self._is_map else map(self._item, itertools.count(), self._items)
         has_key: bool | None = None
         while batch := list(itertools.islice(items, self.batch_size)):
@@ -87,7 +87,7 @@ class Source(Dataset[Item]):
             yield batch
 
     def _read_some(self, is_done: Callable[[str], bool]) -> Iterator[Item]:
-        """Yield all items; if all keys of a batch are known without reading it, and done, its items have no values."""
+        """Yield all items. If all keys of a batch are done, and were known without reading it, its items have no values."""
         count = self.count or 0
         keys = self._known_keys(count, is_done)
         wanted: list[int] = []

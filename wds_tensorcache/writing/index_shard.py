@@ -131,7 +131,7 @@ def _fingerprint(file: ShardFile, listed: list[Any]) -> Mapping[str, Any] | None
 
 
 def _own_file(file: ShardFile) -> ShardFile:
-    """Return the file, or, if it has several hard links and so may be part of several versions, a copy that replaces it.
+    """Return the file. If it has several hard links, several versions may share it: replace it by a copy, and return that.
 
     Raises:
         FormatError: Another file has replaced the shard since it was opened.

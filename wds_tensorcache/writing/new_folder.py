@@ -81,7 +81,7 @@ def _is_of_caches(folder: str) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[bool]:
-    """Lock a folder that this process writes or deletes; yield False if a process holds the lock, or there are no locks."""
+    """Lock a folder that this process writes or deletes; yield False if another process holds it, or there are no locks."""
     if os.name != "posix":
         yield False
         return

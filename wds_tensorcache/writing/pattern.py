@@ -90,7 +90,7 @@ class ShardPattern:
         return {number: self.path(number) for number in sorted(each for each in numbers if each is not None)}
 
     def check_removable(self, paths: list[str]) -> None:
-        """Raise FileExistsError if a shard is a folder, or a file with the name of its index is not an index."""
+        """Raise FileExistsError if a shard is a folder, or if a file has the name of its index, but is not an index."""
         for path in paths:
             if os.path.isdir(path) and not os.path.islink(path):
                 raise FileExistsError(f"{path} is a folder, expected a file; move it away, or write to another folder")

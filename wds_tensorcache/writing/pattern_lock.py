@@ -33,8 +33,8 @@ class WriterLock:
     writer on another host until its lock file is deleted. A read-only folder is not locked.
 
     Raises:
-        FileExistsError: Another writer is active whose pattern can produce the same names, or another process keeps the
-            folder locked.
+        FileExistsError: An active writer has a pattern that can produce the same names; or another process keeps the folder
+            locked.
 
     Threads/fork/pickle: as for `Held`.
     """

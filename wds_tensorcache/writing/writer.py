@@ -161,7 +161,7 @@ class ShardWriter:
             InvalidKeyError: Some reader of shards would misread the key, a cache name or an extension; or the key is already
                 in this shard.
 
-        Memory: the tensors may be changed after the call, which copies or writes their bytes.
+        Memory: this call copies or writes the bytes of the tensors, so the tensors may be changed afterwards.
         """
         if self._closed:
             raise ValueError(f"{self._pattern}: the writer is closed")

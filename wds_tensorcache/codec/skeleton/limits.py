@@ -72,7 +72,7 @@ def _argument_cost(argument: Any) -> int:
 
 
 def are_few_texts(keys: Sequence[Any], num_others: int) -> bool:
-    """Return whether keys are strings and, with `num_others` keys in the same container, too few to need counting."""
+    """Return whether keys are strings, and with `num_others` keys in the same container so few that they do not count."""
     return len(keys) + num_others <= SMALL_TABLE and TEXTS.issuperset(map(type, keys))
 
 
@@ -158,7 +158,7 @@ def _hash_cost(key: Any, limit: int) -> int:
 
 
 def _comparison_cost(key: Any) -> int:
-    """Return what a key adds to the cost of comparing it with a key of the same hash; 64 bytes cost as much as a slot."""
+    """Return what a key adds to the cost of comparing it with a key of the same hash; the unit is one slot tried."""
     cost = 0 if key.__class__ in _PLAIN else 16
     todo = [key]
     while todo:
@@ -176,7 +176,7 @@ def _comparison_cost(key: Any) -> int:
 
 
 def _compare_pairs(known: list[Any], keys: Sequence[Any], hashes: list[int]) -> int:
-    """Return the cost of comparing each of `keys` with the earlier keys of the same hash; the same object costs nothing."""
+    """Return the cost of comparing each of `keys` with earlier keys of the same hash; an object and itself cost nothing."""
     both = [*known, *keys]
     return sum(
         _comparison_cost(both[earlier]) + _comparison_cost(both[number])
@@ -188,7 +188,7 @@ def _compare_pairs(known: list[Any], keys: Sequence[Any], hashes: list[int]) -> 
 
 @dataclass
 class _Chain:
-    """Keys of a table that share a hash. Each tries the slots of all before it, so the next one may start at the last one's."""
+    """Keys of a table that share a hash. Each tries the slots of all earlier ones, so the next starts at the last slot."""
 
     cost: int  # sum of the costs of comparing each key once
     slot: int  # slot of the last key

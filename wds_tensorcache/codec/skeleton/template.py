@@ -1,9 +1,9 @@
 """Templates: a fast path for skeletons that differ from an earlier one only in plain values.
 
-Most samples of a cache have the same structure: the same opcodes, with different numbers and strings between them. A
-template is the body of a skeleton that the interpreter (`reader.py`) has read, without those values. A body that equals it
-everywhere else has the same opcodes, so the interpreter would accept it, too. The interpreter reads all other bodies, and
-those that contain anything but dicts, lists, tuples, plain values and references to tensors.
+Most samples of a cache have the same structure: the same opcodes, with different numbers and strings between them. A template
+is the body of a skeleton that the interpreter (`reader.py`) has read, without these numbers and strings. A body that equals it
+everywhere else has the same opcodes, so the interpreter would accept it, too. The interpreter reads all other bodies, and those
+that contain anything but dicts, lists, tuples, plain values and references to tensors.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Template:
         return values if body[pos:] == self.segments[-1] else MISS
 
     def build(self, made: list[Any]) -> Any:
-        """Return the object built from `made`, a list of its values and then its tensors; the list is changed."""
+        """Return the object built from `made`, a list of all its values followed by all its tensors. The list is changed."""
         return assemble(self.containers, made)
 
 
@@ -222,7 +222,7 @@ def _parse_body(body: bytes, begin: int) -> tuple[list[_Node], Any]:
 
 
 def _claim_constant_text(part: Any) -> str:
-    """Return the string of a part that is equal in all skeletons of the template, and mark that this part is not a value."""
+    """Return the string of a part, and mark the part as constant: all skeletons of the template have the same string there."""
     if part.__class__ is not _Node or part.kind not in (_VALUE, None) or part.content.__class__ is not str:
         raise _NotATemplate
     part.kind = None

@@ -106,7 +106,7 @@ def find_global(module: Any, name: Any, builders: Mapping[tuple[str, str], objec
     """Return the builder for a global that a skeleton names: a class in `allow`, or one of `builders`.
 
     Raises:
-        UnsafeSkeletonError: There is none.
+        UnsafeSkeletonError: There is no builder for this global.
     """
     if module.__class__ is not str or name.__class__ is not str:
         raise UnsafeSkeletonError("the module or the name of a global is not a string")

@@ -60,7 +60,7 @@ _write_key = lru_cache(4096)(op.write_text)  # samples of one cache have the sam
 
 
 class SkeletonWriter:
-    """A walk over one sample, which `save` does; `body()` and `tensors` are its results."""
+    """A walk over one sample. `save` does the walk; `body()` and `tensors` are the results."""
 
     def __init__(self, allow: Allowed) -> None:
         self.tensors: dict[str, StorableTensor] = {}  # name -> tensor, in the order of the walk
@@ -109,7 +109,7 @@ class SkeletonWriter:
         return body
 
     def _write_arguments_anew(self, body: bytes) -> bytes:
-        """Return a longer body, with arguments written out instead of fetched: the limit on the cost of calls grows with it."""
+        """Return a longer body, with arguments written in full instead of fetched: the limit on calls grows with its length."""
         while (missing := self._call_cost - call_budget(len(body))) > 0:
             if not self._fetched:
                 raise EncodeError(
@@ -126,7 +126,7 @@ class SkeletonWriter:
         return body
 
     def save(self, value: Any, path: str = "", opaque: Iterator[int] | None = None, depth: int = 1) -> None:
-        """Write the value at `path`; `opaque` numbers the tensors in a set, key or allowed object, which have no paths."""
+        """Write the value at `path`. In a set, key or allowed object, where paths end, `opaque` numbers the tensors."""
         cls = type(value)
         if (atom := op.ATOM_WRITERS.get(cls)) is not None:
             self._save_atom(value, cls, atom)
@@ -273,7 +273,7 @@ class SkeletonWriter:
             self.save(item, path, inside, depth + 1)
 
     def _canonical(self, value: Any, path: str, depth: int) -> tuple[bytes, bytes]:
-        """Return the two keys by which the elements of a set are sorted, which depend only on the value."""
+        """Return the two keys by which an element of a set is sorted; they depend only on its value."""
         atom = op.ATOM_WRITERS.get(type(value))
         if atom is not None:
             return atom(value), b""

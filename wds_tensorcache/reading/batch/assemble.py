@@ -45,7 +45,7 @@ def read_tensors(
 
 
 def nest(request: Request, tensors: Mapping[str, Any], io: str = "pread") -> Any:
-    """Return a batch with `tensors` by name in the structure of its first sample; `io` is the method for reading skeletons."""
+    """Return a batch with the structure of its first sample, and with `tensors`, by name. `io` is how skeletons are read."""
     structure = request.structures.structure_for(request.rows)
     decoded = Decoded(request, structure, io)
     if not structure.is_plain or get_worker_info() is not None:
@@ -102,8 +102,8 @@ def _place(
     """Choose where each row of a batch is placed in memory; a row is one sample's part of a tensor.
 
     Returns:
-        The shape of each tensor's rows, None if they are returned as a list; the placement of all rows; and the paddings to
-        fill.
+        For each tensor, the shape of its rows, or None if they are returned as a list; the placement of all rows; and the
+        paddings to fill.
 
     Raises:
         BatchError: Shapes do not match, or a tensor's dtype cannot represent the fill value.

@@ -55,7 +55,7 @@ _STREAMS: dict[torch.device, Any] = {}
 
 
 def to_device(tensor: torch.Tensor, pin: bool, device: Any) -> torch.Tensor:
-    """Return a tensor in pinned memory or on a device, like the tensors of a batch."""
+    """Copy a tensor to pinned memory or to a device, as for the tensors of a batch, and return it."""
     tensor = tensor.pin_memory() if pin else tensor
     return tensor if device is None else _move(tensor, torch.device(device))
 

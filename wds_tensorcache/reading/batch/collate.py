@@ -18,7 +18,7 @@ TENSOR_WAYS = (*WAYS, "auto")  # accepted by read_tensors
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """Padding of the rows of a tensor, which `tc.pad` makes; a row is one sample's part of a batched tensor.
+    """Padding of a tensor's rows, made by `tc.pad`. A row is one sample's part of a batched tensor.
 
     Attributes:
         to: Length of every row; None for the length of the longest row in the batch.

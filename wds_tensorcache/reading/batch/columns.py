@@ -78,12 +78,12 @@ class Columns:
     """The properties of some tensors of a batch, for each layout of its samples.
 
     Attributes:
-        names, numbers: Names of the tensors, and the number of each tensor by name.
+        names, numbers: Names of the tensors, and a dict from each name to its index in `names`.
         layouts: The layouts. They are kept alive because `Structures.columns` uses their ids as keys.
         begin, nbytes: Range of each tensor's bytes in the `.safetensors` member, int64 `[tensors, layouts]`.
         sizes: Bytes of each tensor, if equal in all layouts; else None.
-        bools: `(tensor number, layout number)` of each bool tensor; their bytes must be checked.
-        runs: Byte ranges to read for a sample of each layout.
+        bools: `(tensor, layout)`, both as indices, of each bool tensor; the bytes of these tensors must be checked.
+        runs: For each layout, the byte ranges to read for one sample.
         references: Reference of each tensor, `[tensors][layouts]`; set by `resolve`, like `shapes`, `limits` and `limit`.
         shapes: Shape of each tensor in the first layout.
         limits: Largest number of samples for which each tensor can be stacked; 0 if its shapes differ.

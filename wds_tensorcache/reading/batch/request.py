@@ -26,7 +26,7 @@ _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The structure of all batches whose first sample has the same structure as `sample`.
+    """The structure of a batch's first sample, shared by all batches that begin with such a sample.
 
     Attributes:
         sample: Sample that shows the containers and their keys.
@@ -35,7 +35,7 @@ class Structure:
         visits: Everything that `map_leaves` visits in the sample: tensor names, paths of all other values, and containers as in
             `Template`. None if the sample matches no template.
         is_plain: True if tensor names determine where tensors are: each tensor occurs once, and its name is its path.
-        slots: For each path looked up so far, the index of the template's value there; None if a container is there.
+        slots: For each path that was looked up, the index of the template's value at that path; None for a container.
     """
 
     sample: Any
@@ -73,7 +73,7 @@ class Structures:
         return sample if self.wanted is None else project(sample, self.wanted)
 
     def structure_for(self, rows: Rows) -> Structure:
-        """Return the structure of a batch, which is that of its first sample."""
+        """Return the structure of a batch's first sample."""
         template = rows.template()
         structure = self._by_template.get(id(template))  # the value refers to the template, so the id is not reused
         if structure is None:
@@ -162,7 +162,7 @@ class Request:
 
 
 def columns_of(request: Request, layouts: Layouts) -> Columns:
-    """Return the columns of a batch: of the first sample's tensors, which all samples must have.
+    """Return the columns of a batch, for the tensors of its first sample. All samples must have these tensors.
 
     Raises:
         BatchError: Samples have different tensors, or a tensor differs in kind or dtype between samples.

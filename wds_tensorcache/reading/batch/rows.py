@@ -25,6 +25,8 @@ _ALL = slice(None)
 class Rows:
     """The locations of a batch's samples: sample `i` is row `row[i]` of `shards[number[i]]`; its tensors start at `begin[i]`.
 
+    A row is the number of a sample among the samples of its shard that have the cache.
+
     Attributes:
         shards: All shards of the cache.
         number, row, begin: Shard number, row in the shard, and byte offset of the tensors of each sample, int64 `[B]`.
@@ -69,7 +71,7 @@ class Rows:
 
 
 def locate(store: Store, positions: Array) -> Rows:
-    """Return the rows of the samples at `positions`, int64 `[B]`."""
+    """Return the locations of the samples at `positions`, int64 `[B]`."""
     shards = store.shards
     if len(shards) == 1 or not len(positions):
         number, row = np.zeros(len(positions), np.int64), positions

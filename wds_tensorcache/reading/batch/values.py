@@ -17,12 +17,12 @@ __all__ = ["Decoded", "Leaves"]
 
 
 class Decoded:
-    """The skeletons of a batch, read once. Only values are extracted from a skeleton that matches the first one's template.
+    """The skeletons of a batch, read once. If a skeleton matches the template of the first one, only its values are extracted.
 
     Args:
         request: The batch.
         structure: Structure of the batch.
-        io: Method that just read the batch's tensors, also used for the skeletons.
+        io: Method that read the batch's tensors; the skeletons are read by the same method.
 
     Threads: any number of threads may use it at once.
     """
@@ -78,7 +78,7 @@ class Decoded:
         return found
 
     def _slot(self, path: Path) -> int | None:
-        """Return the index of the template's value at `path`; None if a container is there."""
+        """Return the index of the template's value at `path`; None if there is a container at `path`."""
         template, slots = self._structure.template, self._structure.slots
         if template is None:
             return None

@@ -1,4 +1,4 @@
-"""Build and scan tar headers, for offsets and speed that `tarfile` lacks; both read the same members (FORMAT.md 1)."""
+"""Build and scan tar headers (FORMAT.md 1). The scanner reads what `tarfile` reads, but faster, and with offsets."""
 
 from __future__ import annotations
 
@@ -225,8 +225,8 @@ class Scanner:
         begin: Offset of the first header.
 
     Raises:
-        TarFormatError: While iterating, with the offset in the tar. The tar is compressed or truncated (stock readers
-            accept a missing end-of-archive block), contains a sparse member, or breaks another rule of the format.
+        TarFormatError: The tar is compressed or truncated (stock readers accept a missing end-of-archive block), contains a
+            sparse member, or breaks another rule of the format. Raised while iterating, with the offset in the tar.
 
     Threads: not thread-safe; one iteration at a time.
     """
@@ -315,7 +315,7 @@ class Scanner:
 def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[bytes]:
     """Yield the possible names of the member whose content starts at byte `begin` in a file of `nbytes` bytes.
 
-    Each number of extended headers before the member's header may result in another name.
+    The number of extended headers before the member's header is unknown, and may change the name.
     """
     for blocks in range(1, _MAX_EXTENDED_BLOCKS):
         at, headers = begin - blocks * BLOCK, Headers(read, nbytes)

@@ -20,7 +20,7 @@ _OLD = ord("S")
 
 @dataclass(frozen=True, slots=True)
 class SparseMap:
-    """The stored parts of an expanded file: `(begin, nbytes)` in it, ascending; all other bytes are zeros."""
+    """The stored parts of an expanded file, as `(begin, nbytes)` in that file, ascending. Its other bytes are zeros."""
 
     parts: list[tuple[int, int]]
     nbytes: int  # length of the expanded file
@@ -90,7 +90,7 @@ def _read_structs(fields: bytes) -> list[tuple[int, int]]:
 
 
 def _read_parts(nbytes: int, take: Callable[[int], bytes]) -> tuple[list[tuple[int, int]], int]:
-    """Return the parts in a map, lines of decimal numbers at the start of the content, and the map's length in bytes."""
+    """Return the parts in a map, and the map's length in bytes. The map is lines of decimal numbers before the content."""
     text, taken, lines, wanted = b"", 0, 0, 1
     while lines < wanted:
         if taken + BLOCK > nbytes + -nbytes % BLOCK or len(text.rpartition(b"\n")[2]) > _MAX_DIGITS:
