@@ -92,7 +92,7 @@ class Source:
         self._kept = deque(self._kept, max(count, self._kept.maxlen or 0))
 
     def was_given(self, stream: Any) -> None:
-        """Record that the pipeline has passed its next batch to the iterator, which uses it on `stream` (None without CUDA)."""
+        """Record that the pipeline has passed its next batch to the iterator, for use on `stream` (None without CUDA)."""
 
     def is_padding(self, iteration: int, count: int) -> Array:
         """Return the mask of padding among the `count` rows of a batch, bool `[count]`; the same in every epoch."""

@@ -43,16 +43,16 @@ class Report:
 
     Attributes:
         faults: Faults grouped by shard; within a shard, those in its bytes come first, by offset.
-        num_shards: Shards that were read.
-        num_missing: Shards that could not be read: listed ones that do not exist, and unreadable ones.
-        num_samples: Samples in the shards, including damaged ones.
-        num_damaged: Samples with a fault in their own bytes or names. `repair` leaves them out.
-        num_lost: Samples that an index or the manifest lists, but no shard contains.
-        num_repeated: Keys that occur in several shards; for these, `cache[key]` raises. They are not faults, since a folder may
-            contain shards of several kinds.
-        num_unverified: Samples from other writers that lack a digest of the skeleton or the tensors, so that damage to these
+        num_shards: Number of shards that were read.
+        num_missing: Number of shards that could not be read: listed ones that do not exist, and unreadable ones.
+        num_samples: Number of samples in the shards, including damaged ones.
+        num_damaged: Number of samples with a fault in their own bytes or names. `repair` leaves them out.
+        num_lost: Number of samples that an index or the manifest lists, but no shard contains.
+        num_repeated: Number of keys that occur in several shards; for these, `cache[key]` raises. They are not faults, since a
+            folder may contain shards of several kinds.
+        num_unverified: Number of samples from other writers that lack a digest of the skeleton or the tensors. Damage to these
             bytes goes unnoticed.
-        num_unread: Samples whose skeletons need a class that is not in `allow=`: only their digests were compared.
+        num_unread: Number of samples whose skeletons need a class that is not in `allow=`; only their digests were compared.
         needs: Names of the classes that these skeletons need. Each is your own class, or an attack. Nothing was executed.
         nbytes: Length of the shards in bytes.
     """
@@ -108,8 +108,8 @@ class RepairReport(Report):
     """Faults and counts of the shards that `repair` read, and counts of what it wrote.
 
     Attributes:
-        num_shards_written: Shards in the new folder; 0 if there is none.
-        num_samples_written: Samples in the new shards.
+        num_shards_written: Number of shards in the new folder; 0 if there is no new folder.
+        num_samples_written: Number of samples in the new shards.
         nbytes_written: Length of the new shards in bytes.
     """
 

@@ -153,7 +153,7 @@ def _parse_tensors(text: bytes, data_begin: int, nbytes: int) -> Layout:
 
 
 def parse_json(text: bytes) -> Any:
-    """Return the value of UTF-8 JSON; raise ValueError also for duplicate keys, `NaN` and `-0`, which `json.loads` accepts."""
+    """Return the value of UTF-8 JSON. Unlike `json.loads`, also raise ValueError for duplicate keys, `NaN` and `-0`."""
     parse = _parse_int if b"-0" in text else None
     return json.loads(text.decode(), object_pairs_hook=_unique, parse_int=parse, parse_constant=_refuse_constant)
 

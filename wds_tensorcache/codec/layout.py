@@ -42,7 +42,7 @@ class StoredTensor:
 
 @dataclass(slots=True, eq=False)
 class Form:
-    """The common part of layouts that differ only in shapes, for example those of ragged samples.
+    """The common part of layouts that differ only in shapes, for example the layouts of texts of different lengths.
 
     Attributes:
         entries: (name, stored dtype, number of dimensions) of each tensor, in the order of their bytes.

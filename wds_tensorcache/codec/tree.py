@@ -336,7 +336,7 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def shown(value: Any) -> str:
-    """Return the repr of a plain value, else its type, for an error. Hazard: the repr of a hostile container may never end."""
+    """Return the repr of a plain value, or the type of any other. Hazard: the repr of a hostile container may never end."""
     return f"{value!r:.80}" if value.__class__ in ATOMS else f"a {type(value).__name__}"
 
 

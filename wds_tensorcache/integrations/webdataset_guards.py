@@ -68,13 +68,13 @@ class MemberDecoder(Decoder):
 
 
 def _is_stock(handler: Any) -> bool:
-    """Return whether a handler is webdataset's own code, whose errors depend only on the bytes."""
+    """Return whether a handler is webdataset's own code: its errors then depend only on the bytes."""
     is_function = isinstance(handler, types.FunctionType) and handler.__module__ == autodecode.__name__
     return is_function or isinstance(handler, autodecode.ImageHandler)
 
 
 def _decode_stock(handler: Any, extension: str, content: bytes, limit: int) -> Any:
-    """Call one of webdataset's decoders, after the checks that it lacks; None if it does not handle the extension."""
+    """Make the checks that webdataset's decoder lacks, then call it; return None if it does not handle the extension."""
     kind = extension.rpartition(".")[2]
     if len(kind) > _MAX_EXTENSION:
         return None  # webdataset's regular expressions are quadratic in the length of an extension

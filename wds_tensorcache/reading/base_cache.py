@@ -359,8 +359,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 class BatchInfo:
     """Immutable record of a batch's samples, epoch and step.
 
-    The class is not a dataclass: to move a dataclass to a device, trainers rebuild it field by field, which fails if it is
-    immutable. They move this record by calling its `to` method, as they move a tensor.
+    The class is not a dataclass: to move a dataclass to a device, trainers rebuild it field by field, and cannot do so with an
+    immutable one. They move this record by calling its `to` method, as they move a tensor.
 
     Attributes:
         indices: Sample indices in the cache, int64 `[B]`.

@@ -89,7 +89,7 @@ def join(
 
 
 def _matched(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, KeyMap]) -> list[Any]:
-    """Return a view of each cache, in which the samples to join have the same index."""
+    """Return a view of each cache, such that the samples to join have the same index in all views."""
     first, found = _with_keys(parts[0]), []
     for name, other in zip(names[1:], parts[1:], strict=True):
         rows, more = match_some(first, _with_keys(other), maps.get(name))

@@ -99,7 +99,7 @@ def _blocks(cache: Any) -> Iterator[tuple[Array, Array]]:
 
 
 def match(left: Any, right: Any) -> Array | None:
-    """Return the index in `right` of each key of `left`, int64; None unless both contain the same keys, each once."""
+    """Return the index in `right` of each key of `left`, int64; None if their keys differ, or a key occurs twice."""
     (parts, mine), (others, theirs) = _parts(left), _parts(right)
     matched = match_keys(parts, others)
     if matched is None:

@@ -45,7 +45,7 @@ def check_fingerprint(where: str, found: Mapping[str, Any] | None, expected: Map
 
 
 def check_same(where: str, found: Mapping[str, Any] | None, mine: Mapping[str, Any] | None) -> None:
-    """Raise StaleCacheError unless the fingerprint `found` in a cache equals `mine`, that of the new samples."""
+    """Raise StaleCacheError unless the fingerprint `found` in a cache equals `mine`, the fingerprint of the new samples."""
     if found != mine:
         check_fingerprint(where, found, mine or {})
         raise StaleCacheError(f"{where} was made with {found!r:.500}, but the new samples are made with {mine!r:.500}")

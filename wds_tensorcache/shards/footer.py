@@ -133,7 +133,7 @@ class _Trailer(NamedTuple):
 
 
 def _parse_trailer(tail: bytes, nbytes: int, shard_nbytes: int | None) -> _Trailer | None:
-    """Return the trailer of a file of `nbytes` bytes; None if it has none, or one that does not match the shard's length."""
+    """Return the trailer of a file of `nbytes` bytes; None if there is none, or if it does not match the shard's length."""
     if len(tail) < TRAILER_NBYTES or not tail.endswith(MAGIC):
         return None
     trailer = _Trailer(*_TRAILER.unpack(tail[-TRAILER_NBYTES:])[:4])

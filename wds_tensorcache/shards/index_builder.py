@@ -37,7 +37,7 @@ class CacheEntry:
 
 @dataclass(slots=True)
 class IndexBuilder:
-    """Builder of an index, to which samples are added in the order of the shard. Equal samples result in equal indexes."""
+    """Builder of an index. Samples are added in the order of the shard; equal samples result in equal indexes."""
 
     _text: bytearray = field(default_factory=bytearray)
     _ends: array[int] = field(default_factory=lambda: array("Q"))

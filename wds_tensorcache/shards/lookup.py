@@ -201,7 +201,7 @@ class _Hashes:
 def match_keys(parts: KeyRows, others: KeyRows) -> Array | None:
     """Return, for each key of `parts` in the order of the shards, its position in `others`, `[n]`.
 
-    Returns None unless both contain the same keys, each once. Memory during the call: about 40 bytes per key, plus the keys.
+    Returns None if their keys differ, or if a key occurs twice. Memory during the call: about 40 bytes per key, plus the keys.
     """
     starts, other_starts = _starts(parts), _starts(others)
     paired = (

@@ -132,7 +132,7 @@ class ShardFile:
         return True
 
     def _is_unable(self, error: OSError) -> bool:
-        """Return True if the file system cannot read without waiting, False if this read would wait; else raise `error`."""
+        """Return True if the file system lacks reads that do not wait, False if this read would wait; raise any other error."""
         if error.errno in _UNKNOWN:
             self._can_tell = False
             return True

@@ -34,7 +34,7 @@ _opening = threading.RLock()  # prevents a fork between opening a descriptor and
 
 
 class Leases:
-    """Read leases, each on a separate open file description, so that releasing one keeps those of other threads.
+    """Read leases, each on a separate open file description, so that releasing one keeps the leases of other threads.
 
     Call `release` after each copy: until then, or until this object is freed, a process that opens a shard for writing waits.
     """

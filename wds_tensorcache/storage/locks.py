@@ -27,8 +27,9 @@ _WAIT_S = 10.0  # the longest wait during which nothing in the folder changes; t
 
 
 class Held:
-    """An open file or folder, which can be locked. It stays open, and locked once `lock` succeeds, until `close`, or until
-    this object is freed.
+    """An open file or folder that can be locked.
+
+    It stays open until `close`, or until this object is freed. If `lock` succeeds, it also stays locked until then.
 
     Threads/fork: any thread. A forked child closes its copy, so that it does not keep the lock of a parent that is killed.
 

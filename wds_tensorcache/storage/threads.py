@@ -90,7 +90,7 @@ class Job(Generic[_Result]):
         self._is_running.release()
 
     def wait(self, timeout_s: float = -1) -> bool:
-        """Wait until the call has ended or was cancelled; return False after `timeout_s`, unless that is negative."""
+        """Wait until the call has ended or was cancelled; return False after `timeout_s` (no limit if negative)."""
         if timeout_s < 0:
             while not self.is_done:
                 with self._is_running:
@@ -218,7 +218,7 @@ class ThreadPool:
     def close(self, *, cancel: bool = False, timeout_s: float = -1) -> None:
         """Wait for all jobs and threads to end; with `cancel`, cancel jobs that have not begun.
 
-        Wait at most `timeout_s` for each thread, unless that is negative. If called from one of the threads, do not wait.
+        Wait at most `timeout_s` for each thread (no limit if negative). If called from one of the threads, do not wait.
         """
         self._is_closed = True
         if cancel:

@@ -76,7 +76,7 @@ class BaseLoader(ABC):
     def set_weights(self, weights: Any) -> int:
         """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), for all steps that have not begun.
 
-        A step has begun once the reading of its batch is scheduled, which may be ahead of training.
+        A step has begun when the reading of its batch is scheduled; this may happen ahead of training.
 
         Returns:
             Number of the first step with the new weights.

@@ -12,7 +12,7 @@ __all__ = ["find_rank"]
 
 
 def find_rank(rank: int | None, world_size: int | None, group: Any = None) -> tuple[int, int]:
-    """Return `(rank, world_size)`: as given, or of `group`; else of torch.distributed, else of torchrun, else `(0, 1)`."""
+    """Return `(rank, world_size)` from the arguments, else from torch.distributed, else from torchrun, else `(0, 1)`."""
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank={rank}, world_size={world_size}: pass both or neither")
     if group is not None:

@@ -55,7 +55,7 @@ class Step:
     is_padding: Array
 
     def cache_of(self, caches: Sequence[Any]) -> Any:
-        """Return the cache of the samples: the stream's own with `mix`, else the only cache."""
+        """Return the cache of the samples: with `mix`, the cache of the step's stream, else the only cache."""
         return caches[self.stream % len(caches)]
 
 

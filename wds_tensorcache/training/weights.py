@@ -102,7 +102,7 @@ class Weights:
         return [[at, drawn.packed] for at, drawn in self._from(step)]
 
     def load(self, state: Sequence[Sequence[Any]]) -> None:
-        """Replace the weights by those of a state; if they do not match, raise ValueError and change nothing."""
+        """Replace the weights by the weights of a state; if these do not match, raise ValueError and change nothing."""
         try:
             found = [(int(at), np.frombuffer(zlib.decompress(base64.b64decode(text)), "<f8")) for at, text in state]
         except (TypeError, ValueError, zlib.error) as exc:

@@ -142,7 +142,7 @@ class Progress:
             self._bar = tqdm(total=total, unit=" samples", smoothing=0.05)
 
     def count(self, *, is_old: bool = False) -> None:
-        """Count a sample; `is_old` samples, which were finished before this call, do not change the rate."""
+        """Count a sample. If `is_old`, it was finished before this call, and does not change the rate."""
         if self._bar is not None:
             self._bar.initial += is_old
             self._bar.update()

@@ -1,6 +1,6 @@
 """Lock that allows one writer at a time for a pattern of shard names, such as `train-%06d.tar`.
 
-It is a hidden file, whose lock ends with the writer's process.
+The lock is on a hidden file, and ends with the writer's process.
 """
 
 from __future__ import annotations

@@ -118,10 +118,11 @@ class Leaves:
     """A list-like object with one value per sample of a batch, decoded from the skeletons on first use.
 
     It pickles, prints and compares like a list. It is not registered as a `Sequence`: to move a batch to a device, trainers
-    rebuild every sequence from its items, which would decode all values.
+    rebuild every sequence from its items, and this would decode all values.
 
-    Raises (on first use): BatchError: A sample's structure differs from that of the first sample. FormatError: A skeleton is
-        damaged.
+    Raises (on first use):
+        BatchError: A sample's structure differs from that of the first sample.
+        FormatError: A skeleton is damaged.
     """
 
     __slots__ = ("_decoded", "_list", "_path")
