@@ -242,3 +242,14 @@ def test_a_set_is_refused_with_less_work_than_a_dict() -> None:
     assert 48 * len(keys) < table.work < 64 * len(keys)
     for kind in ("set", "frozenset"):
         refused(container(kind, [integer(key) for key in keys]), MANY)
+
+
+def test_old_keys_are_placed_within_their_own_limit() -> None:
+    """FORMAT.md 2.6, placing: new keys do not add to the limit while the keys that came before them are placed."""
+    colliding = [(*bits, *(0,) * 200) for bits in itertools.product((-1, -2), repeat=3)][:5]
+    assert len(set(map(hash, colliding))) == 1
+    limits.KeyCosts(10**6).add({}, [*colliding, *range(100)], False)
+    costs = limits.KeyCosts(10**6)
+    costs.add({}, colliding, False)
+    with pytest.raises(tc.FormatError, match="5 keys of a dict share"):
+        costs.add(dict.fromkeys(colliding), range(100), False)

@@ -111,7 +111,7 @@ class Lazy:
         return _rebuild, (type(self), source, r.name, r.kind, r.dtype, tuple(r.shape), begin, end, r.attribute)
 
     def _reduce_for_torch_save(self, protocol: Any) -> Any:
-        """Return the result of `__reduce_ex__` for `torch.save`; `torch.load(weights_only=True)` refuses this package's classes."""
+        """Return the result of `__reduce_ex__` for `torch.save`: `torch.load(weights_only=True)` refuses our classes."""
         raise NotImplementedError
 
     def __copy__(self) -> Any:
