@@ -249,8 +249,8 @@ def is_shared(sample: Any) -> bool:
 def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
     """Combine B lazy samples into one batch with the structure of the first, but with `tensors` in place of the lazy tensors.
 
-    `tensors` contains the batched tensors by name. As in `TensorCache.nest`, a lazy tensor whose name it lacks is left out,
-    and every other value becomes a list of B values.
+    `tensors` contains the batched tensors by name. As in `TensorCache.nest`, lazy tensors without an entry in `tensors` are
+    left out, and every other value becomes a list of B values.
 
     Raises:
         BatchError: The structures of two samples differ.

@@ -108,9 +108,9 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
     worker ends the iteration and is raised here with its type and attributes; the position stays after the last batch
     returned.
 
-    Lightning saves and restores the state; on several ranks it needs `Trainer(use_distributed_sampler=False)`. accelerate
-    makes a new `DataLoader` from the sampler and the dataset; its state is exact with `use_stateful_dataloader=True`. On
-    several ranks, do not pass the loader to accelerate's `prepare`.
+    Lightning saves and restores the state; on several ranks it needs `Trainer(use_distributed_sampler=False)`. accelerate makes
+    a new `DataLoader` from the sampler and the dataset; with `use_stateful_dataloader=True`, the state of the new one is exact.
+    On several ranks, do not pass the loader to accelerate's `prepare`.
 
     Threads/fork/pickle: used by one thread, in the process that made the loader.
     """

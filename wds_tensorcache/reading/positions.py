@@ -62,7 +62,8 @@ def iter_positions(positions: Positions) -> Iterator[int]:
 def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, Array]]:
     """Yield `(shard, indices into positions, rows)` for each shard that contains some of the positions, in shard order.
 
-    A row is the number of a sample within its shard. Cost: an array of positions is sorted once, not searched for each shard.
+    A row is the number of a sample among the samples of its shard that have the cache. Cost: an array of positions is sorted
+    once, not searched for each shard.
     """
     if isinstance(positions, range):
         runs = list(_runs(store, positions))

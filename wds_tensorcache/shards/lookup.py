@@ -106,7 +106,7 @@ class KeyTable:
         return _raw(self._parts, self._starts, position)
 
     def _find_ranges(self) -> tuple[bool, list[Any], list[Any], list[int]] | None:
-        """Return `(by_length, first_keys, last_keys, shard_numbers)`: lists with an item per shard with keys, in key order.
+        """Return a bool `by_length`, and three lists in key order: first key, last key and number of each shard with keys.
 
         If `by_length`, keys are compared by length first, then by bytes. Returns None if neither order works: if the keys of a
         shard do not ascend, or the key ranges of two shards overlap.

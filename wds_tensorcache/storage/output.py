@@ -72,7 +72,7 @@ class Output:
         self._stage, self._filled = None, 0
 
     def _wait(self, remaining: int) -> None:
-        """Wait until at most `remaining` stages are being written."""
+        """Wait until at most `remaining` pieces of recycled memory still have to be written."""
         while len(self._writing) > remaining:
             self._writing.popleft().result()
         self._check()

@@ -46,7 +46,7 @@ class BaseLoader(ABC):
         return self._plan.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration begin the given epoch; see `StepSampler.set_epoch`. Ends the current iteration."""
+        """Make the next iteration begin the given epoch; see `StepSampler.set_epoch`. This ends the current iteration."""
         self._plan.set_epoch(epoch)
 
     def with_info(self) -> Iterable[tuple[Any, BatchInfo]]:
@@ -54,7 +54,7 @@ class BaseLoader(ABC):
         return _WithInfo(self)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch; after `load_state_dict`, continue the state's epoch. Ends the current iteration."""
+        """Begin an epoch; after `load_state_dict`, continue the state's epoch. This ends the current iteration."""
         return self._begin(with_info=False)
 
     def _begin(self, *, with_info: bool) -> Iterator[Any]:

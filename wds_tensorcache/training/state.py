@@ -23,7 +23,7 @@ def state_of(position: Position, settings: Mapping[str, Any], fingerprint: str, 
 
 
 def position_from(state: Mapping[str, Any], settings: Mapping[str, Any], fingerprint: str, course: Course) -> Position:
-    """Return the position in a state; raise ValueError if the state is damaged, or its settings or samples differ."""
+    """Return the position in a state; raise ValueError if the state is damaged, or has other settings or samples."""
     if not isinstance(state, Mapping) or state.get("version") != VERSION:
         raise ValueError(f"expected a loader's state of version {VERSION}, got {state!r:.200}")
     missing = {"dataset", "settings", "position", "weights"} - set(state)

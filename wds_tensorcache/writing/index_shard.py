@@ -30,9 +30,9 @@ def write_index(path: str | os.PathLike[str], *, footer: bool = False, dali_inde
     """Index a shard that another writer made, so that opening it needs no scan.
 
     The index keeps the fingerprint in an older index of the shard, or else the one in the manifest. Manifests that list the
-    shard get its new length and numbers of samples. They are searched in the folder of the shard, and, if `path` is a link,
-    in the folder of the link. An interruption leaves a shard that can be read as before, with one exception: if it comes
-    between the updates of manifest and shard, readers of the manifest refuse the shard until the next call of this function.
+    shard get its new length and numbers of samples. These manifests may be in the folder of the shard and, if `path` is a link,
+    in the folder of the link. After an interruption, the shard can be read as before, with one exception: between the updates
+    of manifest and shard, an interruption makes readers of the manifest refuse the shard until the next call of this function.
 
     Versions of a cache share shards by hard links. A shard with several hard links is copied before its footer is written,
     so that the file under its other names does not change.

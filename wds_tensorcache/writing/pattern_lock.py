@@ -29,8 +29,8 @@ class WriterLock:
     """The exclusive right of this process to write the shards of a pattern, until `close`.
 
     The file `.tensorcache.TOKEN.lock` in the folder contains pattern, pid and host. The next writer deletes the file of a
-    killed process. If the file system has no locks, a writer on this host counts as active while its process runs, and a
-    writer on another host until its lock file is deleted. A read-only folder is not locked.
+    killed process. If the file system has no locks, a writer on this host counts as active while its process runs. A writer on
+    another host then counts as active until its lock file is deleted. A read-only folder is not locked.
 
     Raises:
         FileExistsError: An active writer has a pattern that can produce the same names; or another process keeps the folder

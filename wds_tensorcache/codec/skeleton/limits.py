@@ -176,7 +176,7 @@ def _comparison_cost(key: Any) -> int:
 
 
 def _compare_pairs(known: list[Any], keys: Sequence[Any], hashes: list[int]) -> int:
-    """Return the cost of comparing each of `keys` with earlier keys of the same hash; an object and itself cost nothing."""
+    """Return the cost of comparing each of `keys` with earlier keys of the same hash; an object with itself costs nothing."""
     both = [*known, *keys]
     return sum(
         _comparison_cost(both[earlier]) + _comparison_cost(both[number])

@@ -315,7 +315,7 @@ class Scanner:
 def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[bytes]:
     """Yield the possible names of the member whose content starts at byte `begin` in a file of `nbytes` bytes.
 
-    The number of extended headers before the member's header is unknown, and may change the name.
+    It is unknown how many extended headers precede the member's header; each number may give another name.
     """
     for blocks in range(1, _MAX_EXTENDED_BLOCKS):
         at, headers = begin - blocks * BLOCK, Headers(read, nbytes)
