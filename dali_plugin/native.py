@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from nvidia.dali import fn
 
-from dali_plugin.packed import PackedMembers
+from dali_plugin.native_members import PackedMembers
 from dali_plugin.source import NUMBER, Source
 
 __all__ = ["NativeReader"]

@@ -29,7 +29,7 @@ from wds_tensorcache.reading.join import JoinedCache, join
 from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.schema import Entry, TensorSchema
-from wds_tensorcache.reading.shard_set import Io
+from wds_tensorcache.reading.store import Io
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.training.loader import Loader
 from wds_tensorcache.training.order import EpochOrder

@@ -15,7 +15,7 @@ import torch
 import wds_tensorcache as tc
 from wds_tensorcache.codec import header, layout
 from wds_tensorcache.codec.reference import reference_text
-from wds_tensorcache.codec.skeleton.paths import short_component
+from wds_tensorcache.codec.skeleton.tensor_names import short_component
 
 COUNTS = (200, 2_000, 20_000)
 
@@ -108,7 +108,7 @@ def test_the_collector_stays_as_it_was() -> None:
 FORK = """
 import gc, os, warnings
 warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads
-from wds_tensorcache.codec.collector import collector_paused
+from wds_tensorcache.codec.gc_pause import collector_paused
 with collector_paused(True):
     assert not gc.isenabled()
     child = os.fork()

@@ -15,7 +15,7 @@ import webdataset as wds
 
 import dali_plugin
 import wds_tensorcache as tc
-from dali_plugin.packed import PackedMembers
+from dali_plugin.native_members import PackedMembers
 from tests.dali.conftest import COUNT, sample
 from tests.dali.pipelines import pipeline, unbatched
 from tests.same import assert_same

@@ -28,7 +28,7 @@ from tests.fuzz.forge import bound, footer_of, keys_of, tar_of
 from tests.hostile.tables import count_calls, work_of
 from wds_tensorcache.codec import header as headers
 from wds_tensorcache.codec import layout as layouts
-from wds_tensorcache.codec.binding import parse_preamble
+from wds_tensorcache.codec.preamble import parse_preamble
 from wds_tensorcache.codec.reference import MemorySource, resolve
 from wds_tensorcache.codec.sample import decode_body, open_tensor
 from wds_tensorcache.codec.skeleton.reader import unpickle

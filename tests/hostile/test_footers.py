@@ -21,7 +21,7 @@ from tests.shards.forged_index import Change, changed, columns, swap, swap_keys,
 from wds_tensorcache.codec.layout import form_of
 from wds_tensorcache.shards.footer import MAGIC, _digest
 from wds_tensorcache.shards.index import MemberColumns, ShardIndex, narrow
-from wds_tensorcache.shards.lookup import Keys
+from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.storage.files import ShardFile
 
 COLUMNS = ("skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "digest")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from tests.shards.test_lookup import Counting, keys_of, text
-from wds_tensorcache.shards.lookup import KeyTable
+from tests.shards.test_key_table import Counting, keys_of, text
+from wds_tensorcache.shards.key_table import KeyTable
 
 
 def test_keys_with_one_polynomial_hash_are_not_all_looked_at() -> None:

@@ -18,7 +18,7 @@ import wds_tensorcache as tc
 from tests import strategies
 from tests.reading.batches import COUNT, LARGE, SMALL, assert_all_same, assert_batch, damage, write
 from tests.same import tensor_bytes
-from wds_tensorcache.reading.batch import read_plan as plan_module
+from wds_tensorcache.reading.batch import read_rows as rows_module
 from wds_tensorcache.storage.files import ShardFile
 
 
@@ -34,13 +34,13 @@ def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Te
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Return a list that gets the result of each `_gather`: True if it was taken."""
     taken: list[bool] = []
-    original = plan_module._gather
+    original = rows_module._gather
 
     def spy(*args: Any) -> bool:
         taken.append(original(*args))
         return taken[-1]
 
-    monkeypatch.setattr(plan_module, "_gather", spy)
+    monkeypatch.setattr(rows_module, "_gather", spy)
     return taken
 
 
@@ -190,7 +190,7 @@ def test_any_structure(samples: list[Any], io: str, data: st.DataObject) -> None
 # --- reads ---
 
 
-@pytest.mark.parametrize("gap", [16, plan_module.SCRATCH_NBYTES, plan_module.SCRATCH_NBYTES + 64, 100_000])
+@pytest.mark.parametrize("gap", [16, rows_module.SCRATCH_NBYTES, rows_module.SCRATCH_NBYTES + 64, 100_000])
 def test_gaps_that_select_leaves(tmp_path: Path, gap: int) -> None:
     samples = [
         {"a": torch.full((64,), i), "gap": torch.zeros(gap // 8, dtype=torch.int64), "b": torch.full((64,), -i)}

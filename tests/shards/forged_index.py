@@ -11,7 +11,7 @@ import numpy as np
 
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import LayoutTable, ShardIndex
-from wds_tensorcache.shards.lookup import Keys
+from wds_tensorcache.shards.key_table import Keys
 
 Change = Callable[[ShardIndex], ShardIndex]
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
-from wds_tensorcache.codec.binding import PREAMBLE_NBYTES
+from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
 from wds_tensorcache.shards.footer import TRAILER_NBYTES, build_footer, parse_footer, read_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard

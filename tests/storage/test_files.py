@@ -21,7 +21,7 @@ import wds_tensorcache as tc
 from wds_tensorcache.storage import files as storage
 from wds_tensorcache.storage.files import Files, ShardFile
 from wds_tensorcache.storage.maps import Maps
-from wds_tensorcache.storage.pool import Pool
+from wds_tensorcache.storage.memory_pool import Pool
 
 CONTENT = random.Random(5).randbytes(200_000)
 

@@ -24,7 +24,7 @@ from tests.same import assert_same
 from tests.writing.test_build import COUNT, MADE, build, counted, double
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.lookup import Keys
+from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.manifest import read_manifest
 from wds_tensorcache.storage.files import ShardFile
 

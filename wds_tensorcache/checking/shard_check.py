@@ -13,9 +13,9 @@ import xxhash
 from wds_tensorcache.checking.damaged_tar import Break, Member, Salvage
 from wds_tensorcache.checking.indexed_places import find_places
 from wds_tensorcache.checking.report import Fault, Report
-from wds_tensorcache.codec.binding import had_preamble, parse_preamble
 from wds_tensorcache.codec.header import DIGITS_END, MAX_HEADER_NBYTES, is_bound, parse_header
 from wds_tensorcache.codec.layout import Layout
+from wds_tensorcache.codec.preamble import had_preamble, parse_preamble
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, list_references
 from wds_tensorcache.errors import FormatError, Kind, TensorCacheError, UnsafeSkeletonError
@@ -28,7 +28,7 @@ from wds_tensorcache.shards.tar.headers import rebuild_header
 from wds_tensorcache.shards.tar.skipped import Skipped
 from wds_tensorcache.storage.files import Identity, ShardFile
 from wds_tensorcache.storage.readahead import Digest, ReadAhead, Readers
-from wds_tensorcache.writing.open_shard import MemberRange, append_range
+from wds_tensorcache.writing.unfinished_shard import MemberRange, append_range
 
 __all__ = ["Checked", "check_shard"]
 

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from wds_tensorcache.checking.index_check import check_indexes
 from wds_tensorcache.checking.report import Fault, Report
 from wds_tensorcache.checking.shard_check import Checked, check_shard
-from wds_tensorcache.checking.sidecars import check_sidecars
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import FormatError, Kind
 from wds_tensorcache.reading.open_cache import Found, are_counts, find_shards, num_cores
 from wds_tensorcache.shards.dali_index import dali_index_path
-from wds_tensorcache.shards.lookup import KeyTable
+from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import MANIFEST, ShardEntry, locate_shards, read_manifest
 from wds_tensorcache.storage.readahead import Readers, in_order
 from wds_tensorcache.storage.threads import ThreadPool
@@ -93,7 +93,7 @@ def check_all(
             except (FormatError, OSError) as exc:
                 kind = exc.kind if isinstance(exc, FormatError) else "unreadable"
                 return Fault(path, None, None, f"cannot be opened: {_reason(exc)}", kind)
-            return found, check_sidecars(found, _without_number(path) in with_idx)
+            return found, check_indexes(found, _without_number(path) in with_idx)
 
         for result in in_order(paths, check, walking, walkers):
             if isinstance(result, Fault):

@@ -15,8 +15,8 @@ from functools import lru_cache
 from json.encoder import encode_basestring
 from typing import Any, NoReturn
 
-from wds_tensorcache.codec.collector import LARGE_NBYTES, collector_paused
 from wds_tensorcache.codec.dtypes import STORED
+from wds_tensorcache.codec.gc_pause import LARGE_NBYTES, collector_paused
 from wds_tensorcache.codec.layout import MAX_CACHED_NBYTES, MAX_LAYOUTS, Layout, StoredTensor, form_of, make_layout
 from wds_tensorcache.errors import FormatError
 

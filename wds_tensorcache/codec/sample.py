@@ -9,7 +9,11 @@ from typing import Any
 
 import xxhash
 
-from wds_tensorcache.codec.binding import (
+from wds_tensorcache.codec.gc_pause import LARGE_NBYTES, collector_paused
+from wds_tensorcache.codec.header import parse_header, plan_member, plan_small_member
+from wds_tensorcache.codec.layout import Layout
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
+from wds_tensorcache.codec.preamble import (
     build_preamble,
     had_preamble,
     is_damaged,
@@ -17,10 +21,6 @@ from wds_tensorcache.codec.binding import (
     sign_header,
     tensors_digest,
 )
-from wds_tensorcache.codec.collector import LARGE_NBYTES, collector_paused
-from wds_tensorcache.codec.header import parse_header, plan_member, plan_small_member
-from wds_tensorcache.codec.layout import Layout
-from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.reference import MemorySource, Reference, Source, check_named, named_by, resolve
 from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, MISS, Template, learn

@@ -25,7 +25,7 @@ from wds_tensorcache.reading.schema import (
     name_matcher,
     schema_of,
 )
-from wds_tensorcache.reading.shard_set import Io, Store
+from wds_tensorcache.reading.store import Io, Store
 
 __all__ = ["TensorCache"]
 

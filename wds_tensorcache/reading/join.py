@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from wds_tensorcache.codec.skeleton.paths import component
+from wds_tensorcache.codec.skeleton.tensor_names import component
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.base_cache import Cache, _Sample
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, PadValue, as_collate
@@ -21,7 +21,7 @@ from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.match_keys import KeyMap, match_some
 from wds_tensorcache.reading.open_cache import Source, open
 from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns
-from wds_tensorcache.reading.shard_set import Io
+from wds_tensorcache.reading.store import Io
 from wds_tensorcache.shards.fingerprint import common_fields
 
 __all__ = ["JoinedCache", "join"]

@@ -13,14 +13,14 @@ from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.cache import TensorCache
-from wds_tensorcache.reading.shard_set import Io, Store
+from wds_tensorcache.reading.store import Io, Store
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint, common_fields
 from wds_tensorcache.shards.manifest import MANIFEST, locate_shards, read_manifest
 from wds_tensorcache.shards.names import cache_name
 from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.maps import CAN_COPY
-from wds_tensorcache.storage.pool import Pool
+from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.system import file_system, memory_nbytes, overcommit_is_off
 
 __all__ = ["Source", "are_counts", "existing_folder", "expand_braces", "find_shards", "num_cores", "open"]

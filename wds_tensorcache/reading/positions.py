@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from wds_tensorcache.reading.shard_set import Store
+from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.shard import Shard
 
 __all__ = [

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from wds_tensorcache.codec.binding import sign_header, tensors_digest
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.header import build_header, parse_header, parse_json
 from wds_tensorcache.codec.layout import form_of
+from wds_tensorcache.codec.preamble import sign_header, tensors_digest
 from wds_tensorcache.codec.reference import parse_reference
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, ShardIndex
-from wds_tensorcache.shards.lookup import Keys
+from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import is_cache_name
 from wds_tensorcache.shards.tar.headers import padding
 

@@ -17,7 +17,7 @@ import numpy as np
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.layout import Form, Layout, make_layout
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.lookup import Keys
+from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 
 __all__ = ["CacheColumns", "LayoutTable", "MemberColumns", "MemberTable", "ShardIndex", "narrow"]

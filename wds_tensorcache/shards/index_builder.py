@@ -15,7 +15,7 @@ from wds_tensorcache.codec.layout import Form, Layout
 from wds_tensorcache.codec.sample import check_binding, list_references
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, ShardIndex, narrow
-from wds_tensorcache.shards.lookup import Keys
+from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import APART, find_half, split_member
 from wds_tensorcache.shards.tar.headers import Scanner
 

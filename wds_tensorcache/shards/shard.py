@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, is_preamble, sign_header
 from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, parse_header
 from wds_tensorcache.codec.layout import Layout
+from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, is_preamble, sign_header
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.views import view_bytes
@@ -27,7 +27,7 @@ from wds_tensorcache.shards.tar.fields import parse_number
 from wds_tensorcache.shards.tar.headers import BLOCK, names_of
 from wds_tensorcache.storage.files import Files, Identity, ShardFile
 from wds_tensorcache.storage.maps import Maps, gather, read_ranges
-from wds_tensorcache.storage.pool import Pool
+from wds_tensorcache.storage.memory_pool import Pool
 
 __all__ = ["FileSource", "Shard", "load_index"]
 

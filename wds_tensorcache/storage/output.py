@@ -11,7 +11,7 @@ from typing import Any
 
 from wds_tensorcache.storage.atomic import create_temporary, fsync_folder, replace
 from wds_tensorcache.storage.files import MAX_BUFFERS, skip_bytes
-from wds_tensorcache.storage.pool import Pool
+from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.threads import Job, ThreadPool
 
 __all__ = ["Output"]

@@ -17,12 +17,12 @@ from wds_tensorcache.shards.after_end import load_whole
 from wds_tensorcache.shards.dali_index import dali_index_path, write_dali_index
 from wds_tensorcache.shards.fingerprint import check_same
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.lookup import KeyTable
+from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import Catalog
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.files import Files
-from wds_tensorcache.writing.open_shard import MemberRange
 from wds_tensorcache.writing.pattern import ShardPattern
+from wds_tensorcache.writing.unfinished_shard import MemberRange
 
 __all__ = ["FinishedShards", "load_finished", "take_over"]
 

@@ -25,9 +25,9 @@ from wds_tensorcache.shards.tar.skipped import skipped_members
 from wds_tensorcache.storage.atomic import fsync_folder, write_atomically
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.writing.new_folder import check_new, new_folder
-from wds_tensorcache.writing.open_shard import MemberRange, append_range, read_ranges, write_shard
 from wds_tensorcache.writing.pattern import DEFAULT_NAME, ShardPattern
 from wds_tensorcache.writing.resume import FinishedShards, load_finished
+from wds_tensorcache.writing.unfinished_shard import MemberRange, append_range, read_ranges, write_shard
 
 __all__ = ["OldCache", "VersionShard", "drop", "write_version"]
 

@@ -28,10 +28,10 @@ from wds_tensorcache.shards.names import (
     member_suffix,
 )
 from wds_tensorcache.shards.sidecar import check_replaceable
-from wds_tensorcache.writing.open_shard import OpenShard
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.pattern_lock import WriterLock
 from wds_tensorcache.writing.resume import take_over
+from wds_tensorcache.writing.unfinished_shard import UnfinishedShard
 
 __all__ = ["MAX_SAMPLES", "ShardWriter"]
 
@@ -114,7 +114,7 @@ class ShardWriter:
         folder = self._pattern.folder or "."
         os.makedirs(folder, exist_ok=True)
         self._catalog = Catalog(folder, fsync) if manifest else None
-        self._shard: OpenShard | None = None
+        self._shard: UnfinishedShard | None = None
         self._net: Any = None
         self._closed = False
         self._lock = WriterLock(self._pattern)
@@ -198,7 +198,7 @@ class ShardWriter:
                 raise FileExistsError(f"{path} was created after this writer started; write to another folder")
             if self._dali_index:
                 check_replaceable(dali_index_path(path))
-            self._shard = OpenShard(path)
+            self._shard = UnfinishedShard(path)
             self._net = weakref.finalize(self, _drop_forgotten, str(self._pattern), self._shard, os.getpid())
             self._number += 1
         self._shard.write(key, encoded, plain)
@@ -265,7 +265,7 @@ def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[
     return caches, others
 
 
-def _drop_forgotten(pattern: str, shard: OpenShard, pid: int) -> None:
+def _drop_forgotten(pattern: str, shard: UnfinishedShard, pid: int) -> None:
     if pid == os.getpid():  # in a forked child, the shard is still the parent's
         what = f"{pattern}: the writer was not closed, so its unfinished shard is lost; use `with`, or call close()"
         warnings.warn(what, ResourceWarning, stacklevel=2)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.collector import collector_paused
+from wds_tensorcache.codec.gc_pause import collector_paused
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton import opcodes as op
@@ -36,7 +36,7 @@ from wds_tensorcache.codec.skeleton.limits import (
     call_cost,
 )
 from wds_tensorcache.codec.skeleton.opcodes import CODE
-from wds_tensorcache.codec.skeleton.paths import RESERVED, component, join, place, short_component
+from wds_tensorcache.codec.skeleton.tensor_names import RESERVED, component, join, place, short_component
 from wds_tensorcache.codec.skeleton.types import (
     FACTORIES,
     LISTED,

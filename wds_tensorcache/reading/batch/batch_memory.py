@@ -10,7 +10,7 @@ import torch
 from wds_tensorcache.codec.reference import Reference
 from wds_tensorcache.codec.views import check_array, view_array, view_tensor
 from wds_tensorcache.reading.batch.placement import nbytes_of, no_memory
-from wds_tensorcache.storage.pool import Pool
+from wds_tensorcache.storage.memory_pool import Pool
 
 __all__ = ["Memory", "to_device"]
 

@@ -16,7 +16,7 @@ from wds_tensorcache.codec.tree import Path, flatten, is_shared, map_leaves, pro
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Columns, Layouts, check_same_names
 from wds_tensorcache.reading.batch.rows import Rows
-from wds_tensorcache.reading.shard_set import Store
+from wds_tensorcache.reading.store import Store
 
 __all__ = ["Request", "Structure", "Structures", "columns_of"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.codec.skeleton.template import Template
-from wds_tensorcache.reading.shard_set import Store
+from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.shard import Shard
 
 __all__ = ["NO_SAMPLES", "Rows", "locate"]

@@ -11,7 +11,7 @@ import torch
 from wds_tensorcache.reading.batch.columns import SCRATCH_NBYTES, Columns, Layouts, Runs
 from wds_tensorcache.reading.batch.placement import Placement
 from wds_tensorcache.reading.batch.rows import Rows
-from wds_tensorcache.reading.shard_set import Store
+from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.maps import MapLost, Maps

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from wds_tensorcache.shards.index import MemberColumns, narrow
-from wds_tensorcache.shards.lookup import Keys, KeyTable, match_keys
+from wds_tensorcache.shards.key_table import Keys, KeyTable, match_keys
 
 Rows = "np.ndarray[Any, Any] | None"
 

@@ -17,13 +17,13 @@ from wds_tensorcache.shards.names import TENSORS, split_member
 from wds_tensorcache.shards.sidecar import open_sidecar, sidecar_path
 from wds_tensorcache.storage.files import ShardFile
 
-__all__ = ["check_sidecars"]
+__all__ = ["check_indexes"]
 
 _CHUNK_NBYTES = 1 << 20
 _Places = dict[tuple[str, str], tuple[Any, ...]]  # begin, length and other fields of each member, by key and suffix
 
 
-def check_sidecars(found: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
+def check_indexes(found: Checked, needs_idx: bool) -> Mapping[str, Any] | None:
     """Add the faults of a shard's indexes to `found`; return the fingerprint that they contain, if any."""
     reported = set(found.damaged)  # keys
     footer = _check_footer(found, reported)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.shards.lookup import KeyTable
+from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files
-from wds_tensorcache.storage.pool import Pool
+from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.threads import ThreadPool
 
 __all__ = ["Io", "Store"]

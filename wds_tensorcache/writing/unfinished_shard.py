@@ -17,13 +17,13 @@ from wds_tensorcache.shards.tar.headers import BLOCK, END_OF_ARCHIVE, build_head
 from wds_tensorcache.storage.files import Files, ShardFile
 from wds_tensorcache.storage.output import Output
 
-__all__ = ["MemberRange", "OpenShard", "append_range", "read_ranges", "write_shard"]
+__all__ = ["MemberRange", "UnfinishedShard", "append_range", "read_ranges", "write_shard"]
 
 _ZEROS = bytes(BLOCK)
 _CHUNK_NBYTES = 1 << 22
 
 
-class OpenShard:
+class UnfinishedShard:
     """A shard that is being written, under a temporary name until `finish`."""
 
     def __init__(self, path: str) -> None:

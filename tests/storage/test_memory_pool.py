@@ -16,7 +16,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.same import tensor_bytes
-from wds_tensorcache.storage.pool import Pool
+from wds_tensorcache.storage.memory_pool import Pool
 
 MIB = 1 << 20
 
