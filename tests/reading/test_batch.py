@@ -19,6 +19,7 @@ from tests import strategies
 from tests.reading.batches import COUNT, LARGE, SMALL, assert_all_same, assert_batch, damage, write
 from tests.same import tensor_bytes
 from wds_tensorcache.reading.batch import read_rows as rows_module
+from wds_tensorcache.reading.batch.merge_reads import SCRATCH_NBYTES
 from wds_tensorcache.storage.files import ShardFile
 
 
@@ -190,7 +191,7 @@ def test_any_structure(samples: list[Any], io: str, data: st.DataObject) -> None
 # --- reads ---
 
 
-@pytest.mark.parametrize("gap", [16, rows_module.SCRATCH_NBYTES, rows_module.SCRATCH_NBYTES + 64, 100_000])
+@pytest.mark.parametrize("gap", [16, SCRATCH_NBYTES, SCRATCH_NBYTES + 64, 100_000])
 def test_gaps_that_select_leaves(tmp_path: Path, gap: int) -> None:
     samples = [
         {"a": torch.full((64,), i), "gap": torch.zeros(gap // 8, dtype=torch.int64), "b": torch.full((64,), -i)}

@@ -13,14 +13,12 @@ from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.views import ARRAY_NDIM
 from wds_tensorcache.errors import BatchError
+from wds_tensorcache.reading.batch.merge_reads import merge_reads
 from wds_tensorcache.reading.batch.rows import NO_SAMPLES, Rows
 
-__all__ = ["Columns", "Layouts", "Runs", "check_same_names", "check_stackable", "layouts_of"]
+__all__ = ["Columns", "Layouts", "check_same_names", "check_stackable", "layouts_of"]
 
 Array = np.ndarray[Any, Any]
-# byte ranges to read, as (begin, end, parts); a part is (tensor number, nbytes), or (-1, nbytes) for a gap
-Runs = list[tuple[int, int, list[tuple[int, int]]]]
-SCRATCH_NBYTES = 1 << 14  # reading a gap of up to this many bytes is cheaper than another system call
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,7 @@ class Columns:
             for layout, one in enumerate(each)
             if one.dtype == "BOOL"
         ]
-        self.runs = [_runs(*each) for each in zip(self.begin.T.tolist(), self.nbytes.T.tolist(), strict=True)]
+        self.runs = [merge_reads(*each) for each in zip(self.begin.T.tolist(), self.nbytes.T.tolist(), strict=True)]
 
     def resolve(self, like: dict[str, Any], texts: Sequence[dict[str, str]], layouts: Layouts) -> None:
         """Resolve the reference of each tensor in each layout.
@@ -154,22 +152,6 @@ class Columns:
                     f"{list(other.shape)} in {layouts.key(number)!r}; use collate='pad' or 'list'"
                 )
         check_stackable(first, len(layouts.rows), first.shape, layouts.key(0))
-
-
-def _runs(begins: list[int], sizes: list[int]) -> Runs:
-    runs: Runs = []
-    for begin, tensor in sorted(zip(begins, range(len(begins)), strict=True)):
-        nbytes = sizes[tensor]
-        gap = begin - runs[-1][1] if runs else -1
-        if not nbytes:
-            continue
-        if 0 <= gap <= SCRATCH_NBYTES:
-            first, _, parts = runs[-1]
-            parts += [(-1, gap), (tensor, nbytes)] if gap else [(tensor, nbytes)]
-            runs[-1] = first, begin + nbytes, parts
-        else:
-            runs.append((begin, begin + nbytes, [(tensor, nbytes)]))
-    return runs
 
 
 def check_stackable(reference: Reference, count: int, shape: tuple[int, ...], key: str) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.reading.batch.columns import SCRATCH_NBYTES, Columns, Layouts, Runs
+from wds_tensorcache.reading.batch.columns import Columns, Layouts
+from wds_tensorcache.reading.batch.merge_reads import SCRATCH_NBYTES, Runs
 from wds_tensorcache.reading.batch.placement import Placement
 from wds_tensorcache.reading.batch.rows import Rows
 from wds_tensorcache.reading.store import Store
