@@ -6,18 +6,17 @@ earlier one only in its digest is not parsed again.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring
-from typing import Any, NoReturn
+from typing import Any
 
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.gc_pause import LARGE_NBYTES, collector_paused
 from wds_tensorcache.codec.layout import MAX_CACHED_NBYTES, MAX_LAYOUTS, Layout, StoredTensor, form_of, make_layout
+from wds_tensorcache.codec.strict_json import parse_json
 from wds_tensorcache.errors import FormatError
 
 __all__ = [
@@ -29,7 +28,6 @@ __all__ = [
     "is_bound",
     "is_possible",
     "parse_header",
-    "parse_json",
     "plan_member",
     "plan_small_member",
 ]
@@ -150,30 +148,6 @@ def _parse_tensors(text: bytes, data_begin: int, nbytes: int) -> Layout:
             raise FormatError(f"the tensors end at byte {position}, but the member has {nbytes} bytes")
         form = form_of(tuple((tensor.name, tensor.dtype, len(tensor.shape)) for tensor in tensors))
         return Layout({tensor.name: tensor for tensor in tensors}, data_begin, nbytes, form)
-
-
-def parse_json(text: bytes) -> Any:
-    """Return the value of UTF-8 JSON. Unlike `json.loads`, also raise ValueError for duplicate keys, `NaN` and `-0`."""
-    parse = _parse_int if b"-0" in text else None
-    return json.loads(text.decode(), object_pairs_hook=_unique, parse_int=parse, parse_constant=_refuse_constant)
-
-
-def _parse_int(digits: str) -> int:
-    if digits.startswith("-0"):
-        raise ValueError("it contains -0; expected 0")
-    return int(digits)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"it contains {name}, which is not valid JSON")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        [(name, _), *_] = Counter(name for name, _ in pairs).most_common(1)
-        raise FormatError(f"key {name!r} occurs twice in one object")
-    return result
 
 
 def _check_metadata(metadata: Any, is_at_begin: bool) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from wds_tensorcache.codec.header import parse_json
+from wds_tensorcache.codec.strict_json import parse_json
 from wds_tensorcache.errors import FormatError, Kind, MissingShardError
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
