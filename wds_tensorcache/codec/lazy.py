@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.reference import Reference, Source
-from wds_tensorcache.codec.views import check_array, check_device, check_tensor, view_array, view_tensor
+from wds_tensorcache.codec.views import check_array, check_tensor, view_array, view_tensor
 
-__all__ = ["Lazy", "LazyArray", "LazyTensor"]
+__all__ = ["Lazy", "LazyArray", "LazyTensor", "check_device"]
 
 
 class Lazy:
@@ -169,6 +169,12 @@ def _refuse_in_place(cls: type, name: str) -> NoReturn:
     raise TypeError(
         f"{name} would write into a {cls.__name__}, so the result would be lost; call .load() and write into the loaded copy"
     )
+
+
+def check_device(device: Any) -> None:
+    """Raise RuntimeError if `device` is a CUDA device and torch finds no GPU, or if torch does not know the device."""
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"device={device!r}, but torch sees no GPU; leave it out, or install torch with CUDA")
 
 
 class LazyTensor(Lazy):

@@ -1,4 +1,4 @@
-"""Walk nested containers: copy, filter and compare samples, combine them into a batch, measure depth (FORMAT.md 2.6).
+"""Walk nested containers: copy, filter and compare samples, and combine them into a batch.
 
 Each walk visits every container once, so shared or cyclic containers cannot make it slow or endless.
 """
@@ -15,15 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.lazy import Lazy, LazyArray, LazyTensor
-from wds_tensorcache.codec.views import check_device
-from wds_tensorcache.errors import BatchError, FormatError
+from wds_tensorcache.codec.lazy import Lazy, LazyArray, LazyTensor, check_device
+from wds_tensorcache.errors import BatchError
 
 __all__ = [
     "ATOMS",
-    "MAX_DEPTH",
+    "CONTAINERS",
     "Path",
-    "check_depth",
     "difference",
     "flatten",
     "is_shared",
@@ -38,9 +36,8 @@ __all__ = [
 ]
 
 Path = tuple[Any, ...]
-MAX_DEPTH = 200
 ATOMS = frozenset({str, int, bool, float, bytes, type(None), complex})
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _DICTS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, tuple, deque)
 _LEAVES = (LazyTensor, LazyArray, torch.Tensor, np.ndarray, bytearray)
@@ -329,7 +326,7 @@ def _at(path: Path) -> str:
 def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return chain.from_iterable(value.items())
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         return value
     # The class says whether there is a `__dict__`, so that no `__getattr__` of the value runs.
     return value.__dict__.values() if type(value).__dictoffset__ else ()
@@ -353,10 +350,3 @@ def walk(value: Any) -> Iterator[tuple[Any, int]]:
         yield value, depth
         children = [child for child in _children(value) if child.__class__ not in ATOMS]
         todo.extend((child, depth + 1) for child in reversed(children))
-
-
-def check_depth(value: Any) -> None:
-    """Raise FormatError if containers nest more than `MAX_DEPTH` deep, each counted at its first occurrence."""
-    for part, depth in walk(value):
-        if depth > MAX_DEPTH and isinstance(part, _CONTAINERS):
-            raise FormatError(f"containers nest more than {MAX_DEPTH} deep")

@@ -16,7 +16,6 @@ __all__ = [
     "NUMPY_NDIM",
     "SHARED",
     "check_array",
-    "check_device",
     "check_tensor",
     "view_address",
     "view_array",
@@ -26,12 +25,6 @@ __all__ = [
 
 _MAX_CODE_POINT = 0x10FFFF
 Array = np.ndarray[Any, Any]
-
-
-def check_device(device: Any) -> None:
-    """Raise RuntimeError if `device` is a CUDA device and torch finds no GPU, or if torch does not know the device."""
-    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError(f"device={device!r}, but torch sees no GPU; leave it out, or install torch with CUDA")
 
 
 def check_tensor(tensor: torch.Tensor) -> torch.Tensor:

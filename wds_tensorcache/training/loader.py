@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wds_tensorcache.codec.views import check_device
+from wds_tensorcache.codec.lazy import check_device
 from wds_tensorcache.reading.batch.collate import collate_for
 from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool
 from wds_tensorcache.training.base_loader import BaseLoader, Read

@@ -1,4 +1,4 @@
-"""Limits on the work of a reader (FORMAT.md 2.6): bytes that calls copy, and the cost of dict keys and set elements.
+"""Limits on the work of a reader (FORMAT.md 2.6): nesting, bytes that calls copy, cost of dict keys and set elements.
 
 Hazard: a pickle can fetch an object from its memo again and again, so a short skeleton can pass one long string to many
 calls, or one long key to many dicts. The author of a file can also choose keys other than str and bytes whose hashes collide,
@@ -17,12 +17,13 @@ from fractions import Fraction
 from pathlib import PurePath
 from typing import Any
 
-from wds_tensorcache.codec.tree import MAX_DEPTH
+from wds_tensorcache.codec.tree import CONTAINERS, walk
 from wds_tensorcache.errors import FormatError
 
 __all__ = [
     "CALLS_OF_ANY",
     "MAX_BITS",
+    "MAX_DEPTH",
     "MAX_DEQUES",
     "PER_BYTE",
     "SHORT_TEXT",
@@ -32,8 +33,10 @@ __all__ = [
     "are_few_texts",
     "call_budget",
     "call_cost",
+    "check_depth",
 ]
 
+MAX_DEPTH = 200  # of containers in containers
 MAX_DEQUES = 1000  # of one skeleton
 # Hazard: for longer numbers, a Fraction's greatest common divisor and the division for the length of a range take seconds.
 MAX_BITS = 4096
@@ -53,6 +56,13 @@ _LONG_NUMBER_NBYTES = 512
 _PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None)})
 TEXTS = frozenset({str})
 _NUMBERS = {Fraction: 16, Decimal: 8}  # cost of hashing one in Python code, or by a conversion
+
+
+def check_depth(value: Any) -> None:
+    """Raise FormatError if containers nest more than `MAX_DEPTH` deep, each counted at its first occurrence."""
+    for part, depth in walk(value):
+        if depth > MAX_DEPTH and isinstance(part, CONTAINERS):
+            raise FormatError(f"containers nest more than {MAX_DEPTH} deep")
 
 
 def call_budget(nbytes: int) -> int:

@@ -16,12 +16,14 @@ from struct import error as StructError
 from typing import Any, NoReturn
 
 from wds_tensorcache.codec.skeleton.limits import (
+    MAX_DEPTH,
     MAX_DEQUES,
     SHORT_TEXT,
     KeyCosts,
     are_few_texts,
     call_budget,
     call_cost,
+    check_depth,
 )
 from wds_tensorcache.codec.skeleton.opcodes import *
 from wds_tensorcache.codec.skeleton.types import (
@@ -34,7 +36,7 @@ from wds_tensorcache.codec.skeleton.types import (
     refuse_callables,
     refuse_reference,
 )
-from wds_tensorcache.codec.tree import MAX_DEPTH, check_depth, shown
+from wds_tensorcache.codec.tree import shown
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
 __all__ = ["unpickle"]

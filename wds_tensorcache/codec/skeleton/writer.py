@@ -27,6 +27,7 @@ from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton import opcodes as op
 from wds_tensorcache.codec.skeleton.limits import (
     CALLS_OF_ANY,
+    MAX_DEPTH,
     MAX_DEQUES,
     PER_BYTE,
     SMALL_TABLE,
@@ -47,7 +48,6 @@ from wds_tensorcache.codec.skeleton.types import (
     torch_dtype_name,
 )
 from wds_tensorcache.codec.tensor_bytes import StorableTensor, describe_tensor
-from wds_tensorcache.codec.tree import MAX_DEPTH
 from wds_tensorcache.errors import EncodeError, FormatError
 
 __all__ = ["MANY_ITEMS", "SkeletonWriter"]

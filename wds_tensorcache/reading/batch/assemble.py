@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.codec.lazy import Lazy, check_device
 from wds_tensorcache.codec.skeleton.template import assemble
 from wds_tensorcache.codec.tree import map_leaves, rebuild
-from wds_tensorcache.codec.views import check_array, check_device
+from wds_tensorcache.codec.views import check_array
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.reading.batch.batch_memory import Memory, to_device
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Pad, PadValue, as_collate
