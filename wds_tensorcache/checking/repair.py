@@ -14,8 +14,8 @@ from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.shards.dali_index import dali_index_path, write_dali_index
 from wds_tensorcache.shards.manifest import MANIFEST, Listing
 from wds_tensorcache.storage.files import Files
+from wds_tensorcache.writing.copy_members import write_shard
 from wds_tensorcache.writing.new_folder import check_new, new_folder
-from wds_tensorcache.writing.unfinished_shard import write_shard
 
 __all__ = ["repair"]
 

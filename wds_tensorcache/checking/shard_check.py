@@ -28,7 +28,7 @@ from wds_tensorcache.shards.tar.headers import rebuild_header
 from wds_tensorcache.shards.tar.skipped import Skipped
 from wds_tensorcache.storage.files import Identity, ShardFile
 from wds_tensorcache.storage.readahead import Digest, ReadAhead, Readers
-from wds_tensorcache.writing.unfinished_shard import MemberRange, append_range
+from wds_tensorcache.writing.copy_members import MemberRange, append_range
 
 __all__ = ["Checked", "check_shard"]
 

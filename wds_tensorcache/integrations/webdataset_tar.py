@@ -17,7 +17,7 @@ from webdataset.shardlists import envsubst
 from webdataset.tariterators import base_plus_ext
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.reading.open_cache import existing_folder, expand_braces, find_shards
+from wds_tensorcache.reading.find_shards import existing_folder, expand_braces, find_shards
 from wds_tensorcache.shards.tar.stream import TarStream
 from wds_tensorcache.storage.files import ShardFile
 

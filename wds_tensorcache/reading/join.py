@@ -17,9 +17,10 @@ from wds_tensorcache.codec.skeleton.tensor_names import component
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.base_cache import Cache, _Sample
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, PadValue, as_collate
+from wds_tensorcache.reading.find_shards import CachePaths
 from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.match_keys import KeyMap, match_some
-from wds_tensorcache.reading.open_cache import Source, open
+from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns
 from wds_tensorcache.reading.store import Io
 from wds_tensorcache.shards.fingerprint import common_fields
@@ -31,7 +32,7 @@ _NUM_SHOWN = 5  # number of missing keys in a message
 
 
 def join(
-    caches: Sequence[Cache | Source] | Mapping[str, Cache | Source],
+    caches: Sequence[Cache | CachePaths] | Mapping[str, Cache | CachePaths],
     *,
     how: Literal["exact", "inner"] = "exact",
     keys: Mapping[str, KeyMap] | Mapping[int, KeyMap] | None = None,

@@ -1,36 +1,28 @@
-"""Find the shards for `tc.open`, and decide how to read them."""
+"""Open shards for random access: `tc.open`, which chooses the cache and how to read it."""
 
 from __future__ import annotations
 
-import glob
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
-
-from braceexpand import braceexpand
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from wds_tensorcache.codec.skeleton.types import allow_table
-from wds_tensorcache.errors import FormatError
-from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.find_shards import CachePaths, Found, ListedCounts, find_shards
 from wds_tensorcache.reading.store import Io, Store
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint, common_fields
-from wds_tensorcache.shards.manifest import MANIFEST, locate_shards, read_manifest
 from wds_tensorcache.shards.names import cache_name
 from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.maps import CAN_COPY
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.storage.system import file_system, memory_nbytes, overcommit_is_off
+from wds_tensorcache.storage.system import file_system, memory_nbytes, num_cores, overcommit_is_off
 
-__all__ = ["Source", "are_counts", "existing_folder", "expand_braces", "find_shards", "num_cores", "open"]
-
-
-Source: TypeAlias = "str | os.PathLike[str] | Sequence[Source]"
+__all__ = ["open"]
 
 
 def open(
-    source: Source,
+    source: CachePaths,
     *,
     cache: str | None = None,
     io: Literal["auto", "mmap", "pread"] = "auto",
@@ -79,7 +71,7 @@ def open(
     found = find_shards(source)
     files, pool = Files(max_open_files), Pool(pool_nbytes)
     table = allow_table(allow)
-    lists = {path: listed or Listed() for path, listed, _ in found}
+    lists = {path: listed or ListedCounts() for path, listed, _ in found}
     try:
         # the manifest lists the caches; without one, the indexes do
         indexes = {
@@ -116,121 +108,6 @@ def open(
         raise
 
 
-class Listed(NamedTuple):
-    """The number of samples of a shard, and the number of samples with each cache, from the manifest; None if unknown."""
-
-    num_samples: int | None = None
-    caches: Mapping[str, int] | None = None
-
-
-# path of a shard; if a manifest lists them, also its numbers of samples and its fingerprint
-Found = tuple[str, "Listed | None", "Mapping[str, Any] | None"]
-
-
-def find_shards(source: Any, listed: Callable[[str], list[Found]] | None = None) -> list[Found]:
-    """Return the shards of a `source` as in `open`. `listed` replaces the function that returns the shards of a manifest."""
-    listed = listed or _from_manifest
-    if isinstance(source, (str, os.PathLike)):
-        return _find_one(os.fspath(source), listed)
-    if isinstance(source, (bytes, Cache)) or not isinstance(source, Sequence):
-        raise TypeError(f"expected a path, a pattern or a list of them, got {type(source).__name__}")
-    found = [shard for part in source for shard in find_shards(part, listed)]
-    if not found:
-        raise FileNotFoundError("no shards: the list is empty")
-    return found
-
-
-def _find_one(source: str, listed: Callable[[str], list[Found]]) -> list[Found]:
-    """Return the shards of a path or pattern from the caller. Braces and wildcards are expanded nowhere else."""
-    if "://" in source:
-        raise ValueError(f"{source}: not a local path; stream it with wds.DataPipeline and tc.decode")
-    if os.path.exists(source):
-        return _find_path(source, listed)
-    found: list[Found] = []
-    for path in expand_braces(source):
-        matches = [path] if os.path.exists(path) else sorted(glob.glob(_escape_existing(path)))
-        if not matches:
-            raise FileNotFoundError(f"{path} matches no file" if glob.has_magic(path) else f"{path} does not exist")
-        for match in matches:
-            if not os.path.exists(match):
-                raise FileNotFoundError(f"{match} is a link to a file that does not exist")
-            found += _find_path(match, listed)
-    return found
-
-
-def _find_path(path: str, listed: Callable[[str], list[Found]]) -> list[Found]:
-    """Return the shards of a path to a folder, a manifest or a shard. Braces and wildcards in the path are literal."""
-    if os.path.isdir(path):
-        manifest = os.path.join(path, MANIFEST)
-        if os.path.exists(manifest):
-            return listed(manifest)
-        shards = sorted(file for file in os.listdir(path) if file.endswith(".tar") and not file.startswith("."))
-        if not shards:
-            raise FileNotFoundError(f"{path} has neither {MANIFEST} nor any *.tar")
-        return [(os.path.join(path, file), None, None) for file in shards]
-    return listed(path) if path.endswith(".json") else [(path, None, None)]
-
-
-def expand_braces(pattern: str) -> list[str]:
-    """Return the expansion of a pattern with braces. In names of folders that exist, braces are literal."""
-    rest = pattern[len(existing_folder(pattern)) :]
-    if "{" not in rest:
-        return [pattern]
-    head = pattern[: len(pattern) - len(rest)]
-    try:
-        return [head + expanded for expanded in braceexpand(rest)]
-    except ValueError:  # unbalanced braces may be part of a file's name
-        return [pattern]
-
-
-def _escape_existing(pattern: str) -> str:
-    """Return a pattern for `glob` in which the names of leading folders that exist are escaped."""
-    folder = existing_folder(pattern)
-    return glob.escape(folder) + pattern[len(folder) :]
-
-
-def existing_folder(pattern: str) -> str:
-    """Return the longest prefix of a pattern that is the path of an existing folder, with the final slash; else `""`."""
-    folder = os.path.dirname(pattern)
-    while folder and not os.path.isdir(folder) and folder != os.path.dirname(folder):
-        folder = os.path.dirname(folder)
-    end = len(folder)
-    while folder and end < len(pattern) and pattern[end] in (os.sep, os.altsep):
-        end += 1
-    return pattern[:end] if os.path.isdir(folder) else ""
-
-
-def _from_manifest(path: str) -> list[Found]:
-    """Return the shards that a manifest lists. Shards that are not listed are unfinished, and so left out."""
-    entries, extra = read_manifest(path)
-    caches, fingerprints = extra.get("caches", {}), extra.get("fingerprints", {})
-    found: list[Found] = []
-    for located in locate_shards(path, entries):
-        entry, shard = located.entry, located.path
-        if located.error is not None:
-            raise located.error
-        if located.nbytes != entry.nbytes:
-            what = f"{shard} has {located.nbytes} bytes, but {path} says {entry.nbytes}: one of the two is stale"
-            remedy = f"if tc.write_index was interrupted, call tc.write_index({shard!r}) again"
-            raise FormatError(f"{what}; {remedy}, else call tc.verify, which tells what is intact", kind="index")
-        counts = caches.get(entry.url) if isinstance(caches, dict) else None
-        if counts is not None and not are_counts(counts):
-            what = f"{path}: {entry.url} has caches {counts!r:.100}, expected numbers of samples by name"
-            raise FormatError(f"{what}, each at least 1; call tc.write_index({shard!r})")
-        fingerprint = fingerprints.get(entry.url) if isinstance(fingerprints, dict) else None
-        if fingerprint is not None and not isinstance(fingerprint, dict):
-            raise FormatError(f"{path}: {entry.url} has a fingerprint {fingerprint!r:.100}, expected a dict")
-        found.append((shard, Listed(entry.num_samples, counts), fingerprint))
-    if not found:
-        raise FileNotFoundError(f"{path} lists no shards")
-    return found
-
-
-def are_counts(counts: Any) -> bool:
-    """Return whether a value in a manifest is a dict from cache name to number of samples, each at least 1."""
-    return isinstance(counts, dict) and all(type(count) is int and 0 < count < 1 << 63 for count in counts.values())
-
-
 def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str:
     """Return the name of the cache to open, among those in the shards."""
     if name:
@@ -245,11 +122,6 @@ def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str:
     if name is None and len(there) > 1:
         raise KeyError(f"{where}: caches {there}: choose one with cache=…, '' for the one without a name")
     return there[0] if name is None else name
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _choose_io(io: str, found: Sequence[Found]) -> Io:

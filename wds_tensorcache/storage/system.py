@@ -1,10 +1,10 @@
-"""Properties of the machine: file systems and memory."""
+"""Properties of the machine: file systems, memory and cores."""
 
 from __future__ import annotations
 
 import os
 
-__all__ = ["LOCAL", "MEMORY", "file_system", "memory_nbytes", "overcommit_is_off"]
+__all__ = ["LOCAL", "MEMORY", "file_system", "memory_nbytes", "num_cores", "overcommit_is_off"]
 
 # Leases on these bind every writer. Those on network file systems do not bind other hosts, nor those on stacked file
 # systems the layer below.
@@ -44,3 +44,8 @@ def overcommit_is_off() -> bool:
             return setting.read().strip() == "2"
     except OSError:
         return False
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

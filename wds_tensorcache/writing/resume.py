@@ -21,8 +21,8 @@ from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import Catalog
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.files import Files
+from wds_tensorcache.writing.copy_members import MemberRange
 from wds_tensorcache.writing.pattern import ShardPattern
-from wds_tensorcache.writing.unfinished_shard import MemberRange
 
 __all__ = ["FinishedShards", "load_finished", "take_over"]
 

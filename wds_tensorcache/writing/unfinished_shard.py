@@ -1,26 +1,23 @@
-"""Shards while they are written: sample by sample, or from members of other shards."""
+"""A shard while it is written, sample by sample."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from wds_tensorcache.errors import InvalidKeyError
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder, scan_shard
+from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 from wds_tensorcache.shards.names import SKELETON, TENSORS
 from wds_tensorcache.shards.tar.headers import BLOCK, END_OF_ARCHIVE, build_header
-from wds_tensorcache.storage.files import Files, ShardFile
 from wds_tensorcache.storage.output import Output
 
-__all__ = ["MemberRange", "UnfinishedShard", "append_range", "read_ranges", "write_shard"]
+__all__ = ["UnfinishedShard"]
 
 _ZEROS = bytes(BLOCK)
-_CHUNK_NBYTES = 1 << 22
 
 
 class UnfinishedShard:
@@ -84,65 +81,3 @@ class UnfinishedShard:
     def drop(self) -> None:
         """Delete the unfinished file."""
         self._output.drop()
-
-
-@dataclasses.dataclass(slots=True, order=True)
-class MemberRange:
-    """A range of whole members of a shard, bytes `[begin, end)`; and the tar header of a member whose own header is lost."""
-
-    path: str
-    begin: int
-    end: int
-    header: bytes = b""
-
-
-def append_range(ranges: list[MemberRange], path: str, begin: int, end: int, header: bytes = b"") -> None:
-    """Append a range, or extend the last range if it ends at byte `begin` of the same shard."""
-    last = ranges[-1] if ranges else None
-    if last is not None and last.end == begin and not header and last.path == path:
-        last.end = end
-    else:
-        ranges.append(MemberRange(path, begin, end, header))
-
-
-def read_ranges(ranges: Iterable[MemberRange], files: Files) -> Iterator[bytes]:
-    """Yield the bytes of ranges in chunks."""
-    for each in ranges:
-        yield each.header
-        for begin in range(each.begin, each.end, _CHUNK_NBYTES):
-            file, end = files.get(each.path), min(begin + _CHUNK_NBYTES, each.end)
-            # a damaged shard may end inside the padding of its last member, which is then completed
-            yield file.read(begin, max(begin, min(end, file.nbytes))).ljust(end - begin, b"\0")
-
-
-def write_shard(
-    path: str,
-    ranges: Iterable[MemberRange],
-    files: Files,
-    fingerprint: Mapping[str, Any] | None,
-    *,
-    footer: bool = True,
-    fsync: bool = True,
-) -> ShardIndex:
-    """Write a shard from members of other shards; scan it, and return its index.
-
-    Raises:
-        FormatError: The ranges do not form an intact tar. Nothing is written.
-    """
-    output, nbytes = Output(path), 0
-    try:
-        for chunk in itertools.chain(read_ranges(ranges, files), [END_OF_ARCHIVE]):
-            output.append([chunk], len(chunk))
-            nbytes += len(chunk)
-        output.flush()
-        written = ShardFile(output.temporary)
-        index = dataclasses.replace(scan_shard(written.read, nbytes), fingerprint=fingerprint)
-        del written  # only POSIX systems can rename an open file
-        if footer:
-            tail = build_footer(index)
-            output.append([tail], len(tail))
-        output.finish(fsync)
-    except BaseException:
-        output.drop()
-        raise
-    return index

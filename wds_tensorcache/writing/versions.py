@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError
-from wds_tensorcache.reading.open_cache import find_shards
+from wds_tensorcache.reading.find_shards import find_shards
 from wds_tensorcache.shards.after_end import check_end
 from wds_tensorcache.shards.dali_index import dali_index_path, write_dali_index
 from wds_tensorcache.shards.footer import build_footer, declared_place
@@ -24,10 +24,10 @@ from wds_tensorcache.shards.tar.headers import BLOCK, Scanner, padding
 from wds_tensorcache.shards.tar.skipped import skipped_members
 from wds_tensorcache.storage.atomic import fsync_folder, write_atomically
 from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.writing.copy_members import MemberRange, append_range, read_members, write_shard
 from wds_tensorcache.writing.new_folder import check_new, new_folder
 from wds_tensorcache.writing.pattern import DEFAULT_NAME, ShardPattern
 from wds_tensorcache.writing.resume import FinishedShards, load_finished
-from wds_tensorcache.writing.unfinished_shard import MemberRange, append_range, read_ranges, write_shard
 
 __all__ = ["OldCache", "VersionShard", "drop", "write_version"]
 
@@ -173,7 +173,7 @@ def _write_part(part: VersionShard, path: str, computed: FinishedShards | None, 
         try:
             os.link(os.path.realpath(part.path), path)
         except OSError:  # another file system, one without links, or too many links
-            write_atomically(path, read_ranges([MemberRange(part.path, 0, file.nbytes)], files), fsync)
+            write_atomically(path, read_members([MemberRange(part.path, 0, file.nbytes)], files), fsync)
         else:
             if ShardFile(path).identity != file.identity:
                 raise FormatError("the shard was changed since its index was loaded; try again").at(part.path)
