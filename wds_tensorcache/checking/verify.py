@@ -18,9 +18,9 @@ from wds_tensorcache.reading.find_shards import Found, are_counts, find_shards
 from wds_tensorcache.shards.dali_index import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import MANIFEST, ShardEntry, locate_shards, read_manifest
-from wds_tensorcache.storage.readahead import Readers, in_order
+from wds_tensorcache.storage.readahead import Readers
 from wds_tensorcache.storage.system import num_cores
-from wds_tensorcache.storage.threads import ThreadPool
+from wds_tensorcache.storage.threads import ThreadPool, run_in_order
 
 __all__ = ["check_all", "verify"]
 
@@ -96,7 +96,7 @@ def check_all(
                 return Fault(path, None, None, f"cannot be opened: {_reason(exc)}", kind)
             return found, check_indexes(found, _without_number(path) in with_idx)
 
-        for result in in_order(paths, check, walking, walkers):
+        for result in run_in_order(paths, check, walking, walkers):
             if isinstance(result, Fault):
                 report.faults.append(result)
                 report.num_missing += 1

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import xxhash
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.files import ShardFile
-from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool
+from wds_tensorcache.storage.threads import Cancelled, ThreadPool, run_in_order
 
-__all__ = ["Digest", "ReadAhead", "Readers", "in_order"]
+__all__ = ["Digest", "ReadAhead", "Readers"]
 
 _PIECE_NBYTES = 1 << 21
 _AHEAD_NBYTES = 1 << 22  # pieces that other threads read are larger, since passing one on costs time
@@ -21,9 +19,6 @@ _AHEAD_NBYTES = 1 << 22  # pieces that other threads read are larger, since pass
 # Hazard: GIL. xxhash holds it while it hashes at most this many bytes. If it released the GIL, threads that check one file
 # each would wait for the GIL after every hash.
 _HELD_NBYTES = 1 << 16
-
-_Job = TypeVar("_Job")
-_Result = TypeVar("_Result")
 
 
 class Digest:
@@ -97,7 +92,9 @@ class ReadAhead:
         self._step = _HELD_NBYTES if readers.pool is None else self._piece_nbytes
         self._memory = memoryview(b"")
         self._begin = self._end = 0
-        self._pieces = in_order(range(0, file.nbytes, self._piece_nbytes), self._load, readers.pool, readers.threads)
+        self._pieces = run_in_order(
+            range(0, file.nbytes, self._piece_nbytes), self._load, readers.pool, readers.threads
+        )
 
     def __enter__(self) -> ReadAhead:
         return self
@@ -175,23 +172,3 @@ class ReadAhead:
                 if digest.end > end:
                     rest.append(digest)
         self._digests, self.done = rest, end
-
-
-def in_order(
-    jobs: Iterable[_Job], run: Callable[[_Job], _Result], pool: ThreadPool | None, threads: int
-) -> Generator[_Result, None, None]:
-    """Yield `run(job)` for each job, in order. With a pool, up to two later jobs per thread are submitted ahead."""
-    waiting: deque[Job[_Result]] = deque()
-    try:
-        for job in jobs:
-            if pool is None:
-                yield run(job)
-                continue
-            waiting.append(pool.submit(run, job))
-            if len(waiting) > 2 * threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        for each in waiting:
-            each.cancel()

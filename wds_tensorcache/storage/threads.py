@@ -13,13 +13,15 @@ import contextlib
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from operator import methodcaller
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Cancelled", "Job", "ThreadPool", "call_when_gone", "interrupt_again", "wait_for"]
+__all__ = ["Cancelled", "Job", "ThreadPool", "call_when_gone", "interrupt_again", "run_in_order", "wait_for"]
 
+_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 # After an interrupt, or when a pool is dropped, wait at most this long: threads may need a lock that the waiting code holds.
@@ -234,6 +236,26 @@ class ThreadPool:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def run_in_order(
+    jobs: Iterable[_Item], run: Callable[[_Item], _Result], pool: ThreadPool | None, threads: int
+) -> Generator[_Result, None, None]:
+    """Yield `run(job)` for each job, in order. With a pool, up to two later jobs per thread are submitted ahead."""
+    waiting: deque[Job[_Result]] = deque()
+    try:
+        for job in jobs:
+            if pool is None:
+                yield run(job)
+                continue
+            waiting.append(pool.submit(run, job))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for each in waiting:
+            each.cancel()
 
 
 def _end_dropped(crew: _Crew) -> Generator[None, object, None]:
