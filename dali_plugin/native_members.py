@@ -16,7 +16,8 @@ import wds_tensorcache as tc
 from wds_tensorcache.codec.views import check_array, check_tensor
 from wds_tensorcache.reading.batch.columns import check_stackable, layouts_of
 from wds_tensorcache.reading.batch.request import columns_of
-from wds_tensorcache.shards.dali_index import dali_index_path, is_dali_index, write_dali_index
+from wds_tensorcache.shards.dali_index import is_dali_index, write_dali_index
+from wds_tensorcache.shards.index_paths import dali_index_path
 
 __all__ = ["PackedMembers"]
 

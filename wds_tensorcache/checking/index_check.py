@@ -10,11 +10,12 @@ from typing import Any
 
 from wds_tensorcache.checking.shard_check import Checked
 from wds_tensorcache.errors import FormatError, InvalidKeyError
-from wds_tensorcache.shards.dali_index import build_dali_index, dali_index_path, fields_of, list_members, split_lines
+from wds_tensorcache.shards.dali_index import build_dali_index, fields_of, list_members, split_lines
 from wds_tensorcache.shards.footer import build_footer, parse_footer, read_footer
 from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index_paths import dali_index_path, sidecar_path
 from wds_tensorcache.shards.names import TENSORS, split_member
-from wds_tensorcache.shards.sidecar import open_sidecar, sidecar_path
+from wds_tensorcache.shards.sidecar import open_sidecar
 from wds_tensorcache.storage.files import ShardFile
 
 __all__ = ["check_indexes"]

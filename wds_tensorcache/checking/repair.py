@@ -11,7 +11,8 @@ from wds_tensorcache.checking.report import RepairReport
 from wds_tensorcache.checking.shard_check import Checked
 from wds_tensorcache.checking.verify import check_all
 from wds_tensorcache.errors import FormatError, InvalidKeyError
-from wds_tensorcache.shards.dali_index import dali_index_path, write_dali_index
+from wds_tensorcache.shards.dali_index import write_dali_index
+from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.manifest import MANIFEST, Listing
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.writing.copy_members import write_shard

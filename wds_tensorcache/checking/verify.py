@@ -15,7 +15,7 @@ from wds_tensorcache.checking.shard_check import Checked, check_shard
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import FormatError, Kind
 from wds_tensorcache.reading.find_shards import Found, are_counts, find_shards
-from wds_tensorcache.shards.dali_index import dali_index_path
+from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import MANIFEST, ShardEntry, locate_shards, read_manifest
 from wds_tensorcache.storage.readahead import Readers

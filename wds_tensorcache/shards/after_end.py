@@ -6,9 +6,10 @@ import contextlib
 import os
 
 from wds_tensorcache.errors import FormatError, Kind, TarFormatError
-from wds_tensorcache.shards.dali_index import dali_index_path, parse_dali_index
+from wds_tensorcache.shards.dali_index import parse_dali_index
 from wds_tensorcache.shards.footer import declared_place, read_footer
 from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.manifest import MANIFEST, read_manifest
 from wds_tensorcache.shards.shard import load_index
 from wds_tensorcache.shards.sidecar import stored

@@ -8,15 +8,13 @@ from collections.abc import Iterable, Sequence
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index_paths import check_replaceable
 from wds_tensorcache.shards.names import TENSORS, member_suffix
-from wds_tensorcache.shards.sidecar import check_replaceable
 from wds_tensorcache.storage.atomic import write_atomically
 
 __all__ = [
-    "SUFFIX",
     "Entry",
     "build_dali_index",
-    "dali_index_path",
     "fields_of",
     "is_dali_index",
     "list_members",
@@ -25,7 +23,6 @@ __all__ = [
     "write_dali_index",
 ]
 
-SUFFIX = ".idx"
 # a member: its extension, the offset and length of its content in bytes, and its name ("" in version 1.1)
 Entry = tuple[str, int, int, str]
 _WIDTHS = {"v1.1": 3, "v1.2": 4}  # fields per member
@@ -33,11 +30,6 @@ _NUMBER = re.compile(r"[0-9]{1,19}").fullmatch
 _NUM_COMPARED = 64
 # the fields of a line: other white space of Unicode and other control characters may be part of a name
 fields_of = re.compile(r"[^ \t\n\r\v\f]+").findall
-
-
-def dali_index_path(path: str) -> str:
-    """Return the path at which DALI's tools put the index of the shard at `path`."""
-    return os.path.splitext(path)[0] + SUFFIX
 
 
 def list_members(index: ShardIndex) -> list[list[Entry]]:

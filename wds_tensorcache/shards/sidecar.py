@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.shards.tar.fields import adds_up
-from wds_tensorcache.shards.tar.headers import BLOCK
+from wds_tensorcache.shards.index_paths import sidecar_path
 from wds_tensorcache.storage.files import ShardFile
 
-__all__ = ["SUFFIX", "check_replaceable", "open_sidecar", "sidecar_path", "stored"]
+__all__ = ["open_sidecar", "stored"]
 
-SUFFIX = ".index"
 _Found = TypeVar("_Found")
-
-
-def sidecar_path(path: str) -> str:
-    """Return the path of the sidecar of the shard at `path`."""
-    return path + SUFFIX
 
 
 def open_sidecar(path: str) -> ShardFile | None:
@@ -49,14 +41,3 @@ def stored(file: ShardFile, parse: Callable[[ShardFile], _Found | None], *, leni
             found = None if each is None else parse(each)
         if found is not None:
             yield found
-
-
-def check_replaceable(*paths: str) -> None:
-    """Raise FileExistsError if an index must not replace one of the paths: it is a tar, or not an ordinary file."""
-    for path in filter(os.path.exists, paths):
-        if not os.path.isfile(path):
-            raise FileExistsError(f"{path} is not a file, but the index of a shard needs this name; move it away")
-        file = ShardFile(path)
-        if adds_up(file.read(0, min(BLOCK, file.nbytes))):
-            what = f"{path} is a tar, but the index of another shard needs this name"
-            raise FileExistsError(f"{what}; rename the tar so that its name ends in .tar")

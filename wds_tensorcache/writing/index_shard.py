@@ -10,13 +10,14 @@ from typing import Any
 
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.after_end import check_end
-from wds_tensorcache.shards.dali_index import dali_index_path, write_dali_index
+from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.footer import build_footer, stale_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.manifest import Catalog, Listing, ShardEntry
 from wds_tensorcache.shards.shard import load_index
-from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path, stored
+from wds_tensorcache.shards.sidecar import stored
 from wds_tensorcache.shards.tar.headers import END_OF_ARCHIVE
 from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile

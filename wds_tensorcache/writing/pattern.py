@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import re
 
-from wds_tensorcache.shards import dali_index, sidecar
-from wds_tensorcache.shards.dali_index import dali_index_path
-from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path
+from wds_tensorcache.shards.index_paths import (
+    DALI_SUFFIX,
+    SIDECAR_SUFFIX,
+    check_replaceable,
+    dali_index_path,
+    sidecar_path,
+)
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray
 
 __all__ = ["DEFAULT_NAME", "ShardPattern"]
 
 DEFAULT_NAME = "%06d.tar"
-_SIDECARS = (dali_index.SUFFIX, sidecar.SUFFIX)
+_SIDECARS = (DALI_SUFFIX, SIDECAR_SUFFIX)
 _NUMBER = re.compile(r"%(?:0\d+)?d")
 
 

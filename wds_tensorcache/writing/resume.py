@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.shards.after_end import load_whole
-from wds_tensorcache.shards.dali_index import dali_index_path, write_dali_index
+from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.fingerprint import check_same
 from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import Catalog
 from wds_tensorcache.shards.tar.headers import BLOCK

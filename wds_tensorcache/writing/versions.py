@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.reading.find_shards import find_shards
 from wds_tensorcache.shards.after_end import check_end
-from wds_tensorcache.shards.dali_index import dali_index_path, write_dali_index
+from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.footer import build_footer, declared_place
 from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path, sidecar_path
 from wds_tensorcache.shards.manifest import MANIFEST, Catalog, Listing, ShardEntry
 from wds_tensorcache.shards.names import split_member
-from wds_tensorcache.shards.sidecar import check_replaceable, sidecar_path
 from wds_tensorcache.shards.tar.headers import BLOCK, Scanner, padding
 from wds_tensorcache.shards.tar.skipped import skipped_members
 from wds_tensorcache.storage.atomic import fsync_folder, write_atomically

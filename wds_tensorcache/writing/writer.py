@@ -14,8 +14,9 @@ from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import encode_views
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import EncodeError, InvalidKeyError, TensorCacheError
-from wds_tensorcache.shards.dali_index import dali_index_path, write_dali_index
+from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.fingerprint import as_fingerprint
+from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path
 from wds_tensorcache.shards.manifest import Catalog
 from wds_tensorcache.shards.names import (
     FIELD,
@@ -27,7 +28,6 @@ from wds_tensorcache.shards.names import (
     is_plain_key,
     member_suffix,
 )
-from wds_tensorcache.shards.sidecar import check_replaceable
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.pattern_lock import WriterLock
 from wds_tensorcache.writing.resume import take_over
