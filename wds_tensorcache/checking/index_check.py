@@ -10,7 +10,7 @@ from typing import Any
 
 from wds_tensorcache.checking.shard_check import Checked
 from wds_tensorcache.errors import FormatError, InvalidKeyError
-from wds_tensorcache.shards.dali_index import build_dali_index, fields_of, list_members, split_lines
+from wds_tensorcache.shards.dali_index import build_dali_index, list_members, split_line, split_lines
 from wds_tensorcache.shards.footer import build_footer, parse_footer, read_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path, sidecar_path
@@ -174,8 +174,9 @@ def _check_idx(found: Checked, needs_idx: bool, reported: set[str]) -> None:
 
 def _listed_keys(line: str, width: int) -> list[str | None]:
     """Return the keys of the members in a line of DALI's index; None if the line has none."""
-    fields = fields_of(line)
-    splits = [split_member(name) for name in fields[3::4]] if width == 4 and len(fields) % 4 == 0 else []
+    members = split_line(line, width)
+    has_names = width == 4 and all(len(fields) == width for fields in members)
+    splits = [split_member(name) for *_, name in members] if has_names else []
     return list(dict.fromkeys(split[0] for split in splits if split is not None)) or [None]
 
 

@@ -15,10 +15,10 @@ from wds_tensorcache.storage.atomic import write_atomically
 __all__ = [
     "Entry",
     "build_dali_index",
-    "fields_of",
     "is_dali_index",
     "list_members",
     "parse_dali_index",
+    "split_line",
     "split_lines",
     "write_dali_index",
 ]
@@ -29,7 +29,7 @@ _WIDTHS = {"v1.1": 3, "v1.2": 4}  # fields per member
 _NUMBER = re.compile(r"[0-9]{1,19}").fullmatch
 _NUM_COMPARED = 64
 # the fields of a line: other white space of Unicode and other control characters may be part of a name
-fields_of = re.compile(r"[^ \t\n\r\v\f]+").findall
+_fields_of = re.compile(r"[^ \t\n\r\v\f]+").findall
 
 
 def list_members(index: ShardIndex) -> list[list[Entry]]:
@@ -80,7 +80,7 @@ def parse_dali_index(content: bytes, *, lenient: bool = False) -> list[list[Entr
         FormatError: The first line is damaged.
     """
     width, lines = split_lines(content, lenient=lenient)
-    return [_parse_line(fields_of(line), width, lenient) for line in lines]
+    return [_parse_line(line, width, lenient) for line in lines]
 
 
 def split_lines(content: bytes, *, lenient: bool = False) -> tuple[int, list[str]]:
@@ -90,7 +90,7 @@ def split_lines(content: bytes, *, lenient: bool = False) -> tuple[int, list[str
         FormatError: The first line is damaged.
     """
     first, *lines = [line.decode("utf-8", "surrogateescape") for line in content.splitlines()] or [""]
-    head = fields_of(first)
+    head = _fields_of(first)
     width = _WIDTHS.get(first[:4] if lenient else "".join(head[:1]), 0)
     if not width or not (lenient or head[1:] == [str(len(lines))]):
         what = f"the first line is {first[:40]!r}, expected 'v1.1' or 'v1.2' and the number of samples, {len(lines)}"
@@ -98,10 +98,16 @@ def split_lines(content: bytes, *, lenient: bool = False) -> tuple[int, list[str
     return width, lines
 
 
-def _parse_line(fields: list[str], width: int, lenient: bool) -> list[Entry] | None:
+def split_line(line: str, width: int) -> list[list[str]]:
+    """Return the fields of each member in a line, `width` of them; a damaged line ends with a member that has fewer."""
+    fields = _fields_of(line)
+    return [fields[at : at + width] for at in range(0, len(fields), width)]
+
+
+def _parse_line(line: str, width: int, lenient: bool) -> list[Entry] | None:
     entries: list[Entry] = []
-    for at in range(0, len(fields), width):
-        suffix, begin, nbytes, name, *_ = [*fields[at : at + width], "", "", ""]
+    for fields in split_line(line, width):
+        suffix, begin, nbytes, name, *_ = [*fields, "", "", ""]
         is_number = _NUMBER(begin) and _NUMBER(nbytes)
         if is_number and (lenient or width == 3 or name.endswith(f".{suffix}")):
             entries.append((suffix, int(begin), int(nbytes), name))
@@ -118,14 +124,14 @@ def is_dali_index(path: str, index: ShardIndex, name: str) -> bool:
         lines = file.read().splitlines()
     if not lines or lines[0].split()[-1:] != [b"%d" % len(index.keys)] or len(lines) != len(index.keys) + 1:
         return False
-    columns, suffix = index.caches.get(name), member_suffix(name, TENSORS).encode()
+    columns, suffix = index.caches.get(name), member_suffix(name, TENSORS)
     if columns is None or not len(columns):
         return True
     for at in {*range(0, len(columns), max(1, len(columns) // _NUM_COMPARED)), len(columns) - 1}:
         row = at if columns.rows is None else columns.rows.item(at)
         nbytes = index.layouts.nbytes.item(columns.layout.item(at))
-        words = lines[1 + row].lower().split()
-        wanted = [suffix, b"%d" % columns.tensors_begin.item(at), b"%d" % nbytes]
-        if not any(words[first : first + 3] == wanted for first in range(0, len(words), 4)):
+        line = lines[1 + row].lower().decode("utf-8", "surrogateescape")
+        wanted = [suffix, str(columns.tensors_begin.item(at)), str(nbytes)]
+        if not any(fields[:3] == wanted for fields in split_line(line, _WIDTHS["v1.2"])):
             return False
     return True
