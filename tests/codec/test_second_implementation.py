@@ -26,7 +26,7 @@ from tests.strategies import samples
 from wds_tensorcache.shards.footer import build_footer, parse_footer, read_footer
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.manifest import ShardEntry, read_manifest
-from wds_tensorcache.shards.tar.headers import build_header
+from wds_tensorcache.shards.tar.headers import build_tar_header
 
 OPCODES = b"()]}\x85\x86\x87t\x8c\x94hjR\x93.N0ueasK\x81b\x8f\x90\x911\x95"
 
@@ -280,7 +280,7 @@ def test_a_tensor_that_readers_refuse_is_an_encode_error_of_the_writer(tmp_path:
 @pytest.mark.parametrize("nbytes", [0, 1, 8**11 - 1, 8**11, 10**10, 10**12])
 def test_tar_headers_are_equal(nbytes: int) -> None:
     name = "folder/" + "k" * 80 + ".safetensors"
-    assert build_header(name, nbytes) == second_shards.tar_header(name, nbytes)
+    assert build_tar_header(name, nbytes) == second_shards.tar_header(name, nbytes)
 
 
 BOUND = tc.encode_sample({"x": torch.arange(2)})

@@ -7,7 +7,7 @@ from struct import Struct
 import xxhash
 
 from tests.hostile.colliding import CONTAINERS, KEYS, container
-from wds_tensorcache.codec.header import build_header, is_bound
+from wds_tensorcache.codec.header import build_safetensors_header, is_bound
 from wds_tensorcache.codec.preamble import MAGIC as PREAMBLE_MAGIC
 from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, build_preamble, sign_header, tensors_digest
 from wds_tensorcache.shards.footer import MAGIC as FOOTER_MAGIC
@@ -68,7 +68,7 @@ def _of_records(records: bytes) -> bytes:
         at += len(content)
     wide_first = sorted(arrays.items(), key=lambda item: item[1][0] == "U8" or -int(item[1][0][1:]))
     entries = [(name, dtype, (8 * len(raw) // int(dtype[1:]),), len(raw)) for name, (dtype, raw) in wide_first]
-    header, buffers = build_header(entries, 64), [raw for _, (_, raw) in wide_first]
+    header, buffers = build_safetensors_header(entries, 64), [raw for _, (_, raw) in wide_first]
     return b"".join([sign_header(header, tensors_digest(header, buffers)), *buffers])
 
 

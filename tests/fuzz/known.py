@@ -12,7 +12,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.shards.tars import build, pax, raw_header, record
-from wds_tensorcache.shards.tar.headers import BLOCK, END_OF_ARCHIVE, Scanner, build_header, padding
+from wds_tensorcache.shards.tar.headers import BLOCK, END_OF_ARCHIVE, Scanner, build_tar_header, padding
 
 __all__ = ["judge", "program"]
 
@@ -63,7 +63,7 @@ class Known:
                 self.headers.append(first)
                 self.add(pax(record(b"mtime", b"12.5")))
             self.headers.append(len(self.archive))
-            self.add(build_header(f"{key}.{suffix}", len(half)))
+            self.add(build_tar_header(f"{key}.{suffix}", len(half)))
             begin = len(self.archive)
             self.contents.setdefault(key, []).append((begin, begin + len(half)))
             self.add(half + bytes(padding(len(half))))
@@ -77,7 +77,9 @@ class Known:
         kind %= 9
         if kind in (0, 1):
             self.names.add(name.decode())
-            self.add((raw_header(name, b"0", size) if kind else build_header(name.decode(), len(_CONTENT))) + content)
+            self.add(
+                (raw_header(name, b"0", size) if kind else build_tar_header(name.decode(), len(_CONTENT))) + content
+            )
         elif kind == 2:
             self.add(raw_header(name, b"2", b"0"))
         elif kind == 3:

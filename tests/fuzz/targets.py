@@ -77,7 +77,7 @@ def header(data: bytes) -> None:
     layout, _ = parsed
     entries = [(t.name, t.dtype, t.shape, t.end - t.begin) for t in layout.tensors.values()]
     assert layout.nbytes == len(data) == layout.data_begin + sum(nbytes for *_, nbytes in entries)
-    again, _ = headers.parse_header(headers.build_header(entries, 8) + data[layout.data_begin :])
+    again, _ = headers.parse_header(headers.build_safetensors_header(entries, 8) + data[layout.data_begin :])
     assert [(t.name, t.dtype, t.shape, t.end - t.begin) for t in again.tensors.values()] == entries
     for kind in ("tensor", "ndarray"):
         for name in layout.tensors:
@@ -181,7 +181,7 @@ def shard() -> tuple[bytes, int]:
     for number, sample in enumerate(SAMPLES[:2]):
         skeleton, tensors = tc.encode_sample(sample)
         members += [(f"{number}.skel.pyd", skeleton), (f"{number}.safetensors", tensors), (f"{number}.json", b"{}")]
-    parts = [tars.build_header(n, len(c)) + c + bytes(tars.padding(len(c))) for n, c in members]
+    parts = [tars.build_tar_header(n, len(c)) + c + bytes(tars.padding(len(c))) for n, c in members]
     return b"".join(parts) + tars.END_OF_ARCHIVE, sum(map(len, parts))
 
 

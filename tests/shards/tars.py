@@ -39,7 +39,7 @@ def by_tarfile_in(path: Path) -> list[tuple[str, int, int]]:
 
 def build(members: list[tuple[str, bytes]]) -> bytes:
     """Return a tar with our headers."""
-    parts = [tar.build_header(n, len(c)) + c + bytes(tar.padding(len(c))) for n, c in members]
+    parts = [tar.build_tar_header(n, len(c)) + c + bytes(tar.padding(len(c))) for n, c in members]
     return b"".join(parts) + tar.END_OF_ARCHIVE
 
 

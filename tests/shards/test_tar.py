@@ -55,7 +55,7 @@ def test_headers_are_those_of_webdataset(sizes: dict[str, int]) -> None:
 def test_headers_of_every_size(name: str, nbytes: int) -> None:
     member = tarfile.TarInfo(name)
     member.size, member.mode, member.uname, member.gname = nbytes, 0o444, "bigdata", "bigdata"
-    assert tar.build_header(name, nbytes) == member.tobuf(tarfile.PAX_FORMAT)
+    assert tar.build_tar_header(name, nbytes) == member.tobuf(tarfile.PAX_FORMAT)
 
 
 def test_padding() -> None:
@@ -144,7 +144,7 @@ def test_sizes_above_8_gib_by_gnu_tar(tmp_path: Path, gnu_tar: str, format: str)
         process.kill()
     # The header as GNU tar writes it; the 9 GiB after it stay a hole.
     begin = 512 if head[156:157] == b"0" else 3 * 512
-    tail = tar.build_header("b.bin", 1) + b"1" + bytes(511) + tar.END_OF_ARCHIVE
+    tail = tar.build_tar_header("b.bin", 1) + b"1" + bytes(511) + tar.END_OF_ARCHIVE
     with archive.open("wb") as file:
         file.write(head[:begin])
         file.seek(begin + 9 * GIB)
@@ -157,7 +157,7 @@ def test_our_own_sizes_above_8_gib(tmp_path: Path) -> None:
     path = tmp_path / "x.tar"
     with path.open("wb") as file:
         for name, nbytes in [("a.bin", 8 * GIB - 1), ("b.bin", 8 * GIB), ("c.bin", 12 * GIB + 5), ("d.bin", 3)]:
-            file.write(tar.build_header(name, nbytes))
+            file.write(tar.build_tar_header(name, nbytes))
             file.seek(nbytes + tar.padding(nbytes), os.SEEK_CUR)
         file.write(tar.END_OF_ARCHIVE)
     assert scan_file(path) == by_tarfile_in(path)

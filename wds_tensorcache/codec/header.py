@@ -24,7 +24,7 @@ __all__ = [
     "DIGITS_END",
     "FORMAT_VERSION",
     "MAX_HEADER_NBYTES",
-    "build_header",
+    "build_safetensors_header",
     "is_bound",
     "is_possible",
     "parse_header",
@@ -50,7 +50,7 @@ def is_bound(member: Any) -> bool:
     return isinstance(member, (bytes, memoryview)) and member[8 : len(_PREFIX) + 6] == _PREFIX[:-2]
 
 
-def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], align: int) -> bytes:
+def build_safetensors_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], align: int) -> bytes:
     """Return the header of a `.safetensors` member, including its length field, with a digest of zeros (see `sign_header`).
 
     Args:
@@ -79,8 +79,8 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], align
 
 
 def plan_member(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], align: int) -> tuple[bytes, Layout]:
-    """Return the header that `build_header` makes, and the layout that it describes."""
-    header = build_header(tensors, align)
+    """Return the header that `build_safetensors_header` makes, and the layout that it describes."""
+    header = build_safetensors_header(tensors, align)
     form = form_of(tuple((name, dtype, len(shape)) for name, dtype, shape, _ in tensors))
     return header, make_layout(form, [dim for _, _, shape, _ in tensors for dim in shape], len(header))
 

@@ -48,7 +48,7 @@ def tensors_digest(header: bytes | memoryview, buffers: Iterable[Any] = ()) -> i
 
 
 def sign_header(header: bytes, digest: int) -> bytes:
-    """Return `header` with `digest` in place of the zeros that `build_header` wrote."""
+    """Return `header` with `digest` in place of the zeros that `build_safetensors_header` wrote."""
     return b"%b%016x%b" % (header[:DIGITS_BEGIN], digest, header[DIGITS_END:])
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.header import build_header, parse_header
+from wds_tensorcache.codec.header import build_safetensors_header, parse_header
 from wds_tensorcache.codec.layout import form_of
 from wds_tensorcache.codec.preamble import sign_header, tensors_digest
 from wds_tensorcache.codec.reference import parse_reference
@@ -66,7 +66,7 @@ def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
     named["names"] = np.frombuffer(json.dumps(names, separators=(",", ":")).encode(), np.uint8)
     # arrays with wide elements first, as in the members of samples
     arrays = sorted(((k, v) for k, v in named.items() if v is not None), key=lambda item: -item[1].itemsize)
-    header = build_header([(k, _STORED[v.dtype.str[1:]], (len(v),), v.nbytes) for k, v in arrays], align=64)
+    header = build_safetensors_header([(k, _STORED[v.dtype.str[1:]], (len(v),), v.nbytes) for k, v in arrays], align=64)
     buffers = [v.tobytes() for _, v in arrays]
     body = b"".join([sign_header(header, tensors_digest(header, buffers)), *buffers])
     zeros = b""

@@ -12,7 +12,7 @@ from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 from wds_tensorcache.shards.names import SKELETON, TENSORS
-from wds_tensorcache.shards.tar.headers import BLOCK, END_OF_ARCHIVE, build_header
+from wds_tensorcache.shards.tar.headers import BLOCK, END_OF_ARCHIVE, build_tar_header
 from wds_tensorcache.storage.output import Output
 
 __all__ = ["UnfinishedShard"]
@@ -45,7 +45,7 @@ class UnfinishedShard:
 
         def member(suffix: str, nbytes: int, *content: Any) -> int:
             nonlocal position
-            header = build_header(f"{key}.{suffix}", nbytes)
+            header = build_tar_header(f"{key}.{suffix}", nbytes)
             begin = position + len(header)
             parts.extend((header, *content, _ZEROS[: -nbytes % BLOCK]))
             position = begin + nbytes + -nbytes % BLOCK

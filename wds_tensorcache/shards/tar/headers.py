@@ -26,7 +26,7 @@ __all__ = [
     "Header",
     "Headers",
     "Scanner",
-    "build_header",
+    "build_tar_header",
     "is_extended",
     "is_meta_name",
     "names_of",
@@ -77,7 +77,7 @@ def is_extended(header: bytes) -> bool:
     return header[156] in _EXTENDED_TYPES
 
 
-def build_header(name: str, nbytes: int) -> bytes:
+def build_tar_header(name: str, nbytes: int) -> bytes:
     """Return the header of an ordinary file, byte for byte what webdataset's `TarWriter(mtime=0)` writes.
 
     Args:
@@ -99,7 +99,7 @@ def build_header(name: str, nbytes: int) -> bytes:
 def rebuild_header(name: str, nbytes: int) -> bytes:
     """Return a new header for a member whose header was lost, preceded by a pax header if the name does not fit."""
     if name.isascii() and len(name) <= _MAX_FIELD_NBYTES:
-        return build_header(name, nbytes)
+        return build_tar_header(name, nbytes)
     return _by_tarfile(name, nbytes)
 
 
