@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from wds_tensorcache.shards.index import MemberColumns, narrow
-from wds_tensorcache.shards.key_table import Keys, KeyTable, match_keys
+from wds_tensorcache.shards.key_table import Keys, KeyTable, match_unique_keys
 
 Rows = "np.ndarray[Any, Any] | None"
 
@@ -100,7 +100,7 @@ def test_matched_keys(found: list[bytes], rng: random.Random, change: int) -> No
         others.append(b"?")
     cut, other_cut = len(found) // 3, len(others) // 2
     parts = [(keys_of(found[:cut]), None), (keys_of(found[cut:]), None)]
-    places = match_keys(parts, [(keys_of(others[:other_cut]), None), (keys_of(others[other_cut:]), None)])
+    places = match_unique_keys(parts, [(keys_of(others[:other_cut]), None), (keys_of(others[other_cut:]), None)])
     if sorted(found) == sorted(others):
         assert places is not None
         assert [others[place] for place in places.tolist()] == found

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from wds_tensorcache.reading.positions import by_shard, in_order
-from wds_tensorcache.shards.key_table import match_keys
+from wds_tensorcache.shards.key_table import match_unique_keys
 
 __all__ = ["KeyMap", "are_equal", "match", "match_some"]
 
@@ -101,7 +101,7 @@ def _blocks(cache: Any) -> Iterator[tuple[Array, Array]]:
 def match(left: Any, right: Any) -> Array | None:
     """Return the index in `right` of each key of `left`, int64; None if their keys differ, or a key occurs twice."""
     (parts, mine), (others, theirs) = _parts(left), _parts(right)
-    matched = match_keys(parts, others)
+    matched = match_unique_keys(parts, others)
     if matched is None:
         return None
     result = np.empty(len(matched), np.int64)

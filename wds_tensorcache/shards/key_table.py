@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["KeyRows", "KeyTable", "Keys", "match_keys"]
+__all__ = ["KeyRows", "KeyTable", "Keys", "match_unique_keys"]
 
 Array = np.ndarray[Any, Any]
 
@@ -198,7 +198,7 @@ class _Hashes:
         return here, there, self._are_unique()
 
 
-def match_keys(parts: KeyRows, others: KeyRows) -> Array | None:
+def match_unique_keys(parts: KeyRows, others: KeyRows) -> Array | None:
     """Return, for each key of `parts` in the order of the shards, its position in `others`, `[n]`.
 
     Returns None if their keys differ, or if a key occurs twice. Memory during the call: about 40 bytes per key, plus the keys.

@@ -11,18 +11,18 @@ import xxhash
 
 from wds_tensorcache.training.steps import Course, Position
 
-__all__ = ["fingerprint_of", "order_digest", "position_from", "state_of"]
+__all__ = ["dataset_digest", "order_digest", "position_from", "state_of"]
 
 VERSION = 1
 
 
-def state_of(position: Position, settings: Mapping[str, Any], fingerprint: str, weights: Any) -> dict[str, Any]:
+def state_of(position: Position, settings: Mapping[str, Any], digest: str, weights: Any) -> dict[str, Any]:
     """Return the state of a loader at a position."""
     at = asdict(position) | {"counts": list(position.counts)}
-    return {"version": VERSION, "position": at, "settings": dict(settings), "dataset": fingerprint, "weights": weights}
+    return {"version": VERSION, "position": at, "settings": dict(settings), "dataset": digest, "weights": weights}
 
 
-def position_from(state: Mapping[str, Any], settings: Mapping[str, Any], fingerprint: str, course: Course) -> Position:
+def position_from(state: Mapping[str, Any], settings: Mapping[str, Any], digest: str, course: Course) -> Position:
     """Return the position in a state; raise ValueError if the state is damaged, or has other settings or samples."""
     if not isinstance(state, Mapping) or state.get("version") != VERSION:
         raise ValueError(f"expected a loader's state of version {VERSION}, got {state!r:.200}")
@@ -30,8 +30,8 @@ def position_from(state: Mapping[str, Any], settings: Mapping[str, Any], fingerp
     if missing or not isinstance(state["settings"], Mapping):
         lacks = ", ".join(sorted(missing)) or "a dict of settings"
         raise ValueError(f"the state of a loader is damaged: it lacks {lacks}")
-    if state["dataset"] != fingerprint:
-        raise ValueError(f"the state belongs to a different dataset: {state['dataset']}; this loader has {fingerprint}")
+    if state["dataset"] != digest:
+        raise ValueError(f"the state belongs to a different dataset: {state['dataset']}; this loader has {digest}")
     for name, value in settings.items():
         if state["settings"].get(name) != value:
             saved = state["settings"].get(name)
@@ -45,7 +45,7 @@ def position_from(state: Mapping[str, Any], settings: Mapping[str, Any], fingerp
     raise ValueError(f"the state has a position that this loader cannot have: {at!r:.200}")
 
 
-def fingerprint_of(caches: Sequence[Any]) -> str:
+def dataset_digest(caches: Sequence[Any]) -> str:
     """Return a text that identifies the samples of caches: their number, and a hash of their keys in order."""
     digest = xxhash.xxh3_128()
     for cache in caches:

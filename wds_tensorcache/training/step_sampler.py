@@ -14,7 +14,7 @@ from wds_tensorcache.reading.base_cache import BatchInfo, Cache
 from wds_tensorcache.training.buckets import block_sizes, buckets_of
 from wds_tensorcache.training.order import BlockOrder, EpochOrder
 from wds_tensorcache.training.ranks import find_rank
-from wds_tensorcache.training.state import fingerprint_of, order_digest, position_from, state_of
+from wds_tensorcache.training.state import dataset_digest, order_digest, position_from, state_of
 from wds_tensorcache.training.steps import Course, Permuted, Position, Step
 from wds_tensorcache.training.weights import Weights, caches_of
 
@@ -153,7 +153,7 @@ class StepSampler(Sampler[Step]):
             f"{count} samples, {batch_size=}, {len(self)} steps per epoch, {rank=}, {world_size=}, {shuffle=}, "
         )
         self._shown += f"{seed=}, {last_batch=}" + (f", mode={mode[0]!r}" if mode != ["all"] else "")
-        self._fingerprint: str | None = None
+        self._digest: str | None = None
         self._position = Position(0, (0,) * len(streams))
         self._is_resumed = False  # the next iteration starts at the position, even in the middle of an epoch
         self._chosen: int | None = None  # the epoch that set_epoch chose since the last iteration began
@@ -223,9 +223,9 @@ class StepSampler(Sampler[Step]):
         return position
 
     def _identity(self) -> str:
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint_of(self._caches)
-        return self._fingerprint
+        if self._digest is None:
+            self._digest = dataset_digest(self._caches)
+        return self._digest
 
 
 def make_batch_info(
