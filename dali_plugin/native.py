@@ -13,7 +13,7 @@ import numpy as np
 from nvidia.dali import fn
 
 from dali_plugin.native_members import PackedMembers
-from dali_plugin.source import NUMBER, Source
+from dali_plugin.source import NUMBER, BatchSource
 
 __all__ = ["NativeReader"]
 
@@ -21,7 +21,7 @@ PACKED = "packed"  # the output that contains the tensors' bytes
 _ALIGN = 64
 
 
-class NativeReader(Source):
+class NativeReader(BatchSource):
     """The source that `fn.native_reader` creates; its docstring describes the arguments."""
 
     def __init__(

@@ -14,13 +14,13 @@ import torch
 import wds_tensorcache as tc
 from dali_plugin.carriers import Carried, as_value, carried_schema, known_names, plain, restored
 
-__all__ = ["NUMBER", "Source", "TensorCacheSource"]
+__all__ = ["NUMBER", "BatchSource", "TensorCacheSource"]
 
 Array = np.ndarray[Any, Any]
 NUMBER = "number"  # the name of the output with the sample indices of a batch
 
 
-class Source:
+class BatchSource:
     """Base of all sources of batches for a pipeline.
 
     A source keeps its last batches, because DALI reads them later. It also keeps their requests, to make nested batches.
@@ -121,7 +121,7 @@ class Source:
         raise NotImplementedError
 
 
-class TensorCacheSource(Source):
+class TensorCacheSource(BatchSource):
     """A source for `fn.external_source(source=…, num_outputs=source.num_outputs, batch=True, batch_info=True)`.
 
     A call with a `BatchInfo` returns one batch. It contains, in the order of `outputs`: each tensor as `[B, …]`, or as a

@@ -12,12 +12,12 @@ from torch.utils.data import default_collate
 
 import wds_tensorcache as tc
 from dali_plugin.carriers import Carried, check_ndim, known_names, plain
-from dali_plugin.source import Array, Source
+from dali_plugin.source import Array, BatchSource
 
 __all__ = ["TensorCacheStream"]
 
 
-class TensorCacheStream(Source):
+class TensorCacheStream(BatchSource):
     """A source like `TensorCacheSource` over a stream: a `wds.DataPipeline` that ends in `tc.decode()`.
 
     The stream itself shuffles its samples and splits them among ranks. Each epoch iterates over the stream again, from its

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils.data import default_collate
 
 import wds_tensorcache as tc
-from wds_tensorcache.codec.reference import Reference, Source
+from wds_tensorcache.codec.reference import ByteSource, Reference
 
 T = torch.arange(24, dtype=torch.float32).reshape(4, 2, 3)
 
@@ -39,7 +39,7 @@ class Recording:
         self.reads.append((begin, end))
         return memoryview(self.member)[begin:end]
 
-    def cut(self, begin: int, end: int) -> tuple[Source, int]:
+    def cut(self, begin: int, end: int) -> tuple[ByteSource, int]:
         return self, begin
 
 

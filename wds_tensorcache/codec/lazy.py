@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.reference import Reference, Source
+from wds_tensorcache.codec.reference import ByteSource, Reference
 from wds_tensorcache.codec.views import check_array, check_tensor, view_array, view_tensor
 
 __all__ = ["Lazy", "LazyArray", "LazyTensor", "check_device"]
@@ -20,9 +20,9 @@ class Lazy:
 
     __slots__ = ("__weakref__", "_reference", "_source")
     _reference: Reference
-    _source: Source
+    _source: ByteSource
 
-    def __new__(cls, reference: Reference, source: Source) -> Any:
+    def __new__(cls, reference: Reference, source: ByteSource) -> Any:
         self = _new(cls)
         _set_reference(self, reference)
         _set_source(self, source)
@@ -139,7 +139,7 @@ class Lazy:
         return f"{type(self).__name__}({self.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
 
-def _rebuild(cls: Any, source: Source, name: str, kind: str, dtype: Any, shape: Any, *rest: Any) -> Any:
+def _rebuild(cls: Any, source: ByteSource, name: str, kind: str, dtype: Any, shape: Any, *rest: Any) -> Any:
     """Rebuild a lazy tensor from its pickled fields; pickling the `Reference` as an object would take twice as long."""
     return cls(Reference(name, kind, dtype, torch.Size(shape) if kind == "tensor" else shape, *rest), source)
 

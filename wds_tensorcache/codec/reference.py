@@ -21,9 +21,9 @@ from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError
 
 __all__ = [
+    "ByteSource",
     "MemorySource",
     "Reference",
-    "Source",
     "check_named",
     "named_by",
     "parse_reference",
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """The bytes of a `.safetensors` member in memory or in a file; offsets count from the member's first byte."""
 
     def read(self, begin: int, end: int) -> bytearray | np.ndarray[Any, Any]:
@@ -50,7 +50,7 @@ class Source(Protocol):
     def hold(self, begin: int, end: int) -> bytearray | np.ndarray[Any, Any]:
         """Return the bytes `[begin, end)`, for reading only, in memory that no other process can change."""
 
-    def cut(self, begin: int, end: int) -> tuple[Source, int]:
+    def cut(self, begin: int, end: int) -> tuple[ByteSource, int]:
         """Return a source of at least `[begin, end)` to send to another process, and the offset of `begin` in that source."""
 
 
@@ -73,7 +73,7 @@ class MemorySource:
 
     hold = view
 
-    def cut(self, begin: int, end: int) -> tuple[Source, int]:
+    def cut(self, begin: int, end: int) -> tuple[ByteSource, int]:
         return MemorySource(self.member[begin:end]), 0
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from wds_tensorcache.codec.preamble import (
     sign_header,
     tensors_digest,
 )
-from wds_tensorcache.codec.reference import MemorySource, Reference, Source, check_named, named_by, resolve
+from wds_tensorcache.codec.reference import ByteSource, MemorySource, Reference, check_named, named_by, resolve
 from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, MISS, Template, learn
 from wds_tensorcache.codec.skeleton.types import BUILDERS, Allowed, allow_table
@@ -200,7 +200,7 @@ def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int
     return begin, body_digest
 
 
-def decode_body(skeleton: bytes, begin: int, layout: Layout, source: Source, lazy: bool, allow: Allowed) -> Any:
+def decode_body(skeleton: bytes, begin: int, layout: Layout, source: ByteSource, lazy: bool, allow: Allowed) -> Any:
     """Rebuild a sample from a skeleton with its body at offset `begin`; `source` provides the bytes of the layout's tensors."""
     template = layout.form.template
     if template is not None:
@@ -213,7 +213,7 @@ def decode_body(skeleton: bytes, begin: int, layout: Layout, source: Source, laz
 
 
 def _interpret(
-    skeleton: bytes, begin: int, layout: Layout, source: Source, lazy: bool, allow: Allowed
+    skeleton: bytes, begin: int, layout: Layout, source: ByteSource, lazy: bool, allow: Allowed
 ) -> tuple[Any, Iterable[str]]:
     """Rebuild a sample without a template; return it, and the strings of its references to tensors."""
     met: dict[str, Any] = {}
@@ -274,7 +274,7 @@ def resolve_template(layout: Layout, template: Template) -> tuple[Reference, ...
     return references  # type: ignore[no-any-return]
 
 
-def open_tensor(reference: Reference, source: Source, lazy: bool) -> Any:
+def open_tensor(reference: Reference, source: ByteSource, lazy: bool) -> Any:
     """Return the tensor or array that `reference` describes, lazy or loaded."""
     cls = LazyTensor if reference.kind == "tensor" else LazyArray
     if lazy:

@@ -11,7 +11,7 @@ import numpy as np
 
 from wds_tensorcache.codec.tree import project
 from wds_tensorcache.reading.base_cache import Cache, _Sample
-from wds_tensorcache.reading.batch.assemble import nest, read_batch, read_tensors
+from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
 from wds_tensorcache.reading.batch.request import Request, Structures
 from wds_tensorcache.reading.batch.rows import locate
 from wds_tensorcache.reading.keys import KeysView
@@ -106,7 +106,7 @@ class TensorCache(Cache[_Sample]):
         for name in names:
             if name not in structure.tensors or (self._wanted is not None and not self._wanted(name)):
                 raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r}")
-        return nest(request, tensors)
+        return nest_batch(request, tensors)
 
     def close(self) -> None:
         self._store.close()

@@ -13,7 +13,7 @@ from wds_tensorcache.shards.names import TENSORS, member_suffix
 from wds_tensorcache.storage.atomic import write_atomically
 
 __all__ = [
-    "Entry",
+    "ListedMember",
     "build_dali_index",
     "is_dali_index",
     "list_members",
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 # a member: its extension, the offset and length of its content in bytes, and its name ("" in version 1.1)
-Entry = tuple[str, int, int, str]
+ListedMember = tuple[str, int, int, str]
 _WIDTHS = {"v1.1": 3, "v1.2": 4}  # fields per member
 _NUMBER = re.compile(r"[0-9]{1,19}").fullmatch
 _NUM_COMPARED = 64
@@ -32,9 +32,9 @@ _NUM_COMPARED = 64
 _fields_of = re.compile(r"[^ \t\n\r\v\f]+").findall
 
 
-def list_members(index: ShardIndex) -> list[list[Entry]]:
+def list_members(index: ShardIndex) -> list[list[ListedMember]]:
     """Return the members of each sample; samples and members are in the order of the shard."""
-    samples: list[list[Entry]] = [[] for _ in range(len(index.keys))]
+    samples: list[list[ListedMember]] = [[] for _ in range(len(index.keys))]
     keys, table = list(index.keys), index.members_in_order()
     columns = (table.rows, table.kinds, table.begins, table.sizes)
     for row, kind, begin, nbytes in zip(*(column.tolist() for column in columns), strict=True):
@@ -43,7 +43,7 @@ def list_members(index: ShardIndex) -> list[list[Entry]]:
     return samples
 
 
-def build_dali_index(samples: Iterable[Sequence[Entry]]) -> bytes:
+def build_dali_index(samples: Iterable[Sequence[ListedMember]]) -> bytes:
     """Return a DALI index of version 1.2 for samples with these members, byte for byte as DALI's own `wds2idx` writes it.
 
     Raises:
@@ -69,7 +69,7 @@ def write_dali_index(path: str, index: ShardIndex, fsync: bool = True) -> None:
     write_atomically(path, [build_dali_index(list_members(index))], fsync)
 
 
-def parse_dali_index(content: bytes, *, lenient: bool = False) -> list[list[Entry] | None]:
+def parse_dali_index(content: bytes, *, lenient: bool = False) -> list[list[ListedMember] | None]:
     """Return the members that each line lists, one line per sample; None for a damaged line.
 
     Args:
@@ -104,8 +104,8 @@ def split_line(line: str, width: int) -> list[list[str]]:
     return [fields[at : at + width] for at in range(0, len(fields), width)]
 
 
-def _parse_line(line: str, width: int, lenient: bool) -> list[Entry] | None:
-    entries: list[Entry] = []
+def _parse_line(line: str, width: int, lenient: bool) -> list[ListedMember] | None:
+    entries: list[ListedMember] = []
     for fields in split_line(line, width):
         suffix, begin, nbytes, name, *_ = [*fields, "", "", ""]
         is_number = _NUMBER(begin) and _NUMBER(nbytes)

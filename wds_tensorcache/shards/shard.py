@@ -388,7 +388,7 @@ def _equal(left: Array, right: Array) -> Array:
 
 
 class _StoredBytes:
-    """Base of sources of tensor bytes that read from a file; implements `codec.reference.Source`."""
+    """Base of sources of tensor bytes that read from a file; implements `codec.reference.ByteSource`."""
 
     __slots__ = ()
 

@@ -14,7 +14,7 @@ from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.writing.build_batch import DIGEST, Progress, Target, compute
-from wds_tensorcache.writing.build_items import Item, Source
+from wds_tensorcache.writing.build_items import Item, Items
 from wds_tensorcache.writing.new_folder import check_new
 from wds_tensorcache.writing.pattern import DEFAULT_NAME, ShardPattern
 from wds_tensorcache.writing.pattern_lock import WriterLock
@@ -112,7 +112,7 @@ def build(
         raise TypeError(f"build always resumes from the shards in the folder, so it does not accept {option}=")
     if not options.get("footer", True) and not options.get("manifest", True):
         raise ValueError("footer=False, manifest=False: the fingerprint needs one of the two to be stored in")
-    items = Source(source, keys, digest, batch_size, num_workers)
+    items = Items(source, keys, digest, batch_size, num_workers)
     options |= {"fingerprint": made, "max_samples": max_samples}
     folder = pattern.folder or os.curdir
     with Progress(items.count, progress) as bar:
@@ -147,7 +147,7 @@ def _load_checked(folder: str | os.PathLike[str], made: dict[str, Any]) -> OldCa
     return old
 
 
-def _extend(items: Source, fn: _Function, pattern: ShardPattern, bar: Progress, options: dict[str, Any]) -> None:
+def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: Progress, options: dict[str, Any]) -> None:
     """Write the samples that a pattern's folder does not contain yet."""
     folder = pattern.folder or os.curdir
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
@@ -165,7 +165,7 @@ def _extend(items: Source, fn: _Function, pattern: ShardPattern, bar: Progress, 
 
 
 def _missing(
-    items: Source, there: FinishedShards, sink: ShardWriter | None, folder: str, bar: Progress
+    items: Items, there: FinishedShards, sink: ShardWriter | None, folder: str, bar: Progress
 ) -> Iterator[list[Target]]:
     """Yield all batches up to the first changed item, each item paired with `sink` if its sample is missing, else with None.
 
@@ -202,7 +202,7 @@ def _missing(
 
 
 def _build_version(
-    items: Source, fn: _Function, out: str, old: OldCache, name: str | None, bar: Progress, options: dict[str, Any]
+    items: Items, fn: _Function, out: str, old: OldCache, name: str | None, bar: Progress, options: dict[str, Any]
 ) -> None:
     """Compute the samples that cannot be reused, and write the version.
 
@@ -260,7 +260,7 @@ def _put_together(old: OldCache, computed: FinishedShards, seen: set[str], name:
 
 
 def _stale(
-    items: Source, old: OldCache, computed: FinishedShards, sink: ShardWriter, seen: set[str], bar: Progress
+    items: Items, old: OldCache, computed: FinishedShards, sink: ShardWriter, seen: set[str], bar: Progress
 ) -> Iterator[list[Target]]:
     """Yield batches of items that cannot reuse a sample, each item paired with `sink`, or with None if it is already computed.
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.shards.names import check_key
 
-__all__ = ["Item", "Source"]
+__all__ = ["Item", "Items"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Item:
     digest: str | None = None
 
 
-class Source(Dataset[Item]):
+class Items(Dataset[Item]):
     """The items of a map-style dataset or an iterable.
 
     Attributes:

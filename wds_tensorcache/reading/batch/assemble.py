@@ -23,7 +23,7 @@ from wds_tensorcache.reading.batch.placement import Placement, nbytes_of, place_
 from wds_tensorcache.reading.batch.read_rows import read_rows
 from wds_tensorcache.reading.batch.request import Request, columns_of
 
-__all__ = ["nest", "read_batch", "read_tensors"]
+__all__ = ["nest_batch", "read_batch", "read_tensors"]
 
 Array = np.ndarray[Any, Any]
 
@@ -34,7 +34,7 @@ def read_batch(
     """Return a batch; see `Cache.read_batch`."""
     if callable(collate):
         return collate(_read_samples(request, pin, device))
-    return nest(request, *_read_tensors(request, device, pin, collate, pad_value, WAYS))
+    return nest_batch(request, *_read_tensors(request, device, pin, collate, pad_value, WAYS))
 
 
 def read_tensors(
@@ -44,7 +44,7 @@ def read_tensors(
     return _read_tensors(request, device, pin, collate, pad_value, TENSOR_WAYS)[0]
 
 
-def nest(request: Request, tensors: Mapping[str, Any], io: str = "pread") -> Any:
+def nest_batch(request: Request, tensors: Mapping[str, Any], io: str = "pread") -> Any:
     """Return a batch with the structure of its first sample, and with `tensors`, by name. `io` is how skeletons are read."""
     structure = request.structures.structure_for(request.rows)
     decoded = Decoded(request, structure, io)
