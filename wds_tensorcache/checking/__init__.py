@@ -1,1 +1,1 @@
-"""Verification and repair of shards, sidecars and manifests."""
+"""Verification and repair of shards, indexes and manifests."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-__all__ = ["RESERVED", "component", "join", "place", "short_component"]
+__all__ = ["RESERVED", "component", "join_path", "place", "short_component"]
 
 RESERVED = "__metadata__"  # safetensors reserves this name
 _ESCAPED = re.compile("[%.?:\x00-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -26,7 +26,7 @@ def component(key: object, position: int) -> str:
     return str(key) if type(key) is int and abs(key) < 1 << 64 else f"@{position}"
 
 
-def join(path: str, part: str) -> str:
+def join_path(path: str, part: str) -> str:
     """Return the path of `part` in the container at `path`."""
     return f"{path}.{part}" if path else part
 

@@ -37,7 +37,7 @@ from wds_tensorcache.codec.skeleton.limits import (
     call_cost,
 )
 from wds_tensorcache.codec.skeleton.opcodes import CODE
-from wds_tensorcache.codec.skeleton.tensor_names import RESERVED, component, join, place, short_component
+from wds_tensorcache.codec.skeleton.tensor_names import RESERVED, component, join_path, place, short_component
 from wds_tensorcache.codec.skeleton.types import (
     FACTORIES,
     LISTED,
@@ -225,7 +225,7 @@ class SkeletonWriter:
                 if type(key) is str:
                     self._save_atom(key, str, _write_key if len(key) < 64 else op.write_text)
                 else:
-                    inside = path if opaque else join(path, component(key, index))
+                    inside = path if opaque else join_path(path, component(key, index))
                     self.save(key, inside, count(), depth + 1)
                 if (atom := op.ATOM_WRITERS.get(type(item))) is not None:  # has no path
                     self._save_atom(item, type(item), atom)
@@ -346,7 +346,7 @@ class SkeletonWriter:
         except ValueError as exc:
             raise EncodeError(f"{place(path)}: {exc}") from exc
         if opaque is not None or not path:
-            path = join(path, f"@{next(opaque or count())}")
+            path = join_path(path, f"@{next(opaque or count())}")
         if path in self.tensors or path == RESERVED:
             base = "%5F_metadata__" if path == RESERVED else path
             path = next(name for number in count(1) if (name := _numbered(base, number)) not in self.tensors)

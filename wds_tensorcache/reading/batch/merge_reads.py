@@ -10,7 +10,7 @@ SCRATCH_NBYTES = 1 << 14  # reading a gap of up to this many bytes is cheaper th
 
 
 def merge_reads(begins: list[int], sizes: list[int]) -> Runs:
-    """Return the ranges to read for tensors that begin at these offsets and have these sizes in bytes."""
+    """Return the ranges to read for tensors with these offsets and sizes in bytes."""
     runs: Runs = []
     for begin, tensor in sorted(zip(begins, range(len(begins)), strict=True)):
         nbytes = sizes[tensor]
