@@ -16,7 +16,7 @@ import wds_tensorcache as tc
 from wds_tensorcache.codec.views import check_array, check_tensor
 from wds_tensorcache.reading.batch.columns import check_stackable, layouts_of
 from wds_tensorcache.reading.batch.request import columns_of
-from wds_tensorcache.shards.dali_index import is_dali_index, write_dali_index
+from wds_tensorcache.shards.dali_index import seems_current, write_dali_index
 from wds_tensorcache.shards.index_paths import dali_index_path
 
 __all__ = ["PackedMembers"]
@@ -70,7 +70,7 @@ class PackedMembers:
 
     def is_index(self, shard: int, path: str) -> bool:
         """Return whether the file at `path` is a DALI index that matches a shard; only 64 of its samples are compared."""
-        return is_dali_index(path, self._shards[shard].index, self._shards[shard].name)
+        return seems_current(path, self._shards[shard].index, self._shards[shard].name)
 
     def numbers(self, origins: Iterable[bytes]) -> Array:
         """Return the sample indices, int64 `[B]`, of members with origins `PATH:FIRST_BYTE:NAME`."""

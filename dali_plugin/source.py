@@ -107,7 +107,7 @@ class BatchSource:
                 given are left out of the result, as with `select`.
 
         Raises:
-            TypeError: An operator computed with integers that represent another dtype.
+            TypeError: An operator computed with integers that hold the bits of another dtype, such as bfloat16.
             RuntimeError: A stream's batch is no longer kept.
         """
         if NUMBER not in outputs:

@@ -2,7 +2,7 @@
 
 TensorCacheError
 ├── FormatError             (ValueError)             bytes that break a rule of FORMAT.md
-│   ├── MissingShardError   (FileNotFoundError)      a listed, linked or formerly open shard (a tar) that does not exist
+│   ├── MissingShardError   (FileNotFoundError)      a missing shard (a tar) that a manifest or link names, or that was open
 │   ├── TarFormatError      (tarfile.ReadError)      a tar that is truncated, damaged or unsupported
 │   └── UnsafeSkeletonError (pickle.UnpicklingError) a skeleton that names code outside the format
 ├── EncodeError             (TypeError)              a Python value that the format cannot represent

@@ -1,4 +1,7 @@
-"""Guards for webdataset's own decoders: bad bytes raise FormatError, and a small member never takes much memory."""
+"""Guards for webdataset's own decoders (gz, npz, npy, ten, cbor, pictures).
+
+Bad bytes raise FormatError, and a small member never takes much memory. `.pth` members are read by `pth.py`.
+"""
 
 from __future__ import annotations
 

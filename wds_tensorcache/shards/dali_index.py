@@ -1,4 +1,7 @@
-"""Build and parse DALI's index of a shard, `NAME.idx`, and check whether it matches the shard."""
+"""Build and parse DALI's index of a shard, `NAME.idx`, and compare a few samples of it before DALI reads it.
+
+`checking/index_check.py` compares all samples.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from wds_tensorcache.storage.atomic import write_atomically
 __all__ = [
     "ListedMember",
     "build_dali_index",
-    "is_dali_index",
     "list_members",
     "parse_dali_index",
+    "seems_current",
     "split_line",
     "split_lines",
     "write_dali_index",
@@ -116,7 +119,7 @@ def _parse_line(line: str, width: int, lenient: bool) -> list[ListedMember] | No
     return entries or None
 
 
-def is_dali_index(path: str, index: ShardIndex, name: str) -> bool:
+def seems_current(path: str, index: ShardIndex, name: str) -> bool:
     """Return whether an index matches a shard in the number of samples and in up to 128 tensor members of cache `name`."""
     if not os.path.isfile(path):
         return False

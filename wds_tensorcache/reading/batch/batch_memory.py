@@ -1,4 +1,4 @@
-"""The memory of a batch: recycled or pinned, moved to a device as a whole, and viewed as tensors."""
+"""The memory of a batch: from `storage/memory_pool.py` or pinned, moved to a device as a whole, and viewed as tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Plan the reads of a sample: tensors with small gaps between them are read as one range of bytes."""
+"""Plan the reads of a sample: tensors with small gaps between them are read as one range of bytes.
+
+Reads of different samples are not merged; `read_rows.py` orders them.
+"""
 
 from __future__ import annotations
 

@@ -72,7 +72,9 @@ def fill_paddings(
 
 
 def filler_of(reference: Reference, value: complex) -> tuple[np.dtype[Any], Any]:
-    """Return a numpy dtype as wide as the tensor's dtype, and an element of it that has the bits of the fill value.
+    """Return a numpy dtype, and one element of this dtype, with which a batch is padded.
+
+    The numpy dtype is as wide as the tensor's dtype. The element has the bits of the fill value in the tensor's dtype.
 
     Raises:
         BatchError: The tensor's dtype cannot represent the value.
