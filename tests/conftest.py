@@ -7,7 +7,7 @@ import importlib.util
 import random
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,13 @@ if importlib.util.find_spec("hypothesis"):  # the `gpu` tests run where it canno
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _small_heap() -> Iterator[None]:
-    """Exempt what exists before a module's tests from garbage collection: with it, each collection takes a second."""
+def _small_heap() -> None:
+    """Exempt what exists before a module's tests from garbage collection: with it, each collection takes a second.
+
+    It stays exempt, so that the collection before the next module is short, too.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Seeded(random.Random):

@@ -103,16 +103,16 @@ def test_shapes_of_one_hash() -> None:
 
 
 HONEST: dict[str, Any] = {
-    "consecutive": range(1_000_000),
-    "every 1,000th": range(0, 100_000_000, 1000),
-    "every 2^20th": [k << 20 for k in range(100_000)],
+    "consecutive": range(100_000),
+    "every 1,000th": range(0, 20_000_000, 1000),
+    "every 2^20th": [k << 20 for k in range(30_000)],
     "every 2^40th": [k << 40 for k in range(20_000)],
-    "every 2^60th": [k << 60 for k in range(20_000)],
-    "halves": [k / 2 for k in range(100_000)],
+    "every 2^60th": [k << 60 for k in range(10_000)],
+    "halves": [k / 2 for k in range(20_000)],
     "1,024ths": [k / 1024 for k in range(20_000)],
     "powers of two": [2.0**k for k in range(-1074, 1024)],
     "hundredths": [k / 100 for k in range(20_000)],
-    "timestamps": [1.7e9 + k / 25 for k in range(100_000)],
+    "timestamps": [1.7e9 + k / 25 for k in range(30_000)],
     "every float16": np.arange(31744, dtype=np.uint16).view(np.float16).tolist(),
     "negative": range(-20_000, 20_000),
     "UUIDs": [uuid.UUID(int=k * 0x9E3779B97F4A7C15F39CC0605CEDC834 % 2**128) for k in range(20_000)],
@@ -124,25 +124,22 @@ HONEST: dict[str, Any] = {
     "fractions": [Fraction(a, b) for a in range(1, 100) for b in range(1, 100)],
     "complex": [complex(a, b) for a in range(-50, 50) for b in range(-50, 50)],
     "combinations": [frozenset(c) for c in itertools.combinations(range(40), 3)],
-    "texts": [f"key {k}" for k in range(50_000)],
+    "texts": [f"key {k}" for k in range(20_000)],
     "numpy ints": [np.int64(k) for k in range(5_000)],
 }
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_honest_keys(name: str) -> None:
+def test_honest_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a third of the work is allowed: none is near the limit."""
+    for limit in ("MAX_WORK", "MAX_SET_WORK"):
+        monkeypatch.setattr(limits, limit, getattr(limits, limit) * (2 if name == "powers of two" else 1) // 3)
     keys = list(dict.fromkeys(HONEST[name]))
     as_dict = dict.fromkeys(keys)
     assert list(tc.decode_sample(*tc.encode_sample(as_dict))) == keys
-    if len(keys) <= 100_000:
-        assert tc.decode_sample(*tc.encode_sample(set(keys))) == set(keys)
+    assert tc.decode_sample(*tc.encode_sample(set(keys))) == set(keys)
     if name in ("every 2^20th", "hundredths", "rows and columns", "dates", "texts"):
         assert list(decode(pickle.dumps(as_dict, 4)[2:-1])) == keys  # stock pickle's batches
-    for is_set in (False, True) if len(keys) <= 100_000 else ():
-        table = limits._Table(is_set)
-        table.add(keys, list(map(hash, keys)))
-        limit = limits.MAX_SET_WORK if is_set else limits.MAX_WORK
-        assert 3 * table.work < (2 if name == "powers of two" else 1) * limit * len(keys), "near the limit"
 
 
 @pytest.mark.parametrize("is_set", [False, True])

@@ -150,17 +150,17 @@ def test_a_pickled_view_of_shards_that_are_gone(tmp_path: Path) -> None:
 
 
 LOADERS: dict[str, Callable[[Any], Any]] = {
-    "map": lambda cache: DataLoader(cache, 4, num_workers=1, multiprocessing_context="spawn", collate_fn=as_list),
+    "map": lambda cache: DataLoader(cache, 4, num_workers=1, multiprocessing_context="spawn", collate_fn=list),
     "torch_loader": lambda cache: tc.torch_loader(cache, 4, num_workers=1, multiprocessing_context="spawn"),
 }
 
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_spawned_worker_after_shards_are_written_again(tmp_path: Path, kind: str) -> None:
+    """The worker that is spawned only then; what spawned ones read of whole shards is tested below."""
     write_numbers(tmp_path, 0, 12)
     with tc.open(tmp_path) as cache:
         loader = LOADERS[kind](cache)
-        assert len(list(loader)) == 3
         write_numbers(tmp_path, 100, 12)
         with pytest.raises(tc.FormatError, match=r"\d\.tar: the shard was changed since this cache was opened"):
             list(loader)
@@ -169,15 +169,13 @@ def test_a_spawned_worker_after_shards_are_written_again(tmp_path: Path, kind: s
 # --- DataLoader ---
 
 
-def as_list(batch: list[Any]) -> list[Any]:
-    return batch
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_data_loader(cache: tc.TensorCache, method: str) -> None:
     check(cache, list(range(COUNT)))
-    options: dict[str, Any] = {"batch_size": 5, "num_workers": 2, "multiprocessing_context": method}
-    loader = DataLoader(cache, collate_fn=as_list, **options)  # type: ignore[arg-type]
+    # a spawned one takes seconds to begin
+    num_workers = 1 if method == "spawn" else 2
+    options: dict[str, Any] = {"batch_size": 5, "num_workers": num_workers, "multiprocessing_context": method}
+    loader = DataLoader(cache, collate_fn=list, **options)  # type: ignore[arg-type]
     read = [sample for batch in loader for sample in batch]
     assert isinstance(read[0]["big"], tc.LazyTensor)
     assert len(read) == COUNT

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import platform
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -23,35 +25,31 @@ from wds_tensorcache.storage import locks
 from wds_tensorcache.writing import pattern_lock
 from wds_tensorcache.writing.pattern import ShardPattern
 
-HOLD = """
-import sys, time
-import wds_tensorcache as tc
-sink = tc.ShardWriter(sys.argv[1], fsync=False, resume=True)
-sink.write(sys.argv[2], {"x": 1})
-print("holds", flush=True)
-if len(sys.argv) > 3:
-    import os
-    if os.fork() == 0:  # as a worker of torch's DataLoader would be
-        print(os.getpid(), flush=True)
+
+def begin(pattern: Path, key: str = "a", *, with_child: bool = False) -> tuple[int, int]:
+    """Fork a process that writes there; return its pid, and that of a child which it forked then, or 0."""
+    from_it, to_us = os.pipe()
+    writer = os.fork()
+    if writer:
+        os.close(to_us)
+        (child,) = struct.unpack("i", os.read(from_it, 4))
+        os.close(from_it)
+        return writer, child
+    try:
+        sink = tc.ShardWriter(pattern, fsync=False, resume=True)
+        sink.write(key, {"x": 1})
+        child = 0
+        if with_child and (child := os.fork()) == 0:  # as a worker of torch's DataLoader would be
+            time.sleep(600)
+        os.write(to_us, struct.pack("i", child))
         time.sleep(600)
-time.sleep(600)
-"""
+    finally:
+        os._exit(1)
 
 
-def begin(pattern: Path, key: str = "a", *more: str) -> subprocess.Popen[str]:
-    """Return another process that writes there."""
-    command = [sys.executable, "-c", HOLD, str(pattern), key, *more]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert running.stdout is not None
-    assert running.stdout.readline() == "holds\n"
-    return running
-
-
-def end(running: subprocess.Popen[str], how: int = signal.SIGKILL) -> None:
-    running.send_signal(how)
-    running.wait(60)
-    assert running.stdout is not None
-    running.stdout.close()
+def end(writer: int) -> None:
+    os.kill(writer, signal.SIGKILL)
+    os.waitpid(writer, 0)
 
 
 def lock_files(folder: Path) -> list[str]:
@@ -102,8 +100,8 @@ def test_many_threads_begin_at_once(tmp_path: Path) -> None:
 
 
 def test_another_process(tmp_path: Path) -> None:
-    first = begin(tmp_path / "%03d.tar")
-    with pytest.raises(FileExistsError, match=f"process {first.pid} on {platform.node()} is writing .*%03d.tar"):
+    first, _ = begin(tmp_path / "%03d.tar")
+    with pytest.raises(FileExistsError, match=f"process {first} on {platform.node()} is writing .*%03d.tar"):
         tc.ShardWriter(tmp_path / "%03d.tar", resume=True)
     end(first)
     write_one(tmp_path / "%03d.tar", "b")  # at once
@@ -112,9 +110,7 @@ def test_another_process(tmp_path: Path) -> None:
 
 
 def test_children_do_not_keep_the_lock_of_one_that_was_killed(tmp_path: Path) -> None:
-    first = begin(tmp_path / "%03d.tar", "a", "fork")
-    assert first.stdout is not None
-    child = int(first.stdout.readline())
+    first, child = begin(tmp_path / "%03d.tar", with_child=True)
     end(first)
     os.kill(child, 0)  # it lives
     try:
@@ -259,22 +255,20 @@ def test_what_a_living_process_writes_stays(tmp_path: Path, name: str) -> None:
 
 def test_indexes_are_written_while_writers_begin(tmp_path: Path) -> None:
     write_one(tmp_path / "%03d.tar", "a")
-    running = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys, wds_tensorcache as tc\nprint('begins', flush=True)\nfor _ in range(300): tc.write_index(sys.argv[1])",
-            str(tmp_path / "000.tar"),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert running.stdout is not None
-    running.stdout.readline()
-    while running.poll() is None:
+    indexing = os.fork()
+    if indexing == 0:
+        status = 1
+        try:
+            for _ in range(100):
+                tc.write_index(tmp_path / "000.tar")
+            status = 0
+        finally:
+            os._exit(status)
+    ended, status = 0, 0
+    while not ended:
         tc.ShardWriter(tmp_path / "%03d.tar", resume=True, fsync=False).close()
-    running.stdout.close()
-    assert running.returncode == 0
+        ended, status = os.waitpid(indexing, os.WNOHANG)
+    assert status == 0
 
 
 # --- a folder that a stranger has locked ---
@@ -296,7 +290,10 @@ def locking(folder: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
     try:
         yield running
     finally:
-        end(running)
+        running.kill()
+        running.wait(60)
+        assert running.stdout is not None
+        running.stdout.close()
 
 
 def writer_that_begins(folder: Path) -> None:
@@ -311,36 +308,36 @@ def index(folder: Path) -> None:
     tc.write_index(folder / "x.tar", footer=True)
 
 
-WAITING = """
-import sys
-from pathlib import Path
-from tests.writing import test_writer_lock
-try:
-    getattr(test_writer_lock, sys.argv[1])(Path(sys.argv[2]))
-except FileExistsError as error:
-    print(error)
-"""
+def test_a_folder_that_a_stranger_has_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each act gives up after ten seconds, here two; all of them wait at the same time."""
+    assert locks._WAIT_S == 10
+    monkeypatch.setattr(locks, "_WAIT_S", 2.0)
 
+    def wait(act: Callable[[Path], None], folder: Path) -> None:
+        with pytest.raises(FileExistsError) as caught:
+            act(folder)
+        (tmp_path / f"{act.__name__}.txt").write_text(str(caught.value))
 
-def test_a_folder_that_a_stranger_has_locked(tmp_path: Path) -> None:
-    """Each act gives up after ten seconds; all of them wait at the same time."""
     with contextlib.ExitStack() as stack:
         waiting = []
-        for name in ("writer_that_begins", "build", "index"):
-            folder = tmp_path / name
+        for act in (writer_that_begins, build, index):
+            folder = tmp_path / act.__name__
             folder.mkdir()
-            if name == "index":
+            if act is index:
                 write_one(folder / "x.tar", "a", resume=False, footer=False)
             before = sorted(os.listdir(folder))
             holder = stack.enter_context(locking(folder, 600))
-            command = [sys.executable, "-c", WAITING, name, str(folder)]
-            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            stack.callback(end, child)
-            waiting.append((folder, before, holder.pid, child))
-        for folder, before, pid, child in waiting:
-            out, err = child.communicate(timeout=120)
-            assert err == ""
-            assert out.startswith(f"{folder}: locked for 10 s, now by process {pid}; ")
+            waiting.append((act, folder, before, holder.pid))
+        fork = multiprocessing.get_context("fork")
+        children = [fork.Process(target=wait, args=each[:2], daemon=True) for each in waiting]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(60)
+            assert child.exitcode == 0
+        for act, folder, before, pid in waiting:
+            said = (tmp_path / f"{act.__name__}.txt").read_text()
+            assert said.startswith(f"{folder}: locked for 2 s, now by process {pid}; ")
             assert sorted(os.listdir(folder)) == before
 
 
@@ -502,8 +499,7 @@ def test_two_versions_that_start_at_once(tmp_path: Path) -> None:
 
 def test_nothing_trips_over_it(tmp_path: Path) -> None:
     write_one(tmp_path / "a-%d.tar", "a")
-    first = begin(tmp_path / "b-%d.tar", "b")
-    end(first)  # which leaves its lock
+    end(begin(tmp_path / "b-%d.tar", "b")[0])  # which leaves its lock
     assert len(lock_files(tmp_path)) == 1
     assert list(tc.open(tmp_path).keys()) == ["a"]
     assert tc.verify(tmp_path).ok
