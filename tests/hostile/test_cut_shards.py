@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import platform
 import random
 import subprocess
 import sys
-import textwrap
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +30,19 @@ NUM_SAMPLES = 1000
 WIDTH = 1500  # floats: 6,000 bytes, which are gathered
 TIMEOUT_S = 60  # to catch a hang
 
-READER = """
-    import os, random, sys, threading
-    import torch
-    import wds_tensorcache as tc
+# each reader imports the package itself, in a fork of a process that has done nothing but import the others
+READERS = multiprocessing.get_context("forkserver")
+READERS.set_forkserver_preload(["torch", "webdataset"])
 
-    path, io, rounds, num_threads, setup = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
-    exec(setup)
-    order = random.Random(0).choices(range({num_samples}), k=4000)
 
-    def read(cache):
+def read_batches(told: Connection, path: str, io: Any, rounds: int, num_threads: int, setup: str) -> None:
+    """Read batches in rounds: say "go" in each, then what came of it, and wait for an answer."""
+    kept: dict[str, Any] = {}
+    exec(setup, kept)
+    order = random.Random(0).choices(range(NUM_SAMPLES), k=4000)
+    said: list[str] = []
+
+    def read(cache: Any) -> None:
         try:
             for _ in range(2):
                 batch = cache.read_batch(order)
@@ -46,22 +51,39 @@ READER = """
                 assert batch["i"].tolist() == order
             said.append("whole")
         except tc.FormatError as error:
-            assert path in str(error), error
-            said.append("refused")
+            said.append("refused" if path in str(error) else f"{error}")
+        except BaseException as error:
+            said.append(repr(error))
+            raise
 
     for _ in range(rounds):
-        said = []
+        said.clear()
         with tc.open(path, io=io) as cache:
             cache.read_batch(range(64))
-            print("go", flush=True)
+            told.send(["go"])
             threads = [threading.Thread(target=read, args=(cache,)) for _ in range(num_threads)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-            print(*said, cache._store.shards[0].file.may_lease, flush=True)
-        sys.stdin.readline()
-"""
+            told.send([*said, str(cache._store.shards[0].file.may_lease)])
+        told.recv()
+
+
+def copy_samples(told: Connection, path: str, rounds: int) -> None:
+    """Encode a sample of lazy tensors in rounds, as `read_batches` does."""
+    for _ in range(rounds):
+        with tc.open(path) as cache:
+            sample = cache[0]
+            told.send(["go"])
+            try:
+                for _ in range(2):
+                    _, tensors = tc.encode_sample(sample)
+                    assert tensors[-1] == tensors[-2] == 7
+                told.send(["whole"])
+            except tc.EncodeError as error:
+                told.send(["refused" if isinstance(error.__cause__, tc.FormatError) else repr(error.__cause__)])
+        told.recv()
 
 
 @pytest.fixture(scope="module")
@@ -73,29 +95,39 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-@contextmanager
-def reader(
-    path: Path, io: str, rounds: int, num_threads: int = 1, setup: str = "", prefix: Sequence[str] = ()
-) -> Iterator[Any]:
-    """Another process that reads batches in rounds: says "go" in each, and then what came of it, and waits for a line."""
-    script = textwrap.dedent(READER.replace("{num_samples}", str(NUM_SAMPLES)))
-    command = [*prefix, sys.executable, "-c", script, str(path), io, str(rounds), str(num_threads), setup]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+class Reader:
+    """Another process, and the connection to it."""
 
+    def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._told, its_end = READERS.Pipe()
+        self._process = READERS.Process(target=work, args=(its_end, *arguments), daemon=True)
+        self._process.start()
+        its_end.close()
 
-def answer(process: Any) -> list[str]:
-    line = process.stdout.readline().split()
-    if not line:
-        process.wait(TIMEOUT_S)
-        pytest.fail(f"the reader ended with {process.returncode}: {process.stderr.read()}")
-    return line
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+        self._told.close()
+
+    def answer(self) -> list[str]:
+        try:
+            assert self._told.poll(TIMEOUT_S), "the reader hangs"
+            answer: list[str] = self._told.recv()
+        except EOFError:
+            pytest.fail(f"the reader ended with {self.end()}")
+        return answer
+
+    def go_on(self) -> None:
+        with suppress(BrokenPipeError):  # it has ended
+            self._told.send("go on")
+
+    def end(self) -> int | None:
+        """Wait for it, and return its exit code."""
+        self._process.join(TIMEOUT_S)
+        return self._process.exitcode
 
 
 def cut(path: Path, way: str, kept: int, rng: random.Random) -> None:
@@ -114,12 +146,18 @@ def cut(path: Path, way: str, kept: int, rng: random.Random) -> None:
 
 
 def race(
-    path: Path, content: bytes, way: str, io: str = "auto", seen: Path | None = None, **options: Any
+    path: Path,
+    content: bytes,
+    way: str,
+    io: str = "auto",
+    seen: Path | None = None,
+    num_threads: int = 1,
+    setup: str = "",
 ) -> tuple[set[str], set[str]]:
     """Cut the shard in each round while it is read, at `seen` if that is elsewhere.
 
     Returns:
-        The output of the reader, and whether it takes leases on the shard.
+        What the reader says, and whether it takes leases on the shard.
     """
     rounds = 12
     path.write_bytes(content)
@@ -127,21 +165,19 @@ def race(
     kept = os.open(path, os.O_WRONLY) if way == "held" else -1
     said, trusted = set(), set()
     try:
-        with reader(seen or path, io, rounds, **options) as process:
+        with Reader(read_batches, str(seen or path), io, rounds, num_threads, setup) as reader:
             for _ in range(rounds):
-                assert answer(process) == ["go"]
+                assert reader.answer() == ["go"]
                 time.sleep(rng.uniform(0, 0.02))
                 cut(path, way, kept, rng)
-                *found, may_lease = answer(process)
+                *found, may_lease = reader.answer()
                 said |= set(found)
                 trusted.add(may_lease)
                 with open(path, "r+b") as file:
                     file.write(content)
                     file.truncate()
-                with suppress(BrokenPipeError):  # it has ended
-                    process.stdin.write("\n")
-                    process.stdin.flush()
-            assert process.wait(TIMEOUT_S) == 0, process.stderr.read()
+                reader.go_on()
+            assert reader.end() == 0
     finally:
         if kept >= 0:
             os.close(kept)
@@ -214,39 +250,33 @@ def test_a_shard_of_another_owner(tmp_path: Path, content: bytes) -> None:
     assert trusted == {"False"}
 
 
+OVERLAY = """
+import ctypes, subprocess
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.unshare(0x20000) == 0  # mounts of its own
+assert libc.mount(b"none", b"/", None, 1 << 14 | 1 << 18, None) == 0  # which no other process sees
+subprocess.run({mount!r}.split(), cwd={folder!r}, check=True)
+"""
+
+
 @needs_root
 def test_a_layer_below_an_overlay(tmp_path: Path, content: bytes) -> None:
     for name in ("lower", "upper", "work", "merged"):
         (tmp_path / name).mkdir()
     mount = "mount -t overlay none -o lowerdir=lower,upperdir=upper,workdir=work merged"
-    prefix = ["unshare", "-m", "sh", "-c", f'cd {tmp_path} && {mount} && exec "$@"', "sh"]
-    if subprocess.run([*prefix, "true"], capture_output=True).returncode:
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], cwd=tmp_path, capture_output=True).returncode:
         pytest.skip("overlays cannot be mounted here")
     seen = tmp_path / "merged" / "x.tar"
-    said, trusted = race(tmp_path / "lower" / "x.tar", content, "truncate", seen=seen, prefix=prefix)
+    said, trusted = race(
+        tmp_path / "lower" / "x.tar",
+        content,
+        "truncate",
+        seen=seen,
+        setup=OVERLAY.format(folder=str(tmp_path), mount=mount),
+    )
     assert "refused" in said
     assert said <= {"refused", "whole"}
     assert "True" not in trusted  # None: nothing is read through maps where nothing is known to be in memory
-
-
-COPIER = """
-    import sys
-    import wds_tensorcache as tc
-
-    for _ in range(12):
-        with tc.open(sys.argv[1]) as cache:
-            sample = cache[0]
-            print("go", flush=True)
-            try:
-                for _ in range(2):
-                    skeleton, tensors = tc.encode_sample(sample)
-                    assert tensors[-1] == tensors[-2] == 7
-                print("whole", flush=True)
-            except tc.EncodeError as error:
-                assert isinstance(error.__cause__, tc.FormatError)
-                print("refused", flush=True)
-        sys.stdin.readline()
-"""
 
 
 def test_lazy_tensors_of_a_shard_that_are_written_to_another(tmp_path: Path) -> None:
@@ -254,22 +284,15 @@ def test_lazy_tensors_of_a_shard_that_are_written_to_another(tmp_path: Path) -> 
     with tc.ShardWriter(path, fsync=False, dali_index=False) as sink:
         sink.write("0", {"x": torch.full((24_000_000,), 7, dtype=torch.uint8)})
     content = path.read_bytes()
-    command = [sys.executable, "-c", textwrap.dedent(COPIER), str(path)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
     rng, said = random.Random(0), set()
-    try:
+    with Reader(copy_samples, str(path), 12) as reader:
         for _ in range(12):
-            assert answer(process) == ["go"]
+            assert reader.answer() == ["go"]
             time.sleep(rng.uniform(0, 0.02))
             os.truncate(path, 8192)
-            said |= set(answer(process))
+            said |= set(reader.answer())
             path.write_bytes(content)
-            process.stdin.write("\n")
-            process.stdin.flush()
-    finally:
-        process.kill()
-        process.communicate()
+            reader.go_on()
+        assert reader.end() == 0
     assert "refused" in said
     assert said <= {"refused", "whole"}
