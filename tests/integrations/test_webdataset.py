@@ -209,10 +209,11 @@ def test_workers(shard: str, context: str) -> None:
     for sample in samples:
         assert isinstance(sample["tensorcache"]["latent"]["samples"], tc.LazyTensor)
         assert_same(diffusion_sample(int(sample["__key__"])), sample["tensorcache"])
-    batches = DataLoader(
-        pipeline.compose(wds.map(double)), batch_size=5, num_workers=1, multiprocessing_context=context
-    )
-    assert [batch.shape for batch in batches] == [(5, 1, 4, 8, 8)] * 4
+    if context == "fork":  # which is the faster one
+        batches = DataLoader(
+            pipeline.compose(wds.map(double)), batch_size=5, num_workers=1, multiprocessing_context=context
+        )
+        assert [batch.shape for batch in batches] == [(5, 1, 4, 8, 8)] * 4
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
@@ -99,6 +99,7 @@ def test_functions_get_containers_that_hold_themselves(tmp_path: Path) -> None:
     assert found["ring"]["self"][0] is found["ring"]
 
 
+@settings(max_examples=60)
 @given(st.lists(any_samples(), min_size=1, max_size=3))
 def test_functions_get_any_samples(tmp_path_factory: pytest.TempPathFactory, samples: list[Any]) -> None:
     folder = write(tmp_path_factory.mktemp("any"), samples)

@@ -63,8 +63,9 @@ def test_killed_anywhere(tmp_path: Path, before: str) -> None:
         folder = shutil.copytree(tmp_path / "before", tmp_path / f"{number}")
         done = not is_killed(folder / name, number)
         try:
-            assert list(tc.open(folder).keys()) == KEYS
-            assert int(tc.open(folder)[1]["latent"][0, 0]) == 1
+            with tc.open(folder) as cache:
+                assert list(cache.keys()) == KEYS
+                assert int(cache[1]["latent"][0, 0]) == 1
             readable += 1
         except tc.FormatError as exc:
             assert "tc.write_index(" in str(exc)  # noqa: PT017

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
@@ -79,6 +79,7 @@ def test_resumed_at_every_step(cache: Any, more: Any, mode: str, world_size: int
         assert head + steps(second, count - taken) == whole
 
 
+@settings(max_examples=50)
 @given(
     st.sampled_from(["all", "in order", "blocks", "buckets"]),
     st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=5),

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
-from tests.training.loaders import COUNT, modes, steps, write_numbers
+from tests.training.loaders import COUNT, modes, only_numbers, steps, write_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores
 KINDS = [(0, False), (1, False), (2, True), (3, False)]
@@ -81,12 +81,14 @@ def after(taken: int, made: Any) -> tuple[list[int], dict[str, Any]]:
     return seen, states[0]
 
 
+# every second one without workers, which take their time to start
 OTHERS = itertools.cycle(
     [
-        (num_workers, persistent, batch_size, world_size)
-        for (num_workers, persistent), (batch_size, world_size) in itertools.product(
+        (*kind, batch_size, world_size)
+        for workers_of, (batch_size, world_size) in itertools.product(
             [(0, False), (1, True), (2, False), (3, False), (1, False), (2, True)], [(4, 1), (3, 2), (1, 3), (7, 1)]
         )
+        for kind in (workers_of, (0, False))
     ]
 )
 
@@ -96,7 +98,7 @@ OTHERS = itertools.cycle(
 )
 def test_resumed_at_every_step_by_others(cache: Any, mode: str, num_workers: int) -> None:
     """With other numbers of workers, batch sizes and ranks: each sample once, in this epoch and the next one."""
-    options = modes(cache, cache)[mode] | {"collate": "list"}
+    options = modes(cache, cache)[mode] | {"collate": only_numbers}
     ranks = {"batch_size": 2, "rank": 0, "world_size": 2}
     made = [tc.torch_loader(**options, **ranks | {"rank": rank}, **workers(num_workers)) for rank in range(2)]
     states, seen = [after(0, made)[1]], [list[int]()]
@@ -312,8 +314,11 @@ def killed(samples: list[Any]) -> Any:
     ("collate", "error", "message"),
     [(in_the_worker, ZeroDivisionError, "of the user"), (killed, RuntimeError, "exited unexpectedly")],
 )
-def test_errors_lose_no_sample(cache: Any, persistent: bool, collate: Any, error: Any, message: str) -> None:
+def test_errors_lose_no_sample(
+    cache: Any, monkeypatch: pytest.MonkeyPatch, persistent: bool, collate: Any, error: Any, message: str
+) -> None:
     """The position stays that of the last batch given, and the next iteration has new workers where they died."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # how long torch waits for dead ones
     made = tc.torch_loader(cache, 4, **workers(2, persistent), collate=collate)
     seen: list[int] = []
     with pytest.raises(error, match=message):

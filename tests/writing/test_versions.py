@@ -232,7 +232,7 @@ def test_killed_at_every_step(tmp_path: Path, values: dict[str, int], stride: in
         assert contents(tmp_path / "old") == kept
         assert not out.exists() or contents(out) == whole
         num_both += out.exists()
-        if was_killed and step % 2:
+        if was_killed and step // stride % 3 == 1:
             is_killed(lambda out=out: (stop_at(7), rebuild(out)))  # type: ignore[misc]
             assert not out.exists() or contents(out) == whole
         fn, called = counted()
@@ -267,7 +267,7 @@ def test_drop_killed_at_every_step(tmp_path: Path) -> None:
     assert os.listdir(out.parent) == ["new"]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_killed_at_random(tmp_path: Path, seed: int) -> None:
     """Three generations in a row, each killed until it is there."""
     chance, before = random.Random(seed), tmp_path / "0"
