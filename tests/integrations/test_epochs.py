@@ -7,7 +7,6 @@ import itertools
 import multiprocessing
 import pickle
 import random
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -102,8 +101,9 @@ def test_workers_that_begin_at_the_same_time(context: Any) -> None:
     assert sorted(found[0]) == list(range(20))
 
 
-@pytest.fixture
-def urls(tmp_path: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    tmp_path = tmp_path_factory.mktemp("epochs")
     for shard in range(6):
         with wds.TarWriter(str(tmp_path / f"{shard}.tar"), encoder=tc.encoder()) as sink:
             for i in range(3):
@@ -115,11 +115,16 @@ def keys(stream: Any, num_workers: int, **options: Any) -> list[str]:
     return [sample["__key__"] for sample in DataLoader(stream, batch_size=None, num_workers=num_workers, **options)]
 
 
+_ORDERS: dict[tuple[int, int], list[str]] = {}
+
+
 def order(urls: list[str], epoch: int, num_workers: int) -> list[str]:
-    """Return the keys of an epoch as a fresh pipeline yields them."""
-    stream = tc.ResumablePipeline(urls)
-    stream.set_epoch(epoch)
-    return keys(stream, num_workers)
+    """Return the keys of an epoch as a fresh pipeline yields them, which is found out once."""
+    if (epoch, num_workers) not in _ORDERS:
+        stream = tc.ResumablePipeline(urls)
+        stream.set_epoch(epoch)
+        _ORDERS[epoch, num_workers] = keys(stream, num_workers)
+    return _ORDERS[epoch, num_workers]
 
 
 @pytest.mark.parametrize(("context", "counts"), [("fork", (2, 1, 0, 2)), ("spawn", (0, 1, 0))])
