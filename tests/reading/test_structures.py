@@ -94,6 +94,7 @@ def _look(value: Any) -> None:
 
 
 @pytest.mark.parametrize("samples", [*SMALL.values(), UNLIKE["one that may be none"]], ids=[*SMALL, "aliases"])
+@pytest.mark.usefixtures("impatient")
 def test_worker_processes_raise(tmp_path: Path, samples: list[Any]) -> None:
     with tc.open(write(tmp_path, samples)) as cache:
         loader = DataLoader(range(2), batch_size=2, num_workers=1, collate_fn=cache.read_batch, timeout=60)

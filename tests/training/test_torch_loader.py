@@ -314,11 +314,9 @@ def killed(samples: list[Any]) -> Any:
     ("collate", "error", "message"),
     [(in_the_worker, ZeroDivisionError, "of the user"), (killed, RuntimeError, "exited unexpectedly")],
 )
-def test_errors_lose_no_sample(
-    cache: Any, monkeypatch: pytest.MonkeyPatch, persistent: bool, collate: Any, error: Any, message: str
-) -> None:
+@pytest.mark.usefixtures("impatient")
+def test_errors_lose_no_sample(cache: Any, persistent: bool, collate: Any, error: Any, message: str) -> None:
     """The position stays that of the last batch given, and the next iteration has new workers where they died."""
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # how long torch waits for dead ones
     made = tc.torch_loader(cache, 4, **workers(2, persistent), collate=collate)
     seen: list[int] = []
     with pytest.raises(error, match=message):
