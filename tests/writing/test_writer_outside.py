@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import tarfile
-import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,25 +146,22 @@ def test_the_manifest_is_of_wids_shape(tmp_path: Path) -> None:
 
 # --- other processes ---
 
-WRITE = """
-    import sys
-    import torch
-    import wds_tensorcache as tc
-    from tests.conftest import diffusion_sample
 
-    pattern, count, rest = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+def write_sets(pattern: str, count: int, tell: Callable[[], object] = lambda: None) -> None:
+    """Write samples whose order in memory depends on the hash seed; call `tell` after a few."""
     with tc.ShardWriter(pattern, max_samples=3, fsync=False) as sink:
         for i in range(count):
             sink.write(f"{i:05d}", {**diffusion_sample(i), "set": {"a", "b", str(i)}}, json=i)
-            if rest and i == 10:
-                print("going", flush=True)
-"""
+            if i == 10:
+                tell()
 
 
-def start(pattern: Path, count: int, *rest: str, seed: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", textwrap.dedent(WRITE), str(pattern), str(count), *rest]
+def start(pattern: Path, count: int, seed: int) -> subprocess.Popen[bytes]:
+    """Write them in a new interpreter."""
+    code = f"from tests.writing.test_writer_outside import write_sets\nwrite_sets({str(pattern)!r}, {count})"
+    command = [sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(command, env=environment)
 
 
 def assert_listed_is_right(folder: Path) -> int:
@@ -183,7 +180,6 @@ def test_processes_share_a_folder_and_agree(tmp_path: Path) -> None:
     writers = [start(tmp_path / f"{kind}-%03d.tar", 30, seed=seed) for seed, kind in enumerate(["train", "val"])]
     for writer in writers:
         assert writer.wait(60) == 0
-        writer.stdout.close()  # type: ignore[union-attr]
     assert [entry.url for entry in read_manifest(str(tmp_path / "manifest.json"))[0]] == [
         f"{kind}-{i:03d}.tar" for kind in ("train", "val") for i in range(10)
     ]
@@ -197,13 +193,19 @@ def test_processes_share_a_folder_and_agree(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_whole_shards(tmp_path: Path) -> None:
     for attempt in range(3):
         folder = tmp_path / str(attempt)
-        writer = start(folder / "%05d.tar", 100_000, "tell")
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "going\n"
+        from_it, to_us = os.pipe()
+        writer = os.fork()
+        if writer == 0:
+            try:
+                write_sets(str(folder / "%05d.tar"), 100_000, lambda: os.write(to_us, b"1"))  # noqa: B023
+            finally:
+                os._exit(1)
+        os.close(to_us)
+        assert os.read(from_it, 1) == b"1"
+        os.close(from_it)
         time.sleep(0.02 * attempt)
-        writer.send_signal(signal.SIGKILL)
-        assert writer.wait(60) == -signal.SIGKILL
-        writer.stdout.close()
+        os.kill(writer, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1]) == -signal.SIGKILL
         assert assert_listed_is_right(folder) >= 9
         for path in folder.glob("*.tar"):  # one at most has its name and is not listed yet
             with tarfile.open(path) as archive:
