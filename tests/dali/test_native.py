@@ -43,7 +43,7 @@ def test_epochs(folder: Path, last_batch: str, world_size: int, batch_size: int)
     }
     ranks = [reader(folder, batch_size, rank=rank, **options) for rank in range(world_size)]
     orders = []
-    for _ in range(3):
+    for _ in range(2):
         seen, counted, sizes = [], [], []
         for rank in ranks:
             count = 0
