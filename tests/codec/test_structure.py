@@ -279,7 +279,7 @@ digest = hashlib.sha256(b"".join(tc.encode_sample(sample))).hexdigest()
 
 
 def test_equal_samples_give_equal_bytes_whatever_the_hash_seed() -> None:
-    """In this process, whose seed is its own, and in two others."""
+    """This process has a random seed, two more interpreters have fixed ones."""
     here: dict[str, Any] = {}
     exec(SCRIPT, here)
     for seed in ("1", "2"):

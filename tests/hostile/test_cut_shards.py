@@ -30,7 +30,7 @@ NUM_SAMPLES = 1000
 WIDTH = 1500  # floats: 6,000 bytes, which are gathered
 TIMEOUT_S = 60  # to catch a hang
 
-# each reader imports the package itself, in a fork of a process that has done nothing but import the others
+# each reader is a fork of a process that has only imported torch and webdataset; the reader imports the package itself
 READERS = multiprocessing.get_context("forkserver")
 READERS.set_forkserver_preload(["torch", "webdataset"])
 
@@ -122,7 +122,7 @@ class Reader:
 
     def go_on(self) -> None:
         with suppress(BrokenPipeError):  # it has ended
-            self._told.send("go on")
+            self._told.send("next")
 
     def end(self) -> int | None:
         """Wait for it, and return its exit code."""
@@ -157,7 +157,7 @@ def race(
     """Cut the shard in each round while it is read, at `seen` if that is elsewhere.
 
     Returns:
-        What the reader says, and whether it takes leases on the shard.
+        Answers of the reader, and whether it takes leases on the shard.
     """
     rounds = 12
     path.write_bytes(content)
@@ -253,7 +253,7 @@ def test_a_shard_of_another_owner(tmp_path: Path, content: bytes) -> None:
 OVERLAY = """
 import ctypes, subprocess
 libc = ctypes.CDLL(None, use_errno=True)
-assert libc.unshare(0x20000) == 0  # mounts of its own
+assert libc.unshare(0x20000) == 0  # a mount namespace
 assert libc.mount(b"none", b"/", None, 1 << 14 | 1 << 18, None) == 0  # which no other process sees
 subprocess.run({mount!r}.split(), cwd={folder!r}, check=True)
 """

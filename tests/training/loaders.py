@@ -18,7 +18,7 @@ def nested(i: int) -> dict[str, Any]:
 
 
 def only_numbers(samples: list[Any]) -> list[int]:
-    """Collate samples to what tells them apart: a worker sends each tensor through a file of its own."""
+    """Collate samples to their numbers: a worker sends each tensor through a separate file."""
     return [sample["i"] for sample in samples]
 
 

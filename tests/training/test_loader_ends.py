@@ -187,7 +187,7 @@ def test_closing_more_often_than_needed(cache: Any) -> None:
 
 @pytest.fixture(scope="module")
 def interrupted() -> dict[str, str]:
-    """What came out of each loop, all of them in one process."""
+    """Run all loops in one process; return the line of output of each."""
     names = [name for name in sorted(LOOPS) if name != "dali" or importlib.util.find_spec("nvidia.dali")]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.interrupts", "25", *names],

@@ -78,7 +78,7 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What mypy says of each script, run once and as the project does, with its cache of torch's types."""
+    """Run mypy once on all scripts, as the project does and with its cache; return the lines about each."""
     pytest.importorskip("mypy")
     folder = tmp_path_factory.mktemp("typed")
     reveal = [f"reveal_type({expression})" for expression in OF_SAMPLES + TYPED]
