@@ -94,11 +94,13 @@ class BaseLoader(ABC):
         return max(now, planned)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch returned, as a dict for JSON, equal on all ranks. Any weights are part of it.
+        """Return the state after the last batch returned, as a dict for JSON, equal on all ranks.
+
+        It contains the loader's weights, if it has any.
 
         Raises:
-            RuntimeError: Another data loader has iterated over this loader's sampler since, so only that data loader has the
-                state.
+            RuntimeError: Another data loader has begun to iterate over this loader's sampler, so only that data loader has
+                the state.
         """
         if self._plan._is_elsewhere:
             raise RuntimeError("another data loader iterates over this loader's sampler: save that data loader's state")

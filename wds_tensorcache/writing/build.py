@@ -91,7 +91,7 @@ def build(
 
     Raises:
         StaleCacheError: `out` or `reuse` has a different fingerprint; or items have changed, but `out` contains their old
-            samples. Samples of new items that are already finished stay in `out`.
+            samples. Finished samples of new items stay in `out`.
         FileExistsError: Another call is building in the same folder; nothing is read or computed.
         FileNotFoundError: There is no cache to reuse, or `out` contains files but no cache.
         InvalidKeyError: Some reader of shards would misread a key.
