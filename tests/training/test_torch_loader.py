@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -396,6 +397,9 @@ def test_shared_memory_is_given_back(cache: Any) -> None:
     assert len(list(made)) == 6
     next(iter(made))
     made.close()
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":  # torch closes its queues, and does not wait for their threads
+            thread.join()
     gc.collect()
     assert held() == before
 
