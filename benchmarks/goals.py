@@ -97,7 +97,7 @@ _GOALS = (
     _Goal("diffusion", "batch_cold", "Loader / best raw cold read", _over_best(LOADED, COLD_CEILINGS), 1.3),
     _Goal("diffusion", "batch_cold", "Loader / fastest peer", _over_peers(LOADED), 1.0),
     _Goal("features", "batch_random", "1 thread, tensors, us", _us(ONE_THREAD), 0.6),
-    _Goal("features", "batch_random", "1 thread, small values too, us", _us(DECODED), 4.0),
+    _Goal("features", "batch_random", "1 thread, small values too, us", _us(DECODED), 3.0),
     _Goal("features", "batch_random", f"{PYD} / tensors", _over(PYD, ONE_THREAD), 100, at_least=True),
     _Goal("features", "batch_random", f"{PYD} / small values too", _over(PYD, DECODED), 25, at_least=True),
     _Goal("features", "batch_random", "small values too / fastest peer", _over_peers(DECODED), 1.0),

@@ -386,3 +386,64 @@ def test_bools_that_are_none_in_padding(tmp_path: Path, kind: str) -> None:
             tc.FormatError, match="tensor 'ok' of a batch with sample '001': a bool .* other than 0 and 1"
         ):
             cache.read_batch([0, 1], collate="pad")
+
+
+# --- many samples, whose skeletons are matched at once ---
+
+
+def many(count: int = 150) -> list[dict[str, Any]]:
+    constants, texts = [True, None, False], ["", "é", "longer " * 9]
+    return [
+        {
+            "many": torch.tensor([i]),
+            "name": f"item-{i:03}",
+            "number": i * 997,
+            "large": i << 70,
+            "constant": constants[i % 3],
+            "text": texts[i % 3],
+            "nested": [i, {"weight": i / 7, "raw": bytes([i])}],
+        }
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("io", ["auto", "pread", "mmap"])
+def test_batches_of_many(tmp_path: Path, io: Any) -> None:
+    samples = many()
+    with tc.open(write(tmp_path, samples, max_samples=60), io=io) as cache:
+        for indices in (range(150), [149, 3, 3, *range(0, 150, 2), 77], range(60, 85), [1, 140]):
+            for _ in range(3):
+                batch = cache.read_batch(indices)
+                assert batch.pop("many").flatten().tolist() == list(indices)
+                for name, values in batch.items():
+                    wanted = [samples[i][name] for i in indices]
+                    assert values == wanted
+                    assert list(map(type, values)) == list(map(type, wanted))
+
+
+def test_one_of_many_has_another_structure(tmp_path: Path) -> None:
+    samples = many()
+    samples[70]["one more"] = 1
+    with tc.open(write(tmp_path, samples, max_samples=200)) as cache:
+        for _ in range(4):
+            assert cache.read_batch(range(70))["name"] == [f"item-{i:03}" for i in range(70)]
+            batch = cache.read_batch(range(60, 100))
+            with pytest.raises(tc.BatchError, match="'070'"):
+                batch["name"].tolist()
+
+
+@pytest.mark.parametrize("where", ["name", "preamble", "text"])
+def test_one_of_many_is_damaged(tmp_path: Path, where: str) -> None:
+    with tc.open(write(tmp_path, many(), max_samples=200)) as cache:
+        for _ in range(3):
+            cache.read_batch([0, 1])["name"].tolist()
+        shard = cache._store.shards[0]
+        begin = shard.columns.skeleton_begin.item(70)
+        body = Path(shard.path).read_bytes()[begin : begin + shard.columns.skeleton_nbytes.item(70)]
+        at = {"name": begin - 512, "preamble": begin + 5, "text": begin + body.index(b"item-070")}[where]
+        damage(shard.path, at, b"\xff")
+        intact = [i for i in range(150) if i != 70]
+        assert cache.read_batch(intact)["name"] == [f"item-{i:03}" for i in intact]
+        batch = cache.read_batch(range(150))
+        with pytest.raises(tc.FormatError, match="070"):
+            batch["name"].tolist()
