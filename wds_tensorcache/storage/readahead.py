@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
 import xxhash
 
 from wds_tensorcache.errors import FormatError
@@ -114,7 +115,7 @@ class ReadAhead:
         nbytes = min(self._piece_nbytes, self._file.nbytes - begin)
         memory = self._spare.pop() if self._spare else memoryview(b"")
         if len(memory) < nbytes:
-            memory = memoryview(bytearray(min(self._piece_nbytes, self._file.nbytes)))
+            memory = np.empty(min(self._piece_nbytes, self._file.nbytes), np.uint8).data
         try:
             self._file.read_into([memory[:nbytes]], begin)
         except (OSError, FormatError):
