@@ -388,7 +388,7 @@ def test_bools_that_are_none_in_padding(tmp_path: Path, kind: str) -> None:
             cache.read_batch([0, 1], collate="pad")
 
 
-# --- many samples, whose skeletons are matched at once ---
+# --- many samples ---
 
 
 def many(count: int = 150) -> list[dict[str, Any]]:

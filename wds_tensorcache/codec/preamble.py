@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from struct import Struct
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, FORMAT_VERSION, check_version
@@ -19,7 +18,6 @@ from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
 
 __all__ = [
     "PREAMBLE_NBYTES",
-    "are_preambles",
     "build_preamble",
     "had_preamble",
     "is_damaged",
@@ -29,7 +27,6 @@ __all__ = [
     "tensors_digest",
 ]
 
-Array = np.ndarray[Any, Any]
 MAGIC = b"tensorcache"
 _FIELDS = Struct("<HQQQ")
 # Unpicklers ignore the preamble: it pushes one byte string, and the POP at its end removes that string.
@@ -73,14 +70,6 @@ def is_preamble(skeleton: bytes, bound: bytes) -> bool:
         and len(skeleton) > PREAMBLE_NBYTES
         and skeleton[PREAMBLE_NBYTES - 1] == POP
     )
-
-
-def are_preambles(preambles: Array, bound: Array) -> Array:
-    """Do what `is_preamble` does for one preamble, for many: uint8 `[n, PREAMBLE_NBYTES]`; `bound` is uint8 `[n, 16]`."""
-    begin, end = len(_FIXED), len(_FIXED) + 16
-    good: Array = (preambles[:, :begin] == np.frombuffer(_FIXED, np.uint8)).all(1)
-    good &= (preambles[:, begin:end] == bound).all(1) & (preambles[:, -1] == POP)
-    return good
 
 
 def had_preamble(skeleton: bytes, tensors_nbytes: int, tensors_digest: int) -> bool:

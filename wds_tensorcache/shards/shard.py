@@ -13,7 +13,7 @@ import torch
 
 from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, parse_header
 from wds_tensorcache.codec.layout import Layout
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, are_preambles, is_preamble, sign_header
+from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, is_preamble, sign_header
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.views import view_bytes
@@ -302,7 +302,8 @@ class Shard:
         columns, file = self.columns, self.file
         begins = columns.skeleton_begin[rows].astype(np.int64)
         ends = begins + columns.skeleton_nbytes[rows].astype(np.int64)
-        bound = self._bound(rows)
+        nbytes = self.index.layouts.nbytes[columns.layout[rows]].astype("<u8")
+        bound = np.stack([nbytes, columns.digest[rows].astype("<u8")], 1).tobytes()
         key_begins, key_ends = self._key_extents(rows)
         text, suffix = self.index.keys.text.data, self._suffixes[0] + b"\0"
         skeletons, bodies = [], []
@@ -317,11 +318,6 @@ class Shard:
             skeletons.append(skeleton)
             bodies.append(body)
         return skeletons, bodies
-
-    def _bound(self, rows: Array) -> bytes:
-        """Return the lengths and digests of the tensors of samples, as preambles store them: 16 bytes per sample."""
-        nbytes = self.index.layouts.nbytes[self.columns.layout[rows]].astype("<u8")
-        return np.stack([nbytes, self.columns.digest[rows].astype("<u8")], 1).tobytes()
 
     def _key_extents(self, rows: Array) -> tuple[Array, Array]:
         columns = self.columns
@@ -358,43 +354,23 @@ class Shard:
         nbytes = index.layouts.nbytes[numbers]
         octal = (nbytes[:, None] >> _OCTAL_SHIFTS & 7) + ord("0")
         good &= (headers[:, _SIZE_BEGIN : _SIZE_BEGIN + 11] == octal).all(1) | (nbytes >= 1 << 33)
-        good &= self._have_names(headers, rows, self._suffixes[1])
-        checked[rows[good]] = True
-        for row in rows[~good].tolist():
-            self.check_tensors(row)  # raises, unless only the quick comparison failed
-
-    def have_templates(self, rows: Array) -> Array:
-        """Return whether each sample's skeleton has been checked, and is known to match some template, bool `[n]`."""
-        return self._template_numbers[rows] != 0  # type: ignore[no-any-return]
-
-    def are_skeletons(self, stored: Array, rows: Array) -> Array:
-        """Return whether bytes of the shard begin the skeleton members of samples as the writer of this package stores them.
-
-        Args:
-            stored: Tar header and preamble of each sample, uint8 `[n, BLOCK + PREAMBLE_NBYTES]`.
-            rows: Rows of the samples, int64 `[n]`.
-        """
-        bound = np.frombuffer(self._bound(rows), np.uint8).reshape(-1, 16)
-        return are_preambles(stored[:, BLOCK:], bound) & self._have_names(stored, rows, self._suffixes[0])
-
-    def _have_names(self, headers: Array, rows: Array, suffix: bytes) -> Array:
-        """Return whether tar headers, uint8 `[n, length]`, name members of these samples with this suffix, bool `[n]`."""
         key_begins, key_ends = self._key_extents(rows)
         lengths = key_ends - key_begins
-        text = torch.from_numpy(view_bytes(self.index.keys.text.data))
-        ending = np.frombuffer(suffix, np.uint8)
-        good = np.ones(len(rows), bool)
+        text = torch.from_numpy(view_bytes(index.keys.text.data))
+        suffix = np.frombuffer(self._suffixes[1], np.uint8)
         for length in np.unique(lengths).tolist():
             which = slice(None) if bool((lengths == length).all()) else np.flatnonzero(lengths == length)
-            width = -(-(length + len(ending) + 1) // 8) * 8  # the name field is padded with zeros
+            width = -(-(length + len(suffix) + 1) // 8) * 8  # the name field is padded with zeros
             if width > _NAME_NBYTES:
                 good[which] = False
                 continue
             expected = np.zeros((len(key_begins[which]), width), np.uint8)
             expected[:, :length] = gather(text, key_begins[which], length)
-            expected[:, length : length + len(ending)] = ending
-            good[which] = _equal(np.ascontiguousarray(headers[which, :width]), expected)
-        return good
+            expected[:, length : length + len(suffix)] = suffix
+            good[which] &= _equal(np.ascontiguousarray(headers[which, :width]), expected)
+        checked[rows[good]] = True
+        for row in rows[~good].tolist():
+            self.check_tensors(row)  # raises, unless only the quick comparison failed
 
 
 def _has_size(header: bytes, nbytes: int) -> bool:

@@ -62,18 +62,12 @@ class Rows:
         shard: Shard = self.shards[self.number.item(0)]
         return shard.template(self.row.item(0))
 
-    def skeletons(self, io: str, which: Array) -> Iterator[tuple[int, bytes, int]]:
-        """Yield `(position in the batch, skeleton, offset of the skeleton's body)`, shard by shard.
-
-        `which`, bool `[B]`, selects samples of the batch.
-        """
-        positions = np.arange(len(self))
+    def skeletons(self, io: str) -> Iterator[tuple[int, bytes, int]]:
+        """Yield `(position in the batch, skeleton, offset of the skeleton's body)` for each sample, shard by shard."""
+        everything = range(len(self))
         for number, at, rows in self.by_shard:
-            some = which[at]
-            if some.any():
-                yield from zip(
-                    positions[at][some].tolist(), *self.shards[number].skeletons(rows[some], io), strict=True
-                )
+            which = everything if isinstance(at, slice) else at.tolist()
+            yield from zip(which, *self.shards[number].skeletons(rows, io), strict=True)
 
 
 def locate(store: Store, positions: Array) -> Rows:
