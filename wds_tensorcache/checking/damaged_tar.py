@@ -78,13 +78,13 @@ class Salvage:
         read: Function that returns the bytes `[begin, end)` of the file.
         nbytes: Length of the file.
         end: Offset of the end of the archive according to an index; members are searched up to there, even after zeros.
-        places: Places of members according to an index.
+        find_places: Function that returns the places of members according to an index, if any; called at the first damage.
     """
 
     read: Callable[[int, int], bytes]
     nbytes: int
     end: int | None = None
-    places: Places | None = None
+    find_places: Callable[[], Places | None] = lambda: None
 
     def __iter__(self) -> Iterator[Member | Skipped | Break | End]:
         scan_begin: int | None = 0
@@ -133,7 +133,7 @@ class Salvage:
         is_whole = kind in _IN_EXTENDED and begin <= self.nbytes and _is_header(self.read(failed, begin), False)
         if is_whole:  # this header's size is valid, although an extension of it is not
             begin = max(begin, self._end_of_member(failed))
-        place = None if self.places is None else self.places.after(readable_end)
+        place = self._place_after(readable_end)
         if place is not None:
             return self._resume_by_index(place, failed, begin)
         if kind in ("truncated", "compressed", "unreadable") or begin > self.nbytes:
@@ -144,6 +144,10 @@ class Salvage:
                 return begin, None
             failed, begin = begin, begin + BLOCK  # the next header is damaged, too
         return self._search(failed, begin, self.nbytes, self.end), None
+
+    def _place_after(self, offset: int) -> Place | None:
+        places = self.find_places()
+        return None if places is None else places.after(offset)
 
     def _resume_by_index(self, place: Place, failed: int, begin: int) -> tuple[int | None, Place | None]:
         """Return the two values of `_resume`, given the next place in the index. Members resume at or after byte `begin`."""
@@ -228,7 +232,7 @@ class Salvage:
         if at == self.end:
             return None, None, None
         begin, limit = at + BLOCK, self.nbytes
-        place = None if self.places is None else self.places.after(at)
+        place = self._place_after(at)
         if place is not None:
             return *self._resume_by_index(place, at, begin), None
         if self.end is not None and at < self.end:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import xxhash
@@ -204,7 +204,7 @@ def _samples(found: Checked, file: ShardFile, ahead: ReadAhead, common: list[Mem
     sample: _Sample | None = None
     declared = stored(file, lambda each: declared_place(each.read, each.nbytes, file.nbytes), lenient=True)
     end = next((end for _, end in declared), None)
-    for part in Salvage(ahead.read, file.nbytes, end, find_places(file)):
+    for part in Salvage(ahead.read, file.nbytes, end, lru_cache(partial(find_places, file))):
         if isinstance(part, Member):
             name, first, begin, nbytes, after, is_rebuilt = part
             header = rebuild_header(name, nbytes) if is_rebuilt else b""

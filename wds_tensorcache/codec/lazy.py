@@ -241,8 +241,10 @@ class LazyTensor(Lazy):
             self._check_out(out)
             return self._load_into(out)
         tensor: torch.Tensor = self._load(copy)
+        if device is None:
+            return tensor
         check_device(device)
-        return tensor if device is None else tensor.to(device)
+        return tensor.to(device)
 
     def _load_into(self, out: torch.Tensor) -> torch.Tensor:
         is_plain = out.is_cpu and out.is_contiguous() and not out.is_conj() and not out.is_neg()

@@ -13,8 +13,7 @@ __all__ = ["parse_json"]
 
 def parse_json(text: bytes) -> Any:
     """Return the value of UTF-8 JSON. Unlike `json.loads`, also raise ValueError for duplicate keys, `NaN` and `-0`."""
-    parse = _parse_int if b"-0" in text else None
-    return json.loads(text.decode(), object_pairs_hook=_unique, parse_int=parse, parse_constant=_refuse_constant)
+    return (_BY_DIGITS if b"-0" in text else _DECODER).decode(text.decode())
 
 
 def _parse_int(digits: str) -> int:
@@ -33,3 +32,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         [(name, _), *_] = Counter(name for name, _ in pairs).most_common(1)
         raise FormatError(f"key {name!r} occurs twice in one object")
     return result
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
+_BY_DIGITS = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_int=_parse_int)

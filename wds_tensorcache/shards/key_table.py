@@ -48,10 +48,16 @@ class Keys:
         text, ends = self.text.tobytes(), self.ends.tolist()
         return [text[begin:end] for begin, end in pairwise([0, *ends])]
 
+    def lengths(self) -> Array:
+        """Return the length of each key in bytes, int64."""
+        lengths = self.ends.astype(np.int64)
+        lengths[1:] -= lengths[:-1].copy()
+        return lengths
+
     def is_ascending(self, by_length: bool) -> bool:
         """Return whether the keys are strictly ascending by their bytes; with `by_length`, first by length, then by bytes."""
         if by_length not in self._is_ascending:
-            lengths = np.diff(self.ends.astype(np.int64), prepend=0)
+            lengths = self.lengths()
             if by_length or bool((lengths == lengths[:1]).all()):
                 self._is_ascending[by_length] = self._is_ascending_by_length(lengths)
             else:

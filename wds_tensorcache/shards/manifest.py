@@ -96,8 +96,9 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
 def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]:
     """Yield the location of each of `entries`, in order; relative urls start from the folder of the manifest at `path`."""
     urls: dict[Any, str] = {}  # the first url of each file
+    folder = os.path.dirname(path)
     for entry in entries:
-        shard, same_as, nbytes = os.path.join(os.path.dirname(path), entry.url), None, 0
+        shard, same_as, nbytes = os.path.join(folder, entry.url), None, 0
         error: FormatError | OSError | None = None
         try:
             status = _status(entry, shard)
@@ -119,7 +120,6 @@ def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]
 
 
 def _status(entry: ShardEntry, shard: str) -> os.stat_result:
-    what = f"{entry.url!r:.200} is a folder, pipe or device, expected a file"
     if "://" in entry.url:
         what = f"{entry.url:.200} is not a local path; stream it with wds.DataPipeline and tc.decode"
         raise FormatError(what, kind="index")
@@ -131,7 +131,7 @@ def _status(entry: ShardEntry, shard: str) -> os.stat_result:
         what = f"{entry.url!r:.200} is not a possible path: {getattr(exc, 'strerror', exc)}"
         raise FormatError(what, kind="index") from exc
     if not stat.S_ISREG(status.st_mode):
-        raise FormatError(what, kind="index")
+        raise FormatError(f"{entry.url!r:.200} is a folder, pipe or device, expected a file", kind="index")
     return status
 
 

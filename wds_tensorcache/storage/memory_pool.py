@@ -50,7 +50,10 @@ class Pool:
         return self._sum_idle()
 
     def _sum_idle(self) -> int:
-        return sum(size * len(arenas) for size, arenas in list(self._idle.items()))
+        nbytes = 0
+        for size, arenas in list(self._idle.items()):
+            nbytes += size * len(arenas)
+        return nbytes
 
     @property
     def num_leases(self) -> int:
@@ -74,7 +77,9 @@ class Pool:
             arena = None
         if len(self._idle) > 1:
             needed = size if arena is None and idle.maxlen else 0
-            self._free(self._sum_idle() + needed - self.max_idle_nbytes, size)
+            excess = self._sum_idle() + needed - self.max_idle_nbytes
+            if excess > 0:
+                self._free(excess, size)
         if arena is None:
             arena = _allocate(size)
         array = np.frombuffer(arena, np.uint8, nbytes)

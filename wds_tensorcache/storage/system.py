@@ -11,19 +11,22 @@ __all__ = ["LOCAL", "MEMORY", "file_system", "memory_nbytes", "num_cores", "over
 LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs"})
 MEMORY = frozenset({"tmpfs", "ramfs"})
 _NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs", "afs", "gluster", "virtiofs")
+_ESCAPES = {ord(character): f"\\{ord(character):03o}" for character in " \t\n\\"}
 
 
 def file_system(path: str) -> tuple[str, bool]:
     """Return the type of the file system that contains `path` ("" if unknown), and whether it is a network file system."""
-    path = os.path.realpath(path)
+    # mountinfo escapes characters as \ooo
+    path = os.path.realpath(path).translate(_ESCAPES)
+    ends = [at for at, character in enumerate(path) if character == "/"]
+    parents = {"/", path, *(path[:end] for end in ends)}
     found, kind = "", ""
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
             for line in mounts:
-                fields, _, rest = line.partition(" - ")
-                point = fields.split(" ")[4].replace("\\040", " ")
-                if len(point) >= len(found) and (path + "/").startswith(point.rstrip("/") + "/"):
-                    found, kind = point, rest.split(" ")[0]
+                point = line.split(" ", 5)[4]
+                if point in parents and len(point) >= len(found):
+                    found, kind = point, line.partition(" - ")[2].split(" ")[0]
     except OSError:
         return "", False
     return kind, kind.startswith(_NETWORK)
