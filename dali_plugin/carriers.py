@@ -54,7 +54,10 @@ def check_ndim(name: str, ndim: int, dtype: Any) -> None:
 
 
 def _carrier(dtype: Any) -> Any:
-    """Return the dtype that replaces `dtype` in DALI: itself, an integer of its width, or uint8 if it has more than 8 bytes."""
+    """Return the dtype that replaces `dtype` in DALI: `dtype` itself, or an integer of the same width, or uint8.
+
+    It is uint8 if there is no integer of this width, because an element does not have 1, 2, 4 or 8 bytes.
+    """
     if isinstance(dtype, torch.dtype):
         return dtype if dtype in _NATIVE else _TORCH.get(dtype.itemsize, torch.uint8)
     return dtype if dtype.kind in _NATIVE_KINDS else _NUMPY.get(dtype.itemsize, _NUMPY[1])
@@ -63,8 +66,8 @@ def _carrier(dtype: Any) -> Any:
 def plain(value: Any) -> Array:
     """Return a tensor or array as an array with a dtype that DALI supports. Memory: aliases `value`.
 
-    An array with elements of more than 8 bytes (complex128, texts) becomes uint8, with an additional dimension for the bytes of
-    an element.
+    An array whose elements do not have 1, 2, 4 or 8 bytes (complex128, most texts) becomes uint8, with an additional dimension
+    for the bytes of an element.
     """
     carrier = _carrier(value.dtype)
     if carrier != value.dtype:

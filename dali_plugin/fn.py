@@ -153,6 +153,6 @@ def _current(name: str, device: str) -> Any:
 
 
 def _floats(node: Any) -> Any:
-    """Return bfloat16 bits as float32 values: they are the upper half of the bits of a float32."""
+    """Return bfloat16 bits as float32 values: the bits of a bfloat16 are the upper half of those of the equal float32."""
     upper: Any = fn.cast(fn.reinterpret(node, dtype=DALIDataType.UINT16), dtype=DALIDataType.UINT32)
     return fn.reinterpret(upper * Constant(np.uint32(1 << 16)), dtype=DALIDataType.FLOAT)  # type: ignore[no-untyped-call]

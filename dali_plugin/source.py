@@ -146,7 +146,7 @@ class TensorCacheSource(BatchSource):
         KeyError: A tensor or member is unknown; the message lists similar names.
         ValueError: An argument is out of range; the cache has no samples, or, with `"drop"`, fewer than a full batch.
         TypeError: A tensor's dtypes differ between samples.
-        BatchError (of a batch): A sample lacks a tensor.
+        BatchError (when a batch is requested): A sample lacks one of the tensors.
 
     Threads/fork/pickle: one thread at a time; pickles for DALI's worker processes, which open the shards themselves.
     """

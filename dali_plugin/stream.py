@@ -20,8 +20,8 @@ __all__ = ["TensorCacheStream"]
 class TensorCacheStream(BatchSource):
     """A source like `TensorCacheSource` over a stream: a `wds.DataPipeline` that ends in `tc.decode()`.
 
-    The stream itself shuffles its samples and splits them among ranks. Each epoch iterates over the stream again, from its
-    start: an epoch cannot be resumed in the middle.
+    This class neither shuffles samples nor splits them among ranks: the stream that you pass must do so. Each epoch iterates
+    over the stream again, from its start: an epoch cannot be resumed in the middle.
 
     Args:
         stream: Any iterable of samples that can be iterated over several times.
@@ -35,7 +35,9 @@ class TensorCacheStream(BatchSource):
     Raises:
         KeyError: The first sample has no such tensor or member.
         ValueError: The stream has no samples, cannot be iterated over again, or yields no lazy tensors.
-        BatchError (of a batch): The structures or dtypes of two samples differ.
+        BatchError (when a batch is requested or nested): A sample lacks `field` or a tensor, a tensor's dtype differs from that
+            in the first sample, or the structures of two samples differ. Without `tensors`, also if a sample has a tensor that
+            the first sample lacks.
     """
 
     def __init__(

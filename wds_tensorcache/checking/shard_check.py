@@ -98,7 +98,10 @@ class Checked:
 
 
 def check_shard(path: str, allow: Mapping[tuple[str, str], type], readers: Readers) -> Checked:
-    """Check a shard in one pass over its bytes, and in a second pass if the first one kept the wrong samples or lost caches.
+    """Check a shard in one pass over its bytes, or in two.
+
+    The second pass is needed if the first shows that it kept the wrong one of several samples with the same key, or that
+    samples have fewer caches than the index lists.
 
     Raises:
         OSError: The file cannot be opened. Bytes that cannot be read are reported as a fault.

@@ -80,7 +80,10 @@ def check_array(array: Array) -> Array:
 
 
 class _Exposed:
-    """Memory that numpy accepts as writable without a warning; keeps the owner of the memory alive."""
+    """Memory, perhaps read-only, that numpy views as a writable array; keeps the owner of the memory alive.
+
+    From an array that is not writable, torch.from_numpy would make a tensor only with a warning.
+    """
 
     def __init__(self, address: int, nbytes: int, owner: Any) -> None:
         self.owner = owner  # numpy keeps this object alive

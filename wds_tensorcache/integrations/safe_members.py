@@ -124,7 +124,11 @@ def _too_large(nbytes: int, count: Any, limit: int) -> FormatError:
 
 
 def _check_npz(content: bytes, limit: int) -> None:
-    """Raise FormatError if the arrays of an npz together exceed the limit, or an array exceeds its file in the npz."""
+    """Raise FormatError if numpy could not load an npz safely.
+
+    This is so if the files in the npz together expand beyond the limit, if two of them have the same name, if one is compressed
+    by anything but deflate, or if an array declares more bytes than its file has.
+    """
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         files = archive.infolist()
         count = sum(file.file_size for file in files)

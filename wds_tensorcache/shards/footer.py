@@ -118,8 +118,9 @@ def stale_footer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: i
 
 
 def declared_place(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int) -> tuple[int, int] | None:
-    """Return the offset of the index at the end of a file, and the end of the archive that this index, even if stale, declares.
+    """Return the offset of the index at the end of a file, and the offset at which the archive ends according to this index.
 
+    The index may be stale.
     Returns None if the last bytes are not a trailer, or do not declare a shard of `shard_nbytes` bytes.
     """
     trailer = _parse_trailer(read(max(0, nbytes - TRAILER_NBYTES), nbytes), nbytes, shard_nbytes)

@@ -1,4 +1,4 @@
-"""Write a file in a separate thread, under a temporary name, and rename it when it is complete."""
+"""Write a file under a temporary name, and rename it when it is complete; a separate thread writes small pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a file once from beginning to end, in pieces that other threads read ahead."""
+"""Read a file once from beginning to end, in pieces; the threads of a pool, if there is one, read ahead."""
 
 from __future__ import annotations
 

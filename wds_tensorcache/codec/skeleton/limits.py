@@ -198,7 +198,11 @@ def _compare_pairs(known: list[Any], keys: Sequence[Any], hashes: list[int]) -> 
 
 @dataclass
 class _Chain:
-    """Keys of a table that share a hash. Each tries the slots of all earlier ones, so the next starts at the last slot."""
+    """Keys of a table that share a hash.
+
+    In CPython, each of them tries the slots of all earlier ones. The model therefore starts the next key at the slot of the
+    last one, and adds the steps up to this slot.
+    """
 
     cost: int  # sum of the costs of comparing each key once
     slot: int  # slot of the last key

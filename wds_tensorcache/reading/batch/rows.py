@@ -71,7 +71,7 @@ class Rows:
 
 
 def locate(store: Store, positions: Array) -> Rows:
-    """Return the locations of the samples at `positions`, int64 `[B]`."""
+    """Return the locations of samples; `positions` are the positions of these samples in `store`, int64 `[B]`."""
     shards = store.shards
     if len(shards) == 1 or not len(positions):
         number, row = np.zeros(len(positions), np.int64), positions
