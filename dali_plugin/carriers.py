@@ -1,4 +1,4 @@
-"""Conversion of dtypes that DALI lacks: they pass through a pipeline as integers of the same width."""
+"""Conversion of dtypes that DALI lacks: they pass through a pipeline as integers of the same width, or as bytes."""
 
 from __future__ import annotations
 
@@ -136,7 +136,12 @@ def as_value(value: Any) -> Any:
 
 
 def known_names(names: Iterable[str] | str, known: Iterable[str], what: str) -> list[str]:
-    """Return `names` as a list, with patterns (`"text.*"`) replaced by their matches."""
+    """Return `names` as a list, with patterns (`"text.*"`) replaced by their matches in `known`.
+
+    Raises:
+        KeyError: A name or pattern matches none of `known`; `what` says in the message what they name.
+        ValueError: A name occurs twice in the list.
+    """
     known, found = list(known), list[str]()
     for name in [names] if isinstance(names, str) else names:
         matches = [name] if name in known else fnmatch.filter(known, name)

@@ -46,13 +46,18 @@ def tensorcache(
 
     Returns:
         Nodes in the order of the source's `outputs`. In the pipeline, bf16, fp8, complex and bool are integers of the same
-        width; `TensorCacheIterator` restores their dtypes. Operators may move these bits, but must not compute with them; use
-        `as_float=[…]` for that. If a computation changes the integer dtype, the iterator raises TypeError; if it keeps this
-        dtype, as `fn.resize` does, the iterator cannot detect it.
+        width; elements of any other width than 1, 2, 4 or 8 bytes are bytes, in an additional last dimension.
+        `TensorCacheIterator` restores their dtypes. Operators may move these bits, but must not compute with them; use
+        `as_float=[…]` to compute with bfloat16. If a computation changes the integer dtype, the iterator raises TypeError; if a
+        computation keeps this dtype, as `fn.resize` does, the iterator cannot detect it.
 
     Raises:
-        ValueError: The pipeline already reads a cache, or its batch size differs from that of the source.
-        TypeError: `cache` is a source, but `tensors`, `members` or `options` are also given.
+        ValueError: The pipeline already reads a cache, or its batch size differs from that of the source; or `parallel` is True
+            for a stream, which only one process can read.
+        TypeError: `cache` is a source, but `tensors`, `members` or `options` are also given; or a tensor in `as_float` is not
+            bfloat16.
+        KeyError: A name in `as_float` or `layouts` is not a tensor of the source.
+        RuntimeError: No pipeline is being defined.
     """
     pipeline = _current("tensorcache", device)
     if isinstance(cache, (TensorCacheSource, TensorCacheStream)):
@@ -115,7 +120,7 @@ def native_reader(
     Args:
         paths: Whole shards on disks: a cache, or anything that `tc.open` accepts.
         index_paths: DALI's indexes of the shards; a stale one raises ValueError. By default, the `.idx` of each shard is used.
-            If it is missing or stale, an index is made for this pipeline in a temporary folder.
+            For a shard whose `.idx` is missing or stale, an index is made for this pipeline in a temporary folder.
         tensors: Names of the tensors in the batches; all by default. DALI reads all tensors in any case.
         members: Suffixes of other members, for example `["jpg"]`; their bytes arrive unchanged.
         device: `"gpu"` sends the bytes to the pipeline's GPU.
@@ -131,7 +136,10 @@ def native_reader(
     Raises:
         KeyError: A tensor or member is unknown; the message lists similar names.
         TypeError: `paths` is a joined cache.
-        ValueError: `paths` is a view of some samples, some samples lack a member, or there are fewer samples than ranks.
+        ValueError: `paths` is a view of some samples, some samples lack a member, there are fewer samples than ranks, or an
+            index in `index_paths` is stale.
+        FileNotFoundError: A file in `index_paths` does not exist.
+        RuntimeError: No pipeline is being defined.
     """
     pipeline = _current("native_reader", device)
     steps = {"batch_size": pipeline.max_batch_size, "shuffle": shuffle, "seed": seed, "rank": rank}

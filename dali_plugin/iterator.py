@@ -34,9 +34,11 @@ class TensorCacheIterator:
         outputs: Names of the pipelines' outputs: tensors, `"number"`, and any other names; by default the source's.
 
     Raises:
-        ValueError: `outputs` lacks `"number"` or repeats a name; or there are no pipelines, or one of them occurs twice.
-        ValueError (of a batch): The number of names differs from the number of the pipeline's outputs.
-        TypeError (of a batch): An operator computed with integers that hold the bits of another dtype, such as bfloat16.
+        ValueError: `outputs` lacks `"number"` or repeats a name; there are no pipelines, or a pipeline occurs twice; or one of
+            several pipelines reads a stream, or has another number of batches than the first.
+        ValueError (when a batch is requested): The number of names differs from the number of the pipeline's outputs.
+        TypeError (when a batch is requested): An operator computed with integers that hold the bits of another dtype, such as
+            bfloat16.
 
     Memory: DALI's own, on the pipeline's device; nothing is copied with DALI's dynamic executor, the default. Tensors of a
         `native_reader` are views of the samples' bytes: contiguous within each sample, but not across samples.

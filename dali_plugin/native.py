@@ -1,4 +1,7 @@
-"""Source that reads a cache with DALI's own reader of WebDataset shards, without Python. Tensors are views of what it read."""
+"""Source that reads a cache with DALI's own reader of WebDataset shards, without Python.
+
+Tensors are views of the bytes that this reader returns.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _ALIGN = 64
 
 
 class NativeReader(BatchSource):
-    """The source that `fn.native_reader` creates; its docstring describes the arguments."""
+    """The source that `fn.native_reader` creates; the docstring of that function describes the arguments."""
 
     def __init__(
         self,

@@ -69,7 +69,7 @@ class PackedMembers:
         return found
 
     def is_index(self, shard: int, path: str) -> bool:
-        """Return whether the file at `path` is a DALI index that matches a shard; only 64 of its samples are compared."""
+        """Return whether the file at `path` is a DALI index that matches a shard; at most 128 samples are compared."""
         return seems_current(path, self._shards[shard].index, self._shards[shard].name)
 
     def numbers(self, origins: Iterable[bytes]) -> Array:

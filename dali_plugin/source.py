@@ -107,8 +107,9 @@ class BatchSource:
                 given are left out of the result, as with `select`.
 
         Raises:
+            KeyError: `outputs` lacks `"number"`.
             TypeError: An operator computed with integers that hold the bits of another dtype, such as bfloat16.
-            RuntimeError: A stream's batch is no longer kept.
+            RuntimeError: The source is a stream, and no longer keeps this batch.
         """
         if NUMBER not in outputs:
             raise KeyError(f"no {NUMBER!r} among {', '.join(outputs)}; pass the last part of a batch by this name")

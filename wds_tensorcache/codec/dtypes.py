@@ -1,9 +1,9 @@
 """The table of dtypes in FORMAT.md 3.2: how each dtype of torch and numpy is stored.
 
 The *true* dtype is the dtype of the tensor or array in the sample. The *stored* dtype is the dtype of its entry in the
-`.safetensors` file; every supported release of safetensors can load it. If the true dtype is not among the stored dtypes, the
-tensor's bytes are stored unchanged under a stored dtype. The skeleton's reference to the tensor then names the true dtype in
-its attribute `dtype`.
+`.safetensors` file. Every supported release of stock safetensors can load the stored dtypes, except `F8_E4M3FNUZ` and
+`F8_E5M2FNUZ`, which need release 0.8. If the true dtype is not among the stored dtypes, the tensor's bytes are stored unchanged
+under a stored dtype. The skeleton's reference to the tensor then names the true dtype in its attribute `dtype`.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ def collector_paused(when: bool) -> Iterator[None]:
     """Pause the garbage collector during the `with` block if `when` is True.
 
     A block that creates many lasting objects triggers collections, and each visits all objects of the process: for a sample
-    with 20,000 tensors, collections took half of the time. If several threads pause the collector, the first to leave its
-    block resumes it, which only slows the other threads.
+    with 20,000 tensors, collections took half of the time. If several threads pause the collector, the first thread to
+    leave its block resumes the collector, which only slows the other threads.
     """
     if not when or not gc.isenabled():
         yield

@@ -120,8 +120,8 @@ def stale_footer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: i
 def declared_place(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int) -> tuple[int, int] | None:
     """Return the offset of the index at the end of a file, and the offset at which the archive ends according to this index.
 
-    The index may be stale.
-    Returns None if the last bytes are not a trailer, or do not declare a shard of `shard_nbytes` bytes.
+    The index may be stale. Returns None if the last bytes of the file are not a trailer, or do not declare a shard of
+    `shard_nbytes` bytes.
     """
     trailer = _parse_trailer(read(max(0, nbytes - TRAILER_NBYTES), nbytes), nbytes, shard_nbytes)
     return None if trailer is None else (nbytes - TRAILER_NBYTES - trailer.index_nbytes, trailer.end)

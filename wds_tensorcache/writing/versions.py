@@ -124,7 +124,7 @@ def write_version(
     *,
     fsync: bool = True,
 ) -> None:
-    """Write a version. A new shard gets a footer, a sidecar or an `.idx` only if its source shard has the same.
+    """Write a version. A new shard gets a footer, a sidecar and an `.idx` only if its source shard has one, too.
 
     Raises:
         FormatError: A shard is damaged, or was changed since it was indexed.

@@ -21,7 +21,7 @@ from wds_tensorcache.codec.skeleton.opcodes import *
 __all__ = ["MAX_ATTEMPTS", "MISS", "Template", "assemble", "item_getter", "learn"]
 
 MISS: Any = object()  # the result for a skeleton that does not match a template
-MAX_ATTEMPTS = 8  # samples of a form that are read before no template is sought any longer
+MAX_ATTEMPTS = 8  # after this many samples of a form without a template, none is sought any longer
 MAX_PARTS = 100  # the interpreter is as fast for a larger body
 _FLOAT = Struct(">d").unpack_from
 _INT32 = Struct("<i").unpack_from
