@@ -1,9 +1,10 @@
 """The types that a skeleton may name, for writing and reading: listed types, and classes in `allow=` (FORMAT.md 2.5, 2.7).
 
-An object of a *listed* type (the table in FORMAT.md 2.5) is written as a call of that type. `_rows` has one row for each
-type. The row contains the function that returns the arguments to write, which are the same on every Python version, and the
-*builder*, which makes the object from arguments that were read. Builders refuse all arguments that could run code, open a
-file, or allocate more memory than the arguments themselves take.
+An object of a *listed* type (here, a type in the table of FORMAT.md 2.5) is written as a call of that type. `_rows` has one row
+for each type, except `defaultdict`, `numpy.dtype`, `torch.dtype` and `Ellipsis`. A row contains the function that returns the
+arguments to write, which are the same on every Python version, and the *builder*, which makes the object from arguments that
+were read. Builders refuse all arguments that could run code, open a file, or allocate more memory than the arguments themselves
+take.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def reduction(value: Any) -> tuple[int, Any, Any, Any, Any, Any]:
     """Return the opcode that builds `value`, and its arguments, keywords, state, items and pairs from `__reduce_ex__`.
 
     Raises:
-        ValueError: `__reduce_ex__` names a callable other than the class of `value`.
+        ValueError: `__reduce_ex__` names a callable other than the class of `value`, or a function that sets the state.
     """
     cls = type(value)
     reduced: Any = value.__reduce_ex__(4)

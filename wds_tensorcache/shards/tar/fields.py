@@ -81,7 +81,7 @@ def parse_number(field: bytes) -> int:
 def parse_records(content: bytes, begin: int, sparse: Pairs | None = None) -> Records:
     """Return the path and the size in pax records; each record is `LENGTH KEY=VALUE` and a line feed.
 
-    Append the records of a GNU sparse member to `sparse`. If that is None, raise TarFormatError for such a record.
+    Append the records of a GNU sparse member to `sparse`. If `sparse` is None, raise TarFormatError for such a record.
     """
     records: Records = {}
     at = 0
