@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
+import subprocess
+import sys
+import tarfile
 from collections import OrderedDict, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +21,9 @@ import torch
 
 import wds_tensorcache as tc
 from tests.reading.batches import damage, write
+from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
+from wds_tensorcache.codec.skeleton.match_many import match_many
+from wds_tensorcache.reading.batch import other_values
 
 ABC = ["a", "b", "c"]
 
@@ -388,7 +398,7 @@ def test_bools_that_are_none_in_padding(tmp_path: Path, kind: str) -> None:
             cache.read_batch([0, 1], collate="pad")
 
 
-# --- many samples ---
+# --- many samples, whose skeletons are matched at once ---
 
 
 def many(count: int = 150) -> list[dict[str, Any]]:
@@ -401,7 +411,7 @@ def many(count: int = 150) -> list[dict[str, Any]]:
             "large": i << 70,
             "constant": constants[i % 3],
             "text": texts[i % 3],
-            "nested": [i, {"weight": i / 7, "raw": bytes([i])}],
+            "nested": [i, {"weight": i / 7, "raw": bytes([i % 256])}],
         }
         for i in range(count)
     ]
@@ -447,3 +457,122 @@ def test_one_of_many_is_damaged(tmp_path: Path, where: str) -> None:
         batch = cache.read_batch(range(150))
         with pytest.raises(tc.FormatError, match="070"):
             batch["name"].tolist()
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each call of `match_many`, the number of skeletons that matched."""
+    matched: list[int] = []
+
+    def spied(*args: Any) -> Any:
+        found = match_many(*args)
+        matched.append(int(found[0].sum()))
+        return found
+
+    monkeypatch.setattr(other_values, "match_many", spied)
+    return matched
+
+
+def test_matched_at_once(tmp_path: Path, at_once: list[int]) -> None:
+    with tc.open(write(tmp_path, many(), max_samples=200)) as cache:
+        cache.read_batch(range(100))["name"].tolist()
+        cache.read_batch(range(20))["name"].tolist()
+    assert at_once == [100]
+
+
+def test_keys_and_texts_of_all_lengths(tmp_path: Path, at_once: list[int]) -> None:
+    """Texts of up to 3,000 bytes: long skeletons are read one after another."""
+    texts = ["x" * (i * 7 if i % 2 else i * 150 % 3000) + "é" * (i % 3) + "\0" * (i % 4) for i in range(140)]
+    with tc.ShardWriter(tmp_path / "%03d.tar", fsync=False) as sink:
+        for i, text in enumerate(texts):
+            sink.write("k" * (i % 80) + str(i), {"lengths": torch.tensor([i]), "text": text, "i": i})
+    with tc.open(tmp_path) as cache:
+        for _ in range(3):
+            batch = cache.read_batch(range(140))
+            assert batch["text"] == texts
+            assert batch["i"] == list(range(140))
+    assert 60 < min(at_once) <= max(at_once) < 140
+
+
+@pytest.mark.parametrize("every", [1, 7])
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_skeletons_of_stock_pickle(tmp_path: Path, at_once: list[int], every: int, protocol: int) -> None:
+    """Their bodies start at byte 2. Some names are too long for the tar header."""
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        for i in range(120):
+            skeleton, tensors = tc.encode_sample({"stock": torch.tensor([i]), "name": "n" * (i % 60), "i": i})
+            if i % every == 0:
+                skeleton = bytes((0x80, protocol)) + skeleton[PREAMBLE_NBYTES:]
+            for suffix, content in ((".skel.pyd", skeleton), (".safetensors", tensors)):
+                info = tarfile.TarInfo(f"{i:03}" + "k" * (100 if i % 5 == 2 else 0) + suffix)
+                info.size = len(content)
+                tar.addfile(info, BytesIO(content))
+    with tc.open(tmp_path) as cache:
+        for _ in range(3):
+            batch = cache.read_batch(range(120))
+            assert batch["name"] == ["n" * (i % 60) for i in range(120)]
+            assert batch["i"] == list(range(120))
+    assert at_once[0] == sum(i % every > 0 and i % 5 != 2 for i in range(120))
+
+
+def test_values_first_read_in_fake_mode(tmp_path: Path, at_once: list[int]) -> None:
+    with tc.open(write(tmp_path, many(), max_samples=200)) as cache:
+        batch = cache.read_batch(range(150))
+        with torch._subclasses.FakeTensorMode():
+            assert batch["number"] == [i * 997 for i in range(150)]
+    assert at_once == [150]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_values_read_after_a_fork(tmp_path: Path) -> None:
+    """Threads that torch has started in the parent do not exist in the child."""
+    code = """
+import os, sys, torch
+import wds_tensorcache as tc
+torch.set_num_threads(4)
+cache = tc.open(sys.argv[1])
+wanted = [i * 997 for i in range(1500)]
+assert cache.read_batch(range(1500))["number"] == wanted
+torch.ones(1 << 20).add(1).sum()
+batch = cache.read_batch(range(1500))
+child = os.fork()
+if not child:
+    good = batch["number"] == wanted and cache.read_batch(range(1500))["number"] == wanted
+    os._exit(0 if good else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    folder = write(tmp_path, many(1500), max_samples=2000)
+    process = subprocess.Popen([sys.executable, "-c", code, folder], start_new_session=True)
+    try:
+        assert process.wait(60) == 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_values_as_if_read_alone(tmp_path: Path) -> None:
+    """Damage to each byte of a skeleton gives the same value or error in a batch of many as alone."""
+    folder = write(tmp_path, many(70), max_samples=200)
+    with tc.open(folder) as cache:
+        for _ in range(3):
+            cache.read_batch(range(70))["name"].tolist()
+        shard = cache._store.shards[0]
+        begin, nbytes = shard.columns.skeleton_begin.item(40), shard.columns.skeleton_nbytes.item(40)
+        path = shard.path
+    for at in range(begin, begin + nbytes, 3):
+        before = damage(path, at, b"\xee")
+        with tc.open(folder) as cache:
+            alone, together = (outcome(cache, numbers) for numbers in ([0, 40], range(70)))
+        damage(path, at, before)
+        if isinstance(alone, list):
+            assert together[40] == alone[1]
+        else:
+            assert together == alone
+
+
+def outcome(cache: tc.TensorCache, numbers: Any) -> Any:
+    try:
+        batch = cache.read_batch(numbers)
+        return list(zip(*(batch[name].tolist() for name in ("name", "number", "large", "text")), strict=True))
+    except tc.TensorCacheError as error:
+        return str(error)

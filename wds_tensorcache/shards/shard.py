@@ -9,14 +9,13 @@ from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import torch
 
 from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, parse_header
 from wds_tensorcache.codec.layout import Layout
-from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, is_preamble, sign_header
+from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, are_preambles, is_preamble, sign_header
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
-from wds_tensorcache.codec.views import view_bytes
+from wds_tensorcache.codec.views import are_equal_at, read_windows, view_bytes
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import parse_footer, read_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
@@ -26,7 +25,7 @@ from wds_tensorcache.shards.sidecar import open_sidecar
 from wds_tensorcache.shards.tar.fields import parse_number
 from wds_tensorcache.shards.tar.headers import BLOCK, names_of
 from wds_tensorcache.storage.files import Files, Identity, ShardFile
-from wds_tensorcache.storage.maps import Maps, gather, read_ranges
+from wds_tensorcache.storage.maps import Maps, read_ranges
 from wds_tensorcache.storage.memory_pool import Pool
 
 __all__ = ["FileSource", "Shard", "load_index"]
@@ -302,8 +301,7 @@ class Shard:
         columns, file = self.columns, self.file
         begins = columns.skeleton_begin[rows].astype(np.int64)
         ends = begins + columns.skeleton_nbytes[rows].astype(np.int64)
-        nbytes = self.index.layouts.nbytes[columns.layout[rows]].astype("<u8")
-        bound = np.stack([nbytes, columns.digest[rows].astype("<u8")], 1).tobytes()
+        bound = self._bound(rows).tobytes()
         key_begins, key_ends = self._key_extents(rows)
         text, suffix = self.index.keys.text.data, self._suffixes[0] + b"\0"
         skeletons, bodies = [], []
@@ -318,6 +316,11 @@ class Shard:
             skeletons.append(skeleton)
             bodies.append(body)
         return skeletons, bodies
+
+    def _bound(self, rows: Array) -> Array:
+        """Return the lengths and digests of the tensors of samples, as preambles store them, `V16` `[n]`."""
+        nbytes = self.index.layouts.nbytes[self.columns.layout[rows]].astype("<u8")
+        return np.stack([nbytes, self.columns.digest[rows].astype("<u8")], 1).view("V16")[:, 0]
 
     def _key_extents(self, rows: Array) -> tuple[Array, Array]:
         columns = self.columns
@@ -354,23 +357,40 @@ class Shard:
         nbytes = index.layouts.nbytes[numbers]
         octal = (nbytes[:, None] >> _OCTAL_SHIFTS & 7) + ord("0")
         good &= (headers[:, _SIZE_BEGIN : _SIZE_BEGIN + 11] == octal).all(1) | (nbytes >= 1 << 33)
-        key_begins, key_ends = self._key_extents(rows)
-        lengths = key_ends - key_begins
-        text = torch.from_numpy(view_bytes(index.keys.text.data))
-        suffix = np.frombuffer(self._suffixes[1], np.uint8)
-        for length in np.unique(lengths).tolist():
-            which = slice(None) if bool((lengths == length).all()) else np.flatnonzero(lengths == length)
-            width = -(-(length + len(suffix) + 1) // 8) * 8  # the name field is padded with zeros
-            if width > _NAME_NBYTES:
-                good[which] = False
-                continue
-            expected = np.zeros((len(key_begins[which]), width), np.uint8)
-            expected[:, :length] = gather(text, key_begins[which], length)
-            expected[:, length : length + len(suffix)] = suffix
-            good[which] &= _equal(np.ascontiguousarray(headers[which, :width]), expected)
+        good &= self._have_names(headers, rows, self._suffixes[1])
         checked[rows[good]] = True
         for row in rows[~good].tolist():
             self.check_tensors(row)  # raises, unless only the quick comparison failed
+
+    def are_skeletons(self, rows: Array, stored: Array, at: Array, maps: Maps, begins: Array) -> Array:
+        """Return whether the skeletons of samples have the names and preambles that this package writes, bool `[n]`.
+
+        `_skeleton` checks the others.
+
+        Args:
+            rows: Rows of the samples, int64 `[n]`.
+            stored, at: Bytes, 1-D uint8, and the offset in them at which each skeleton starts.
+            maps, begins: Maps of shards, and the offset in them at which each skeleton starts.
+        """
+        good = are_preambles(stored, at, self._bound(rows))
+        new = np.flatnonzero(self._template_numbers[rows] == 0)  # the names of the others were checked
+        if len(new):
+            headers = maps.gather(begins[new] - BLOCK, _NAME_NBYTES)
+            good[new] &= self._have_names(headers, rows[new], self._suffixes[0])
+        return good
+
+    def _have_names(self, headers: Array, rows: Array, suffix: bytes) -> Array:
+        """Return whether tar headers, uint8 `[n, width]`, name the members with this suffix of samples, bool `[n]`."""
+        begins, ends = self._key_extents(rows)
+        lengths, suffix = ends - begins, suffix + b"\0"
+        text, found = view_bytes(self.index.keys.text.data), np.ascontiguousarray(headers).reshape(-1)
+        at = np.arange(len(rows)) * headers.shape[1]
+        good: Array = (lengths > 0) & (lengths + len(suffix) <= _NAME_NBYTES)
+        good &= are_equal_at(found, at + lengths, suffix)
+        for length in np.unique(lengths[good]).tolist():
+            which = np.flatnonzero(lengths == length)
+            good[which] &= read_windows(found, at[which], length) == read_windows(text, begins[which], length)
+        return good
 
 
 def _has_size(header: bytes, nbytes: int) -> bool:
@@ -380,11 +400,6 @@ def _has_size(header: bytes, nbytes: int) -> bool:
 
 _EMPTY = np.empty(0, np.uint64)
 _NONE = CacheColumns(None, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
-
-
-def _equal(left: Array, right: Array) -> Array:
-    """Return a mask of the rows that are equal in two uint8 arrays `[n, width]`; the width is a multiple of 8."""
-    return (left.view(np.uint64) == np.ascontiguousarray(right).view(np.uint64)).all(1)  # type: ignore[no-any-return]
 
 
 class _StoredBytes:

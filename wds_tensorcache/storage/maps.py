@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.views import view_address
+from wds_tensorcache.codec.views import view_address, view_windows
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.lease import Leases
 
@@ -96,29 +96,37 @@ class Maps:
             for file in self._files:
                 file.check_unchanged()
 
-    def _whole(self) -> torch.Tensor:
+    def _whole(self) -> Array:
         files = self._files
         if len(files) == 1:
-            return files[0].tensor()
+            return files[0].array()
         # spans all maps, from the lowest address to the highest; the bytes between the maps are never read
         nbytes = max(base + file.nbytes for base, file in zip(self.bases, files, strict=True))
-        return torch.from_numpy(view_address(self._first, nbytes, files))
+        return view_address(self._first, nbytes, files)
 
     def _check_leases(self) -> None:
         if self._leases is not None and not self._leases.are_held():
             raise MapLost
 
     def gather(self, begins: Array, width: int, out: Array | None = None) -> Array:
-        """Copy `width` bytes from each offset in `begins` into `out`, or into a new array; return it, uint8 `[n, width]`."""
+        """Copy `width` bytes from each offset in `begins` into `out`, or into a new array; return it, uint8 `[n, width]`.
+
+        Hazard: with `out`, torch may use threads, which a forked process does not have. Without `out`, numpy copies alone.
+        """
         result = np.empty((len(begins), width), np.uint8) if out is None else out
         if self._leases is None and not self._is_bare:
             _copy(self._first + begins, np.full(len(begins), width), result.reshape(-1))
             return result
         whole = self._whole()
+        memory = None if out is None else torch.from_numpy(whole)
         step = max(1, len(begins) if self._is_bare else min(_MAX_RANGES, _CHUNK_NBYTES // width))
         for at in range(0, len(begins), step):
             self._check_leases()
-            gather(whole, begins[at : at + step], width, result[at : at + step])
+            some = begins[at : at + step]
+            if memory is None:
+                result[at : at + step].view(f"V{width}")[:, 0] = view_windows(whole, width)[some]
+            else:
+                gather(memory, some, width, result[at : at + step])
         return result
 
     def slices(self, begins: Array, ends: Array) -> list[bytes]:
@@ -143,15 +151,10 @@ class Maps:
         return found
 
 
-def gather(memory: torch.Tensor, begins: Array, width: int, out: Array | None = None) -> Array:
-    """Copy `width` bytes from each offset in `begins` into `out`, or into a new array; return it, uint8 `[n, width]`.
-
-    One torch call copies all rows, in 0.19 us each; numpy's fancy indexing takes 0.26 us.
-    """
+def gather(memory: torch.Tensor, begins: Array, width: int, out: Array) -> None:
+    """Copy `width` bytes from each offset in `begins` into `out`, uint8 `[n, width]`, with one torch call."""
     windows = memory.as_strided((len(memory) - width + 1, width), (1, 1))
-    result = np.empty((len(begins), width), np.uint8) if out is None else out
-    torch.index_select(windows, 0, torch.from_numpy(begins), out=torch.from_numpy(result))
-    return result
+    torch.index_select(windows, 0, torch.from_numpy(begins), out=torch.from_numpy(out))
 
 
 def read_ranges(file: ShardFile, begins: Array, ends: Array, io: str) -> Iterator[bytes]:

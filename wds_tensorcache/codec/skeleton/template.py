@@ -18,14 +18,15 @@ from typing import Any
 
 from wds_tensorcache.codec.skeleton.opcodes import *
 
-__all__ = ["MAX_ATTEMPTS", "MISS", "Template", "assemble", "item_getter", "learn"]
+__all__ = ["MAX_ATTEMPTS", "MISS", "SIZED", "Template", "assemble", "item_getter", "learn"]
 
 MISS: Any = object()  # the result for a skeleton that does not match a template
 MAX_ATTEMPTS = 8  # after this many samples of a form without a template, none is sought any longer
 MAX_PARTS = 100  # the interpreter is as fast for a larger body
 _FLOAT = Struct(">d").unpack_from
 _INT32 = Struct("<i").unpack_from
-_SIZED: dict[int, Callable[[bytes], Any]] = {
+# opcodes of values whose length precedes their bytes -> the function that converts the bytes
+SIZED: dict[int, Callable[[bytes], Any]] = {
     **dict.fromkeys((SHORT_BINUNICODE, BINUNICODE), bytes.decode),
     **dict.fromkeys((SHORT_BINBYTES, BINBYTES), bytes),
     LONG1: lambda raw: int.from_bytes(raw, "little", signed=True),
@@ -77,10 +78,10 @@ class Template:
                 elif op in CONSTANTS:
                     append(CONSTANTS[op])
                     pos += 1
-                elif op in _SIZED:
+                elif op in SIZED:
                     first = pos + 1 + LENGTH_NBYTES[op]
                     pos = first + int.from_bytes(body[pos + 1 : first], "little")
-                    append(_SIZED[op](body[first:pos]))
+                    append(SIZED[op](body[first:pos]))
                 else:
                     return MISS
         except (IndexError, StructError, UnicodeDecodeError):
@@ -169,7 +170,7 @@ def _parse_body(body: bytes, begin: int) -> tuple[list[_Node], Any]:
             value.end, value = begin + at, None
         if len(parts) > 4 * MAX_PARTS:  # these include keys and names, which `learn` leaves out
             raise _NotATemplate
-        if op in FIXED_NBYTES or op in _SIZED:
+        if op in FIXED_NBYTES or op in SIZED:
             value = _Node(_VALUE, argument, begin + at)
             stack.append(value)
             parts.append(value)

@@ -6,14 +6,26 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from wds_tensorcache.codec.lazy import LazyTensor
+from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
 from wds_tensorcache.codec.reference import MemorySource, Reference
-from wds_tensorcache.codec.skeleton.template import MISS
+from wds_tensorcache.codec.skeleton.match_many import match_many
+from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.tree import Path, difference, item_at, project
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.request import Request, Structure
+from wds_tensorcache.reading.batch.rows import Rows
+from wds_tensorcache.shards.tar.headers import BLOCK
+from wds_tensorcache.storage.maps import LEASED_SAMPLES, MapLost, Maps
 
 __all__ = ["Decoded", "Leaves"]
+
+Array = np.ndarray[Any, Any]
+_MANY = 64  # fewer skeletons are matched faster one after another
+# skeletons of up to this length are matched many at once; as many bytes are copied for each as for the longest of them
+_SHORT_NBYTES = 2048
 
 
 class Decoded:
@@ -32,7 +44,11 @@ class Decoded:
         self._structure = structure
         self._io = io
         self._lock = threading.Lock()
-        self._values: list[list[Any] | None] | None = None
+        # for each value of the template, its list of objects, with None for the samples in `_others`
+        self._columns: list[Any] = []
+        self._others: list[int] | None = (
+            None  # samples that do not match the template; None until the skeletons are read
+        )
         self._samples: list[Any] | None = None
 
     def __len__(self) -> int:
@@ -45,37 +61,54 @@ class Decoded:
             BatchError: A sample's structure differs from that of the first sample.
         """
         with self._lock:
-            if self._values is None:
-                self._values = self._match()
-            slot = self._slot(path)
-            if slot is not None and None not in self._values:
-                return [values[slot] for values in self._values if values is not None]
+            others, slot = self._match(), self._slot(path)
+            if slot is not None and not others:
+                return list(self._columns[slot])
             if self._samples is None:
-                self._samples = [self._build(i, values) for i, values in enumerate(self._values)]
+                other = set(others)
+                self._samples = [self._build_other(i) if i in other else self._build(i) for i in range(len(self))]
         return [item_at(sample, path) for sample in self._samples]
 
     def check(self) -> None:
         """Raise BatchError unless every sample has the structure of the first sample."""
         with self._lock:
-            if self._values is None:
-                self._values = self._match()
-            for i, values in enumerate(self._values):
-                if values is None:
-                    self._build(i, None)
+            for i in self._match():
+                self._build_other(i)
 
-    def _match(self) -> list[list[Any] | None]:
-        found: list[list[Any] | None] = [None] * len(self)
+    def _match(self) -> list[int]:
+        """Return the samples that do not match the template; the first call reads the skeletons."""
+        if self._others is None:
+            self._others = self._read()
+        return self._others
+
+    def _read(self) -> list[int]:
         template, rows = self._structure.template, self._request.rows
-        if template is not None:
-            # cost per sample in Python: one step for its bytes, one for its values
-            for i, skeleton, begin in rows.skeletons(self._io):
-                values = template.match(skeleton, begin)
-                if values is not MISS:
-                    found[i] = values
-            if None not in found:
-                for number, _, some in rows.by_shard:
-                    rows.shards[number].note_template(some, template)
-        return found
+        if template is None:
+            return list(range(len(self)))
+        done, matched, columns = _match_mapped(rows, template, self._io)
+        found: list[list[Any] | None] = [None] * len(self)
+        # cost per sample in Python: one step for its bytes, one for its values
+        for i, skeleton, begin in rows.skeletons(self._io, done):
+            values = template.match(skeleton, begin)
+            if values is not MISS:
+                found[i] = values
+        if done is None:
+            others = [i for i, values in enumerate(found) if values is None]
+            blank = [None] * (len(template.segments) - 1)
+            columns = [list(column) for column in zip(*(values or blank for values in found), strict=True)]
+        else:
+            for i in np.flatnonzero(~done).tolist():
+                values = found[i]
+                if values is not None:
+                    matched[i] = True
+                    for column, value in zip(columns, values, strict=True):
+                        column[i] = value
+            others = np.flatnonzero(~matched).tolist()
+        if not others:
+            for number, _, some in rows.by_shard:
+                rows.shards[number].note_template(some, template)
+        self._columns = columns
+        return others
 
     def _slot(self, path: Path) -> int | None:
         """Return the index of the template's value at `path`; None if there is a container at `path`."""
@@ -89,23 +122,66 @@ class Decoded:
             slots[path] = found if isinstance(found, int) else None
         return slots[path]
 
-    def _build(self, i: int, values: list[Any] | None) -> Any:
+    def _build(self, i: int) -> Any:
+        """Return sample `i`, which matches the template, without tensors."""
         template, wanted = self._structure.template, self._request.structures.wanted
-        if values is None or template is None:
-            sample = self._request.sample(i)
-            found = difference(self._structure.sample, sample)
-            if found is not None:
-                where, first, other = found
-                key = self._request.key
-                raise BatchError(
-                    f"sample {key(i)!r} has {other} {where}, but {key(0)!r} has {first}: their structures differ; "
-                    "collate with a function, or use read_tensors"
-                )
-            return sample
+        assert template is not None
+        values = [column[i] for column in self._columns]
         if wanted is None:
             return template.build([*values, *(None for _ in template.references)])
         # remove tensors that are not selected
         return project(template.build([*values, *map(_stand_in, template.references)]), wanted)
+
+    def _build_other(self, i: int) -> Any:
+        """Return sample `i`, which does not match the template; raise BatchError if its structure differs."""
+        sample = self._request.sample(i)
+        found = difference(self._structure.sample, sample)
+        if found is not None:
+            where, first, other = found
+            key = self._request.key
+            raise BatchError(
+                f"sample {key(i)!r} has {other} {where}, but {key(0)!r} has {first}: their structures differ; "
+                "collate with a function, or use read_tensors"
+            )
+        return sample
+
+
+def _match_mapped(rows: Rows, template: Template, io: str) -> tuple[Any, Any, list[list[Any]]]:
+    """Match the short skeletons of a batch at once, in copies from memory maps, if each shard has enough of its samples.
+
+    Returns:
+        Which skeletons were matched with the template, and which of them match, bool `[B]`, or None if none were; and for each
+        value of the template the list of all samples' values.
+    """
+    count, shards = len(rows), [rows.shards[number] for number, *_ in rows.by_shard]
+    if io == "pread" or count < max(_MANY, LEASED_SAMPLES * len(shards)) or len(shards) > shards[0].files.max_open:
+        return None, None, []
+    files = [shard.file for shard in shards]
+    begins, nbytes, room = np.empty((3, count), np.int64)
+    for shard, file, (_, at, some) in zip(shards, files, rows.by_shard, strict=True):
+        begins[at] = shard.columns.skeleton_begin[some]
+        nbytes[at] = shard.columns.skeleton_nbytes[some]
+        room[at] = file.nbytes
+    done = (nbytes > PREAMBLE_NBYTES) & (nbytes <= _SHORT_NBYTES) & (begins >= BLOCK)
+    width = int(nbytes.max(where=done, initial=0))
+    done &= room - begins >= width
+    if not done.any():
+        return None, None, []
+    copies = np.arange(count) * width
+    try:
+        with Maps(files, count, io) as maps:
+            for (_, at, _), base in zip(rows.by_shard, maps.bases, strict=True):
+                begins[at] += base
+            begins[~done] = begins[done][0]  # a place that is safe to copy
+            stored = maps.gather(begins, width).reshape(-1)
+            for shard, (_, at, some) in zip(shards, rows.by_shard, strict=True):
+                done[at] &= shard.are_skeletons(some, stored, copies[at], maps, begins[at])
+    except MapLost:
+        return None, None, []
+    # a body without bytes matches no template
+    bodies = copies + PREAMBLE_NBYTES
+    matched, columns = match_many(stored, bodies, np.where(done, copies + nbytes, bodies), template)
+    return done, matched, columns
 
 
 def _stand_in(text: str) -> Any:

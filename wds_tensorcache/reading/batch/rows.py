@@ -62,12 +62,18 @@ class Rows:
         shard: Shard = self.shards[self.number.item(0)]
         return shard.template(self.row.item(0))
 
-    def skeletons(self, io: str) -> Iterator[tuple[int, bytes, int]]:
-        """Yield `(position in the batch, skeleton, offset of the skeleton's body)` for each sample, shard by shard."""
-        everything = range(len(self))
+    def skeletons(self, io: str, done: Array | None = None) -> Iterator[tuple[int, bytes, int]]:
+        """Yield `(position in the batch, skeleton, offset of the skeleton's body)`, shard by shard.
+
+        `done`, bool `[B]`, marks samples to leave out.
+        """
+        everything = np.arange(len(self))
         for number, at, rows in self.by_shard:
-            which = everything if isinstance(at, slice) else at.tolist()
-            yield from zip(which, *self.shards[number].skeletons(rows, io), strict=True)
+            which = everything if isinstance(at, slice) else at
+            if done is not None:
+                rows, which = rows[~done[at]], which[~done[at]]
+            if len(rows):
+                yield from zip(which.tolist(), *self.shards[number].skeletons(rows, io), strict=True)
 
 
 def locate(store: Store, positions: Array) -> Rows:
