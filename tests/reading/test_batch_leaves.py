@@ -475,9 +475,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_matched_at_once(tmp_path: Path, at_once: list[int]) -> None:
     with tc.open(write(tmp_path, many(), max_samples=200)) as cache:
-        cache.read_batch(range(100))["name"].tolist()
-        cache.read_batch(range(20))["name"].tolist()
-    assert at_once == [100]
+        cache.read_batch(range(150))["name"].tolist()
+        cache.read_batch(range(120))["name"].tolist()
+    assert at_once == [150]
 
 
 def test_keys_and_texts_of_all_lengths(tmp_path: Path, at_once: list[int]) -> None:
@@ -499,7 +499,7 @@ def test_keys_and_texts_of_all_lengths(tmp_path: Path, at_once: list[int]) -> No
 def test_skeletons_of_stock_pickle(tmp_path: Path, at_once: list[int], every: int, protocol: int) -> None:
     """Their bodies start at byte 2. Some names are too long for the tar header."""
     with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
-        for i in range(120):
+        for i in range(160):
             skeleton, tensors = tc.encode_sample({"stock": torch.tensor([i]), "name": "n" * (i % 60), "i": i})
             if i % every == 0:
                 skeleton = bytes((0x80, protocol)) + skeleton[PREAMBLE_NBYTES:]
@@ -509,10 +509,10 @@ def test_skeletons_of_stock_pickle(tmp_path: Path, at_once: list[int], every: in
                 tar.addfile(info, BytesIO(content))
     with tc.open(tmp_path) as cache:
         for _ in range(3):
-            batch = cache.read_batch(range(120))
-            assert batch["name"] == ["n" * (i % 60) for i in range(120)]
-            assert batch["i"] == list(range(120))
-    assert at_once[0] == sum(i % every > 0 and i % 5 != 2 for i in range(120))
+            batch = cache.read_batch(range(160))
+            assert batch["name"] == ["n" * (i % 60) for i in range(160)]
+            assert batch["i"] == list(range(160))
+    assert at_once[0] == sum(i % every > 0 and i % 5 != 2 for i in range(160))
 
 
 def test_values_first_read_in_fake_mode(tmp_path: Path, at_once: list[int]) -> None:
@@ -552,17 +552,17 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_values_as_if_read_alone(tmp_path: Path) -> None:
     """Damage to each byte of a skeleton gives the same value or error in a batch of many as alone."""
-    folder = write(tmp_path, many(70), max_samples=200)
+    folder = write(tmp_path, many(140), max_samples=200)
     with tc.open(folder) as cache:
         for _ in range(3):
-            cache.read_batch(range(70))["name"].tolist()
+            cache.read_batch(range(140))["name"].tolist()
         shard = cache._store.shards[0]
         begin, nbytes = shard.columns.skeleton_begin.item(40), shard.columns.skeleton_nbytes.item(40)
         path = shard.path
     for at in range(begin, begin + nbytes, 3):
         before = damage(path, at, b"\xee")
         with tc.open(folder) as cache:
-            alone, together = (outcome(cache, numbers) for numbers in ([0, 40], range(70)))
+            alone, together = (outcome(cache, numbers) for numbers in ([0, 40], range(140)))
         damage(path, at, before)
         if isinstance(alone, list):
             assert together[40] == alone[1]

@@ -318,9 +318,9 @@ class Shard:
         return skeletons, bodies
 
     def _bound(self, rows: Array) -> Array:
-        """Return the lengths and digests of the tensors of samples, as preambles store them, `V16` `[n]`."""
+        """Return the lengths and digests of the tensors of samples, as preambles store them, uint64 `[n, 2]`."""
         nbytes = self.index.layouts.nbytes[self.columns.layout[rows]].astype("<u8")
-        return np.stack([nbytes, self.columns.digest[rows].astype("<u8")], 1).view("V16")[:, 0]
+        return np.stack([nbytes, self.columns.digest[rows].astype("<u8")], 1)
 
     def _key_extents(self, rows: Array) -> tuple[Array, Array]:
         columns = self.columns
@@ -372,7 +372,7 @@ class Shard:
             stored, at: Bytes, 1-D uint8, and the offset in them at which each skeleton starts.
             maps, begins: Maps of shards, and the offset in them at which each skeleton starts.
         """
-        good = are_preambles(stored, at, self._bound(rows))
+        good = are_preambles(stored, at, self._bound(rows).view("V16")[:, 0])
         new = np.flatnonzero(self._template_numbers[rows] == 0)  # the names of the others were checked
         if len(new):
             headers = maps.gather(begins[new] - BLOCK, _NAME_NBYTES)

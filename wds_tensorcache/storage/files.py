@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
@@ -69,6 +70,8 @@ class ShardFile:
         self.identity = _identity(status)
         self._map: mmap.mmap | None = None
         self._array: np.ndarray[Any, Any] | None = None
+        self._address = 0  # of the map, once it exists
+        self._tensor: torch.Tensor | None = None
         self._can_tell = bool(_NOWAIT)  # whether reads can report that bytes are not in memory
         self._is_memory: bool | None = None  # whether the file is on tmpfs or ramfs; determined when needed
         self.may_lease: bool | None = None  # whether a read lease is worth trying; determined when needed
@@ -191,12 +194,25 @@ class ShardFile:
     def array(self) -> np.ndarray[Any, Any]:
         """Return the map as a 1-D uint8 array, marked writable to avoid torch's warning. Memory: a view; never write to it."""
         if self._array is None:
-            self._array = view_bytes(memoryview(self.map()))
+            array = view_bytes(memoryview(self.map()))
+            # first: another thread uses the address as soon as there is an array
+            self._address = int(array.__array_interface__["data"][0])
+            self._array = array
         return self._array
+
+    def tensor(self) -> torch.Tensor:
+        """Return the map as a 1-D uint8 tensor. Memory: a view; never write to it."""
+        tensor = self._tensor
+        if tensor is None:
+            tensor = torch.from_numpy(self.array())
+            if type(tensor) is torch.Tensor:  # a real tensor, even under torch's fake mode
+                self._tensor = tensor
+        return tensor
 
     def address(self) -> int:
         """Return the address at which the map starts."""
-        return int(self.array().__array_interface__["data"][0])
+        self.array()
+        return self._address
 
 
 def skip_bytes(buffers: Sequence[Any], nbytes: int) -> Sequence[Any]:

@@ -118,7 +118,7 @@ class Maps:
             _copy(self._first + begins, np.full(len(begins), width), result.reshape(-1))
             return result
         whole = self._whole()
-        memory = None if out is None else torch.from_numpy(whole)
+        memory = None if out is None else self._files[0].tensor() if len(self._files) == 1 else torch.from_numpy(whole)
         step = max(1, len(begins) if self._is_bare else min(_MAX_RANGES, _CHUNK_NBYTES // width))
         for at in range(0, len(begins), step):
             self._check_leases()

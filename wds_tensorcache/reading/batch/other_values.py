@@ -23,9 +23,10 @@ from wds_tensorcache.storage.maps import LEASED_SAMPLES, MapLost, Maps
 __all__ = ["Decoded", "Leaves"]
 
 Array = np.ndarray[Any, Any]
-_MANY = 64  # fewer skeletons are matched faster one after another
+_MANY = 128  # fewer skeletons are matched faster one after another
 # skeletons of up to this length are matched many at once; as many bytes are copied for each as for the longest of them
 _SHORT_NBYTES = 2048
+_NONE: tuple[Any, Any, list[Any]] = None, None, []
 
 
 class Decoded:
@@ -85,7 +86,8 @@ class Decoded:
         template, rows = self._structure.template, self._request.rows
         if template is None:
             return list(range(len(self)))
-        done, matched, columns = _match_mapped(rows, template, self._io)
+        is_many = len(self) >= _MANY and self._io != "pread"
+        done, matched, columns = _match_mapped(rows, template, self._io) if is_many else _NONE
         found: list[list[Any] | None] = [None] * len(self)
         # cost per sample in Python: one step for its bytes, one for its values
         for i, skeleton, begin in rows.skeletons(self._io, done):
@@ -95,7 +97,7 @@ class Decoded:
         if done is None:
             others = [i for i, values in enumerate(found) if values is None]
             blank = [None] * (len(template.segments) - 1)
-            columns = [list(column) for column in zip(*(values or blank for values in found), strict=True)]
+            columns = list(zip(*([values or blank for values in found] if others else found), strict=True))
         else:
             for i in np.flatnonzero(~done).tolist():
                 values = found[i]
@@ -146,7 +148,7 @@ class Decoded:
         return sample
 
 
-def _match_mapped(rows: Rows, template: Template, io: str) -> tuple[Any, Any, list[list[Any]]]:
+def _match_mapped(rows: Rows, template: Template, io: str) -> tuple[Any, Any, list[Any]]:
     """Match the short skeletons of a batch at once, in copies from memory maps, if each shard has enough of its samples.
 
     Returns:
@@ -154,8 +156,8 @@ def _match_mapped(rows: Rows, template: Template, io: str) -> tuple[Any, Any, li
         value of the template the list of all samples' values.
     """
     count, shards = len(rows), [rows.shards[number] for number, *_ in rows.by_shard]
-    if io == "pread" or count < max(_MANY, LEASED_SAMPLES * len(shards)) or len(shards) > shards[0].files.max_open:
-        return None, None, []
+    if count < LEASED_SAMPLES * len(shards) or len(shards) > shards[0].files.max_open:
+        return _NONE
     files = [shard.file for shard in shards]
     begins, nbytes, room = np.empty((3, count), np.int64)
     for shard, file, (_, at, some) in zip(shards, files, rows.by_shard, strict=True):
@@ -166,7 +168,7 @@ def _match_mapped(rows: Rows, template: Template, io: str) -> tuple[Any, Any, li
     width = int(nbytes.max(where=done, initial=0))
     done &= room - begins >= width
     if not done.any():
-        return None, None, []
+        return _NONE
     copies = np.arange(count) * width
     try:
         with Maps(files, count, io) as maps:
@@ -177,7 +179,7 @@ def _match_mapped(rows: Rows, template: Template, io: str) -> tuple[Any, Any, li
             for shard, (_, at, some) in zip(shards, rows.by_shard, strict=True):
                 done[at] &= shard.are_skeletons(some, stored, copies[at], maps, begins[at])
     except MapLost:
-        return None, None, []
+        return _NONE
     # a body without bytes matches no template
     bodies = copies + PREAMBLE_NBYTES
     matched, columns = match_many(stored, bodies, np.where(done, copies + nbytes, bodies), template)

@@ -67,13 +67,13 @@ class Rows:
 
         `done`, bool `[B]`, marks samples to leave out.
         """
-        everything = np.arange(len(self))
         for number, at, rows in self.by_shard:
-            which = everything if isinstance(at, slice) else at
+            which = range(len(self)) if isinstance(at, slice) else at.tolist()
             if done is not None:
-                rows, which = rows[~done[at]], which[~done[at]]
+                left = np.flatnonzero(~done[at])
+                rows, which = rows[left], [which[i] for i in left.tolist()]
             if len(rows):
-                yield from zip(which.tolist(), *self.shards[number].skeletons(rows, io), strict=True)
+                yield from zip(which, *self.shards[number].skeletons(rows, io), strict=True)
 
 
 def locate(store: Store, positions: Array) -> Rows:
