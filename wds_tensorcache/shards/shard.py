@@ -365,7 +365,7 @@ class Shard:
     def are_skeletons(self, rows: Array, stored: Array, at: Array, maps: Maps, begins: Array) -> Array:
         """Return whether the skeletons of samples have the names and preambles that this package writes, bool `[n]`.
 
-        `_skeleton` checks the others.
+        `_skeleton` checks all other skeletons.
 
         Args:
             rows: Rows of the samples, int64 `[n]`.
@@ -373,7 +373,7 @@ class Shard:
             maps, begins: Maps of shards, and the offset in them at which each skeleton starts.
         """
         good = are_preambles(stored, at, self._bound(rows).view("V16")[:, 0])
-        new = np.flatnonzero(self._template_numbers[rows] == 0)  # the names of the others were checked
+        new = np.flatnonzero(self._template_numbers[rows] == 0)  # all other names were checked before
         if len(new):
             headers = maps.gather(begins[new] - BLOCK, _NAME_NBYTES)
             good[new] &= self._have_names(headers, rows[new], self._suffixes[0])

@@ -53,7 +53,7 @@ def match_many(stored: Array, begins: Array, ends: Array, template: Template) ->
     for segment in template.segments[:-1]:
         is_good &= are_equal_at(stored, at, segment)
         at = at + len(segment)
-        # Hazard: a damaged length moves `at` out of its body. It never moves back, so that body fails the last comparison.
+        # Hazard: a damaged length moves `at` out of its body. It never comes back, so that body fails the last comparison.
         place, at = _find_values(stored, at)
         places.append(place)
     last = template.segments[-1]
@@ -77,7 +77,7 @@ def _find_values(stored: Array, at: Array) -> tuple[list[_Values], Array]:
     if ops.tobytes().count(op) == len(ops) and op in _OPS:
         values = _values_of(stored, op, slice(None), at)
         return [values], values.ends
-    place, ends = [], np.full(len(at), len(stored) + 1)
+    place, ends = [], np.full(len(at), len(stored) + 1, np.int64)
     for op in _OPS & set(ops.tolist()):
         which = np.flatnonzero(ops == op)
         place.append(_values_of(stored, op, which, at[which]))
@@ -96,7 +96,7 @@ def _values_of(stored: Array, op: int, which: Any, at: Array) -> _Values:
 
 
 def _convert_place(place: list[_Values], stored: Array, raw: bytes, is_good: Array) -> list[Any]:
-    """Return the value of each good body, and None for the others; `raw` has the bytes of `stored`."""
+    """Return the value of each good body, and None for the rest; `raw` has the bytes of `stored`."""
     if len(place) == 1 and is_good.all():
         return _convert(place[0].op, stored, raw, place[0].begins, place[0].ends)
     column: list[Any] = [None] * len(is_good)

@@ -169,7 +169,7 @@ def _match_mapped(rows: Rows, template: Template, io: str) -> tuple[Any, Any, li
     done &= room - begins >= width
     if not done.any():
         return _NONE
-    copies = np.arange(count) * width
+    copies = np.arange(count, dtype=np.int64) * width
     try:
         with Maps(files, count, io) as maps:
             for (_, at, _), base in zip(rows.by_shard, maps.bases, strict=True):
