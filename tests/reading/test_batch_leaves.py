@@ -417,6 +417,7 @@ def many(count: int = 150) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("io", ["auto", "pread", "mmap"])
 def test_batches_of_many(tmp_path: Path, io: Any) -> None:
     samples = many()
@@ -431,6 +432,7 @@ def test_batches_of_many(tmp_path: Path, io: Any) -> None:
                     assert list(map(type, values)) == list(map(type, wanted))
 
 
+@pytest.mark.usefixtures("at_once")
 def test_one_of_many_has_another_structure(tmp_path: Path) -> None:
     samples = many()
     samples[70]["one more"] = 1
@@ -442,6 +444,7 @@ def test_one_of_many_has_another_structure(tmp_path: Path) -> None:
                 batch["name"].tolist()
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("where", ["name", "preamble", "text"])
 def test_one_of_many_is_damaged(tmp_path: Path, where: str) -> None:
     with tc.open(write(tmp_path, many(), max_samples=200)) as cache:
@@ -470,13 +473,14 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return found
 
     monkeypatch.setattr(other_values, "match_many", spied)
+    monkeypatch.setattr(other_values, "_MANY", 60)
     return matched
 
 
 def test_matched_at_once(tmp_path: Path, at_once: list[int]) -> None:
     with tc.open(write(tmp_path, many(), max_samples=200)) as cache:
         cache.read_batch(range(150))["name"].tolist()
-        cache.read_batch(range(120))["name"].tolist()
+        cache.read_batch(range(59))["name"].tolist()
     assert at_once == [150]
 
 
@@ -550,6 +554,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.usefixtures("at_once")
 def test_values_as_if_read_alone(tmp_path: Path) -> None:
     """Damage to each byte of a skeleton gives the same value or error in a batch of many as alone."""
     folder = write(tmp_path, many(140), max_samples=200)
