@@ -25,6 +25,7 @@ from wds_tensorcache.codec.reference import ByteSource, MemorySource, Reference,
 from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, MISS, Template, learn
 from wds_tensorcache.codec.skeleton.types import BUILDERS, Allowed, allow_table
+from wds_tensorcache.codec.skeleton.write_template import Written, family_of
 from wds_tensorcache.codec.skeleton.writer import MANY_ITEMS, SkeletonWriter
 from wds_tensorcache.errors import EncodeError, FormatError, UnsafeSkeletonError
 
@@ -70,6 +71,20 @@ def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
 
     Memory: `buffers` alias the tensors of `sample` that are contiguous and on the CPU.
     """
+    family = None if allow else family_of(sample)
+    written = None if family is None else family.write(sample, align)
+    if written is None:
+        written = _write_anew(sample, allow, align)
+        if family is not None:
+            family.miss(sample, written[0])
+    body, header, layout, buffers, references = written
+    digest = tensors_digest(header, buffers)
+    skeleton = build_preamble(layout.nbytes, digest, body) + body
+    return EncodedSample(skeleton, sign_header(header, digest), buffers, layout, digest, references)
+
+
+def _write_anew(sample: Any, allow: Allowed, align: int) -> Written:
+    """Write a sample without a template."""
     writer = SkeletonWriter(allow)
     try:
         writer.save(sample)
@@ -86,12 +101,8 @@ def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
     else:
         with collector_paused(len(tensors) > MANY_ITEMS):
             header, layout = plan_member(entries, align)
-    buffers = [tensor.flat for tensor in tensors if len(tensor.flat)]
-    digest = tensors_digest(header, buffers)
-    body = writer.body()
     references = None if writer.needs_allow else tuple([tensor.reference for tensor in tensors])
-    skeleton = build_preamble(layout.nbytes, digest, body) + body
-    return EncodedSample(skeleton, sign_header(header, digest), buffers, layout, digest, references)
+    return writer.body(), header, layout, [tensor.flat for tensor in tensors if len(tensor.flat)], references
 
 
 def encode_sample(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -> tuple[bytes, bytes]:

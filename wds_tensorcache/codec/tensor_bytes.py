@@ -13,9 +13,12 @@ from wds_tensorcache.codec.header import MAX_NDIM, is_possible
 from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.views import NUMPY_NDIM, SHARED, check_array
 
-__all__ = ["StorableTensor", "describe_tensor"]
+__all__ = ["PLAIN", "StorableTensor", "describe_tensor", "view_plain"]
 
 Array = np.ndarray[Any, Any]
+# Dtypes that `view_plain` takes. Bools need a check, and complex numbers may be stored with another shape.
+PLAIN = frozenset(dtype for dtype in SHARED if dtype is not torch.bool and not dtype.is_complex)
+_HAS_NAMES = hasattr(torch.Tensor, "names")  # removed from newer torch releases
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +67,26 @@ def describe_tensor(value: Any) -> StorableTensor:
             "store an empty tensor with fewer dimensions, and the shape as a tuple"
         )
     return StorableTensor(kind, true, shape, flat)
+
+
+def view_plain(tensor: torch.Tensor) -> memoryview | None:
+    """Return what `describe_tensor` returns as `flat`, in a third of the time, or None.
+
+    Returns None for most tensors whose memory does not have this form, or cannot be stored at all; `describe_tensor` knows why.
+
+    Args:
+        tensor: Exactly of the type `torch.Tensor`, and its dtype is one of `PLAIN`.
+    """
+    if not tensor.is_cpu or tensor.requires_grad or (_HAS_NAMES and any(tensor.names)):  # type: ignore[attr-defined]
+        return None
+    try:
+        nbytes = tensor.nbytes
+        # Hazard: the memory of a storage may have been freed; `numpy()` would also keep it from being allocated again.
+        if not nbytes or tensor.storage_offset() * tensor.itemsize + nbytes > tensor.untyped_storage().nbytes():
+            return None
+        return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None  # not contiguous, sparse, with a pending conjugation or negation, inside torch.func, …
 
 
 def _bytes_of_tensor(tensor: torch.Tensor) -> Array:

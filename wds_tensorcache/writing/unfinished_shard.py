@@ -42,23 +42,22 @@ class UnfinishedShard:
         position = self._position
         entries: list[CacheEntry] = []
         members: list[tuple[str, int, int]] = []
-
-        def member(suffix: str, nbytes: int, *content: Any) -> int:
-            nonlocal position
-            header = build_tar_header(f"{key}.{suffix}", nbytes)
-            begin = position + len(header)
-            parts.extend((header, *content, _ZEROS[: -nbytes % BLOCK]))
-            position = begin + nbytes + -nbytes % BLOCK
-            return begin
-
         for name, encoded in caches:
-            prefix = f"{name}." if name else ""
-            skeleton_begin = member(prefix + SKELETON, len(encoded.skeleton), encoded.skeleton)
-            begin = member(prefix + TENSORS, encoded.layout.nbytes, encoded.header, *encoded.buffers)
-            place = (name, skeleton_begin, len(encoded.skeleton), begin)
-            entries.append(CacheEntry(*place, encoded.layout, encoded.digest, encoded.references))
+            prefix = f"{key}.{name}." if name else f"{key}."
+            skeleton, nbytes = encoded.skeleton, encoded.layout.nbytes
+            skeleton_begin = _add_member(parts, position, prefix + SKELETON, len(skeleton), skeleton)
+            position = skeleton_begin + len(skeleton) + -len(skeleton) % BLOCK
+            begin = _add_member(parts, position, prefix + TENSORS, nbytes, encoded.header, *encoded.buffers)
+            position = begin + nbytes + -nbytes % BLOCK
+            entries.append(
+                CacheEntry(
+                    name, skeleton_begin, len(skeleton), begin, encoded.layout, encoded.digest, encoded.references
+                )
+            )
         for extension, raw in others.items():
-            members.append((extension.lower(), member(extension, len(raw), raw), len(raw)))
+            begin = _add_member(parts, position, f"{key}.{extension}", len(raw), raw)
+            position = begin + len(raw) + -len(raw) % BLOCK
+            members.append((extension.lower(), begin, len(raw)))
         self._output.append(parts, position - self._position)
         self._position = position
         self._keys.add(key)
@@ -81,3 +80,10 @@ class UnfinishedShard:
     def drop(self) -> None:
         """Delete the unfinished file."""
         self._output.drop()
+
+
+def _add_member(parts: list[Any], position: int, name: str, nbytes: int, *content: Any) -> int:
+    """Append a member to `parts`, with its header and padding; return the offset of its content, if it starts at `position`."""
+    header = build_tar_header(name, nbytes)
+    parts += header, *content, _ZEROS[: -nbytes % BLOCK]
+    return position + len(header)
