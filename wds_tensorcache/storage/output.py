@@ -18,6 +18,7 @@ __all__ = ["Output"]
 
 _STAGE_NBYTES = 1 << 22  # a stage is memory that collects small pieces
 _LARGE_NBYTES = 1 << 21  # pieces of this size or more are not copied, since the copy would cost more time than it saves
+_SMALL_NBYTES = 1 << 14  # below this, joining the pieces and copying them once more takes less time than many short copies
 _MAX_STAGES = 2  # the most stages that are being written while the caller fills another
 _POOL = Pool(_STAGE_NBYTES * (_MAX_STAGES + 1))
 
@@ -60,6 +61,8 @@ class Output:
         if self._stage is None:
             self._stage = _POOL.lease(_STAGE_NBYTES).data
         stage, position = self._stage, self._filled
+        if nbytes < _SMALL_NBYTES:
+            parts = (b"".join(parts),)
         for part in parts:
             stage[position : position + len(part)] = part
             position += len(part)
