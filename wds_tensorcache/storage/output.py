@@ -18,7 +18,9 @@ __all__ = ["Output"]
 
 _STAGE_NBYTES = 1 << 22  # a stage is memory that collects small pieces
 _LARGE_NBYTES = 1 << 21  # pieces of this size or more are not copied, since the copy would cost more time than it saves
-_SMALL_NBYTES = 1 << 14  # below this, joining the pieces and copying them once more takes less time than many short copies
+_SMALL_NBYTES = (
+    1 << 14
+)  # below this, joining the pieces and copying them once more takes less time than many short copies
 _MAX_STAGES = 2  # the most stages that are being written while the caller fills another
 _POOL = Pool(_STAGE_NBYTES * (_MAX_STAGES + 1))
 
