@@ -77,7 +77,7 @@ def view_plain(tensor: torch.Tensor) -> memoryview | None:
     Args:
         tensor: Exactly of the type `torch.Tensor`, and its dtype is one of `PLAIN`.
     """
-    if not tensor.is_cpu or tensor.requires_grad or (_HAS_NAMES and any(tensor.names)):  # type: ignore[attr-defined]
+    if _HAS_NAMES and any(tensor.names):  # type: ignore[attr-defined]
         return None
     try:
         nbytes = tensor.nbytes
@@ -86,7 +86,7 @@ def view_plain(tensor: torch.Tensor) -> memoryview | None:
             return None
         return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        return None  # not contiguous, sparse, with a pending conjugation or negation, inside torch.func, …
+        return None  # on a GPU, needs a gradient, not contiguous, sparse, with a pending conjugation, inside torch.func, …
 
 
 def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
