@@ -86,7 +86,7 @@ def view_plain(tensor: torch.Tensor) -> memoryview | None:
             return None
         return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        return None  # on a GPU, needs a gradient, not contiguous, sparse, with a pending conjugation, inside torch.func, …
+        return None  # on a GPU, needs a gradient, not contiguous, sparse, a pending conjugation, inside torch.func, …
 
 
 def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
