@@ -26,7 +26,7 @@ __all__ = ["check_all", "verify"]
 
 
 def verify(source: Any, *, num_threads: int | None = None, allow: Iterable[type] = ()) -> Report:
-    """Check every byte of shards for which there is a checksum or digest, and whether sidecars and manifest match the shards.
+    """Check every byte that a checksum or digest covers, and whether sidecars and manifest match the shards.
 
     `verify` recomputes the checksums of all tar headers and both digests of every sample, and decodes every skeleton. It
     compares the samples with the index at the shard's end or in its `.index` file, and with the `.idx` file. It also checks

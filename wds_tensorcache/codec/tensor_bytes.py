@@ -70,9 +70,10 @@ def describe_tensor(value: Any) -> StorableTensor:
 
 
 def view_plain(tensor: torch.Tensor) -> memoryview | None:
-    """Return what `describe_tensor` returns as `flat`, in a third of the time, or None.
+    """Return a tensor's memory as the bytes that `describe_tensor` returns as `flat`, in a third of the time; or else None.
 
-    Returns None for most tensors whose memory does not have this form, or cannot be stored at all; `describe_tensor` knows why.
+    None means: call `describe_tensor`, which copies the bytes, or raises why the tensor cannot be stored. Tensors that are
+    empty, need a gradient, are not contiguous or are on a GPU give None.
 
     Args:
         tensor: Exactly of the type `torch.Tensor`, and its dtype is one of `PLAIN`.

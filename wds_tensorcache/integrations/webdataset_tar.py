@@ -112,7 +112,10 @@ class TarSamples:
     def _group(
         self, tar: TarStream, common: Mapping[str, Any], is_wanted: Callable[[int], bool]
     ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """Yield number and sample for each run of members with the same key; the sample is None if it is not wanted."""
+        """Yield the number, from 0, and the sample of each run of members with the same key; None if it is not wanted.
+
+        The first pair is `(-1, None)`, which stands for no sample.
+        """
         sample: dict[str, Any] = {}
         number, is_kept = -1, False
         for name, read in tar:

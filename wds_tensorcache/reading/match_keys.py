@@ -49,7 +49,10 @@ def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
 
 
 def are_equal(left: Any, right: Any) -> bool:
-    """Return whether two caches have the same keys in the same order. For views of the same samples, no key is compared."""
+    """Return whether two caches have the same keys in the same order.
+
+    No key is compared for two views of one cache whose positions are equal, and are both ranges or both arrays.
+    """
     if len(left) != len(right):
         return False
     if left._store is right._store and _same_positions(left._where, right._where):

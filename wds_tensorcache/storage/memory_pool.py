@@ -90,7 +90,7 @@ class Pool:
         return array
 
     def _free(self, nbytes: int, kept: int) -> None:
-        """Return idle arenas to the system until they add up to `nbytes`, or none remain; keep those of size `kept`."""
+        """Return idle arenas of at least `nbytes` in total to the system, or all there are; keep those of size `kept`."""
         for size, arenas in list(self._idle.items()):
             while nbytes > 0 and arenas and size != kept:
                 with contextlib.suppress(IndexError):  # another thread has taken the last one

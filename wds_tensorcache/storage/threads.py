@@ -177,7 +177,10 @@ class _Crew:
                 job.cancel()
 
     def end(self, timeout_s: float = -1) -> None:
-        """End the threads after their current jobs, and wait for them, unless the caller is one of them."""
+        """End the threads after all jobs in the queue.
+
+        Wait for each thread at most `timeout_s` (no limit if negative), unless the caller is one of them.
+        """
         self.net = None
         self.jobs.put(None)
         _OPEN.discard(self)

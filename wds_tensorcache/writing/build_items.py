@@ -74,7 +74,10 @@ class Items(Dataset[Item]):
         self.batch_size, self._num_workers, self.has_digests = batch_size, num_workers, digest is not None
 
     def batches(self, is_done: Callable[[str], bool]) -> Iterator[list[Item]]:
-        """Yield all items in the same batches, whatever `is_done` returns; a batch is not read if all its keys are done."""
+        """Yield all items in the same batches, whatever `is_done` returns.
+
+        For a map-style dataset whose keys are known without reading, a batch is not read if all its keys are done.
+        """
         items = self._read_some(is_done) if self._is_map else map(self._item, itertools.count(), self._items)
         has_key: bool | None = None
         while batch := list(itertools.islice(items, self.batch_size)):

@@ -299,6 +299,7 @@ class SkeletonWriter:
         if factory is None:
             self._parts.append(CODE[op.EMPTY_TUPLE])
         else:
+            self._call_cost += call_cost((factory,))
             self._global("builtins", FACTORIES[factory])
             self._parts.append(CODE[op.TUPLE1])
         self._parts.append(CODE[op.REDUCE])
