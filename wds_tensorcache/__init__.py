@@ -31,6 +31,8 @@ from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.schema import Entry, TensorSchema
 from wds_tensorcache.reading.store import Io
 from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.sharing.dataset import SharedDataset, SharedStats
+from wds_tensorcache.sharing.manage import SharedInfo, shared_clear, shared_list
 from wds_tensorcache.training.loader import Loader
 from wds_tensorcache.training.order import EpochOrder
 from wds_tensorcache.training.step_sampler import StepSampler
@@ -64,6 +66,9 @@ __all__ = [
     "ResumablePipeline",
     "ShardIndex",
     "ShardWriter",
+    "SharedDataset",
+    "SharedInfo",
+    "SharedStats",
     "StaleCacheError",
     "Step",
     "StepDataset",
@@ -88,6 +93,8 @@ __all__ = [
     "pad",
     "realize",
     "repair",
+    "shared_clear",
+    "shared_list",
     "tarfile_to_samples",
     "torch_loader",
     "verify",

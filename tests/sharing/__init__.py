@@ -1,0 +1,1 @@
+"""Samples in shared memory, with real processes."""

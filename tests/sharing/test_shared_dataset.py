@@ -1,0 +1,309 @@
+"""One load per sample for all processes; names, owners, limits and pass-through."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import pickle
+import stat
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import wds_tensorcache as tc
+from tests.children import run_in_child
+from tests.same import assert_same
+from tests.sharing.datasets import Counted, finish, read_all, start, wait_until_empty
+
+COUNT = 40
+
+
+@pytest.fixture
+def counted(tmp_path: Path) -> Counted:
+    return Counted(tmp_path / "log", COUNT)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    return folder
+
+
+def test_eight_processes_load_each_sample_once(tmp_path: Path, directory: Path) -> None:
+    counted = Counted(tmp_path / "log", 100, 0.001)
+    children = [
+        start(lambda seed=seed: read_all(tc.SharedDataset(counted, "eight", directory=directory), seed))  # type: ignore[misc]
+        for seed in range(8)
+    ]
+    assert finish(children) == [0] * 8
+    assert counted.loads() == dict.fromkeys(range(100), 1)
+    wait_until_empty(directory)
+
+
+def test_threads_load_each_sample_once(tmp_path: Path, directory: Path) -> None:
+    counted = Counted(tmp_path / "log", COUNT, 0.001)
+    with tc.SharedDataset(counted, "threads", directory=directory) as shared:
+        threads = [threading.Thread(target=read_all, args=(shared, seed)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert shared.stats().num_samples == COUNT
+    assert counted.loads() == dict.fromkeys(range(COUNT), 1)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_of_a_data_loader_share(counted: Counted, directory: Path, context: str) -> None:
+    with tc.SharedDataset(counted, "loader", directory=directory) as shared:
+        loader = DataLoader(
+            shared, 5, num_workers=2, collate_fn=list, multiprocessing_context=context, persistent_workers=True
+        )
+        for _ in range(2):
+            found = [sample for batch in loader for sample in batch]
+            for index, sample in enumerate(found):
+                assert_same(Counted.sample(index), sample)
+        del loader
+        assert shared.stats().num_samples == COUNT
+    assert counted.loads() == dict.fromkeys(range(COUNT), 1)
+    wait_until_empty(directory)
+
+
+def test_an_unrelated_process_shares(counted: Counted, directory: Path) -> None:
+    code = """if True:
+        import sys
+        from pathlib import Path
+        import wds_tensorcache as tc
+        from tests.sharing.datasets import Counted, read_all
+        os_umask = __import__("os").umask(0o777)
+        with tc.SharedDataset(Counted(Path(sys.argv[1]), 40), "consoles", directory=sys.argv[2]) as shared:
+            read_all(shared, 1)
+            print(shared.stats().hits, len(shared.stats().holders), flush=True)
+            sys.stdin.readline()
+    """
+    with tc.SharedDataset(counted, "consoles", directory=directory) as shared:
+        read_all(shared, 0, 1)
+        other = subprocess.Popen(
+            [sys.executable, "-c", code, str(counted.log), str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert other.stdout is not None
+        assert other.stdout.readline().split() == ["80", "2"]
+        assert sorted(shared.stats().holders) == sorted([os.getpid(), other.pid])
+    [base] = directory.iterdir()
+    assert [path.name for path in base.iterdir()] == ["consoles"]  # the other process holds it
+    other.communicate("\n")
+    assert other.returncode == 0
+    wait_until_empty(directory)
+    assert counted.loads() == dict.fromkeys(range(COUNT), 1)
+
+
+def test_a_forked_child_holds_the_memory_after_its_parent(counted: Counted, directory: Path) -> None:
+    def parent() -> None:
+        shared = tc.SharedDataset(counted, "fork", directory=directory)
+        read_all(shared, 0, 1)
+        gate, opened = os.pipe()
+        if os.fork() == 0:
+            os.close(opened)
+            os.read(gate, 1)  # until the parent has ended
+            read_all(shared, 1, 1)
+            assert shared.stats().holders == (os.getpid(),)
+            os._exit(0)
+
+    assert run_in_child(parent) == 0
+    wait_until_empty(directory)
+    assert counted.loads() == dict.fromkeys(range(COUNT), 1)
+
+
+def test_files_are_the_owners_alone_whatever_the_umask(counted: Counted, directory: Path) -> None:
+    before = os.umask(0)
+    try:
+        shared = tc.SharedDataset(counted, "mode", directory=directory)
+        read_all(shared, 0, 1)
+    finally:
+        os.umask(before)
+    [base] = directory.iterdir()
+    assert stat.S_IMODE(base.stat().st_mode) == stat.S_IMODE((base / "mode").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (base / "mode").iterdir()} == {0o600}
+    os.chmod(base, 0o755)
+    with pytest.raises(PermissionError, match="no one else may use"):
+        tc.SharedDataset(counted, "mode", directory=directory)
+    os.chmod(base, 0o700)
+    shared.close()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", "a..b", "a\0b", "a\nb", "x" * 129, ".hidden"])
+def test_impossible_names_are_refused(counted: Counted, directory: Path, name: str) -> None:
+    with pytest.raises(tc.InvalidKeyError, match="name"):
+        tc.SharedDataset(counted, name, directory=directory)
+    with pytest.raises(tc.InvalidKeyError, match="name"):
+        tc.shared_clear(name, directory)
+
+
+def test_another_dataset_under_the_name_is_refused_with_both_fingerprints(counted: Counted, directory: Path) -> None:
+    with tc.SharedDataset(counted, "clash", directory=directory, fingerprint="v1"):
+        for dataset, fingerprint in ((counted, "v2"), (Counted(counted.log, 3), "v1"), ([1] * COUNT, "v1")):
+            with pytest.raises(tc.StaleCacheError, match=r"'v1'.*another|another.*'v1'") as caught:
+                tc.SharedDataset(dataset, "clash", directory=directory, fingerprint=fingerprint)
+            assert fingerprint in str(caught.value)
+    tc.SharedDataset([1] * COUNT, "clash", directory=directory).close()
+
+
+class Odd:
+    """Sample 1 contains an object that the format cannot represent."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return {"deep": [object() if index == 1 else index], "x": torch.arange(3)}
+
+
+def test_what_cannot_be_encoded_passes_through_with_one_warning(directory: Path) -> None:
+    with tc.SharedDataset(Odd(), "odd", directory=directory) as shared:
+        with pytest.warns(UserWarning, match=r"deep.*0") as caught:
+            for _ in range(3):
+                assert type(shared[1]["deep"][0]) is object
+        assert len(caught) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert [shared[0]["deep"], shared[2]["deep"]] == [[0], [2]]
+        stats = shared.stats()
+        assert (stats.misses, stats.passed_through, stats.num_samples) == (5, 3, 2)
+
+
+def test_beyond_the_limit_samples_pass_through(counted: Counted, directory: Path) -> None:
+    with tc.SharedDataset(counted, "full", directory=directory, max_nbytes=500_000) as shared:
+        read_all(shared, 0, 3)
+        stats = shared.stats()
+        assert 0 < stats.num_samples < COUNT
+        assert 250_000 < stats.nbytes <= 500_000
+        assert stats.passed_through == 3 * (COUNT - stats.num_samples)
+        assert stats.misses == stats.passed_through + stats.num_samples
+
+
+def test_eviction_keeps_memory_under_tensors_that_are_in_use(tmp_path: Path, directory: Path) -> None:
+    counted = Counted(tmp_path / "log", COUNT)
+
+    def work(seed: int) -> None:
+        with tc.SharedDataset(counted, "lru", directory=directory, max_nbytes=1_000_000, eviction="lru") as shared:
+            kept = {index: shared[index]["x"] for index in range(0, COUNT, 3)}
+            views = {index: lazy.load(copy=False) for index, lazy in kept.items()}
+            read_all(shared, seed, 4)
+            for index in kept:
+                assert_same(Counted.sample(index)["x"], kept[index])
+                assert_same(Counted.sample(index)["x"], views[index])
+            assert shared.stats().nbytes <= 1_000_000
+            assert shared.stats().passed_through == 0
+
+    assert finish([start(lambda seed=seed: work(seed)) for seed in range(4)]) == [0] * 4  # type: ignore[misc]
+    wait_until_empty(directory)
+    assert sum(counted.loads().values()) > COUNT
+
+
+def test_writing_into_a_view_changes_no_other_read(counted: Counted, directory: Path) -> None:
+    with tc.SharedDataset(counted, "views", directory=directory) as shared:
+        for index in (1, 2, 3):
+            view = shared[index]["x"].load(copy=False)
+            view.fill_(77)
+            assert run_in_child(lambda index=index: assert_same(Counted.sample(index), shared[index])) in (0, 1)  # type: ignore[misc]
+            with tc.SharedDataset(counted, "views", directory=directory) as again:
+                assert_same(Counted.sample(index), again[index])
+        for index in range(4, COUNT):  # appended behind the pages that were written to
+            assert_same(Counted.sample(index), shared[index])
+
+
+def test_persistent_memory_is_found_by_a_later_process(counted: Counted, directory: Path) -> None:
+    def work() -> None:
+        read_all(tc.SharedDataset(counted, "kept", directory=directory, persistent=True), 0)
+
+    assert run_in_child(work) == 0
+    assert run_in_child(work) == 0
+    assert counted.loads() == dict.fromkeys(range(COUNT), 1)
+    [info] = tc.shared_list(directory)
+    assert (info.name, info.num_samples, info.holders, info.is_persistent) == ("kept", COUNT, (), True)
+    with tc.SharedDataset(counted, "kept", directory=directory):
+        with pytest.raises(BlockingIOError, match=str(os.getpid())):
+            tc.shared_clear("kept", directory)
+    tc.shared_clear("kept", directory)
+    assert tc.shared_list(directory) == []
+    with pytest.raises(FileNotFoundError):
+        tc.shared_clear("kept", directory)
+
+
+def test_samples_that_a_crash_has_damaged_are_refused(counted: Counted, directory: Path) -> None:
+    with tc.SharedDataset(counted, "torn", directory=directory, persistent=True) as shared:
+        read_all(shared, 0, 1)
+    [segment] = next(directory.iterdir()).glob("torn/segment-*")
+    content = bytearray(segment.read_bytes())
+    at = content.index(Counted.sample(2)["x"].view(torch.uint8).numpy().tobytes())
+    content[at + 5000] ^= 1
+    segment.write_bytes(content)
+    with tc.SharedDataset(counted, "torn", directory=directory, persistent=True) as shared:
+        with pytest.raises(tc.FormatError, match="digest"):
+            shared[2]
+        assert_same(Counted.sample(3), shared[3])
+    tc.shared_clear("torn", directory)
+
+
+def test_a_full_file_system_is_an_error_that_says_what_to_do(counted: Counted, directory: Path) -> None:
+    import resource
+
+    def work() -> None:
+        with tc.SharedDataset(counted, "small", directory=directory) as shared:
+            shared[0]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 26, 1 << 26))
+            shared[1]
+
+    assert run_in_child(work) == 0
+    wait_until_empty(directory)
+
+
+def test_nothing_keeps_descriptors_open(counted: Counted, directory: Path) -> None:
+    def num_open() -> int:
+        gc.collect()
+        return len(os.listdir("/dev/fd"))
+
+    tc.SharedDataset(counted, "descriptors", directory=directory).close()
+    before = num_open()
+    for _ in range(5):
+        with tc.SharedDataset(counted, "descriptors", directory=directory) as shared:
+            read_all(shared, 0)
+            held = shared[5]
+            pickle.loads(pickle.dumps(shared)).close()
+        del shared
+        assert_same(Counted.sample(5), held)
+        del held
+    assert num_open() == before
+
+
+@pytest.mark.parametrize("index", [COUNT, -COUNT - 1])
+def test_an_index_out_of_range(counted: Counted, directory: Path, index: int) -> None:
+    with tc.SharedDataset(counted, "range", directory=directory) as shared, pytest.raises(IndexError):
+        shared[index]
+
+
+def test_an_error_of_the_dataset_reaches_the_caller_and_the_next_access_loads_again(directory: Path) -> None:
+    class Failing(Odd):
+        calls = 0
+
+        def __getitem__(self, index: int) -> Any:
+            self.calls += 1
+            if self.calls == 1:
+                raise OSError(errno.EIO, "a bad disk")
+            return {"x": torch.arange(3)}
+
+    with tc.SharedDataset(Failing(), "failing", directory=directory) as shared:
+        with pytest.raises(OSError, match="bad disk"):
+            shared[0]
+        assert shared[0]["x"].load().tolist() == [0, 1, 2]

@@ -1,0 +1,279 @@
+"""The bytes of the samples: append-only files that every process maps privately, so that writing into a view is copy on write."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from contextlib import suppress
+from struct import Struct
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.codec.reference import MemorySource
+from wds_tensorcache.codec.sample import EncodedSample
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.sharing.folder import check_owner, write_file
+from wds_tensorcache.sharing.table import ALIGN, Segment, Table
+from wds_tensorcache.storage.memory_pool import Pool
+from wds_tensorcache.storage.range_locks import RangeLocks
+
+__all__ = ["Full", "Members", "Segments", "segment_path"]
+
+# Bytes of the file `locks`: one for each sample, these, and one for each serial number of a segment from `_WRITING` on.
+_SPACE = 1 << 60
+_WRITING = 1 << 61
+
+_RECORD = Struct("<QQQ8x")  # index of the sample, length of the skeleton, length of the tensors
+_DATA_ALIGN = 64
+_PAGE_NBYTES = mmap.PAGESIZE
+# A process that writes into a view gets a private copy of its pages. Large tensors have pages of their own, so that such a page
+# never contains the beginning of a sample that is appended later. Smaller ones are copied by every hit.
+_LARGE_NBYTES = 1 << 16
+_MIN_SEGMENT_NBYTES, _MAX_SEGMENT_NBYTES = 1 << 26, 1 << 34
+_MAX_PART = 16  # a segment has at most this part of all bytes that may be in use
+
+Members = tuple[bytes, "SegmentSource | MemorySource"]
+
+
+class Full(Exception):
+    """There is no room for a sample within `max_nbytes`."""
+
+
+class SegmentSource(MemorySource):
+    """Tensors in a segment. Views are private: writing into them copies their pages for this process alone."""
+
+    __slots__ = ("_pool",)
+
+    def __init__(self, member: memoryview, pool: Pool) -> None:
+        super().__init__(member)
+        self._pool = pool
+
+    def read(self, begin: int, end: int) -> Any:
+        if end - begin < _LARGE_NBYTES:
+            return bytearray(self.member[begin:end])
+        copied = self._pool.lease(end - begin)
+        copied[:] = np.frombuffer(self.member[begin:end], np.uint8)
+        return copied
+
+    def read_into(self, buffer: memoryview, begin: int) -> None:
+        np.frombuffer(buffer, np.uint8)[:] = np.frombuffer(self.member[begin : begin + len(buffer)], np.uint8)
+
+    def view(self, begin: int, end: int) -> Any:
+        return np.frombuffer(self.member[begin:end], np.uint8)
+
+
+def segment_path(folder: str, serial: int) -> str:
+    """Return the path of a segment."""
+    return os.path.join(folder, f"segment-{serial}")
+
+
+class Segments:
+    """The segments of a folder.
+
+    Args:
+        folder: Path of the folder.
+        table: Table of the folder.
+        locks: Locks of the file `locks`, which only this process holds.
+        max_nbytes: Maximum number of bytes in all segments; None for no limit.
+        evicts: Remove the least recently used segments when there is no room, instead of raising Full.
+        pool: Memory for copies of tensors.
+
+    Threads: any. Fork: a child must make its own, with its own locks.
+    """
+
+    def __init__(
+        self, folder: str, table: Table, locks: RangeLocks, max_nbytes: int | None, evicts: bool, pool: Pool
+    ) -> None:
+        self._folder, self._table, self._locks, self._pool = folder, table, locks, pool
+        self._max_nbytes, self._evicts = max_nbytes, evicts
+        self._maps: dict[int, memoryview] = {}
+        self._generation = table.generation
+        self._mine = 0  # serial number of the segment to which this process wrote last
+        self._appending = Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes in all segments."""
+        return sum(segment.reserved for segment in self._table.segments())
+
+    def find(self, index: int) -> Members | None:
+        """Return the skeleton of a sample and the source of its tensors; None if the sample is absent. Takes no lock."""
+        table = self._table
+        entry = table.entries[index]
+        if not entry:
+            return None
+        serial, offset = table.place(entry)
+        if table.generation != self._generation:
+            self._forget()
+        segment = self._maps.get(serial)
+        if segment is None:
+            segment = self._map(serial)
+            if segment is None:
+                return None
+        table.note_use(serial)
+        begin = offset + _RECORD.size
+        found, skeleton_nbytes, nbytes = _RECORD.unpack_from(segment, offset)
+        tensors = _align(begin + skeleton_nbytes, _DATA_ALIGN)
+        if nbytes >= _LARGE_NBYTES:
+            tensors = _align(begin + skeleton_nbytes, _PAGE_NBYTES)
+        if found != index or tensors + nbytes > len(segment):
+            what = f"the record of sample {index} at byte {offset} is damaged"
+            raise FormatError(what, kind="damaged").at(segment_path(self._folder, serial))
+        member = segment[tensors : tensors + nbytes]
+        source = SegmentSource(member, self._pool) if nbytes >= _LARGE_NBYTES else MemorySource(bytearray(member))
+        return bytes(segment[begin : begin + skeleton_nbytes]), source
+
+    def _map(self, serial: int) -> memoryview | None:
+        if not self._table.is_alive(serial):
+            return None
+        try:
+            fd = os.open(segment_path(self._folder, serial), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None  # removed just now
+        try:
+            check_owner(segment_path(self._folder, serial), os.fstat(fd), stat.S_ISREG)
+            mapped = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+        finally:
+            os.close(fd)
+        return self._maps.setdefault(serial, mapped)
+
+    def _forget(self) -> None:
+        """Drop the maps of segments that were removed; live tensors keep theirs."""
+        self._generation = self._table.generation
+        for serial in list(self._maps):
+            if not self._table.is_alive(serial):
+                self._maps.pop(serial, None)
+
+    def append(self, index: int, sample: EncodedSample) -> None:
+        """Write a sample, then publish it.
+
+        Raises:
+            Full: There is no room.
+            OSError: The file system is full.
+        """
+        skeleton, nbytes = sample.skeleton, sample.layout.nbytes
+        is_large = nbytes >= _LARGE_NBYTES
+        to_tensors = _RECORD.size + len(skeleton)
+        # of large tensors, the first byte begins a page, and so does what follows the last one
+        gap = -to_tensors % _DATA_ALIGN
+        length = to_tensors + (_PAGE_NBYTES if is_large else gap) + nbytes + (_PAGE_NBYTES if is_large else ALIGN)
+        with self._appending:
+            with self._locks.held(_SPACE):
+                segment = self._with_room(length)
+            try:
+                begin = segment.end
+                tensors = _align(begin + to_tensors, _PAGE_NBYTES if is_large else _DATA_ALIGN)
+                end = _align(tensors + nbytes, _PAGE_NBYTES if is_large else ALIGN)
+                record = _RECORD.pack(index, len(skeleton), nbytes)
+                padding = bytes(tensors - begin - to_tensors)
+                self._write(segment, begin, end, [record, skeleton, padding, sample.header, *sample.buffers])
+                self._table.reserve(segment.serial, end)
+                self._table.extend(segment.serial, end)
+                self._table.publish(index, segment.serial, begin)
+            finally:
+                self._locks.unlock(_WRITING + segment.serial)
+
+    def _write(self, segment: Segment, begin: int, end: int, parts: list[Any]) -> None:
+        path = segment_path(self._folder, segment.serial)
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            os.posix_fallocate(fd, begin, end - begin)  # a map of memory that the system does not have kills (SIGBUS)
+            views = [view for part in parts if len(view := memoryview(part).cast("B"))]
+            while views:
+                done = os.pwritev(fd, views[:1024], begin)
+                begin += done
+                while views and done >= len(views[0]):
+                    done -= len(views.pop(0))
+                if done:
+                    views[0] = views[0][done:]
+        except OSError as exc:
+            if exc.errno != errno.ENOSPC:
+                raise
+            raise self._no_space(end - begin) from exc
+        finally:
+            os.close(fd)
+
+    def _no_space(self, nbytes: int) -> OSError:
+        status = os.statvfs(self._folder)
+        free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+        return OSError(
+            errno.ENOSPC,
+            f"no memory for a sample of {nbytes:,} bytes: the file system has {free:,} of {total:,} bytes left, and this dataset "
+            f"has {self.nbytes:,}; pass max_nbytes= or directory=, or enlarge /dev/shm (docker run --shm-size)",
+            self._folder,
+        )
+
+    def _with_room(self, nbytes: int) -> Segment:
+        """Return a segment with room for `nbytes` bytes, locked for this writer. The caller holds the lock of the space."""
+        segments = self._settle(self._table.segments())
+        limit = self._max_nbytes
+        if limit is not None:
+            excess = sum(segment.reserved for segment in segments) + nbytes - limit
+            if excess > 0 and (nbytes > limit or not self._evicts):
+                raise Full(f"no room for {nbytes:,} bytes more")
+            while excess > 0:
+                excess -= self._evict(segments)
+        for segment in sorted(segments, key=lambda each: each.serial != self._mine):
+            if segment.end + nbytes <= segment.capacity and self._locks.lock(_WRITING + segment.serial):
+                segment = self._table.segment(segment.serial)  # another process may have appended before this one locked it
+                if segment.end + nbytes <= segment.capacity:
+                    break
+                self._locks.unlock(_WRITING + segment.serial)
+        else:
+            segment = self._add(nbytes, sum(each.reserved for each in segments) if limit is None else limit)
+        self._mine = segment.serial
+        self._table.reserve(segment.serial, segment.end + nbytes)
+        return segment
+
+    def _settle(self, segments: list[Segment]) -> list[Segment]:
+        """Give up what killed processes left behind: reserved bytes that nobody writes, and segments without a file."""
+        kept = []
+        for segment in segments:
+            if not os.path.exists(segment_path(self._folder, segment.serial)):
+                self._remove(segment.serial)
+                continue
+            if segment.reserved > segment.end and self._locks.lock(_WRITING + segment.serial):
+                self._table.reserve(segment.serial, self._table.segment(segment.serial).end)
+                self._locks.unlock(_WRITING + segment.serial)
+            kept.append(self._table.segment(segment.serial))
+        return kept
+
+    def _add(self, nbytes: int, limit: int) -> Segment:
+        """Add a segment for at least `nbytes` bytes, locked for this writer; its size is a fraction of `limit`."""
+        capacity = min(max(_MIN_SEGMENT_NBYTES, limit // _MAX_PART), _MAX_SEGMENT_NBYTES)
+        if self._max_nbytes is not None:
+            capacity = min(capacity, self._max_nbytes // _MAX_PART)
+        serial = self._table.next_serial()
+        if serial is None:
+            raise Full("there are too many segments")
+        path = segment_path(self._folder, serial)
+        with suppress(FileNotFoundError):
+            os.unlink(path)  # left by a process that was killed before it could add the segment
+        write_file(path)
+        os.truncate(path, capacity := _align(max(capacity, nbytes), _PAGE_NBYTES))
+        self._locks.lock(_WRITING + serial, wait=True)
+        return self._table.add(serial, capacity)
+
+    def _evict(self, segments: list[Segment]) -> int:
+        """Remove the least recently used segment to which nobody writes, and return its length; raise Full if there is none."""
+        for segment in segments:
+            if segment.end and self._locks.lock(_WRITING + segment.serial):
+                self._remove(segment.serial)
+                segments.remove(segment)
+                self._locks.unlock(_WRITING + segment.serial)
+                return segment.reserved
+        raise Full("all segments are being written")
+
+    def _remove(self, serial: int) -> None:
+        # the file first: if this process is killed now, a segment without a file remains, which the next writer removes
+        with suppress(FileNotFoundError):
+            os.unlink(segment_path(self._folder, serial))
+        self._table.remove(serial)
+
+
+def _align(offset: int, align: int) -> int:
+    return offset + -offset % align

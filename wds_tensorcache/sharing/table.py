@@ -1,0 +1,132 @@
+"""The table that all processes map: where each sample is, and how full each segment is.
+
+The file contains 64-bit numbers: `_HEAD` numbers, `_WIDTH` for each slot of a segment, and one for each sample. A sample's number is `serial << 40 | offset >> 4`, with the serial number of the segment and the sample's byte offset in it; 0 if absent. One
+aligned store publishes it, after the sample's bytes were written.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from wds_tensorcache.sharing.folder import check_owner, write_file
+
+__all__ = ["ALIGN", "TABLE", "Segment", "Table", "create_table"]
+
+TABLE = "table"  # name of the file
+ALIGN = 16  # of records in a segment
+_HEAD = 8
+_GENERATION, _NEXT_SERIAL = 0, 1
+_NUM_SLOTS = 4096
+_SERIAL, _CAPACITY, _END, _RESERVED, _USED, _WIDTH = range(6)  # the numbers of a slot, and how many there are
+_ENTRIES = _HEAD + _WIDTH * _NUM_SLOTS
+_OFFSET_BITS = 40
+
+
+class Segment(NamedTuple):
+    """A segment: a file of `capacity` bytes. Published samples end at byte `end`, one that is being written at `reserved`."""
+
+    serial: int
+    capacity: int
+    end: int
+    reserved: int
+
+
+def create_table(path: str, num_samples: int) -> None:
+    """Create the file of a table. Its memory is reserved at once, since a lack of it would later kill a process (SIGBUS)."""
+    write_file(path, nbytes=8 * (_ENTRIES + num_samples))
+
+
+class Table:
+    """A map of the table. Stores need no lock, but only the holder of the lock `SPACE` may add, extend or remove a segment.
+
+    Attributes:
+        entries: The number of each sample, uint64.
+    """
+
+    def __init__(self, path: str) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            check_owner(path, os.fstat(fd), stat.S_ISREG)
+            self._map = mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
+        numbers = memoryview(self._map).cast("Q")
+        self._head = numbers[:_HEAD]
+        self._slots = numbers[_HEAD:_ENTRIES]
+        self.entries = numbers[_ENTRIES:]
+
+    @property
+    def generation(self) -> int:
+        """Number of segments removed so far."""
+        return self._head[_GENERATION]
+
+    def place(self, entry: int) -> tuple[int, int]:
+        """Return the serial number of the segment and the byte offset in an entry."""
+        return entry >> _OFFSET_BITS, (entry & (1 << _OFFSET_BITS) - 1) * ALIGN
+
+    def publish(self, index: int, serial: int, offset: int) -> None:
+        """Make a sample visible to all processes; its bytes were written before."""
+        self.entries[index] = serial << _OFFSET_BITS | offset // ALIGN
+
+    def is_alive(self, serial: int) -> bool:
+        """Return whether a segment exists: it was neither removed nor never added."""
+        return self._slots[_slot(serial)] == serial
+
+    def note_use(self, serial: int) -> None:
+        """Record that a sample of a segment was used now."""
+        self._slots[_slot(serial) + _USED] = time.monotonic_ns()
+
+    def segments(self) -> list[Segment]:
+        """Return all segments, the least recently used first."""
+        slots = np.array(self._slots, np.uint64).reshape(_NUM_SLOTS, _WIDTH)
+        alive = slots[slots[:, _SERIAL] > 0]
+        return [Segment(*row) for row in alive[np.argsort(alive[:, _USED])][:, :_USED].tolist()]
+
+    def segment(self, serial: int) -> Segment:
+        """Return a segment."""
+        at = _slot(serial)
+        return Segment(*self._slots[at : at + _USED].tolist())
+
+    def next_serial(self) -> int | None:
+        """Return the serial number of the next segment; None if there are as many segments as slots."""
+        first = max(1, self._head[_NEXT_SERIAL])
+        free = (serial for serial in range(first, first + _NUM_SLOTS) if not self._slots[_slot(serial)])
+        return next(free, None)
+
+    def add(self, serial: int, capacity: int) -> Segment:
+        """Add a segment, whose file exists, and return it."""
+        at = _slot(serial)
+        for number, value in ((_CAPACITY, capacity), (_END, 0), (_RESERVED, 0), (_USED, time.monotonic_ns())):
+            self._slots[at + number] = value
+        self._head[_NEXT_SERIAL] = serial + 1  # first: a number is never used twice, even if this process is killed here
+        self._slots[at] = serial
+        return Segment(serial, capacity, 0, 0)
+
+    def reserve(self, serial: int, end: int) -> None:
+        """Record that the bytes of a segment up to `end` are being written."""
+        self._slots[_slot(serial) + _RESERVED] = end
+
+    def extend(self, serial: int, end: int) -> None:
+        """Record that the bytes of a segment up to `end` are written."""
+        self._slots[_slot(serial) + _END] = end
+
+    def remove(self, serial: int) -> None:
+        """Remove a segment; its samples are then absent."""
+        self._slots[_slot(serial)] = 0
+        self._head[_GENERATION] += 1
+
+    def count(self) -> int:
+        """Return the number of samples that are present."""
+        serials = np.array(self.entries, np.uint64) >> np.uint64(_OFFSET_BITS)
+        alive = np.array([segment.serial for segment in self.segments()], np.uint64)
+        return int(np.isin(serials, alive).sum())
+
+
+def _slot(serial: int) -> int:
+    return _WIDTH * (serial % _NUM_SLOTS)
