@@ -31,8 +31,9 @@ from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.schema import Entry, TensorSchema
 from wds_tensorcache.reading.store import Io
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.sharing.dataset import SharedDataset, SharedStats
+from wds_tensorcache.sharing.dataset import SharedDataset
 from wds_tensorcache.sharing.manage import SharedInfo, shared_clear, shared_list
+from wds_tensorcache.sharing.samples import SharedStats
 from wds_tensorcache.training.loader import Loader
 from wds_tensorcache.training.order import EpochOrder
 from wds_tensorcache.training.step_sampler import StepSampler

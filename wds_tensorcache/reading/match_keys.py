@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.positions import by_shard, in_order
 from wds_tensorcache.shards.key_table import match_unique_keys
 
@@ -29,7 +30,7 @@ def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
     Raises:
         KeyError: A key occurs twice in `other`.
     """
-    if key_map is None:
+    if key_map is None and isinstance(first, TensorCache) and isinstance(other, TensorCache):
         if are_equal(first, other):
             return None, []
         matched = match(first, other)

@@ -25,6 +25,7 @@ __all__ = [
     "describe",
     "entries",
     "members_of",
+    "merge_schema",
     "name_matcher",
     "schema_of",
     "shapes_of",
@@ -120,7 +121,7 @@ def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
                 shapes = dims[:, : ndim - inner]
                 nbytes = int((shapes.prod(1) * counts[used]).sum()) * itemsize
                 low, high = shapes.min(0).tolist(), shapes.max(0).tolist()
-                result[name] = _merged(
+                result[name] = merge_schema(
                     result.get(name),
                     TensorSchema(
                         name,
@@ -134,7 +135,8 @@ def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
     return result
 
 
-def _merged(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
+def merge_schema(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
+    """Return the properties of a tensor in the samples of both schemas."""
     if old is None:
         return new
     dtypes = _as_tuple(old.dtype)

@@ -2,68 +2,44 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
-import threading
-import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from torch.utils.data import Dataset
+import numpy as np
 
-from wds_tensorcache.codec.header import parse_header
-from wds_tensorcache.codec.sample import check_binding, decode_body, decode_members, encode_views
 from wds_tensorcache.codec.skeleton.types import allow_table
-from wds_tensorcache.errors import EncodeError
-from wds_tensorcache.sharing.folder import SharedFolder, base_folder, open_folder, write_file
-from wds_tensorcache.sharing.segments import Full, Segments
-from wds_tensorcache.sharing.table import TABLE, Table, create_table
+from wds_tensorcache.codec.tree import flatten, project
+from wds_tensorcache.reading.base_cache import Cache
+from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
+from wds_tensorcache.reading.batch.request import Request, Structures
+from wds_tensorcache.reading.keys import KeysView
+from wds_tensorcache.reading.positions import numbers_of
+from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns, merge_schema, name_matcher
+from wds_tensorcache.reading.store import Io, Store
+from wds_tensorcache.sharing.batch import rows_of
+from wds_tensorcache.sharing.folder import base_folder, open_folder, write_file
+from wds_tensorcache.sharing.samples import LOCKS, Samples, SharedStats
+from wds_tensorcache.sharing.table import TABLE, create_table
+from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.storage.range_locks import RangeLocks
+from wds_tensorcache.storage.system import num_cores
 
-__all__ = ["SharedDataset", "SharedStats"]
+__all__ = ["SharedDataset"]
 
-_LOCKS = "locks"
-
-
-@dataclass(frozen=True, slots=True)
-class SharedStats:
-    """Counts of a SharedDataset.
-
-    Attributes:
-        hits, misses: Number of samples that this process took from shared memory, and that it loaded from the dataset.
-        passed_through: Number of misses that were not added, because there was no room or they cannot be encoded.
-        num_samples, nbytes: Number of samples that all processes share, and the bytes they take.
-        holders: Process ids of the processes that hold the samples.
-    """
-
-    hits: int
-    misses: int
-    passed_through: int
-    num_samples: int
-    nbytes: int
-    holders: tuple[int, ...]
+Array = np.ndarray[Any, Any]
+_IO = Io("pread", "copied from shared memory")
 
 
-class _Opened:
-    """What one process has opened: a forked child opens its own, since the parent's locks would not exclude it."""
-
-    def __init__(self, folder: SharedFolder, max_nbytes: int | None, evicts: bool) -> None:
-        self.pid = os.getpid()
-        self.locks = RangeLocks(folder.file(_LOCKS))
-        self.table = Table(folder.file(TABLE))
-        self.segments = Segments(folder.path, self.table, self.locks, max_nbytes, evicts, Pool(1 << 28))
-        self.loading: dict[int, threading.Lock] = {}  # by index, the lock of the thread that loads the sample
-        self.guard = threading.Lock()
-
-
-class SharedDataset(Dataset[Any]):
+class SharedDataset(Cache[Any]):
     """A map-style dataset whose samples are loaded once, and then shared by all processes of this machine.
 
     The first access to a sample, by any process, loads it from `dataset` and encodes it into shared memory. Every later access
     returns the sample with lazy tensors, without a lock and without a copy. The memory is freed when the last process that
-    holds it is gone, even if it was killed.
+    holds it is gone, even if it was killed. It is a `Cache`: `read_batch` and `tc.Loader` take it; the key of a sample is its
+    index as a text.
 
     Args:
         dataset: A map-style dataset: it has `len()`, and `dataset[i]` returns a sample for each `i` in `range(len(dataset))`.
@@ -74,8 +50,8 @@ class SharedDataset(Dataset[Any]):
             those that were not used for the longest time. Tensors that are in use keep their memory.
         persistent: Keep the files after the last process is gone, for a later run.
         verify: Compare the digests of a sample with its bytes at every access.
-        fingerprint: A text that describes the dataset, for example its version and transforms. Together with the dataset's type
-            and length, it must be equal in all processes that share the memory.
+        fingerprint: A text that describes the dataset, for example its version and transforms. Together with the dataset's
+            type and length, it must be equal in all processes that share the memory.
         allow: Other classes that samples may contain.
 
     Raises:
@@ -87,8 +63,8 @@ class SharedDataset(Dataset[Any]):
 
     Threads/fork/pickle: safe everywhere; a copy in another process shares the same memory.
 
-    Memory: bytes live in the files of `directory`. `.load()` returns a private copy. `.load(copy=False)` returns a view: writing
-        into it copies the pages for this process alone.
+    Memory: bytes live in the files of `directory`. `.load()` returns a private copy. `.load(copy=False)` returns a view:
+        writing into it copies the pages for this process alone.
     """
 
     def __init__(
@@ -110,163 +86,180 @@ class SharedDataset(Dataset[Any]):
             raise ValueError(f"max_nbytes={max_nbytes}, expected at least 1")
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(f"expected a map-style dataset with len() and dataset[i], got {type(dataset).__name__}")
-        self.dataset = dataset
-        self.name = name
-        self._options = {
+        allow = tuple(allow)
+        self._options: dict[str, Any] = {
             "max_nbytes": max_nbytes,
             "directory": directory,
             "eviction": eviction,
             "persistent": persistent,
             "verify": verify,
             "fingerprint": fingerprint,
-            "allow": tuple(allow),
+            "allow": allow,
         }
-        self._length = len(dataset)
-        self._max_nbytes, self._evicts, self._verify = max_nbytes, eviction == "lru", verify
-        self._allow = allow_table(self._options["allow"])
-        kind = type(dataset)
-        described = {"type": f"{kind.__module__}.{kind.__qualname__}", "length": self._length, "fingerprint": fingerprint}
-        self._folder = open_folder(base_folder(directory), name, described, persistent, self._create)
-        self._unchecked: set[int] | None = set(range(self._length)) if self._folder.was_left else None
-        self._opened = _Opened(self._folder, max_nbytes, self._evicts)
-        self._hits = self._misses = self._passed = 0
-        self._finalizer = weakref.finalize(self, self._folder.leave)
+        self.name = name
+        count, kind = len(dataset), type(dataset)
+        self._fingerprint: dict[str, object] = {
+            "type": f"{kind.__module__}.{kind.__qualname__}",
+            "length": count,
+            "fingerprint": fingerprint,
+        }
+
+        def create(path: str) -> None:
+            write_file(os.path.join(path, LOCKS))
+            create_table(os.path.join(path, TABLE), count)
+
+        folder = open_folder(base_folder(directory), name, self._fingerprint, persistent, create)
+        pool = Pool()
+        self._samples = Samples(dataset, folder, max_nbytes, eviction == "lru", pool, verify, allow_table(allow))
+        self._finalizer = weakref.finalize(self._samples, folder.leave)
+        self._store = Store((), Files(), pool, _IO, min(4, num_cores()), {})
+        self._show(np.arange(count), None)
+
+    def _show(self, indices: Array, patterns: tuple[str, ...] | None) -> None:
+        """Make this object a view of the samples `indices`, with the tensors whose names match `patterns`."""
+        self._indices, self._patterns = indices, patterns
+        self._wanted = None if patterns is None else name_matcher(patterns)
+        self._structures = Structures(self._wanted)
+
+    def _view(self, indices: Array, patterns: tuple[str, ...] | None, store: Store) -> SharedDataset:
+        view = object.__new__(SharedDataset)
+        view.__dict__.update(self.__dict__)
+        view._store = store
+        view._show(indices, patterns)
+        return view
 
     def __reduce__(self) -> Any:
-        return _reopen, (self.dataset, self.name, self._options)
-
-    def _create(self, folder: str) -> None:
-        write_file(os.path.join(folder, _LOCKS))
-        create_table(os.path.join(folder, TABLE), self._length)
+        return _reopen, (self._samples.dataset, self.name, self._options, self._indices, self._patterns)
 
     def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Any:
-        """Return the sample at `index`.
-
-        Raises:
-            IndexError: The index is out of range.
-            OSError: There is no memory for the sample.
-        """
-        number = range(self._length)[index]
-        found = self._find(number)
-        return self._load(number) if found is None else found[0]
+        return len(self._indices)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples at `indices`; first those that no other process is loading now.
+        """Return the samples at `indices` as a list; first load those that no other process is loading now."""
+        found = self._samples.get_many(self._indices[self._numbers(indices)].tolist())
+        return found if self._wanted is None else [project(sample, self._wanted) for sample in found]
 
-        The order lets processes that need the same samples load different ones.
-        """
-        numbers = [range(self._length)[index] for index in indices]
-        found = {number: self._find(number) for number in numbers}
-        later = []
-        for number in [number for number, sample in found.items() if sample is None]:
-            loaded = self._try_load(number)
-            if loaded is None:
-                later.append(number)
-            found[number] = loaded
-        for number in later:
-            found[number] = (self._load(number),)
-        result = []
-        for number in numbers:
-            sample = found[number]
-            assert sample is not None
-            result.append(sample[0])
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self._position(key) is not None
+
+    def keys(self) -> KeysView:
+        return _Indices(self)
+
+    @property
+    def schema(self) -> dict[str, TensorSchema]:
+        """Properties of each tensor by name, of the samples that are in shared memory; if there are none, of the first one."""
+        present = np.intersect1d(self._indices, self._samples.present()) if len(self) else self._indices
+        result: dict[str, TensorSchema] = {}
+        for number in (present if len(present) else self._indices[:1]).tolist():
+            for name, lazy in flatten(self._samples.get(number)).items():
+                if self._wanted is None or self._wanted(name):
+                    each = TensorSchema(name, lazy._reference.kind, lazy.dtype, tuple(lazy.shape), lazy.nbytes, 1)
+                    result[name] = merge_schema(result.get(name), each)
         return result
 
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(self._length))
+    @property
+    def fingerprint(self) -> dict[str, object]:
+        """The type and length of the dataset, and the text `fingerprint`."""
+        return dict(self._fingerprint)
+
+    @property
+    def num_shards(self) -> int:
+        return 1
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset whose samples are shared."""
+        return self._samples.dataset
 
     def stats(self) -> SharedStats:
         """Return counts of this process, and of the memory that all processes share."""
-        opened = self._here()
-        return SharedStats(
-            self._hits,
-            self._misses,
-            self._passed,
-            opened.table.count(),
-            opened.segments.nbytes,
-            tuple(self._folder.holders()),
-        )
+        return self._samples.stats()
+
+    def select(self, patterns: str | Iterable[str]) -> SharedDataset:
+        names = list(self.schema)
+        patterns = as_patterns(patterns)
+        for pattern in patterns:
+            if not fnmatch.filter(names, pattern):
+                raise KeyError(f"unknown tensor {pattern!r}; there are {', '.join(map(repr, names))}")
+        kept = patterns if self._patterns is None else tuple(filter(name_matcher(patterns), names))
+        return self._view(self._indices, kept, self._store)
+
+    _read_batch, _read_tensors = staticmethod(read_batch), staticmethod(read_tensors)
+
+    def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
+        request = self._view(self._indices, tuple(tensors), self._store)._request(indices)
+        known = request.structures.structure_for(request.rows).tensors
+        for name in tensors:
+            if name not in known:
+                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r}")
+        return nest_batch(request, tensors)
 
     def close(self) -> None:
-        """Stop holding the shared memory; without another holder it is freed, unless tensors or `persistent` keep it."""
+        """Stop holding the shared memory; without another holder it is freed, except under tensors that are in use."""
         self._finalizer()
+        self._store.close()
 
-    def __enter__(self) -> SharedDataset:
-        return self
+    def _request(self, indices: Any) -> Request:
+        if isinstance(indices, Request):
+            return Request(self._store, indices.rows, self._structures)
+        numbers = self._indices[numbers_of(indices, len(self), self._find)].tolist()
+        return Request(self._store, rows_of(self._samples, numbers), self._structures)
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def _sample(self, number: int) -> Any:
+        sample = self._samples.get(self._indices.item(number))
+        return sample if self._wanted is None else project(sample, self._wanted)
 
-    def _here(self) -> _Opened:
-        """Return what this process has opened; a forked child opens its own."""
-        opened = self._opened
-        if opened.pid != os.getpid():
-            self._folder.hold_again()
-            opened = self._opened = _Opened(self._folder, self._max_nbytes, self._evicts)
-            self._hits = self._misses = self._passed = 0
-        return opened
+    def _position(self, key: str) -> int | None:
+        if not key.isascii() or not key.isdecimal() or len(key) > 18 or str(int(key)) != key:
+            return None
+        found = np.flatnonzero(self._indices == int(key))
+        return found.item(0) if len(found) else None
 
-    def _find(self, number: int) -> tuple[Any] | None:
-        """Return the sample, in a tuple, if it is in shared memory."""
-        found = self._opened.segments.find(number)
+    def _find(self, key: str) -> int:
+        found = self._position(key)
         if found is None:
-            return None
-        skeleton, source = found
-        if self._verify or (self._unchecked is not None and number in self._unchecked):
-            sample = decode_members(skeleton, source.member, True, True, self._allow)
-            if self._unchecked is not None:
-                self._unchecked.discard(number)
-        layout, digest = parse_header(source.member)
-        sample = decode_body(skeleton, check_binding(skeleton, layout.nbytes, digest)[0], layout, source, True, self._allow)
-        self._hits += 1
-        return (sample,)
+            raise KeyError(f"no sample {key!r}; the keys are the indices of the dataset, as texts")
+        return found
 
-    def _try_load(self, number: int) -> tuple[Any] | None:
-        """Load a sample, unless another thread or process is loading it now; then return None."""
-        opened = self._here()
-        with opened.guard:
-            mine = opened.loading.setdefault(number, threading.Lock())
-        if not mine.acquire(blocking=False):
-            return None
-        try:
-            if not opened.locks.lock(number):
-                return None
-            try:
-                return self._load_locked(opened, number)
-            finally:
-                opened.locks.unlock(number)
-        finally:
-            mine.release()
+    def _take(self, numbers: slice | Array) -> SharedDataset:
+        return self._view(self._indices[numbers], self._patterns, self._store)
 
-    def _load(self, number: int) -> Any:
-        """Load a sample, or wait until another thread or process has loaded it."""
-        opened = self._here()
-        with opened.guard:
-            mine = opened.loading.setdefault(number, threading.Lock())
-        with mine, opened.locks.held(number):
-            return self._load_locked(opened, number)[0]
+    def _single_threaded(self) -> SharedDataset:
+        return self._view(self._indices, self._patterns, self._store.with_threads(1))
 
-    def _load_locked(self, opened: _Opened, number: int) -> tuple[Any]:
-        found = self._find(number)
-        if found is not None:
-            return found
-        sample = self.dataset[number]
-        self._misses += 1
-        try:
-            opened.segments.append(number, encode_views(sample, self._allow))
-        except (EncodeError, Full) as exc:
-            self._passed += 1
-            if isinstance(exc, EncodeError) and not getattr(self, "_has_warned", False):
-                self._has_warned = True
-                warnings.warn(f"{self.name}: samples are not shared, the first is {number}: {exc}", stacklevel=4)
-            return (sample,)
-        found = self._find(number)
-        self._hits -= found is not None
-        return (sample,) if found is None else found
+    def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
+        for number in self._indices.tolist():
+            tensors = flatten(self._samples.get(number))
+            wanted = self._wanted if selected else None
+            shapes = {name: tuple(each.shape) for name, each in tensors.items() if wanted is None or wanted(name)}
+            yield Entry(str(number), sum(each.nbytes for each in tensors.values()), shapes)
+
+    def _having(self) -> dict[str, Array]:
+        return {}
+
+    def _find_members(self, request: Any, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
+        return {}
+
+    def _paths(self) -> Iterator[str]:
+        return iter(())
 
 
-def _reopen(dataset: Any, name: str, options: dict[str, Any]) -> SharedDataset:
-    return SharedDataset(dataset, name, **options)
+class _Indices(KeysView):
+    """The keys of a SharedDataset: the indices of the dataset, as texts."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return _Indices(self._cache[index])
+        return str(self._cache._indices[range(len(self))[index]])
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, self._cache._indices.tolist())
+
+
+def _reopen(
+    dataset: Any, name: str, options: dict[str, Any], indices: Array, patterns: tuple[str, ...] | None
+) -> SharedDataset:
+    shared = SharedDataset(dataset, name, **options)
+    return shared._view(indices, patterns, shared._store)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -16,12 +15,23 @@ from typing import Any
 
 from wds_tensorcache.errors import InvalidKeyError, StaleCacheError
 from wds_tensorcache.sharing import reaper
-from wds_tensorcache.sharing.reaper import HOLDERS, IS_PERSISTENT, NUM_HOLDER_BYTES, REAPER_BYTE, remove_folder
+from wds_tensorcache.sharing.reaper import HEAD, HOLDERS, IS_PERSISTENT, NUM_HOLDER_BYTES, REAPER_BYTE, remove_folder
+from wds_tensorcache.storage.atomic import replace
 from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
 
-__all__ = ["HEAD", "SharedFolder", "base_folder", "check_owner", "find_folders", "folder_holders", "named_folder", "open_folder", "remove_if_left", "write_file"]
+__all__ = [
+    "HEAD",
+    "SharedFolder",
+    "base_folder",
+    "check_owner",
+    "find_folders",
+    "folder_holders",
+    "named_folder",
+    "open_folder",
+    "remove_if_left",
+    "write_file",
+]
 
-HEAD = "head.json"
 _SHARED_MEMORY = "/dev/shm"
 _NAME = re.compile(r"[\w-][\w .=+@-]{0,127}").fullmatch
 _OWNER_ONLY = 0o077  # no permission of anyone else
@@ -161,10 +171,15 @@ def _open(path: str) -> SharedFolder | None:
         holders.lock(_byte(), shared=True, wait=True)
         if os.stat(holders.path).st_ino != os.fstat(holders.fd).st_ino:
             return None
+    except FileNotFoundError:
+        return None
+    try:
         with open(os.path.join(path, HEAD), encoding="utf-8") as head:
             check_owner(head.name, os.fstat(head.fileno()), stat.S_ISREG)
             return SharedFolder(path, holders, json.load(head), was_left)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:  # a process was killed while it removed the folder
+        holders.close()
+        remove_if_left(path)
         return None
 
 
@@ -180,11 +195,12 @@ def _create(path: str, head: dict[str, Any], create: Callable[[str], None]) -> S
         holders.lock(_byte(), shared=True, wait=True)
         create(making)
         write_file(os.path.join(making, HEAD), json.dumps(head).encode())
-        os.rename(making, path)
+        replace(making, path)
     except OSError as exc:
-        remove_folder(making, f"{making}.dying")
-        if exc.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-            return None  # ENOENT: another process has taken the unfinished folder for one that was left behind
+        with contextlib.suppress(FileNotFoundError):
+            remove_folder(making)
+        if isinstance(exc, (FileExistsError, FileNotFoundError)):
+            return None  # not found: another process has taken the unfinished folder for one that was left behind
         raise
     return SharedFolder(path, holders, head, False)
 
@@ -208,7 +224,11 @@ def find_folders(base: str) -> Iterator[str]:
 
 
 def remove_if_left(path: str, *, even_persistent: bool = False) -> bool:
-    """Remove a folder if no process holds it and, unless `even_persistent`, it is not persistent; return whether it is gone."""
+    """Remove a folder if no process holds it and, unless `even_persistent`, it is not persistent.
+
+    Returns:
+        Whether the folder is gone.
+    """
     try:
         holders = RangeLocks(os.path.join(path, HOLDERS))
     except FileNotFoundError:
@@ -220,10 +240,10 @@ def remove_if_left(path: str, *, even_persistent: bool = False) -> bool:
     with contextlib.suppress(FileNotFoundError):
         if os.stat(holders.path).st_ino != os.fstat(holders.fd).st_ino:
             return True
-        if not even_persistent and os.path.exists(os.path.join(path, IS_PERSISTENT)):
+        is_kept = os.path.exists(os.path.join(path, IS_PERSISTENT)) and os.path.exists(os.path.join(path, HEAD))
+        if is_kept and not even_persistent:
             return False
-        base, name = os.path.split(path)
-        remove_folder(path, os.path.join(base, f".{name}.{secrets.token_hex(4)}.dying"))
+        remove_folder(path)
     return True
 
 

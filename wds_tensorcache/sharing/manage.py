@@ -7,8 +7,8 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 
-from wds_tensorcache.sharing.folder import HEAD, base_folder, find_folders, folder_holders, named_folder, remove_if_left
-from wds_tensorcache.sharing.reaper import IS_PERSISTENT
+from wds_tensorcache.sharing.folder import base_folder, find_folders, folder_holders, named_folder, remove_if_left
+from wds_tensorcache.sharing.reaper import HEAD, IS_PERSISTENT
 from wds_tensorcache.sharing.table import TABLE, Table
 
 __all__ = ["SharedInfo", "shared_clear", "shared_list"]
@@ -52,7 +52,7 @@ def shared_list(directory: str | os.PathLike[str] | None = None) -> list[SharedI
                 SharedInfo(
                     described["name"],
                     described["fingerprint"],
-                    table.count(),
+                    len(table.present()),
                     sum(segment.reserved for segment in table.segments()),
                     tuple(folder_holders(path)),
                     os.path.exists(os.path.join(path, IS_PERSISTENT)),
@@ -71,6 +71,8 @@ def shared_clear(name: str, directory: str | os.PathLike[str] | None = None) -> 
     """
     path = named_folder(base_folder(directory), name)
     if not os.path.isdir(path):
-        raise FileNotFoundError(f"no shared memory {name!r:.200}; there is {[each.name for each in shared_list(directory)]}")
+        raise FileNotFoundError(
+            f"no shared memory {name!r:.200}; there is {[each.name for each in shared_list(directory)]}"
+        )
     if not remove_if_left(path, even_persistent=True):
         raise BlockingIOError(f"{path} is held by processes {folder_holders(path)}; close it there, or end them")

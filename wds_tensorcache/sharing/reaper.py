@@ -8,30 +8,33 @@ from __future__ import annotations
 import os
 import struct
 import sys
+from contextlib import suppress
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["HOLDERS", "IS_PERSISTENT", "NUM_HOLDER_BYTES", "REAPER_BYTE", "remove_folder"]
+__all__ = ["HEAD", "HOLDERS", "IS_PERSISTENT", "NUM_HOLDER_BYTES", "REAPER_BYTE", "remove_folder"]
 
+HEAD = "head.json"  # describes the samples
 HOLDERS = "holders"  # each process that holds the folder has locked one byte of this file
 IS_PERSISTENT = "persistent"  # the folder is kept if a file with this name exists
 NUM_HOLDER_BYTES = 1 << 40
 REAPER_BYTE = NUM_HOLDER_BYTES + 1  # locked by the process that waits for the holders
 
 
-def remove_folder(folder: str, dying: str) -> None:
-    """Remove a folder of files; the caller holds the lock of all holders. `dying` is an unused name, for the time until then."""
-    try:
-        os.rename(folder, dying)
-    except FileNotFoundError:
-        return
-    # the file of the holders last: a folder without it is taken for an empty one
-    for name in sorted(os.listdir(dying), key=HOLDERS.__eq__):
-        os.unlink(os.path.join(dying, name))
-    os.rmdir(dying)
+def remove_folder(folder: str) -> None:
+    """Remove a folder and its files; the caller holds the lock of all holders.
+
+    The first file to go is `HEAD`, without which a folder is never used, the last is `HOLDERS`. So if this process is killed
+    meanwhile, the next process that opens a folder removes the rest.
+    """
+    order = {HEAD: -1, HOLDERS: 1}
+    for name in sorted(os.listdir(folder), key=lambda name: order.get(name, 0)):
+        os.unlink(os.path.join(folder, name))
+    with suppress(OSError):  # a new folder has taken the place of the empty one
+        os.rmdir(folder)
 
 
 def _lock(fd: int, begin: int, length: int, command: int) -> bool:
@@ -53,8 +56,7 @@ def _wait_and_remove(folder: str) -> None:
     except FileNotFoundError:
         return
     if is_same and not os.path.exists(os.path.join(folder, IS_PERSISTENT)):
-        base, name = os.path.split(folder)
-        remove_folder(folder, os.path.join(base, f".{name}.{os.getpid()}.dying"))
+        remove_folder(folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The bytes of the samples: append-only files that every process maps privately, so that writing into a view is copy on write."""
+"""The bytes of the samples: append-only files, which every process maps privately, so that views are copied on write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wds_tensorcache.sharing.table import ALIGN, Segment, Table
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.range_locks import RangeLocks
 
-__all__ = ["Full", "Members", "Segments", "segment_path"]
+__all__ = ["Full", "Members", "Segments", "members_in_memory", "segment_path"]
 
 # Bytes of the file `locks`: one for each sample, these, and one for each serial number of a segment from `_WRITING` on.
 _SPACE = 1 << 60
@@ -36,7 +36,7 @@ _LARGE_NBYTES = 1 << 16
 _MIN_SEGMENT_NBYTES, _MAX_SEGMENT_NBYTES = 1 << 26, 1 << 34
 _MAX_PART = 16  # a segment has at most this part of all bytes that may be in use
 
-Members = tuple[bytes, "SegmentSource | MemorySource"]
+Members = tuple[bytes, MemorySource]  # the skeleton, and the source of the tensors
 
 
 class Full(Exception):
@@ -64,6 +64,11 @@ class SegmentSource(MemorySource):
 
     def view(self, begin: int, end: int) -> Any:
         return np.frombuffer(self.member[begin:end], np.uint8)
+
+
+def members_in_memory(sample: EncodedSample) -> Members:
+    """Return the members of a sample in memory of this process."""
+    return sample.skeleton, MemorySource(b"".join((sample.header, *sample.buffers)))
 
 
 def segment_path(folder: str, serial: int) -> str:
@@ -124,7 +129,11 @@ class Segments:
             what = f"the record of sample {index} at byte {offset} is damaged"
             raise FormatError(what, kind="damaged").at(segment_path(self._folder, serial))
         member = segment[tensors : tensors + nbytes]
-        source = SegmentSource(member, self._pool) if nbytes >= _LARGE_NBYTES else MemorySource(bytearray(member))
+        source = (
+            SegmentSource(member, self._pool)
+            if nbytes >= _LARGE_NBYTES
+            else MemorySource(memoryview(bytearray(member)))
+        )
         return bytes(segment[begin : begin + skeleton_nbytes]), source
 
     def _map(self, serial: int) -> memoryview | None:
@@ -202,8 +211,8 @@ class Segments:
         free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
         return OSError(
             errno.ENOSPC,
-            f"no memory for a sample of {nbytes:,} bytes: the file system has {free:,} of {total:,} bytes left, and this dataset "
-            f"has {self.nbytes:,}; pass max_nbytes= or directory=, or enlarge /dev/shm (docker run --shm-size)",
+            f"no memory for a sample of {nbytes:,} bytes: the file system has {free:,} of {total:,} bytes left, and this "
+            f"dataset has {self.nbytes:,}; pass max_nbytes= or directory=, or enlarge /dev/shm (docker run --shm-size)",
             self._folder,
         )
 
@@ -219,7 +228,9 @@ class Segments:
                 excess -= self._evict(segments)
         for segment in sorted(segments, key=lambda each: each.serial != self._mine):
             if segment.end + nbytes <= segment.capacity and self._locks.lock(_WRITING + segment.serial):
-                segment = self._table.segment(segment.serial)  # another process may have appended before this one locked it
+                segment = self._table.segment(
+                    segment.serial
+                )  # another process may have appended before this one locked it
                 if segment.end + nbytes <= segment.capacity:
                     break
                 self._locks.unlock(_WRITING + segment.serial)

@@ -1,7 +1,8 @@
 """The table that all processes map: where each sample is, and how full each segment is.
 
-The file contains 64-bit numbers: `_HEAD` numbers, `_WIDTH` for each slot of a segment, and one for each sample. A sample's number is `serial << 40 | offset >> 4`, with the serial number of the segment and the sample's byte offset in it; 0 if absent. One
-aligned store publishes it, after the sample's bytes were written.
+The file contains 64-bit numbers: `_HEAD` numbers, `_WIDTH` for each slot of a segment, and one for each sample. A sample's
+number is `serial << 40 | offset >> 4`, with the serial number of the segment and the sample's byte offset in it; 0 if it is
+absent. One aligned store publishes it, after the sample's bytes were written.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ class Table:
         at = _slot(serial)
         for number, value in ((_CAPACITY, capacity), (_END, 0), (_RESERVED, 0), (_USED, time.monotonic_ns())):
             self._slots[at + number] = value
-        self._head[_NEXT_SERIAL] = serial + 1  # first: a number is never used twice, even if this process is killed here
+        self._head[_NEXT_SERIAL] = (
+            serial + 1
+        )  # first: a number is never used twice, even if this process is killed here
         self._slots[at] = serial
         return Segment(serial, capacity, 0, 0)
 
@@ -121,11 +124,11 @@ class Table:
         self._slots[_slot(serial)] = 0
         self._head[_GENERATION] += 1
 
-    def count(self) -> int:
-        """Return the number of samples that are present."""
+    def present(self) -> list[int]:
+        """Return the indices of the samples that are present, ascending."""
         serials = np.array(self.entries, np.uint64) >> np.uint64(_OFFSET_BITS)
         alive = np.array([segment.serial for segment in self.segments()], np.uint64)
-        return int(np.isin(serials, alive).sum())
+        return np.flatnonzero(np.isin(serials, alive)).tolist()  # type: ignore[no-any-return]
 
 
 def _slot(serial: int) -> int:

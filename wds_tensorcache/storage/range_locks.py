@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from struct import Struct
@@ -40,7 +40,9 @@ class RangeLocks:
     def __init__(self, path: str) -> None:
         self.path = path
         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        self._close = partial(deque, map(os.close, [self.fd]), 0)  # closes once, however often it is called
+        self._close: Callable[[], object] = partial(
+            deque, map(os.close, [self.fd]), 0
+        )  # closes once, however often it is called
         self._net = call_when_gone(self, self._close)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.reading.positions import shard_runs, take
 from wds_tensorcache.reading.schema import shapes_of
 
@@ -41,6 +42,8 @@ def buckets_of(cache: Any, by: str | Callable[[Any], Any]) -> dict[Any, Array]:
 
 def block_sizes(cache: Any, members: Array | None = None) -> list[int]:
     """Return the length of each run of successive samples in one shard, among the sample indices `members`; None for all."""
-    while not isinstance(cache, TensorCache):  # joined caches have the order of the first cache
+    while isinstance(cache, JoinedCache):  # joined caches have the order of the first cache
         cache = cache._caches[0]
+    if not isinstance(cache, TensorCache):  # in memory: every order takes the same time
+        return [len(cache if members is None else members)]
     return shard_runs(cache._store, cache._where if members is None else take(cache._where, members))

@@ -1,0 +1,227 @@
+"""Load each sample once, however many threads and processes want it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wds_tensorcache.codec.header import parse_header
+from wds_tensorcache.codec.sample import check_binding, decode_body, decode_members, encode_views
+from wds_tensorcache.codec.skeleton.types import Allowed
+from wds_tensorcache.errors import EncodeError
+from wds_tensorcache.sharing.folder import SharedFolder
+from wds_tensorcache.sharing.segments import Full, Members, Segments, members_in_memory
+from wds_tensorcache.sharing.table import TABLE, Table
+from wds_tensorcache.storage.memory_pool import Pool
+from wds_tensorcache.storage.range_locks import RangeLocks
+
+__all__ = ["LOCKS", "Samples", "SharedStats"]
+
+LOCKS = "locks"  # name of the file; byte i is the lock of sample i
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStats:
+    """Counts of a SharedDataset.
+
+    Attributes:
+        hits, misses: Number of samples that this process took from shared memory, and that it loaded from the dataset.
+        passed_through: Number of misses that were not added, because there was no room or they cannot be encoded.
+        num_samples, nbytes: Number of samples that all processes share, and the bytes they take.
+        holders: Process ids of the processes that hold the samples.
+    """
+
+    hits: int
+    misses: int
+    passed_through: int
+    num_samples: int
+    nbytes: int
+    holders: tuple[int, ...]
+
+
+class _Opened:
+    """What one process has opened: a forked child opens its own, since the parent's locks would not exclude it."""
+
+    def __init__(self, folder: SharedFolder, max_nbytes: int | None, evicts: bool, pool: Pool) -> None:
+        self.pid = os.getpid()
+        self.locks = RangeLocks(folder.file(LOCKS))
+        self.table = Table(folder.file(TABLE))
+        self.segments = Segments(folder.path, self.table, self.locks, max_nbytes, evicts, pool)
+        self.loading: dict[int, threading.Lock] = {}  # by index, the lock of the thread that loads the sample
+        self.guard = threading.Lock()
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """A sample, either encoded or, if it cannot be encoded, as the dataset returned it."""
+
+    members: Members | None
+    sample: Any = None
+    error: EncodeError | None = None
+
+
+class Samples:
+    """The samples of a dataset, in shared memory or loaded into it on demand.
+
+    Args:
+        dataset: The dataset.
+        folder: The folder in shared memory.
+        max_nbytes, evicts, pool: As in `Segments`.
+        verify: Compare digests at every access.
+        allow: Other classes that samples may contain, as `allow_table` returns them.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        folder: SharedFolder,
+        max_nbytes: int | None,
+        evicts: bool,
+        pool: Pool,
+        verify: bool,
+        allow: Allowed,
+    ) -> None:
+        self.dataset, self.folder, self.pool = dataset, folder, pool
+        self._options = (max_nbytes, evicts, pool)
+        self._verify, self._allow = verify, allow
+        # after a crash of the machine, files on a disk may lack some of their bytes
+        self._doubtful = set(range(len(dataset))) if folder.was_left else set()
+        self._opened = _Opened(folder, *self._options)
+        self._hits = self._misses = self._passed = 0
+        self._has_warned = False
+
+    def get(self, number: int) -> Any:
+        """Return a sample."""
+        found = self._find(number)
+        return self._decode(_Loaded(found) if found is not None else self._load(number))
+
+    def get_many(self, numbers: Sequence[int]) -> list[Any]:
+        """Return samples; first load those that no other process is loading now."""
+        return list(map(self._decode, self._load_many(numbers)))
+
+    def members(self, numbers: Sequence[int]) -> list[Members]:
+        """Return the members of samples, loading them like `get_many`.
+
+        Raises:
+            EncodeError: A sample cannot be encoded.
+        """
+        result = []
+        for number, loaded in zip(numbers, self._load_many(numbers), strict=True):
+            if loaded.error is not None:
+                raise loaded.error.at(f"sample {number}")
+            assert loaded.members is not None
+            result.append(loaded.members)
+        return result
+
+    def decode(self, members: Members) -> Any:
+        """Return the sample with these members, with lazy tensors."""
+        skeleton, source = members
+        layout, digest = parse_header(source.member)
+        return decode_body(
+            skeleton, check_binding(skeleton, layout.nbytes, digest)[0], layout, source, True, self._allow
+        )
+
+    def present(self) -> list[int]:
+        """Return the indices of the samples in shared memory."""
+        return self._here().table.present()
+
+    def stats(self) -> SharedStats:
+        """Return counts of this process, and of the memory that all processes share."""
+        opened = self._here()
+        return SharedStats(
+            self._hits,
+            self._misses,
+            self._passed,
+            len(opened.table.present()),
+            opened.segments.nbytes,
+            tuple(self.folder.holders()),
+        )
+
+    def _here(self) -> _Opened:
+        """Return what this process has opened; a forked child opens its own."""
+        opened = self._opened
+        if opened.pid != os.getpid():
+            self.folder.hold_again()
+            opened = self._opened = _Opened(self.folder, *self._options)
+            self._hits = self._misses = self._passed = 0
+        return opened
+
+    def _find(self, number: int) -> Members | None:
+        """Return the members of a sample if it is in shared memory."""
+        found = self._opened.segments.find(number)
+        if found is not None:
+            if self._verify or number in self._doubtful:
+                skeleton, source = found
+                decode_members(skeleton, source.member, True, True, self._allow)
+                self._doubtful.discard(number)
+            self._hits += 1
+        return found
+
+    def _decode(self, loaded: _Loaded) -> Any:
+        return loaded.sample if loaded.members is None else self.decode(loaded.members)
+
+    def _load_many(self, numbers: Sequence[int]) -> list[_Loaded]:
+        found: dict[int, _Loaded | None] = {}
+        for number in numbers:
+            members = self._find(number)
+            found[number] = None if members is None else _Loaded(members)
+        missing = [number for number, loaded in found.items() if loaded is None]
+        for number in missing:
+            found[number] = self._try_load(number)
+        for number in missing:
+            if found[number] is None:
+                found[number] = self._load(number)
+        return [loaded for number in numbers if (loaded := found[number]) is not None]
+
+    def _try_load(self, number: int) -> _Loaded | None:
+        """Load a sample, unless another thread or process is loading it now; then return None."""
+        opened = self._here()
+        mine = self._lock_of(opened, number)
+        if not mine.acquire(blocking=False):
+            return None
+        try:
+            if not opened.locks.lock(number):
+                return None
+            try:
+                return self._load_locked(opened, number)
+            finally:
+                opened.locks.unlock(number)
+        finally:
+            mine.release()
+
+    def _load(self, number: int) -> _Loaded:
+        """Load a sample, or wait until another thread or process has loaded it."""
+        opened = self._here()
+        with self._lock_of(opened, number), opened.locks.held(number):
+            return self._load_locked(opened, number)
+
+    def _lock_of(self, opened: _Opened, number: int) -> threading.Lock:
+        with opened.guard:
+            return opened.loading.setdefault(number, threading.Lock())
+
+    def _load_locked(self, opened: _Opened, number: int) -> _Loaded:
+        members = self._find(number)
+        if members is not None:
+            return _Loaded(members)
+        sample = self.dataset[number]
+        self._misses += 1
+        try:
+            encoded = encode_views(sample, self._allow)
+        except EncodeError as exc:
+            self._passed += 1
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(f"sample {number} of {self.folder.path} is not shared: {exc}", stacklevel=5)
+            return _Loaded(None, sample, exc)
+        try:
+            opened.segments.append(number, encoded)
+        except Full:
+            self._passed += 1
+            return _Loaded(members_in_memory(encoded), sample)
+        members = opened.segments.find(number)
+        # None: removed just now
+        return _Loaded(members_in_memory(encoded) if members is None else members)
