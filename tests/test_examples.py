@@ -43,6 +43,20 @@ def test_training_that_is_killed_goes_on(tmp_path: Path) -> None:
     assert "1000 samples, the same as those of the run that was not broken" in out
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the locks of Linux")
+def test_two_terminals_share_a_slow_dataset(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/shared_dataset.py", "--samples", "60", "--name", f"test-{os.getpid()}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) for _ in range(2)]
+    printed = [process.communicate(timeout=300)[0].splitlines() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    for epochs in printed:
+        assert "60 samples" in epochs[0]
+        assert "share 60" in epochs[1]
+    loads = [[int(epoch.split("loaded ")[1].split(",")[0]) for epoch in epochs] for epochs in printed]
+    assert 60 <= sum(last for _, last in loads) <= 120
+
+
 def test_a_whole_cache_in_bulk(tmp_path: Path) -> None:
     out = run(sys.executable, "examples/bulk_loading.py", "--out", str(tmp_path))
     assert "1000 samples; mean [-1.0, -0.87, -0.73, -0.6]…, deviation [0.5, 0.6, 0.7, 0.8]…" in out

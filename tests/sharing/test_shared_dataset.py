@@ -136,7 +136,7 @@ def test_files_are_the_owners_alone_whatever_the_umask(counted: Counted, directo
     assert stat.S_IMODE(base.stat().st_mode) == stat.S_IMODE((base / "mode").stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in (base / "mode").iterdir()} == {0o600}
     os.chmod(base, 0o755)
-    with pytest.raises(PermissionError, match="no one else may use"):
+    with pytest.raises(PermissionError, match="this user alone"):
         tc.SharedDataset(counted, "mode", directory=directory)
     os.chmod(base, 0o700)
     shared.close()
@@ -219,7 +219,7 @@ def test_writing_into_a_view_changes_no_other_read(counted: Counted, directory: 
             assert run_in_child(lambda index=index: assert_same(Counted.sample(index), shared[index])) in (0, 1)  # type: ignore[misc]
             with tc.SharedDataset(counted, "views", directory=directory) as again:
                 assert_same(Counted.sample(index), again[index])
-        for index in range(4, COUNT):  # appended behind the pages that were written to
+        for index in range(4, COUNT):  # appended after the pages that were written to
             assert_same(Counted.sample(index), shared[index])
 
 

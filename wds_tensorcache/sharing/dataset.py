@@ -46,8 +46,8 @@ class SharedDataset(Cache[Any]):
         name: Name of the shared memory. Processes that pass the same name share it.
         max_nbytes: Maximum bytes of shared memory; None for no limit.
         directory: Folder for the files; by default shared memory, `/dev/shm`. A folder on a disk of this machine also works.
-        eviction: What happens when there is no room: None returns further samples without adding them; `"lru"` removes
-            those that were not used for the longest time. Tensors that are in use keep their memory.
+        eviction: Way to make room when `max_nbytes` is reached: None adds no more samples, and only returns them; `"lru"`
+            removes those that were not used for the longest time. Tensors that are in use keep their memory.
         persistent: Keep the files after the last process is gone, for a later run.
         verify: Compare the digests of a sample with its bytes at every access.
         fingerprint: A text that describes the dataset, for example its version and transforms. Together with the dataset's
@@ -57,7 +57,7 @@ class SharedDataset(Cache[Any]):
     Raises:
         InvalidKeyError: `name` is not possible as a file name.
         StaleCacheError: The name is in use for a dataset with another fingerprint; the message contains both.
-        PermissionError: Someone else made the files, or could change them.
+        PermissionError: Another user made the files, or could change them.
         NotImplementedError: The system is not Linux.
         TypeError: The dataset has no length.
 

@@ -34,7 +34,7 @@ __all__ = [
 
 _SHARED_MEMORY = "/dev/shm"
 _NAME = re.compile(r"[\w-][\w .=+@-]{0,127}").fullmatch
-_OWNER_ONLY = 0o077  # no permission of anyone else
+_NOT_THE_OWNER = 0o077  # permissions of all other users
 
 
 def base_folder(directory: str | os.PathLike[str] | None) -> str:
@@ -43,7 +43,7 @@ def base_folder(directory: str | os.PathLike[str] | None) -> str:
     Raises:
         NotImplementedError: The system has no locks on byte ranges that survive threads and forks; only Linux has them.
         FileNotFoundError: The directory does not exist.
-        PermissionError: The folder belongs to another user, or others may use it.
+        PermissionError: The folder belongs to another user, or other users may use it.
     """
     if not CAN_LOCK_RANGES:
         raise NotImplementedError("SharedDataset needs Linux: other systems lack its locks on byte ranges of a file")
@@ -57,12 +57,12 @@ def base_folder(directory: str | os.PathLike[str] | None) -> str:
 
 
 def check_owner(path: str, status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
-    """Raise PermissionError unless a file or folder belongs to this user, has the right kind, and no one else may use it."""
-    if not is_kind(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _OWNER_ONLY:
+    """Raise PermissionError unless a file or folder has the right kind, and this user alone owns and may use it."""
+    if not is_kind(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _NOT_THE_OWNER:
         what = f"owner {status.st_uid}, mode {stat.filemode(status.st_mode)}"
         raise PermissionError(
-            f"{path} has {what}; expected one of user {os.geteuid()} that no one else may use: remove it, or choose another "
-            "directory="
+            f"{path} has {what}; expected one of user {os.geteuid()}, with permissions for this user alone: remove it, or "
+            "choose another directory="
         )
 
 
@@ -133,7 +133,7 @@ def open_folder(
     Raises:
         InvalidKeyError: The name is not one that a file may have everywhere.
         StaleCacheError: The folder was made for a dataset with another fingerprint.
-        PermissionError: Someone else made the folder or a file in it.
+        PermissionError: Another user made the folder or a file in it.
     """
     path = named_folder(base, name)
     for left in find_folders(base):
@@ -200,7 +200,9 @@ def _create(path: str, head: dict[str, Any], create: Callable[[str], None]) -> S
         with contextlib.suppress(FileNotFoundError):
             remove_folder(making)
         if isinstance(exc, (FileExistsError, FileNotFoundError)):
-            return None  # not found: another process has taken the unfinished folder for one that was left behind
+            return (
+                None  # not found: another process has taken the unfinished folder for an abandoned one, and removed it
+            )
         raise
     return SharedFolder(path, holders, head, False)
 
@@ -227,7 +229,7 @@ def remove_if_left(path: str, *, even_persistent: bool = False) -> bool:
     """Remove a folder if no process holds it and, unless `even_persistent`, it is not persistent.
 
     Returns:
-        Whether the folder is gone.
+        True if the folder is gone.
     """
     try:
         holders = RangeLocks(os.path.join(path, HOLDERS))
@@ -251,7 +253,7 @@ def _start_reaper(folder: SharedFolder) -> None:
     """Start the process that removes the folder after its last holder is gone, unless one waits already."""
     is_python = os.path.basename(sys.executable or "").startswith(("python", "pypy"))
     if RangeLocks(folder.file(HOLDERS)).locked_by_others(REAPER_BYTE, 1) or not is_python:
-        return  # an embedded interpreter has no executable: the next process that opens a folder removes those that are left
+        return  # an embedded interpreter has no executable: the next process that opens a folder removes abandoned ones
     script = reaper.__file__
     subprocess.run(
         [sys.executable, "-I", "-S", script, folder.path],

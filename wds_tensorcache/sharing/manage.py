@@ -23,7 +23,7 @@ class SharedInfo:
         fingerprint: Type and length of the dataset, and the text that was passed.
         num_samples, nbytes: Number of samples in the memory, and the bytes they take.
         holders: Process ids of the processes that hold it.
-        is_persistent: Whether it is kept after the last holder is gone.
+        is_persistent: True if it is kept after the last holder is gone.
     """
 
     name: str

@@ -44,7 +44,7 @@ class SharedStats:
 
 
 class _Opened:
-    """What one process has opened: a forked child opens its own, since the parent's locks would not exclude it."""
+    """Files that one process has opened: a forked child opens its own, since the parent's locks would not exclude it."""
 
     def __init__(self, folder: SharedFolder, max_nbytes: int | None, evicts: bool, pool: Pool) -> None:
         self.pid = os.getpid()
@@ -142,7 +142,7 @@ class Samples:
         )
 
     def _here(self) -> _Opened:
-        """Return what this process has opened; a forked child opens its own."""
+        """Return the files that this process has opened; a forked child opens its own."""
         opened = self._opened
         if opened.pid != os.getpid():
             self.folder.hold_again()

@@ -30,8 +30,8 @@ _WRITING = 1 << 61
 _RECORD = Struct("<QQQ8x")  # index of the sample, length of the skeleton, length of the tensors
 _DATA_ALIGN = 64
 _PAGE_NBYTES = mmap.PAGESIZE
-# A process that writes into a view gets a private copy of its pages. Large tensors have pages of their own, so that such a page
-# never contains the beginning of a sample that is appended later. Smaller ones are copied by every hit.
+# A process that writes into a view gets a private copy of its pages. Large tensors share no page with other samples,
+# so that such a page never contains the beginning of a sample that is appended later. Small tensors are copied by every hit.
 _LARGE_NBYTES = 1 << 16
 _MIN_SEGMENT_NBYTES, _MAX_SEGMENT_NBYTES = 1 << 26, 1 << 34
 _MAX_PART = 16  # a segment has at most this part of all bytes that may be in use
@@ -241,7 +241,7 @@ class Segments:
         return segment
 
     def _settle(self, segments: list[Segment]) -> list[Segment]:
-        """Give up what killed processes left behind: reserved bytes that nobody writes, and segments without a file."""
+        """Give up bytes that killed processes have reserved, and segments whose files they have removed."""
         kept = []
         for segment in segments:
             if not os.path.exists(segment_path(self._folder, segment.serial)):
@@ -270,7 +270,7 @@ class Segments:
         return self._table.add(serial, capacity)
 
     def _evict(self, segments: list[Segment]) -> int:
-        """Remove the least recently used segment to which nobody writes, and return its length; raise Full if there is none."""
+        """Remove the least recently used segment that no process is writing; return its length, or raise Full."""
         for segment in segments:
             if segment.end and self._locks.lock(_WRITING + segment.serial):
                 self._remove(segment.serial)
