@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +52,34 @@ class _Opened:
         self.locks = RangeLocks(folder.file(LOCKS))
         self.table = Table(folder.file(TABLE))
         self.segments = Segments(folder.path, self.table, self.locks, max_nbytes, evicts, pool)
-        self.loading: dict[int, threading.Lock] = {}  # by index, the lock of the thread that loads the sample
-        self.guard = threading.Lock()
+        self.threads = _ThreadLocks()
+
+
+class _ThreadLocks:
+    """Locks of samples for the threads of one process, which hold the locks on the file together."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._locks: dict[int, list[Any]] = {}  # by index, the lock and the number of threads that use it
+
+    @contextmanager
+    def held(self, number: int, *, wait: bool = True) -> Iterator[bool]:
+        """Hold the lock of a sample during the `with` block; yield False if it is not free and `wait` is False."""
+        with self._guard:
+            used = self._locks.setdefault(number, [threading.Lock(), 0])
+            used[1] += 1
+        try:
+            is_held = used[0].acquire(blocking=wait)
+            try:
+                yield is_held
+            finally:
+                if is_held:
+                    used[0].release()
+        finally:
+            with self._guard:
+                used[1] -= 1
+                if not used[1]:
+                    del self._locks[number]
 
 
 @dataclass(slots=True)
@@ -89,7 +116,7 @@ class Samples:
         self._options = (max_nbytes, evicts, pool)
         self._verify, self._allow = verify, allow
         # after a crash of the machine, files on a disk may lack some of their bytes
-        self._doubtful = set(range(len(dataset))) if folder.was_left else set()
+        self._doubtful = bytearray(b"\1" * len(dataset)) if folder.was_left else None
         self._opened = _Opened(folder, *self._options)
         self._hits = self._misses = self._passed = 0
         self._has_warned = False
@@ -154,10 +181,11 @@ class Samples:
         """Return the members of a sample if it is in shared memory."""
         found = self._opened.segments.find(number)
         if found is not None:
-            if self._verify or number in self._doubtful:
+            if self._verify or (self._doubtful is not None and self._doubtful[number]):
                 skeleton, source = found
                 decode_members(skeleton, source.member, True, True, self._allow)
-                self._doubtful.discard(number)
+                if self._doubtful is not None:
+                    self._doubtful[number] = 0
             self._hits += 1
         return found
 
@@ -180,28 +208,19 @@ class Samples:
     def _try_load(self, number: int) -> _Loaded | None:
         """Load a sample, unless another thread or process is loading it now; then return None."""
         opened = self._here()
-        mine = self._lock_of(opened, number)
-        if not mine.acquire(blocking=False):
-            return None
-        try:
-            if not opened.locks.lock(number):
+        with opened.threads.held(number, wait=False) as is_held:
+            if not is_held or not opened.locks.lock(number):
                 return None
             try:
                 return self._load_locked(opened, number)
             finally:
                 opened.locks.unlock(number)
-        finally:
-            mine.release()
 
     def _load(self, number: int) -> _Loaded:
         """Load a sample, or wait until another thread or process has loaded it."""
         opened = self._here()
-        with self._lock_of(opened, number), opened.locks.held(number):
+        with opened.threads.held(number), opened.locks.held(number):
             return self._load_locked(opened, number)
-
-    def _lock_of(self, opened: _Opened, number: int) -> threading.Lock:
-        with opened.guard:
-            return opened.loading.setdefault(number, threading.Lock())
 
     def _load_locked(self, opened: _Opened, number: int) -> _Loaded:
         members = self._find(number)

@@ -119,7 +119,8 @@ class Segments:
             segment = self._map(serial)
             if segment is None:
                 return None
-        table.note_use(serial)
+        if self._evicts:
+            table.note_use(serial)
         begin = offset + _RECORD.size
         found, skeleton_nbytes, nbytes = _RECORD.unpack_from(segment, offset)
         tensors = _align(begin + skeleton_nbytes, _DATA_ALIGN)
