@@ -196,6 +196,26 @@ def test_freed_storage() -> None:
     sample["t"].untyped_storage().resize_(12)  # as trainers do that shard parameters
 
 
+@pytest.mark.parametrize("view", [lambda t: t.view(4, 4).t(), lambda t: t[::2]])
+def test_storages_of_strided_tensors_can_still_be_resized(view: Any) -> None:
+    learn(BASE)
+    plain = torch.arange(16.0)
+    tc.encode_sample(changed(t=view(plain)))
+    plain.untyped_storage().resize_(0)
+
+
+def test_tensors_without_memory_are_refused() -> None:
+    learn(BASE)
+
+    def encode(tensor: torch.Tensor) -> torch.Tensor:
+        for sample in (changed(t=tensor), {"other": [tensor]}, {"other": [tensor.bfloat16()]}):
+            with pytest.raises(tc.EncodeError, match="no memory"):
+                tc.encode_sample(sample)
+        return tensor
+
+    torch.func.functionalize(encode)(torch.arange(3.0))
+
+
 @pytest.mark.parametrize("align", [0, -8, 12])
 def test_alignments_that_are_refused(align: int) -> None:
     learn(BASE)

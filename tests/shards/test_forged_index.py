@@ -206,6 +206,12 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
         "keys that overlap",
     ),
     "keys outside": (lambda i: replace(i, keys=Keys(i.keys.text, i.keys.ends + np.uint8(9))), "keys that overlap"),
+    "keys whose ends wrap": (
+        lambda i: replace(
+            i, keys=Keys(i.keys.text, np.array([(1 << 63) - 1, (1 << 64) - 2, (1 << 64) - 1, 8], np.uint64))
+        ),
+        "keys that overlap",
+    ),
     "empty keys": (lambda i: replace(i, keys=Keys(i.keys.text, narrow([0, 2, 4, 8]))), "empty keys"),
     "keys that are not bytes": (
         lambda i: replace(i, keys=Keys(i.keys.text.astype(np.uint16), i.keys.ends)),

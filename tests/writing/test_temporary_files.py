@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import linecache
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import wds_tensorcache as tc
 from tests.children import run_in_child
@@ -22,14 +24,14 @@ from wds_tensorcache.storage.output import Output
 FILES = ("atomic.py", "contextlib.py", "locks.py", "manifest.py", "new_folder.py", "output.py", "repair.py")
 
 
-def is_interrupted(work: Callable[[], Any], number: int) -> bool:
-    """Raise KeyboardInterrupt at line `number` of the files above, counted as they are run; return whether there was one."""
+def is_interrupted(work: Callable[[], Any], number: int, files: tuple[str, ...] = FILES) -> bool:
+    """Raise KeyboardInterrupt at line `number` of the files, counted as they are run; return whether there was one."""
     left, is_raised = number, False
     entered: set[tuple[int, int]] = set()  # by id: a frame that is kept keeps what it would drop
 
     def look(frame: Any, event: str, _: Any) -> Any:
         nonlocal left, is_raised
-        if not frame.f_code.co_filename.endswith(FILES):
+        if not frame.f_code.co_filename.endswith(files):
             return None
         if event == "return":
             entered.difference_update([each for each in entered if each[0] == id(frame)])
@@ -105,5 +107,36 @@ def interrupt_each_line(tmp_path: Path, work: Callable[[Path], Any]) -> tuple[in
         left += [(number, each) for each in os.listdir(folder) if each.endswith(".tmp")]
         if (folder / "x").read_bytes() not in (b"old", b"new"):
             changed.append(number)
+        shutil.rmtree(folder)
+        number += 1
+
+
+@pytest.mark.parametrize("size", [10, 5000])
+def test_a_writer_that_continues_after_an_interrupt_writes_no_damaged_shard(tmp_path: Path, size: int) -> None:
+    found = tmp_path / "found"
+    assert run_in_child(lambda: found.write_text(json.dumps(continue_after_each_line(tmp_path, size)))) == 0
+    number, damaged = json.loads(found.read_text())
+    assert number > 20
+    assert not damaged
+
+
+def continue_after_each_line(tmp_path: Path, size: int) -> tuple[int, list[Any]]:
+    """Return how many lines of writing there are, and those after which a finished shard was damaged."""
+    number, damaged = 0, list[Any]()
+    while True:
+        folder = tmp_path / f"{number}"
+
+        def work(folder: Path = folder) -> None:
+            sink = tc.ShardWriter(folder / "%d.tar", fsync=False)
+            for i in range(3):
+                with contextlib.suppress(KeyboardInterrupt, OSError):
+                    sink.write(f"{i}", {"x": torch.full((size,), i)})
+            with contextlib.suppress(KeyboardInterrupt, OSError):
+                sink.close()
+
+        if not is_interrupted(work, number, ("unfinished_shard.py", "index_builder.py", "output.py")):
+            return number, damaged
+        if list(folder.glob("*.tar")) and not tc.verify(folder).ok:
+            damaged.append((number, str(tc.verify(folder))))
         shutil.rmtree(folder)
         number += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -72,7 +73,9 @@ def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
     Memory: `buffers` alias the tensors of `sample` that are contiguous and on the CPU.
     """
     family = None if allow else family_of(sample)
-    written = None if family is None else family.write(sample, align)
+    written = None
+    with suppress(RecursionError):  # `_write_anew` raises the error
+        written = None if family is None else family.write(sample, align)
     if written is None:
         written = _write_anew(sample, allow, align)
         if family is not None:
@@ -85,8 +88,8 @@ def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
 
 def _write_anew(sample: Any, allow: Allowed, align: int) -> Written:
     """Write a sample without a template."""
-    writer = SkeletonWriter(allow)
     try:
+        writer = SkeletonWriter(allow)
         writer.save(sample)
     except RecursionError as exc:
         raise EncodeError(

@@ -83,11 +83,29 @@ def view_plain(tensor: torch.Tensor) -> memoryview | None:
     try:
         nbytes = tensor.nbytes
         # Hazard: the memory of a storage may have been freed; `numpy()` would also keep it from being allocated again.
-        if not nbytes or tensor.storage_offset() * tensor.itemsize + nbytes > tensor.untyped_storage().nbytes():
+        if (
+            not nbytes
+            or not tensor.is_contiguous()
+            or tensor.storage_offset() * tensor.itemsize + nbytes > tensor.untyped_storage().nbytes()
+        ):
             return None
-        return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]
+        return memoryview(_view_memory(tensor)).cast("B")  # type: ignore[arg-type]
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return None  # on a GPU, needs a gradient, not contiguous, sparse, a pending conjugation, inside torch.func, …
+
+
+def _view_memory(tensor: torch.Tensor) -> Array:
+    """Return a view of a tensor's memory as an array.
+
+    Hazard: for a tensor without memory, as inside `torch.func.functionalize`, torch returns an array of random bytes.
+
+    Raises:
+        RuntimeError, TypeError: The tensor has no memory that numpy can use.
+    """
+    array: Array = tensor.numpy()
+    if array.flags.owndata and array.size:
+        raise RuntimeError("it has no memory of its own here")
+    return array
 
 
 def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
@@ -107,11 +125,12 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
         if not plain.is_cpu or plain.is_conj() or plain.is_neg() or not is_contiguous:
             plain = plain.resolve_conj().resolve_neg().cpu().contiguous()
         if plain.dtype in SHARED and plain.ndim <= NUMPY_NDIM:
-            flat: Array = plain.numpy().reshape(-1).view(np.uint8)
+            flat: Array = _view_memory(plain).reshape(-1).view(np.uint8)
         else:
             line = plain.reshape(-1)
             # a tensor of one element may be contiguous with any stride, which a view as bytes refuses
-            flat = (line if line.stride(0) == 1 else line.as_strided(line.shape, (1,))).view(torch.uint8).numpy()
+            line = line if line.stride(0) == 1 else line.as_strided(line.shape, (1,))
+            flat = _view_memory(line.view(torch.uint8))
     except (RuntimeError, NotImplementedError) as exc:  # inside torch.func, or on a device that torch cannot read
         raise ValueError(f"the tensor's bytes cannot be read: {exc}") from exc
     if tensor.dtype is torch.bool:

@@ -56,11 +56,11 @@ class Output:
         Raises:
             OSError: These or earlier bytes could not be written.
         """
-        self._check()
+        self.check()
         if nbytes >= _LARGE_NBYTES:
             self.flush()
             self._write([memoryview(part).cast("B") for part in parts if len(part)])
-            self._check()
+            self.check()
             return
         if self._filled + nbytes > _STAGE_NBYTES:
             self._hand_over()
@@ -76,11 +76,15 @@ class Output:
             position += len(part)
         self._filled = position
 
+    def fail(self, failure: BaseException) -> None:
+        """Make all later calls of `append`, `flush` and `finish` raise OSError, unless an earlier error already does."""
+        self._failure = self._failure or failure
+
     def _hand_over(self) -> None:
         self._wait(0 if self._is_small else _MAX_STAGES - 1)
         if self._filled and self._is_small:
             self._write([self._stage[: self._filled]])
-            self._check()
+            self.check()
         elif self._filled:
             self._writing.append(self._thread.submit(self._write, [self._stage[: self._filled]]))
             self._stage = None
@@ -90,14 +94,15 @@ class Output:
         """Wait until at most `remaining` pieces of recycled memory still have to be written."""
         while len(self._writing) > remaining:
             self._writing.popleft().result()
-        self._check()
+        self.check()
 
     def flush(self) -> None:
         """Wait until all appended bytes have been passed to the operating system."""
         self._hand_over()
         self._wait(0)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise OSError if earlier bytes could not be written."""
         if self._failure is not None:
             what = f"{self.path}: the file could not be written: {self._failure}"
             raise OSError(getattr(self._failure, "errno", None) or errno.EIO, what) from self._failure
@@ -108,7 +113,7 @@ class Output:
         try:
             self._write_all(parts)
         except BaseException as exc:
-            self._failure = exc  # for `_check`
+            self._failure = exc  # for `check`
             if not isinstance(exc, OSError):  # an interrupt, in the caller's own thread, which writes large parts
                 raise
 

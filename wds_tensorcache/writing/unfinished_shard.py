@@ -58,14 +58,21 @@ class UnfinishedShard:
             begin = _add_member(parts, position, f"{key}.{extension}", len(raw), raw)
             position = begin + len(raw) + -len(raw) % BLOCK
             members.append((extension.lower(), begin, len(raw)))
-        self._output.append(parts, position - self._position)
-        self._position = position
-        self._keys.add(key)
-        self._builder.add(key, entries, members)
+        try:
+            self._output.append(parts, position - self._position)
+            self._position = position
+            self._keys.add(key)
+            self._builder.add(key, entries, members)
+        except BaseException as exc:
+            self._output.fail(
+                exc
+            )  # Hazard: after an interrupt, the index may lack this sample, or the file a part of it
+            raise
 
     def finish(self, footer: bool, fsync: bool, fingerprint: Mapping[str, Any] | None) -> ShardIndex:
         """Write the end of the archive and, as its footer, the index; rename the shard to its final name; return the index."""
         try:
+            self._output.check()
             index = dataclasses.replace(self._builder.finish(self._position), fingerprint=fingerprint)
             if os.path.exists(self.path):
                 raise FileExistsError(f"{self.path} was created after this writer started; write to another folder")
