@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -248,10 +249,15 @@ def test_samples_that_a_crash_has_damaged_are_refused(counted: Counted, director
     at = content.index(Counted.sample(2)["x"].view(torch.uint8).numpy().tobytes())
     content[at + 5000] ^= 1
     segment.write_bytes(content)
-    with tc.SharedDataset(counted, "torn", directory=directory, persistent=True) as shared:
+    head = segment.parent / "head.json"
+    head.write_text(head.read_text().replace('"boot": "', '"boot": "an earlier '))
+    for _ in range(2):  # in every process
+        shared = tc.SharedDataset(counted, "torn", directory=directory, persistent=True)
         with pytest.raises(tc.FormatError, match="digest"):
             shared[2]
         assert_same(Counted.sample(3), shared[3])
+    shared.close()
+    del shared
     tc.shared_clear("torn", directory)
 
 
@@ -306,3 +312,129 @@ def test_an_error_of_the_dataset_reaches_the_caller_and_the_next_access_loads_ag
         with pytest.raises(OSError, match="bad disk"):
             shared[0]
         assert shared[0]["x"].load().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_a_dataset_of_the_main_script(tmp_path: Path, directory: Path, context: str) -> None:
+    script = tmp_path / "main.py"
+    script.write_text(
+        f"""
+import torch, wds_tensorcache as tc
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return {{"x": torch.full((3,), index)}}
+
+if __name__ == "__main__":
+    with tc.SharedDataset(Slow(), "main", directory={str(directory)!r}) as shared:
+        loader = torch.utils.data.DataLoader(shared, 4, num_workers=1, multiprocessing_context={context!r})
+        print(sum(int(batch["x"].sum()) for batch in loader), shared.stats().num_samples)
+"""
+    )
+    assert subprocess.check_output([sys.executable, str(script)], text=True, timeout=120).split() == ["84", "8"]
+
+
+def test_after_close_nothing_is_read_or_written(counted: Counted, directory: Path) -> None:
+    closed = tc.SharedDataset(counted, "closed", directory=directory)
+    closed[0]
+    closed.close()
+    with tc.SharedDataset(counted, "closed", directory=directory) as shared:
+        read_all(shared, 0, 1)
+        for use in (lambda: closed[0], lambda: closed[12], lambda: closed.read_batch([1]), closed.stats):
+            with pytest.raises(ValueError, match="is closed"):
+                use()
+        read_all(shared, 1, 1)
+
+
+class Crossing:
+    """Samples 0 and 1 need each other, sample 2 needs itself."""
+
+    shared: Any = None
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 2:
+            return self.shared[2]
+        if threading.current_thread().name in ("0", "1"):
+            time.sleep(0.2)
+            threading.current_thread().name = "done"
+            return {"other": self.shared[1 - index]["x"] + 1, "x": torch.zeros(1)}
+        return {"x": torch.zeros(1)}
+
+
+def test_samples_that_need_each_other_do_not_wait_for_ever(directory: Path) -> None:
+    crossing = Crossing()
+    with tc.SharedDataset(crossing, "crossing", directory=directory) as crossing.shared:
+        with pytest.raises(RecursionError, match="sample 2 itself"):
+            crossing.shared[2]
+        found: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda i=i: found.append(crossing.shared[i]), name=str(i))  # type: ignore[misc]
+            for i in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert [int(each["other"].load()) for each in found] == [1, 1]
+    crossing.shared = None
+
+
+def test_all_holders_are_listed(counted: Counted, directory: Path) -> None:
+    gate, opened = os.pipe()
+    ready, told = os.pipe()
+
+    def hold() -> None:
+        os.close(opened)
+        shared = tc.SharedDataset(counted, "holders", directory=directory)
+        os.write(told, b"x")
+        os.read(gate, 1)
+        shared.close()
+
+    children = [start(hold) for _ in range(5)]
+    for _ in children:
+        os.read(ready, 1)
+    with tc.SharedDataset(counted, "holders", directory=directory) as shared:
+        assert shared.stats().holders == tuple(sorted([*children, os.getpid()]))
+    os.close(opened)
+    assert finish(children) == [0] * 5
+    wait_until_empty(directory)
+
+
+def _spoil(folder: Path, name: str, how: str) -> None:
+    (folder / name).unlink()
+    if how == "fifo":
+        os.mkfifo(folder / name, 0o600)
+    elif how == "link":
+        (folder / name).symlink_to("/etc/passwd")
+    elif how != "gone":
+        (folder / name).write_bytes({"empty": b"", "short": b"{}xxxxxxx"}[how])
+        (folder / name).chmod(0o600)
+
+
+@pytest.mark.parametrize("how", ["gone", "empty", "short", "fifo", "link"])
+@pytest.mark.parametrize("name", ["holders", "head.json", "table", "locks", "segment-1"])
+def test_a_damaged_folder_is_an_error_or_made_anew_and_harms_no_other(
+    counted: Counted, directory: Path, name: str, how: str
+) -> None:
+    def work() -> None:
+        with tc.SharedDataset(counted, "spoiled", directory=directory, persistent=True) as shared:
+            read_all(shared, 0, 1)
+        [base] = directory.iterdir()
+        _spoil(base / "spoiled", name, how)
+        with tc.SharedDataset(counted, "other", directory=directory) as shared:
+            read_all(shared, 0, 1)
+        tc.shared_list(directory)
+        message = "spoiled"
+        try:
+            with tc.SharedDataset(counted, "spoiled", directory=directory, persistent=True) as shared:
+                read_all(shared, 0, 1)
+        except (OSError, tc.FormatError) as exc:
+            message = str(exc)
+        assert "spoiled" in message
+
+    assert run_in_child(work, 60) == 0

@@ -104,7 +104,7 @@ def _view_memory(tensor: torch.Tensor) -> Array:
     """
     array: Array = tensor.numpy()
     if array.flags.owndata and array.size:
-        raise RuntimeError("it has no memory of its own here")
+        raise RuntimeError("it has no memory here")
     return array
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import operator
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -82,14 +83,16 @@ class SharedDataset(Cache[Any]):
     ) -> None:
         if eviction not in (None, "lru"):
             raise ValueError(f"eviction={eviction!r}, expected None or 'lru'")
-        if max_nbytes is not None and max_nbytes < 1:
+        if not isinstance(fingerprint, str):
+            raise TypeError(f"fingerprint={fingerprint!r:.100}, expected a text")
+        if max_nbytes is not None and operator.index(max_nbytes) < 1:
             raise ValueError(f"max_nbytes={max_nbytes}, expected at least 1")
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(f"expected a map-style dataset with len() and dataset[i], got {type(dataset).__name__}")
         allow = tuple(allow)
         self._options: dict[str, Any] = {
             "max_nbytes": max_nbytes,
-            "directory": directory,
+            "directory": None if directory is None else os.path.abspath(directory),
             "eviction": eviction,
             "persistent": persistent,
             "verify": verify,
@@ -99,7 +102,8 @@ class SharedDataset(Cache[Any]):
         self.name = name
         count, kind = len(dataset), type(dataset)
         self._fingerprint: dict[str, object] = {
-            "type": f"{kind.__module__}.{kind.__qualname__}",
+            # spawned processes have another name for the main script
+            "type": f"{kind.__module__.replace('__mp_main__', '__main__')}.{kind.__qualname__}",
             "length": count,
             "fingerprint": fingerprint,
         }
@@ -111,7 +115,7 @@ class SharedDataset(Cache[Any]):
         folder = open_folder(base_folder(directory), name, self._fingerprint, persistent, create)
         pool = Pool()
         self._samples = Samples(dataset, folder, max_nbytes, eviction == "lru", pool, verify, allow_table(allow))
-        self._finalizer = weakref.finalize(self._samples, folder.leave)
+        self._net = weakref.finalize(self._samples, folder.leave)
         self._store = Store((), Files(), pool, _IO, min(4, num_cores()), {})
         self._show(np.arange(count), None)
 
@@ -196,7 +200,7 @@ class SharedDataset(Cache[Any]):
 
     def close(self) -> None:
         """Stop holding the shared memory; without another holder it is freed, except under tensors that are in use."""
-        self._finalizer()
+        self._samples.close()
         self._store.close()
 
     def _request(self, indices: Any) -> Request:

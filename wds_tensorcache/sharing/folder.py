@@ -10,10 +10,11 @@ import secrets
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from wds_tensorcache.errors import InvalidKeyError, StaleCacheError
+from wds_tensorcache.errors import FormatError, InvalidKeyError, StaleCacheError
 from wds_tensorcache.sharing import reaper
 from wds_tensorcache.sharing.reaper import HEAD, HOLDERS, IS_PERSISTENT, NUM_HOLDER_BYTES, REAPER_BYTE, remove_folder
 from wds_tensorcache.storage.atomic import replace
@@ -28,12 +29,16 @@ __all__ = [
     "folder_holders",
     "named_folder",
     "open_folder",
+    "read_head",
     "remove_if_left",
     "write_file",
 ]
 
 _SHARED_MEMORY = "/dev/shm"
-_NAME = re.compile(r"[\w-][\w .=+@-]{0,127}").fullmatch
+_NAME = re.compile(r"[\w-][\w .=+@-]*").fullmatch
+_MAX_NAME_NBYTES = 128  # in UTF-8
+_ROUNDS = 100
+_MAKING_S = 60  # making a folder takes less
 _NOT_THE_OWNER = 0o077  # permissions of all other users
 
 
@@ -68,10 +73,10 @@ def check_owner(path: str, status: os.stat_result, is_kind: Callable[[int], bool
 
 def named_folder(base: str, name: str) -> str:
     """Return the path of the folder with a name; raise InvalidKeyError if the name is not a plain one."""
-    if not isinstance(name, str) or not _NAME(name) or ".." in name:
+    if not isinstance(name, str) or not _NAME(name) or ".." in name or len(name.encode()) > _MAX_NAME_NBYTES:
         raise InvalidKeyError(
-            f"name {name!r:.200}: expected 1 to 128 letters, digits, or any of ' .=+@_-', without '..' and not beginning with "
-            "a dot or space"
+            f"name {name!r:.200}: expected 1 to 128 bytes of letters, digits, or any of ' .=+@_-', without '..' and not "
+            "beginning with a dot or space"
         )
     return os.path.join(base, name)
 
@@ -82,12 +87,12 @@ class SharedFolder:
     Attributes:
         path: Path of the folder.
         head: Content of its file `head.json`.
-        was_left: True if no other process held the folder when it was opened: the machine may have crashed since it was
-            written.
+        is_doubtful: True if the machine was started again since the folder was made: it may have crashed, and lost bytes.
     """
 
-    def __init__(self, path: str, holders: RangeLocks, head: dict[str, Any], was_left: bool) -> None:
-        self.path, self.head, self.was_left = path, head, was_left
+    def __init__(self, path: str, holders: RangeLocks, head: dict[str, Any]) -> None:
+        self.path, self.head = path, head
+        self.is_doubtful = head.get("boot") != _boot()
         self._holders: RangeLocks | None = holders
 
     def file(self, name: str) -> str:
@@ -96,8 +101,12 @@ class SharedFolder:
 
     def hold_again(self) -> None:
         """Hold the folder for this process, too, after a fork; until then it is held together with the parent."""
-        mine = RangeLocks(self.file(HOLDERS))
-        mine.lock(_byte(), shared=True, wait=True)
+        if self._holders is None:
+            return
+        mine = RangeLocks(self.file(HOLDERS), in_children=True)
+        if not os.path.sameopenfile(mine.fd, self._holders.fd):
+            raise ValueError(f"{self.path} was removed, and made again by another process")
+        mine.lock(os.getpid(), shared=True, wait=True)
         self._holders = mine
 
     def holders(self) -> list[int]:
@@ -117,8 +126,26 @@ def folder_holders(path: str) -> list[int]:
     return RangeLocks(os.path.join(path, HOLDERS)).locked_by_others(0, NUM_HOLDER_BYTES)
 
 
-def _byte() -> int:
-    return os.getpid()
+def _boot() -> str:
+    """Return a text that differs after each start of the machine."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+        return boot.read().strip()
+    return ""
+
+
+def read_head(path: str) -> dict[str, Any]:
+    """Return the content of a folder's file `head.json`; raise FormatError if it is damaged."""
+    where = os.path.join(path, HEAD)
+    fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        check_owner(where, os.fstat(fd), stat.S_ISREG)
+        try:
+            head = json.loads(file.read())
+            if isinstance(head, dict) and isinstance(head["fingerprint"]["length"], int):
+                return head
+        except (ValueError, KeyError, TypeError):
+            pass
+    raise FormatError("the description of the samples is damaged; call tc.shared_clear", kind="damaged").at(where)
 
 
 def open_folder(
@@ -137,13 +164,15 @@ def open_folder(
     """
     path = named_folder(base, name)
     for left in find_folders(base):
-        remove_if_left(left)
-    while True:
-        folder = _open(path)
-        if folder is None:
-            folder = _create(path, {"name": name, "fingerprint": fingerprint}, create)
+        with contextlib.suppress(OSError):  # such as foreign files
+            remove_if_left(left)
+    folder = None
+    for _ in range(_ROUNDS):
+        folder = _open(path) or _create(path, {"name": name, "fingerprint": fingerprint, "boot": _boot()}, create)
         if folder is not None:
             break
+    if folder is None:
+        raise FileExistsError(f"{path} can be neither opened nor replaced; remove it")
     found = folder.head.get("fingerprint")
     if found != fingerprint:
         folder.leave()
@@ -154,7 +183,7 @@ def open_folder(
     if persistent:
         os.close(os.open(folder.file(IS_PERSISTENT), os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     elif not os.path.exists(folder.file(IS_PERSISTENT)):
-        _start_reaper(folder)
+        _start_reaper("wait", path, path).close()
     return folder
 
 
@@ -162,21 +191,16 @@ def _open(path: str) -> SharedFolder | None:
     """Open an existing folder and hold it; return None if there is none."""
     try:
         check_owner(path, os.lstat(path), stat.S_ISDIR)
-        holders = RangeLocks(os.path.join(path, HOLDERS))
+        holders = RangeLocks(os.path.join(path, HOLDERS), in_children=True)
         check_owner(holders.path, os.fstat(holders.fd), stat.S_ISREG)
-        was_left = holders.lock(0, NUM_HOLDER_BYTES)
-        if was_left:
-            holders.unlock(0, NUM_HOLDER_BYTES)
         # the process that removes the folder holds all bytes: after waiting for it, the folder is another one, or gone
-        holders.lock(_byte(), shared=True, wait=True)
+        holders.lock(os.getpid(), shared=True, wait=True)
         if os.stat(holders.path).st_ino != os.fstat(holders.fd).st_ino:
             return None
     except FileNotFoundError:
         return None
     try:
-        with open(os.path.join(path, HEAD), encoding="utf-8") as head:
-            check_owner(head.name, os.fstat(head.fileno()), stat.S_ISREG)
-            return SharedFolder(path, holders, json.load(head), was_left)
+        return SharedFolder(path, holders, read_head(path))
     except FileNotFoundError:  # a process was killed while it removed the folder
         holders.close()
         remove_if_left(path)
@@ -187,12 +211,15 @@ def _create(path: str, head: dict[str, Any], create: Callable[[str], None]) -> S
     """Create a folder with all its files, and hold it; return None if another process was faster."""
     base, name = os.path.split(path)
     making = os.path.join(base, f".{name}.{secrets.token_hex(4)}.new")
-    os.mkdir(making, 0o700)
-    os.chmod(making, 0o700)
     try:
-        write_file(os.path.join(making, HOLDERS))
-        holders = RangeLocks(os.path.join(making, HOLDERS))
-        holders.lock(_byte(), shared=True, wait=True)
+        # The reaper makes the folder, and waits for this process to hold it. So it removes it whenever this process is killed.
+        with _start_reaper("make", making, path):
+            if not os.path.exists(making):  # there is no reaper
+                os.mkdir(making, 0o700)
+                os.chmod(making, 0o700)
+                write_file(os.path.join(making, HOLDERS))
+            holders = RangeLocks(os.path.join(making, HOLDERS), in_children=True)
+            holders.lock(os.getpid(), shared=True, wait=True)
         create(making)
         write_file(os.path.join(making, HEAD), json.dumps(head).encode())
         replace(making, path)
@@ -204,12 +231,12 @@ def _create(path: str, head: dict[str, Any], create: Callable[[str], None]) -> S
                 None  # not found: another process has taken the unfinished folder for an abandoned one, and removed it
             )
         raise
-    return SharedFolder(path, holders, head, False)
+    return SharedFolder(path, holders, head)
 
 
-def write_file(path: str, content: bytes = b"", nbytes: int = 0) -> None:
+def write_file(path: str, content: bytes = b"", nbytes: int = 0, dir_fd: int | None = None) -> None:
     """Create a file that only this user may use, with `content`, and with memory for `nbytes` bytes if that is more."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=dir_fd)
     try:
         os.fchmod(fd, 0o600)  # whatever the umask is
         if nbytes:
@@ -232,11 +259,22 @@ def remove_if_left(path: str, *, even_persistent: bool = False) -> bool:
         True if the folder is gone.
     """
     try:
+        is_young = time.time() - os.stat(path).st_mtime < _MAKING_S
+    except FileNotFoundError:
+        return True
+    if is_young and os.path.basename(path).startswith("."):
+        return False  # it may be in the making; if not, a reaper removes it
+    try:
         holders = RangeLocks(os.path.join(path, HOLDERS))
     except FileNotFoundError:
-        with contextlib.suppress(OSError):  # a folder that is made or removed just now
-            os.rmdir(path)
-        return not os.path.exists(path)
+        if is_young:
+            return False  # perhaps it is removed just now
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
+            write_file(os.path.join(path, HOLDERS))  # another program has deleted it
+        try:
+            holders = RangeLocks(os.path.join(path, HOLDERS))
+        except FileNotFoundError:
+            return False
     if not holders.lock(0, NUM_HOLDER_BYTES):
         return False
     with contextlib.suppress(FileNotFoundError):
@@ -249,17 +287,29 @@ def remove_if_left(path: str, *, even_persistent: bool = False) -> bool:
     return True
 
 
-def _start_reaper(folder: SharedFolder) -> None:
-    """Start the process that removes the folder after its last holder is gone, unless one waits already."""
+def _start_reaper(action: str, folder: str, renamed: str) -> contextlib.ExitStack:
+    """Start the process that removes a folder, or what it is renamed to, after its last holder, unless one waits already.
+
+    With the action "make", the process makes the folder first. It begins to wait when the result is closed.
+    """
+    stack = contextlib.ExitStack()
     is_python = os.path.basename(sys.executable or "").startswith(("python", "pypy"))
-    if RangeLocks(folder.file(HOLDERS)).locked_by_others(REAPER_BYTE, 1) or not is_python:
-        return  # an embedded interpreter has no executable: the next process that opens a folder removes abandoned ones
-    script = reaper.__file__
-    subprocess.run(
-        [sys.executable, "-I", "-S", script, folder.path],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        check=False,
-    )
+    if not is_python:  # embedded: without a reaper, the next process that opens a folder removes abandoned ones
+        return stack
+    if action == "wait" and RangeLocks(os.path.join(folder, HOLDERS)).locked_by_others(REAPER_BYTE, 1):
+        return stack
+    gate, opened = os.pipe()
+    stack.callback(os.close, opened)
+    try:
+        with contextlib.suppress(OSError):  # no such executable, no more processes
+            subprocess.run(
+                [sys.executable, "-I", "-S", reaper.__file__, action, folder, renamed],
+                stdin=gate,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                check=False,
+            )
+    finally:
+        os.close(gate)
+    return stack

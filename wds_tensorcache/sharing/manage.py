@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass
 
-from wds_tensorcache.sharing.folder import base_folder, find_folders, folder_holders, named_folder, remove_if_left
-from wds_tensorcache.sharing.reaper import HEAD, IS_PERSISTENT
+from wds_tensorcache.sharing.folder import (
+    base_folder,
+    find_folders,
+    folder_holders,
+    named_folder,
+    read_head,
+    remove_if_left,
+)
+from wds_tensorcache.sharing.reaper import IS_PERSISTENT
 from wds_tensorcache.sharing.table import TABLE, Table
 
 __all__ = ["SharedInfo", "shared_clear", "shared_list"]
@@ -44,10 +50,10 @@ def shared_list(directory: str | os.PathLike[str] | None = None) -> list[SharedI
     for path in find_folders(base_folder(directory)):
         if os.path.basename(path).startswith("."):
             continue  # being made or removed
-        with suppress(FileNotFoundError):  # removed just now
-            with open(os.path.join(path, HEAD), encoding="utf-8") as head:
-                described = json.load(head)
-            table = Table(os.path.join(path, TABLE))
+        # removed just now, or damaged by a crash of the machine: opening it tells
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            described = read_head(path)
+            table = Table(os.path.join(path, TABLE), described["fingerprint"]["length"])
             found.append(
                 SharedInfo(
                     described["name"],

@@ -45,21 +45,33 @@ def _lock(fd: int, begin: int, length: int, command: int) -> bool:
     return True
 
 
-def _wait_and_remove(folder: str) -> None:
-    holders = os.path.join(folder, HOLDERS)
-    fd = os.open(holders, os.O_RDWR | os.O_NOFOLLOW)
-    if not _lock(fd, REAPER_BYTE, 1, fcntl.F_OFD_SETLK):
-        return  # another process waits already
+def _wait_and_remove(fd: int, *paths: str) -> None:
+    """Wait until no process holds the folder whose file of holders is open, and remove it; it has one of the `paths`."""
     _lock(fd, 0, NUM_HOLDER_BYTES, fcntl.F_OFD_SETLKW)
-    try:
-        is_same = os.stat(holders).st_ino == os.fstat(fd).st_ino
-    except FileNotFoundError:
-        return
-    if is_same and not os.path.exists(os.path.join(folder, IS_PERSISTENT)):
-        remove_folder(folder)
+    for path in paths:
+        with suppress(FileNotFoundError):
+            is_it = os.stat(os.path.join(path, HOLDERS)).st_ino == os.fstat(fd).st_ino
+            if is_it and not os.path.exists(os.path.join(path, IS_PERSISTENT)):
+                remove_folder(path)
+    if paths[0] != paths[-1]:
+        with suppress(OSError):  # its maker was killed while it removed the folder
+            os.rmdir(paths[0])
+
+
+def _make(folder: str) -> None:
+    """Make a folder that this user alone may use, with the file of the holders."""
+    os.umask(0o077)
+    os.mkdir(folder, 0o700)
+    os.close(os.open(os.path.join(folder, HOLDERS), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
 
 
 if __name__ == "__main__":
     os.chdir("/")
-    if not os.fork():  # the parent's parent does not have to wait for this process
-        _wait_and_remove(sys.argv[1])
+    _, action, *paths = sys.argv
+    if action == "make":
+        _make(paths[0])
+    _fd = os.open(os.path.join(paths[0], HOLDERS), os.O_RDWR | os.O_NOFOLLOW)
+    _is_first = _lock(_fd, REAPER_BYTE, 1, fcntl.F_OFD_SETLK)
+    if _is_first and not os.fork():  # the process that starts this one waits only until here
+        os.read(0, 1)  # until that process holds the folder, or is gone
+        _wait_and_remove(_fd, *paths)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 from wds_tensorcache.codec.header import parse_header
 from wds_tensorcache.codec.sample import check_binding, decode_body, decode_members, encode_views
@@ -47,39 +46,12 @@ class SharedStats:
 class _Opened:
     """Files that one process has opened: a forked child opens its own, since the parent's locks would not exclude it."""
 
-    def __init__(self, folder: SharedFolder, max_nbytes: int | None, evicts: bool, pool: Pool) -> None:
+    def __init__(
+        self, folder: SharedFolder, num_samples: int, max_nbytes: int | None, evicts: bool, pool: Pool
+    ) -> None:
         self.pid = os.getpid()
-        self.locks = RangeLocks(folder.file(LOCKS))
-        self.table = Table(folder.file(TABLE))
-        self.segments = Segments(folder.path, self.table, self.locks, max_nbytes, evicts, pool)
-        self.threads = _ThreadLocks()
-
-
-class _ThreadLocks:
-    """Locks of samples for the threads of one process, which hold the locks on the file together."""
-
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._locks: dict[int, list[Any]] = {}  # by index, the lock and the number of threads that use it
-
-    @contextmanager
-    def held(self, number: int, *, wait: bool = True) -> Iterator[bool]:
-        """Hold the lock of a sample during the `with` block; yield False if it is not free and `wait` is False."""
-        with self._guard:
-            used = self._locks.setdefault(number, [threading.Lock(), 0])
-            used[1] += 1
-        try:
-            is_held = used[0].acquire(blocking=wait)
-            try:
-                yield is_held
-            finally:
-                if is_held:
-                    used[0].release()
-        finally:
-            with self._guard:
-                used[1] -= 1
-                if not used[1]:
-                    del self._locks[number]
+        self.table = Table(folder.file(TABLE), num_samples)
+        self.segments = Segments(folder.path, self.table, max_nbytes, evicts, pool)
 
 
 @dataclass(slots=True)
@@ -113,13 +85,20 @@ class Samples:
         allow: Allowed,
     ) -> None:
         self.dataset, self.folder, self.pool = dataset, folder, pool
-        self._options = (max_nbytes, evicts, pool)
+        self._options = (len(dataset), max_nbytes, evicts, pool)
         self._verify, self._allow = verify, allow
         # after a crash of the machine, files on a disk may lack some of their bytes
-        self._doubtful = bytearray(b"\1" * len(dataset)) if folder.was_left else None
+        self._doubtful = bytearray(b"\1" * len(dataset)) if folder.is_doubtful else None
+        self._is_closed = False
+        self._of_thread = threading.local()
         self._opened = _Opened(folder, *self._options)
         self._hits = self._misses = self._passed = 0
         self._has_warned = False
+
+    def close(self) -> None:
+        """Stop holding the folder."""
+        self._is_closed = True
+        self.folder.leave()
 
     def get(self, number: int) -> Any:
         """Return a sample."""
@@ -170,6 +149,7 @@ class Samples:
 
     def _here(self) -> _Opened:
         """Return the files that this process has opened; a forked child opens its own."""
+        self._check_open()
         opened = self._opened
         if opened.pid != os.getpid():
             self.folder.hold_again()
@@ -179,6 +159,7 @@ class Samples:
 
     def _find(self, number: int) -> Members | None:
         """Return the members of a sample if it is in shared memory."""
+        self._check_open()
         found = self._opened.segments.find(number)
         if found is not None:
             if self._verify or (self._doubtful is not None and self._doubtful[number]):
@@ -188,6 +169,10 @@ class Samples:
                     self._doubtful[number] = 0
             self._hits += 1
         return found
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ValueError(f"{self.folder.path}: this SharedDataset is closed")
 
     def _decode(self, loaded: _Loaded) -> Any:
         return loaded.sample if loaded.members is None else self.decode(loaded.members)
@@ -199,30 +184,38 @@ class Samples:
             found[number] = None if members is None else _Loaded(members)
         missing = [number for number, loaded in found.items() if loaded is None]
         for number in missing:
-            found[number] = self._try_load(number)
+            found[number] = self._load(number, wait=False)
         for number in missing:
             if found[number] is None:
                 found[number] = self._load(number)
         return [loaded for number in numbers if (loaded := found[number]) is not None]
 
-    def _try_load(self, number: int) -> _Loaded | None:
-        """Load a sample, unless another thread or process is loading it now; then return None."""
-        opened = self._here()
-        with opened.threads.held(number, wait=False) as is_held:
-            if not is_held or not opened.locks.lock(number):
-                return None
+    @overload
+    def _load(self, number: int) -> _Loaded: ...
+    @overload
+    def _load(self, number: int, *, wait: bool) -> _Loaded | None: ...
+    def _load(self, number: int, *, wait: bool = True) -> _Loaded | None:
+        """Load a sample. If another thread or process is loading it now, wait for that one, or return None."""
+        self._here()
+        mine = self._of_thread.__dict__.setdefault("numbers", set())  # the samples that this thread is loading
+        if number in mine:
+            raise RecursionError(f"to load sample {number}, the dataset needs sample {number} itself")
+        # Every load has its own locks, so that they exclude threads, too, and are released whatever interrupts it.
+        locks = RangeLocks(self.folder.file(LOCKS))
+        try:
+            if not locks.lock(number, wait=wait and not mine):
+                # Hazard: two samples that need each other. A thread that loads a sample never waits for another one.
+                return _Loaded(None, self.dataset[number]) if mine else None
+            mine.add(number)
             try:
-                return self._load_locked(opened, number)
+                return self._load_locked(number, locks)
             finally:
-                opened.locks.unlock(number)
+                mine.discard(number)
+        finally:
+            locks.unlock(0, 0)  # forked children may have the file open, too
+            locks.close()
 
-    def _load(self, number: int) -> _Loaded:
-        """Load a sample, or wait until another thread or process has loaded it."""
-        opened = self._here()
-        with opened.threads.held(number), opened.locks.held(number):
-            return self._load_locked(opened, number)
-
-    def _load_locked(self, opened: _Opened, number: int) -> _Loaded:
+    def _load_locked(self, number: int, locks: RangeLocks) -> _Loaded:
         members = self._find(number)
         if members is not None:
             return _Loaded(members)
@@ -237,10 +230,10 @@ class Samples:
                 warnings.warn(f"sample {number} of {self.folder.path} is not shared: {exc}", stacklevel=5)
             return _Loaded(None, sample, exc)
         try:
-            opened.segments.append(number, encoded)
+            self._here().segments.append(number, encoded, locks)
         except Full:
             self._passed += 1
             return _Loaded(members_in_memory(encoded), sample)
-        members = opened.segments.find(number)
+        members = self._opened.segments.find(number)
         # None: removed just now
         return _Loaded(members_in_memory(encoded) if members is None else members)

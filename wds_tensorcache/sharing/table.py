@@ -1,7 +1,7 @@
 """The table that all processes map: where each sample is, and how full each segment is.
 
 The file contains 64-bit numbers: `_HEAD` numbers, `_WIDTH` for each slot of a segment, and one for each sample. A sample's
-number is `serial << 40 | offset >> 4`, with the serial number of the segment and the sample's byte offset in it; 0 if it is
+number is `serial << 30 | offset >> 4`, with the serial number of the segment and the sample's byte offset in it; 0 if it is
 absent. One aligned store publishes it, after the sample's bytes were written.
 """
 
@@ -15,18 +15,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from wds_tensorcache.errors import FormatError
 from wds_tensorcache.sharing.folder import check_owner, write_file
 
-__all__ = ["ALIGN", "TABLE", "Segment", "Table", "create_table"]
+__all__ = ["ALIGN", "MAX_SEGMENT_NBYTES", "TABLE", "Segment", "Table", "create_table"]
 
 TABLE = "table"  # name of the file
 ALIGN = 16  # of records in a segment
 _HEAD = 8
 _GENERATION, _NEXT_SERIAL = 0, 1
 _NUM_SLOTS = 4096
+MAX_SEGMENT_NBYTES = ALIGN << 30
 _SERIAL, _CAPACITY, _END, _RESERVED, _USED, _WIDTH = range(6)  # the numbers of a slot, and how many there are
 _ENTRIES = _HEAD + _WIDTH * _NUM_SLOTS
-_OFFSET_BITS = 40
+_OFFSET_BITS = 30
 
 
 class Segment(NamedTuple):
@@ -44,16 +46,22 @@ def create_table(path: str, num_samples: int) -> None:
 
 
 class Table:
-    """A map of the table. Stores need no lock, but only the holder of the lock `SPACE` may add, extend or remove a segment.
+    """A map of the table for `num_samples` samples.
+
+    Stores need no lock, but only the holder of the lock `SPACE` may add, extend or remove a segment.
 
     Attributes:
         entries: The number of each sample, uint64.
     """
 
-    def __init__(self, path: str) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    def __init__(self, path: str, num_samples: int) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            check_owner(path, os.fstat(fd), stat.S_ISREG)
+            status = os.fstat(fd)
+            check_owner(path, status, stat.S_ISREG)
+            if status.st_size != 8 * (_ENTRIES + num_samples):
+                what = f"the table has {status.st_size} bytes, expected {8 * (_ENTRIES + num_samples)}; call tc.shared_clear"
+                raise FormatError(what, kind="damaged").at(path)
             self._map = mmap.mmap(fd, 0)
         finally:
             os.close(fd)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from struct import Struct
+from weakref import WeakSet
 
 from wds_tensorcache.storage.threads import call_when_gone
 
@@ -32,18 +33,24 @@ class RangeLocks:
     threads of one process and its forked children hold the locks of one object together (Linux, "open file description locks").
     The kernel releases them after the last of these processes has closed the file or ended.
 
+    Args:
+        path: Path of the file.
+        in_children: Keep the file open in forked children, which then hold the locks, too, even after this process has ended.
+
     Attributes:
         path: Path of the file.
         fd: Descriptor of the open file, closed when this object is freed.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, in_children: bool = False) -> None:
         self.path = path
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         self._close: Callable[[], object] = partial(
             deque, map(os.close, [self.fd]), 0
         )  # closes once, however often it is called
         self._net = call_when_gone(self, self._close)
+        if not in_children:
+            _NOT_IN_CHILDREN.add(self)
 
     def close(self) -> None:
         """Close the file; the locks are released when forked children have closed it, too."""
@@ -68,20 +75,34 @@ class RangeLocks:
     @contextmanager
     def held(self, begin: int) -> Iterator[None]:
         """Hold the exclusive lock of one byte during the `with` block, after waiting for it."""
-        self.lock(begin, wait=True)
         try:
+            self.lock(begin, wait=True)
             yield
         finally:
             self.unlock(begin)
 
     def locked_by_others(self, begin: int, length: int) -> list[int]:
         """Return the first byte of each range in `[begin, begin + length)` that other holders have locked, ascending."""
-        found, end = [], begin + length
-        while begin < end:
+        found, todo = [], [(begin, begin + length)]
+        while todo:
+            begin, end = todo.pop()
             asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, begin, end - begin, 0)
+            # any lock in the range, not the first one
             kind, _, first, nbytes, _ = _FLOCK.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, asked))
-            if kind == fcntl.F_UNLCK:
-                break
-            found.append(first)
-            begin = first + nbytes if nbytes else end
-        return found
+            if kind != fcntl.F_UNLCK:
+                first, last = max(first, begin), first + nbytes if nbytes else end
+                found.append(first)
+                todo += [part for part in ((begin, first), (last, end)) if part[0] < part[1]]
+        return sorted(found)
+
+
+_NOT_IN_CHILDREN: WeakSet[RangeLocks] = WeakSet()
+
+
+def _close_in_child() -> None:
+    for locks in list(_NOT_IN_CHILDREN):
+        locks.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
