@@ -11,19 +11,11 @@ import time
 import traceback
 from collections.abc import Callable
 
-__all__ = ["limit_descriptors", "run_in_child"]
+__all__ = ["finish", "limit_descriptors", "run_in_child", "start"]
 
 
-def run_in_child(work: Callable[[], object], kill_after_s: float | None = None) -> int:
-    """Run `work` in a forked child, which prints the traceback of an exception.
-
-    Args:
-        work: Called in the child.
-        kill_after_s: The child is killed if it still runs then.
-
-    Returns:
-        0; the number of an OSError; 1 after another exception; or minus the number of the signal that ended the child.
-    """
+def start(work: Callable[[], object]) -> int:
+    """Run `work` in a forked child, which prints the traceback of an exception; return its process id."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -38,6 +30,25 @@ def run_in_child(work: Callable[[], object], kill_after_s: float | None = None) 
                 sys.stderr.flush()
         finally:
             os._exit(status)
+    return child
+
+
+def finish(children: list[int]) -> list[int]:
+    """Wait for children, and return their exit codes, as `run_in_child` does."""
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def run_in_child(work: Callable[[], object], kill_after_s: float | None = None) -> int:
+    """Run `work` in a forked child, which prints the traceback of an exception.
+
+    Args:
+        work: Called in the child.
+        kill_after_s: The child is killed if it still runs then.
+
+    Returns:
+        0; the number of an OSError; 1 after another exception; or minus the number of the signal that ended the child.
+    """
+    child = start(work)
     if kill_after_s is not None:
         deadline = time.monotonic() + kill_after_s
         while time.monotonic() < deadline:
@@ -46,7 +57,7 @@ def run_in_child(work: Callable[[], object], kill_after_s: float | None = None) 
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.0005)
         os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return finish([child])[0]
 
 
 def limit_descriptors(num_free: int) -> None:

@@ -1,12 +1,10 @@
-"""A dataset that records each load, and children that read it."""
+"""A dataset that records each load, and readers that compare what they read."""
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from tests.same import assert_same
 from wds_tensorcache.sharing.dataset import SharedDataset
 
-__all__ = ["Counted", "finish", "read_all", "start", "wait_until_empty"]
+__all__ = ["Counted", "read_all", "wait_until_empty"]
 
 
 class Counted:
@@ -53,28 +51,6 @@ def read_all(shared: SharedDataset, seed: int, epochs: int = 2) -> None:
             some, left = left[:count], left[count:]
             for index, found in zip(some, shared.__getitems__(some), strict=True):
                 assert_same(Counted.sample(index), {**found})
-
-
-def start(work: Callable[[], object]) -> int:
-    """Run `work` in a forked child, and return its process id."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return child
-
-
-def finish(children: list[int]) -> list[int]:
-    """Wait for children, and return their exit codes."""
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 def wait_until_empty(directory: Path) -> None:

@@ -20,9 +20,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
-from tests.children import run_in_child
+from tests.children import finish, run_in_child, start
 from tests.same import assert_same
-from tests.sharing.datasets import Counted, finish, read_all, start, wait_until_empty
+from tests.sharing.datasets import Counted, read_all, wait_until_empty
 
 COUNT = 40
 
@@ -212,16 +212,27 @@ def test_eviction_keeps_memory_under_tensors_that_are_in_use(tmp_path: Path, dir
     assert sum(counted.loads().values()) > COUNT
 
 
-def test_writing_into_a_view_changes_no_other_read(counted: Counted, directory: Path) -> None:
+def test_writing_into_a_view_changes_no_read_of_another_process(counted: Counted, directory: Path) -> None:
+    gate, opened = os.pipe()
+
+    def read_later() -> None:
+        os.close(opened)
+        with tc.SharedDataset(counted, "views", directory=directory) as other:
+            read_all(other, 0, 1)
+            os.read(gate, 1)  # until this process has written
+            read_all(other, 1, 1)
+
     with tc.SharedDataset(counted, "views", directory=directory) as shared:
+        child = start(read_later)
         for index in (1, 2, 3):
             view = shared[index]["x"].load(copy=False)
             view.fill_(77)
-            assert run_in_child(lambda index=index: assert_same(Counted.sample(index), shared[index])) in (0, 1)  # type: ignore[misc]
             with tc.SharedDataset(counted, "views", directory=directory) as again:
                 assert_same(Counted.sample(index), again[index])
         for index in range(4, COUNT):  # appended after the pages that were written to
             assert_same(Counted.sample(index), shared[index])
+        os.close(opened)
+        assert finish([child]) == [0]
 
 
 def test_persistent_memory_is_found_by_a_later_process(counted: Counted, directory: Path) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import wds_tensorcache as tc
-from tests.sharing.datasets import Counted, finish, read_all, start, wait_until_empty
+from tests.children import finish, start
+from tests.sharing.datasets import Counted, read_all, wait_until_empty
 
 
 @pytest.mark.slow

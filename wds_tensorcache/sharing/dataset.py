@@ -65,7 +65,7 @@ class SharedDataset(Cache[Any]):
     Threads/fork/pickle: safe everywhere; a copy in another process shares the same memory.
 
     Memory: bytes live in the files of `directory`. `.load()` returns a private copy. `.load(copy=False)` returns a view:
-        writing into it copies the pages for this process alone.
+        writing into it changes no other process, but later reads of this process, and of children forked later, see it.
     """
 
     def __init__(

@@ -21,7 +21,6 @@ from wds_tensorcache.storage.atomic import replace
 from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
 
 __all__ = [
-    "HEAD",
     "SharedFolder",
     "base_folder",
     "check_owner",
@@ -227,9 +226,7 @@ def _create(path: str, head: dict[str, Any], create: Callable[[str], None]) -> S
         with contextlib.suppress(FileNotFoundError):
             remove_folder(making)
         if isinstance(exc, (FileExistsError, FileNotFoundError)):
-            return (
-                None  # not found: another process has taken the unfinished folder for an abandoned one, and removed it
-            )
+            return None  # not found: another process has removed the unfinished folder as abandoned
         raise
     return SharedFolder(path, holders, head)
 

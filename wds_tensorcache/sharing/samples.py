@@ -43,17 +43,6 @@ class SharedStats:
     holders: tuple[int, ...]
 
 
-class _Opened:
-    """Files that one process has opened: a forked child opens its own, since the parent's locks would not exclude it."""
-
-    def __init__(
-        self, folder: SharedFolder, num_samples: int, max_nbytes: int | None, evicts: bool, pool: Pool
-    ) -> None:
-        self.pid = os.getpid()
-        self.table = Table(folder.file(TABLE), num_samples)
-        self.segments = Segments(folder.path, self.table, max_nbytes, evicts, pool)
-
-
 @dataclass(slots=True)
 class _Loaded:
     """A sample, either encoded or, if it cannot be encoded, as the dataset returned it."""
@@ -84,14 +73,15 @@ class Samples:
         verify: bool,
         allow: Allowed,
     ) -> None:
-        self.dataset, self.folder, self.pool = dataset, folder, pool
-        self._options = (len(dataset), max_nbytes, evicts, pool)
+        self.dataset, self.folder = dataset, folder
         self._verify, self._allow = verify, allow
         # after a crash of the machine, files on a disk may lack some of their bytes
         self._doubtful = bytearray(b"\1" * len(dataset)) if folder.is_doubtful else None
         self._is_closed = False
         self._of_thread = threading.local()
-        self._opened = _Opened(folder, *self._options)
+        self._pid = os.getpid()
+        self._table = Table(folder.file(TABLE), len(dataset))
+        self._segments = Segments(folder.path, self._table, max_nbytes, evicts, pool)
         self._hits = self._misses = self._passed = 0
         self._has_warned = False
 
@@ -133,34 +123,33 @@ class Samples:
 
     def present(self) -> list[int]:
         """Return the indices of the samples in shared memory."""
-        return self._here().table.present()
+        return self._table.present()
 
     def stats(self) -> SharedStats:
         """Return counts of this process, and of the memory that all processes share."""
-        opened = self._here()
+        self._enter()
         return SharedStats(
             self._hits,
             self._misses,
             self._passed,
-            len(opened.table.present()),
-            opened.segments.nbytes,
+            len(self._table.present()),
+            self._segments.nbytes,
             tuple(self.folder.holders()),
         )
 
-    def _here(self) -> _Opened:
-        """Return the files that this process has opened; a forked child opens its own."""
-        self._check_open()
-        opened = self._opened
-        if opened.pid != os.getpid():
+    def _enter(self) -> None:
+        """Raise ValueError after `close`. In a forked child, hold the folder for it, and begin to count anew."""
+        if self._is_closed:
+            raise ValueError(f"{self.folder.path}: this SharedDataset is closed")
+        if self._pid != os.getpid():
             self.folder.hold_again()
-            opened = self._opened = _Opened(self.folder, *self._options)
+            self._pid = os.getpid()
             self._hits = self._misses = self._passed = 0
-        return opened
 
     def _find(self, number: int) -> Members | None:
         """Return the members of a sample if it is in shared memory."""
-        self._check_open()
-        found = self._opened.segments.find(number)
+        self._enter()
+        found = self._segments.find(number)
         if found is not None:
             if self._verify or (self._doubtful is not None and self._doubtful[number]):
                 skeleton, source = found
@@ -169,10 +158,6 @@ class Samples:
                     self._doubtful[number] = 0
             self._hits += 1
         return found
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ValueError(f"{self.folder.path}: this SharedDataset is closed")
 
     def _decode(self, loaded: _Loaded) -> Any:
         return loaded.sample if loaded.members is None else self.decode(loaded.members)
@@ -196,7 +181,7 @@ class Samples:
     def _load(self, number: int, *, wait: bool) -> _Loaded | None: ...
     def _load(self, number: int, *, wait: bool = True) -> _Loaded | None:
         """Load a sample. If another thread or process is loading it now, wait for that one, or return None."""
-        self._here()
+        self._enter()
         mine = self._of_thread.__dict__.setdefault("numbers", set())  # the samples that this thread is loading
         if number in mine:
             raise RecursionError(f"to load sample {number}, the dataset needs sample {number} itself")
@@ -205,7 +190,7 @@ class Samples:
         try:
             if not locks.lock(number, wait=wait and not mine):
                 # Hazard: two samples that need each other. A thread that loads a sample never waits for another one.
-                return _Loaded(None, self.dataset[number]) if mine else None
+                return self._load_locked(number, None) if mine else None
             mine.add(number)
             try:
                 return self._load_locked(number, locks)
@@ -215,7 +200,8 @@ class Samples:
             locks.unlock(0, 0)  # forked children may have the file open, too
             locks.close()
 
-    def _load_locked(self, number: int, locks: RangeLocks) -> _Loaded:
+    def _load_locked(self, number: int, locks: RangeLocks | None) -> _Loaded:
+        """Load a sample whose lock is held, and add it to the shared memory; without `locks`, do not add it."""
         members = self._find(number)
         if members is not None:
             return _Loaded(members)
@@ -230,10 +216,11 @@ class Samples:
                 warnings.warn(f"sample {number} of {self.folder.path} is not shared: {exc}", stacklevel=5)
             return _Loaded(None, sample, exc)
         try:
-            self._here().segments.append(number, encoded, locks)
+            if locks is None:
+                raise Full("another thread or process adds the sample")
+            self._segments.append(number, encoded, locks)
         except Full:
             self._passed += 1
-            return _Loaded(members_in_memory(encoded), sample)
-        members = self._opened.segments.find(number)
-        # None: removed just now
+        else:
+            members = self._segments.find(number)  # None if it was removed just now
         return _Loaded(members_in_memory(encoded) if members is None else members)

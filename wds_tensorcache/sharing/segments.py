@@ -23,7 +23,7 @@ from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.range_locks import RangeLocks
 from wds_tensorcache.storage.threads import call_when_gone
 
-__all__ = ["Full", "Members", "Segments", "members_in_memory", "segment_name"]
+__all__ = ["Full", "Members", "Segments", "members_in_memory"]
 
 # Bytes of the file `locks`: one for each sample, these, and one for each serial number of a segment from `_WRITING` on.
 _SPACE = 1 << 60
@@ -134,12 +134,10 @@ class Segments:
             what = f"the record of sample {index} at byte {offset} is damaged"
             raise FormatError(what, kind="damaged").at(self._where(serial))
         member = segment[tensors : tensors + nbytes]
-        source = (
-            SegmentSource(member, self._pool)
-            if nbytes >= _LARGE_NBYTES
-            else MemorySource(memoryview(bytearray(member)))
-        )
-        return bytes(segment[begin : begin + skeleton_nbytes]), source
+        skeleton = bytes(segment[begin : begin + skeleton_nbytes])
+        if nbytes >= _LARGE_NBYTES:
+            return skeleton, SegmentSource(member, self._pool)
+        return skeleton, MemorySource(memoryview(bytearray(member)))
 
     def _map(self, serial: int) -> memoryview | None:
         if not self._table.is_alive(serial):

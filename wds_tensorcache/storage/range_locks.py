@@ -45,9 +45,8 @@ class RangeLocks:
     def __init__(self, path: str, *, in_children: bool = False) -> None:
         self.path = path
         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        self._close: Callable[[], object] = partial(
-            deque, map(os.close, [self.fd]), 0
-        )  # closes once, however often it is called
+        # closes once, however often it is called
+        self._close: Callable[[], object] = partial(deque, map(os.close, [self.fd]), 0)
         self._net = call_when_gone(self, self._close)
         if not in_children:
             _NOT_IN_CHILDREN.add(self)

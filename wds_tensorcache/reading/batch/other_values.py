@@ -47,9 +47,8 @@ class Decoded:
         self._lock = threading.Lock()
         # for each value of the template, its list of objects, with None for the samples in `_others`
         self._columns: list[Any] = []
-        self._others: list[int] | None = (
-            None  # samples that do not match the template; None until the skeletons are read
-        )
+        # samples that do not match the template; None until the skeletons are read
+        self._others: list[int] | None = None
         self._samples: list[Any] | None = None
 
     def __len__(self) -> int:
