@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -73,9 +72,10 @@ def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
     Memory: `buffers` alias the tensors of `sample` that are contiguous and on the CPU.
     """
     family = None if allow else family_of(sample)
-    written = None
-    with suppress(RecursionError):  # `_write_anew` raises the error
+    try:
         written = None if family is None else family.write(sample, align)
+    except RecursionError:
+        written = None  # `_write_anew` raises the error
     if written is None:
         written = _write_anew(sample, allow, align)
         if family is not None:

@@ -41,6 +41,9 @@ class Pool:
         self.max_idle_nbytes = max_idle_nbytes
         self._idle: dict[int, deque[mmap.mmap]] = {}
         self._leases: dict[int, tuple[mmap.mmap, Any]] = {}
+        self._allocated = (
+            0  # total length of all arenas so far; while it is below the limit, the idle ones cannot exceed that
+        )
         self._closed = False
 
     @property
@@ -75,7 +78,9 @@ class Pool:
             arena = idle.pop()
         except IndexError:
             arena = None
-        if len(self._idle) > 1:
+        if arena is None:
+            self._allocated += size
+        if self._allocated > self.max_idle_nbytes and len(self._idle) > 1:
             needed = size if arena is None and idle.maxlen else 0
             excess = self._sum_idle() + needed - self.max_idle_nbytes
             if excess > 0:

@@ -82,7 +82,8 @@ class WriteTemplate:
         body = None if parts is None else self.fill_in(parts)
         if parts is None or body is None:
             return None
-        buffers, shapes = list[Any](), list[Any]()
+        buffers: list[Any] = []
+        shapes: list[Any] = []
         for value, (cls, _, true, plain) in zip(self.select_tensors(parts), self.tensors, strict=True):
             if type(value) is not cls:
                 return None
@@ -106,7 +107,7 @@ class WriteTemplate:
     def take_apart(self, sample: Any) -> list[Any] | None:
         """Return the parts of a sample; None if their containers do not match."""
         parts: list[Any] = [sample]
-        keys = list[Any]()
+        keys: list[Any] = []
         for number, kind, end in self.containers:
             value: Any = parts[number]
             if type(value) is not kind:
@@ -127,7 +128,8 @@ class WriteTemplate:
 
     def fill_in(self, parts: list[Any]) -> bytes | None:
         """Return the body of the skeleton; None if a value does not match."""
-        written, texts, segments = list[bytes](), self.texts.copy(), iter(self.segments)
+        written: list[bytes] = []
+        texts, segments = self.texts.copy(), iter(self.segments)
         # one step per value
         for value in self.select_values(parts):
             cls = type(value)
