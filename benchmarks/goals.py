@@ -14,6 +14,22 @@ from benchmarks.scenarios.gpu import AHEAD, DALI_NATIVE, DALI_NODES, PINNED_COPY
 from benchmarks.scenarios.loader import READ_BATCH
 from benchmarks.scenarios.many_shards import memory_row, time_row
 from benchmarks.scenarios.safe_copies import BARE, WITHOUT_LEASE
+from benchmarks.scenarios.shared import (
+    ADDED,
+    BATCH_CEILING,
+    BATCHES,
+    BLOCK_BATCHES,
+    BLOCK_COPIES,
+    BLOCK_VIEWS,
+    FIRST,
+    FLAT_BATCHES,
+    FLAT_COPIES,
+    FLAT_VIEWS,
+    HIT,
+    MEMORY,
+)
+from benchmarks.scenarios.shared import LOADED as SHARED_LOADED
+from benchmarks.scenarios.shared import VIEWS as SHARED_VIEWS
 from benchmarks.scenarios.verifying import READINTO, VERIFIED, VERIFIED_BY_ALL
 from benchmarks.scenarios.wds_decode import FAST, FAST_RAW
 from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
@@ -130,6 +146,16 @@ _GOALS = (
     _Goal("features", "many_shards", "10^7, first key, MB", _us(memory_row("10^7", "first key")), 1),
     _Goal("features", "many_shards", "10^7, schema, us", _us(time_row("10^7", "schema")), 250_000),
     _Goal("features", "many_shards", "10^7, join with itself, MB", _us(memory_row("10^7", "join with itself")), 1),
+    _Goal("diffusion", "shared", "hit, lazy, us", _us(HIT), 12),
+    _Goal("diffusion", "shared", "first hit of a process, lazy, us", _us(FIRST), 12),
+    _Goal("diffusion", "shared", "views of all tensors / a copy", _over(SHARED_VIEWS, CEILING), 1.2),
+    _Goal("diffusion", "shared", "all tensors loaded / a copy", _over(SHARED_LOADED, CEILING), 1.2),
+    _Goal("diffusion", "shared", "read_batch / a copy", _over(BATCHES, BATCH_CEILING), 1.2),
+    _Goal("diffusion", "shared", "flat views / block", _over(FLAT_VIEWS, BLOCK_VIEWS), 1.0),
+    _Goal("diffusion", "shared", "flat copies / block", _over(FLAT_COPIES, BLOCK_COPIES), 1.0),
+    _Goal("diffusion", "shared", "flat batches / block", _over(FLAT_BATCHES, BLOCK_BATCHES), 1.0),
+    _Goal("diffusion", "shared", "8 processes with 1 GB, MB", _us(MEMORY), 1200),
+    _Goal("diffusion", "shared", "8 processes, added by 1 GB, MB", _us(ADDED), 1200),
     _Goal("diffusion", "dali_cpu", "raw members / nested batches", _over(RAW, NESTED), 1.3, at_least=True),
     _Goal("diffusion", "dali_cpu", "raw members / native reader", _over(RAW, NATIVE), 1.3, at_least=True),
     _Goal("diffusion", "dali_gpu", "pinned copy / nodes", _over(PINNED_COPY, DALI_NODES), 0.85, at_least=True),

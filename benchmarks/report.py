@@ -50,6 +50,7 @@ _OWN_ROWS = (
     "loader",
     "verify",
     "many_shards",
+    "shared",
     "dali_cpu",
     "dali_gpu",
     "loader_gpu",
@@ -133,7 +134,8 @@ def table(workload: Workload, found: dict[str, Rounds], stored: Stored) -> str:
     for name in _OWN_ROWS:
         if found.get(name):
             body = [[row, spread(found[name][row])] for row in found[name]]
-            title, unit = (name, "us or MB") if name == "many_shards" else (f"{name}, {workload.name}", "us/sample")
+            has_memory = any(row.endswith("MB") for row in found[name])
+            title, unit = f"{name}, {workload.name}", "us/sample, or MB" if has_memory else "us/sample"
             tables.append(markdown([[title, unit], *body]))
     return "\n\n".join(tables)
 

@@ -150,9 +150,41 @@ def dali(folder: Path) -> Callable[[], None]:
     return loop
 
 
+def sharing(folder: Path) -> Callable[[], None]:
+    """Samples that are loaded into shared memory, evicted, and loaded again."""
+    directory = folder / "shared"
+    directory.mkdir()
+    dataset = [sample(i) for i in range(COUNT)]
+    shared = tc.SharedDataset(dataset, "read", directory=directory, max_nbytes=100_000, eviction="lru")
+
+    def loop() -> None:
+        for i in range(COUNT):
+            assert int(shared[i]["x"][7]) == i
+        assert shared.read_batch([5, 3, 5])["x"][:, 7].tolist() == [5, 3, 5]
+        assert shared.stats().nbytes <= 100_000
+
+    return loop
+
+
+def opening_shared(folder: Path) -> Callable[[], None]:
+    """Shared memory that is made, and freed by its last holder."""
+    directory = folder / "shared"
+    directory.mkdir()
+    dataset = [sample(i) for i in range(COUNT)]
+
+    def loop() -> None:
+        with tc.SharedDataset(dataset, "opened", directory=directory) as shared:
+            assert int(shared[3]["x"][7]) == 3
+
+    return loop
+
+
 LOOPS = {
     loop.__name__: loop
-    for loop in (over_loader, left_early, of_caller, opening, read_batch, verify, writing, build, dali)
+    for loop in (
+        *(over_loader, left_early, of_caller, opening, read_batch, verify, writing, build, dali),
+        *(sharing, opening_shared),
+    )
 }
 
 

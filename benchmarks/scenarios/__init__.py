@@ -12,6 +12,7 @@ from benchmarks.scenarios.loader import loader
 from benchmarks.scenarios.many_shards import many_shards
 from benchmarks.scenarios.opening import opened
 from benchmarks.scenarios.samples import iterate_lazy, iterate_touch, random_get
+from benchmarks.scenarios.shared import shared
 from benchmarks.scenarios.verifying import verify
 from benchmarks.scenarios.wds_decode import wds_decode
 from benchmarks.scenarios.worker_handoff import worker_handoff
@@ -37,6 +38,7 @@ SCENARIOS: dict[str, Callable[[Context], Rounds]] = {
     "loader": loader,
     "verify": verify,
     "many_shards": many_shards,
+    "shared": shared,
     "dali_cpu": dali_cpu,
     "dali_gpu": dali_gpu,
     "loader_gpu": loader_gpu,

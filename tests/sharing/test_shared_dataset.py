@@ -6,6 +6,8 @@ import errno
 import gc
 import os
 import pickle
+import re
+import shlex
 import stat
 import subprocess
 import sys
@@ -212,6 +214,48 @@ def test_eviction_keeps_memory_under_tensors_that_are_in_use(tmp_path: Path, dir
     assert sum(counted.loads().values()) > COUNT
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("verify", [False, True])
+def test_hits_share_nothing_that_can_be_changed(directory: Path, persistent: bool, verify: bool) -> None:
+    dataset = [{"x": torch.full((20_000,), i), "nested": [{"i": i}, (i, [i])]} for i in range(4)]
+    options = {"directory": directory, "persistent": persistent, "verify": verify}
+    with tc.SharedDataset(dataset, "hits", **options) as shared:
+        for _ in range(3):
+            for i in range(4):
+                found = shared[i]
+                assert_same(dataset[i], found)
+                found["x"].load()[:] = -1
+                found["nested"][0]["i"] = -1
+                found["nested"][1][1].append(-1)
+                found["nested"].append(-1)
+                found["more"] = found.pop("x")
+        assert shared.stats().hits == 8
+
+
+def test_no_process_keeps_memory_of_removed_samples(directory: Path) -> None:
+    dataset = [{"x": torch.full((20_000,), i)} for i in range(COUNT)]  # 160 KB each
+
+    def num_removed() -> int:
+        maps = Path("/proc/self/maps").read_text()
+        return sum("segment-" in line and line.endswith("(deleted)") for line in maps.splitlines())
+
+    with tc.SharedDataset(dataset, "removed", directory=directory, max_nbytes=1_600_000, eviction="lru") as shared:
+        held = []
+        for index in (0, 1, 2, 1, 0, 2) * 3:
+            held.append(shared[index])
+        assert shared.stats().misses == 3
+        for index in range(COUNT):
+            assert_same(dataset[index], shared[index])
+        assert num_removed() > 0  # the maps under tensors in use
+        for index, sample in zip((0, 1, 2, 1, 0, 2) * 3, held, strict=True):
+            assert_same(dataset[index], sample)
+        del sample
+        held.clear()
+        gc.collect()
+        assert_same(dataset[0], shared[0])  # evicted before, and loaded again
+        assert num_removed() == 0
+
+
 def test_writing_into_a_view_changes_no_read_of_another_process(counted: Counted, directory: Path) -> None:
     gate, opened = os.pipe()
 
@@ -272,17 +316,46 @@ def test_samples_that_a_crash_has_damaged_are_refused(counted: Counted, director
     tc.shared_clear("torn", directory)
 
 
-def test_a_full_file_system_is_an_error_that_says_what_to_do(counted: Counted, directory: Path) -> None:
-    import resource
+_FULL = """if True:
+    import sys, torch
+    import wds_tensorcache as tc
 
-    def work() -> None:
-        with tc.SharedDataset(counted, "small", directory=directory) as shared:
-            shared[0]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 26, 1 << 26))
-            shared[1]
+    dataset = [{"x": torch.full((20_000,), i)} for i in range(40)]  # 160 KB each
+    num_errors = 0
+    with tc.SharedDataset(dataset, "small", directory=sys.argv[1]) as shared:
+        for _ in range(2):
+            for i in range(40):
+                try:
+                    found = shared[i]
+                except OSError as exc:
+                    num_errors += 1
+                    print(exc)
+                else:
+                    assert found["x"].load(copy=False).tolist() == [i] * 20_000
+        assert shared.stats().num_samples + num_errors // 2 == 40, shared.stats()
+    try:
+        tc.SharedDataset(range(1_000_000), "large", directory=sys.argv[1])  # its table alone has 8 MB
+    except OSError as exc:
+        print(exc)
+"""
 
-    assert run_in_child(work) == 0
-    wait_until_empty(directory)
+
+def test_a_full_file_system_is_an_error_that_says_what_to_do(directory: Path) -> None:
+    mount = f"mount -t tmpfs -o size=4m,mode=700 none {shlex.quote(str(directory))}"
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run([*alone, mount], capture_output=True).returncode:
+        pytest.skip("this user may not mount a small file system")
+    command = shlex.join([sys.executable, "-c", _FULL, str(directory)])
+    done = subprocess.run([*alone, f"{mount} && {command}"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *errors, of_table = done.stdout.splitlines()
+    assert 20 < len(errors) < 60
+    for line in errors:
+        assert re.search(
+            r"no memory for a sample of [\d,]+ bytes: the file system has [\d,]+ of 4,194,304 bytes left", line
+        )
+    assert "no memory for a file of 8," in of_table
+    assert all("directory=" in line and "--shm-size" in line for line in (*errors, of_table))
 
 
 def test_nothing_keeps_descriptors_open(counted: Counted, directory: Path) -> None:

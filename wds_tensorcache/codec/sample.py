@@ -39,6 +39,7 @@ __all__ = [
     "encode_sample",
     "encode_views",
     "list_references",
+    "match_body",
 ]
 
 
@@ -216,14 +217,29 @@ def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int
 
 def decode_body(skeleton: bytes, begin: int, layout: Layout, source: ByteSource, lazy: bool, allow: Allowed) -> Any:
     """Rebuild a sample from a skeleton with its body at offset `begin`; `source` provides the bytes of the layout's tensors."""
+    matched = match_body(skeleton, begin, layout, source, lazy)
+    if matched is None:
+        return _interpret(skeleton, begin, layout, source, lazy, allow)[0]
+    template, made = matched
+    return template.build(made)
+
+
+def match_body(
+    skeleton: bytes, begin: int, layout: Layout, source: ByteSource, lazy: bool = True
+) -> tuple[Template, list[Any]] | None:
+    """Return a template and the list from which its `build` makes the sample; None if no template matches.
+
+    The arguments are those of `decode_body`. Each copy of the list makes another sample; samples share only immutable objects.
+    """
     template = layout.form.template
-    if template is not None:
-        made = template.match(skeleton, begin)
-        if made is not MISS:
-            for found in resolve_template(layout, template):
-                made.append(open_tensor(found, source, lazy))
-            return template.build(made)
-    return _interpret(skeleton, begin, layout, source, lazy, allow)[0]
+    if template is None:
+        return None
+    made = template.match(skeleton, begin)
+    if made is MISS:
+        return None
+    for found in resolve_template(layout, template):
+        made.append(open_tensor(found, source, lazy))
+    return template, made
 
 
 def _interpret(

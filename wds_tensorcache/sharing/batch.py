@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.header import parse_header
 from wds_tensorcache.codec.layout import Layout, make_layout
-from wds_tensorcache.codec.sample import check_binding, list_references
+from wds_tensorcache.codec.sample import list_references
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.errors import UnsafeSkeletonError
 from wds_tensorcache.reading.batch.rows import Rows
-from wds_tensorcache.sharing.samples import Samples
-from wds_tensorcache.sharing.segments import Members
+from wds_tensorcache.sharing.samples import Found, Samples
 
 __all__ = ["rows_of"]
 
@@ -30,7 +28,7 @@ def rows_of(samples: Samples, numbers: Sequence[int]) -> Rows:
     """
     count = np.arange(len(numbers))
     by_shard = ((0, slice(None), count),) if len(numbers) else ()
-    members = _MembersOfBatch(samples, numbers, samples.members(numbers))
+    members = _MembersOfBatch(samples, numbers, samples.encoded(numbers))
     return Rows([members], np.zeros_like(count), count, count << _BITS, by_shard)  # type: ignore[list-item]
 
 
@@ -40,35 +38,32 @@ class _MembersOfBatch:
     layout_of_all = None
     path = "shared memory"
 
-    def __init__(self, samples: Samples, numbers: Sequence[int], members: Sequence[Members]) -> None:
-        self._samples, self._numbers, self._members = samples, numbers, members
-        self.checked = np.ones(len(members), np.bool_)
-        self.file = self.files = _Bytes(members)
-        self._headers = [parse_header(source.member) for _, source in members]
-        self._layouts: list[Layout | None] = [None] * len(members)
+    def __init__(self, samples: Samples, numbers: Sequence[int], found: Sequence[Found]) -> None:
+        self._samples, self._numbers, self._found = samples, numbers, found
+        self.checked = np.ones(len(found), np.bool_)
+        self.file = self.files = _Bytes(found)
 
     def key(self, row: int) -> str:
         return str(self._numbers[row])
 
     def sample(self, row: int) -> Any:
-        return self._samples.decode(self._members[row])
+        return self._samples.build(self._found[row])
 
     def layout(self, row: int) -> Layout:
         """Return the layout of a sample, with the texts of its references."""
-        known = self._layouts[row]
-        if known is None:
-            skeleton, _ = self._members[row]
-            known = self._headers[row][0]
+        found = self._found[row]
+        if found.named is None:
+            layout = found.layout
             try:
-                texts = list_references(skeleton, self._body(row), known)
+                texts = list_references(found.skeleton, found.body, layout)
             except UnsafeSkeletonError as exc:
                 if exc.needs is None:
                     raise
             else:
-                dims = [dim for tensor in known.tensors.values() for dim in tensor.shape]
-                known = make_layout(known.form, dims, known.data_begin, texts)
-            self._layouts[row] = known
-        return known
+                dims = [dim for tensor in layout.tensors.values() for dim in tensor.shape]
+                layout = make_layout(layout.form, dims, layout.data_begin, texts)
+            found.named = layout
+        return found.named
 
     def layouts_of(self, rows: Array) -> tuple[list[Layout], Array]:
         """Return the distinct layouts of `rows`, and for each row the position of its layout among them."""
@@ -78,27 +73,25 @@ class _MembersOfBatch:
         return list(distinct.values()), np.array([numbers[id(layout)] for layout in layouts])
 
     def template(self, row: int) -> Template | None:
+        found = self._found[row]
+        if found.matched is not None:
+            return found.matched[0]
         template: Template | None = self.layout(row).form.template
-        skeleton, _ = self._members[row]
-        return None if template is None or template.match(skeleton, self._body(row)) is MISS else template
+        return None if template is None or template.match(found.skeleton, found.body) is MISS else template
 
     def note_template(self, rows: Any, template: Template) -> None:
         """Do nothing: the next batch has other rows."""
 
     def skeletons(self, rows: Array, io: str) -> tuple[list[bytes], list[int]]:
-        found = rows.tolist()
-        return [self._members[row][0] for row in found], list(map(self._body, found))
-
-    def _body(self, row: int) -> int:
-        layout, digest = self._headers[row]
-        return check_binding(self._members[row][0], layout.nbytes, digest)[0]
+        found = [self._found[row] for row in rows.tolist()]
+        return [each.skeleton for each in found], [each.body for each in found]
 
 
 class _Bytes:
     """The bytes of members, with the methods of `ShardFile` and `Files` that a batch needs."""
 
-    def __init__(self, members: Sequence[Members]) -> None:
-        self._members = members
+    def __init__(self, found: Sequence[Found]) -> None:
+        self._found = found
 
     def get(self, path: str) -> _Bytes:
         return self
@@ -110,7 +103,7 @@ class _Bytes:
 
     def read_into(self, buffers: Sequence[memoryview], begin: int) -> None:
         """Fill `buffers`, from an offset on."""
-        _, source = self._members[begin >> _BITS]
+        source = self._found[begin >> _BITS].source
         begin &= (1 << _BITS) - 1
         for buffer in buffers:
             source.read_into(buffer, begin)

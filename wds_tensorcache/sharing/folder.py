@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -24,6 +25,7 @@ __all__ = [
     "SharedFolder",
     "base_folder",
     "check_owner",
+    "explained_no_space",
     "find_folders",
     "folder_holders",
     "named_folder",
@@ -237,10 +239,29 @@ def write_file(path: str, content: bytes = b"", nbytes: int = 0, dir_fd: int | N
     try:
         os.fchmod(fd, 0o600)  # whatever the umask is
         if nbytes:
-            os.posix_fallocate(fd, 0, nbytes)
+            with explained_no_space(path, f"a file of {nbytes:,} bytes"):
+                os.posix_fallocate(fd, 0, nbytes)
         os.write(fd, content)
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def explained_no_space(path: str, what: str) -> Iterator[None]:
+    """Give the error of a full file system, raised inside the `with` block, a message with sizes and the remedy."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno != errno.ENOSPC:
+            raise
+        status = os.statvfs(os.path.dirname(path))
+        free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+        raise OSError(
+            errno.ENOSPC,
+            f"no memory for {what}: the file system has {free:,} of {total:,} bytes left; pass max_nbytes= or directory=, or "
+            "enlarge /dev/shm (docker run --shm-size)",
+            path,
+        ) from exc
 
 
 def find_folders(base: str) -> Iterator[str]:

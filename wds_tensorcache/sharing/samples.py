@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from wds_tensorcache.codec.header import parse_header
-from wds_tensorcache.codec.sample import check_binding, decode_body, decode_members, encode_views
+from wds_tensorcache.codec.layout import Layout
+from wds_tensorcache.codec.reference import MemorySource
+from wds_tensorcache.codec.sample import check_binding, decode_body, decode_members, encode_views, match_body
+from wds_tensorcache.codec.skeleton.template import Template
 from wds_tensorcache.codec.skeleton.types import Allowed
 from wds_tensorcache.errors import EncodeError
 from wds_tensorcache.sharing.folder import SharedFolder
-from wds_tensorcache.sharing.segments import Full, Members, Segments, members_in_memory
+from wds_tensorcache.sharing.segments import Full, Members, Segments, SegmentSource, members_in_memory
 from wds_tensorcache.sharing.table import TABLE, Table
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.range_locks import RangeLocks
 
-__all__ = ["LOCKS", "Samples", "SharedStats"]
+__all__ = ["LOCKS", "Found", "Samples", "SharedStats"]
 
 LOCKS = "locks"  # name of the file; byte i is the lock of sample i
 
@@ -43,11 +46,44 @@ class SharedStats:
     holders: tuple[int, ...]
 
 
+@dataclass(slots=True, eq=False)
+class Found:
+    """An encoded sample, parsed. Objects of samples with large tensors are kept for the next hit.
+
+    Attributes:
+        skeleton, body: The skeleton, and the offset of its body.
+        layout, source: Layout and bytes of the tensors.
+        matched: A template and the list from which it builds the sample; None if no template matches.
+        named: The layout with the strings of the references, once it is known.
+    """
+
+    skeleton: bytes
+    body: int
+    layout: Layout
+    source: MemorySource
+    matched: tuple[Template, list[Any]] | None
+    named: Layout | None = None
+
+    def build(self, allow: Allowed) -> Any:
+        """Return the sample, with lazy tensors; its containers are new at each call."""
+        if self.matched is None:
+            return decode_body(self.skeleton, self.body, self.layout, self.source, True, allow)
+        template, made = self.matched
+        return template.build(made.copy())
+
+
+def _parse(members: Members) -> Found:
+    skeleton, source = members
+    layout, digest = parse_header(source.member)
+    body, _ = check_binding(skeleton, layout.nbytes, digest)
+    return Found(skeleton, body, layout, source, match_body(skeleton, body, layout, source))
+
+
 @dataclass(slots=True)
 class _Loaded:
     """A sample, either encoded or, if it cannot be encoded, as the dataset returned it."""
 
-    members: Members | None
+    found: Found | None
     sample: Any = None
     error: EncodeError | None = None
 
@@ -91,16 +127,16 @@ class Samples:
         self.folder.leave()
 
     def get(self, number: int) -> Any:
-        """Return a sample."""
+        """Return a sample, with lazy tensors."""
         found = self._find(number)
-        return self._decode(_Loaded(found) if found is not None else self._load(number))
+        return found.build(self._allow) if found is not None else self._decode(self._load(number))
 
     def get_many(self, numbers: Sequence[int]) -> list[Any]:
         """Return samples; first load those that no other process is loading now."""
         return list(map(self._decode, self._load_many(numbers)))
 
-    def members(self, numbers: Sequence[int]) -> list[Members]:
-        """Return the members of samples, loading them like `get_many`.
+    def encoded(self, numbers: Sequence[int]) -> list[Found]:
+        """Return encoded samples, loading them like `get_many`.
 
         Raises:
             EncodeError: A sample cannot be encoded.
@@ -109,17 +145,13 @@ class Samples:
         for number, loaded in zip(numbers, self._load_many(numbers), strict=True):
             if loaded.error is not None:
                 raise loaded.error.at(f"sample {number}")
-            assert loaded.members is not None
-            result.append(loaded.members)
+            assert loaded.found is not None
+            result.append(loaded.found)
         return result
 
-    def decode(self, members: Members) -> Any:
-        """Return the sample with these members, with lazy tensors."""
-        skeleton, source = members
-        layout, digest = parse_header(source.member)
-        return decode_body(
-            skeleton, check_binding(skeleton, layout.nbytes, digest)[0], layout, source, True, self._allow
-        )
+    def build(self, found: Found) -> Any:
+        """Return an encoded sample with lazy tensors."""
+        return found.build(self._allow)
 
     def present(self) -> list[int]:
         """Return the indices of the samples in shared memory."""
@@ -146,27 +178,33 @@ class Samples:
             self._pid = os.getpid()
             self._hits = self._misses = self._passed = 0
 
-    def _find(self, number: int) -> Members | None:
-        """Return the members of a sample if it is in shared memory."""
+    def _find(self, number: int) -> Found | None:
+        """Return a sample if it is in shared memory."""
         self._enter()
-        found = self._segments.find(number)
-        if found is not None:
-            if self._verify or (self._doubtful is not None and self._doubtful[number]):
-                skeleton, source = found
-                decode_members(skeleton, source.member, True, True, self._allow)
-                if self._doubtful is not None:
-                    self._doubtful[number] = 0
-            self._hits += 1
+        segments = self._segments
+        found: Found | None = segments.kept(number)
+        if found is None:
+            members = segments.find(number)
+            if members is None:
+                return None
+            found = _parse(members)
+            if found.matched is not None and isinstance(found.source, SegmentSource):
+                segments.keep(number, found.source, found)
+        if self._verify or (self._doubtful is not None and self._doubtful[number]):
+            decode_members(found.skeleton, found.source.member, True, True, self._allow)
+            if self._doubtful is not None:
+                self._doubtful[number] = 0
+        self._hits += 1
         return found
 
     def _decode(self, loaded: _Loaded) -> Any:
-        return loaded.sample if loaded.members is None else self.decode(loaded.members)
+        return loaded.sample if loaded.found is None else loaded.found.build(self._allow)
 
     def _load_many(self, numbers: Sequence[int]) -> list[_Loaded]:
         found: dict[int, _Loaded | None] = {}
         for number in numbers:
-            members = self._find(number)
-            found[number] = None if members is None else _Loaded(members)
+            here = self._find(number)
+            found[number] = None if here is None else _Loaded(here)
         missing = [number for number, loaded in found.items() if loaded is None]
         for number in missing:
             found[number] = self._load(number, wait=False)
@@ -202,9 +240,9 @@ class Samples:
 
     def _load_locked(self, number: int, locks: RangeLocks | None) -> _Loaded:
         """Load a sample whose lock is held, and add it to the shared memory; without `locks`, do not add it."""
-        members = self._find(number)
-        if members is not None:
-            return _Loaded(members)
+        found = self._find(number)
+        if found is not None:
+            return _Loaded(found)
         sample = self.dataset[number]
         self._misses += 1
         try:
@@ -215,6 +253,7 @@ class Samples:
                 self._has_warned = True
                 warnings.warn(f"sample {number} of {self.folder.path} is not shared: {exc}", stacklevel=5)
             return _Loaded(None, sample, exc)
+        members = None
         try:
             if locks is None:
                 raise Full("another thread or process adds the sample")
@@ -223,4 +262,4 @@ class Samples:
             self._passed += 1
         else:
             members = self._segments.find(number)  # None if it was removed just now
-        return _Loaded(members_in_memory(encoded) if members is None else members)
+        return _Loaded(_parse(members_in_memory(encoded) if members is None else members))

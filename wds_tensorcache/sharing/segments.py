@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import stat
@@ -17,13 +16,13 @@ import numpy as np
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import EncodedSample
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.sharing.folder import check_owner, write_file
+from wds_tensorcache.sharing.folder import check_owner, explained_no_space, write_file
 from wds_tensorcache.sharing.table import ALIGN, MAX_SEGMENT_NBYTES, Segment, Table
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.range_locks import RangeLocks
 from wds_tensorcache.storage.threads import call_when_gone
 
-__all__ = ["Full", "Members", "Segments", "members_in_memory"]
+__all__ = ["LARGE_NBYTES", "Full", "Members", "SegmentSource", "Segments", "members_in_memory"]
 
 # Bytes of the file `locks`: one for each sample, these, and one for each serial number of a segment from `_WRITING` on.
 _SPACE = 1 << 60
@@ -34,11 +33,16 @@ _DATA_ALIGN = 64
 _PAGE_NBYTES = mmap.PAGESIZE
 # A process that writes into a view gets a private copy of its pages. Large tensors share no page with other samples,
 # so that such a page never contains the beginning of a sample that is appended later. Small tensors are copied by every hit.
-_LARGE_NBYTES = 1 << 16
+LARGE_NBYTES = 1 << 16
 _MIN_SEGMENT_NBYTES = 1 << 26
 _MAX_PART = 16  # a segment has at most this part of all bytes that may be in use
+_MAX_KEPT = 1 << 14  # things of about 1 KB each
 
+Array = np.ndarray[Any, Any]
 Members = tuple[bytes, MemorySource]  # the skeleton, and the source of the tensors
+
+
+_NOTHING = (0, None)
 
 
 class Full(Exception):
@@ -48,24 +52,25 @@ class Full(Exception):
 class SegmentSource(MemorySource):
     """Tensors in a segment. Views are private: writing into them copies their pages for this process alone."""
 
-    __slots__ = ("_pool",)
+    __slots__ = ("_array", "_pool", "entry")
 
-    def __init__(self, member: memoryview, pool: Pool) -> None:
-        super().__init__(member)
-        self._pool = pool
+    def __init__(self, array: Array, pool: Pool, entry: int) -> None:
+        super().__init__(array.data)
+        self._array, self._pool = array, pool
+        self.entry = entry  # the sample's number in the table
 
     def read(self, begin: int, end: int) -> Any:
-        if end - begin < _LARGE_NBYTES:
+        if end - begin < LARGE_NBYTES:
             return bytearray(self.member[begin:end])
         copied = self._pool.lease(end - begin)
-        copied[:] = np.frombuffer(self.member[begin:end], np.uint8)
+        copied[:] = self._array[begin:end]
         return copied
 
     def read_into(self, buffer: memoryview, begin: int) -> None:
-        np.frombuffer(buffer, np.uint8)[:] = np.frombuffer(self.member[begin : begin + len(buffer)], np.uint8)
+        np.frombuffer(buffer, np.uint8)[:] = self._array[begin : begin + len(buffer)]
 
-    def view(self, begin: int, end: int) -> Any:
-        return np.frombuffer(self.member[begin:end], np.uint8)
+    def view(self, begin: int, end: int) -> Array:
+        return self._array[begin:end]
 
 
 def members_in_memory(sample: EncodedSample) -> Members:
@@ -97,7 +102,8 @@ class Segments:
         self._dir = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._net = call_when_gone(self, partial(deque, map(os.close, [self._dir]), 0))
         self._max_nbytes, self._evicts = max_nbytes, evicts
-        self._maps: dict[int, memoryview] = {}
+        self._maps: dict[int, tuple[memoryview, Array]] = {}  # both are of the same bytes
+        self._kept: dict[int, tuple[int, Any]] = {}
         self._generation = table.generation
         self._mine = 0  # serial number of the segment to which this process wrote last
 
@@ -115,11 +121,10 @@ class Segments:
         serial, offset = table.place(entry)
         if table.generation != self._generation:
             self._forget()
-        segment = self._maps.get(serial)
-        if segment is None:
-            segment = self._map(serial)
-            if segment is None:
-                return None
+        mapped = self._maps.get(serial) or self._map(serial)
+        if mapped is None:
+            return None
+        segment, array = mapped
         if self._evicts:
             table.note_use(serial)
         begin = offset + _RECORD.size
@@ -128,18 +133,38 @@ class Segments:
             raise FormatError(what, kind="damaged").at(self._where(serial))
         found, skeleton_nbytes, nbytes = _RECORD.unpack_from(segment, offset)
         tensors = _align(begin + skeleton_nbytes, _DATA_ALIGN)
-        if nbytes >= _LARGE_NBYTES:
+        if nbytes >= LARGE_NBYTES:
             tensors = _align(begin + skeleton_nbytes, _PAGE_NBYTES)
         if found != index or tensors + nbytes > len(segment):
             what = f"the record of sample {index} at byte {offset} is damaged"
             raise FormatError(what, kind="damaged").at(self._where(serial))
-        member = segment[tensors : tensors + nbytes]
         skeleton = bytes(segment[begin : begin + skeleton_nbytes])
-        if nbytes >= _LARGE_NBYTES:
-            return skeleton, SegmentSource(member, self._pool)
-        return skeleton, MemorySource(memoryview(bytearray(member)))
+        if nbytes >= LARGE_NBYTES:
+            return skeleton, SegmentSource(array[tensors : tensors + nbytes], self._pool, entry)
+        return skeleton, MemorySource(memoryview(bytearray(segment[tensors : tensors + nbytes])))
 
-    def _map(self, serial: int) -> memoryview | None:
+    def keep(self, index: int, source: SegmentSource, thing: Any) -> None:
+        """Keep anything for a sample as long as it is in shared memory; its tensors are in `source`."""
+        if len(self._kept) < _MAX_KEPT:
+            self._kept[index] = source.entry, thing
+
+    def kept(self, index: int) -> Any:
+        """Return what `keep` kept for a sample; None if there is nothing, or the sample is absent. Takes no lock."""
+        entry, thing = self._kept.get(index, _NOTHING)
+        if thing is None:
+            return None
+        table = self._table
+        if table.generation != self._generation:
+            self._forget()
+        serial, _ = table.place(entry)
+        if table.entries[index] != entry or not table.is_alive(serial):
+            self._kept.pop(index, None)
+            return None
+        if self._evicts:
+            table.note_use(serial)
+        return thing
+
+    def _map(self, serial: int) -> tuple[memoryview, Array] | None:
         if not self._table.is_alive(serial):
             return None
         try:
@@ -151,10 +176,10 @@ class Segments:
             check_owner(self._where(serial), status, stat.S_ISREG)
             if not status.st_size:
                 raise FormatError("the segment is empty; call tc.shared_clear", kind="damaged").at(self._where(serial))
-            mapped = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+            array = np.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY), np.uint8)
         finally:
             os.close(fd)
-        return self._maps.setdefault(serial, mapped)
+        return self._maps.setdefault(serial, (array.data, array))
 
     def _open(self, serial: int, flags: int) -> int:
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -170,6 +195,7 @@ class Segments:
     def _forget(self) -> None:
         """Drop the maps of segments that were removed; live tensors keep theirs."""
         self._generation = self._table.generation
+        self._kept.clear()
         for serial in list(self._maps):
             if not self._table.is_alive(serial):
                 self._maps.pop(serial, None)
@@ -182,7 +208,7 @@ class Segments:
             OSError: The file system is full.
         """
         skeleton, nbytes = sample.skeleton, sample.layout.nbytes
-        is_large = nbytes >= _LARGE_NBYTES
+        is_large = nbytes >= LARGE_NBYTES
         to_tensors = _RECORD.size + len(skeleton)
         # of large tensors, the first byte begins a page, and so does what follows the last one
         gap = -to_tensors % _DATA_ALIGN
@@ -207,7 +233,11 @@ class Segments:
     def _write(self, segment: Segment, begin: int, end: int, parts: list[Any]) -> None:
         fd = self._open(segment.serial, os.O_WRONLY)
         try:
-            os.posix_fallocate(fd, begin, end - begin)  # a map of memory that the system does not have kills (SIGBUS)
+            what = f"a sample of {end - begin:,} bytes"
+            with explained_no_space(self._where(segment.serial), what):
+                os.posix_fallocate(
+                    fd, begin, end - begin
+                )  # a map of memory that the system does not have kills (SIGBUS)
             views = [view for part in parts if len(view := memoryview(part).cast("B"))]
             while views:
                 done = os.pwritev(fd, views[:1024], begin)
@@ -216,22 +246,8 @@ class Segments:
                     done -= len(views.pop(0))
                 if done:
                     views[0] = views[0][done:]
-        except OSError as exc:
-            if exc.errno != errno.ENOSPC:
-                raise
-            raise self._no_space(end - begin) from exc
         finally:
             os.close(fd)
-
-    def _no_space(self, nbytes: int) -> OSError:
-        status = os.statvfs(self._folder)
-        free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
-        return OSError(
-            errno.ENOSPC,
-            f"no memory for a sample of {nbytes:,} bytes: the file system has {free:,} of {total:,} bytes left, and this "
-            f"dataset has {self.nbytes:,}; pass max_nbytes= or directory=, or enlarge /dev/shm (docker run --shm-size)",
-            self._folder,
-        )
 
     def _with_room(self, nbytes: int, locks: RangeLocks) -> Segment:
         """Return a segment with room for `nbytes` bytes, locked for this writer. The caller holds the lock of the space."""

@@ -89,7 +89,7 @@ class Table:
 
     def note_use(self, serial: int) -> None:
         """Record that a sample of a segment was used now."""
-        self._slots[_slot(serial) + _USED] = time.monotonic_ns()
+        self._slots[_slot(serial) + _USED] = time.time_ns()
 
     def segments(self) -> list[Segment]:
         """Return all segments, the least recently used first."""
@@ -111,11 +111,9 @@ class Table:
     def add(self, serial: int, capacity: int) -> Segment:
         """Add a segment, whose file exists, and return it."""
         at = _slot(serial)
-        for number, value in ((_CAPACITY, capacity), (_END, 0), (_RESERVED, 0), (_USED, time.monotonic_ns())):
+        for number, value in ((_CAPACITY, capacity), (_END, 0), (_RESERVED, 0), (_USED, time.time_ns())):
             self._slots[at + number] = value
-        self._head[_NEXT_SERIAL] = (
-            serial + 1
-        )  # first: a number is never used twice, even if this process is killed here
+        self._head[_NEXT_SERIAL] = serial + 1  # first, so that none is used twice, even if this process is killed here
         self._slots[at] = serial
         return Segment(serial, capacity, 0, 0)
 

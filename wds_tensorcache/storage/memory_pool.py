@@ -10,7 +10,7 @@ import mmap
 import sys
 import threading
 from collections import deque
-from functools import partial
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -112,6 +112,7 @@ class Pool:
         return Pool, (self.max_idle_nbytes,)
 
 
+@lru_cache(1 << 12)
 def _size_class(nbytes: int) -> int:
     """Return `nbytes` rounded up, by at most an eighth or 64 KiB, so that batches of similar size share arenas."""
     step = max(_MIN_NBYTES, 1 << max(0, nbytes.bit_length() - 4))
