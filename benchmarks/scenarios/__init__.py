@@ -10,8 +10,7 @@ from benchmarks.scenarios.dali_cpu import dali_cpu
 from benchmarks.scenarios.gpu import dali_gpu, loader_gpu
 from benchmarks.scenarios.loader import loader
 from benchmarks.scenarios.many_shards import many_shards
-from benchmarks.scenarios.opening import opened
-from benchmarks.scenarios.samples import iterate_lazy, iterate_touch, random_get
+from benchmarks.scenarios.samples import iterate_lazy, iterate_touch, opened, random_get
 from benchmarks.scenarios.shared import shared
 from benchmarks.scenarios.verifying import verify
 from benchmarks.scenarios.wds_decode import wds_decode

@@ -1,7 +1,7 @@
 """Scenario `many_shards`: time and memory for 10^5 and 10^7 samples in 1,000 shards.
 
 Manifests and indexes are real: ascending keys, all offsets, layouts and digests. So are the bytes of the samples that are
-read. The members of all other samples are holes in their files (see `benchmarks.sparse`).
+read. The members of all other samples are holes in their files (see `benchmarks.children.sparse`).
 
 Each row runs in its own process. Its peak memory (resident pages) is counted above the memory before the step: before the
 cache is opened for `open, …`, after its indexes were read for all other steps.
@@ -16,8 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.children.sparse import write_shards
 from benchmarks.context import Context, Skipped
-from benchmarks.sparse import write_shards
 from benchmarks.timing import Rounds
 from benchmarks.workloads import WORKLOADS
 
@@ -62,7 +62,7 @@ def many_shards(context: Context) -> Rounds:
 
 def _measure(folder: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
     """Return microseconds and megabytes of each step in each round, with the samples checked."""
-    command = [sys.executable, "-m", "benchmarks.sparse", str(folder), str(rounds)]
+    command = [sys.executable, "-m", "benchmarks.children.sparse", str(folder), str(rounds)]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise AssertionError(f"many_shards: {done.stderr}")

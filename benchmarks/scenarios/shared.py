@@ -237,7 +237,7 @@ def _memory(context: Context) -> tuple[float, float]:
     """Return the memory of a process and its 8 children in megabytes, before and after they hold the same samples."""
     is_quick = context.workload.count < WORKLOADS[_WORKLOAD].count
     nbytes = _QUICK_NBYTES if is_quick else _NBYTES
-    command = [sys.executable, "-m", "benchmarks.holders", str(context.tmpfs), str(nbytes)]
+    command = [sys.executable, "-m", "benchmarks.children.holders", str(context.tmpfs), str(nbytes)]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise AssertionError(f"{MEMORY}: {done.stderr}")

@@ -1,0 +1,1 @@
+"""Programs that measure memory; scenarios run each in a separate process."""
