@@ -80,7 +80,10 @@ def plain(value: Any) -> Array:
 def restored(values: Mapping[str, Any], schema: Mapping[str, Carried]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return two dicts of a pipeline's outputs by name: the tensors of `schema`, with their true dtypes, and all other outputs.
 
-    Memory: aliases `values`. Tensors stay on the device of `values`; arrays are on the host.
+    A bool tensor that an operator has changed to another dtype keeps that dtype.
+
+    Memory: aliases `values`, except for bools, and for arrays of outputs on a GPU, which are copied to the host. Tensors stay on
+        the device of `values`.
     """
     tensors, extra = {}, {}
     for name, value in values.items():

@@ -84,6 +84,11 @@ ENTRIES: list[tuple[str, Any, str]] = [
         {"x": X, "__metadata__": {"tensorcache": "1 " + "0" * 16}},
         "is not at the beginning of the header",
     ),
+    (
+        "our metadata, escaped",
+        b'{"__metadata__":{"tensorcache":"\\u0031 0123456789abcdef"},"x":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}',
+        "or its value is escaped",
+    ),
     ("an unknown field", {"x": {**X, "strides": [1]}}, "expected dtype, shape and data_offsets"),
     ("a missing field", {"x": {"dtype": "U8", "shape": [2]}}, "expected dtype, shape and data_offsets"),
     ("no object", {"x": 5}, "expected dtype, shape and data_offsets, got 5"),

@@ -227,7 +227,8 @@ class Salvage:
         """Decide whether zeros at byte `at` end the archive.
 
         If members resume after the zeros, return the two values of `_resume`, and None. If the archive ends here, return None,
-        None, and the offset of the first member after its end, or None if there is no such member.
+        None, and the offset of the first member after its end. The offset is None if there is no such member, and also if the
+        index confirms this end, since nothing is then searched.
         """
         if at == self.end:
             return None, None, None

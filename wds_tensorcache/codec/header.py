@@ -133,7 +133,7 @@ def _parse_tensors(text: bytes, data_begin: int, nbytes: int) -> Layout:
             "".join(entries).encode()  # raises if a name has a surrogate, from an escape in the JSON
         except (ValueError, RecursionError) as exc:  # including JSONDecodeError and FormatError
             raise FormatError(f"the header is not the JSON that FORMAT.md 3.1 allows: {exc}") from exc
-        _check_metadata(entries.pop("__metadata__", {}), text.startswith(_PREFIX[:-2]))
+        _check_metadata(entries.pop("__metadata__", {}), text.startswith(_PREFIX))
         tensors = [_parse_entry(name, entry, data_begin) for name, entry in entries.items()]
         tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
         position = data_begin
@@ -164,7 +164,8 @@ def _check_metadata(metadata: Any, is_at_begin: bool) -> None:
     check_version(int(match[1]))
     if not is_at_begin:
         raise FormatError(
-            "the key 'tensorcache' of __metadata__ is not at the beginning of the header, so the digest is lost"
+            "the key 'tensorcache' of __metadata__ is not at the beginning of the header, or its value is escaped, so the "
+            "digest is lost"
         )
 
 

@@ -74,7 +74,7 @@ def view_array(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], begin:
 
 
 def check_array(array: Array) -> Array:
-    """Return `array`; raise FormatError for a bool other than 0 or 1, or invalid Unicode: numpy would fail on them later."""
+    """Return `array`; raise FormatError for a bool other than 0 or 1, or for text beyond Unicode: numpy does not check them."""
     if array.dtype.kind == "b" and array.size and int(array.view(np.uint8).max()) > 1:
         raise FormatError("a bool array holds bytes other than 0 and 1")
     if array.dtype.kind == "U" and array.size and int(array.reshape(-1).view("<u4").max()) > _MAX_CODE_POINT:

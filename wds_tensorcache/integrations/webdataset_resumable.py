@@ -253,11 +253,12 @@ class ResumablePipeline(IterableDataset[Any]):
 class SharedEpochs:
     """Shared memory in which the workers of an iteration agree on its epoch, without messages to the main process.
 
-    torch starts the workers of an iteration one by one, all with the same seed. The first worker registers the next epoch
-    under this seed. The other workers find it there, even if workers of the next iteration have already begun. No lock is
+    torch starts the workers of an iteration one by one. All have the same base seed, which is the worker's seed minus its
+    number. The first worker registers the next epoch under this base seed. The other workers find it there, even if workers of
+    the next iteration have already begun. No lock is
     needed, because all workers of an iteration write the same value into the same cell.
 
-    Threads/fork/pickle: forked and spawned processes share the cells; a copy is independent.
+    Threads/fork/pickle: forked and spawned processes share the cells; a copy by `pickle` or `deepcopy` is independent.
     """
 
     def __init__(self) -> None:

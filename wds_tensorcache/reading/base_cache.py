@@ -114,10 +114,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def select(self, patterns: str | Iterable[str]) -> Self:
-        """Return a view whose samples contain only tensors with names that match `patterns`, for example `"cond.*"`.
+        """Return a view of the tensors whose names match `patterns`, for example `"cond.*"`.
 
-        Patterns are those of `fnmatch`. Other tensors are removed from dicts, and replaced by None in lists and tuples; they
-        are not read. Small values remain.
+        Patterns are those of `fnmatch`. Other tensors are removed from dicts, and replaced by None in lists, tuples and deques;
+        they are not read. Small values remain. So do tensors in sets, in keys of dicts, and in objects of `allow=` classes.
 
         Raises:
             KeyError: A pattern matches no tensor's name.

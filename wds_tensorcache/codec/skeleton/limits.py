@@ -82,7 +82,10 @@ def _argument_cost(argument: Any) -> int:
 
 
 def are_few_texts(keys: Sequence[Any], num_others: int) -> bool:
-    """Return whether keys are strings, and with `num_others` keys in the same container so few that they do not count."""
+    """Return whether all keys are strings and, with `num_others` other keys of their container, at most `SMALL_TABLE`.
+
+    Such keys cost nothing if they are short, too (`SHORT_TEXT`).
+    """
     return len(keys) + num_others <= SMALL_TABLE and TEXTS.issuperset(map(type, keys))
 
 
