@@ -1,4 +1,4 @@
-"""The samples of a batch from shared memory, in the form in which `reading/batch` reads samples of a shard."""
+"""Present the samples of a batch to `reading/batch` as the rows of one shard, whose bytes are in shared memory."""
 
 from __future__ import annotations
 
@@ -12,58 +12,62 @@ from wds_tensorcache.codec.sample import list_references
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.errors import UnsafeSkeletonError
 from wds_tensorcache.reading.batch.rows import Rows
-from wds_tensorcache.sharing.samples import Found, Samples
+from wds_tensorcache.sharing.samples import ParsedSample, Samples
 
 __all__ = ["rows_of"]
 
 Array = np.ndarray[Any, Any]
-_BITS = 44  # an offset in a batch is `row << _BITS | offset in the member`
+_OFFSET_BITS = 44  # byte offsets in a batch are `row << _OFFSET_BITS | offset in the row's .safetensors member`
 
 
 def rows_of(samples: Samples, numbers: Sequence[int]) -> Rows:
-    """Return the samples of a batch; those that are not in shared memory are loaded first.
+    """Load the samples of a batch that are not in shared memory, and return the locations of all.
+
+    Args:
+        samples: Samples of the dataset.
+        numbers: Indices in the dataset, one for each sample of the batch.
 
     Raises:
-        EncodeError: A sample cannot be encoded, and so cannot be part of a batch.
+        EncodeError: A sample cannot be encoded, so it cannot be part of a batch.
     """
-    count = np.arange(len(numbers))
-    by_shard = ((0, slice(None), count),) if len(numbers) else ()
-    members = _MembersOfBatch(samples, numbers, samples.encoded(numbers))
-    return Rows([members], np.zeros_like(count), count, count << _BITS, by_shard)  # type: ignore[list-item]
+    rows = np.arange(len(numbers))
+    by_shard = ((0, slice(None), rows),) if len(numbers) else ()
+    shard = _BatchAsShard(samples, numbers, samples.get_parsed(numbers))
+    return Rows([shard], np.zeros_like(rows), rows, rows << _OFFSET_BITS, by_shard)  # type: ignore[list-item]
 
 
-class _MembersOfBatch:
-    """The members of a batch's samples, with the methods of `Shard` that a batch needs; row `i` is sample `i` of the batch."""
+class _BatchAsShard:
+    """The samples of a batch, with the methods of `Shard` that a batch needs. Row `i` is sample `i` of the batch."""
 
     layout_of_all = None
     path = "shared memory"
 
-    def __init__(self, samples: Samples, numbers: Sequence[int], found: Sequence[Found]) -> None:
-        self._samples, self._numbers, self._found = samples, numbers, found
-        self.checked = np.ones(len(found), np.bool_)
-        self.file = self.files = _Bytes(found)
+    def __init__(self, samples: Samples, numbers: Sequence[int], parsed: Sequence[ParsedSample]) -> None:
+        self._samples, self._numbers, self._parsed = samples, numbers, parsed
+        self.checked = np.ones(len(parsed), np.bool_)
+        self.file = self.files = _BatchAsFile(parsed)
 
     def key(self, row: int) -> str:
         return str(self._numbers[row])
 
     def sample(self, row: int) -> Any:
-        return self._samples.build(self._found[row])
+        return self._samples.build(self._parsed[row])
 
     def layout(self, row: int) -> Layout:
-        """Return the layout of a sample, with the texts of its references."""
-        found = self._found[row]
-        if found.named is None:
-            layout = found.layout
+        """Return the layout of a sample with the strings of its references; without them if the skeleton needs `allow=`."""
+        parsed = self._parsed[row]
+        if parsed.named_layout is None:
+            layout = parsed.layout
             try:
-                texts = list_references(found.skeleton, found.body, layout)
+                texts = list_references(parsed.skeleton, parsed.body, layout)
             except UnsafeSkeletonError as exc:
                 if exc.needs is None:
                     raise
             else:
                 dims = [dim for tensor in layout.tensors.values() for dim in tensor.shape]
                 layout = make_layout(layout.form, dims, layout.data_begin, texts)
-            found.named = layout
-        return found.named
+            parsed.named_layout = layout
+        return parsed.named_layout
 
     def layouts_of(self, rows: Array) -> tuple[list[Layout], Array]:
         """Return the distinct layouts of `rows`, and for each row the position of its layout among them."""
@@ -73,41 +77,41 @@ class _MembersOfBatch:
         return list(distinct.values()), np.array([numbers[id(layout)] for layout in layouts])
 
     def template(self, row: int) -> Template | None:
-        found = self._found[row]
-        if found.matched is not None:
-            return found.matched[0]
+        parsed = self._parsed[row]
+        if parsed.matched is not None:
+            return parsed.matched[0]
         template: Template | None = self.layout(row).form.template
-        return None if template is None or template.match(found.skeleton, found.body) is MISS else template
+        return None if template is None or template.match(parsed.skeleton, parsed.body) is MISS else template
 
     def note_template(self, rows: Any, template: Template) -> None:
-        """Do nothing: the next batch has other rows."""
+        """Do nothing, since the rows of the next batch are different samples."""
 
     def skeletons(self, rows: Array, io: str) -> tuple[list[bytes], list[int]]:
-        found = [self._found[row] for row in rows.tolist()]
-        return [each.skeleton for each in found], [each.body for each in found]
+        parsed = [self._parsed[row] for row in rows.tolist()]
+        return [each.skeleton for each in parsed], [each.body for each in parsed]
 
 
-class _Bytes:
-    """The bytes of members, with the methods of `ShardFile` and `Files` that a batch needs."""
+class _BatchAsFile:
+    """The `.safetensors` members of a batch's samples, with the methods of `ShardFile` and `Files` that a batch needs."""
 
-    def __init__(self, found: Sequence[Found]) -> None:
-        self._found = found
+    def __init__(self, parsed: Sequence[ParsedSample]) -> None:
+        self._parsed = parsed
 
-    def get(self, path: str) -> _Bytes:
+    def get(self, path: str) -> _BatchAsFile:
         return self
 
     def read_resident(self, buffers: Sequence[memoryview], begin: int) -> bool:
-        """Fill `buffers`, from an offset on."""
+        """Fill `buffers` with the bytes from offset `begin` on; they are always in memory."""
         self.read_into(buffers, begin)
         return True
 
     def read_into(self, buffers: Sequence[memoryview], begin: int) -> None:
-        """Fill `buffers`, from an offset on."""
-        source = self._found[begin >> _BITS].source
-        begin &= (1 << _BITS) - 1
+        """Fill `buffers` with the bytes from offset `begin` on."""
+        source = self._parsed[begin >> _OFFSET_BITS].source
+        begin &= (1 << _OFFSET_BITS) - 1
         for buffer in buffers:
             source.read_into(buffer, begin)
             begin += len(buffer)
 
     def check_unchanged(self) -> None:
-        """Do nothing: the members of a sample never change."""
+        """Do nothing, since the members of a sample never change."""

@@ -1,4 +1,4 @@
-"""`SharedDataset`: any dataset, each sample loaded once and held once for all processes of a machine."""
+"""`SharedDataset`: each sample of any dataset, loaded once and held once for all processes of a machine."""
 
 from __future__ import annotations
 
@@ -35,37 +35,40 @@ _IO = Io("pread", "copied from shared memory")
 
 
 class SharedDataset(Cache[Any]):
-    """A map-style dataset whose samples are loaded once, and then shared by all processes of this machine.
+    """A map-style dataset whose samples are loaded once, then shared by all processes of this machine.
 
     The first access to a sample, by any process, loads it from `dataset` and encodes it into shared memory. Every later access
-    returns the sample with lazy tensors, without a lock and without a copy. The memory is freed when the last process that
-    holds it is gone, even if it was killed. It is a `Cache`: `read_batch` and `tc.Loader` take it; the key of a sample is its
-    index as a text.
+    returns it from there, with lazy tensors and without a lock. The memory is freed when the last process that holds it is
+    gone, even if that process was killed. A SharedDataset is a `Cache`, with batches and views, and `tc.Loader` takes it. The
+    key of a sample is its index in `dataset` as a string.
 
     Args:
         dataset: A map-style dataset: it has `len()`, and `dataset[i]` returns a sample for each `i` in `range(len(dataset))`.
-        name: Name of the shared memory. Processes that pass the same name share it.
-        max_nbytes: Maximum bytes of shared memory; None for no limit.
-        directory: Folder for the files; by default shared memory, `/dev/shm`. A folder on a disk of this machine also works.
-        eviction: Way to make room when `max_nbytes` is reached: None adds no more samples, and only returns them; `"lru"`
-            removes those that were not used for the longest time. Tensors that are in use keep their memory.
+        name: Name of the shared memory, 1 to 128 bytes. Processes that pass the same name share it.
+        max_nbytes: Maximum bytes of all samples in shared memory; None for no limit.
+        directory: Existing folder for the files; by default shared memory, `/dev/shm`. Use a folder on a local file system.
+        eviction: Way to make room when `max_nbytes` is reached: `"lru"` removes the least recently used samples, except under
+            tensors that are in use. None adds no more samples: they are loaded at each access.
         persistent: Keep the files after the last process is gone, for a later run.
         verify: Compare the digests of a sample with its bytes at every access.
-        fingerprint: A text that describes the dataset, for example its version and transforms. Together with the dataset's
+        fingerprint: A string that describes the dataset, for example its version and transforms. Together with the dataset's
             type and length, it must be equal in all processes that share the memory.
         allow: Other classes that samples may contain.
 
     Raises:
-        InvalidKeyError: `name` is not possible as a file name.
+        InvalidKeyError: `name` is empty or too long, or has other characters than letters, digits and `" .=+@_-"`.
         StaleCacheError: The name is in use for a dataset with another fingerprint; the message contains both.
-        PermissionError: Another user made the files, or could change them.
+        PermissionError: The files in `directory` do not belong to this user alone.
+        FormatError: The files are damaged. Access to a damaged sample raises it, too.
+        OSError: `directory` does not exist, or the file system is full. Access to a sample that does not fit raises it, too.
         NotImplementedError: The system is not Linux.
-        TypeError: The dataset has no length.
+        TypeError, ValueError: The dataset is not map-style, or an option has a wrong type or value.
 
     Threads/fork/pickle: safe everywhere; a copy in another process shares the same memory.
 
-    Memory: bytes live in the files of `directory`. `.load()` returns a private copy. `.load(copy=False)` returns a view:
-        writing into it changes no other process, but later reads of this process, and of children forked later, see it.
+    Memory: samples are in files in `directory`, mapped copy-on-write. `.load()` returns a private copy. `.load(copy=False)`
+        returns a view: writing into it changes no other process, but later reads of this process, and of children forked
+        later, see it. If the tensors of a sample have less than 64 KiB, each access copies them.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class SharedDataset(Cache[Any]):
         if eviction not in (None, "lru"):
             raise ValueError(f"eviction={eviction!r}, expected None or 'lru'")
         if not isinstance(fingerprint, str):
-            raise TypeError(f"fingerprint={fingerprint!r:.100}, expected a text")
+            raise TypeError(f"fingerprint={fingerprint!r:.100}, expected a string")
         if max_nbytes is not None and operator.index(max_nbytes) < 1:
             raise ValueError(f"max_nbytes={max_nbytes}, expected at least 1")
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -102,7 +105,7 @@ class SharedDataset(Cache[Any]):
         self.name = name
         count, kind = len(dataset), type(dataset)
         self._fingerprint: dict[str, object] = {
-            # spawned processes have another name for the main script
+            # in spawned processes, the module of the main script has another name
             "type": f"{kind.__module__.replace('__mp_main__', '__main__')}.{kind.__qualname__}",
             "length": count,
             "fingerprint": fingerprint,
@@ -117,10 +120,10 @@ class SharedDataset(Cache[Any]):
         self._samples = Samples(dataset, folder, max_nbytes, eviction == "lru", pool, verify, allow_table(allow))
         self._net = weakref.finalize(self._samples, folder.leave)
         self._store = Store((), Files(), pool, _IO, min(4, num_cores()), {})
-        self._show(np.arange(count), None)
+        self._narrow(np.arange(count), None)
 
-    def _show(self, indices: Array, patterns: tuple[str, ...] | None) -> None:
-        """Make this object a view of the samples `indices`, with the tensors whose names match `patterns`."""
+    def _narrow(self, indices: Array, patterns: tuple[str, ...] | None) -> None:
+        """Make this object a view of samples, by index in the dataset, int64 `[n]`, with tensors that match `patterns`."""
         self._indices, self._patterns = indices, patterns
         self._wanted = None if patterns is None else name_matcher(patterns)
         self._structures = Structures(self._wanted)
@@ -129,7 +132,7 @@ class SharedDataset(Cache[Any]):
         view = object.__new__(SharedDataset)
         view.__dict__.update(self.__dict__)
         view._store = store
-        view._show(indices, patterns)
+        view._narrow(indices, patterns)
         return view
 
     def __reduce__(self) -> Any:
@@ -139,7 +142,7 @@ class SharedDataset(Cache[Any]):
         return len(self._indices)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples at `indices` as a list; first load those that no other process is loading now."""
+        """Return the samples at `indices` as a list; first load those that no other thread or process is loading now."""
         found = self._samples.get_many(self._indices[self._numbers(indices)].tolist())
         return found if self._wanted is None else [project(sample, self._wanted) for sample in found]
 
@@ -151,7 +154,10 @@ class SharedDataset(Cache[Any]):
 
     @property
     def schema(self) -> dict[str, TensorSchema]:
-        """Properties of each tensor by name, of the samples that are in shared memory; if there are none, of the first one."""
+        """Properties of each tensor by name, in the samples that are in shared memory; without any, in the first sample.
+
+        Cost: parses each of these samples.
+        """
         present = np.intersect1d(self._indices, self._samples.present()) if len(self) else self._indices
         result: dict[str, TensorSchema] = {}
         for number in (present if len(present) else self._indices[:1]).tolist():
@@ -163,7 +169,7 @@ class SharedDataset(Cache[Any]):
 
     @property
     def fingerprint(self) -> dict[str, object]:
-        """The type and length of the dataset, and the text `fingerprint`."""
+        """Type and length of the dataset, and the string `fingerprint`."""
         return dict(self._fingerprint)
 
     @property
@@ -176,7 +182,11 @@ class SharedDataset(Cache[Any]):
         return self._samples.dataset
 
     def stats(self) -> SharedStats:
-        """Return counts of this process, and of the memory that all processes share."""
+        """Return the counts of this process, and the size and holders of the shared memory.
+
+        Raises:
+            ValueError: This SharedDataset is closed.
+        """
         return self._samples.stats()
 
     def select(self, patterns: str | Iterable[str]) -> SharedDataset:
@@ -199,7 +209,7 @@ class SharedDataset(Cache[Any]):
         return nest_batch(request, tensors)
 
     def close(self) -> None:
-        """Stop holding the shared memory; without another holder it is freed, except under tensors that are in use."""
+        """Stop holding the shared memory. Without another holder it is freed, except under tensors that are in use."""
         self._samples.close()
         self._store.close()
 
@@ -222,7 +232,7 @@ class SharedDataset(Cache[Any]):
     def _find(self, key: str) -> int:
         found = self._position(key)
         if found is None:
-            raise KeyError(f"no sample {key!r}; the keys are the indices of the dataset, as texts")
+            raise KeyError(f"no sample {key!r}; the keys are the indices of the dataset as strings, for example '0'")
         return found
 
     def _take(self, numbers: slice | Array) -> SharedDataset:
@@ -249,7 +259,7 @@ class SharedDataset(Cache[Any]):
 
 
 class _Indices(KeysView):
-    """The keys of a SharedDataset: the indices of the dataset, as texts."""
+    """The keys of a SharedDataset: the indices of the dataset as strings."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""The folders in shared memory: their names, owners, holders and removal."""
+"""Folders in shared memory, one for each name: their paths, permissions, holders and removal."""
 
 from __future__ import annotations
 
@@ -31,23 +31,26 @@ __all__ = [
     "named_folder",
     "open_folder",
     "read_head",
-    "remove_if_left",
+    "remove_if_abandoned",
     "write_file",
 ]
 
 _SHARED_MEMORY = "/dev/shm"
 _NAME = re.compile(r"[\w-][\w .=+@-]*").fullmatch
 _MAX_NAME_NBYTES = 128  # in UTF-8
-_ROUNDS = 100
-_MAKING_S = 60  # making a folder takes less
-_NOT_THE_OWNER = 0o077  # permissions of all other users
+_MAX_ATTEMPTS = 100
+_MAKING_S = 60  # the longest time that making a folder takes
+_OTHER_USERS = 0o077  # permissions of all users but the owner
 
 
 def base_folder(directory: str | os.PathLike[str] | None) -> str:
-    """Return the folder of all shared folders of this user in `directory`, by default in shared memory.
+    """Return the path of this user's folder in `directory`, which contains a folder for each name; create it if needed.
+
+    Args:
+        directory: Path of a folder; None for shared memory, `/dev/shm`.
 
     Raises:
-        NotImplementedError: The system has no locks on byte ranges that survive threads and forks; only Linux has them.
+        NotImplementedError: The system is not Linux, whose locks on byte ranges belong to open files, not to processes.
         FileNotFoundError: The directory does not exist.
         PermissionError: The folder belongs to another user, or other users may use it.
     """
@@ -57,61 +60,78 @@ def base_folder(directory: str | os.PathLike[str] | None) -> str:
     base = os.path.join(parent, f"wds_tensorcache-{os.geteuid()}")
     with contextlib.suppress(FileExistsError):
         os.mkdir(base, 0o700)
-        os.chmod(base, 0o700)  # whatever the umask is
+        os.chmod(base, 0o700)  # a umask may have removed permissions
     check_owner(base, os.lstat(base), stat.S_ISDIR)
     return base
 
 
 def check_owner(path: str, status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
-    """Raise PermissionError unless a file or folder has the right kind, and this user alone owns and may use it."""
-    if not is_kind(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _NOT_THE_OWNER:
-        what = f"owner {status.st_uid}, mode {stat.filemode(status.st_mode)}"
+    """Raise PermissionError unless a file or folder is of the right kind, and belongs to this user alone.
+
+    Args:
+        path: Path for the message.
+        status: Status of the open file or folder.
+        is_kind: `stat.S_ISREG` for a file, `stat.S_ISDIR` for a folder.
+    """
+    if not is_kind(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _OTHER_USERS:
+        found = f"owner {status.st_uid} and mode {stat.filemode(status.st_mode)}"
+        kind = "folder" if is_kind is stat.S_ISDIR else "regular file"
         raise PermissionError(
-            f"{path} has {what}; expected one of user {os.geteuid()}, with permissions for this user alone: remove it, or "
-            "choose another directory="
+            f"{path} has {found}, expected a {kind} of user {os.geteuid()} with permissions for this user alone; remove it, "
+            "or pass another directory="
         )
 
 
 def named_folder(base: str, name: str) -> str:
-    """Return the path of the folder with a name; raise InvalidKeyError if the name is not a plain one."""
+    """Return the path of the folder for a name.
+
+    Raises:
+        InvalidKeyError: The name is empty or too long, or contains characters that are not allowed.
+    """
     if not isinstance(name, str) or not _NAME(name) or ".." in name or len(name.encode()) > _MAX_NAME_NBYTES:
         raise InvalidKeyError(
-            f"name {name!r:.200}: expected 1 to 128 bytes of letters, digits, or any of ' .=+@_-', without '..' and not "
-            "beginning with a dot or space"
+            f"name {name!r:.200}: expected 1 to {_MAX_NAME_NBYTES} bytes of letters, digits, and any of ' .=+@_-', beginning "
+            "with a letter, a digit, '_' or '-', and without '..'"
         )
     return os.path.join(base, name)
 
 
 class SharedFolder:
-    """A folder that this process holds: it is not removed while this object exists.
+    """A folder that this process holds, so that no process removes it until `leave`.
 
     Attributes:
         path: Path of the folder.
         head: Content of its file `head.json`.
-        is_doubtful: True if the machine was started again since the folder was made: it may have crashed, and lost bytes.
+        is_doubtful: True if the machine was restarted since the folder was made: a crash may have lost bytes of its files.
+
+    Threads/fork: any thread. A forked child holds the folder, too; it is listed as a holder after `hold_again`.
     """
 
     def __init__(self, path: str, holders: RangeLocks, head: dict[str, Any]) -> None:
         self.path, self.head = path, head
-        self.is_doubtful = head.get("boot") != _boot()
+        self.is_doubtful = head.get("boot") != _boot_id()
         self._holders: RangeLocks | None = holders
 
-    def file(self, name: str) -> str:
+    def path_of(self, name: str) -> str:
         """Return the path of a file in the folder."""
         return os.path.join(self.path, name)
 
     def hold_again(self) -> None:
-        """Hold the folder for this process, too, after a fork; until then it is held together with the parent."""
+        """After a fork, hold the folder for this process alone; until then, it shares the parent's lock.
+
+        Raises:
+            FileNotFoundError, ValueError: The folder was removed, or removed and made again.
+        """
         if self._holders is None:
             return
-        mine = RangeLocks(self.file(HOLDERS), in_children=True)
+        mine = RangeLocks(self.path_of(HOLDERS), in_children=True)
         if not os.path.sameopenfile(mine.fd, self._holders.fd):
-            raise ValueError(f"{self.path} was removed, and made again by another process")
+            raise ValueError(f"{self.path} was removed and made again by another process; open the SharedDataset again")
         mine.lock(os.getpid(), shared=True, wait=True)
         self._holders = mine
 
     def holders(self) -> list[int]:
-        """Return the process ids of the holders."""
+        """Return the process ids of the holders, ascending."""
         return folder_holders(self.path)
 
     def leave(self) -> None:
@@ -119,23 +139,29 @@ class SharedFolder:
         holders, self._holders = self._holders, None
         if holders is not None:
             holders.close()
-            remove_if_left(self.path)
+            remove_if_abandoned(self.path)
 
 
 def folder_holders(path: str) -> list[int]:
-    """Return the process ids of the processes that hold a folder."""
+    """Return the process ids of the processes that hold a folder, ascending."""
     return RangeLocks(os.path.join(path, HOLDERS)).locked_by_others(0, NUM_HOLDER_BYTES)
 
 
-def _boot() -> str:
-    """Return a text that differs after each start of the machine."""
+def _boot_id() -> str:
+    """Return a string that changes whenever the machine starts; "" if it is unknown."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
         return boot.read().strip()
     return ""
 
 
 def read_head(path: str) -> dict[str, Any]:
-    """Return the content of a folder's file `head.json`; raise FormatError if it is damaged."""
+    """Return the content of a folder's file `head.json`.
+
+    Raises:
+        FormatError: The file is damaged.
+        FileNotFoundError: The folder has no such file: it is being removed, or was only partly removed.
+        PermissionError: The file is not a regular file of this user alone.
+    """
     where = os.path.join(path, HEAD)
     fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(fd, "rb") as file:
@@ -156,24 +182,33 @@ def open_folder(
     persistent: bool,
     create: Callable[[str], None],
 ) -> SharedFolder:
-    """Open the folder `name`, or create it; `create` fills a new folder with files.
+    """Open the folder for a name, or create it, and hold it. Remove abandoned folders of all names.
+
+    Args:
+        base: Result of `base_folder`.
+        name: Name of the shared memory.
+        fingerprint: Description of the dataset, which the folder stores.
+        persistent: Mark the folder, so that it is kept without holders.
+        create: Called with the path of a new folder to write files into it.
 
     Raises:
-        InvalidKeyError: The name is not one that a file may have everywhere.
+        InvalidKeyError: The name is not allowed.
         StaleCacheError: The folder was made for a dataset with another fingerprint.
-        PermissionError: Another user made the folder or a file in it.
+        PermissionError: The folder or a file in it does not belong to this user alone.
+        FormatError: The folder's `head.json` is damaged.
+        OSError: The file system is full; or the folder can be neither opened nor replaced.
     """
     path = named_folder(base, name)
-    for left in find_folders(base):
-        with contextlib.suppress(OSError):  # such as foreign files
-            remove_if_left(left)
+    for other in find_folders(base):
+        with contextlib.suppress(OSError):  # for example, a folder that another program made, with folders in it
+            remove_if_abandoned(other)
     folder = None
-    for _ in range(_ROUNDS):
-        folder = _open(path) or _create(path, {"name": name, "fingerprint": fingerprint, "boot": _boot()}, create)
+    for _ in range(_MAX_ATTEMPTS):
+        folder = _open(path) or _create(path, {"name": name, "fingerprint": fingerprint, "boot": _boot_id()}, create)
         if folder is not None:
             break
     if folder is None:
-        raise FileExistsError(f"{path} can be neither opened nor replaced; remove it")
+        raise FileExistsError(f"{path} can be neither opened nor replaced; delete it, or use another name")
     found = folder.head.get("fingerprint")
     if found != fingerprint:
         folder.leave()
@@ -182,19 +217,19 @@ def open_folder(
             f"tc.shared_clear({name!r})"
         )
     if persistent:
-        os.close(os.open(folder.file(IS_PERSISTENT), os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-    elif not os.path.exists(folder.file(IS_PERSISTENT)):
+        os.close(os.open(folder.path_of(IS_PERSISTENT), os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    elif not os.path.exists(folder.path_of(IS_PERSISTENT)):
         _start_reaper("wait", path, path).close()
     return folder
 
 
 def _open(path: str) -> SharedFolder | None:
-    """Open an existing folder and hold it; return None if there is none."""
+    """Open an existing folder and hold it; return None if there is none, or it was being removed."""
     try:
         check_owner(path, os.lstat(path), stat.S_ISDIR)
         holders = RangeLocks(os.path.join(path, HOLDERS), in_children=True)
         check_owner(holders.path, os.fstat(holders.fd), stat.S_ISREG)
-        # the process that removes the folder holds all bytes: after waiting for it, the folder is another one, or gone
+        # A process that removes the folder has locked all bytes. After waiting for it, the folder is gone, or is a new one.
         holders.lock(os.getpid(), shared=True, wait=True)
         if os.stat(holders.path).st_ino != os.fstat(holders.fd).st_ino:
             return None
@@ -204,18 +239,23 @@ def _open(path: str) -> SharedFolder | None:
         return SharedFolder(path, holders, read_head(path))
     except FileNotFoundError:  # a process was killed while it removed the folder
         holders.close()
-        remove_if_left(path)
+        remove_if_abandoned(path)
         return None
 
 
 def _create(path: str, head: dict[str, Any], create: Callable[[str], None]) -> SharedFolder | None:
-    """Create a folder with all its files, and hold it; return None if another process was faster."""
+    """Create a folder under a temporary name, with all its files, hold it, and rename it to `path`.
+
+    Returns:
+        None if another process was faster.
+    """
     base, name = os.path.split(path)
     making = os.path.join(base, f".{name}.{secrets.token_hex(4)}.new")
     try:
-        # The reaper makes the folder, and waits for this process to hold it. So it removes it whenever this process is killed.
+        # Hazard: this process may be killed at any moment. So the reaper makes the folder, waits until this process holds it or
+        # is gone, and removes it after its last holder.
         with _start_reaper("make", making, path):
-            if not os.path.exists(making):  # there is no reaper
+            if not os.path.exists(making):  # the reaper could not be started
                 os.mkdir(making, 0o700)
                 os.chmod(making, 0o700)
                 write_file(os.path.join(making, HOLDERS))
@@ -234,10 +274,21 @@ def _create(path: str, head: dict[str, Any], create: Callable[[str], None]) -> S
 
 
 def write_file(path: str, content: bytes = b"", nbytes: int = 0, dir_fd: int | None = None) -> None:
-    """Create a file that only this user may use, with `content`, and with memory for `nbytes` bytes if that is more."""
+    """Create a file that only this user may use.
+
+    Args:
+        path: Path of the file, relative to `dir_fd` if that is given.
+        content: First bytes of the file.
+        nbytes: Number of bytes to reserve, as zeros; 0 for only the content.
+        dir_fd: Descriptor of a folder.
+
+    Raises:
+        FileExistsError: The path exists.
+        OSError: The file system is full.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=dir_fd)
     try:
-        os.fchmod(fd, 0o600)  # whatever the umask is
+        os.fchmod(fd, 0o600)  # a umask may have removed permissions
         if nbytes:
             with explained_no_space(path, f"a file of {nbytes:,} bytes"):
                 os.posix_fallocate(fd, 0, nbytes)
@@ -248,7 +299,12 @@ def write_file(path: str, content: bytes = b"", nbytes: int = 0, dir_fd: int | N
 
 @contextlib.contextmanager
 def explained_no_space(path: str, what: str) -> Iterator[None]:
-    """Give the error of a full file system, raised inside the `with` block, a message with sizes and the remedy."""
+    """Add sizes and the remedy to the OSError of a full file system that is raised inside the `with` block.
+
+    Args:
+        path: Path of the file that is written.
+        what: Noun phrase for the message: what needs the memory.
+    """
     try:
         yield
     except OSError as exc:
@@ -265,12 +321,12 @@ def explained_no_space(path: str, what: str) -> Iterator[None]:
 
 
 def find_folders(base: str) -> Iterator[str]:
-    """Yield the paths of all folders in `base`, including unfinished ones and ones that are being removed."""
+    """Yield the paths of all folders in `base`, including folders that are being made or removed."""
     with os.scandir(base) as entries:
         yield from [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
-def remove_if_left(path: str, *, even_persistent: bool = False) -> bool:
+def remove_if_abandoned(path: str, *, even_persistent: bool = False) -> bool:
     """Remove a folder if no process holds it and, unless `even_persistent`, it is not persistent.
 
     Returns:
@@ -281,14 +337,15 @@ def remove_if_left(path: str, *, even_persistent: bool = False) -> bool:
     except FileNotFoundError:
         return True
     if is_young and os.path.basename(path).startswith("."):
-        return False  # it may be in the making; if not, a reaper removes it
+        return False  # a process may be making it; if it was killed, the reaper removes the folder
     try:
         holders = RangeLocks(os.path.join(path, HOLDERS))
     except FileNotFoundError:
         if is_young:
-            return False  # perhaps it is removed just now
+            return False  # a process may be removing it
+        # Another program has deleted the file, or the folder is empty: with a new file, its lock can be taken.
         with contextlib.suppress(FileExistsError, FileNotFoundError):
-            write_file(os.path.join(path, HOLDERS))  # another program has deleted it
+            write_file(os.path.join(path, HOLDERS))
         try:
             holders = RangeLocks(os.path.join(path, HOLDERS))
         except FileNotFoundError:
@@ -306,13 +363,21 @@ def remove_if_left(path: str, *, even_persistent: bool = False) -> bool:
 
 
 def _start_reaper(action: str, folder: str, renamed: str) -> contextlib.ExitStack:
-    """Start the process that removes a folder, or what it is renamed to, after its last holder, unless one waits already.
+    """Start the reaper, a process that removes a folder after its last holder is gone, unless the folder has one already.
 
-    With the action "make", the process makes the folder first. It begins to wait when the result is closed.
+    Args:
+        action: "make" if the reaper makes the folder first, "wait" if the folder exists.
+        folder: Path of the folder.
+        renamed: Path to which the caller will rename the folder, or `folder`.
+
+    Returns:
+        A stack. The reaper begins to wait for the holders when the stack is closed, so the caller holds the folder before that.
     """
     stack = contextlib.ExitStack()
     is_python = os.path.basename(sys.executable or "").startswith(("python", "pypy"))
-    if not is_python:  # embedded: without a reaper, the next process that opens a folder removes abandoned ones
+    if (
+        not is_python
+    ):  # Python is embedded. Without a reaper, the next process that opens a folder removes abandoned ones.
         return stack
     if action == "wait" and RangeLocks(os.path.join(folder, HOLDERS)).locked_by_others(REAPER_BYTE, 1):
         return stack

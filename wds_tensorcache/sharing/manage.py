@@ -12,7 +12,7 @@ from wds_tensorcache.sharing.folder import (
     folder_holders,
     named_folder,
     read_head,
-    remove_if_left,
+    remove_if_abandoned,
 )
 from wds_tensorcache.sharing.reaper import IS_PERSISTENT
 from wds_tensorcache.sharing.table import TABLE, Table
@@ -26,10 +26,11 @@ class SharedInfo:
 
     Attributes:
         name: Name of the SharedDataset.
-        fingerprint: Type and length of the dataset, and the text that was passed.
-        num_samples, nbytes: Number of samples in the memory, and the bytes they take.
-        holders: Process ids of the processes that hold it.
-        is_persistent: True if it is kept after the last holder is gone.
+        fingerprint: Type and length of the dataset, and the string `fingerprint`.
+        num_samples: Number of samples in the shared memory.
+        nbytes: Bytes of shared memory that these samples take, without the table.
+        holders: Process ids of the processes that hold the shared memory, ascending; may be empty if it is persistent.
+        is_persistent: True if the shared memory is kept after its last holder is gone.
     """
 
     name: str
@@ -41,16 +42,20 @@ class SharedInfo:
 
 
 def shared_list(directory: str | os.PathLike[str] | None = None) -> list[SharedInfo]:
-    """Return all shared memory of this user in `directory`, by default in `/dev/shm`, in the order of the names.
+    """Return the shared memory of this user in `directory`, by default `/dev/shm`, in the order of the names.
+
+    Damaged folders are left out.
 
     Raises:
         NotImplementedError: The system is not Linux.
+        FileNotFoundError: The directory does not exist.
+        PermissionError: The folder in `directory` does not belong to this user alone.
     """
     found = []
     for path in find_folders(base_folder(directory)):
         if os.path.basename(path).startswith("."):
-            continue  # being made or removed
-        # removed just now, or damaged by a crash of the machine: opening it tells
+            continue  # a process is making it
+        # Leave out folders that another process is removing, and damaged ones: opening such a name raises the error.
         with suppress(OSError, ValueError, TypeError, KeyError):
             described = read_head(path)
             table = Table(os.path.join(path, TABLE), described["fingerprint"]["length"])
@@ -68,17 +73,24 @@ def shared_list(directory: str | os.PathLike[str] | None = None) -> list[SharedI
 
 
 def shared_clear(name: str, directory: str | os.PathLike[str] | None = None) -> None:
-    """Free the shared memory of a name, also if it is persistent.
+    """Free the shared memory of a name, even if it is persistent.
+
+    Args:
+        name: Name of the SharedDataset.
+        directory: As in SharedDataset.
 
     Raises:
-        FileNotFoundError: There is none with this name.
-        InvalidKeyError: No shared memory can have this name.
-        BlockingIOError: Processes hold it; the message lists them.
+        FileNotFoundError: No shared memory has this name; the message lists the names that exist.
+        InvalidKeyError: The name is not allowed.
+        BlockingIOError: Processes hold the shared memory; the message lists their ids.
+        NotImplementedError: The system is not Linux.
     """
     path = named_folder(base_folder(directory), name)
     if not os.path.isdir(path):
         raise FileNotFoundError(
-            f"no shared memory {name!r:.200}; there is {[each.name for each in shared_list(directory)]}"
+            f"no shared memory {name!r:.200}; the names are {[each.name for each in shared_list(directory)]}"
         )
-    if not remove_if_left(path, even_persistent=True):
-        raise BlockingIOError(f"{path} is held by processes {folder_holders(path)}; close it there, or end them")
+    if not remove_if_abandoned(path, even_persistent=True):
+        raise BlockingIOError(
+            f"{path} is held by processes {folder_holders(path)}; close the SharedDataset there, or end them"
+        )

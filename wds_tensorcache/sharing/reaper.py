@@ -1,6 +1,7 @@
 """Remove a shared folder after the last process that holds it is gone, even if that process was killed.
 
-This file is also run as a script, by a process without any other module of this package.
+This file is also a script, the reaper: `reaper.py make|wait FOLDER RENAMED`. It imports no other module of this package, so
+that it starts fast and takes little memory.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ except ImportError:  # Windows
 
 __all__ = ["HEAD", "HOLDERS", "IS_PERSISTENT", "NUM_HOLDER_BYTES", "REAPER_BYTE", "remove_folder"]
 
-HEAD = "head.json"  # describes the samples
-HOLDERS = "holders"  # each process that holds the folder has locked one byte of this file
+HEAD = "head.json"  # name, fingerprint and boot id
+HOLDERS = "holders"  # each process that holds the folder has a shared lock on byte `pid` of this file
 IS_PERSISTENT = "persistent"  # the folder is kept if a file with this name exists
 NUM_HOLDER_BYTES = 1 << 40
-REAPER_BYTE = NUM_HOLDER_BYTES + 1  # locked by the process that waits for the holders
+REAPER_BYTE = NUM_HOLDER_BYTES + 1  # locked by the reaper
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder and its files; the caller holds the lock of all holders.
+    """Remove a folder and its files; the caller has locked the bytes of all holders.
 
-    The first file to go is `HEAD`, without which a folder is never used, the last is `HOLDERS`. So if this process is killed
+    `HEAD` is removed first, since no process uses a folder without it, and `HOLDERS` last. So if this process is killed
     meanwhile, the next process that opens a folder removes the rest.
     """
     order = {HEAD: -1, HOLDERS: 1}
     for name in sorted(os.listdir(folder), key=lambda name: order.get(name, 0)):
         os.unlink(os.path.join(folder, name))
-    with suppress(OSError):  # a new folder has taken the place of the empty one
+    with suppress(OSError):  # another process has renamed a new folder to the path of the empty one
         os.rmdir(folder)
 
 
@@ -46,20 +47,20 @@ def _lock(fd: int, begin: int, length: int, command: int) -> bool:
 
 
 def _wait_and_remove(fd: int, *paths: str) -> None:
-    """Wait until no process holds the folder whose file of holders is open, and remove it; it has one of the `paths`."""
+    """Wait until no process holds the folder whose file `HOLDERS` is open as `fd`, and remove it; its path is in `paths`."""
     _lock(fd, 0, NUM_HOLDER_BYTES, fcntl.F_OFD_SETLKW)
     for path in paths:
         with suppress(FileNotFoundError):
-            is_it = os.stat(os.path.join(path, HOLDERS)).st_ino == os.fstat(fd).st_ino
-            if is_it and not os.path.exists(os.path.join(path, IS_PERSISTENT)):
+            is_same = os.stat(os.path.join(path, HOLDERS)).st_ino == os.fstat(fd).st_ino
+            if is_same and not os.path.exists(os.path.join(path, IS_PERSISTENT)):
                 remove_folder(path)
     if paths[0] != paths[-1]:
-        with suppress(OSError):  # its maker was killed while it removed the folder
+        with suppress(OSError):  # the process that made the folder was killed while it removed it
             os.rmdir(paths[0])
 
 
 def _make(folder: str) -> None:
-    """Make a folder that this user alone may use, with the file of the holders."""
+    """Make a folder that this user alone may use, with the file `HOLDERS`."""
     os.umask(0o077)
     os.mkdir(folder, 0o700)
     os.close(os.open(os.path.join(folder, HOLDERS), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
@@ -72,6 +73,6 @@ if __name__ == "__main__":
         _make(paths[0])
     _fd = os.open(os.path.join(paths[0], HOLDERS), os.O_RDWR | os.O_NOFOLLOW)
     _is_first = _lock(_fd, REAPER_BYTE, 1, fcntl.F_OFD_SETLK)
-    if _is_first and not os.fork():  # the process that starts this one waits only until here
+    if _is_first and not os.fork():  # the process that started this one waits for the parent alone
         os.read(0, 1)  # until that process holds the folder, or is gone
         _wait_and_remove(_fd, *paths)

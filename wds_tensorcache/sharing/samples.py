@@ -22,7 +22,7 @@ from wds_tensorcache.sharing.table import TABLE, Table
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.range_locks import RangeLocks
 
-__all__ = ["LOCKS", "Found", "Samples", "SharedStats"]
+__all__ = ["LOCKS", "ParsedSample", "Samples", "SharedStats"]
 
 LOCKS = "locks"  # name of the file; byte i is the lock of sample i
 
@@ -32,10 +32,13 @@ class SharedStats:
     """Counts of a SharedDataset.
 
     Attributes:
-        hits, misses: Number of samples that this process took from shared memory, and that it loaded from the dataset.
-        passed_through: Number of misses that were not added, because there was no room or they cannot be encoded.
-        num_samples, nbytes: Number of samples that all processes share, and the bytes they take.
-        holders: Process ids of the processes that hold the samples.
+        hits: Number of samples that this process took from shared memory.
+        misses: Number of samples that this process loaded from the dataset.
+        passed_through: Number of misses that this process did not add to the shared memory: there was no room, the sample
+            cannot be encoded, or another thread or process was loading it and waiting could have been a deadlock.
+        num_samples: Number of samples in shared memory, of all processes.
+        nbytes: Bytes of shared memory that these samples take, without the table.
+        holders: Process ids of the processes that hold the shared memory, ascending.
     """
 
     hits: int
@@ -47,14 +50,16 @@ class SharedStats:
 
 
 @dataclass(slots=True, eq=False)
-class Found:
-    """An encoded sample, parsed. Objects of samples with large tensors are kept for the next hit.
+class ParsedSample:
+    """An encoded sample whose headers are parsed. If its tensors are large, `Segments` keeps this object for the next hit.
 
     Attributes:
-        skeleton, body: The skeleton, and the offset of its body.
-        layout, source: Layout and bytes of the tensors.
+        skeleton: Bytes of the skeleton.
+        body: Offset of the body in the skeleton.
+        layout: Layout of the tensors.
+        source: Bytes of the `.safetensors` member.
         matched: A template and the list from which it builds the sample; None if no template matches.
-        named: The layout with the strings of the references, once it is known.
+        named_layout: The layout with the strings of the references; None until a batch needs it.
     """
 
     skeleton: bytes
@@ -62,7 +67,7 @@ class Found:
     layout: Layout
     source: MemorySource
     matched: tuple[Template, list[Any]] | None
-    named: Layout | None = None
+    named_layout: Layout | None = None
 
     def build(self, allow: Allowed) -> Any:
         """Return the sample, with lazy tensors; its containers are new at each call."""
@@ -72,18 +77,18 @@ class Found:
         return template.build(made.copy())
 
 
-def _parse(members: Members) -> Found:
+def _parse(members: Members) -> ParsedSample:
     skeleton, source = members
     layout, digest = parse_header(source.member)
     body, _ = check_binding(skeleton, layout.nbytes, digest)
-    return Found(skeleton, body, layout, source, match_body(skeleton, body, layout, source))
+    return ParsedSample(skeleton, body, layout, source, match_body(skeleton, body, layout, source))
 
 
 @dataclass(slots=True)
 class _Loaded:
-    """A sample, either encoded or, if it cannot be encoded, as the dataset returned it."""
+    """A sample: parsed, or as the dataset returned it, with the error, if it cannot be encoded."""
 
-    found: Found | None
+    parsed: ParsedSample | None
     sample: Any = None
     error: EncodeError | None = None
 
@@ -92,11 +97,13 @@ class Samples:
     """The samples of a dataset, in shared memory or loaded into it on demand.
 
     Args:
-        dataset: The dataset.
-        folder: The folder in shared memory.
+        dataset: Map-style dataset. `number` is an index in it, from 0 to `len(dataset) - 1`.
+        folder: The folder in shared memory, which this object holds until `close`.
         max_nbytes, evicts, pool: As in `Segments`.
         verify: Compare digests at every access.
         allow: Other classes that samples may contain, as `allow_table` returns them.
+
+    Threads/fork: safe everywhere. Threads of one process may lose counts of `hits` and `misses`.
     """
 
     def __init__(
@@ -114,9 +121,9 @@ class Samples:
         # after a crash of the machine, files on a disk may lack some of their bytes
         self._doubtful = bytearray(b"\1" * len(dataset)) if folder.is_doubtful else None
         self._is_closed = False
-        self._of_thread = threading.local()
+        self._thread_local = threading.local()
         self._pid = os.getpid()
-        self._table = Table(folder.file(TABLE), len(dataset))
+        self._table = Table(folder.path_of(TABLE), len(dataset))
         self._segments = Segments(folder.path, self._table, max_nbytes, evicts, pool)
         self._hits = self._misses = self._passed = 0
         self._has_warned = False
@@ -132,11 +139,11 @@ class Samples:
         return found.build(self._allow) if found is not None else self._decode(self._load(number))
 
     def get_many(self, numbers: Sequence[int]) -> list[Any]:
-        """Return samples; first load those that no other process is loading now."""
+        """Return samples, with lazy tensors; first load those that no other thread or process is loading now."""
         return list(map(self._decode, self._load_many(numbers)))
 
-    def encoded(self, numbers: Sequence[int]) -> list[Found]:
-        """Return encoded samples, loading them like `get_many`.
+    def get_parsed(self, numbers: Sequence[int]) -> list[ParsedSample]:
+        """Return parsed samples; load missing ones in the order of `get_many`.
 
         Raises:
             EncodeError: A sample cannot be encoded.
@@ -145,16 +152,16 @@ class Samples:
         for number, loaded in zip(numbers, self._load_many(numbers), strict=True):
             if loaded.error is not None:
                 raise loaded.error.at(f"sample {number}")
-            assert loaded.found is not None
-            result.append(loaded.found)
+            assert loaded.parsed is not None
+            result.append(loaded.parsed)
         return result
 
-    def build(self, found: Found) -> Any:
-        """Return an encoded sample with lazy tensors."""
-        return found.build(self._allow)
+    def build(self, parsed: ParsedSample) -> Any:
+        """Return a parsed sample with lazy tensors."""
+        return parsed.build(self._allow)
 
     def present(self) -> list[int]:
-        """Return the indices of the samples in shared memory."""
+        """Return the indices of the samples in shared memory, ascending."""
         return self._table.present()
 
     def stats(self) -> SharedStats:
@@ -170,7 +177,7 @@ class Samples:
         )
 
     def _enter(self) -> None:
-        """Raise ValueError after `close`. In a forked child, hold the folder for it, and begin to count anew."""
+        """Raise ValueError after `close`. In a forked child, hold the folder for this process, and reset its counts."""
         if self._is_closed:
             raise ValueError(f"{self.folder.path}: this SharedDataset is closed")
         if self._pid != os.getpid():
@@ -178,11 +185,11 @@ class Samples:
             self._pid = os.getpid()
             self._hits = self._misses = self._passed = 0
 
-    def _find(self, number: int) -> Found | None:
-        """Return a sample if it is in shared memory."""
+    def _find(self, number: int) -> ParsedSample | None:
+        """Return a sample; None if it is not in shared memory."""
         self._enter()
         segments = self._segments
-        found: Found | None = segments.kept(number)
+        found: ParsedSample | None = segments.kept(number)
         if found is None:
             members = segments.find(number)
             if members is None:
@@ -198,9 +205,10 @@ class Samples:
         return found
 
     def _decode(self, loaded: _Loaded) -> Any:
-        return loaded.sample if loaded.found is None else loaded.found.build(self._allow)
+        return loaded.sample if loaded.parsed is None else loaded.parsed.build(self._allow)
 
     def _load_many(self, numbers: Sequence[int]) -> list[_Loaded]:
+        """Find samples; load the missing ones, those that no other thread or process is loading first."""
         found: dict[int, _Loaded | None] = {}
         for number in numbers:
             here = self._find(number)
@@ -218,16 +226,21 @@ class Samples:
     @overload
     def _load(self, number: int, *, wait: bool) -> _Loaded | None: ...
     def _load(self, number: int, *, wait: bool = True) -> _Loaded | None:
-        """Load a sample. If another thread or process is loading it now, wait for that one, or return None."""
+        """Load a sample. If another thread or process is loading it now, wait for that one, or return None.
+
+        Raises:
+            RecursionError: This thread is loading the same sample already.
+        """
         self._enter()
-        mine = self._of_thread.__dict__.setdefault("numbers", set())  # the samples that this thread is loading
+        mine = self._thread_local.__dict__.setdefault("numbers", set())  # the samples that this thread is loading
         if number in mine:
-            raise RecursionError(f"to load sample {number}, the dataset needs sample {number} itself")
-        # Every load has its own locks, so that they exclude threads, too, and are released whatever interrupts it.
-        locks = RangeLocks(self.folder.file(LOCKS))
+            what = f"to load sample {number}, the dataset reads sample {number} itself from the SharedDataset"
+            raise RecursionError(f"{what}; remove that cycle")
+        # Every load opens the file again, so that its locks exclude other threads, too. An interrupted load releases them.
+        locks = RangeLocks(self.folder.path_of(LOCKS))
         try:
             if not locks.lock(number, wait=wait and not mine):
-                # Hazard: two samples that need each other. A thread that loads a sample never waits for another one.
+                # Hazard: deadlock of two samples that need each other. A thread that loads one never waits for another load.
                 return self._load_locked(number, None) if mine else None
             mine.add(number)
             try:
@@ -235,11 +248,13 @@ class Samples:
             finally:
                 mine.discard(number)
         finally:
-            locks.unlock(0, 0)  # forked children may have the file open, too
+            locks.unlock(
+                0, 0
+            )  # all bytes: closing is not enough while a child that was forked just now has the file open
             locks.close()
 
     def _load_locked(self, number: int, locks: RangeLocks | None) -> _Loaded:
-        """Load a sample whose lock is held, and add it to the shared memory; without `locks`, do not add it."""
+        """Load a sample whose lock is held in `locks`, and add it to the shared memory; if `locks` is None, do not add it."""
         found = self._find(number)
         if found is not None:
             return _Loaded(found)
@@ -256,10 +271,10 @@ class Samples:
         members = None
         try:
             if locks is None:
-                raise Full("another thread or process adds the sample")
+                raise Full("another thread or process is adding the sample")
             self._segments.append(number, encoded, locks)
         except Full:
             self._passed += 1
         else:
-            members = self._segments.find(number)  # None if it was removed just now
+            members = self._segments.find(number)  # None if another process has evicted it already
         return _Loaded(_parse(members_in_memory(encoded) if members is None else members))

@@ -1,4 +1,7 @@
-"""The bytes of the samples: append-only files, which every process maps privately, so that views are copied on write."""
+"""The bytes of the samples: append-only files, which every process maps privately, so that views are copied on write.
+
+A segment is a file of records. A record is the header `_RECORD`, a skeleton, padding, and a `.safetensors` member.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import mmap
 import os
 import stat
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from struct import Struct
@@ -18,30 +22,29 @@ from wds_tensorcache.codec.sample import EncodedSample
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.sharing.folder import check_owner, explained_no_space, write_file
 from wds_tensorcache.sharing.table import ALIGN, MAX_SEGMENT_NBYTES, Segment, Table
+from wds_tensorcache.storage.files import MAX_BUFFERS, skip_bytes
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.range_locks import RangeLocks
 from wds_tensorcache.storage.threads import call_when_gone
 
 __all__ = ["LARGE_NBYTES", "Full", "Members", "SegmentSource", "Segments", "members_in_memory"]
 
-# Bytes of the file `locks`: one for each sample, these, and one for each serial number of a segment from `_WRITING` on.
-_SPACE = 1 << 60
-_WRITING = 1 << 61
+# Bytes of the file `locks`. Byte `i` is the lock of sample `i`; these follow.
+_SPACE = 1 << 60  # the lock for adding and removing segments, and for reserving bytes in them
+_WRITING = 1 << 61  # plus its serial number: the lock of a segment, held while a record is appended to it
 
-_RECORD = Struct("<QQQ8x")  # index of the sample, length of the skeleton, length of the tensors
+_RECORD = Struct("<QQQ8x")  # index of the sample, bytes of the skeleton, bytes of the `.safetensors` member
 _DATA_ALIGN = 64
 _PAGE_NBYTES = mmap.PAGESIZE
-# A process that writes into a view gets a private copy of its pages. Large tensors share no page with other samples,
-# so that such a page never contains the beginning of a sample that is appended later. Small tensors are copied by every hit.
+# Hazard: a process that writes into a view gets private copies of its pages, which hide what is appended to them later.
+# So a `.safetensors` member of this size or more shares no page with other samples, and every hit copies smaller ones.
 LARGE_NBYTES = 1 << 16
 _MIN_SEGMENT_NBYTES = 1 << 26
-_MAX_PART = 16  # a segment has at most this part of all bytes that may be in use
-_MAX_KEPT = 1 << 14  # things of about 1 KB each
+_MAX_PART = 16  # new segments have at most 1/16 of the limit, or of the bytes in use if there is no limit
+_MAX_KEPT = 1 << 14  # objects of about 1 KB each
 
 Array = np.ndarray[Any, Any]
-Members = tuple[bytes, MemorySource]  # the skeleton, and the source of the tensors
-
-
+Members = tuple[bytes, MemorySource]  # the skeleton, and the source of the `.safetensors` member
 _NOTHING = (0, None)
 
 
@@ -50,14 +53,18 @@ class Full(Exception):
 
 
 class SegmentSource(MemorySource):
-    """Tensors in a segment. Views are private: writing into them copies their pages for this process alone."""
+    """A `.safetensors` member in a segment.
+
+    Memory: `view` aliases this process's private map, so that writing into it copies its pages for this process alone. `read`
+        copies, large parts into recycled memory.
+    """
 
     __slots__ = ("_array", "_pool", "entry")
 
     def __init__(self, array: Array, pool: Pool, entry: int) -> None:
         super().__init__(array.data)
         self._array, self._pool = array, pool
-        self.entry = entry  # the sample's number in the table
+        self.entry = entry  # the sample's entry in the table
 
     def read(self, begin: int, end: int) -> Any:
         if end - begin < LARGE_NBYTES:
@@ -90,30 +97,35 @@ class Segments:
         folder: Path of the folder.
         table: Table of the folder.
         max_nbytes: Maximum number of bytes in all segments; None for no limit.
-        evicts: Remove the least recently used segments when there is no room, instead of raising Full.
-        pool: Memory for copies of tensors.
+        evicts: When there is no room, remove the least recently used segments instead of raising Full.
+        pool: Memory for copies of large tensors.
 
     Threads/fork: safe everywhere, if each `append` has its own locks.
     """
 
     def __init__(self, folder: str, table: Table, max_nbytes: int | None, evicts: bool, pool: Pool) -> None:
         self._folder, self._table, self._pool = folder, table, pool
-        # Hazard: after the folder is removed, its path may be that of another one.
+        # Hazard: after the folder is removed, another folder may have its path. So files are opened relative to this one.
         self._dir = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._net = call_when_gone(self, partial(deque, map(os.close, [self._dir]), 0))
         self._max_nbytes, self._evicts = max_nbytes, evicts
-        self._maps: dict[int, tuple[memoryview, Array]] = {}  # both are of the same bytes
+        self._maps: dict[int, tuple[memoryview, Array]] = {}  # by serial number; both have the same bytes
         self._kept: dict[int, tuple[int, Any]] = {}
         self._generation = table.generation
         self._mine = 0  # serial number of the segment to which this process wrote last
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in all segments."""
+        """Number of bytes in all segments, including those that are being written."""
         return sum(segment.reserved for segment in self._table.segments())
 
     def find(self, index: int) -> Members | None:
-        """Return the skeleton of a sample and the source of its tensors; None if the sample is absent. Takes no lock."""
+        """Return the skeleton of a sample and the source of its tensors; None if the sample is absent. Takes no lock.
+
+        Raises:
+            FormatError: The segment is damaged.
+            PermissionError: The segment is not a regular file of this user alone.
+        """
         table = self._table
         entry = table.entries[index]
         if not entry:
@@ -129,14 +141,14 @@ class Segments:
             table.note_use(serial)
         begin = offset + _RECORD.size
         if begin > len(segment):
-            what = f"sample {index} is beyond its end; call tc.shared_clear"
+            what = f"sample {index} starts at byte {offset} of {len(segment)} bytes; call tc.shared_clear"
             raise FormatError(what, kind="damaged").at(self._where(serial))
         found, skeleton_nbytes, nbytes = _RECORD.unpack_from(segment, offset)
         tensors = _align(begin + skeleton_nbytes, _DATA_ALIGN)
         if nbytes >= LARGE_NBYTES:
             tensors = _align(begin + skeleton_nbytes, _PAGE_NBYTES)
         if found != index or tensors + nbytes > len(segment):
-            what = f"the record of sample {index} at byte {offset} is damaged"
+            what = f"the record of sample {index} at byte {offset} is damaged; call tc.shared_clear"
             raise FormatError(what, kind="damaged").at(self._where(serial))
         skeleton = bytes(segment[begin : begin + skeleton_nbytes])
         if nbytes >= LARGE_NBYTES:
@@ -144,12 +156,12 @@ class Segments:
         return skeleton, MemorySource(memoryview(bytearray(segment[tensors : tensors + nbytes])))
 
     def keep(self, index: int, source: SegmentSource, thing: Any) -> None:
-        """Keep anything for a sample as long as it is in shared memory; its tensors are in `source`."""
+        """Keep an object made from a sample until the sample is evicted, unless too many are kept; `source` has its tensors."""
         if len(self._kept) < _MAX_KEPT:
             self._kept[index] = source.entry, thing
 
     def kept(self, index: int) -> Any:
-        """Return what `keep` kept for a sample; None if there is nothing, or the sample is absent. Takes no lock."""
+        """Return the object that `keep` kept for a sample; None if there is none, or the sample is absent. Takes no lock."""
         entry, thing = self._kept.get(index, _NOTHING)
         if thing is None:
             return None
@@ -170,7 +182,7 @@ class Segments:
         try:
             fd = self._open(serial, os.O_RDONLY)
         except FileNotFoundError:
-            return None  # removed just now
+            return None  # evicted by another process since `is_alive`
         try:
             status = os.fstat(fd)
             check_owner(self._where(serial), status, stat.S_ISREG)
@@ -193,7 +205,7 @@ class Segments:
         return os.path.join(self._folder, segment_name(serial))
 
     def _forget(self) -> None:
-        """Drop the maps of segments that were removed; live tensors keep theirs."""
+        """Drop the maps of segments that were removed. Tensors in use keep their maps alive."""
         self._generation = self._table.generation
         self._kept.clear()
         for serial in list(self._maps):
@@ -201,16 +213,16 @@ class Segments:
                 self._maps.pop(serial, None)
 
     def append(self, index: int, sample: EncodedSample, locks: RangeLocks) -> None:
-        """Write a sample, then publish it. `locks` are of the file `locks`, opened for this call.
+        """Write a sample, then publish it; the caller holds the sample's lock in `locks`, which no other thread uses.
 
         Raises:
-            Full: There is no room.
+            Full: There is no room, or the sample is too large for a segment.
             OSError: The file system is full.
         """
         skeleton, nbytes = sample.skeleton, sample.layout.nbytes
         is_large = nbytes >= LARGE_NBYTES
         to_tensors = _RECORD.size + len(skeleton)
-        # of large tensors, the first byte begins a page, and so does what follows the last one
+        # large members begin and end at page boundaries
         gap = -to_tensors % _DATA_ALIGN
         length = to_tensors + (_PAGE_NBYTES if is_large else gap) + nbytes + (_PAGE_NBYTES if is_large else ALIGN)
         if length > MAX_SEGMENT_NBYTES:
@@ -231,26 +243,26 @@ class Segments:
             locks.unlock(_WRITING, 0)
 
     def _write(self, segment: Segment, begin: int, end: int, parts: list[Any]) -> None:
+        """Write `parts` from byte `begin` on, after reserving memory up to byte `end`."""
         fd = self._open(segment.serial, os.O_WRONLY)
         try:
-            what = f"a sample of {end - begin:,} bytes"
-            with explained_no_space(self._where(segment.serial), what):
-                os.posix_fallocate(
-                    fd, begin, end - begin
-                )  # a map of memory that the system does not have kills (SIGBUS)
-            views = [view for part in parts if len(view := memoryview(part).cast("B"))]
-            while views:
-                done = os.pwritev(fd, views[:1024], begin)
-                begin += done
-                while views and done >= len(views[0]):
-                    done -= len(views.pop(0))
-                if done:
-                    views[0] = views[0][done:]
+            with explained_no_space(self._where(segment.serial), f"a sample of {end - begin:,} bytes"):
+                # Hazard: SIGBUS. Reading a mapped page for which the system has no memory kills the process.
+                os.posix_fallocate(fd, begin, end - begin)
+            rest: Sequence[memoryview] = [memoryview(part).cast("B") for part in parts if len(part)]
+            while rest:
+                count = os.pwritev(fd, rest[:MAX_BUFFERS], begin)
+                begin += count
+                rest = skip_bytes(rest, count)
         finally:
             os.close(fd)
 
     def _with_room(self, nbytes: int, locks: RangeLocks) -> Segment:
-        """Return a segment with room for `nbytes` bytes, locked for this writer. The caller holds the lock of the space."""
+        """Reserve `nbytes` bytes in a segment; return it, locked in `locks`. The caller holds `_SPACE`.
+
+        Raises:
+            Full: There is no room.
+        """
         segments = self._settle(self._table.segments(), locks)
         limit = self._max_nbytes
         if limit is not None:
@@ -261,7 +273,7 @@ class Segments:
                 excess -= self._evict(segments, locks)
         for segment in sorted(segments, key=lambda each: each.serial != self._mine):
             if segment.end + nbytes <= segment.capacity and locks.lock(_WRITING + segment.serial):
-                # another process may have appended before this one locked it
+                # another writer may have appended to it before this lock was taken
                 segment = self._table.segment(segment.serial)
                 if segment.end + nbytes <= segment.capacity:
                     break
@@ -273,7 +285,7 @@ class Segments:
         return segment
 
     def _settle(self, segments: list[Segment], locks: RangeLocks) -> list[Segment]:
-        """Give up bytes that killed processes have reserved, and segments whose files they have removed."""
+        """Free bytes that killed processes had reserved, and remove segments whose files they had removed; return the rest."""
         kept = []
         for segment in segments:
             try:
@@ -288,7 +300,7 @@ class Segments:
         return kept
 
     def _add(self, nbytes: int, limit: int, locks: RangeLocks) -> Segment:
-        """Add a segment for at least `nbytes` bytes, locked for this writer; its size is a fraction of `limit`."""
+        """Add a segment for at least `nbytes` bytes, locked in `locks`; `_MAX_PART` bounds its size by a part of `limit`."""
         capacity = min(max(_MIN_SEGMENT_NBYTES, limit // _MAX_PART), MAX_SEGMENT_NBYTES)
         if self._max_nbytes is not None:
             capacity = min(capacity, self._max_nbytes // _MAX_PART)
@@ -297,7 +309,7 @@ class Segments:
             raise Full("there are too many segments")
         name = segment_name(serial)
         with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._dir)  # of a process that was killed before it could add the segment
+            os.unlink(name, dir_fd=self._dir)  # abandoned by a process that was killed before it could add the segment
         write_file(name, dir_fd=self._dir)
         fd = self._open(serial, os.O_WRONLY)
         try:
@@ -308,7 +320,7 @@ class Segments:
         return self._table.add(serial, capacity)
 
     def _evict(self, segments: list[Segment], locks: RangeLocks) -> int:
-        """Remove the least recently used segment that no process is writing; return its length, or raise Full."""
+        """Remove the least recently used segment that no process is writing; return its number of bytes, or raise Full."""
         for segment in segments:
             if segment.end and locks.lock(_WRITING + segment.serial):
                 self._remove(segment.serial)
@@ -318,7 +330,7 @@ class Segments:
         raise Full("all segments are being written")
 
     def _remove(self, serial: int) -> None:
-        # the file first: if this process is killed now, a segment without a file remains, which the next writer removes
+        # the file first: if this process is killed in between, the next writer removes the segment without a file
         with suppress(FileNotFoundError):
             os.unlink(segment_name(serial), dir_fd=self._dir)
         self._table.remove(serial)

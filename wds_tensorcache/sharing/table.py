@@ -1,8 +1,9 @@
 """The table that all processes map: where each sample is, and how full each segment is.
 
-The file contains 64-bit numbers: `_HEAD` numbers, `_WIDTH` for each slot of a segment, and one for each sample. A sample's
-number is `serial << 30 | offset >> 4`, with the serial number of the segment and the sample's byte offset in it; 0 if it is
-absent. One aligned store publishes it, after the sample's bytes were written.
+The file contains 64-bit unsigned integers in native byte order: `_HEAD` numbers, a slot of `_WIDTH` numbers for each segment,
+and an entry for each sample. An entry is `serial << 30 | offset // 16`, with the serial number of the segment and the byte
+offset of the sample's record in it. It is 0 if the sample was never added; an entry of a removed segment is stale. One aligned
+store publishes a sample, after its bytes were written.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from wds_tensorcache.sharing.folder import check_owner, write_file
 __all__ = ["ALIGN", "MAX_SEGMENT_NBYTES", "TABLE", "Segment", "Table", "create_table"]
 
 TABLE = "table"  # name of the file
-ALIGN = 16  # of records in a segment
-_HEAD = 8
-_GENERATION, _NEXT_SERIAL = 0, 1
-_NUM_SLOTS = 4096
-MAX_SEGMENT_NBYTES = ALIGN << 30
-_SERIAL, _CAPACITY, _END, _RESERVED, _USED, _WIDTH = range(6)  # the numbers of a slot, and how many there are
-_ENTRIES = _HEAD + _WIDTH * _NUM_SLOTS
+ALIGN = 16  # the offset of each record is a multiple of this number of bytes
 _OFFSET_BITS = 30
+MAX_SEGMENT_NBYTES = ALIGN << _OFFSET_BITS
+_HEAD = 8  # numbers before the slots
+_GENERATION, _NEXT_SERIAL = 0, 1  # positions in the head
+_NUM_SLOTS = 4096
+# positions in a slot, and its width; `_SERIAL` is 0 in a free slot, and `_USED` is a time in nanoseconds
+_SERIAL, _CAPACITY, _END, _RESERVED, _USED, _WIDTH = range(6)
+_ENTRIES = _HEAD + _WIDTH * _NUM_SLOTS  # position of the first entry
 
 
 class Segment(NamedTuple):
-    """A segment: a file of `capacity` bytes. Published samples end at byte `end`, one that is being written at `reserved`."""
+    """A segment, a file of `capacity` bytes. Written records end at byte `end`, a record being written at `reserved`."""
 
     serial: int
     capacity: int
@@ -41,17 +43,26 @@ class Segment(NamedTuple):
 
 
 def create_table(path: str, num_samples: int) -> None:
-    """Create the file of a table. Its memory is reserved at once, since a lack of it would later kill a process (SIGBUS)."""
+    """Create the file of a table.
+
+    Raises:
+        OSError: The file system is full. The memory is reserved now, since a lack of it would later kill a process (SIGBUS).
+    """
     write_file(path, nbytes=8 * (_ENTRIES + num_samples))
 
 
 class Table:
     """A map of the table for `num_samples` samples.
 
-    Stores need no lock, but only the holder of the lock `SPACE` may add, extend or remove a segment.
+    Threads/fork: safe everywhere. A caller of `publish` holds the sample's lock, a caller of `reserve` and `extend` the
+        segment's, and a caller of `add` and `remove` the lock `_SPACE` of `Segments`. All other methods need no lock.
 
     Attributes:
-        entries: The number of each sample, uint64.
+        entries: Entry of each sample, uint64 `[num_samples]`.
+
+    Raises:
+        FormatError: The file has another length.
+        PermissionError: The file is not a regular file of this user alone.
     """
 
     def __init__(self, path: str, num_samples: int) -> None:
@@ -76,7 +87,7 @@ class Table:
         return self._head[_GENERATION]
 
     def place(self, entry: int) -> tuple[int, int]:
-        """Return the serial number of the segment and the byte offset in an entry."""
+        """Return the serial number of the segment and the byte offset of the record that an entry stands for."""
         return entry >> _OFFSET_BITS, (entry & (1 << _OFFSET_BITS) - 1) * ALIGN
 
     def publish(self, index: int, serial: int, offset: int) -> None:
@@ -84,7 +95,7 @@ class Table:
         self.entries[index] = serial << _OFFSET_BITS | offset // ALIGN
 
     def is_alive(self, serial: int) -> bool:
-        """Return whether a segment exists: it was neither removed nor never added."""
+        """Return whether a segment was added and not removed since."""
         return self._slots[_slot(serial)] == serial
 
     def note_use(self, serial: int) -> None:
@@ -113,16 +124,18 @@ class Table:
         at = _slot(serial)
         for number, value in ((_CAPACITY, capacity), (_END, 0), (_RESERVED, 0), (_USED, time.time_ns())):
             self._slots[at + number] = value
-        self._head[_NEXT_SERIAL] = serial + 1  # first, so that none is used twice, even if this process is killed here
+        self._head[_NEXT_SERIAL] = (
+            serial + 1
+        )  # first: even if this process is killed here, no serial number is used twice
         self._slots[at] = serial
         return Segment(serial, capacity, 0, 0)
 
     def reserve(self, serial: int, end: int) -> None:
-        """Record that the bytes of a segment up to `end` are being written."""
+        """Record that a process is writing bytes of a segment up to `end`."""
         self._slots[_slot(serial) + _RESERVED] = end
 
     def extend(self, serial: int, end: int) -> None:
-        """Record that the bytes of a segment up to `end` are written."""
+        """Record that all bytes of a segment up to `end` were written."""
         self._slots[_slot(serial) + _END] = end
 
     def remove(self, serial: int) -> None:

@@ -1,4 +1,4 @@
-"""Locks on byte ranges of a file, which the kernel releases when the processes that took them are gone."""
+"""Locks on byte ranges of a file, which the kernel releases when all processes that have the file open are gone."""
 
 from __future__ import annotations
 
@@ -29,17 +29,22 @@ _BUSY = frozenset({errno.EAGAIN, errno.EACCES})
 class RangeLocks:
     """An open file whose bytes can be locked: exclusively by one holder, or shared by any number of holders.
 
-    The holder of a lock is the open file, not a thread or a process: two objects of this class exclude each other, but the
-    threads of one process and its forked children hold the locks of one object together (Linux, "open file description locks").
-    The kernel releases them after the last of these processes has closed the file or ended.
+    The holder of a lock is this object, not a thread or a process (Linux, "open file description locks"). Two objects of this
+    class exclude each other, even in one thread. The kernel releases the locks when the last process that has this object's
+    file open closes it or ends.
 
     Args:
-        path: Path of the file.
-        in_children: Keep the file open in forked children, which then hold the locks, too, even after this process has ended.
+        path: Path of an existing file.
+        in_children: Keep the file open in forked children. They then share this object's locks, even after this process ends.
 
     Attributes:
         path: Path of the file.
-        fd: Descriptor of the open file, closed when this object is freed.
+        fd: Descriptor of the open file, closed by `close`, or when this object is freed.
+
+    Raises:
+        OSError: The file does not exist, is a symbolic link, or cannot be opened.
+
+    Threads/fork: any thread; all threads of a process share the locks. A forked child closes its copy, unless `in_children`.
     """
 
     def __init__(self, path: str, *, in_children: bool = False) -> None:
@@ -52,11 +57,15 @@ class RangeLocks:
             _NOT_IN_CHILDREN.add(self)
 
     def close(self) -> None:
-        """Close the file; the locks are released when forked children have closed it, too."""
+        """Close the file. The locks remain as long as a forked child has the file open; `unlock` releases them at once."""
         self._close()
 
     def lock(self, begin: int, length: int = 1, *, shared: bool = False, wait: bool = False) -> bool:
-        """Lock `length` bytes from `begin` on; return False if another holder has one of them and `wait` is False."""
+        """Lock `length` bytes from byte `begin` on, or all bytes from there on if `length` is 0.
+
+        Returns:
+            True if the lock was taken; False if `wait` is False and another holder has locked one of the bytes.
+        """
         kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
         command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
         try:
@@ -68,12 +77,12 @@ class RangeLocks:
         return True
 
     def unlock(self, begin: int, length: int = 1) -> None:
-        """Release the locks of this object on `length` bytes from `begin` on."""
+        """Release the locks of this object on `length` bytes from byte `begin` on, or on all bytes from there on if it is 0."""
         fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, begin, length, 0))
 
     @contextmanager
     def held(self, begin: int) -> Iterator[None]:
-        """Hold the exclusive lock of one byte during the `with` block, after waiting for it."""
+        """Wait for the exclusive lock of byte `begin`, and hold it during the `with` block."""
         try:
             self.lock(begin, wait=True)
             yield
@@ -86,7 +95,7 @@ class RangeLocks:
         while todo:
             begin, end = todo.pop()
             asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, begin, end - begin, 0)
-            # any lock in the range, not the first one
+            # the kernel returns any lock in the range, not always the first one
             kind, _, first, nbytes, _ = _FLOCK.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, asked))
             if kind != fcntl.F_UNLCK:
                 first, last = max(first, begin), first + nbytes if nbytes else end
