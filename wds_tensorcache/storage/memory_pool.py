@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
-import threading
 from collections import deque
 from functools import lru_cache, partial
 from operator import itemgetter
@@ -23,32 +22,30 @@ __all__ = ["Pool"]
 _PRIVATE = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 _MIN_NBYTES = 1 << 16
 _HUGE_NBYTES = 1 << 22  # at least two huge pages
-
-
 _FIRST = itemgetter(0)
 
 
 class Pool:
     """Arenas (anonymous memory maps) that are leased as arrays. An arena becomes idle when no reference to its array remains.
 
-    `max_idle_nbytes` limits the total length of idle arenas. Arenas above the limit are returned to the system: at once if
-    those of one size alone exceed it, otherwise at the next lease.
+    Args:
+        max_idle_nbytes: Maximum total length of idle arenas. Arenas above the limit are returned to the system: at once if
+            those of one size alone exceed it, otherwise at the next lease or the next look at `idle_nbytes`.
 
-    Threads/fork: any thread; a forked child has private copies.
+    Threads/fork/pickle: any thread; a forked child has private copies; a pickled copy is a new pool with the same limit.
     """
 
     def __init__(self, max_idle_nbytes: int = 1 << 30) -> None:
         self.max_idle_nbytes = max_idle_nbytes
         self._idle: dict[int, deque[mmap.mmap]] = {}
         self._leases: dict[int, tuple[mmap.mmap, Any]] = {}
-        self._allocated = (
-            0  # total length of all arenas so far; while it is below the limit, the idle ones cannot exceed that
-        )
+        # total length of all arenas so far; while it is below the limit, the idle arenas cannot exceed the limit
+        self._allocated_nbytes = 0
         self._closed = False
 
     @property
     def idle_nbytes(self) -> int:
-        """Total length of idle arenas in bytes."""
+        """Total length of idle arenas in bytes, after arenas above the limit were returned to the system."""
         self._free(self._sum_idle() - self.max_idle_nbytes, 0)
         return self._sum_idle()
 
@@ -79,8 +76,8 @@ class Pool:
         except IndexError:
             arena = None
         if arena is None:
-            self._allocated += size
-        if self._allocated > self.max_idle_nbytes and len(self._idle) > 1:
+            self._allocated_nbytes += size
+        if self._allocated_nbytes > self.max_idle_nbytes and len(self._idle) > 1:
             needed = size if arena is None and idle.maxlen else 0
             excess = self._sum_idle() + needed - self.max_idle_nbytes
             if excess > 0:
@@ -95,7 +92,7 @@ class Pool:
         return array
 
     def _free(self, nbytes: int, kept: int) -> None:
-        """Return idle arenas of at least `nbytes` in total to the system, or all there are; keep those of size `kept`."""
+        """Return idle arenas of at least `nbytes` in total to the system, or all of them; but keep those of length `kept`."""
         for size, arenas in list(self._idle.items()):
             while nbytes > 0 and arenas and size != kept:
                 with contextlib.suppress(IndexError):  # another thread has taken the last one
@@ -123,11 +120,6 @@ def _allocate(nbytes: int) -> mmap.mmap:
     # private: a forked child would write into its parent's memory through a shared map
     arena = mmap.mmap(-1, nbytes, **_PRIVATE)
     if nbytes >= _HUGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             arena.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            _without_huge_pages.set()
     return arena
-
-
-_without_huge_pages = threading.Event()  # set if the kernel has no huge pages; small pages are then used

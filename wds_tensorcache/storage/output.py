@@ -1,4 +1,4 @@
-"""Write a file under a temporary name, and rename it when it is complete; a separate thread writes small pieces."""
+"""Write a file under a temporary name, and rename it when it is complete; a separate thread writes pieces of medium size."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from wds_tensorcache.storage.threads import Job, ThreadPool
 
 __all__ = ["Output"]
 
-_STAGE_NBYTES = 1 << 22  # a stage is memory that collects small pieces
+_STAGE_NBYTES = 1 << 22  # a stage is recycled memory that collects pieces
 _LARGE_NBYTES = 1 << 21  # pieces of this size or more are not copied, since the copy would cost more time than it saves
-# Below this, joining the parts and copying them once more takes less time than many short copies; and a stage of such pieces
-# takes far longer to encode than to write.
+# The parts of a piece below this size are joined first: one more copy takes less time than many short ones.
 _SMALL_NBYTES = 1 << 14
 _MAX_STAGES = 2  # the most stages that are being written while the caller fills another
 _POOL = Pool(_STAGE_NBYTES * (_MAX_STAGES + 1))
@@ -28,11 +27,15 @@ _POOL = Pool(_STAGE_NBYTES * (_MAX_STAGES + 1))
 class Output:
     """A new file to which the caller appends bytes.
 
-    Small pieces are copied into recycled memory, which a thread writes while the caller encodes the next samples. On a
-    memory file system, the copy of 450 KB takes 40 us, and the system call 130 us. Large pieces are written without a copy.
+    Pieces are copied into a stage, which a thread writes while the caller encodes the next samples. On a memory file system,
+    the copy of 450 KB takes 40 us, and the system call 130 us. Large pieces are written by the caller, without a copy.
 
     Hazard: GIL. After a write, the thread waits for the GIL. Each torch call of the caller releases it for an instant, which
-    wakes the thread in vain, and so encoding samples of 4 KB takes 1.3 times as long. The caller writes such pieces itself.
+    wakes the thread in vain, so that encoding samples of 4 KB takes 1.3 times as long. Therefore the caller itself writes a
+    stage that contains only small pieces, which takes far less time than encoding them.
+
+    Args:
+        path: Final path of the file.
 
     Threads/fork: one thread at a time; not usable in a forked child.
     """
@@ -47,7 +50,7 @@ class Output:
         self._writing: deque[Job[None]] = deque()
         self._stage: Any = None
         self._filled = 0
-        self._is_small = True  # whether all pieces in the stage are
+        self._is_small = True  # whether all pieces in the stage are small
         self._failure: BaseException | None = None
 
     def append(self, parts: Sequence[Any], nbytes: int) -> None:
@@ -81,6 +84,7 @@ class Output:
         self._failure = self._failure or failure
 
     def _hand_over(self) -> None:
+        """Write the stage, in the thread if it contains a piece that is not small."""
         self._wait(0 if self._is_small else _MAX_STAGES - 1)
         if self._filled and self._is_small:
             self._write([self._stage[: self._filled]])
@@ -91,7 +95,7 @@ class Output:
         self._filled, self._is_small = 0, True
 
     def _wait(self, remaining: int) -> None:
-        """Wait until at most `remaining` pieces of recycled memory still have to be written."""
+        """Wait until the thread has at most `remaining` stages left to write."""
         while len(self._writing) > remaining:
             self._writing.popleft().result()
         self.check()
@@ -114,7 +118,7 @@ class Output:
             self._write_all(parts)
         except BaseException as exc:
             self._failure = exc  # for `check`
-            if not isinstance(exc, OSError):  # an interrupt, in the caller's own thread, which writes large parts
+            if not isinstance(exc, OSError):  # an interrupt of the caller, which writes small and large pieces itself
                 raise
 
     def _write_all(self, parts: Sequence[memoryview]) -> None:
