@@ -227,9 +227,10 @@ def decode_body(skeleton: bytes, begin: int, layout: Layout, source: ByteSource,
 def match_body(
     skeleton: bytes, begin: int, layout: Layout, source: ByteSource, lazy: bool = True
 ) -> tuple[Template, list[Any]] | None:
-    """Return a template and the list from which its `build` makes the sample; None if no template matches.
+    """Return a template, and the list from which its `build` makes the sample; None if no template matches.
 
-    The arguments are those of `decode_body`. Each copy of the list makes another sample; samples share only immutable objects.
+    `build` changes the list, so pass it a copy to build several samples. With `lazy`, these share only immutable objects.
+    The arguments are those of `decode_body`.
     """
     template = layout.form.template
     if template is None:

@@ -19,12 +19,12 @@ _DTYPES = {BININT1: "u1", BININT2: "<u2", BININT: "<i4", BINFLOAT: ">f8"}
 
 
 class _Values(NamedTuple):
-    """The values of one opcode at one place of a template.
+    """The values of one opcode at one place of a template, in `m` of `n` bodies.
 
     Attributes:
         op: Opcode.
-        which: Numbers of the bodies that have this opcode there, int64; a slice if all bodies have it.
-        begins, ends: Offsets of the values' bytes, which follow opcode and length, int64.
+        which: Positions of the bodies that have this opcode there, int64 `[m]`; a slice if all bodies have it.
+        begins, ends: Offsets of the values' bytes, which follow opcode and length, int64 `[m]`.
     """
 
     op: int
@@ -33,20 +33,20 @@ class _Values(NamedTuple):
     ends: Array
 
     def select(self, is_good: Array) -> tuple[Array, Array, Array]:
-        """Return the numbers of the good bodies, and their offsets."""
+        """Return the positions of the bodies in `which` that are good, and the begins and ends of their values."""
         good = is_good[self.which]
         return np.arange(len(is_good))[self.which][good], self.begins[good], self.ends[good]
 
 
 def match_many(stored: Array, begins: Array, ends: Array, template: Template) -> tuple[Array, list[list[Any]]]:
-    """Return which bodies match a template, bool `[n]`, and for each value of the template a list of `n` objects.
+    """Return a mask of the bodies that match a template, bool `[n]`, and for each value of the template a list of `n` objects.
 
     A body matches if `Template.match` returns its values. The lists have None for bodies that do not match.
 
     Args:
         stored: Bytes, 1-D uint8. Body `i` is `stored[begins[i]:ends[i]]`.
         begins, ends: Offsets of the bodies, int64 `[n]`.
-        template: Template of any body.
+        template: Template of any body; it need not match these.
     """
     at, is_good = begins, ends <= len(stored)
     places: list[list[_Values]] = []

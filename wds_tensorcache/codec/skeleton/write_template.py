@@ -33,14 +33,15 @@ from wds_tensorcache.codec.tensor_bytes import PLAIN, describe_tensor, view_plai
 __all__ = ["Family", "Written", "family_of"]
 
 _MAX_FAMILIES = 256
-_MAX_MISSES = 32  # in a row; then the template is given up
+_MAX_MISSES = 32  # after more misses in a row, the template is given up
 _CONTAINERS = frozenset({dict, list, tuple})
 _TENSORS = (torch.Tensor, np.ndarray, LazyTensor, LazyArray)
 _FORMAT = ("builtins", "format")  # strings in each skeleton with tensors
 
-# Number of a container among the parts, its type, and the number of parts up to its last item; see `WriteTemplate`.
+# Position of a container among the parts, its type, and the number of parts up to its last item; see `WriteTemplate`.
 Container = tuple[int, Any, int]
-# Body of the skeleton; header, layout and buffers of the member, the header without its digest; references in its order.
+# Body of the skeleton; header without its digest, layout and buffers of the `.safetensors` member; strings of the references
+# in the order of the tensors' bytes, None if readers of the skeleton need `allow=`.
 Written = tuple[bytes, bytes, Layout, list[Any], "tuple[str, ...] | None"]
 
 
@@ -58,8 +59,8 @@ class WriteTemplate:
         select_tensors: Function that selects the tensors from the parts, in the order of their bytes in the member.
         select_unique: Function that selects the parts that must be different objects.
         num_unique: Number of these parts.
-        tensors: Type, name and stored form of the dtype of each tensor, in the order of their bytes; and the dtype, if
-            `view_plain` takes it.
+        tensors: For each tensor, in the order of their bytes: type, name, stored form of its dtype, and its torch dtype if
+            `view_plain` accepts it, otherwise None.
         references: Strings of the references to the tensors, in the same order.
         segments: Bytes before each value, and bytes after the last value.
         texts: Keys and other constant strings of the skeleton that could be fetched from the memo.
@@ -77,7 +78,7 @@ class WriteTemplate:
     texts: set[Any]
 
     def write(self, sample: Any, align: int) -> Written | None:
-        """Return the parts of both members; None if the sample does not match."""
+        """Return the content of both members, which aliases the sample's tensors; None if the sample does not match."""
         parts = self.take_apart(sample)
         body = None if parts is None else self.fill_in(parts)
         if parts is None or body is None:
@@ -169,17 +170,17 @@ class Family:
     num_misses: int = 0
 
     def write(self, sample: Any, align: int) -> Written | None:
-        """Return the parts of both members; None if there is no template that matches."""
+        """Return the content of both members, as `WriteTemplate.write` does; None if no template matches."""
         found = None if self.template is None else self.template.write(sample, align)
         if found is not None:
             self.num_misses = 0
         return found
 
     def miss(self, sample: Any, body: bytes) -> None:
-        """Count a sample that did not match, and may learn a template from it; its skeleton has this `body`."""
+        """Count a sample that did not match, and sometimes learn a template from it. Its skeleton has this `body`."""
         self.num_misses += 1
-        # Learning takes as long as writing three samples: not for the first sample, which may be the only one or an exception,
-        # and ever more rarely.
+        # Learning takes as long as writing three samples. So it skips the first sample, which may be the only one or an
+        # exception, and becomes rarer with each further miss.
         if self.num_misses > 1 and self.num_misses.bit_count() == 1:
             self.template = _learn(sample, body)
         elif self.num_misses > _MAX_MISSES:
@@ -262,7 +263,7 @@ def _plain_dtype(tensor: Any) -> torch.dtype | None:
 
 
 def _document_order(containers: list[Container]) -> list[int]:
-    """Return the numbers of all parts in the order of the skeleton."""
+    """Return the positions of all parts in the order of the skeleton."""
     ends = [1, *(end for *_, end in containers)]
     items = {number: range(ends[index], end) for index, (number, _, end) in enumerate(containers)}
     order, todo = list[int](), [0]
@@ -274,7 +275,7 @@ def _document_order(containers: list[Container]) -> list[int]:
 
 
 def _rebuild(parts: list[Any], containers: list[Container]) -> Any:
-    """Return a copy of a sample, with new containers for other items in `parts`; the list is changed."""
+    """Return a sample built from `parts`, with new containers. Changes the list: each container replaces the old one."""
     ends = [1, *(end for *_, end in containers)]
     for begin, (number, kind, end) in zip(reversed(ends[:-1]), reversed(containers), strict=True):
         items = parts[begin:end]
