@@ -1,9 +1,9 @@
 """Read a slow dataset in several processes that share its samples.
 
     python examples/shared_dataset.py        # in one terminal
-    python examples/shared_dataset.py        # in another one, at the same time: it loads only what the first has not
+    python examples/shared_dataset.py        # in another one, at the same time: it loads only the samples that are missing
 
-The first epoch takes as long as loading; every later epoch, in both terminals, takes milliseconds.
+The first epoch takes as long as loading all samples. Every later epoch, in both terminals, takes milliseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import wds_tensorcache as tc
 
 
 class SlowDataset(torch.utils.data.Dataset[Any]):
-    """Images that take 20 ms each to load and encode."""
+    """Samples with a latent of 32 KB, which take 20 ms each, as loading and encoding an image does."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -34,7 +34,7 @@ class SlowDataset(torch.utils.data.Dataset[Any]):
 
 
 def main() -> None:
-    """Read two epochs, and print how many samples this process loaded itself."""
+    """Read two epochs; print for each how many samples this process loaded itself so far, and which processes share them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=500)
     parser.add_argument("--name", default="shared-example")
