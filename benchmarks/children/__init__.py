@@ -1,1 +1,1 @@
-"""Programs that measure memory; scenarios run each in a separate process."""
+"""Programs that scenarios run in separate processes, to measure their memory and their first steps."""

@@ -1,7 +1,7 @@
-"""Measure the memory of 8 processes that hold the same samples by a `tc.SharedDataset`, as 8 workers of a data loader do.
+"""Measure the memory of a process and its 8 children that share samples by a `tc.SharedDataset`, as workers of a loader do.
 
 The memory is the sum of proportional set sizes (PSS): a page that n processes have in memory counts as 1/n for each of them.
-Torch alone takes more than 200 MB of it, so the memory of the same processes before they read a sample is printed, too.
+Torch alone takes more than 200 MB, so the memory of the same processes before they read a sample is printed, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NUM_PROCESSES = 8
 
 
 class _Samples(torch.utils.data.Dataset[Any]):
-    """Samples of the workload `diffusion`, of which every tensor has the value of its index."""
+    """Samples of the workload `diffusion`; all elements of the tensors of sample `i` are `i % 2048`."""
 
     def __init__(self, nbytes: int) -> None:
         workload = WORKLOADS["diffusion"]
@@ -36,7 +36,7 @@ class _Samples(torch.utils.data.Dataset[Any]):
 
 
 def _hold(shared: tc.SharedDataset) -> None:
-    """Read every byte of all samples, without a copy, and compare them."""
+    """Read every byte of all samples without a copy, and raise AssertionError if a value is wrong."""
     for index in range(len(shared)):
         tensors, small = WORKLOADS["diffusion"].split(shared[index])
         for lazy in tensors.values():
@@ -46,16 +46,19 @@ def _hold(shared: tc.SharedDataset) -> None:
 
 
 def _pss(pid: int) -> int:
+    """Return the proportional set size of a process in bytes."""
     with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
         return next(int(line.split()[1]) for line in rollup if line.startswith("Pss:")) * 1024
 
 
 def main(directory: str, nbytes: str) -> None:
-    """Print the sum for this process and its 8 children in megabytes: before, and after each child has read samples.
+    """Print the memory of this process and its 8 children in megabytes, before and after each child has read all samples.
 
-    The samples have `nbytes` in total.
+    Args:
+        directory: Folder for the shared memory.
+        nbytes: Total bytes of all tensors, as a decimal number.
     """
-    torch.set_num_threads(1)  # forked processes have no other thread
+    torch.set_num_threads(1)  # a forked process would wait forever for threads of OpenMP
     with tc.SharedDataset(_Samples(int(nbytes)), f"holders-{os.getpid()}", directory=directory) as shared:
         are_done, done = os.pipe()
         begin, begun = os.pipe()
@@ -78,10 +81,10 @@ def main(directory: str, nbytes: str) -> None:
                     os._exit(1)
         os.close(done)
         totals = []
-        for go_on in (begun, ended):
+        for next_step in (begun, ended):
             if sum(len(os.read(are_done, 1)) for _ in children) == len(children):  # less if one has failed
                 totals.append(sum(map(_pss, [os.getpid(), *children])) / 1e6)
-            os.close(go_on)
+            os.close(next_step)
         codes = [os.waitpid(child, 0)[1] for child in children]
     if any(codes):
         sys.exit("a process that holds the samples failed")

@@ -1,4 +1,7 @@
-"""A thousand shards with complete real indexes, where only the samples that are read have bytes."""
+"""Write many shards with complete indexes, where only the samples that are read have bytes; and measure steps on them.
+
+Run as a program, it measures opening such shards and the first uses of the cache, each in a process forked from this one.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,12 @@ _BATCH = 256
 
 
 def key_of(number: int) -> str:
-    """Return the key of a sample. Keys ascend through all shards."""
+    """Return the key of sample `number`, counted through all shards. Keys ascend."""
     return f"{number:08d}"
 
 
 def sample_of(number: int) -> Any:
-    """Return a sample of 32 bytes that contains its number."""
+    """Return sample `number`, which contains its number in a tensor of 32 bytes."""
     return {"x": torch.full((8,), number, dtype=torch.int32), "key": key_of(number)}
 
 
@@ -112,7 +115,7 @@ def _index(whole: ShardIndex, columns: CacheColumns, numbers: range, digest: Any
 
 def _expect(is_right: bool, what: str) -> None:
     if not is_right:
-        raise AssertionError(f"{what}: what was read is not what was written")
+        raise AssertionError(f"{what}: the values read are not those that were written")
 
 
 def _schema(cache: Any) -> None:
@@ -203,7 +206,7 @@ def _measure(folder: str, step: str) -> tuple[float, float]:
 
 
 def main(folder: str, rounds: str) -> None:
-    """Print the cost of each step in each round, as JSON by step. Each runs in its own process, forked from this one."""
+    """Print `(microseconds, megabytes)` of each step and round, as JSON by step. Each step runs in its own forked process."""
     torch.set_num_threads(1)
     found: dict[str, list[Any]] = {step: [] for step in STEPS}
     for _ in range(int(rounds)):

@@ -1,7 +1,7 @@
-"""Scenario `shared`: samples in shared memory, by `tc.SharedDataset` and by one block of fixed shapes; memory of 8 processes.
+"""Scenario `shared`: samples in shared memory, by `tc.SharedDataset` and by a block of fixed shapes; memory of 8 processes.
 
-The block is what a `Dataset` with `multiprocessing.shared_memory` usually is: for each position of a flat tuple one array
-`[N, …]`, reserved for all samples at once, and a byte for each sample that says whether it is there.
+The block is the usual solution with `multiprocessing.shared_memory`: one array `[N, …]` for each position of a flat tuple of
+tensors, reserved for all N samples at once, and one byte for each sample that is 1 if the sample is present.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 
 _WORKLOAD = "diffusion"
 _ROOT = Path(__file__).parent.parent.parent
-_NBYTES, _QUICK_NBYTES = 10**9, 10**7  # that the 8 processes hold
+_NBYTES, _QUICK_NBYTES = 10**9, 10**7  # tensor bytes of the samples that the 8 processes share
 
 FIRST, HIT = "first hit of a process, lazy", "hit, lazy"
 VIEWS, LOADED, BATCHES = "hit, views of all tensors", "hit, all tensors loaded", "read_batch"
@@ -58,8 +58,8 @@ MEMORY, ADDED = "8 processes with 1 GB, MB", "8 processes, added by 1 GB, MB"
 BATCH_CEILING = f"{CEILING}, batches"
 
 
-class _Indexed(torch.utils.data.Dataset[Any]):
-    """Samples in a list, as a dataset."""
+class _ListDataset(torch.utils.data.Dataset[Any]):
+    """A map-style dataset of samples in a list."""
 
     def __init__(self, samples: Sequence[Any]) -> None:
         self._samples = samples
@@ -72,9 +72,9 @@ class _Indexed(torch.utils.data.Dataset[Any]):
 
 
 class _Block:
-    """Flat tuples of tensors, one array in shared memory for each position, loaded at their first access."""
+    """Flat tuples of tensors in shared memory, loaded at their first access. A hit returns views, a batch is a copy."""
 
-    def __init__(self, dataset: _Indexed) -> None:
+    def __init__(self, dataset: _ListDataset) -> None:
         count, first = len(dataset), dataset[0]
         self._dataset = dataset
         self._memory = SharedMemory(create=True, size=count * (1 + sum(tensor.nbytes for tensor in first)))
@@ -107,7 +107,7 @@ class _Block:
 
 
 def shared(context: Context) -> Rounds:
-    """Measure hits: nested samples lazy, as views and copied; flat samples beside a block; then the memory of 8 processes."""
+    """Measure hits of nested samples (lazy, views, copies), hits of flat samples and of a block, and memory of 8 processes."""
     if context.workload.name != _WORKLOAD:
         return {}
     if not sys.platform.startswith("linux"):
@@ -116,19 +116,18 @@ def shared(context: Context) -> Rounds:
     tensors = [tuple(workload.split(sample)[0].values()) for sample in context.samples]
     with ExitStack() as stack:
 
-        def held(samples: Sequence[Any], name: str) -> tc.SharedDataset:
-            found = tc.SharedDataset(_Indexed(samples), name, directory=context.tmpfs)
-            return stack.enter_context(found)
+        def share(samples: Sequence[Any], name: str) -> tc.SharedDataset:
+            return stack.enter_context(tc.SharedDataset(_ListDataset(samples), name, directory=context.tmpfs))
 
-        nested, flat = held(context.samples, "nested"), held(tensors, "flat")
-        anew: list[tc.SharedDataset] = []  # opened again before each pass, as by another process
+        nested, flat = share(context.samples, "nested"), share(tensors, "flat")
+        reopened: list[tc.SharedDataset] = []  # the last one is opened before each pass, as by another process
 
-        def open_anew() -> None:
-            anew.append(held(context.samples, "nested"))
-            for opened in anew[:-1]:
+        def reopen() -> None:
+            reopened.append(share(context.samples, "nested"))
+            for opened in reopened[:-1]:
                 opened.close()
 
-        block = _Block(_Indexed(tensors))
+        block = _Block(_ListDataset(tensors))
         stack.callback(block.close)
         copies = [pickle.dumps(sample, 5) for sample in context.samples]
         rows = {
@@ -148,7 +147,7 @@ def shared(context: Context) -> Rounds:
         variants = {name: Variant(run, len(order)) for name, run in rows.items()}
         for name, num_slots in ((CEILING, 1), (BATCH_CEILING, context.workload.batch_size)):
             variants[name] = Variant(_plain_copies(stack, context, tensors, num_slots), len(order))
-        variants[FIRST] = Variant(_each(order, lambda index: anew[-1][index]), len(order), open_anew)
+        variants[FIRST] = Variant(_each(order, lambda index: reopened[-1][index]), len(order), reopen)
         found = interleaved(variants, context.rounds)
     measured = [_memory(context) for _ in range(min(3, context.rounds))]
     found[MEMORY] = [total for _, total in measured]
@@ -189,7 +188,7 @@ def _loads(tensors: Any) -> list[torch.Tensor]:
 def _plain_copies(
     stack: ExitStack, context: Context, samples: Sequence[tuple[torch.Tensor, ...]], num_slots: int
 ) -> Callable[[], int]:
-    """Return a function that copies the bytes of each sample from one shared map, in turn into `num_slots` used arrays."""
+    """Return a function that copies the bytes of each sample from one map into `num_slots` recycled arrays in turn."""
     content = [b"".join(tensor.view(-1).view(torch.uint8).numpy().tobytes() for tensor in each) for each in samples]
     ends = np.cumsum([len(each) for each in content]).tolist()
     extents = list(zip([0, *ends], ends, strict=False))
@@ -213,7 +212,7 @@ def _plain_copies(
 
 
 def _check(context: Context, nested: tc.SharedDataset, flat: tc.SharedDataset, block: _Block) -> None:
-    """Load all samples, and raise AssertionError unless every way of reading returns them."""
+    """Load all samples, and raise AssertionError unless lazy samples, flat views and copies, and all batches equal them."""
     workload, order = context.workload, context.order
     names = list(workload.dtypes)
     small = [workload.split(sample)[1] for sample in context.samples]
