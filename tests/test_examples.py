@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,8 +54,10 @@ def test_two_terminals_share_a_slow_dataset(tmp_path: Path) -> None:
     for epochs in printed:
         assert "60 samples" in epochs[0]
         assert "share 60" in epochs[1]
-    loads = [[int(epoch.split("loaded ")[1].split(",")[0]) for epoch in epochs] for epochs in printed]
-    assert 60 <= sum(last for _, last in loads) <= 120
+    num_loads = sum(int(epochs[-1].split("loaded ")[1].split(",")[0]) for epochs in printed)
+    # If no line lists both processes, the memory may have been freed before the second one opened it.
+    both_at_once = any(re.search(r"processes \(\d+, \d+\)", line) for epochs in printed for line in epochs)
+    assert num_loads in ((60,) if both_at_once else (60, 120))
 
 
 def test_a_whole_cache_in_bulk(tmp_path: Path) -> None:

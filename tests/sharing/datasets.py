@@ -1,4 +1,4 @@
-"""A dataset that records each load, and readers that compare what they read."""
+"""A dataset that records each load, a reader that compares all samples, and a wait for freed memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Counted", "read_all", "wait_until_empty"]
 
 
 class Counted:
-    """Nested samples of differing shapes; every load appends its index to a file."""
+    """Nested samples of 3 to 118 KB, with differing shapes. Each load appends its index to a file, and takes `seconds`."""
 
     def __init__(self, log: Path, length: int, seconds: float = 0.0) -> None:
         self.log, self.length, self.seconds = log, length, seconds
@@ -27,8 +27,8 @@ class Counted:
 
     @staticmethod
     def sample(index: int) -> dict[str, Any]:
-        # small enough for one thread: those of OpenMP hang in a forked child
-        x = torch.full((50 + 900 * (index % 3), 16), float(index))  # samples of 3 to 118 KB
+        # Hazard: in a forked child, calls that use OpenMP's threads hang. So the tensors are small enough for one thread.
+        x = torch.full((50 + 900 * (index % 3), 16), float(index))
         return {"x": x, "nested": [(torch.arange(index % 5).bfloat16(), {"text": "é" * index})], "index": index}
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -38,11 +38,12 @@ class Counted:
         return self.sample(index)
 
     def loads(self) -> Counter[int]:
+        """Return how often each index was loaded, by all processes."""
         return Counter(map(int, self.log.read_text().split()))
 
 
 def read_all(shared: SharedDataset, seed: int, epochs: int = 2) -> None:
-    """Read every sample in a random order, one or several at a time, and compare it."""
+    """Read every sample of a `Counted` in each epoch, in random order and batches of random length, and compare it."""
     order = random.Random(seed)
     for _ in range(epochs):
         left = order.sample(range(len(shared)), len(shared))
@@ -54,7 +55,7 @@ def read_all(shared: SharedDataset, seed: int, epochs: int = 2) -> None:
 
 
 def wait_until_empty(directory: Path) -> None:
-    """Wait until all shared memory in a folder is freed."""
+    """Wait until all shared memory in a folder is freed; fail after 20 s."""
     [base] = directory.iterdir()
     deadline = time.monotonic() + 20
     while list(base.iterdir()):

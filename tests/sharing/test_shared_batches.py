@@ -1,4 +1,4 @@
-"""Batches and loaders over shared memory give what they give over shards."""
+"""Batches, views, joins and loaders of a SharedDataset equal those of shards with the same samples."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ COUNT = 30
 
 
 class Nested:
-    """Samples with small and large tensors, of equal and of differing shapes."""
+    """Tensors of equal and of differing shapes. With 20,000 values, a hit aliases shared memory; with 20, it copies."""
+
+    def __init__(self, num_values: int = 20_000) -> None:
+        self.num_values = num_values
 
     def __len__(self) -> int:
         return COUNT
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {
-            "large": torch.arange(20_000, dtype=torch.float32) + index,
+            "large": torch.arange(self.num_values, dtype=torch.float32) + index,
             "inner": [{"bf16": torch.full((3, 2), index).bfloat16(), "array": np.arange(4) * index}, f"text {index}"],
             "tokens": torch.arange(1 + index % 7) + index,
             "flag": torch.tensor([index % 2 == 0]),
@@ -32,23 +35,28 @@ class Nested:
         }
 
 
+@pytest.fixture(params=[20_000, 20], ids=["large", "small"])
+def nested(request: pytest.FixtureRequest) -> Nested:
+    return Nested(request.param)
+
+
 @pytest.fixture
-def shared(tmp_path: Path) -> Iterator[tc.SharedDataset]:
-    with tc.SharedDataset(Nested(), "batches", directory=tmp_path) as opened:
+def shared(tmp_path: Path, nested: Nested) -> Iterator[tc.SharedDataset]:
+    with tc.SharedDataset(nested, "batches", directory=tmp_path) as opened:
         yield opened
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Iterator[tc.TensorCache]:
+def stored(tmp_path: Path, nested: Nested) -> Iterator[tc.TensorCache]:
     with tc.ShardWriter(tmp_path / "shards" / "%03d.tar", max_samples=11, fsync=False) as writer:
         for index in range(COUNT):
-            writer.write(str(index), Nested()[index])
+            writer.write(str(index), nested[index])
     with tc.open(tmp_path / "shards") as cache:
         yield cache
 
 
 def _plain(batch: Any) -> Any:
-    """Return a batch with lists in place of list-like values."""
+    """Return a batch with lists in place of lazily decoded columns (`Leaves`)."""
     if isinstance(batch, dict):
         return {key: _plain(value) for key, value in batch.items()}
     if isinstance(batch, list):
@@ -59,7 +67,7 @@ def _plain(batch: Any) -> Any:
 @pytest.mark.parametrize(
     "collate", [{"tokens": "list"}, {"tokens": "pad"}, {"*": "list"}, {"tokens": tc.pad(to=9, value=5)}]
 )
-def test_a_batch_is_that_of_the_shards(shared: tc.SharedDataset, stored: tc.TensorCache, collate: Any) -> None:
+def test_batches_equal_those_of_shards(shared: tc.SharedDataset, stored: tc.TensorCache, collate: Any) -> None:
     for indices in ([0, 29, 7, 7, 15], list(range(COUNT)), [3]):
         expected = stored.read_batch([str(index) for index in indices], collate=collate)
         for _ in range(2):
@@ -67,7 +75,9 @@ def test_a_batch_is_that_of_the_shards(shared: tc.SharedDataset, stored: tc.Tens
     assert shared.stats().misses == COUNT
 
 
-def test_views_selections_and_nest(shared: tc.SharedDataset, stored: tc.TensorCache) -> None:
+def test_views_keys_read_tensors_and_nest_equal_those_of_shards(
+    shared: tc.SharedDataset, stored: tc.TensorCache
+) -> None:
     keys = [str(index) for index in range(COUNT)]
     ordered = stored[keys]
     assert list(shared.keys()) == keys
@@ -81,7 +91,9 @@ def test_views_selections_and_nest(shared: tc.SharedDataset, stored: tc.TensorCa
         ),
     ):
         assert list(view.keys()) == list(expected.keys())
-        assert_same([tc.realize(sample) for sample in expected], list(view))
+        samples = [tc.realize(sample) for sample in expected]
+        assert_same(samples, list(view))
+        assert_same(samples[1::-1], view.__getitems__([1, 0]))
         assert_same(
             _plain(expected.read_batch([1, 0], collate="list")), _plain(view.read_batch([1, 0], collate="list"))
         )
@@ -97,7 +109,7 @@ def test_views_selections_and_nest(shared: tc.SharedDataset, stored: tc.TensorCa
         shared["x"]
 
 
-def test_the_schema_is_of_the_samples_in_memory(shared: tc.SharedDataset, stored: tc.TensorCache) -> None:
+def test_the_schema_covers_the_samples_in_shared_memory(shared: tc.SharedDataset, stored: tc.TensorCache) -> None:
     assert shared.schema["tokens"].num_samples == 1
     list(shared)
     assert shared.schema == stored.schema
@@ -113,7 +125,7 @@ def test_errors_of_a_batch_name_samples(shared: tc.SharedDataset) -> None:
         shared.read_batch([])
 
 
-def test_samples_without_room_are_batched_too(tmp_path: Path, stored: tc.TensorCache) -> None:
+def test_samples_without_room_are_batched_too(tmp_path: Path) -> None:
     with tc.SharedDataset(Nested(), "room", directory=tmp_path, max_nbytes=400_000) as shared:
         for _ in range(2):
             found = shared.read_batch(range(COUNT), collate={"tokens": "pad"})
@@ -122,6 +134,8 @@ def test_samples_without_room_are_batched_too(tmp_path: Path, stored: tc.TensorC
 
 
 class Odd(Nested):
+    """Sample 4 contains an object that the format cannot represent."""
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {**super().__getitem__(index), "odd": object() if index == 4 else 4}
 
@@ -133,7 +147,7 @@ def test_a_sample_that_cannot_be_encoded_cannot_be_batched(tmp_path: Path) -> No
     shared.close()
 
 
-def test_a_loader_reads_each_sample_once_and_resumes(shared: tc.SharedDataset) -> None:
+def test_a_loader_loads_each_sample_once_and_resumes(shared: tc.SharedDataset) -> None:
     loader = tc.Loader(shared, 4, shuffle=True, seed=3, collate={"tokens": "pad"})
     assert sorted(label for batch in loader for label in batch["label"]) == list(range(COUNT))
     seen: list[int] = []
@@ -149,7 +163,7 @@ def test_a_loader_reads_each_sample_once_and_resumes(shared: tc.SharedDataset) -
     assert shared.stats().misses == COUNT
 
 
-def test_a_torch_loader_and_buckets(shared: tc.SharedDataset) -> None:
+def test_a_torch_loader_with_buckets_and_a_loader_with_blocks(shared: tc.SharedDataset) -> None:
     loader = tc.torch_loader(shared, 5, num_workers=2, shuffle=True, bucket_by="tokens")
     batches = list(loader)
     blocks = tc.Loader(shared, 4, shuffle="blocks", collate={"tokens": "list"})
@@ -158,10 +172,10 @@ def test_a_torch_loader_and_buckets(shared: tc.SharedDataset) -> None:
     assert all(len({label % 7 for label in batch["label"]}) == 1 for batch in batches)
 
 
-def test_a_shared_dataset_is_joined_by_key(shared: tc.SharedDataset, stored: tc.TensorCache) -> None:
+def test_a_shared_dataset_is_joined_by_key(nested: Nested, shared: tc.SharedDataset, stored: tc.TensorCache) -> None:
     joined = tc.join({"shared": shared, "stored": stored})
     for index in (0, 17):
-        assert_same(Nested()[index], joined[str(index)]["shared"])
+        assert_same(nested[index], joined[str(index)]["shared"])
         assert joined[str(index)]["stored"]["label"] == index
     batch = joined.read_batch(["4", "11"], collate={"*.tokens": "list"})
     assert torch.equal(batch["shared"]["large"], batch["stored"]["large"])

@@ -64,6 +64,35 @@ def test_threads_load_each_sample_once(tmp_path: Path, directory: Path) -> None:
     assert counted.loads() == dict.fromkeys(range(COUNT), 1)
 
 
+class Gated:
+    """Sample 0 takes until sample 2 is being loaded."""
+
+    def __init__(self) -> None:
+        self.is_loading_0, self.is_loading_2 = threading.Event(), threading.Event()
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        if index == 0:
+            self.is_loading_0.set()
+            assert self.is_loading_2.wait(10)
+        elif index == 2:
+            self.is_loading_2.set()
+        return index
+
+
+def test_a_batch_loads_other_samples_before_it_waits_for_another_load(directory: Path) -> None:
+    gated = Gated()
+    with tc.SharedDataset(gated, "gated", directory=directory) as shared:
+        thread = threading.Thread(target=shared.__getitem__, args=(0,), daemon=True)
+        thread.start()
+        assert gated.is_loading_0.wait(10)
+        assert shared.__getitems__([0, 1, 2]) == [0, 1, 2]
+        thread.join()
+        assert shared.stats().misses == 3
+
+
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_of_a_data_loader_share(counted: Counted, directory: Path, context: str) -> None:
     with tc.SharedDataset(counted, "loader", directory=directory) as shared:
@@ -82,11 +111,11 @@ def test_workers_of_a_data_loader_share(counted: Counted, directory: Path, conte
 
 def test_an_unrelated_process_shares(counted: Counted, directory: Path) -> None:
     code = """if True:
-        import sys
+        import os, sys
         from pathlib import Path
         import wds_tensorcache as tc
         from tests.sharing.datasets import Counted, read_all
-        os_umask = __import__("os").umask(0o777)
+        os.umask(0o777)
         with tc.SharedDataset(Counted(Path(sys.argv[1]), 40), "consoles", directory=sys.argv[2]) as shared:
             read_all(shared, 1)
             print(shared.stats().hits, len(shared.stats().holders), flush=True)
@@ -112,6 +141,8 @@ def test_an_unrelated_process_shares(counted: Counted, directory: Path) -> None:
 
 
 def test_a_forked_child_holds_the_memory_after_its_parent(counted: Counted, directory: Path) -> None:
+    result, told = os.pipe()
+
     def parent() -> None:
         shared = tc.SharedDataset(counted, "fork", directory=directory)
         read_all(shared, 0, 1)
@@ -120,15 +151,21 @@ def test_a_forked_child_holds_the_memory_after_its_parent(counted: Counted, dire
             os.close(opened)
             os.read(gate, 1)  # until the parent has ended
             read_all(shared, 1, 1)
-            assert shared.stats().holders == (os.getpid(),)
+            stats = shared.stats()
+            assert (stats.hits, stats.misses, stats.holders) == (COUNT, 0, (os.getpid(),))
+            assert [info.num_samples for info in tc.shared_list(directory)] == [COUNT]
+            os.write(told, b"right")
             os._exit(0)
 
     assert run_in_child(parent) == 0
+    os.close(told)
+    with open(result, "rb") as answer:
+        assert answer.read() == b"right"
     wait_until_empty(directory)
     assert counted.loads() == dict.fromkeys(range(COUNT), 1)
 
 
-def test_files_are_the_owners_alone_whatever_the_umask(counted: Counted, directory: Path) -> None:
+def test_only_the_owner_has_permissions_whatever_the_umask(counted: Counted, directory: Path) -> None:
     before = os.umask(0)
     try:
         shared = tc.SharedDataset(counted, "mode", directory=directory)
@@ -172,7 +209,7 @@ class Odd:
         return {"deep": [object() if index == 1 else index], "x": torch.arange(3)}
 
 
-def test_what_cannot_be_encoded_passes_through_with_one_warning(directory: Path) -> None:
+def test_a_sample_that_cannot_be_encoded_passes_through_with_one_warning(directory: Path) -> None:
     with tc.SharedDataset(Odd(), "odd", directory=directory) as shared:
         with pytest.warns(UserWarning, match=r"deep.*0"):
             found = shared[1]
@@ -232,10 +269,11 @@ def test_hits_share_nothing_that_can_be_changed(directory: Path, persistent: boo
         assert shared.stats().hits == 8
 
 
-def test_no_process_keeps_memory_of_removed_samples(directory: Path) -> None:
+def test_a_process_gives_up_the_maps_of_evicted_samples(directory: Path) -> None:
     dataset = [{"x": torch.full((20_000,), i)} for i in range(COUNT)]  # 160 KB each
 
     def num_removed() -> int:
+        """Return the number of maps of deleted segments."""
         maps = Path("/proc/self/maps").read_text()
         return sum("segment-" in line and line.endswith("(deleted)") for line in maps.splitlines())
 
@@ -256,6 +294,55 @@ def test_no_process_keeps_memory_of_removed_samples(directory: Path) -> None:
         assert num_removed() == 0
 
 
+def test_least_recently_used_samples_are_evicted_first(directory: Path) -> None:
+    dataset = [{"x": torch.full((20_000,), i)} for i in range(COUNT)]  # 160 KB each, a segment for each
+    with tc.SharedDataset(dataset, "recent", directory=directory, max_nbytes=1_600_000, eviction="lru") as shared:
+        for index in range(1, COUNT):
+            assert_same(dataset[index], shared[index])
+            shared[0]
+        assert shared.stats().misses == COUNT  # sample 0 was never evicted, though it is the oldest one
+        shared[1]
+        assert shared.stats().misses == COUNT + 1
+
+
+class Label:
+    """A class that samples may contain only with `allow=`."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def test_allowed_classes_are_shared(directory: Path) -> None:
+    dataset = [{"x": torch.zeros(3), "label": Label(f"text {i}")} for i in range(3)]
+    with tc.SharedDataset(dataset, "allow", directory=directory, allow=[Label]) as shared:
+        for _ in range(2):
+            assert [sample["label"].text for sample in shared] == ["text 0", "text 1", "text 2"]
+            assert [label.text for label in shared.read_batch([2, 0])["label"]] == ["text 2", "text 0"]
+        assert (shared.stats().misses, shared.stats().num_samples) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"eviction": "fifo"}, "eviction='fifo'"),
+        ({"max_nbytes": 0}, "max_nbytes=0"),
+        ({"fingerprint": 3}, "fingerprint=3"),
+        ({"dataset": iter([1])}, "map-style"),
+    ],
+)
+def test_options_with_impossible_values_are_refused(directory: Path, options: dict[str, Any], error: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=error):
+        tc.SharedDataset(**{"dataset": [1], "name": "options", "directory": directory, **options})
+    assert list(directory.iterdir()) == []
+
+
+def test_systems_without_range_locks_are_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wds_tensorcache.sharing.folder.CAN_LOCK_RANGES", False)
+    for use in (lambda: tc.SharedDataset([1], "mac", directory=directory), lambda: tc.shared_list(directory)):
+        with pytest.raises(NotImplementedError, match="Linux"):
+            use()
+
+
 def test_writing_into_a_view_changes_no_read_of_another_process(counted: Counted, directory: Path) -> None:
     gate, opened = os.pipe()
 
@@ -273,7 +360,7 @@ def test_writing_into_a_view_changes_no_read_of_another_process(counted: Counted
             view.fill_(77)
             with tc.SharedDataset(counted, "views", directory=directory) as again:
                 assert_same(Counted.sample(index), again[index])
-        for index in range(4, COUNT):  # appended after the pages that were written to
+        for index in range(4, COUNT):  # this process or the child appends them after the pages that were written to
             assert_same(Counted.sample(index), shared[index])
         os.close(opened)
         assert finish([child]) == [0]
@@ -296,7 +383,8 @@ def test_persistent_memory_is_found_by_a_later_process(counted: Counted, directo
         tc.shared_clear("kept", directory)
 
 
-def test_samples_that_a_crash_has_damaged_are_refused(counted: Counted, directory: Path) -> None:
+def _damage_sample_2(counted: Counted, directory: Path) -> Path:
+    """Make persistent memory `torn`, and flip a bit of sample 2; return its folder."""
     with tc.SharedDataset(counted, "torn", directory=directory, persistent=True) as shared:
         read_all(shared, 0, 1)
     [segment] = next(directory.iterdir()).glob("torn/segment-*")
@@ -304,9 +392,28 @@ def test_samples_that_a_crash_has_damaged_are_refused(counted: Counted, director
     at = content.index(Counted.sample(2)["x"].view(torch.uint8).numpy().tobytes())
     content[at + 5000] ^= 1
     segment.write_bytes(content)
-    head = segment.parent / "head.json"
+    return segment.parent
+
+
+def test_verify_compares_digests_at_every_access(counted: Counted, directory: Path) -> None:
+    _damage_sample_2(counted, directory)
+    with tc.SharedDataset(counted, "torn", directory=directory, verify=True) as shared:
+        for _ in range(2):
+            with pytest.raises(tc.FormatError, match="digest"):
+                shared[2]
+            with pytest.raises(tc.FormatError, match="digest"):
+                shared.read_batch([2])
+            assert_same(Counted.sample(3), shared[3])
+    with tc.SharedDataset(counted, "torn", directory=directory) as shared:
+        shared[2]  # without `verify`, digests are compared only after a restart of the machine
+    del shared
+    tc.shared_clear("torn", directory)
+
+
+def test_damaged_samples_are_refused_after_a_restart_of_the_machine(counted: Counted, directory: Path) -> None:
+    head = _damage_sample_2(counted, directory) / "head.json"
     head.write_text(head.read_text().replace('"boot": "', '"boot": "an earlier '))
-    for _ in range(2):  # in every process
+    for _ in range(2):  # each time the memory is opened
         shared = tc.SharedDataset(counted, "torn", directory=directory, persistent=True)
         with pytest.raises(tc.FormatError, match="digest"):
             shared[2]
@@ -377,7 +484,7 @@ def test_nothing_keeps_descriptors_open(counted: Counted, directory: Path) -> No
 
 
 @pytest.mark.parametrize("index", [COUNT, -COUNT - 1])
-def test_an_index_out_of_range(counted: Counted, directory: Path, index: int) -> None:
+def test_an_index_out_of_range_is_an_index_error(counted: Counted, directory: Path, index: int) -> None:
     with tc.SharedDataset(counted, "range", directory=directory) as shared, pytest.raises(IndexError):
         shared[index]
 
@@ -399,7 +506,7 @@ def test_an_error_of_the_dataset_reaches_the_caller_and_the_next_access_loads_ag
 
 
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
-def test_a_dataset_of_the_main_script(tmp_path: Path, directory: Path, context: str) -> None:
+def test_workers_share_a_dataset_that_the_main_script_defines(tmp_path: Path, directory: Path, context: str) -> None:
     script = tmp_path / "main.py"
     script.write_text(
         f"""
@@ -420,7 +527,7 @@ if __name__ == "__main__":
     assert subprocess.check_output([sys.executable, str(script)], text=True, timeout=120).split() == ["84", "8"]
 
 
-def test_after_close_nothing_is_read_or_written(counted: Counted, directory: Path) -> None:
+def test_a_closed_dataset_refuses_every_access(counted: Counted, directory: Path) -> None:
     closed = tc.SharedDataset(counted, "closed", directory=directory)
     closed[0]
     closed.close()
@@ -457,7 +564,7 @@ def test_samples_that_need_each_other_do_not_wait_for_ever(directory: Path) -> N
             crossing.shared[2]
         found: list[Any] = []
         threads = [
-            threading.Thread(target=lambda i=i: found.append(crossing.shared[i]), name=str(i))  # type: ignore[misc]
+            threading.Thread(target=lambda i=i: found.append(crossing.shared[i]), name=str(i), daemon=True)  # type: ignore[misc]
             for i in range(2)
         ]
         for thread in threads:
@@ -480,8 +587,8 @@ def test_all_holders_are_listed(counted: Counted, directory: Path) -> None:
         shared.close()
 
     children = [start(hold) for _ in range(5)]
-    for _ in children:
-        os.read(ready, 1)
+    os.close(told)  # so that the reads end if a child fails
+    assert b"".join(os.read(ready, 1) for _ in children) == b"xxxxx"
     with tc.SharedDataset(counted, "holders", directory=directory) as shared:
         assert shared.stats().holders == tuple(sorted([*children, os.getpid()]))
     os.close(opened)
@@ -490,6 +597,7 @@ def test_all_holders_are_listed(counted: Counted, directory: Path) -> None:
 
 
 def _spoil(folder: Path, name: str, how: str) -> None:
+    """Delete a file of shared memory, and unless it is "gone", put something else in its place."""
     (folder / name).unlink()
     if how == "fifo":
         os.mkfifo(folder / name, 0o600)
@@ -513,12 +621,12 @@ def test_a_damaged_folder_is_an_error_or_made_anew_and_harms_no_other(
         with tc.SharedDataset(counted, "other", directory=directory) as shared:
             read_all(shared, 0, 1)
         tc.shared_list(directory)
-        message = "spoiled"
+        error = None
         try:
             with tc.SharedDataset(counted, "spoiled", directory=directory, persistent=True) as shared:
                 read_all(shared, 0, 1)
         except (OSError, tc.FormatError) as exc:
-            message = str(exc)
-        assert "spoiled" in message
+            error = str(exc)
+        assert error is None or "spoiled" in error
 
     assert run_in_child(work, 60) == 0
