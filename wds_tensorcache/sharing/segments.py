@@ -39,8 +39,10 @@ _PAGE_NBYTES = mmap.PAGESIZE
 # Hazard: a process that writes into a view gets private copies of its pages, which hide what is appended to them later.
 # So a `.safetensors` member of this size or more shares no page with other samples, and every hit copies smaller ones.
 LARGE_NBYTES = 1 << 16
+# A new segment has 1/16 of `max_nbytes`. Without a limit, it has 1/16 of the bytes in use, but at least 64 MiB. One that is
+# added for a larger sample has the length of that sample.
 _MIN_SEGMENT_NBYTES = 1 << 26
-_MAX_PART = 16  # new segments have at most 1/16 of the limit, or of the bytes in use if there is no limit
+_MAX_PART = 16
 _MAX_KEPT = 1 << 14  # objects of about 1 KB each
 
 Array = np.ndarray[Any, Any]
