@@ -82,8 +82,8 @@ def restored(values: Mapping[str, Any], schema: Mapping[str, Carried]) -> tuple[
 
     A bool tensor that an operator has changed to another dtype keeps that dtype.
 
-    Memory: aliases `values`, except for bools, and for arrays of outputs on a GPU, which are copied to the host. Tensors stay on
-        the device of `values`.
+    Memory: aliases `values`, except for bools, and for arrays of outputs on a GPU, which are copied to the host. Tensors stay
+        on the device of `values`.
     """
     tensors, extra = {}, {}
     for name, value in values.items():

@@ -251,12 +251,10 @@ def test_eviction_keeps_memory_under_tensors_that_are_in_use(tmp_path: Path, dir
     assert sum(counted.loads().values()) > COUNT
 
 
-@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("verify", [False, True])
-def test_hits_share_nothing_that_can_be_changed(directory: Path, persistent: bool, verify: bool) -> None:
+def test_hits_share_nothing_that_can_be_changed(directory: Path, verify: bool) -> None:
     dataset = [{"x": torch.full((20_000,), i), "nested": [{"i": i}, (i, [i])]} for i in range(4)]
-    options = {"directory": directory, "persistent": persistent, "verify": verify}
-    with tc.SharedDataset(dataset, "hits", **options) as shared:
+    with tc.SharedDataset(dataset, "hits", directory=directory, verify=verify) as shared:
         for _ in range(3):
             for i in range(4):
                 found = shared[i]

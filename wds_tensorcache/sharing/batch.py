@@ -17,7 +17,6 @@ from wds_tensorcache.sharing.samples import ParsedSample, Samples
 __all__ = ["rows_of"]
 
 Array = np.ndarray[Any, Any]
-_OFFSET_BITS = 44  # byte offsets in a batch are `row << _OFFSET_BITS | offset in the row's .safetensors member`
 
 
 def rows_of(samples: Samples, numbers: Sequence[int]) -> Rows:
@@ -30,10 +29,13 @@ def rows_of(samples: Samples, numbers: Sequence[int]) -> Rows:
     Raises:
         EncodeError: A sample cannot be encoded, so it cannot be part of a batch.
     """
-    rows = np.arange(len(numbers))
+    rows = np.arange(len(numbers), dtype=np.int64)
     by_shard = ((0, slice(None), rows),) if len(numbers) else ()
-    shard = _BatchAsShard(samples, numbers, samples.get_parsed(numbers))
-    return Rows([shard], np.zeros_like(rows), rows, rows << _OFFSET_BITS, by_shard)  # type: ignore[list-item]
+    parsed = samples.get_parsed(numbers)
+    # a byte offset in the batch is `row << bits | offset in the member`; it overflows only if both are enormous
+    bits = max((len(each.source.member) for each in parsed), default=0).bit_length()
+    shard = _BatchAsShard(samples, numbers, parsed, bits)
+    return Rows([shard], np.zeros_like(rows), rows, rows << bits, by_shard)  # type: ignore[list-item]
 
 
 class _BatchAsShard:
@@ -42,10 +44,10 @@ class _BatchAsShard:
     layout_of_all = None
     path = "shared memory"
 
-    def __init__(self, samples: Samples, numbers: Sequence[int], parsed: Sequence[ParsedSample]) -> None:
+    def __init__(self, samples: Samples, numbers: Sequence[int], parsed: Sequence[ParsedSample], bits: int) -> None:
         self._samples, self._numbers, self._parsed = samples, numbers, parsed
         self.checked = np.ones(len(parsed), np.bool_)
-        self.file = self.files = _BatchAsFile(parsed)
+        self.file = self.files = _BatchAsFile(parsed, bits)
 
     def key(self, row: int) -> str:
         return str(self._numbers[row])
@@ -94,8 +96,8 @@ class _BatchAsShard:
 class _BatchAsFile:
     """The `.safetensors` members of a batch's samples, with the methods of `ShardFile` and `Files` that a batch needs."""
 
-    def __init__(self, parsed: Sequence[ParsedSample]) -> None:
-        self._parsed = parsed
+    def __init__(self, parsed: Sequence[ParsedSample], bits: int) -> None:
+        self._parsed, self._bits = parsed, bits
 
     def get(self, path: str) -> _BatchAsFile:
         return self
@@ -107,8 +109,8 @@ class _BatchAsFile:
 
     def read_into(self, buffers: Sequence[memoryview], begin: int) -> None:
         """Fill `buffers` with the bytes from offset `begin` on."""
-        source = self._parsed[begin >> _OFFSET_BITS].source
-        begin &= (1 << _OFFSET_BITS) - 1
+        source = self._parsed[begin >> self._bits].source
+        begin &= (1 << self._bits) - 1
         for buffer in buffers:
             source.read_into(buffer, begin)
             begin += len(buffer)

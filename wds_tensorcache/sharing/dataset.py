@@ -7,30 +7,38 @@ import operator
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.skeleton.types import allow_table
-from wds_tensorcache.codec.tree import flatten, project
+from wds_tensorcache.codec.tree import flatten, project, realize
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
 from wds_tensorcache.reading.batch.request import Request, Structures
 from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.positions import numbers_of
-from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns, merge_schema, name_matcher
+from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns, describe, merge_schema, name_matcher
 from wds_tensorcache.reading.store import Io, Store
 from wds_tensorcache.sharing.batch import rows_of
 from wds_tensorcache.sharing.folder import base_folder, open_folder, write_file
-from wds_tensorcache.sharing.samples import LOCKS, Samples, SharedStats
+from wds_tensorcache.sharing.identity import fingerprint_of
+from wds_tensorcache.sharing.samples import LOCKS, Samples, SharedStats, leave_without_loads
 from wds_tensorcache.sharing.table import TABLE, create_table
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.system import num_cores
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["SharedDataset"]
 
 Array = np.ndarray[Any, Any]
+Selections = tuple[tuple[str, ...], ...]  # the patterns of each `select`
+_SHOWN = 100  # tensors in `repr`
 _IO = Io("pread", "copied from shared memory")
 
 
@@ -51,9 +59,12 @@ class SharedDataset(Cache[Any]):
             tensors that are in use. None adds no more samples: they are loaded at each access.
         persistent: Keep the files after the last process is gone, for a later run.
         verify: Compare the digests of a sample with its bytes at every access.
-        fingerprint: A string that describes the dataset, for example its version and transforms. Together with the dataset's
-            type and length, it must be equal in all processes that share the memory.
+        fingerprint: A string that describes the dataset, for example its version and transforms. It is compared in all
+            processes that share the memory, with the type and length of the dataset and of those that it wraps, the indices
+            that a `Subset` selects, and the fingerprints of Hugging Face's `datasets`. Code and samples are not compared.
         allow: Other classes that samples may contain.
+        lazy: Samples have lazy tensors. False loads them: each access copies all tensors of the sample, for code that expects
+            tensors, such as transforms of torchvision. Batches and views work the same.
 
     Raises:
         InvalidKeyError: `name` is empty or too long, or has other characters than letters, digits and `" .=+@_-"`.
@@ -83,13 +94,17 @@ class SharedDataset(Cache[Any]):
         verify: bool = False,
         fingerprint: str = "",
         allow: Iterable[type] = (),
+        lazy: bool = True,
     ) -> None:
         if eviction not in (None, "lru"):
             raise ValueError(f"eviction={eviction!r}, expected None or 'lru'")
         if not isinstance(fingerprint, str):
             raise TypeError(f"fingerprint={fingerprint!r:.100}, expected a string")
-        if max_nbytes is not None and operator.index(max_nbytes) < 1:
+        max_nbytes = None if max_nbytes is None else operator.index(max_nbytes)
+        if max_nbytes is not None and max_nbytes < 1:
             raise ValueError(f"max_nbytes={max_nbytes}, expected at least 1")
+        if eviction is not None and max_nbytes is None:
+            raise ValueError(f"eviction={eviction!r} needs max_nbytes=, the bytes above which samples are removed")
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(f"expected a map-style dataset with len() and dataset[i], got {type(dataset).__name__}")
         allow = tuple(allow)
@@ -101,15 +116,11 @@ class SharedDataset(Cache[Any]):
             "verify": verify,
             "fingerprint": fingerprint,
             "allow": allow,
+            "lazy": lazy,
         }
-        self.name = name
-        count, kind = len(dataset), type(dataset)
-        self._fingerprint: dict[str, object] = {
-            # in spawned processes, the module of the main script has another name
-            "type": f"{kind.__module__.replace('__mp_main__', '__main__')}.{kind.__qualname__}",
-            "length": count,
-            "fingerprint": fingerprint,
-        }
+        self.name, self._is_lazy = name, lazy
+        self._fingerprint = fingerprint_of(dataset, fingerprint)
+        count = len(dataset)
 
         def create(path: str) -> None:
             write_file(os.path.join(path, LOCKS))
@@ -117,34 +128,38 @@ class SharedDataset(Cache[Any]):
 
         folder = open_folder(base_folder(directory), name, self._fingerprint, persistent, create)
         pool = Pool()
-        self._samples = Samples(dataset, folder, max_nbytes, eviction == "lru", pool, verify, allow_table(allow))
-        self._net = weakref.finalize(self._samples, folder.leave)
+        try:
+            self._samples = Samples(dataset, folder, max_nbytes, eviction == "lru", pool, verify, allow_table(allow))
+        except BaseException:
+            folder.leave()
+            raise
+        self._net = weakref.finalize(self._samples, leave_without_loads, folder, self._samples.loads)
         self._store = Store((), Files(), pool, _IO, min(4, num_cores()), {})
-        self._narrow(np.arange(count), None)
+        self._narrow(np.arange(count), ())
 
-    def _narrow(self, indices: Array, patterns: tuple[str, ...] | None) -> None:
-        """Make this object a view of samples, by index in the dataset, int64 `[n]`, with tensors that match `patterns`."""
-        self._indices, self._patterns = indices, patterns
-        self._wanted = None if patterns is None else name_matcher(patterns)
+    def _narrow(self, indices: Array, selections: Selections) -> None:
+        """Make this object a view of samples, by index in the dataset, int64 `[n]`, with the tensors of all `selections`."""
+        self._indices, self._selections = indices, selections
+        matchers = list(map(name_matcher, selections))
+        self._wanted = (lambda name: all(matches(name) for matches in matchers)) if matchers else None
         self._structures = Structures(self._wanted)
 
-    def _view(self, indices: Array, patterns: tuple[str, ...] | None, store: Store) -> SharedDataset:
-        view = object.__new__(SharedDataset)
+    def _view(self, indices: Array, selections: Selections, store: Store) -> Self:
+        view = object.__new__(type(self))
         view.__dict__.update(self.__dict__)
         view._store = store
-        view._narrow(indices, patterns)
+        view._narrow(indices, selections)
         return view
 
     def __reduce__(self) -> Any:
-        return _reopen, (self._samples.dataset, self.name, self._options, self._indices, self._patterns)
+        return _reopen, (type(self), self._samples.dataset, self.name, self._options, self._indices, self._selections)
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples at `indices` as a list; first load those that no other thread or process is loading now."""
-        found = self._samples.get_many(self._indices[self._numbers(indices)].tolist())
-        return found if self._wanted is None else [project(sample, self._wanted) for sample in found]
+        return list(map(self._finish, self._samples.get_many(self._indices[self._numbers(indices)].tolist())))
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self._position(key) is not None
@@ -161,7 +176,10 @@ class SharedDataset(Cache[Any]):
         present = np.intersect1d(self._indices, self._samples.present()) if len(self) else self._indices
         result: dict[str, TensorSchema] = {}
         for number in (present if len(present) else self._indices[:1]).tolist():
-            for name, lazy in flatten(self._samples.get(number)).items():
+            sample = self._samples.peek(number)
+            for name, lazy in flatten(self._samples.get(number) if sample is None else sample).items():
+                if not isinstance(lazy, Lazy):
+                    continue  # of a sample that cannot be encoded
                 if self._wanted is None or self._wanted(name):
                     each = TensorSchema(name, lazy._reference.kind, lazy.dtype, tuple(lazy.shape), lazy.nbytes, 1)
                     result[name] = merge_schema(result.get(name), each)
@@ -169,7 +187,7 @@ class SharedDataset(Cache[Any]):
 
     @property
     def fingerprint(self) -> dict[str, object]:
-        """Type and length of the dataset, and the string `fingerprint`."""
+        """Description of the dataset, compared with those of other datasets of this name: see the argument `fingerprint`."""
         return dict(self._fingerprint)
 
     @property
@@ -181,6 +199,19 @@ class SharedDataset(Cache[Any]):
         """The dataset whose samples are shared."""
         return self._samples.dataset
 
+    def __repr__(self) -> str:
+        """Return a summary: samples, those in shared memory with their tensors, and the fingerprint. No sample is loaded."""
+        found = len(np.intersect1d(self._indices, self._samples.present()))
+        lines = [f"{type(self).__name__} {self.name!r}: {len(self):,} samples, {found:,} of them in shared memory"]
+        schema = self.schema if found else {}
+        return "\n".join(
+            [
+                *lines,
+                *(f"  {name}: {describe(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)),
+                f"  fingerprint: {self.fingerprint!r:.1000}",
+            ]
+        )
+
     def stats(self) -> SharedStats:
         """Return the counts of this process, and the size and holders of the shared memory.
 
@@ -189,19 +220,22 @@ class SharedDataset(Cache[Any]):
         """
         return self._samples.stats()
 
-    def select(self, patterns: str | Iterable[str]) -> SharedDataset:
-        names = list(self.schema)
-        patterns = as_patterns(patterns)
-        for pattern in patterns:
-            if not fnmatch.filter(names, pattern):
-                raise KeyError(f"unknown tensor {pattern!r}; there are {', '.join(map(repr, names))}")
-        kept = patterns if self._patterns is None else tuple(filter(name_matcher(patterns), names))
-        return self._view(self._indices, kept, self._store)
+    def select(self, patterns: str | Iterable[str]) -> Self:
+        """Return a view of the tensors whose names match `patterns`, like `Cache.select`.
+
+        Names are known only of samples that were loaded. So a pattern that matches none of them is an error only if all
+        samples of this view are in shared memory.
+        """
+        names, patterns = list(self.schema), as_patterns(patterns)
+        unknown = [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]
+        if unknown and len(np.intersect1d(self._indices, self._samples.present())) == len(np.unique(self._indices)):
+            raise KeyError(f"unknown tensor {unknown[0]!r}; there are {', '.join(map(repr, names))}")
+        return self._view(self._indices, (*self._selections, patterns), self._store)
 
     _read_batch, _read_tensors = staticmethod(read_batch), staticmethod(read_tensors)
 
     def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
-        request = self._view(self._indices, tuple(tensors), self._store)._request(indices)
+        request = self._view(self._indices, (tuple(tensors),), self._store)._request(indices)
         known = request.structures.structure_for(request.rows).tensors
         for name in tensors:
             if name not in known:
@@ -220,13 +254,20 @@ class SharedDataset(Cache[Any]):
         return Request(self._store, rows_of(self._samples, numbers), self._structures)
 
     def _sample(self, number: int) -> Any:
-        sample = self._samples.get(self._indices.item(number))
-        return sample if self._wanted is None else project(sample, self._wanted)
+        return self._finish(self._samples.get(self._indices.item(number)))
+
+    def _finish(self, sample: Any) -> Any:
+        """Return a sample with the selected tensors, loaded unless samples are lazy."""
+        found = sample if self._wanted is None else project(sample, self._wanted)
+        return found if self._is_lazy else realize(found)
 
     def _position(self, key: str) -> int | None:
         if not key.isascii() or not key.isdecimal() or len(key) > 18 or str(int(key)) != key:
             return None
-        found = np.flatnonzero(self._indices == int(key))
+        index = int(key)
+        if index < len(self) and self._indices.item(index) == index:
+            return index
+        found = np.flatnonzero(self._indices == index)
         return found.item(0) if len(found) else None
 
     def _find(self, key: str) -> int:
@@ -235,11 +276,11 @@ class SharedDataset(Cache[Any]):
             raise KeyError(f"no sample {key!r}; the keys are the indices of the dataset as strings, for example '0'")
         return found
 
-    def _take(self, numbers: slice | Array) -> SharedDataset:
-        return self._view(self._indices[numbers], self._patterns, self._store)
+    def _take(self, numbers: slice | Array) -> Self:
+        return self._view(self._indices[numbers], self._selections, self._store)
 
-    def _single_threaded(self) -> SharedDataset:
-        return self._view(self._indices, self._patterns, self._store.with_threads(1))
+    def _single_threaded(self) -> Self:
+        return self._view(self._indices, self._selections, self._store.with_threads(1))
 
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
         for number in self._indices.tolist():
@@ -273,7 +314,9 @@ class _Indices(KeysView):
 
 
 def _reopen(
-    dataset: Any, name: str, options: dict[str, Any], indices: Array, patterns: tuple[str, ...] | None
+    cls: Any, dataset: Any, name: str, options: dict[str, Any], indices: Array, selections: Selections
 ) -> SharedDataset:
-    shared = SharedDataset(dataset, name, **options)
-    return shared._view(indices, patterns, shared._store)
+    shared: SharedDataset = object.__new__(cls)
+    SharedDataset.__init__(shared, dataset, name, **options)
+    shared._narrow(indices, selections)
+    return shared

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError, StaleCacheError
 from wds_tensorcache.sharing import reaper
@@ -104,13 +105,15 @@ class SharedFolder:
         head: Content of its file `head.json`.
         is_doubtful: True if the machine was restarted since the folder was made: a crash may have lost bytes of its files.
 
-    Threads/fork: any thread. A forked child holds the folder, too; it is listed as a holder after `hold_again`.
+    Threads/fork: any thread. A forked child holds the folder, too.
     """
 
     def __init__(self, path: str, holders: RangeLocks, head: dict[str, Any]) -> None:
         self.path, self.head = path, head
         self.is_doubtful = head.get("boot") != _boot_id()
         self._holders: RangeLocks | None = holders
+        self._pid = os.getpid()
+        _FOLDERS.add(self)
 
     def path_of(self, name: str) -> str:
         """Return the path of a file in the folder."""
@@ -122,13 +125,14 @@ class SharedFolder:
         Raises:
             FileNotFoundError, ValueError: The folder was removed, or removed and made again.
         """
-        if self._holders is None:
+        if self._holders is None or self._pid == os.getpid():
             return
         mine = RangeLocks(self.path_of(HOLDERS), in_children=True)
         if not os.path.sameopenfile(mine.fd, self._holders.fd):
             raise ValueError(f"{self.path} was removed and made again by another process; open the SharedDataset again")
         mine.lock(os.getpid(), shared=True, wait=True)
         self._holders = mine
+        self._pid = os.getpid()
 
     def holders(self) -> list[int]:
         """Return the process ids of the holders, ascending."""
@@ -142,9 +146,23 @@ class SharedFolder:
             remove_if_abandoned(self.path)
 
 
+_FOLDERS: WeakSet[SharedFolder] = WeakSet()
+
+
+def _hold_in_child() -> None:
+    for folder in list(_FOLDERS):
+        with contextlib.suppress(OSError, ValueError):  # the child's first access raises it
+            folder.hold_again()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_hold_in_child)
+
+
 def folder_holders(path: str) -> list[int]:
     """Return the process ids of the processes that hold a folder, ascending."""
-    return RangeLocks(os.path.join(path, HOLDERS)).locked_by_others(0, NUM_HOLDER_BYTES)
+    found = RangeLocks(os.path.join(path, HOLDERS)).locked_by_others(0, NUM_HOLDER_BYTES)
+    return [pid for pid in found if pid]  # a process that removes the folder has locked all bytes from 0 on
 
 
 def _boot_id() -> str:
@@ -168,9 +186,13 @@ def read_head(path: str) -> dict[str, Any]:
         check_owner(where, os.fstat(fd), stat.S_ISREG)
         try:
             head = json.loads(file.read())
-            if isinstance(head, dict) and isinstance(head["fingerprint"]["length"], int):
+            if (
+                isinstance(head, dict)
+                and isinstance(head["fingerprint"]["length"], int)
+                and isinstance(head["name"], str)
+            ):
                 return head
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             pass
     raise FormatError("the description of the samples is damaged; call tc.shared_clear", kind="damaged").at(where)
 
@@ -212,12 +234,16 @@ def open_folder(
     found = folder.head.get("fingerprint")
     if found != fingerprint:
         folder.leave()
+        holders = folder_holders(path) if os.path.isdir(path) else []
         raise StaleCacheError(
-            f"{path} holds samples of another dataset, {found!r}, but this one is {fingerprint!r}; use another name, or call "
-            f"tc.shared_clear({name!r})"
+            f"{path} holds samples of another dataset, {found!r}, but this one is {fingerprint!r}; use another name, or close "
+            f"the SharedDataset in all processes (this one is {os.getpid()}, the holders are {holders}) "
+            f"and call tc.shared_clear({name!r}, {os.path.dirname(base)!r})"
         )
     if persistent:
-        os.close(os.open(folder.path_of(IS_PERSISTENT), os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        os.close(
+            os.open(folder.path_of(IS_PERSISTENT), os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        )
     elif not os.path.exists(folder.path_of(IS_PERSISTENT)):
         _start_reaper("wait", path, path).close()
     return folder
@@ -237,9 +263,11 @@ def _open(path: str) -> SharedFolder | None:
         return None
     try:
         return SharedFolder(path, holders, read_head(path))
-    except FileNotFoundError:  # a process was killed while it removed the folder
+    except BaseException as exc:
         holders.close()
-        remove_if_abandoned(path)
+        if not isinstance(exc, FileNotFoundError):
+            raise
+        remove_if_abandoned(path)  # a process was killed while it removed the folder
         return None
 
 
@@ -289,10 +317,10 @@ def write_file(path: str, content: bytes = b"", nbytes: int = 0, dir_fd: int | N
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=dir_fd)
     try:
         os.fchmod(fd, 0o600)  # a umask may have removed permissions
-        if nbytes:
-            with explained_no_space(path, f"a file of {nbytes:,} bytes"):
+        with explained_no_space(path, f"a file of {max(nbytes, len(content)):,} bytes"):
+            if nbytes:
                 os.posix_fallocate(fd, 0, nbytes)
-        os.write(fd, content)
+            os.write(fd, content)
     finally:
         os.close(fd)
 

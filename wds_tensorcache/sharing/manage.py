@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -14,10 +15,12 @@ from wds_tensorcache.sharing.folder import (
     read_head,
     remove_if_abandoned,
 )
-from wds_tensorcache.sharing.reaper import IS_PERSISTENT
+from wds_tensorcache.sharing.reaper import HOLDERS, IS_PERSISTENT
 from wds_tensorcache.sharing.table import TABLE, Table
 
 __all__ = ["SharedInfo", "shared_clear", "shared_list"]
+
+_AT_MOST_S = 2.0  # that `shared_clear` waits for a process that has locked the folder, but does not hold it
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,9 @@ def shared_clear(name: str, directory: str | os.PathLike[str] | None = None) -> 
         raise FileNotFoundError(
             f"no shared memory {name!r:.200}; the names are {[each.name for each in shared_list(directory)]}"
         )
-    if not remove_if_abandoned(path, even_persistent=True):
-        raise BlockingIOError(
-            f"{path} is held by processes {folder_holders(path)}; close the SharedDataset there, or end them"
-        )
+    deadline = time.monotonic() + _AT_MOST_S
+    while not remove_if_abandoned(path, even_persistent=True):
+        holders = folder_holders(path) if os.path.exists(os.path.join(path, HOLDERS)) else []
+        if holders or time.monotonic() > deadline:
+            raise BlockingIOError(f"{path} is held by processes {holders}; close the SharedDataset there, or end them")
+        time.sleep(0.01)  # a process is removing it, or looks whether it may

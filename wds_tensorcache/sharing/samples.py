@@ -15,15 +15,16 @@ from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import check_binding, decode_body, decode_members, encode_views, match_body
 from wds_tensorcache.codec.skeleton.template import Template
 from wds_tensorcache.codec.skeleton.types import Allowed
-from wds_tensorcache.errors import EncodeError
+from wds_tensorcache.errors import EncodeError, FormatError
 from wds_tensorcache.sharing.folder import SharedFolder
 from wds_tensorcache.sharing.segments import Full, Members, Segments, SegmentSource, members_in_memory
 from wds_tensorcache.sharing.table import TABLE, Table
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.range_locks import RangeLocks
 
-__all__ = ["LOCKS", "ParsedSample", "Samples", "SharedStats"]
+__all__ = ["LOCKS", "ParsedSample", "Samples", "SharedStats", "leave_without_loads"]
 
+_MAX_KEPT_NBYTES = 1 << 12  # of the skeletons of samples that are kept
 LOCKS = "locks"  # name of the file; byte i is the lock of sample i
 
 
@@ -93,6 +94,12 @@ class _Loaded:
     error: EncodeError | None = None
 
 
+def leave_without_loads(folder: SharedFolder, loads: list[None]) -> None:
+    """Stop holding a folder unless a load is running. Hazard: files that it still adds would be left in the removed folder."""
+    if not loads:
+        folder.leave()
+
+
 class Samples:
     """The samples of a dataset, in shared memory or loaded into it on demand.
 
@@ -121,6 +128,7 @@ class Samples:
         # after a crash of the machine, files on a disk may lack some of their bytes
         self._doubtful = bytearray(b"\1" * len(dataset)) if folder.is_doubtful else None
         self._is_closed = False
+        self.loads: list[None] = []  # as many as loads are running
         self._thread_local = threading.local()
         self._pid = os.getpid()
         self._table = Table(folder.path_of(TABLE), len(dataset))
@@ -129,9 +137,10 @@ class Samples:
         self._has_warned = False
 
     def close(self) -> None:
-        """Stop holding the folder."""
+        """Stop holding the folder, or let the last load that is running now do so; give up all memory but that of tensors."""
         self._is_closed = True
-        self.folder.leave()
+        self._segments.close()
+        leave_without_loads(self.folder, self.loads)
 
     def get(self, number: int) -> Any:
         """Return a sample, with lazy tensors."""
@@ -185,6 +194,13 @@ class Samples:
             self._pid = os.getpid()
             self._hits = self._misses = self._passed = 0
 
+    def peek(self, number: int) -> Any:
+        """Return a sample, with lazy tensors, and do not count this as a hit or miss; None if it is not in shared memory."""
+        hits = self._hits
+        found = self._find(number)
+        self._hits = hits
+        return None if found is None else found.build(self._allow)
+
     def _find(self, number: int) -> ParsedSample | None:
         """Return a sample; None if it is not in shared memory."""
         self._enter()
@@ -195,10 +211,14 @@ class Samples:
             if members is None:
                 return None
             found = _parse(members)
-            if found.matched is not None and isinstance(found.source, SegmentSource):
+            is_small = len(found.skeleton) <= _MAX_KEPT_NBYTES
+            if is_small and found.matched is not None and isinstance(found.source, SegmentSource):
                 segments.keep(number, found.source, found)
         if self._verify or (self._doubtful is not None and self._doubtful[number]):
-            decode_members(found.skeleton, found.source.member, True, True, self._allow)
+            try:
+                decode_members(found.skeleton, found.source.member, True, True, self._allow)
+            except FormatError as exc:
+                raise exc.at(f"{self.folder.path}, sample {number}, which tc.shared_clear removes") from exc
             if self._doubtful is not None:
                 self._doubtful[number] = 0
         self._hits += 1
@@ -231,7 +251,17 @@ class Samples:
         Raises:
             RecursionError: This thread is loading the same sample already.
         """
-        self._enter()
+        self.loads.append(None)  # before `_enter`, so that either this thread sees a `close`, or `close` sees this load
+        try:
+            self._enter()
+            return self._load_alone(number, wait)
+        finally:
+            self.loads.pop()
+            if self._is_closed:
+                leave_without_loads(self.folder, self.loads)
+
+    def _load_alone(self, number: int, wait: bool) -> _Loaded | None:
+        """Load a sample under its lock; see `_load`."""
         mine = self._thread_local.__dict__.setdefault("numbers", set())  # the samples that this thread is loading
         if number in mine:
             what = f"to load sample {number}, the dataset reads sample {number} itself from the SharedDataset"
@@ -248,9 +278,7 @@ class Samples:
             finally:
                 mine.discard(number)
         finally:
-            locks.unlock(
-                0, 0
-            )  # all bytes: closing is not enough while a child that was forked just now has the file open
+            locks.unlock(0, 0)  # closing is not enough while a child that was forked just now has the file open
             locks.close()
 
     def _load_locked(self, number: int, locks: RangeLocks | None) -> _Loaded:
@@ -266,7 +294,7 @@ class Samples:
             self._passed += 1
             if not self._has_warned:
                 self._has_warned = True
-                warnings.warn(f"sample {number} of {self.folder.path} is not shared: {exc}", stacklevel=5)
+                warnings.warn(f"sample {number} of {self.folder.path} is not shared: {exc}", stacklevel=7)
             return _Loaded(None, sample, exc)
         members = None
         try:

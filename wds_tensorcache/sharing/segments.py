@@ -43,7 +43,7 @@ LARGE_NBYTES = 1 << 16
 # added for a larger sample has the length of that sample.
 _MIN_SEGMENT_NBYTES = 1 << 26
 _MAX_PART = 16
-_MAX_KEPT = 1 << 14  # objects of about 1 KB each
+_MAX_KEPT = 1 << 14  # objects of a few KB at most each
 
 Array = np.ndarray[Any, Any]
 Members = tuple[bytes, MemorySource]  # the skeleton, and the source of the `.safetensors` member
@@ -121,8 +121,12 @@ class Segments:
         """Number of bytes in all segments, including those that are being written."""
         return sum(segment.reserved for segment in self._table.segments())
 
-    def find(self, index: int) -> Members | None:
+    def find(self, index: int, *, is_anew: bool = False) -> Members | None:
         """Return the skeleton of a sample and the source of its tensors; None if the sample is absent. Takes no lock.
+
+        Args:
+            index: Index of the sample.
+            is_anew: Report damage; otherwise map the segment again first, since a writer may have changed its length.
 
         Raises:
             FormatError: The segment is damaged.
@@ -143,6 +147,8 @@ class Segments:
             table.note_use(serial)
         begin = offset + _RECORD.size
         if begin > len(segment):
+            if not is_anew:
+                return self._find_anew(index, serial)
             what = f"sample {index} starts at byte {offset} of {len(segment)} bytes; call tc.shared_clear"
             raise FormatError(what, kind="damaged").at(self._where(serial))
         found, skeleton_nbytes, nbytes = _RECORD.unpack_from(segment, offset)
@@ -150,6 +156,8 @@ class Segments:
         if nbytes >= LARGE_NBYTES:
             tensors = _align(begin + skeleton_nbytes, _PAGE_NBYTES)
         if found != index or tensors + nbytes > len(segment):
+            if not is_anew:
+                return self._find_anew(index, serial)
             what = f"the record of sample {index} at byte {offset} is damaged; call tc.shared_clear"
             raise FormatError(what, kind="damaged").at(self._where(serial))
         skeleton = bytes(segment[begin : begin + skeleton_nbytes])
@@ -157,10 +165,16 @@ class Segments:
             return skeleton, SegmentSource(array[tensors : tensors + nbytes], self._pool, entry)
         return skeleton, MemorySource(memoryview(bytearray(segment[tensors : tensors + nbytes])))
 
+    def _find_anew(self, index: int, serial: int) -> Members | None:
+        self._maps.pop(serial, None)
+        return self.find(index, is_anew=True)
+
     def keep(self, index: int, source: SegmentSource, thing: Any) -> None:
         """Keep an object made from a sample until the sample is evicted, unless too many are kept; `source` has its tensors."""
         if len(self._kept) < _MAX_KEPT:
             self._kept[index] = source.entry, thing
+            if self._table.generation != self._generation:  # another thread or process has evicted a segment meanwhile
+                self._kept.pop(index, None)
 
     def kept(self, index: int) -> Any:
         """Return the object that `keep` kept for a sample; None if there is none, or the sample is absent. Takes no lock."""
@@ -177,6 +191,11 @@ class Segments:
         if self._evicts:
             table.note_use(serial)
         return thing
+
+    def close(self) -> None:
+        """Give up all maps and kept objects. Tensors in use keep their maps alive."""
+        self._kept.clear()
+        self._maps.clear()
 
     def _map(self, serial: int) -> tuple[memoryview, Array] | None:
         if not self._table.is_alive(serial):
@@ -225,16 +244,16 @@ class Segments:
         is_large = nbytes >= LARGE_NBYTES
         to_tensors = _RECORD.size + len(skeleton)
         # large members begin and end at page boundaries
-        gap = -to_tensors % _DATA_ALIGN
-        length = to_tensors + (_PAGE_NBYTES if is_large else gap) + nbytes + (_PAGE_NBYTES if is_large else ALIGN)
+        align, end_align = (_PAGE_NBYTES, _PAGE_NBYTES) if is_large else (_DATA_ALIGN, ALIGN)
+        length = to_tensors + align + nbytes + end_align  # the most that it can take, wherever it begins
         if length > MAX_SEGMENT_NBYTES:
             raise Full(f"a sample of {nbytes:,} bytes is too large")
         try:
             with locks.held(_SPACE):
                 segment = self._with_room(length, locks)
             begin = segment.end
-            tensors = _align(begin + to_tensors, _PAGE_NBYTES if is_large else _DATA_ALIGN)
-            end = _align(tensors + nbytes, _PAGE_NBYTES if is_large else ALIGN)
+            tensors = _align(begin + to_tensors, align)
+            end = _align(tensors + nbytes, end_align)
             record = _RECORD.pack(index, len(skeleton), nbytes)
             padding = bytes(tensors - begin - to_tensors)
             self._write(segment, begin, end, [record, skeleton, padding, sample.header, *sample.buffers])
@@ -296,10 +315,26 @@ class Segments:
                 self._remove(segment.serial)
                 continue
             if segment.reserved > segment.end and locks.lock(_WRITING + segment.serial):
-                self._table.reserve(segment.serial, self._table.segment(segment.serial).end)
+                self._give_up(self._table.segment(segment.serial))
                 locks.unlock(_WRITING + segment.serial)
+                if not self._table.is_alive(segment.serial):
+                    continue
             kept.append(self._table.segment(segment.serial))
         return kept
+
+    def _give_up(self, segment: Segment) -> None:
+        """Free the bytes that a writer had reserved in a segment that no process is writing."""
+        if not segment.end:
+            self._remove(segment.serial)
+            return
+        fd = self._open(segment.serial, os.O_WRONLY)
+        try:
+            # the system frees the pages after the new end
+            os.ftruncate(fd, segment.end)
+            os.ftruncate(fd, segment.capacity)
+        finally:
+            os.close(fd)
+        self._table.reserve(segment.serial, segment.end)
 
     def _add(self, nbytes: int, limit: int, locks: RangeLocks) -> Segment:
         """Add a segment for at least `nbytes` bytes, locked in `locks`; `_MAX_PART` bounds its size by a part of `limit`."""
@@ -324,7 +359,7 @@ class Segments:
     def _evict(self, segments: list[Segment], locks: RangeLocks) -> int:
         """Remove the least recently used segment that no process is writing; return its number of bytes, or raise Full."""
         for segment in segments:
-            if segment.end and locks.lock(_WRITING + segment.serial):
+            if locks.lock(_WRITING + segment.serial):
                 self._remove(segment.serial)
                 segments.remove(segment)
                 locks.unlock(_WRITING + segment.serial)

@@ -24,6 +24,7 @@ __all__ = ["ALIGN", "MAX_SEGMENT_NBYTES", "TABLE", "Segment", "Table", "create_t
 TABLE = "table"  # name of the file
 ALIGN = 16  # the offset of each record is a multiple of this number of bytes
 _OFFSET_BITS = 30
+_MAX_SERIAL = (1 << 64 - _OFFSET_BITS) - 1
 MAX_SEGMENT_NBYTES = ALIGN << _OFFSET_BITS
 _HEAD = 8  # numbers before the slots
 _GENERATION, _NEXT_SERIAL = 0, 1  # positions in the head
@@ -61,12 +62,15 @@ class Table:
         entries: Entry of each sample, uint64 `[num_samples]`.
 
     Raises:
-        FormatError: The file has another length.
+        FormatError: The file is missing, or has another length. The methods raise it, too, for impossible numbers.
         PermissionError: The file is not a regular file of this user alone.
     """
 
     def __init__(self, path: str, num_samples: int) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError as exc:
+            raise FormatError("the table is missing; call tc.shared_clear", kind="damaged").at(path) from exc
         try:
             status = os.fstat(fd)
             check_owner(path, status, stat.S_ISREG)
@@ -80,6 +84,8 @@ class Table:
         self._head = numbers[:_HEAD]
         self._slots = numbers[_HEAD:_ENTRIES]
         self.entries = numbers[_ENTRIES:]
+
+        self._path = path
 
     @property
     def generation(self) -> int:
@@ -106,6 +112,8 @@ class Table:
         """Return all segments, the least recently used first."""
         slots = np.array(self._slots, np.uint64).reshape(_NUM_SLOTS, _WIDTH)
         alive = slots[slots[:, _SERIAL] > 0]
+        if (alive[:, _SERIAL] > _MAX_SERIAL).any() or (alive[:, _CAPACITY:_USED] > MAX_SEGMENT_NBYTES).any():
+            raise self._damaged()
         return [Segment(*row) for row in alive[np.argsort(alive[:, _USED])][:, :_USED].tolist()]
 
     def segment(self, serial: int) -> Segment:
@@ -116,17 +124,21 @@ class Table:
     def next_serial(self) -> int | None:
         """Return the serial number of the next segment; None if there are as many segments as slots."""
         first = max(1, self._head[_NEXT_SERIAL])
+        if first > _MAX_SERIAL - _NUM_SLOTS:
+            raise self._damaged()
         free = (serial for serial in range(first, first + _NUM_SLOTS) if not self._slots[_slot(serial)])
         return next(free, None)
+
+    def _damaged(self) -> FormatError:
+        return FormatError("the table has impossible numbers; call tc.shared_clear", kind="damaged").at(self._path)
 
     def add(self, serial: int, capacity: int) -> Segment:
         """Add a segment, whose file exists, and return it."""
         at = _slot(serial)
         for number, value in ((_CAPACITY, capacity), (_END, 0), (_RESERVED, 0), (_USED, time.time_ns())):
             self._slots[at + number] = value
-        self._head[_NEXT_SERIAL] = (
-            serial + 1
-        )  # first: even if this process is killed here, no serial number is used twice
+        # First: even if this process is killed after this line, no serial number is used twice.
+        self._head[_NEXT_SERIAL] = serial + 1
         self._slots[at] = serial
         return Segment(serial, capacity, 0, 0)
 

@@ -58,6 +58,7 @@ class RangeLocks:
 
     def close(self) -> None:
         """Close the file. The locks remain as long as a forked child has the file open; `unlock` releases them at once."""
+        self.fd = -1
         self._close()
 
     def lock(self, begin: int, length: int = 1, *, shared: bool = False, wait: bool = False) -> bool:
@@ -78,6 +79,8 @@ class RangeLocks:
 
     def unlock(self, begin: int, length: int = 1) -> None:
         """Release the locks of this object on `length` bytes from byte `begin` on, or on all bytes from there on if it is 0."""
+        if self.fd < 0:
+            return  # closed, for example in a child that was forked while a lock was held
         fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, begin, length, 0))
 
     @contextmanager

@@ -1,0 +1,280 @@
+"""Interrupts, closing, forks, wrappers and sizes at which SharedDataset has failed before."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Subset
+
+import wds_tensorcache as tc
+from tests.children import finish, run_in_child, start
+from tests.same import assert_same
+from tests.sharing.datasets import wait_until_empty
+
+LARGE = 20_000  # elements of 4 bytes: more than 64 KiB
+
+
+class Numbers:
+    """Each sample is a tensor of its index."""
+
+    def __init__(self, count: int, numel: int = 3, seconds: float = 0.0) -> None:
+        self.count, self.numel, self.seconds = count, numel, seconds
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(self.seconds)
+        return {"x": torch.full((self.numel,), index, dtype=torch.int32)}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    return folder
+
+
+def mapped_segments() -> int:
+    return sum("segment-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_small_samples_of_any_size(directory: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    samples = [{"x": b"." * chance.randrange(150), "i": torch.tensor(i)} for i in range(300)]
+    limits = {"max_nbytes": 100_000, "eviction": "lru"}
+    with tc.SharedDataset(samples, "small", directory=directory, **limits) as shared:  # type: ignore[arg-type]
+        for index in range(300):
+            assert_same(samples[index], shared[index])
+            assert shared.stats().nbytes <= 100_000
+        for index in range(299, -1, -1):
+            assert_same(samples[index], shared[index])
+
+
+def test_interrupted_writers_leave_no_bytes_above_the_limit(directory: Path) -> None:
+    numels = [500_000 + 8_000 * i for i in range(150)]  # each one is too large for the segment of the one before
+    samples = [{"x": torch.full((numel,), i, dtype=torch.uint8)} for i, numel in enumerate(numels)]
+    limit, chance = 4_000_000, random.Random(0)
+
+    is_armed = [False]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if is_armed[0]:
+            raise KeyboardInterrupt
+
+    def work() -> None:
+        signal.signal(signal.SIGALRM, interrupt)
+        with tc.SharedDataset(samples, "cut", directory=directory, max_nbytes=limit, eviction="lru") as shared:
+            [folder] = (directory / f"wds_tensorcache-{os.geteuid()}").iterdir()
+            num_interrupts = 0
+            for index in range(150):
+                try:
+                    is_armed[0] = True
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0001, 0.001))
+                    shared[index]
+                    is_armed[0] = False
+                except KeyboardInterrupt:
+                    num_interrupts += 1
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert num_interrupts > 10
+            for index in range(6):  # the next writers free what interrupted ones had reserved
+                assert int(shared[index]["x"][-1]) == index
+            on_disk = sum(512 * path.stat().st_blocks for path in folder.glob("segment-*"))
+            assert on_disk <= limit + 16 * 4096
+
+    assert run_in_child(work) == 0
+    wait_until_empty(directory)
+
+
+def test_closing_while_a_thread_loads(directory: Path) -> None:
+    shared = tc.SharedDataset(Numbers(3, seconds=0.2), "closed", directory=directory)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(shared[1]))
+    thread.start()
+    time.sleep(0.05)
+    shared.close()
+    with pytest.raises(ValueError, match="closed"):
+        shared[2]
+    thread.join()
+    assert found[0]["x"].tolist() == [1, 1, 1]
+    wait_until_empty(directory)
+    with tc.SharedDataset(Numbers(3), "closed", directory=directory) as again:
+        assert again[2]["x"].tolist() == [2, 2, 2]
+
+
+def test_closing_gives_up_memory_except_under_tensors_in_use(directory: Path) -> None:
+    with tc.SharedDataset(Numbers(4, LARGE), "freed", directory=directory) as shared:
+        for index in range(4):
+            shared[index]
+        lazy = shared[2]["x"]
+        assert mapped_segments() == 1
+    assert mapped_segments() == 1
+    assert lazy.load()[-1] == 2
+    del lazy
+    assert mapped_segments() == 0
+
+
+def test_threads_of_a_forked_child(directory: Path) -> None:
+    def work() -> None:
+        failures: list[BaseException] = []
+
+        def read(index: int) -> None:
+            try:
+                assert shared[index]["x"].tolist() == [index] * 3
+            except BaseException as exc:
+                failures.append(exc)
+
+        threads = [threading.Thread(target=read, args=(index,)) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures, failures
+
+    with tc.SharedDataset(Numbers(8), "forked", directory=directory) as shared:
+        shared[0]
+        assert finish([start(work) for _ in range(40)]) == [0] * 40
+
+
+def test_a_forked_child_is_a_holder_before_its_first_access(directory: Path) -> None:
+    gate, opened = os.pipe()
+
+    def wait() -> None:
+        os.close(opened)
+        os.read(gate, 1)
+
+    shared = tc.SharedDataset(Numbers(3), "held", directory=directory)
+    child = start(wait)
+    shared.close()
+    deadline = time.monotonic() + 10
+    while (found := [info.holders for info in tc.shared_list(directory)]) != [(child,)]:
+        assert time.monotonic() < deadline, found
+    with pytest.raises(BlockingIOError, match=str(child)):
+        tc.shared_clear("held", directory)
+    os.close(opened)
+    assert finish([child]) == [0]
+
+
+def test_clearing_right_after_closing(directory: Path) -> None:
+    for _ in range(20):
+        with tc.SharedDataset(Numbers(3), "cleared", directory=directory, persistent=True) as shared:
+            shared[0]
+        tc.shared_clear("cleared", directory)
+        assert tc.shared_list(directory) == []
+
+
+def test_large_small_values_are_not_kept_in_private_memory(directory: Path) -> None:
+    samples = [{"x": torch.zeros(LARGE), "text": "x" * 50_000}, {"x": torch.zeros(LARGE), "text": "y" * 50_000}] * 4
+    with tc.SharedDataset(samples, "private", directory=directory) as shared:
+        for index in (*range(8), *range(8)):
+            assert_same(samples[index], shared[index])
+        assert not shared._samples._segments._kept
+
+
+def test_a_batch_of_more_samples_than_twenty_bits_hold(directory: Path) -> None:
+    samples = [{"x": torch.zeros(LARGE), "y": torch.tensor([i])} for i in range(3)]
+    indices = np.arange((1 << 19) + 4) % 3
+    with tc.SharedDataset(samples, "many", directory=directory) as shared:
+        assert torch.equal(shared.select("y").read_batch(indices)["y"][:, 0], torch.from_numpy(indices))
+
+
+class Digested(Numbers):
+    """A dataset as those of Hugging Face, with a digest of what made it."""
+
+    def __init__(self, digest: str) -> None:
+        super().__init__(4)
+        self._fingerprint = digest
+
+
+def wrapped(*parts: Sequence[int]) -> list[Any]:
+    return [Subset(Numbers(8), part) for part in parts]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        tuple(wrapped([0, 1, 2], [0, 1, 3])),
+        tuple(wrapped(torch.tensor([0, 1]), torch.tensor([0, 2]))),  # type: ignore[arg-type]
+        (ConcatDataset(wrapped([0], [1, 2])), ConcatDataset(wrapped([0], [1, 3]))),
+        (Subset(Numbers(4), [0]), Subset(Numbers(5), [0])),  # type: ignore[arg-type]
+        (Digested("a"), Digested("b")),
+        (Numbers(4), Digested("a")),
+    ],
+)
+def test_wrappers_that_select_other_samples_are_other_datasets(directory: Path, one: Any, other: Any) -> None:
+    with tc.SharedDataset(one, "wrapped", directory=directory) as shared:
+        shared[0]
+        with pytest.raises(tc.StaleCacheError, match=f"holders are .*{os.getpid()}.*tc.shared_clear.*{directory}"):
+            tc.SharedDataset(other, "wrapped", directory=directory)
+        pickle.loads(pickle.dumps(shared)).close()
+    with tc.SharedDataset(other, "wrapped", directory=directory) as shared:
+        assert_same(other[0], shared[0])
+
+
+def test_samples_that_are_not_lazy(directory: Path) -> None:
+    dataset = Numbers(6)
+    with tc.SharedDataset(dataset, "loaded", directory=directory, lazy=False) as shared:
+        for view in (shared, shared[:], shared.select("x"), pickle.loads(pickle.dumps(shared))):
+            for _ in range(2):
+                found = [view[2], next(iter(view[[2]])), *view.__getitems__([2])]
+                for sample in found:
+                    assert type(sample["x"]) is torch.Tensor
+                    assert_same(dataset[2], sample)
+                    sample["x"][:] = -1
+        assert torch.equal(next(iter(DataLoader(shared, 3)))["x"], shared.read_batch([0, 1, 2])["x"])  # type: ignore[arg-type]
+
+
+def test_tensors_that_only_some_samples_have(directory: Path) -> None:
+    samples = [{"x": torch.ones(2), "mask": torch.ones(1) if i % 2 else None} for i in range(4)]
+    with tc.SharedDataset(samples, "optional", directory=directory) as shared:
+        shared[0]
+        view = shared.select("mask")
+        assert [list(sample) for sample in (view[0], view[1])] == [["mask"], ["mask"]]
+        assert view.select("*a*")[1]["mask"].shape == (1,)
+        assert "mask" not in shared.select("x").select("mask")[1]
+        list(shared)
+        with pytest.raises(KeyError, match="unknown tensor 'musk'; there are 'x', 'mask'"):
+            shared.select("musk")
+
+
+def test_the_first_sample_cannot_be_encoded(directory: Path) -> None:
+    samples: list[Any] = [{"x": torch.ones(2), "f": len}, {"x": torch.ones(3)}]
+    with tc.SharedDataset(samples, "mixed", directory=directory) as shared:
+        with pytest.warns(UserWarning, match="sample 0 of .* is not shared") as warned:
+            assert shared.schema == {}
+        assert shared.select("x")[1]["x"].shape == (3,)
+        assert len(warned) == 1
+        with tc.SharedDataset(samples, "mixed", directory=directory) as other:
+            with pytest.warns(UserWarning, match="is not shared") as warned:
+                other[0]
+            assert warned[0].filename == __file__
+
+
+def test_what_is_printed_loads_nothing(directory: Path) -> None:
+    with tc.SharedDataset(Numbers(4), "printed", directory=directory) as shared:
+        assert "SharedDataset 'printed': 4 samples, 0 of them in shared memory" in repr(shared)
+        assert shared.stats().misses == 0
+        shared[1]
+        assert "1 of them in shared memory\n  x: int32 [3]\n" in repr(shared)
+        assert (shared.stats().misses, shared.stats().hits) == (1, 0)
+
+
+def test_limits_of_every_kind_of_integer(directory: Path) -> None:
+    with pytest.raises(ValueError, match="needs max_nbytes="):
+        tc.SharedDataset(Numbers(4), "limits", directory=directory, eviction="lru")
+    with tc.SharedDataset(Numbers(4), "limits", directory=directory, max_nbytes=np.uint64(10**6)) as shared:  # type: ignore[arg-type]
+        list(shared)
+        assert shared.stats().num_samples == 4
