@@ -32,7 +32,8 @@ def rows_of(samples: Samples, numbers: Sequence[int]) -> Rows:
     rows = np.arange(len(numbers), dtype=np.int64)
     by_shard = ((0, slice(None), rows),) if len(numbers) else ()
     parsed = samples.get_parsed(numbers)
-    # a byte offset in the batch is `row << bits | offset in the member`; it overflows only if both are enormous
+    # A byte offset in the batch is `row << bits | offset in the member`. It fits int64 while rows times the longest member is
+    # below 2^62.
     bits = max((len(each.source.member) for each in parsed), default=0).bit_length()
     shard = _BatchAsShard(samples, numbers, parsed, bits)
     return Rows([shard], np.zeros_like(rows), rows, rows << bits, by_shard)  # type: ignore[list-item]

@@ -15,6 +15,7 @@ import numpy as np
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.codec.tree import flatten, project, realize
+from wds_tensorcache.errors import TensorCacheError
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
 from wds_tensorcache.reading.batch.request import Request, Structures
@@ -25,7 +26,7 @@ from wds_tensorcache.reading.store import Io, Store
 from wds_tensorcache.sharing.batch import rows_of
 from wds_tensorcache.sharing.folder import base_folder, open_folder, write_file
 from wds_tensorcache.sharing.identity import fingerprint_of
-from wds_tensorcache.sharing.samples import LOCKS, Samples, SharedStats, leave_without_loads
+from wds_tensorcache.sharing.samples import LOCKS, Samples, SharedStats
 from wds_tensorcache.sharing.table import TABLE, create_table
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
@@ -38,7 +39,7 @@ __all__ = ["SharedDataset"]
 
 Array = np.ndarray[Any, Any]
 Selections = tuple[tuple[str, ...], ...]  # the patterns of each `select`
-_SHOWN = 100  # tensors in `repr`
+_SHOWN = 100  # samples that `repr` looks at, and tensors that it shows
 _IO = Io("pread", "copied from shared memory")
 
 
@@ -59,9 +60,9 @@ class SharedDataset(Cache[Any]):
             tensors that are in use. None adds no more samples: they are loaded at each access.
         persistent: Keep the files after the last process is gone, for a later run.
         verify: Compare the digests of a sample with its bytes at every access.
-        fingerprint: A string that describes the dataset, for example its version and transforms. It is compared in all
-            processes that share the memory, with the type and length of the dataset and of those that it wraps, the indices
-            that a `Subset` selects, and the fingerprints of Hugging Face's `datasets`. Code and samples are not compared.
+        fingerprint: A string that describes the dataset, for example its version and transforms. All processes that share the
+            memory must agree on it, on the types and lengths of the dataset and of those that it wraps, on the indices that a
+            `Subset` selects, and on the fingerprints of Hugging Face's `datasets`. Code and samples are not compared.
         allow: Other classes that samples may contain.
         lazy: Samples have lazy tensors. False loads them: each access copies all tensors of the sample, for code that expects
             tensors, such as transforms of torchvision. Batches and views work the same.
@@ -133,7 +134,7 @@ class SharedDataset(Cache[Any]):
         except BaseException:
             folder.leave()
             raise
-        self._net = weakref.finalize(self._samples, leave_without_loads, folder, self._samples.loads)
+        self._net = weakref.finalize(self._samples, folder.leave_if_idle)
         self._store = Store((), Files(), pool, _IO, min(4, num_cores()), {})
         self._narrow(np.arange(count), ())
 
@@ -173,13 +174,20 @@ class SharedDataset(Cache[Any]):
 
         Cost: parses each of these samples.
         """
-        present = np.intersect1d(self._indices, self._samples.present()) if len(self) else self._indices
+        present = self._present()
+        return self._schema_of(present if len(present) else self._indices[:1])
+
+    def _present(self) -> Array:
+        """Return the indices of the samples of this view that are in shared memory, int64, ascending."""
+        return np.intersect1d(self._indices, self._samples.present())
+
+    def _schema_of(self, indices: Array) -> dict[str, TensorSchema]:
         result: dict[str, TensorSchema] = {}
-        for number in (present if len(present) else self._indices[:1]).tolist():
+        for number in indices.tolist():
             sample = self._samples.peek(number)
             for name, lazy in flatten(self._samples.get(number) if sample is None else sample).items():
                 if not isinstance(lazy, Lazy):
-                    continue  # of a sample that cannot be encoded
+                    continue  # a tensor of a sample that passed through
                 if self._wanted is None or self._wanted(name):
                     each = TensorSchema(name, lazy._reference.kind, lazy.dtype, tuple(lazy.shape), lazy.nbytes, 1)
                     result[name] = merge_schema(result.get(name), each)
@@ -200,17 +208,16 @@ class SharedDataset(Cache[Any]):
         return self._samples.dataset
 
     def __repr__(self) -> str:
-        """Return a summary: samples, those in shared memory with their tensors, and the fingerprint. No sample is loaded."""
-        found = len(np.intersect1d(self._indices, self._samples.present()))
-        lines = [f"{type(self).__name__} {self.name!r}: {len(self):,} samples, {found:,} of them in shared memory"]
-        schema = self.schema if found else {}
-        return "\n".join(
-            [
-                *lines,
-                *(f"  {name}: {describe(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)),
-                f"  fingerprint: {self.fingerprint!r:.1000}",
-            ]
-        )
+        """Return a summary: number of samples, some of their tensors, and the fingerprint. No sample is loaded."""
+        name = f"{type(self).__name__} {self.name!r}: {len(self):,} samples"
+        try:
+            present = self._present()
+            lines = [f"{name}, {len(present):,} of them in shared memory"]
+            schema = self._schema_of(present[:_SHOWN])
+            lines += [f"  {name}: {describe(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)]
+        except (TensorCacheError, OSError, ValueError) as exc:  # closed or damaged
+            lines = [name, f"  tensors unknown: {exc}"]
+        return "\n".join([*lines, f"  fingerprint: {self.fingerprint!r:.1000}"])
 
     def stats(self) -> SharedStats:
         """Return the counts of this process, and the size and holders of the shared memory.
@@ -228,7 +235,7 @@ class SharedDataset(Cache[Any]):
         """
         names, patterns = list(self.schema), as_patterns(patterns)
         unknown = [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]
-        if unknown and len(np.intersect1d(self._indices, self._samples.present())) == len(np.unique(self._indices)):
+        if unknown and len(self._present()) == len(np.unique(self._indices)):
             raise KeyError(f"unknown tensor {unknown[0]!r}; there are {', '.join(map(repr, names))}")
         return self._view(self._indices, (*self._selections, patterns), self._store)
 

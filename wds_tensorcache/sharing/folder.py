@@ -103,6 +103,7 @@ class SharedFolder:
     Attributes:
         path: Path of the folder.
         head: Content of its file `head.json`.
+        loads: One item for each load that is running in this process.
         is_doubtful: True if the machine was restarted since the folder was made: a crash may have lost bytes of its files.
 
     Threads/fork: any thread. A forked child holds the folder, too.
@@ -112,6 +113,7 @@ class SharedFolder:
         self.path, self.head = path, head
         self.is_doubtful = head.get("boot") != _boot_id()
         self._holders: RangeLocks | None = holders
+        self.loads: list[None] = []
         self._pid = os.getpid()
         _FOLDERS.add(self)
 
@@ -127,6 +129,7 @@ class SharedFolder:
         """
         if self._holders is None or self._pid == os.getpid():
             return
+        self.loads.clear()  # this process has no other thread of its parent
         mine = RangeLocks(self.path_of(HOLDERS), in_children=True)
         if not os.path.sameopenfile(mine.fd, self._holders.fd):
             raise ValueError(f"{self.path} was removed and made again by another process; open the SharedDataset again")
@@ -137,6 +140,14 @@ class SharedFolder:
     def holders(self) -> list[int]:
         """Return the process ids of the holders, ascending."""
         return folder_holders(self.path)
+
+    def leave_if_idle(self) -> None:
+        """Stop holding the folder, unless a load is running.
+
+        Hazard: a running load may add a file while the folder is being removed, so that the folder would remain.
+        """
+        if not self.loads:
+            self.leave()
 
     def leave(self) -> None:
         """Stop holding the folder; remove it if no process holds it and it is not persistent."""
@@ -161,7 +172,10 @@ if hasattr(os, "register_at_fork"):
 
 def folder_holders(path: str) -> list[int]:
     """Return the process ids of the processes that hold a folder, ascending."""
-    found = RangeLocks(os.path.join(path, HOLDERS)).locked_by_others(0, NUM_HOLDER_BYTES)
+    try:
+        found = RangeLocks(os.path.join(path, HOLDERS)).locked_by_others(0, NUM_HOLDER_BYTES)
+    except FileNotFoundError:
+        return []
     return [pid for pid in found if pid]  # a process that removes the folder has locked all bytes from 0 on
 
 
@@ -234,7 +248,7 @@ def open_folder(
     found = folder.head.get("fingerprint")
     if found != fingerprint:
         folder.leave()
-        holders = folder_holders(path) if os.path.isdir(path) else []
+        holders = folder_holders(path)
         raise StaleCacheError(
             f"{path} holds samples of another dataset, {found!r}, but this one is {fingerprint!r}; use another name, or close "
             f"the SharedDataset in all processes (this one is {os.getpid()}, the holders are {holders}) "

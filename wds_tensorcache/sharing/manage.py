@@ -15,12 +15,12 @@ from wds_tensorcache.sharing.folder import (
     read_head,
     remove_if_abandoned,
 )
-from wds_tensorcache.sharing.reaper import HOLDERS, IS_PERSISTENT
+from wds_tensorcache.sharing.reaper import IS_PERSISTENT
 from wds_tensorcache.sharing.table import TABLE, Table
 
 __all__ = ["SharedInfo", "shared_clear", "shared_list"]
 
-_AT_MOST_S = 2.0  # that `shared_clear` waits for a process that has locked the folder, but does not hold it
+_MAX_WAIT_S = 2.0  # for a process that is removing the folder, or checking whether it may
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class SharedInfo:
 
     Attributes:
         name: Name of the SharedDataset.
-        fingerprint: Type and length of the dataset, and the string `fingerprint`.
+        fingerprint: As `SharedDataset.fingerprint`.
         num_samples: Number of samples in the shared memory.
         nbytes: Bytes of shared memory that these samples take, without the table.
         holders: Process ids of the processes that hold the shared memory, ascending; may be empty if it is persistent.
@@ -85,7 +85,7 @@ def shared_clear(name: str, directory: str | os.PathLike[str] | None = None) -> 
     Raises:
         FileNotFoundError: No shared memory has this name; the message lists the names that exist.
         InvalidKeyError: The name is not allowed.
-        BlockingIOError: Processes hold the shared memory; the message lists their ids.
+        BlockingIOError: Processes hold the shared memory, and the message lists their ids; or its removal has not ended.
         NotImplementedError: The system is not Linux.
     """
     path = named_folder(base_folder(directory), name)
@@ -93,9 +93,15 @@ def shared_clear(name: str, directory: str | os.PathLike[str] | None = None) -> 
         raise FileNotFoundError(
             f"no shared memory {name!r:.200}; the names are {[each.name for each in shared_list(directory)]}"
         )
-    deadline = time.monotonic() + _AT_MOST_S
+    deadline = time.monotonic() + _MAX_WAIT_S
     while not remove_if_abandoned(path, even_persistent=True):
-        holders = folder_holders(path) if os.path.exists(os.path.join(path, HOLDERS)) else []
+        holders = folder_holders(path)
         if holders or time.monotonic() > deadline:
-            raise BlockingIOError(f"{path} is held by processes {holders}; close the SharedDataset there, or end them")
-        time.sleep(0.01)  # a process is removing it, or looks whether it may
+            if holders:
+                raise BlockingIOError(
+                    f"{path} is held by processes {holders}; close the SharedDataset there, or end them"
+                )
+            raise BlockingIOError(
+                f"{path} is being removed, or was only partly removed; call tc.shared_clear again later"
+            )
+        time.sleep(0.01)  # another process is removing it, or checking whether it may

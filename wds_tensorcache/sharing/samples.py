@@ -22,7 +22,7 @@ from wds_tensorcache.sharing.table import TABLE, Table
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.range_locks import RangeLocks
 
-__all__ = ["LOCKS", "ParsedSample", "Samples", "SharedStats", "leave_without_loads"]
+__all__ = ["LOCKS", "ParsedSample", "Samples", "SharedStats"]
 
 _MAX_KEPT_NBYTES = 1 << 12  # of the skeletons of samples that are kept
 LOCKS = "locks"  # name of the file; byte i is the lock of sample i
@@ -94,12 +94,6 @@ class _Loaded:
     error: EncodeError | None = None
 
 
-def leave_without_loads(folder: SharedFolder, loads: list[None]) -> None:
-    """Stop holding a folder unless a load is running. Hazard: files that it still adds would be left in the removed folder."""
-    if not loads:
-        folder.leave()
-
-
 class Samples:
     """The samples of a dataset, in shared memory or loaded into it on demand.
 
@@ -128,7 +122,6 @@ class Samples:
         # after a crash of the machine, files on a disk may lack some of their bytes
         self._doubtful = bytearray(b"\1" * len(dataset)) if folder.is_doubtful else None
         self._is_closed = False
-        self.loads: list[None] = []  # as many as loads are running
         self._thread_local = threading.local()
         self._pid = os.getpid()
         self._table = Table(folder.path_of(TABLE), len(dataset))
@@ -137,10 +130,10 @@ class Samples:
         self._has_warned = False
 
     def close(self) -> None:
-        """Stop holding the folder, or let the last load that is running now do so; give up all memory but that of tensors."""
+        """Stop holding the folder once no load is running; drop the maps and the kept samples."""
         self._is_closed = True
         self._segments.close()
-        leave_without_loads(self.folder, self.loads)
+        self.folder.leave_if_idle()
 
     def get(self, number: int) -> Any:
         """Return a sample, with lazy tensors."""
@@ -218,7 +211,7 @@ class Samples:
             try:
                 decode_members(found.skeleton, found.source.member, True, True, self._allow)
             except FormatError as exc:
-                raise exc.at(f"{self.folder.path}, sample {number}, which tc.shared_clear removes") from exc
+                raise exc.at(f"{self.folder.path}, sample {number} (tc.shared_clear frees all samples)") from exc
             if self._doubtful is not None:
                 self._doubtful[number] = 0
         self._hits += 1
@@ -251,14 +244,17 @@ class Samples:
         Raises:
             RecursionError: This thread is loading the same sample already.
         """
-        self.loads.append(None)  # before `_enter`, so that either this thread sees a `close`, or `close` sees this load
+        self.folder.loads.append(
+            None
+        )  # before `_enter`, so that either this thread sees a `close`, or `close` sees this load
         try:
             self._enter()
             return self._load_alone(number, wait)
         finally:
-            self.loads.pop()
+            if self.folder.loads:  # a child that was forked in this load has cleared them
+                self.folder.loads.pop()
             if self._is_closed:
-                leave_without_loads(self.folder, self.loads)
+                self.folder.leave_if_idle()
 
     def _load_alone(self, number: int, wait: bool) -> _Loaded | None:
         """Load a sample under its lock; see `_load`."""

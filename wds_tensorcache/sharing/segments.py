@@ -43,7 +43,7 @@ LARGE_NBYTES = 1 << 16
 # added for a larger sample has the length of that sample.
 _MIN_SEGMENT_NBYTES = 1 << 26
 _MAX_PART = 16
-_MAX_KEPT = 1 << 14  # objects of a few KB at most each
+_MAX_KEPT = 1 << 14  # objects of up to tens of KB each
 
 Array = np.ndarray[Any, Any]
 Members = tuple[bytes, MemorySource]  # the skeleton, and the source of the `.safetensors` member
@@ -121,12 +121,13 @@ class Segments:
         """Number of bytes in all segments, including those that are being written."""
         return sum(segment.reserved for segment in self._table.segments())
 
-    def find(self, index: int, *, is_anew: bool = False) -> Members | None:
+    def find(self, index: int, *, is_remapped: bool = False) -> Members | None:
         """Return the skeleton of a sample and the source of its tensors; None if the sample is absent. Takes no lock.
 
         Args:
             index: Index of the sample.
-            is_anew: Report damage; otherwise map the segment again first, since a writer may have changed its length.
+            is_remapped: The segment was mapped again just now, so report damage. Otherwise map it again first: a writer may
+                have been shortening the file.
 
         Raises:
             FormatError: The segment is damaged.
@@ -147,8 +148,8 @@ class Segments:
             table.note_use(serial)
         begin = offset + _RECORD.size
         if begin > len(segment):
-            if not is_anew:
-                return self._find_anew(index, serial)
+            if not is_remapped:
+                return self._find_remapped(index, serial)
             what = f"sample {index} starts at byte {offset} of {len(segment)} bytes; call tc.shared_clear"
             raise FormatError(what, kind="damaged").at(self._where(serial))
         found, skeleton_nbytes, nbytes = _RECORD.unpack_from(segment, offset)
@@ -156,8 +157,8 @@ class Segments:
         if nbytes >= LARGE_NBYTES:
             tensors = _align(begin + skeleton_nbytes, _PAGE_NBYTES)
         if found != index or tensors + nbytes > len(segment):
-            if not is_anew:
-                return self._find_anew(index, serial)
+            if not is_remapped:
+                return self._find_remapped(index, serial)
             what = f"the record of sample {index} at byte {offset} is damaged; call tc.shared_clear"
             raise FormatError(what, kind="damaged").at(self._where(serial))
         skeleton = bytes(segment[begin : begin + skeleton_nbytes])
@@ -165,9 +166,9 @@ class Segments:
             return skeleton, SegmentSource(array[tensors : tensors + nbytes], self._pool, entry)
         return skeleton, MemorySource(memoryview(bytearray(segment[tensors : tensors + nbytes])))
 
-    def _find_anew(self, index: int, serial: int) -> Members | None:
+    def _find_remapped(self, index: int, serial: int) -> Members | None:
         self._maps.pop(serial, None)
-        return self.find(index, is_anew=True)
+        return self.find(index, is_remapped=True)
 
     def keep(self, index: int, source: SegmentSource, thing: Any) -> None:
         """Keep an object made from a sample until the sample is evicted, unless too many are kept; `source` has its tensors."""
@@ -306,7 +307,7 @@ class Segments:
         return segment
 
     def _settle(self, segments: list[Segment], locks: RangeLocks) -> list[Segment]:
-        """Free bytes that killed processes had reserved, and remove segments whose files they had removed; return the rest."""
+        """Free what interrupted or killed writers had reserved, and remove segments without files; return the rest."""
         kept = []
         for segment in segments:
             try:
@@ -323,7 +324,7 @@ class Segments:
         return kept
 
     def _give_up(self, segment: Segment) -> None:
-        """Free the bytes that a writer had reserved in a segment that no process is writing."""
+        """Free bytes that were reserved in a segment which no process is writing; remove the segment if it is empty."""
         if not segment.end:
             self._remove(segment.serial)
             return

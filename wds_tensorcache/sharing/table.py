@@ -62,7 +62,8 @@ class Table:
         entries: Entry of each sample, uint64 `[num_samples]`.
 
     Raises:
-        FormatError: The file is missing, or has another length. The methods raise it, too, for impossible numbers.
+        FormatError: The file is missing, or has another length. `segments`, `present` and `next_serial` raise it, too, for
+            impossible numbers.
         PermissionError: The file is not a regular file of this user alone.
     """
 
@@ -84,7 +85,6 @@ class Table:
         self._head = numbers[:_HEAD]
         self._slots = numbers[_HEAD:_ENTRIES]
         self.entries = numbers[_ENTRIES:]
-
         self._path = path
 
     @property
