@@ -127,6 +127,7 @@ def test_closing_while_a_thread_loads(directory: Path) -> None:
     dataset.may_finish.set()
     thread.join()
     assert found[0]["x"].tolist() == [1, 1, 1]
+    assert mapped_segments(directory) == 0
     wait_until_empty(directory)
     with tc.SharedDataset(Numbers(3), "closed", directory=directory) as again:
         assert again[2]["x"].tolist() == [2, 2, 2]
@@ -264,12 +265,41 @@ def test_datasets_with_other_fingerprints_are_refused(directory: Path, one: Any,
     with tc.SharedDataset(one, "wrapped", directory=directory) as shared:
         shared[0]
         with pytest.raises(
-            tc.StaleCacheError, match=f"holders are .*{os.getpid()}.*tc.shared_clear.*{re.escape(str(directory))}"
+            tc.StaleCacheError, match=f"holders: .*{os.getpid()}.*tc.shared_clear.*{re.escape(str(directory))}"
         ):
             tc.SharedDataset(other, "wrapped", directory=directory)
         pickle.loads(pickle.dumps(shared)).close()
     with tc.SharedDataset(other, "wrapped", directory=directory) as shared:
         assert_same(other[0], shared[0])
+
+
+class OpensLater(Numbers):
+    """A dataset that opens its file at the first access, in an attribute that wrappers have, too."""
+
+    dataset: Any = None
+    indices: Any = None
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.dataset, self.indices = [1, 2, 3], [index]
+        return super().__getitem__(index)
+
+
+class Sub(tc.SharedDataset):
+    extra = 0
+
+
+def test_copies_share_the_memory_although_the_dataset_has_changed(directory: Path) -> None:
+    dataset = Subset(OpensLater(8), list(range(8)))  # type: ignore[arg-type]
+    with Sub(dataset, "later", directory=directory) as shared:
+        shared.extra = 7
+        shared[0]
+        with tc.SharedDataset(dataset, "later", directory=directory) as other:
+            assert other[0]["x"].tolist() == [0, 0, 0]
+        dataset.indices = list(reversed(range(8)))
+        with pickle.loads(pickle.dumps(shared)) as copied:
+            assert (type(copied), copied.extra, copied.stats().num_samples) == (Sub, 7, 1)
+        with pytest.raises(tc.StaleCacheError, match="another dataset"):
+            tc.SharedDataset(dataset, "later", directory=directory)
 
 
 def test_samples_that_are_not_lazy(directory: Path) -> None:

@@ -119,9 +119,14 @@ class SharedDataset(Cache[Any]):
             "allow": allow,
             "lazy": lazy,
         }
-        self.name, self._is_lazy = name, lazy
-        self._fingerprint = fingerprint_of(dataset, fingerprint)
-        count = len(dataset)
+        self._open(dataset, name, fingerprint_of(dataset, fingerprint))
+
+    def _open(self, dataset: Any, name: str, fingerprint: dict[str, object]) -> None:
+        """Open or create the shared memory with the options in `_options`."""
+        self.name, self._fingerprint = name, fingerprint
+        options, count = self._options, len(dataset)
+        max_nbytes, directory, persistent = options["max_nbytes"], options["directory"], options["persistent"]
+        self._is_lazy = options["lazy"]
 
         def create(path: str) -> None:
             write_file(os.path.join(path, LOCKS))
@@ -130,7 +135,8 @@ class SharedDataset(Cache[Any]):
         folder = open_folder(base_folder(directory), name, self._fingerprint, persistent, create)
         pool = Pool()
         try:
-            self._samples = Samples(dataset, folder, max_nbytes, eviction == "lru", pool, verify, allow_table(allow))
+            evicts, allow = options["eviction"] == "lru", allow_table(options["allow"])
+            self._samples = Samples(dataset, folder, max_nbytes, evicts, pool, options["verify"], allow)
         except BaseException:
             folder.leave()
             raise
@@ -153,7 +159,10 @@ class SharedDataset(Cache[Any]):
         return view
 
     def __reduce__(self) -> Any:
-        return _reopen, (type(self), self._samples.dataset, self.name, self._options, self._indices, self._selections)
+        # The fingerprint stays the same, although the dataset may have changed since, for example by opening a file.
+        args = (self._samples.dataset, self.name, self._fingerprint, self._options, self._indices, self._selections)
+        own = {name: value for name, value in vars(self).items() if name not in _ATTRIBUTES}  # of a subclass
+        return _reopen, (type(self), *args), own or None
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -320,10 +329,25 @@ class _Indices(KeysView):
         return map(str, self._cache._indices.tolist())
 
 
+_ATTRIBUTES = frozenset(
+    {
+        *("name", "_fingerprint", "_options", "_is_lazy", "_samples", "_net", "_store"),
+        *("_indices", "_selections", "_wanted", "_structures"),
+    }
+)
+
+
 def _reopen(
-    cls: Any, dataset: Any, name: str, options: dict[str, Any], indices: Array, selections: Selections
+    cls: Any,
+    dataset: Any,
+    name: str,
+    fingerprint: dict[str, object],
+    options: dict[str, Any],
+    indices: Array,
+    selections: Selections,
 ) -> SharedDataset:
     shared: SharedDataset = object.__new__(cls)
-    SharedDataset.__init__(shared, dataset, name, **options)
+    shared._options = options
+    shared._open(dataset, name, fingerprint)
     shared._narrow(indices, selections)
     return shared

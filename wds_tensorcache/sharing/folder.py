@@ -14,13 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakSet
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError, StaleCacheError
 from wds_tensorcache.sharing import reaper
 from wds_tensorcache.sharing.reaper import HEAD, HOLDERS, IS_PERSISTENT, NUM_HOLDER_BYTES, REAPER_BYTE, remove_folder
 from wds_tensorcache.storage.atomic import replace
 from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
+from wds_tensorcache.storage.threads import Living
 
 __all__ = [
     "SharedFolder",
@@ -157,11 +157,11 @@ class SharedFolder:
             remove_if_abandoned(self.path)
 
 
-_FOLDERS: WeakSet[SharedFolder] = WeakSet()
+_FOLDERS: Living[SharedFolder] = Living()
 
 
 def _hold_in_child() -> None:
-    for folder in list(_FOLDERS):
+    for folder in _FOLDERS:
         with contextlib.suppress(OSError, ValueError):  # the child's first access raises it
             folder.hold_again()
 
@@ -250,9 +250,9 @@ def open_folder(
         folder.leave()
         holders = folder_holders(path)
         raise StaleCacheError(
-            f"{path} holds samples of another dataset, {found!r}, but this one is {fingerprint!r}; use another name, or close "
-            f"the SharedDataset in all processes (this one is {os.getpid()}, the holders are {holders}) "
-            f"and call tc.shared_clear({name!r}, {os.path.dirname(base)!r})"
+            f"{path} holds samples of another dataset, {found!r:.2000}, but this one is {fingerprint!r:.2000}; use another "
+            f"name, or close the SharedDataset in all processes (this one is {os.getpid()}, holders: {holders}) and call "
+            f"tc.shared_clear({name!r}, {os.path.dirname(base)!r})"
         )
     if persistent:
         os.close(

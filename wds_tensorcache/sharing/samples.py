@@ -254,6 +254,7 @@ class Samples:
             if self.folder.loads:  # a child that was forked in this load has cleared them
                 self.folder.loads.pop()
             if self._is_closed:
+                self._segments.close()
                 self.folder.leave_if_idle()
 
     def _load_alone(self, number: int, wait: bool) -> _Loaded | None:

@@ -126,8 +126,8 @@ class Segments:
 
         Args:
             index: Index of the sample.
-            is_remapped: The segment was mapped again just now, so report damage. Otherwise map it again first: a writer may
-                have been shortening the file.
+            is_remapped: Map the segment again. If a sample seems damaged, this is tried first: a writer may have been
+                shortening the file while it was mapped.
 
         Raises:
             FormatError: The segment is damaged.
@@ -140,7 +140,7 @@ class Segments:
         serial, offset = table.place(entry)
         if table.generation != self._generation:
             self._forget()
-        mapped = self._maps.get(serial) or self._map(serial)
+        mapped = (None if is_remapped else self._maps.get(serial)) or self._map(serial)
         if mapped is None:
             return None
         segment, array = mapped
@@ -149,7 +149,7 @@ class Segments:
         begin = offset + _RECORD.size
         if begin > len(segment):
             if not is_remapped:
-                return self._find_remapped(index, serial)
+                return self.find(index, is_remapped=True)
             what = f"sample {index} starts at byte {offset} of {len(segment)} bytes; call tc.shared_clear"
             raise FormatError(what, kind="damaged").at(self._where(serial))
         found, skeleton_nbytes, nbytes = _RECORD.unpack_from(segment, offset)
@@ -158,17 +158,13 @@ class Segments:
             tensors = _align(begin + skeleton_nbytes, _PAGE_NBYTES)
         if found != index or tensors + nbytes > len(segment):
             if not is_remapped:
-                return self._find_remapped(index, serial)
+                return self.find(index, is_remapped=True)
             what = f"the record of sample {index} at byte {offset} is damaged; call tc.shared_clear"
             raise FormatError(what, kind="damaged").at(self._where(serial))
         skeleton = bytes(segment[begin : begin + skeleton_nbytes])
         if nbytes >= LARGE_NBYTES:
             return skeleton, SegmentSource(array[tensors : tensors + nbytes], self._pool, entry)
         return skeleton, MemorySource(memoryview(bytearray(segment[tensors : tensors + nbytes])))
-
-    def _find_remapped(self, index: int, serial: int) -> Members | None:
-        self._maps.pop(serial, None)
-        return self.find(index, is_remapped=True)
 
     def keep(self, index: int, source: SegmentSource, thing: Any) -> None:
         """Keep an object made from a sample until the sample is evicted, unless too many are kept; `source` has its tensors."""
@@ -213,7 +209,8 @@ class Segments:
             array = np.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY), np.uint8)
         finally:
             os.close(fd)
-        return self._maps.setdefault(serial, (array.data, array))
+        mapped = self._maps[serial] = array.data, array
+        return mapped
 
     def _open(self, serial: int, flags: int) -> int:
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

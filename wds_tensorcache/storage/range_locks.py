@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from struct import Struct
-from weakref import WeakSet
 
-from wds_tensorcache.storage.threads import call_when_gone
+from wds_tensorcache.storage.threads import Living, call_when_gone
 
 try:
     import fcntl
@@ -107,11 +106,11 @@ class RangeLocks:
         return sorted(found)
 
 
-_NOT_IN_CHILDREN: WeakSet[RangeLocks] = WeakSet()
+_NOT_IN_CHILDREN: Living[RangeLocks] = Living()
 
 
 def _close_in_child() -> None:
-    for locks in list(_NOT_IN_CHILDREN):
+    for locks in _NOT_IN_CHILDREN:
         locks.close()
 
 

@@ -14,12 +14,13 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from operator import methodcaller
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Cancelled", "Job", "ThreadPool", "call_when_gone", "interrupt_again", "run_in_order", "wait_for"]
+__all__ = ["Cancelled", "Job", "Living", "ThreadPool", "call_when_gone", "interrupt_again", "run_in_order", "wait_for"]
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -44,6 +45,22 @@ def call_when_gone(thing: Any, call: Callable[[], Any]) -> Any:
     net = _Net(thing, _CALL)
     net.call = call
     return net
+
+
+class Living(Generic[_Item]):
+    """The objects that were added and still exist.
+
+    Hazard: `weakref.WeakSet` removes an object in a Python callback, in which an interrupt would be lost.
+    """
+
+    def __init__(self) -> None:
+        self._nets: dict[int, Any] = {}
+
+    def add(self, thing: _Item) -> None:
+        self._nets[id(thing)] = call_when_gone(thing, partial(self._nets.pop, id(thing), None))
+
+    def __iter__(self) -> Iterator[_Item]:
+        return (thing for net in list(self._nets.values()) if (thing := net()) is not None)
 
 
 class Cancelled(Exception):
