@@ -24,8 +24,9 @@ from wds_tensorcache.reading.positions import numbers_of
 from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns, describe, merge_schema, name_matcher
 from wds_tensorcache.reading.store import Io, Store
 from wds_tensorcache.sharing.batch import rows_of
-from wds_tensorcache.sharing.folder import base_folder, open_folder, write_file
+from wds_tensorcache.sharing.folder import base_folder, open_folder
 from wds_tensorcache.sharing.identity import fingerprint_of
+from wds_tensorcache.sharing.owned_files import write_file
 from wds_tensorcache.sharing.samples import LOCKS, Samples, SharedStats
 from wds_tensorcache.sharing.table import TABLE, create_table
 from wds_tensorcache.storage.files import Files

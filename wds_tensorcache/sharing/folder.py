@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from typing import Any
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError, StaleCacheError
 from wds_tensorcache.sharing import reaper
+from wds_tensorcache.sharing.owned_files import check_owner, write_file
 from wds_tensorcache.sharing.reaper import HEAD, HOLDERS, IS_PERSISTENT, NUM_HOLDER_BYTES, REAPER_BYTE, remove_folder
 from wds_tensorcache.storage.atomic import replace
 from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
@@ -25,15 +25,12 @@ from wds_tensorcache.storage.threads import Living
 __all__ = [
     "SharedFolder",
     "base_folder",
-    "check_owner",
-    "explained_no_space",
     "find_folders",
     "folder_holders",
     "named_folder",
     "open_folder",
     "read_head",
     "remove_if_abandoned",
-    "write_file",
 ]
 
 _SHARED_MEMORY = "/dev/shm"
@@ -41,7 +38,6 @@ _NAME = re.compile(r"[\w-][\w .=+@-]*").fullmatch
 _MAX_NAME_NBYTES = 128  # in UTF-8
 _MAX_ATTEMPTS = 100
 _MAKING_S = 60  # the longest time that making a folder takes
-_OTHER_USERS = 0o077  # permissions of all users but the owner
 
 
 def base_folder(directory: str | os.PathLike[str] | None) -> str:
@@ -64,23 +60,6 @@ def base_folder(directory: str | os.PathLike[str] | None) -> str:
         os.chmod(base, 0o700)  # a umask may have removed permissions
     check_owner(base, os.lstat(base), stat.S_ISDIR)
     return base
-
-
-def check_owner(path: str, status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
-    """Raise PermissionError unless a file or folder is of the right kind, and belongs to this user alone.
-
-    Args:
-        path: Path for the message.
-        status: Status of the open file or folder.
-        is_kind: `stat.S_ISREG` for a file, `stat.S_ISDIR` for a folder.
-    """
-    if not is_kind(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _OTHER_USERS:
-        found = f"owner {status.st_uid} and mode {stat.filemode(status.st_mode)}"
-        kind = "folder" if is_kind is stat.S_ISDIR else "regular file"
-        raise PermissionError(
-            f"{path} has {found}, expected a {kind} of user {os.geteuid()} with permissions for this user alone; remove it, "
-            "or pass another directory="
-        )
 
 
 def named_folder(base: str, name: str) -> str:
@@ -313,53 +292,6 @@ def _create(path: str, head: dict[str, Any], create: Callable[[str], None]) -> S
             return None  # not found: another process has removed the unfinished folder as abandoned
         raise
     return SharedFolder(path, holders, head)
-
-
-def write_file(path: str, content: bytes = b"", nbytes: int = 0, dir_fd: int | None = None) -> None:
-    """Create a file that only this user may use.
-
-    Args:
-        path: Path of the file, relative to `dir_fd` if that is given.
-        content: First bytes of the file.
-        nbytes: Number of bytes to reserve, as zeros; 0 for only the content.
-        dir_fd: Descriptor of a folder.
-
-    Raises:
-        FileExistsError: The path exists.
-        OSError: The file system is full.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=dir_fd)
-    try:
-        os.fchmod(fd, 0o600)  # a umask may have removed permissions
-        with explained_no_space(path, f"a file of {max(nbytes, len(content)):,} bytes"):
-            if nbytes:
-                os.posix_fallocate(fd, 0, nbytes)
-            os.write(fd, content)
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def explained_no_space(path: str, what: str) -> Iterator[None]:
-    """Add sizes and the remedy to the OSError of a full file system that is raised inside the `with` block.
-
-    Args:
-        path: Path of the file that is written.
-        what: Noun phrase for the message: what needs the memory.
-    """
-    try:
-        yield
-    except OSError as exc:
-        if exc.errno != errno.ENOSPC:
-            raise
-        status = os.statvfs(os.path.dirname(path))
-        free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
-        raise OSError(
-            errno.ENOSPC,
-            f"no memory for {what}: the file system has {free:,} of {total:,} bytes left; pass max_nbytes= or directory=, or "
-            "enlarge /dev/shm (docker run --shm-size)",
-            path,
-        ) from exc
 
 
 def find_folders(base: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ import numpy as np
 from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import EncodedSample
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.sharing.folder import check_owner, explained_no_space, write_file
+from wds_tensorcache.sharing.owned_files import check_owner, explained_no_space, write_file
 from wds_tensorcache.sharing.table import ALIGN, MAX_SEGMENT_NBYTES, Segment, Table
 from wds_tensorcache.storage.files import MAX_BUFFERS, skip_bytes
 from wds_tensorcache.storage.memory_pool import Pool

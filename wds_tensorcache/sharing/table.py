@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.sharing.folder import check_owner, write_file
+from wds_tensorcache.sharing.owned_files import check_owner, write_file
 
 __all__ = ["ALIGN", "MAX_SEGMENT_NBYTES", "TABLE", "Segment", "Table", "create_table"]
 
