@@ -130,7 +130,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
     def __iter__(self) -> Any:
         return self._begin(with_info=False)
 
-    def _read_batches(self, pool: Any) -> Iterator[Read]:
+    def _read_batches(self, pool: Any, *, with_info: bool) -> Iterator[Read]:
         plan, num_ahead = self._plan, self.num_workers * (self.prefetch_factor or 0)
         plan._leader = self._running
         self._planned = plan._position.step + num_ahead
@@ -150,7 +150,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
                 raise exc from None
             step, after = plan._course.step(plan._position)
             self._planned = after.step + num_ahead
-            yield found.pop(), step, plan._settled(after)  # no reference here keeps the batch alive
+            yield found.pop(), None, step, plan._settled(after)  # no reference here keeps the batch alive
 
     def _end_after(self, exc: BaseException, running: Any) -> None:
         super()._end_after(exc, running)

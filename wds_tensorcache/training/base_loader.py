@@ -15,7 +15,8 @@ from wds_tensorcache.training.steps import Position, Step
 
 __all__ = ["BaseLoader", "Read"]
 
-Read = tuple[Any, Step, Position]  # a batch, its step, and the position after the step
+# a batch, the mask of its padding on the loader's device (None: on the CPU), its step, and the position after the step
+Read = tuple[Any, Any, Step, Position]
 _INTERRUPTED_WAITS_S = 1.0  # after an interrupt, how long to wait for threads that are reading
 
 
@@ -27,7 +28,6 @@ class BaseLoader(ABC):
     """
 
     _plan: StepSampler
-    _device: Any = None  # the device of the batches and of `is_padding`
     _running: Callable[[], _Batches | None] = staticmethod(lambda: None)  # a weak reference to the current iteration
     _num_threads = 0  # threads of each iteration
     _num_iterations = 0
@@ -66,7 +66,7 @@ class BaseLoader(ABC):
         return running
 
     @abstractmethod
-    def _read_batches(self, pool: ThreadPool | None) -> Iterator[Read]:
+    def _read_batches(self, pool: ThreadPool | None, *, with_info: bool) -> Iterator[Read]:
         """Yield the batches of an epoch, starting at the sampler's position."""
 
     def _end_after(self, exc: BaseException, running: _Batches) -> None:
@@ -173,10 +173,10 @@ class _Batches(Iterator[Any]):
                 # until a batch is returned, another iteration would also begin here
                 plan._move(plan._beginning(), is_resumed=True)
                 self._num_moves = plan._num_moves
-                self._read = loader._read_batches(self._pool)
-            given, step, after = next(self._read)
+                self._read = loader._read_batches(self._pool, with_info=self._with_info)
+            given, is_padding, step, after = next(self._read)
             if self._with_info:
-                given = given, plan._info(step, loader._device)
+                given = given, plan._info(step, is_padding)
             self._is_in_next = False
         except StopIteration:
             self.close()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from wds_tensorcache.codec.lazy import check_device
+from wds_tensorcache.reading.batch.batch_memory import to_device
 from wds_tensorcache.reading.batch.collate import collate_for
-from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool
+from wds_tensorcache.reading.transfer import Transfer, copying_stream
+from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool, wait_for
 from wds_tensorcache.training.base_loader import BaseLoader, Read
 from wds_tensorcache.training.step_sampler import StepOptions, StepSampler
 from wds_tensorcache.training.steps import Position, Step
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["Loader"]
+
+_Waiting = deque[tuple[Step, Position, "Job[Any] | None"]]
 
 
 class Loader(BaseLoader):
@@ -68,10 +72,17 @@ class Loader(BaseLoader):
         self._device = device
         self._read_options = {"device": device, "pin_memory": pin_memory, "collate": collate, "pad_value": pad_value}
         self._is_flushed = False
+        self._waiting: Callable[[], _Waiting | None] = lambda: None  # weak reference to the batches that are read ahead
 
-    def _read_batches(self, pool: ThreadPool | None) -> Iterator[Read]:
-        plan, waiting = self._plan, deque[tuple[Step, Position, "Job[Any] | None"]]()
-        planned, stream = plan._position, _stream_of(self._device)
+    def _read_batches(self, pool: ThreadPool | None, *, with_info: bool) -> Iterator[Read]:
+        plan, waiting = self._plan, _Waiting()
+        self._waiting = weakref.ref(waiting)
+        check_device(self._device)
+        device = Transfer(self._device).device  # threads have another current GPU
+        if callable(self._read_options["collate"]) and device is not None and device.type == "cuda":
+            # a function may use tensors that were made before the loop
+            copying_stream(device).wait_stream(torch.cuda.current_stream(device))
+        planned = plan._position
         epoch = planned.epoch
         while True:
             if self._is_flushed:
@@ -83,22 +94,36 @@ class Loader(BaseLoader):
             while len(waiting) <= self._prefetch_batches and planned.epoch == epoch:
                 step, after = plan._course.step(planned)
                 planned = plan._settled(after)
-                job = None if pool is None else pool.submit(self._read, step, stream)
+                job = None if pool is None else pool.submit(self._read, step, device, with_info)
                 waiting.append((step, planned, job))
                 self._planned = planned.step
             if not waiting:
                 return
             step, after, job = waiting.popleft()
             try:
-                found = [self._read(step, stream) if job is None else job.result()]
+                transfer, *found = self._read(step, device, with_info) if job is None else job.result()
             except Cancelled:
                 return
             del job
-            yield found.pop(), step, after  # without a reference that would keep the batch alive
+            transfer.hand_over()
+            yield (*map(found.pop, (0, 0)), step, after)  # without a reference that would keep the batch alive
 
-    def _read(self, step: Step, stream: Any) -> Any:
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
-            return step.cache_of(self._caches).read_batch(step.indices, **self._read_options)
+    def _read(self, step: Step, device: torch.device | None, with_info: bool) -> tuple[Transfer, Any, Any]:
+        """Return a batch and the mask of its padding on the device; the caller of `next` must call `hand_over`."""
+        transfer = Transfer(device)
+        with transfer.copying():
+            batch = step.cache_of(self._caches).read_batch(step.indices, **self._read_options)
+            if callable(self._read_options["collate"]):
+                transfer.add(batch)
+            is_padding = to_device(torch.from_numpy(step.is_padding), False, device) if with_info else None
+        return transfer, batch, is_padding
+
+    def wait(self) -> None:
+        """Wait until the threads have read all batches that were requested ahead; they then pause until the next batch.
+
+        Call this before work that other threads disturb, such as the capture of a CUDA graph.
+        """
+        wait_for([job for *_, job in list(self._waiting() or ()) if job is not None])
 
     def set_weights(self, weights: Any, *, strict: bool = False) -> int:
         """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), and return the first step with the new weights.
@@ -124,11 +149,3 @@ class Loader(BaseLoader):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _stream_of(device: Any) -> Any:
-    """Return the CUDA stream on which the caller will use the batches; None if `device` is not a GPU."""
-    check_device(device)
-    if device is None or torch.device(device).type != "cuda":
-        return None
-    return torch.cuda.current_stream(torch.device(device))

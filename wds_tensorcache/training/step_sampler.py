@@ -210,8 +210,8 @@ class StepSampler(Sampler[Step]):
         used = number * self._course.step_size
         return self._course.step(Position(epoch, (used,), used))[0]
 
-    def _info(self, step: Step, device: torch.device | str | None = None) -> BatchInfo:
-        return make_batch_info(step, self._names, step.cache_of(self._caches), device)
+    def _info(self, step: Step, is_padding: torch.Tensor | None) -> BatchInfo:
+        return make_batch_info(step, self._names, step.cache_of(self._caches), is_padding)
 
     def _state(self, at: Position) -> dict[str, Any]:
         return state_of(at, self._settings, self._identity(), self._weights.state(at.step))
@@ -229,11 +229,15 @@ class StepSampler(Sampler[Step]):
 
 
 def make_batch_info(
-    step: Step, names: Sequence[Any], cache: Any, device: torch.device | str | None = None
+    step: Step, names: Sequence[Any], cache: Any, is_padding: torch.Tensor | None = None
 ) -> BatchInfo:
-    """Return the record of a step's batch. `names` contains the name of each stream, by its number."""
-    is_padding = torch.from_numpy(step.is_padding)
-    is_padding = is_padding if device is None else is_padding.to(device)
+    """Return the record of a step's batch.
+
+    Args:
+        names: Name of each stream, by its number.
+        is_padding: The step's mask of padding on the device of the batch; on the CPU by default.
+    """
+    is_padding = torch.from_numpy(step.is_padding) if is_padding is None else is_padding
     return BatchInfo(step.indices, is_padding, step.epoch, step.number, names[step.stream], cache)
 
 

@@ -10,6 +10,7 @@ import torch
 from wds_tensorcache.codec.reference import Reference
 from wds_tensorcache.codec.views import check_array, view_array, view_tensor
 from wds_tensorcache.reading.batch.placement import nbytes_of, no_memory
+from wds_tensorcache.reading.transfer import move
 from wds_tensorcache.storage.memory_pool import Pool
 
 __all__ = ["Memory", "to_device"]
@@ -25,7 +26,7 @@ class Memory:
 
     def __init__(self, pool: Pool, nbytes: int, pin: bool = False, device: Any = None) -> None:
         self._host: torch.Tensor | None = None
-        if pin or (device is not None and torch.device(device).type == "cuda"):
+        if pin or _is_gpu(device):
             # pinned memory comes from torch's allocator, because only it knows which transfers are unfinished
             self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._flat = self._host
@@ -38,7 +39,7 @@ class Memory:
         """Make `view` return tensors on `device`. Cost: one transfer, on a separate stream for a GPU."""
         if device is not None:
             host = view_tensor(self.array, torch.uint8, (len(self.array),)) if self._host is None else self._host
-            self._flat = _move(host, torch.device(device))
+            self._flat = move(host, device)
 
     def view(self, reference: Reference, begin: int, shape: tuple[int, ...]) -> Any:
         """Return the bytes from `begin` on as a tensor, or as a numpy array, which is always on the host."""
@@ -51,29 +52,13 @@ class Memory:
         return view_tensor(self.array, reference.dtype, shape, begin)
 
 
-_STREAMS: dict[torch.device, Any] = {}
-
-
 def to_device(tensor: torch.Tensor, pin: bool, device: Any) -> torch.Tensor:
     """Copy a tensor to pinned memory or to a device, as for the tensors of a batch, and return it."""
-    tensor = tensor.pin_memory() if pin else tensor
-    return tensor if device is None else _move(tensor, torch.device(device))
+    # Hazard: the source of a copy to a GPU must be pinned. The copy of a pageable tensor would wait for the copies before it.
+    if (pin or _is_gpu(device)) and tensor.numel():
+        tensor = tensor.pin_memory()
+    return tensor if device is None else move(tensor, device)
 
 
-def _move(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy `host` to `device`. For a GPU, a separate stream copies, and the caller's stream waits for it."""
-    if device.type != "cuda" or not host.numel():
-        return host.to(device)
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    stream = _STREAMS.get(device)
-    if stream is None:
-        stream = _STREAMS.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-    current = torch.cuda.current_stream(device)
-    with torch.cuda.stream(stream):
-        # torch keeps a pinned source until the transfer ends; a pageable source is copied before this returns
-        moved = host.to(device, non_blocking=True)
-    current.wait_stream(stream)
-    # the memory belongs to the copying stream, which could otherwise reuse it while the current stream needs it
-    moved.record_stream(current)
-    return moved
+def _is_gpu(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"

@@ -1,0 +1,116 @@
+"""Copies of batches to a GPU, on a separate stream, and the hand-over to the stream that uses a batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from wds_tensorcache.codec.tree import walk
+
+__all__ = ["Transfer", "copying_stream", "move"]
+
+
+class _Local(threading.local):
+    transfer: Transfer | None = None  # the transfer whose `copying` block this thread executes
+
+
+_LOCAL = _Local()
+_STREAMS: dict[torch.device, Any] = {}
+
+
+class Transfer:
+    """The copies that make up one batch on a device, and an event after the last of them.
+
+    A thread that reads ahead makes the batch inside `with transfer.copying():`. The thread that uses the batch calls
+    `hand_over` when it receives the batch. Until then, no stream waits for the copies.
+
+    On any other device than a GPU, copies end before they return, and both methods do nothing.
+
+    Args:
+        device: Device of the batch; without an index, the current GPU of the calling thread.
+
+    Threads/fork/pickle: `copying` in one thread, then `hand_over` in one thread.
+    """
+
+    def __init__(self, device: torch.device | str | None) -> None:
+        self.device = None if device is None else _with_index(torch.device(device))
+        self._tensors: dict[int, torch.Tensor] = {}  # by address of their storages
+        self._event: Any = None
+
+    @property
+    def _is_gpu(self) -> bool:
+        return self.device is not None and self.device.type == "cuda"
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Make all copies of this thread part of the transfer, and run its other GPU work on the transfer's stream."""
+        if not self._is_gpu:
+            yield
+            return
+        stream = copying_stream(self.device)
+        # Hazard: when `torch.cuda.stream` ends, it makes the previous device current. In a new thread, that is GPU 0, on which
+        # a context of 0.5 GB would be made. So the device becomes current first.
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            outer, _LOCAL.transfer = _LOCAL.transfer, self
+            try:
+                yield
+            finally:
+                _LOCAL.transfer = outer
+            self._event = stream.record_event()
+
+    def add(self, batch: Any) -> None:
+        """Add the tensors of a batch that a user's function made inside the `with` block of `copying`."""
+        if self._is_gpu:
+            for item, _ in walk(batch):
+                if isinstance(item, torch.Tensor) and item.is_cuda:
+                    self._tensors[item.untyped_storage().data_ptr()] = item
+
+    def hand_over(self) -> None:
+        """Make the caller's current stream wait for the copies; keep their memory until its work on them is done."""
+        if self._event is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(self._event)
+            for tensor in self._tensors.values():
+                # the memory belongs to the copying stream, which could otherwise reuse it while this stream needs it
+                tensor.record_stream(stream)
+        self._tensors.clear()
+
+
+def move(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Copy `host` to `device`, as part of the transfer that surrounds the call.
+
+    Without such a transfer to this device, the current stream of a GPU waits for the copy.
+    """
+    device = _with_index(torch.device(device))
+    if device.type != "cuda" or not host.numel():
+        return host.to(device, non_blocking=device.type == "cuda")
+    surrounding = _LOCAL.transfer
+    if surrounding is not None and surrounding.device == device:
+        # torch keeps a pinned source until the copy ends; a pageable source is copied before this returns
+        moved = host.to(device, non_blocking=True)
+        surrounding._tensors[moved.untyped_storage().data_ptr()] = moved
+        return moved
+    transfer = Transfer(device)
+    with transfer.copying():
+        moved = move(host, device)
+    transfer.hand_over()
+    return moved
+
+
+def copying_stream(device: torch.device | str | None) -> Any:
+    """Return the stream on which all copies to a GPU run."""
+    key = _with_index(torch.device("cuda" if device is None else device))
+    stream = _STREAMS.get(key)
+    if stream is None:
+        stream = _STREAMS.setdefault(key, torch.cuda.Stream(key))  # type: ignore[no-untyped-call]
+    return stream
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
