@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping
+from ctypes import c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-__all__ = ["Carried", "as_torch", "as_value", "carried_schema", "check_ndim", "known_names", "plain", "restored"]
+__all__ = ["Carried", "as_dali", "as_torch", "as_value", "carried_schema", "check_ndim", "known_names", "plain", "restored"]
 
 Array = np.ndarray[Any, Any]
 _NATIVE = frozenset(
@@ -20,6 +21,7 @@ _NATIVE = frozenset(
 )
 _NATIVE_KINDS = "iuf"  # numpy's dtypes without long doubles, which no cache contains
 _MAX_NDIM = 64 if int(np.__version__.partition(".")[0]) >= 2 else 32  # of numpy
+_CUDA = 2  # DLPack's type of a GPU
 _TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMPY = {1: np.dtype("u1"), 2: np.dtype("i2"), 4: np.dtype("i4"), 8: np.dtype("i8")}
 
@@ -118,12 +120,45 @@ def _restored(name: str, value: Any, known: Carried) -> Any:
     return value.view(dtype)[..., 0] if is_split else value.view(dtype)
 
 
+def as_dali(value: Any, layout: str, is_pinned: bool) -> Any:
+    """Return an array, or a tuple of arrays, as DALI's own tensors. DALI feeds them to a pipeline as they are.
+
+    Hazard: from arrays, DALI would make these objects itself, in the thread that runs the pipeline. It makes new ones also from
+    its own objects if a node has a layout, and the new ones are not marked as page-locked: they are copied once more.
+    """
+    from nvidia.dali.tensors import TensorCPU, TensorListCPU
+
+    options = {"is_pinned": True} if is_pinned else {}  # without a GPU, DALI refuses this argument
+    if isinstance(value, tuple):
+        return tuple(TensorCPU(one, layout, **options) for one in value)
+    return TensorListCPU(value, layout, **options)
+
+
 def as_torch(output: Any, copy: bool) -> Any:
-    """Return an output as a tensor `[B, …]`, or as a list of B tensors. Memory: with `copy`, a copy, else DALI's own."""
+    """Return an output as a tensor `[B, …]`, or as a list of B tensors. Memory: with `copy`, torch's own, else DALI's own."""
     is_dense = output.is_dense_tensor()
-    parts = [from_dlpack(one) for one in ([output.as_tensor()] if is_dense else output)]
-    parts = [part.clone() for part in parts] if copy else parts
+    parts = [_part_as_torch(part, copy) for part in ([output.as_tensor()] if is_dense else output)]
     return parts[0] if is_dense else parts
+
+
+def _part_as_torch(part: Any, copy: bool) -> torch.Tensor:
+    kind, number = part.__dlpack_device__()
+    if int(kind) != _CUDA:
+        # torch refuses DLPack's device type of page-locked memory
+        tensor = torch.from_numpy(np.asarray(part))
+        return tensor.clone() if copy else tensor
+    if not copy:
+        return from_dlpack(part)
+    # Hazard: memory that DALI shares by DLPack is freed by a thread that synchronizes the device, even if a copy of it was
+    # made. So DALI itself copies, on torch's stream.
+    from nvidia.dali.types import to_numpy_type
+
+    array = np.empty(0, to_numpy_type(part.dtype))  # type: ignore[no-untyped-call]
+    made = torch.empty(part.shape(), dtype=torch.from_numpy(array).dtype, device=torch.device("cuda", number))
+    if made.numel():
+        stream = torch.cuda.current_stream(made.device)
+        part.copy_to_external(c_void_p(made.data_ptr()), c_void_p(stream.cuda_stream), non_blocking=True)
+    return made
 
 
 def as_value(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -77,19 +78,25 @@ def tensorcache(
     source.use_float(as_float)
     depth = pipeline.prefetch_queue_depth  # an int, or one for each of DALI's stages
     source.keep_at_least(4 + (max(depth.values()) if isinstance(depth, dict) else depth))
-    layouts = layouts or {}
+    layouts = dict(layouts or {})
     known_names(layouts, source.tensors, "tensor of this source")
     if parallel and isinstance(source, TensorCacheStream):
         raise ValueError("parallel=True needs a cache, because only one process can read a stream")
     pipeline.tensorcache_source = source  # TensorCacheIterator looks for it there
+    if isinstance(source, TensorCacheSource):
+        if parallel:
+            source.read_on_request()
+        else:
+            source.layouts, layouts = layouts, {}
     nodes: Any = fn.external_source(
-        source=source,
+        source=source if parallel else _Borrowed(source),
         num_outputs=source.num_outputs,
         batch=True,
         batch_info=True,
         parallel=parallel,
         no_copy=not parallel or None,
-        layout=[layouts.get(name, "") for name in source.outputs],
+        # hazard: with a layout, even with "", DALI makes new objects of its own tensors (see `as_dali`)
+        layout=[layouts.get(name) for name in source.outputs],  # type: ignore[misc]
     )
     for at, name in enumerate(source.tensors):
         node = nodes[at].gpu() if device == "gpu" and source.schema[name].kind == "tensor" else nodes[at]
@@ -147,6 +154,21 @@ def native_reader(
     reader = NativeReader(paths, index_paths, tensors, members, steps)
     pipeline.tensorcache_source = reader
     return reader.nodes(device, options)
+
+
+class _Borrowed:
+    """A source that the pipeline keeps alive, for DALI's operators to call.
+
+    Hazard: DALI's operators and their outputs refer to each other. If they referred to the source, all batches that it keeps
+    would stay in memory until the garbage collector finds that cycle.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = weakref.ref(source)
+
+    def __call__(self, info: Any) -> Any:
+        source: Any = self._source()
+        return source(info)
 
 
 def _current(name: str, device: str) -> Any:

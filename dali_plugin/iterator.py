@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ class TensorCacheIterator:
     Args:
         pipelines: One pipeline or several, built or not, each with its own source and its own rank.
         source: Source of the only pipeline, if `dali_plugin.fn` did not create it.
+        copy: Copy outputs on a GPU into torch's memory. Use this if batches are freed while a CUDA graph is captured: to free
+            its own memory, DALI synchronizes the device, which aborts the process during a capture.
         outputs: Names of the pipelines' outputs: tensors, `"number"`, and any other names; by default the source's.
 
     Raises:
@@ -40,12 +43,15 @@ class TensorCacheIterator:
         TypeError (when a batch is requested): An operator computed with integers that hold the bits of another dtype, such as
             bfloat16.
 
-    Memory: DALI's own, on the pipeline's device; nothing is copied with DALI's dynamic executor, the default. Tensors of a
-        `native_reader` are views of the samples' bytes: contiguous within each sample, but not across samples.
+    Memory: DALI's own, on the pipeline's device, unless `copy` is True; nothing is copied with DALI's dynamic executor, the
+        default. Tensors of a `native_reader` are views of the samples' bytes: contiguous within each sample, but not across
+        samples.
     Threads/fork/pickle: used by one thread, in the process that made the iterator; cannot be pickled.
     """
 
-    def __init__(self, pipelines: Any, source: Any = None, *, outputs: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, pipelines: Any, source: Any = None, *, outputs: Sequence[str] | None = None, copy: bool = False
+    ) -> None:
         self._is_one = not isinstance(pipelines, (list, tuple))
         pipelines = [pipelines] if self._is_one else list(pipelines)
         if not pipelines or len(set(map(id, pipelines))) < len(pipelines):
@@ -53,7 +59,7 @@ class TensorCacheIterator:
         if source is not None and len(pipelines) > 1:
             raise ValueError("source= is for a single pipeline; several pipelines need dali_plugin.fn in each")
         outputs = [outputs] if isinstance(outputs, str) else outputs
-        self._pipes = [_Pipe(each, source, outputs) for each in pipelines]
+        self._pipes = [_Pipe(each, source, outputs, copy) for each in pipelines]
         self._source = self._pipes[0].source
         if self._source.num_batches is None and len(pipelines) > 1:
             raise ValueError("streams may differ in length; make an iterator for each pipeline that reads a stream")
@@ -165,14 +171,14 @@ class TensorCacheIterator:
     def _run(self) -> list[Any]:
         """Return, for each pipeline, the outputs of its next batch."""
         for each in self._pipes:
-            each.pipe.schedule_run()
+            each.schedule()
         return [each.outputs() for each in self._pipes]
 
 
 class _Pipe:
     """One pipeline, with its source and the names of its outputs."""
 
-    def __init__(self, pipe: Any, source: Any, names: Sequence[str] | None) -> None:
+    def __init__(self, pipe: Any, source: Any, names: Sequence[str] | None, copy: bool) -> None:
         if not hasattr(pipe, "build"):
             raise TypeError(f"{pipe!r:.100} is not a pipeline; call the function that @pipeline_def decorates")
         self.pipe = pipe
@@ -188,17 +194,24 @@ class _Pipe:
         if self.source.batch_size != pipe.max_batch_size:
             what = f"batches of {self.source.batch_size} for a pipeline of batch_size={pipe.max_batch_size}"
             raise ValueError(f"{what}; give source and pipeline the same batch_size")
+        self._copy = copy
         self._has_gpu = pipe.device_id is not None and torch.cuda.is_available()
+        self._copied: Any = None  # an event after the copies of the last outputs, if the pipeline overwrites its outputs
+
+    def schedule(self) -> None:
+        """Let DALI begin to make further outputs."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        self.pipe.schedule_run()
 
     def outputs(self) -> Any:
         """Return the next outputs. With the dynamic executor, they are ready on the caller's CUDA stream, if there is one.
 
         With any other executor, this call waits for the GPU.
         """
-        stream = torch.cuda.current_stream(self.pipe.device_id) if self._has_gpu and self.pipe.exec_dynamic else None
-        outputs = self.pipe.outputs(stream)
-        self.source.was_given(stream)
-        return outputs
+        with self._on_device():
+            return self.pipe.outputs(self._stream() if self.pipe.exec_dynamic else None)
 
     def nested(self, ran: Sequence[Any], iteration: int) -> tuple[Any, Any]:
         """Return the batch made from the outputs `ran`, and the mask of its padding."""
@@ -207,10 +220,20 @@ class _Pipe:
                 f"the pipeline has {len(ran)} outputs, but {len(self._names)} names: {', '.join(self._names)}; pass outputs="
             )
         is_shared = not self.pipe.exec_dynamic  # other executors write the next batch into the same memory
-        outputs = {name: as_torch(output, is_shared) for name, output in zip(self._names, ran, strict=True)}
-        if is_shared and self._has_gpu:
-            # the copies must be complete before DALI overwrites their source
-            torch.cuda.current_stream(self.pipe.device_id).synchronize()
-        count = len(outputs[NUMBER])
-        batch, extra = self.source.nest(outputs)
+        with self._on_device():
+            stream = self._stream()
+            outputs = {name: as_torch(output, is_shared or self._copy) for name, output in zip(self._names, ran, strict=True)}
+            # now the stream waits for the outputs, and so for DALI's copies of the source's batch; other executors have waited
+            self.source.was_given(None if is_shared else stream)
+            if is_shared and stream is not None:
+                self._copied = stream.record_event()
+            count = len(outputs[NUMBER])
+            batch, extra = self.source.nest(outputs)
         return (batch, extra) if extra else batch, self.source.is_padding(iteration, count)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Return a context in which the pipeline's GPU is current: DALI takes the default stream for that of this GPU."""
+        return torch.cuda.device(self.pipe.device_id) if self._has_gpu else nullcontext()
+
+    def _stream(self) -> Any:
+        return torch.cuda.current_stream(self.pipe.device_id) if self._has_gpu else None

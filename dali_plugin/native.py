@@ -21,6 +21,7 @@ from dali_plugin.source import NUMBER, BatchSource
 __all__ = ["NativeReader"]
 
 PACKED = "packed"  # the output that contains the tensors' bytes
+HOST = "packed_host"  # the same bytes on the CPU, for arrays of numpy, if the first output is on a GPU
 _ALIGN = 64
 
 
@@ -45,6 +46,7 @@ class NativeReader(BatchSource):
         if count < world_size:
             raise ValueError(f"{count} samples for world_size={world_size}: a rank would have none")
         self._packed = PackedMembers(self.cache, self.tensors)
+        self._has_host = False
         for member in self.members:
             if self.cache.members[member] != count:
                 have = f"{self.cache.members[member]} of {count} samples have it"
@@ -76,7 +78,7 @@ class NativeReader(BatchSource):
     @property
     def outputs(self) -> list[str]:
         """Names of a batch's parts, in order."""
-        return [PACKED, *self.members, NUMBER]
+        return [PACKED, *([HOST] if self._has_host else []), *self.members, NUMBER]
 
     def nodes(self, device: str, options: Mapping[str, Any]) -> tuple[Any, ...]:
         """Add the reader to the pipeline that is being defined, and return its nodes."""
@@ -103,11 +105,15 @@ class NativeReader(BatchSource):
         if not self._packed.are_regular():
             # pads members to one aligned size, so that a batch is one array in which all tensors are aligned
             packed = fn.pad(packed, axes=[0], align=[_ALIGN])
-        return packed.gpu() if device == "gpu" else packed, *members, origin
+        if device == "cpu":
+            return packed, *members, origin
+        self._has_host = self._packed.has_arrays
+        return packed.gpu(), *([packed] if self._has_host else []), *members, origin
 
     def nest(self, outputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         extra = dict(outputs)
         packed, origins = extra.pop(PACKED), extra.pop(NUMBER)
+        host = extra.pop(HOST, packed)
         numbers = self._packed.numbers(bytes(one).rstrip(b"\0") for one in origins.numpy())
         # the reader repeats the last sample up to the end of a batch, or for a whole batch if other ranks have a batch more
         count = len(numbers)
@@ -116,7 +122,7 @@ class NativeReader(BatchSource):
         width = max(count, self._last_size) if count < len(numbers) else count
         self._filled, self.last_number = (self.last_number, count, width), int(numbers[-1])
         request = self.cache._request(np.ascontiguousarray(numbers[:width]))
-        tensors: Any = self._packed.cut(request, packed[:width]) if self.tensors else {}
+        tensors: Any = self._packed.cut(request, packed[:width], host[:width]) if self.tensors else {}
         return self.cache.nest(request, tensors), {name: value[:width] for name, value in extra.items()}
 
     def is_padding(self, iteration: int, count: int) -> np.ndarray[Any, Any]:

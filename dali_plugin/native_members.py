@@ -31,6 +31,7 @@ class PackedMembers:
     Attributes:
         paths: Paths of the shards.
         suffix, skeleton_suffix: Suffixes of the two members of each sample, without the first dot.
+        has_arrays: Whether a named tensor is a numpy array, whose batches are on the CPU.
     """
 
     def __init__(self, cache: tc.TensorCache, names: Iterable[str]) -> None:
@@ -40,7 +41,9 @@ class PackedMembers:
             raise ValueError(f"DALI's reader reads whole shards, but {cache!r} is a view of some samples")
         if len({os.path.realpath(shard.path) for shard in cache._store.shards}) < cache.num_shards:
             raise ValueError("a shard occurs twice in the cache, so its samples cannot be told apart; list it once")
+        names = list(names)
         self._narrow = cache.select(map(glob.escape, names))
+        self.has_arrays = any(cache.schema[name].kind == "ndarray" for name in names)
         self._shards = cache._store.shards
         self._starts = cache._store.starts.tolist()
         self._begins: dict[int, tuple[list[int], list[int]]] = {}
@@ -100,14 +103,15 @@ class PackedMembers:
             known = self._begins[at] = begins[order].tolist(), order.tolist()
         return known
 
-    def cut(self, request: Any, members: torch.Tensor) -> dict[str, Any]:
+    def cut(self, request: Any, members: torch.Tensor, host: torch.Tensor) -> dict[str, Any]:
         """Return the tensors of samples by name: `[B, …]` if their shapes are equal, else a list of B.
 
         Args:
             request: Request for the samples.
             members: Tensor members of the samples, uint8 `[B, n]`, on any device; shorter members are padded to n.
+            host: The same bytes on the CPU; arrays are made of them.
 
-        Memory: views of `members`. Unaligned or stacked tensors are copies, and arrays are copies on the host.
+        Memory: views of `members`. Unaligned or stacked tensors, bools on a GPU, and arrays are copies.
         """
         request = self._narrow._request(request)
         layouts = layouts_of(request.rows)
@@ -118,10 +122,11 @@ class PackedMembers:
             if max(one.end for one in references) > members.shape[1]:
                 raise tc.FormatError(f"tensor {name!r} ends after its member: the shard does not match its index")
             check_stackable(first, len(members), first.shape, request.rows.key(0))
+            source = host if first.kind == "ndarray" else members
             if all((one.begin, one.shape) == (first.begin, first.shape) for one in references):
-                result[name] = _cut(members, first)
+                result[name] = _cut(source, first)
                 continue
-            parts = [_cut(members[i : i + 1], references[number])[0] for i, number in enumerate(which)]
+            parts = [_cut(source[i : i + 1], references[number])[0] for i, number in enumerate(which)]
             if any(one.shape != first.shape for one in references):
                 result[name] = parts
             else:
@@ -134,11 +139,14 @@ def _cut(members: torch.Tensor, reference: Any) -> Any:
     count = len(members)
     part = members[:, reference.begin : reference.end]
     if reference.kind == "ndarray":
-        array = np.ascontiguousarray(part.cpu().numpy())
+        array = np.ascontiguousarray(part.numpy())
         return check_array(np.ndarray((count, *reference.shape), reference.dtype, array))
     dtype = reference.dtype
     if reference.begin == reference.end:
         return part.new_empty(0).view(dtype).view(count, *reference.shape)
     if any(at % dtype.itemsize for at in (part.data_ptr(), part.storage_offset(), part.stride(0))):
         part = part.clone(memory_format=torch.contiguous_format)
+    if dtype is torch.bool and part.device.type != "cpu":
+        # a check would wait for all work that is queued on the GPU; so any byte but 0 becomes True
+        return (part != 0).view(count, *reference.shape)
     return check_tensor(part.view(dtype)).view(count, *reference.shape)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import glob
+import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 
 import wds_tensorcache as tc
-from dali_plugin.carriers import Carried, as_value, carried_schema, known_names, plain, restored
+from dali_plugin.carriers import Carried, as_dali, as_value, carried_schema, known_names, plain, restored
+from dali_plugin.read_ahead import ReadAhead
 
 __all__ = ["NUMBER", "BatchSource", "TensorCacheSource"]
 
@@ -129,7 +130,7 @@ class TensorCacheSource(BatchSource):
     list of B if shapes differ; each member as a list of B uint8 arrays; and the sample indices, int64 `[B]`.
 
     A batch depends only on the epoch and the iteration, so pipelines resume exactly from DALI's checkpoints, and any number
-    of processes (`parallel=True`) may make batches.
+    of processes (`parallel=True`) may make batches. Threads read the next batches of the epoch before DALI requests them.
 
     Args:
         cache: A cache, or anything that `tc.open` takes.
@@ -142,6 +143,9 @@ class TensorCacheSource(BatchSource):
             marks padding.
         pin_memory: Read into page-locked memory, from which DALI copies directly to a GPU; needs a GPU.
         keep: Number of batches to keep in memory after returning them, because DALI reads them later, without a copy.
+        num_threads: Number of batches to read at the same time; with 0, DALI's request reads the batch in the thread that
+            runs the pipeline.
+        prefetch_batches: Number of batches to read ahead, up to the end of the epoch.
 
     Raises:
         KeyError: A tensor or member is unknown; the message lists similar names.
@@ -149,10 +153,14 @@ class TensorCacheSource(BatchSource):
         TypeError: A tensor's dtypes differ between samples.
         BatchError (when a batch is requested): A sample lacks one of the tensors.
 
-    Threads/fork/pickle: one thread at a time; pickles for DALI's worker processes, which open the shards themselves.
+    Memory: `keep + prefetch_batches + 1` batches.
+    Threads/fork/pickle: one thread at a time; pickles for DALI's worker processes, which open the shards themselves. A copy
+        reads nothing ahead. The threads end with the source.
     """
 
     num_batches: int
+    layouts: Mapping[str, str] | None = None  # with these, calls return DALI's own tensors, with their layouts by name
+    _is_warned = False
 
     def __init__(
         self,
@@ -168,20 +176,34 @@ class TensorCacheSource(BatchSource):
         last_batch: str = "short",
         pin_memory: bool = False,
         keep: int = 8,
+        num_threads: int = 2,
+        prefetch_batches: int = 2,
     ) -> None:
         steps = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "rank": rank, "world_size": world_size}
         self._open(cache, tensors, members, steps | {"last_batch": last_batch})
         schema = self.cache.schema
         self.schema = carried_schema({name: schema[name] for name in self.tensors})
         self._narrow = self.cache.select([glob.escape(name) for name in self.tensors])
+        # each thread reads whole batches, so reading one batch needs no further threads
+        self._narrow_ahead = self._narrow._single_threaded()
+        self._ahead = ReadAhead(num_threads, prefetch_batches)
         self._kept = deque(maxlen=keep)
         self._is_pinned = pin_memory
         self._num_made, self._num_given = 0, 0
-        self._events: dict[int, Any] = {}  # events of batches in pinned memory, by batch number
+        # events after DALI's copies of batches in pinned memory, by batch number; None if the copies are complete
+        self._events: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # worker processes get no batches, since they keep their own
         return vars(self) | {"_kept": deque(maxlen=self._kept.maxlen)}
+
+    def read_on_request(self) -> None:
+        """Read nothing ahead, for DALI's worker processes, each of which reads only some of the batches."""
+        self._ahead = ReadAhead(0, 0)
+
+    def wait(self) -> None:
+        """Wait until the threads have read all batches ahead; they then pause until DALI's next request."""
+        self._ahead.wait()
 
     def indices(self, epoch: int, iteration: int) -> Array:
         """Return the sample indices of a batch, int64 `[B]`.
@@ -209,7 +231,7 @@ class TensorCacheSource(BatchSource):
             raise TypeError("fn.external_source(source, …) needs batch_info=True; without a pipeline use source.batch")
         if info.iteration >= len(self):
             raise StopIteration
-        return self.batch(info.epoch_idx, info.iteration)
+        return self._keep(*self._ahead.read(self._read_ahead, info.epoch_idx, info.iteration, len(self)))
 
     def batch(self, epoch: int, iteration: int) -> tuple[Any, ...]:
         """Return a batch, in the order of `outputs`, for use in DALI's dynamic mode.
@@ -217,31 +239,56 @@ class TensorCacheSource(BatchSource):
         Raises:
             IndexError: The epoch has no such batch.
         """
+        return self._keep(*self._read(self._narrow, epoch, iteration, None))
+
+    def _read_ahead(self, epoch: int, iteration: int) -> tuple[Array, Any, tuple[Any, ...], tuple[Any, ...]]:
+        """Read a batch for DALI; threads call this."""
+        cache = self._narrow_ahead if self._ahead.num_threads else self._narrow
+        return self._read(cache, epoch, iteration, self.layouts)
+
+    def _read(
+        self, cache: Any, epoch: int, iteration: int, layouts: Mapping[str, str] | None
+    ) -> tuple[Array, Any, tuple[Any, ...], tuple[Any, ...]]:
+        """Return the sample indices, the request and the batch of an iteration, and the batch in the form for DALI."""
         numbers = self.indices(epoch, iteration)
         request = self.cache._request(numbers)
-        batch = (*self._tensors_of(request), *self._members_of(request), numbers)
+        batch = (*self._tensors_of(cache, request), *self._members_of(request), numbers)
+        return numbers, request, batch, self._as_dali(batch, layouts)
+
+    def _keep(self, numbers: Array, request: Any, batch: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Keep a batch in memory until DALI has read it, and return it in the form for DALI."""
         if self._is_pinned and len(self._kept) == self._kept.maxlen:
             # Hazard: DALI may still be copying the oldest batch, whose pinned memory is reused once it is dropped here
-            event = self._events.pop(self._num_made - len(self._kept), torch.cuda)
-            event.synchronize()
+            self._wait_for_copies(self._num_made - len(self._kept))
         self._kept.append((numbers, request, batch))
         self._num_made += 1
-        if not self._is_pinned:
-            return batch
-        kinds = [self.schema[name].kind for name in self.tensors]
-        return tuple(_pinned(value) if kind == "tensor" else value for value, kind in zip_longest(batch, kinds))
+        return given
+
+    def _wait_for_copies(self, number: int) -> None:
+        if number in self._events:
+            event = self._events.pop(number)
+            if event is not None:
+                event.synchronize()
+            return
+        if not self._num_given and not self._is_warned:
+            self._is_warned = True
+            warnings.warn(
+                "pin_memory=True without TensorCacheIterator waits for the whole GPU before each batch, because nothing tells "
+                "the source when DALI has copied one; iterate with TensorCacheIterator, or leave pin_memory out",
+                stacklevel=2,
+            )
+        torch.cuda.synchronize()
 
     def was_given(self, stream: Any) -> None:
         # Hazard: torch does not wait for DALI's copies before it reuses pinned memory, so an event marks their end
-        if self._is_pinned and stream is not None:
-            self._events[self._num_given] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._events[self._num_given].record(stream)
+        if self._is_pinned:
+            self._events[self._num_given] = None if stream is None else stream.record_event()
         self._num_given += 1
 
-    def _tensors_of(self, request: Any) -> list[Any]:
+    def _tensors_of(self, cache: Any, request: Any) -> list[Any]:
         if not self.tensors:
             return []
-        read = self._narrow.read_tensors(request, collate="auto", pin_memory=self._is_pinned)
+        read = cache.read_tensors(request, collate="auto", pin_memory=self._is_pinned)
         if missing := [name for name in self.tensors if name not in read]:
             raise tc.BatchError(f"sample {request.key(0)!r} has no tensor {missing[0]!r}")
         values = [read[name] for name in self.tensors]
@@ -251,18 +298,20 @@ class TensorCacheSource(BatchSource):
         found = [self.cache.read_members(request, suffix) for suffix in self.members]
         return [tuple(np.frombuffer(raw, np.uint8) for raw in each) for each in found]
 
+    def _as_dali(self, batch: tuple[Any, ...], layouts: Mapping[str, str] | None) -> tuple[Any, ...]:
+        """Return a batch with DALI's own tensors in place of arrays in pinned memory; with `layouts`, of all arrays."""
+        if layouts is None and not self._is_pinned:
+            return batch
+        given = list(batch)
+        for at, name in enumerate(self.outputs):
+            is_pinned = self._is_pinned and at < len(self.tensors) and self.schema[name].kind == "tensor"
+            if is_pinned or layouts is not None:
+                given[at] = as_dali(batch[at], (layouts or {}).get(name, ""), is_pinned)
+        return tuple(given)
+
     def _nest(self, numbers: Array, tensors: dict[str, Any]) -> Any:
         wanted = numbers.tobytes()
         for kept, request, _ in self._kept:
             if kept.tobytes() == wanted:
                 return self.cache.nest(request, tensors)
         return self.cache.nest(numbers, tensors)  # another process made the batch
-
-
-def _pinned(value: Any) -> Any:
-    """Return arrays in page-locked memory as DALI's own tensors, marked as page-locked."""
-    from nvidia.dali.tensors import TensorCPU, TensorListCPU
-
-    if isinstance(value, tuple):
-        return tuple(TensorCPU(one, is_pinned=True) for one in value)
-    return TensorListCPU(value, is_pinned=True)

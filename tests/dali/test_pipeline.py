@@ -310,7 +310,7 @@ def test_a_batch_locates_its_samples_once(folder: Path, is_joined: bool) -> None
     with opened as cache:
         # the samples of one batch are located while the batch before it is made whole again
         batches = dali_plugin.TensorCacheIterator(
-            pipeline(lambda: dali_plugin.fn.tensorcache(cache, members=["bin"], shuffle=True), 2)
+            pipeline(lambda: dali_plugin.fn.tensorcache(cache, members=["bin"], shuffle=True, num_threads=0), 2)
         )
         trace = traced(lambda: next(iter(batches)))
         assert trace.calls[locate.__code__] == 1 + is_joined
