@@ -114,7 +114,8 @@ class NativeReader(BatchSource):
         extra = dict(outputs)
         packed, origins = extra.pop(PACKED), extra.pop(NUMBER)
         host = extra.pop(HOST, packed)
-        numbers = self._packed.numbers(bytes(one).rstrip(b"\0") for one in origins.numpy())
+        texts = origins.numpy()  # uint8 [B, longest], padded with zeros, which numpy removes from texts
+        numbers = self._packed.numbers(texts.view(f"S{texts.shape[1]}").ravel().tolist())
         # the reader repeats the last sample up to the end of a batch, or for a whole batch if other ranks have a batch more
         count = len(numbers)
         while count > 1 and numbers[count - 2] == numbers[-1]:

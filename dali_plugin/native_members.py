@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,17 +80,16 @@ class PackedMembers:
         return np.array([self._number(origin) for origin in origins], np.int64)
 
     def _number(self, origin: bytes) -> int:
-        # a path may contain colons, and may be a prefix of another path
-        for match in re.finditer(rb"(?=:(\d+):)", origin):
-            at, begin, name = self._heads.get(origin[: match.start()]), int(match[1]), origin[match.end(1) + 1 :]
+        for path, first_byte, name in _places(origin):
+            at = self._heads.get(path)
             if at is not None:
                 begins, rows = self._begins_of(at)
+                begin = int(first_byte)
                 found = bisect_left(begins, begin)
                 if found < len(begins) and begins[found] == begin:
-                    row = rows[found]
-                    key = self._shards[at].key(row).encode("utf-8", "surrogateescape")
-                    if name.startswith(key + b"."):
-                        return int(self._starts[at] + row)
+                    row, shard = rows[found], self._shards[at]
+                    if name.startswith(shard.index.keys.raw(shard.sample_row(row)) + b"."):
+                        return self._starts[at] + row
         where = origin.decode(errors="replace")
         raise tc.FormatError(f"no tensors of the cache start at {where!r:.300}; DALI's index of the shard is stale")
 
@@ -132,6 +131,14 @@ class PackedMembers:
             else:
                 result[name] = np.stack(parts) if first.kind == "ndarray" else torch.stack(parts)
         return result
+
+
+def _places(origin: bytes) -> list[Sequence[bytes]]:
+    """Return every way to split `PATH:FIRST_BYTE:NAME` into its parts; path and name may contain colons."""
+    if origin.count(b":") == 2:
+        return [origin.split(b":")]
+    found = re.finditer(rb"(?=:(\d+):)", origin)
+    return [(origin[: match.start()], match[1], origin[match.end(1) + 1 :]) for match in found]
 
 
 def _cut(members: torch.Tensor, reference: Any) -> Any:
