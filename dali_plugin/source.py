@@ -201,10 +201,6 @@ class TensorCacheSource(BatchSource):
         """Read nothing ahead, for DALI's worker processes, each of which reads only some of the batches."""
         self._ahead = ReadAhead(0, 0)
 
-    def wait(self) -> None:
-        """Wait until the threads have read all batches ahead; they then pause until DALI's next request."""
-        self._ahead.wait()
-
     def indices(self, epoch: int, iteration: int) -> Array:
         """Return the sample indices of a batch, int64 `[B]`.
 

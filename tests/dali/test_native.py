@@ -77,6 +77,46 @@ def test_batches_that_are_kept_do_not_change(folder: Path, depth: Any) -> None:
             assert_same(sample(i), unbatched(batch, at))
 
 
+def test_shuffled_after_each_epoch(folder: Path) -> None:
+    """DALI's option reaches its reader: each epoch has another order, without a buffer, and resumes."""
+    options = {"shuffle_after_epoch": True, "seed": 5, "last_batch": "short"}
+    ranks = [reader(folder, 3, rank=rank, world_size=2, **options) for rank in range(2)]
+    epochs = []
+    for _ in range(3):
+        seen = []
+        for rank in ranks:
+            for batch in rank:
+                for at, i in enumerate(batch["id"]):
+                    assert_same(sample(i), unbatched(batch, at))
+                    seen.append(i)
+        assert sorted(seen) == list(range(COUNT))
+        epochs.append(seen)
+    assert len(set(map(tuple, epochs))) == 3
+    state = ranks[0].state_dict()
+    resumed = reader(folder, 3, world_size=2, **options)
+    resumed.load_state_dict(state)
+    assert [batch["id"].tolist() for batch in resumed] == [batch["id"].tolist() for batch in ranks[0]]
+
+
+def test_batches_on_another_device_take_nothing_from_it(folder: Path, cache: Any) -> None:
+    """Arrays and bools of batches on a GPU: to look at them there, the host would wait for all work that is queued."""
+    names = ["arrays.0", "arrays.10", "tensors.bool", "tensors.bfloat16", "cond.0.0"]
+    packed = PackedMembers(cache, names)
+    raw = [shard.read_bytes() for shard in sorted(folder.glob("*.tar"))]
+    members = []
+    for i in range(4):
+        begin = cache._store.shards[0].columns.tensors_begin.item(i)
+        members.append(torch.frombuffer(bytearray(raw[0][begin : begin + 6144]), dtype=torch.uint8))
+    host = torch.stack(members)
+    found = packed.cut(range(4), host.to("meta"), host)
+    for name in names[2:]:
+        for tensor in found[name] if isinstance(found[name], list) else [found[name]]:
+            assert tensor.device.type == "meta"
+    for at, kind in (("0", "?"), ("10", "U4")):
+        assert found[f"arrays.{at}"].dtype == kind
+        assert found[f"arrays.{at}"].tolist() == [sample(i)["arrays"][at].tolist() for i in range(4)]
+
+
 def test_shards_of_other_writers(folder: Path, tmp_path: Path) -> None:
     """No index of DALI's, samples of the shard without the cache, colons in names; and an index that was given."""
     shard = tmp_path / "a:1:b.tar"

@@ -1,0 +1,89 @@
+"""What needs no GPU of a loader with a device: which thread copies, what a mask costs, and how its threads pause."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import wds_tensorcache as tc
+from benchmarks.calls import traced
+from wds_tensorcache.reading.batch.batch_memory import Memory
+from wds_tensorcache.reading.transfer import Transfer
+
+
+@pytest.fixture
+def view(cache: Any) -> Any:
+    return cache.select(["x"])
+
+
+class Operations(TorchDispatchMode):
+    """The operations of torch in this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("collate", ["stack", "list"])
+def test_the_mask_of_padding_is_copied_with_the_batch(view: Any, collate: str) -> None:
+    """The thread that trains calls no operation of torch: one would wait for a GPU."""
+    loader = tc.Loader(view, 4, device="meta", collate=collate, last_batch="pad")
+    with Operations() as operations:
+        infos = [info for _, info in loader.with_info()]
+    assert all(info.is_padding.device.type == "meta" for info in infos)
+    assert [len(info.is_padding) for info in infos] == [4] * len(loader)
+    assert operations.names == []
+
+
+def test_reading_threads_copy_and_the_thread_that_trains_hands_over(view: Any) -> None:
+    batches = iter(tc.Loader(view, 2, device="meta"))
+    trace = traced(lambda: next(batches))
+    assert trace.calls[Transfer.hand_over.__code__] == 1
+    assert Memory.move.__code__ not in trace.calls
+    batches = iter(tc.Loader(view, 2, device="meta", num_threads=0))
+    trace = traced(lambda: next(batches))
+    assert list(trace.calls).index(Memory.move.__code__) < list(trace.calls).index(Transfer.hand_over.__code__)
+
+
+def test_masks_without_padding_are_on_the_device_too(view: Any) -> None:
+    for device, expected in ((None, "cpu"), ("cpu", "cpu"), ("meta", "meta")):
+        for num_threads in (0, 2):
+            loader = tc.Loader(view, 4, device=device, num_threads=num_threads)
+            assert {info.is_padding.device.type for _, info in loader.with_info()} == {expected}
+
+
+def test_wait_ends_when_all_batches_ahead_are_read(view: Any) -> None:
+    read = []
+
+    def slow(samples: list[Any]) -> int:
+        time.sleep(0.05)
+        read.append(len(samples))
+        return len(read)
+
+    loader = tc.Loader(view, 2, collate=slow, prefetch_batches=3)
+    loader.wait()  # nothing is read yet
+    batches = iter(loader)
+    for number in range(3):
+        next(batches)
+        loader.wait()
+        assert len(read) == 4 + number
+    loader.close()
+    loader.wait()
+
+
+def test_wait_keeps_no_batch_alive(view: Any) -> None:
+    loader = tc.Loader(view, 2)  # 2 batches ahead
+    batches = iter(loader)
+    next(batches)
+    loader.wait()
+    assert view._store.pool.num_leases == 2
+    loader.close()
+    assert view._store.pool.num_leases == 0
