@@ -13,7 +13,17 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-__all__ = ["Carried", "as_dali", "as_torch", "as_value", "carried_schema", "check_ndim", "known_names", "plain", "restored"]
+__all__ = [
+    "Carried",
+    "as_dali",
+    "as_torch",
+    "as_value",
+    "carried_schema",
+    "check_ndim",
+    "known_names",
+    "plain",
+    "restored",
+]
 
 Array = np.ndarray[Any, Any]
 _NATIVE = frozenset(

@@ -88,6 +88,7 @@ def tensorcache(
             source.read_on_request()
         else:
             source.layouts, layouts = layouts, {}
+            source.device_id = pipeline.device_id
     nodes: Any = fn.external_source(
         source=source if parallel else _Borrowed(source),
         num_outputs=source.num_outputs,

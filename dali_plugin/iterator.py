@@ -196,7 +196,9 @@ class _Pipe:
             raise ValueError(f"{what}; give source and pipeline the same batch_size")
         self._copy = copy
         self._has_gpu = pipe.device_id is not None and torch.cuda.is_available()
-        self._copied: Any = None  # an event after the copies of the last outputs, if the pipeline overwrites its outputs
+        self._copied: Any = (
+            None  # an event after the copies of the last outputs, if the pipeline overwrites its outputs
+        )
 
     def schedule(self) -> None:
         """Let DALI begin to make further outputs."""
@@ -222,7 +224,9 @@ class _Pipe:
         is_shared = not self.pipe.exec_dynamic  # other executors write the next batch into the same memory
         with self._on_device():
             stream = self._stream()
-            outputs = {name: as_torch(output, is_shared or self._copy) for name, output in zip(self._names, ran, strict=True)}
+            outputs = {
+                name: as_torch(output, is_shared or self._copy) for name, output in zip(self._names, ran, strict=True)
+            }
             # now the stream waits for the outputs, and so for DALI's copies of the source's batch; other executors have waited
             self.source.was_given(None if is_shared else stream)
             if is_shared and stream is not None:

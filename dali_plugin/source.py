@@ -6,6 +6,7 @@ import glob
 import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,7 @@ class TensorCacheSource(BatchSource):
 
     num_batches: int
     layouts: Mapping[str, str] | None = None  # with these, calls return DALI's own tensors, with their layouts by name
+    device_id: int | None = None  # the GPU of the pipeline, if the memory is page-locked
     _is_warned = False
 
     def __init__(
@@ -240,7 +242,9 @@ class TensorCacheSource(BatchSource):
     def _read_ahead(self, epoch: int, iteration: int) -> tuple[Array, Any, tuple[Any, ...], tuple[Any, ...]]:
         """Read a batch for DALI; threads call this."""
         cache = self._narrow_ahead if self._ahead.num_threads else self._narrow
-        return self._read(cache, epoch, iteration, self.layouts)
+        # DALI takes page-locked memory for that of the current GPU, which is the first one in a new thread
+        with torch.cuda.device(self.device_id) if self._is_pinned else nullcontext():
+            return self._read(cache, epoch, iteration, self.layouts)
 
     def _read(
         self, cache: Any, epoch: int, iteration: int, layouts: Mapping[str, str] | None

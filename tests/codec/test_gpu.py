@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 import wds_tensorcache as tc
+from tests.stalls import GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason=f"torch {torch.__version__} sees no CUDA device"),
-]
+pytestmark = GPU
 
 
 def test_cuda_tensors_are_stored_by_value() -> None:

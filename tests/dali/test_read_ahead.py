@@ -169,12 +169,14 @@ def test_what_a_pipeline_kept_is_freed_with_it(cache: Any, name: str, is_stream:
         gc.enable()
 
 
-@pytest.mark.parametrize("names", [["scalar", "tensors.float32"], ["cond.0.0", "tensors.bfloat16"]], ids=["dense", "ragged"])
+@pytest.mark.parametrize(
+    "names", [["scalar", "tensors.float32"], ["cond.0.0", "tensors.bfloat16"]], ids=["dense", "ragged"]
+)
 @pytest.mark.parametrize("layouts", [{}, {"tensors.float32": "HW", "cond.0.0": "HW"}], ids=["", "layouts"])
 def test_dali_is_fed_the_objects_of_the_source(
     cache: Any, monkeypatch: pytest.MonkeyPatch, names: list[str], layouts: dict[str, str]
 ) -> None:
-    """DALI makes other objects of arrays, and, if a node has a layout, of its own tensors; those lose that they are page-locked."""
+    """DALI makes new objects of arrays, and of its own tensors if a node has a layout; the new ones are not page-locked."""
     module = sys.modules["nvidia.dali.external_source"]
     fed: list[tuple[Any, Any]] = []
     prepare = module._prep_data_for_feed_input  # type: ignore[attr-defined]

@@ -11,11 +11,10 @@ import torch
 
 import wds_tensorcache as tc
 from tests.reading.batches import assert_batch, write
+from tests.stalls import GPU, no_hidden_waits, stall
+from wds_tensorcache.reading.transfer import copying_stream
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason=f"torch {torch.__version__} sees no CUDA device"),
-]
+pytestmark = GPU
 COUNT = 24
 
 
@@ -82,19 +81,31 @@ def test_the_same_as_on_the_cpu(folder: str, device: Any, pin: bool, io: str) ->
 
 
 def test_on_the_callers_stream(cache: Any) -> None:
-    stream = torch.cuda.Stream()
+    """The copies are late, and nothing but the hand-over makes the caller's stream wait for them."""
+    stream, view = torch.cuda.Stream(), cache.select(["large"])
     rng = np.random.default_rng(0)
+    numbers = [rng.integers(0, COUNT, 8) for _ in range(12)]
     with torch.cuda.stream(stream):
+        expected = [torch.from_numpy(part).to("cuda", torch.float32) for part in numbers]
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        for _ in range(60):
-            numbers = rng.integers(0, COUNT, 8)
-            batch = cache.select(["large"]).read_batch(numbers, device="cuda")
-            expected = torch.from_numpy(numbers).to("cuda", torch.float32)
-            wrong += (batch["large"] != expected[:, None, None]).sum()
+        for part, values in zip(numbers, expected, strict=True):
+            stall(copying_stream("cuda"))
+            batch = view.read_batch(part, device="cuda")
+            wrong += (batch["large"] != values[:, None, None]).sum()
             batch["large"].fill_(-1)  # and dropped at once: its memory is taken again
             del batch
     stream.synchronize()
     assert wrong.item() == 0
+
+
+def test_no_hidden_waits(cache: Any) -> None:
+    view = cache.select(["large", "half.*", "scalar", "array"])
+    for _ in range(2):
+        with no_hidden_waits():
+            batches = [
+                view.read_batch([i, i + 1], device="cuda", collate=way) for way in ("stack", "list") for i in (1, 7)
+            ]
+    assert batches[1]["scalar"].tolist() == [True, True]
 
 
 def test_while_the_callers_stream_is_behind(cache: Any) -> None:

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wds_tensorcache as tc

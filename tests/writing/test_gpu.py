@@ -9,11 +9,9 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.stalls import GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason=f"torch {torch.__version__} sees no CUDA device"),
-]
+pytestmark = GPU
 COUNT, BATCH = 96, 8
 
 

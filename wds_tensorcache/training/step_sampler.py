@@ -228,9 +228,7 @@ class StepSampler(Sampler[Step]):
         return self._digest
 
 
-def make_batch_info(
-    step: Step, names: Sequence[Any], cache: Any, is_padding: torch.Tensor | None = None
-) -> BatchInfo:
+def make_batch_info(step: Step, names: Sequence[Any], cache: Any, is_padding: torch.Tensor | None = None) -> BatchInfo:
     """Return the record of a step's batch.
 
     Args:
