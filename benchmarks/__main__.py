@@ -29,6 +29,7 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="two batches, one round: tests that everything runs; the figures mean nothing",
     )
+    add("--dry", action="store_true", help="as --quick, and scenarios of a GPU run on the CPU")
     add("--workload", action="append", choices=WORKLOADS, help="only this one; may be repeated")
     add("--scenario", action="append", choices=SCENARIOS, help="only this one; may be repeated")
     add("--peer", action="append", choices=peers.MODULES[1:], help="only this peer and our rows; may be repeated")
@@ -81,7 +82,16 @@ def _measure(
     expected = [workload.checksum(sample) for sample in samples]
     gc.freeze()  # the collector need not look at them in every round
     context = Context(
-        workload, samples, expected, everyone, folder / "stores", folder, tmpfs, options.rounds, missing={}
+        workload,
+        samples,
+        expected,
+        everyone,
+        folder / "stores",
+        folder,
+        tmpfs,
+        options.rounds,
+        missing={},
+        gpu="cpu" if options.dry else "cuda",
     )
     context.stores.mkdir()
     stored = _store(context)
@@ -102,6 +112,7 @@ def _measure(
 def main() -> None:
     """Entry point of `make bench`."""
     options = _arguments()
+    options.quick |= options.dry
     options.rounds = options.rounds or (1 if options.quick else 7)
     warnings.filterwarnings("ignore", message=".*not writable.*")  # peers that hand over views of bytes
     torch.set_num_threads(1)

@@ -122,7 +122,7 @@ def _dali(cache: Any) -> Callable[[], Any]:
 
     @pipeline_def(batch_size=BATCH_SIZE, num_threads=1, device_id=None)  # type: ignore[untyped-decorator]
     def pipeline() -> Any:
-        return dali_plugin.fn.tensorcache(cache, shuffle=True)
+        return dali_plugin.fn.tensorcache(cache, shuffle=True, num_threads=0)  # all in the thread that is traced
 
     batches = dali_plugin.TensorCacheIterator(pipeline())
     for _ in batches:  # each sample is looked at once when it is first read

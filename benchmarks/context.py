@@ -38,6 +38,7 @@ class Context:
     tmpfs: Path  # for writing, in memory
     rounds: int
     missing: dict[str, str]  # filled as peers fail: why, by workload and peer
+    gpu: str = "cuda"  # the device of the GPU scenarios; "cpu" only tests that they run
 
     @property
     def order(self) -> list[int]:

@@ -45,7 +45,7 @@ class PackedMembers:
         self._narrow = cache.select(map(glob.escape, names))
         self.has_arrays = any(cache.schema[name].kind == "ndarray" for name in names)
         self._shards = cache._store.shards
-        self._starts = cache._store.starts.tolist()
+        self._starts: list[int] = cache._store.starts.tolist()
         self._begins: dict[int, tuple[list[int], list[int]]] = {}
         self.paths = [shard.path for shard in self._shards]
         self._heads = {path.encode("utf-8", "surrogateescape"): number for number, path in enumerate(self.paths)}

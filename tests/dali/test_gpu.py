@@ -171,11 +171,15 @@ def test_the_gpu_is_not_synchronized(large: Path, exec_dynamic: bool) -> None:
         assert values.tolist() == numbers
 
 
+def run_times(made: Any, count: int) -> None:
+    for _ in range(count):
+        made.run()
+
+
 def test_a_pipeline_without_the_iterator_warns_once(large: Path) -> None:
     made = gpu_pipeline(lambda: dali_plugin.fn.tensorcache(large, ["x"], device="gpu"), 4)
     with pytest.warns(UserWarning, match="without TensorCacheIterator waits for the whole GPU") as caught:
-        for _ in range(20):
-            made.run()
+        run_times(made, 20)
     assert len([one for one in caught if "TensorCacheIterator" in str(one.message)]) == 1
 
 
