@@ -11,6 +11,7 @@ dry=()
 if [ "${1:-}" = --dry ]; then
     dry=(--dry)
     shift
+    export CUDA_VISIBLE_DEVICES=
 fi
 out=${1:-gpu_out}
 python=${PYTHON:-python3}
@@ -19,7 +20,7 @@ if [ ${#dry[@]} = 0 ]; then
     "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "torch sees no CUDA device" >&2; exit 2; }
 fi
 mapfile -t tests < <(grep -rlE 'pytest\.mark\.gpu|= GPU$' tests --include='test_*.py' | sort)
-"$python" -m pytest -m gpu -p no:cacheprovider -n 0 -rs "${tests[@]}" 2>&1 | tee "$out/tests.txt" | tail -n 40
+"$python" -m pytest -m gpu -p no:cacheprovider -rs "${tests[@]}" 2>&1 | tee "$out/tests.txt" | tail -n 40
 status=${PIPESTATUS[0]}
 "$python" -m benchmarks --workload diffusion --scenario dali_gpu --scenario loader_gpu --no-peers "${dry[@]}" --out "$out" || status=$?
 exit "$status"

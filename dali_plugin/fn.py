@@ -96,7 +96,7 @@ def tensorcache(
         batch_info=True,
         parallel=parallel,
         no_copy=not parallel or None,
-        # hazard: with a layout, even with "", DALI makes new objects of its own tensors (see `as_dali`)
+        # hazard: with a layout, even with "", DALI replaces its tensors by new objects (see `as_dali`)
         layout=[layouts.get(name) for name in source.outputs],  # type: ignore[misc]
     )
     for at, name in enumerate(source.tensors):
@@ -136,10 +136,12 @@ def native_reader(
         rank, world_size: Rank of this process, and number of ranks. Each rank reads one part of the samples, a different
             part in each epoch unless `stick_to_shard=True`. All ranks have the same number of batches.
         last_batch: As for `TensorCacheSource`, except `"wrap"`; padding repeats the last sample.
-        options: More options of `fn.readers.webdataset`: `initial_fill`, `prefetch_queue_depth`, `dont_use_mmap` …
+        options: More options of `fn.readers.webdataset`: `initial_fill`, `shuffle_after_epoch` (instead of `shuffle`),
+            `prefetch_queue_depth`, `dont_use_mmap` …
 
     Returns:
-        Nodes of dtype uint8: the tensors' bytes `[n]`, each member, and the sample's origin.
+        Nodes of dtype uint8: the tensors' bytes `[n]`, each member, and the sample's origin. With `device="gpu"`, and if
+            some tensors are numpy arrays, the second node is the same bytes on the CPU.
 
     Raises:
         KeyError: A tensor or member is unknown; the message lists similar names.

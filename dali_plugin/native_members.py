@@ -31,7 +31,7 @@ class PackedMembers:
     Attributes:
         paths: Paths of the shards.
         suffix, skeleton_suffix: Suffixes of the two members of each sample, without the first dot.
-        has_arrays: Whether a named tensor is a numpy array, whose batches are on the CPU.
+        has_arrays: True if a named tensor is a numpy array, whose batches are on the CPU.
     """
 
     def __init__(self, cache: tc.TensorCache, names: Iterable[str]) -> None:

@@ -27,7 +27,7 @@ def stall(stream: Any, times: int = 1) -> None:
 
 
 class CopyStall:
-    """A copy of 2 GB on a stream of its own. It occupies the copy engine, so other copies to the GPU wait for it."""
+    """A copy of 2 GB on its own stream. It occupies the copy engine, so other copies to the GPU wait for it."""
 
     def __init__(self) -> None:
         self._host = torch.empty(2 << 30, dtype=torch.uint8, pin_memory=True)

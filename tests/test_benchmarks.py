@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from benchmarks.calls import acts, traced
 from benchmarks.ceiling import Ranges
 from benchmarks.peers.base import as_array, as_tensor
 from benchmarks.report import spread
+from benchmarks.scenarios.gpu import AHEAD, DALI_NATIVE, DALI_NODES, PINNED_COPY
 from benchmarks.summary import tables
 from benchmarks.timing import Variant, interleaved
 from benchmarks.workloads import WORKLOADS
@@ -94,3 +98,23 @@ def test_the_way_of_a_batch_is_short(tmp_path: Path) -> None:
     assert trace.before is not None
     assert trace.calls.total() <= 150
     assert len(trace.before) <= 20
+
+
+def test_the_script_for_gpus_runs_without_one(tmp_path: Path) -> None:
+    """Its tests are collected and skipped, and a few batches of its benchmarks run and are checked on the CPU."""
+    pytest.importorskip("nvidia.dali", reason="needs NVIDIA DALI: pip install nvidia-dali-cuda130 (runs without a GPU)")
+    script = Path(__file__).parent.parent / "benchmarks" / "gpu.sh"
+    environment = {**os.environ, "PYTHON": sys.executable}
+    found = subprocess.run([script, "--dry", tmp_path], capture_output=True, text=True, env=environment)
+    assert found.returncode == 0, found.stdout + found.stderr
+    for module in (
+        "codec/test_gpu",
+        "dali/test_gpu",
+        "reading/test_batch_gpu",
+        "training/test_loader_gpu",
+        "writing/test_gpu",
+    ):
+        assert f"tests/{module}.py" in found.stdout
+    for row in (PINNED_COPY, DALI_NODES, DALI_NATIVE, AHEAD):
+        assert f"| {row} |" in found.stdout
+    assert "Missing: none." in found.stdout

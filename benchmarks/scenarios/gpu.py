@@ -37,8 +37,8 @@ def dali_gpu(context: Context) -> Rounds:
         import dali_plugin
     except ImportError as exc:
         raise Skipped(f"DALI is not installed: {exc}") from exc
-    is_dry = context.gpu == "cpu"
-    options = {"batch_size": _BATCH, "num_threads": _THREADS, "prefetch_queue_depth": _AHEAD}
+    is_dry, size = context.gpu == "cpu", _batch_size(context)
+    options = {"batch_size": size, "num_threads": _THREADS, "prefetch_queue_depth": _AHEAD}
     options["device_id"] = None if is_dry else 0
     device = "cpu" if is_dry else "gpu"
     shards = sorted(map(str, context.ours.glob("*.tar")))
@@ -50,14 +50,14 @@ def dali_gpu(context: Context) -> Rounds:
 
     @pipeline_def(**options)
     def native(cache: Any) -> Any:
-        return dali_plugin.fn.native_reader(cache, shuffle=True, initial_fill=4 * _BATCH, device=device)
+        return dali_plugin.fn.native_reader(cache, shuffle=True, initial_fill=4 * size, device=device)
 
     @pipeline_def(**options)
     def raw() -> Any:
         indexes = [path.replace(".tar", ".idx") for path in shards]
         ext = ["skel.pyd", "safetensors"]
         members = fn.readers.webdataset(
-            paths=shards, index_paths=indexes, ext=ext, random_shuffle=True, initial_fill=4 * _BATCH
+            paths=shards, index_paths=indexes, ext=ext, random_shuffle=True, initial_fill=4 * size
         )
         return tuple(members if is_dry else (member.gpu() for member in members))
 
@@ -78,11 +78,11 @@ def loader_gpu(context: Context) -> Rounds:
     """Measure batches without DALI: `read_batch` alone, and a `Loader` that reads ahead."""
     _need_gpu(context)
     with tc.open(context.ours, num_threads=_THREADS) as cache:
-        order = tc.EpochOrder(len(cache), seed=0)
-        numbers = [order(0, range(at, at + _BATCH)) for at in range(0, len(cache) - _BATCH + 1, _BATCH)]
+        order, size = tc.EpochOrder(len(cache), seed=0), _batch_size(context)
+        numbers = [order(0, range(at, at + size)) for at in range(0, len(cache) - size + 1, size)]
         endless = chain.from_iterable(repeat(numbers))
         options = {"num_threads": _THREADS, "prefetch_batches": _THREADS}
-        with tc.Loader(cache, _BATCH, shuffle=True, last_batch="drop", device=context.gpu, **options) as loader:
+        with tc.Loader(cache, size, shuffle=True, last_batch="drop", device=context.gpu, **options) as loader:
             ahead = chain.from_iterable(repeat(loader))
             runs = {
                 "read_batch(device='cuda')": lambda: cache.read_batch(next(endless), device=context.gpu),
@@ -93,6 +93,10 @@ def loader_gpu(context: Context) -> Rounds:
             return _measure(context, runs)
 
 
+def _batch_size(context: Context) -> int:
+    return 8 if context.gpu == "cpu" else _BATCH
+
+
 def _need_gpu(context: Context) -> None:
     if context.gpu == "cuda" and not torch.cuda.is_available():
         raise Skipped(f"torch {torch.__version__} sees no CUDA device")
@@ -101,10 +105,10 @@ def _need_gpu(context: Context) -> None:
 
 
 def _measure(context: Context, runs: dict[str, Callable[[], Any]]) -> Rounds:
-    is_dry = context.gpu == "cpu"
+    is_dry, size = context.gpu == "cpu", _batch_size(context)
     count = 4 if is_dry else _TIMED
     tensors = context.workload.split(context.samples[0])[0].values()
-    host = torch.empty(_BATCH * sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, pin_memory=not is_dry)
+    host = torch.empty(size * sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, pin_memory=not is_dry)
 
     def copied() -> Any:
         return host.to(context.gpu, non_blocking=True)
@@ -114,10 +118,10 @@ def _measure(context: Context, runs: dict[str, Callable[[], Any]]) -> Rounds:
             run()
         if not is_dry:
             torch.cuda.synchronize()
-        return count * _BATCH
+        return count * size
 
     variants = {
-        name: Variant(partial(timed, run), count * _BATCH, context.warm(name))
+        name: Variant(partial(timed, run), count * size, context.warm(name))
         for name, run in {PINNED_COPY: copied, **runs}.items()
     }
     return interleaved(variants, context.rounds)

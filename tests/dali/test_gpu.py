@@ -88,7 +88,7 @@ def assert_rows(found: list[tuple[Any, list[int]]]) -> None:
 
 @pytest.mark.parametrize("name", ["x", "ragged"])
 def test_pinned_memory_is_not_reused_too_early(large: Path, name: str) -> None:
-    """DALI's copies are late, as others occupy the copy engine; meanwhile, the next batches are read."""
+    """DALI's copies are late, because another copy occupies the copy engine; meanwhile, the next batches are read."""
     made = gpu_pipeline(lambda: dali_plugin.fn.tensorcache(large, [name], device="gpu", shuffle=True), 4)
     iterator = dali_plugin.TensorCacheIterator(made)
     late = CopyStall()
@@ -153,7 +153,7 @@ def test_outputs_that_come_back_from_the_gpu(large: Path) -> None:
 
 @pytest.mark.parametrize("exec_dynamic", [True, False])
 def test_the_gpu_is_not_synchronized(large: Path, exec_dynamic: bool) -> None:
-    """Work on another stream, which lasts for seconds, does not delay the batches."""
+    """Work on another stream, which takes seconds, does not delay the batches."""
 
     def nodes() -> Any:
         return dali_plugin.fn.tensorcache(large, ["x"], device="gpu")
@@ -219,7 +219,7 @@ print("captured", found.tolist(), batch["x"][:, 0].tolist())
 
 @pytest.mark.parametrize("nodes", NODES)
 def test_copied_batches_are_freed_while_a_graph_is_captured(large: Path, nodes: str) -> None:
-    """In a process of its own: without copies, a thread of DALI aborts the process."""
+    """In a separate process: without copies, a thread of DALI aborts it."""
     command = [sys.executable, "-c", CAPTURE, str(large), nodes]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.stdout == f"captured {[1.0] * 4} {[12.0, 13.0, 14.0, 15.0]}\n", found.stderr

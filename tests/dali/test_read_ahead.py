@@ -125,7 +125,7 @@ def test_epochs_and_abandoned_loops(cache: Any, options: dict[str, Any]) -> None
 
     found, expected = begun(**options), begun(num_threads=0)
     for iterator in (found, expected):
-        next(iter(iterator))  # the loop is abandoned here, and goes on below
+        next(iter(iterator))  # the loop is abandoned here, and continued below
     for _ in range(3):
         numbers = [batch["id"].tolist() for batch in found]
         assert numbers == [batch["id"].tolist() for batch in expected]
@@ -176,7 +176,7 @@ def test_what_a_pipeline_kept_is_freed_with_it(cache: Any, name: str, is_stream:
 def test_dali_is_fed_the_objects_of_the_source(
     cache: Any, monkeypatch: pytest.MonkeyPatch, names: list[str], layouts: dict[str, str]
 ) -> None:
-    """DALI makes new objects of arrays, and of its own tensors if a node has a layout; the new ones are not page-locked."""
+    """DALI makes new objects of arrays, and of DALI tensors if a node has a layout; the new ones are not page-locked."""
     module = sys.modules["nvidia.dali.external_source"]
     fed: list[tuple[Any, Any]] = []
     prepare = module._prep_data_for_feed_input  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What needs no GPU of a loader with a device: which thread copies, what a mask costs, and how its threads pause."""
+"""Loaders with a device, as far as they need no GPU: the thread that copies, the cost of a mask, and paused threads."""
 
 from __future__ import annotations
 
