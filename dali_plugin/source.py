@@ -277,7 +277,7 @@ class TensorCacheSource(BatchSource):
                 "the source when DALI has copied one; iterate with TensorCacheIterator, or leave pin_memory out",
                 stacklevel=2,
             )
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.device_id)
 
     def was_given(self, stream: Any) -> None:
         # Hazard: torch does not wait for DALI's copies before it reuses pinned memory, so an event marks their end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -110,6 +111,7 @@ def test_forked_children_begin_their_own_threads(cache: Any) -> None:
     assert request(source, 0, 0)[0].tolist() == [0, 1]
 
     def work() -> None:
+        signal.alarm(30)  # a child that waits for its parent's threads would wait forever
         assert request(source, 0, 1)[0].tolist() == [2, 3]
 
     assert run_in_child(work) == 0

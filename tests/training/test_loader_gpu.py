@@ -115,6 +115,17 @@ def test_no_hidden_waits(cache: Any, collate: Any) -> None:
     assert infos[-1].is_padding.tolist() == [False, False, True, True]
 
 
+def test_a_record_that_a_trainer_moves_does_not_wait(cache: Any) -> None:
+    infos = [info for _, info in tc.Loader(cache.select(["large"]), 4, last_batch="pad").with_info()]
+    infos[0].to("cuda")
+    with no_hidden_waits():
+        moved = [info.to("cuda") for info in infos]
+        again = [info.to("cuda") for info in moved]
+    for info, other in zip(infos, again, strict=True):
+        assert other.is_padding.is_cuda
+        assert info == other
+
+
 def test_a_tensor_outside_the_batch_does_not_wait_for_earlier_copies() -> None:
     """As a tensor that only some samples have, which a function gets."""
     source = torch.ones(1 << 23)

@@ -420,7 +420,11 @@ class BatchInfo:
 
     def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> BatchInfo:
         """Return a record whose `is_padding` is on `device`. Lightning and accelerate call this when they move a batch."""
-        is_padding = self.is_padding.to(device, non_blocking=non_blocking)
+        is_padding = self.is_padding
+        if device is not None and torch.device(device).type == "cuda" and is_padding.device.type == "cpu":
+            # Hazard: a copy from pageable memory would wait for all work that is queued on the GPU.
+            is_padding, non_blocking = is_padding.pin_memory(), True
+        is_padding = is_padding.to(device, non_blocking=non_blocking)
         return BatchInfo(self.indices, is_padding, self.epoch, self.step, self.source, self.cache, self._sent)
 
     def __eq__(self, other: object) -> bool:
