@@ -26,7 +26,7 @@ class Memory:
 
     def __init__(self, pool: Pool, nbytes: int, pin: bool = False, device: Any = None) -> None:
         self._host: torch.Tensor | None = None
-        if pin or _is_gpu(device):
+        if pin or (device is not None and _is_gpu(device)):
             # pinned memory comes from torch's allocator, because only it knows which transfers are unfinished
             self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._flat = self._host
@@ -55,10 +55,10 @@ class Memory:
 def to_device(tensor: torch.Tensor, pin: bool, device: Any) -> torch.Tensor:
     """Copy a tensor to pinned memory or to a device, as for the tensors of a batch, and return it."""
     # Hazard: the source of a copy to a GPU must be pinned. The copy of a pageable tensor would wait for the copies before it.
-    if (pin or _is_gpu(device)) and tensor.numel():
+    if (pin or (device is not None and _is_gpu(device))) and tensor.numel():
         tensor = tensor.pin_memory()
     return tensor if device is None else move(tensor, device)
 
 
 def _is_gpu(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cuda"
+    return torch.device(device).type == "cuda"
