@@ -126,6 +126,14 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         self._plan = dataset.sampler
         batch_sampler = self._plan if batch_sampler is None else batch_sampler  # or Lightning's, which wraps it
         super().__init__(dataset, batch_sampler=batch_sampler, **{"collate_fn": _same} | options)
+        # Trainers look here for a DistributedSampler: if they find one, they do not distribute the samples once more.
+        vars(self)["sampler"] = self._plan
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """True on several ranks: accelerate's `prepare` then returns this loader, and does not distribute its steps once more."""
+        self._plan._find_rank()
+        return self._plan._course.world_size > 1
 
     def __iter__(self) -> Any:
         return self._begin(with_info=False)
