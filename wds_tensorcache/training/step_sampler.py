@@ -203,7 +203,8 @@ class StepSampler(DistributedSampler[Step]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch. If a state in that epoch was just loaded, the iteration resumes there.
 
-        With `mix`, each cache continues after its last used sample.
+        With `mix`, each cache continues after its last used sample. If the sampler is at the beginning of that epoch, nothing
+        changes.
 
         Raises:
             ValueError: `epoch` is out of range.
