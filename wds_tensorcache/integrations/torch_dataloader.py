@@ -108,9 +108,9 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
     worker ends the iteration and is raised here with its type and attributes; the position stays after the last batch
     returned.
 
-    Lightning saves and restores the state. On one rank, accelerate's `prepare` makes a new `DataLoader` from the sampler and the
-    dataset; with `use_stateful_dataloader=True`, the state of the new one is exact. On several ranks, `prepare` returns this
-    loader: its batches stay on the CPU.
+    Lightning saves and restores the state. On one rank, accelerate's `prepare` makes a new `DataLoader` from the sampler and
+    the dataset; with `use_stateful_dataloader=True`, the state of the new one is exact. On several ranks, `prepare` returns
+    this loader: its batches stay on the CPU.
 
     Threads/fork/pickle: used by one thread, in the process that made the loader.
     """
