@@ -42,7 +42,8 @@ def tar_header(name: str, nbytes: int) -> bytes:
 
 def ustar_header(name: str, nbytes: int, kind: bytes = b"0") -> bytes:
     header = bytearray(512)
-    header[: len(name)] = name.encode("ascii")
+    raw = name.encode("utf-8", "surrogateescape")
+    header[: len(raw)] = raw
     header[100:124] = (b"0000444\0" if kind == b"0" else b"0000000\0") + 2 * b"0000000\0"
     header[124:148] = b"%011o\0" % nbytes + b"0" * 11 + b"\0"
     header[148:157] = b" " * 8 + kind
@@ -244,6 +245,7 @@ def _parse_index(index: bytes, end: int) -> tuple[dict[str, Any], dict[str, Any]
     check(len(set(names["members"])) == len(names["members"]), "4.2: twice")
     check(len(set(names["caches"])) == len(names["caches"]), "4.2: twice")
     check(all(type(name) is str and name == name.lower() for name in names["members"]), "4.3: members")
+    "".join(names["members"]).encode("utf-8", "surrogateescape")
     check(all(name == "" or _NAME.fullmatch(name) for name in names["caches"]), "4.3: caches")
     check(type(names.get("fingerprint", {})) is dict, "4.3: fingerprint")
     for form, texts in zip(names["forms"], names["references"], strict=True):

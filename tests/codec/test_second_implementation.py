@@ -295,6 +295,8 @@ MEMBERS_OF_SHARDS: dict[str, tuple[bool, dict[str, bytes]]] = {
         dict.fromkeys(["a.", "__a.b", "d/__m__/a.b", "x y.z", "d.d/a.b", "../a.b"], b""),
     ),
     "suffixes in capitals": (True, dict(zip(["k.SKEL.pyd", "k.SafeTensors", "k.TXT"], (*BOUND, b""), strict=True))),
+    "suffixes beyond ASCII": (True, dict.fromkeys(["k.Ä.TXT", "k.\u0130", "k.t\udcffXT", "k.\udcc3", "j.Σ"], b"")),
+    "a suffix twice, beyond ASCII": (False, {"k.Ä": b"", "k.ä": b""}),
     "one suffix twice": (False, {"k.TXT": b"", "k.txt": b""}),
     "a key apart": (False, {"a.x": b"", "b.x": b"", "a.y": b""}),
     "no tensors": (False, {"k.skel.pyd": BOUND[0]}),
@@ -454,6 +456,8 @@ CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "references that are an object": lambda arrays, names: names["references"].__setitem__(
         0, dict.fromkeys(names["references"][0], 1)
     ),
+    "a suffix that is not UTF-8": lambda arrays, names: names["members"].__setitem__(0, "\udcff.png"),
+    "a suffix of no bytes": lambda arrays, names: names["members"].__setitem__(0, "\ud800.png"),
     "a suffix in capitals": lambda arrays, names: names["members"].__setitem__(0, "Seg.png"),
     "a suffix twice": lambda arrays, names: names["members"].__setitem__(1, names["members"][0]),
     "a number that is none": lambda arrays, names: names.update(new=float("nan")),
@@ -467,6 +471,7 @@ REFUSED = CHANGES.keys() - {
     "nothing",
     "further arrays and keys",
     "no references",
+    "a suffix that is not UTF-8",
     "white space",
     "letters beyond ASCII",
 }

@@ -238,7 +238,7 @@ class Shard:
         dot = name.find(b".", name.rfind(b"/") + 2)
         # other writers may store the name in extended headers, or write suffixes in capitals
         for found in names_of(self.file.read, begin, self.file.nbytes):
-            if found[:dot] == name[:dot] and found[dot:].lower() == name[dot:]:
+            if found[:dot] == name[:dot] and _lower(found[dot:]) == name[dot:]:
                 return
         there = stored[:_NAME_NBYTES].partition(b"\0")[0].decode(errors="replace")
         what = f"the index lists member {name.decode(errors='replace')!r} where the shard has {there!r:.120}"
@@ -259,7 +259,8 @@ class Shard:
         members = self.index.members[suffix]
         begin, nbytes = members.begin.item(number), members.nbytes.item(number)
         stored = self.file.read(begin - BLOCK, begin + nbytes)
-        self._check_name(stored, self.index.keys.raw(self.sample_row(row)) + f".{suffix}".encode(), begin)
+        name = self.index.keys.raw(self.sample_row(row)) + f".{suffix}".encode("utf-8", "surrogateescape")
+        self._check_name(stored, name, begin)
         if not _has_size(stored, nbytes):
             what = f"its {suffix!r} differs from the index"
             raise FormatError(f"{self.path}: sample {self.key(row)!r}: {what}: {_CHANGED}")
@@ -391,6 +392,11 @@ class Shard:
             which = np.flatnonzero(lengths == length)
             good[which] &= read_windows(found, at[which], length) == read_windows(text, begins[which], length)
         return good
+
+
+def _lower(suffix: bytes) -> bytes:
+    """Return a suffix in lower case, as the index has it: `bytes.lower` leaves capitals beyond ASCII as they are."""
+    return suffix.decode("utf-8", "surrogateescape").lower().encode("utf-8", "surrogateescape")
 
 
 def _has_size(header: bytes, nbytes: int) -> bool:
