@@ -439,7 +439,10 @@ class _StoredBytes:
 
 
 class FileSource(_StoredBytes):
-    """Source of a lazy tensor that was pickled: a whole file. Each read checks that the file is still the same one."""
+    """Source of an unpickled lazy tensor. Its offsets count from the start of the shard's file.
+
+    Each read checks that the file is still the same one.
+    """
 
     __slots__ = ("_identity", "_path")
 
