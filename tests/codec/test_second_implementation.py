@@ -62,6 +62,24 @@ def test_members_are_equal(sample: Any) -> None:
     assert_same(sample, second.decode(*members, verify=True))
 
 
+ELEMENT, OTHER = (torch.tensor([5]),), (torch.tensor([1]),)
+ZEROS = [torch.zeros(shape, dtype=dtype) for dtype in (torch.int32, torch.float32) for shape in (2, (2, 1), (1, 2))]
+SETS: dict[str, Any] = {
+    "an element of two sets": {"a": {ELEMENT}, "b": {ELEMENT, OTHER}},
+    "an element of two sets, in another order": {"b": {ELEMENT, OTHER}, "a": {ELEMENT}},
+    "an element of an inner set": {"a": {(1, frozenset({ELEMENT}))}, "b": {ELEMENT, OTHER}},
+    "an element of a key's set": {"b": {(frozenset({ELEMENT}), 1): 0}, "a": {ELEMENT, OTHER}},
+    "tensors that differ in dtype and shape alone": set(ZEROS),
+    "a tensor of an inner set": {"a": {(frozenset({torch.tensor([i])}), torch.tensor([1])) for i in range(9)}},
+    "a tensor of an inner set alone": {"a": {(i, frozenset({torch.tensor([i])})) for i in range(9)}},
+}
+
+
+@pytest.mark.parametrize("case", SETS)
+def test_sets_are_sorted_alike(case: str) -> None:
+    assert second.encode(SETS[case]) == tc.encode_sample(SETS[case])
+
+
 def mutate(raw: bytes, begin: int, choose: random.Random) -> bytes:
     changed = bytearray(raw)
     at = choose.randrange(begin if choose.random() < 0.7 and begin < len(raw) else 0, len(raw))
