@@ -333,6 +333,12 @@ def read_manifest(content: bytes) -> list[tuple[str, int, int]]:
             check(all(type(n) is int and 0 <= n < 1 << 63 for n in numbers), "4.6: numbers")
             found.append((shard["url"], *numbers))
         unique([(url, None) for url, *_ in found])
+        for name in ("caches", "fingerprints"):
+            table = ours.get(name)
+            listed = [table.get(url) for url, *_ in found] if type(table) is dict else []
+            check(all(value is None or type(value) is dict for value in listed), "4.6: object or null")
+            counts = [n for value in listed if name == "caches" and value for n in value.values()]
+            check(all(type(n) is int and 1 <= n < 1 << 63 for n in counts), "4.6: counts")
         return found  # type: ignore[return-value]
     except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise Refused(repr(exc)) from exc
