@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from wds_tensorcache.errors import TensorCacheError
+from wds_tensorcache.errors import TensorCacheError, list_names
 from wds_tensorcache.reading.batch.collate import Pad, PadValue
 from wds_tensorcache.reading.keys import KeysView
-from wds_tensorcache.reading.positions import numbers_of
+from wds_tensorcache.reading.positions import numbers_of, spread
 from wds_tensorcache.reading.schema import Entry, TensorSchema, describe
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ __all__ = ["BatchInfo", "Cache"]
 
 _Batch = TypeVar("_Batch")
 Array = np.ndarray[Any, Any]
+_NUM_KEYS = 100  # keys that an error compares with an unknown one
 _SHOWN = 1000  # a repr examines at most this many samples, shards and tensors
 
 
@@ -130,7 +131,15 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         Args:
             predicate: Function of an entry, which has `.key`, `.nbytes` (bytes of the sample's tensors) and `.shapes` (shape
                 by tensor name).
+
+        Raises:
+            KeyError: `predicate` looked up the shape of a tensor that a sample lacks; `entry.shapes.get` returns None instead.
+            TypeError: `predicate` is not a function.
         """
+        if not callable(predicate):
+            raise TypeError(
+                f"filter takes a function of an entry, got {predicate!r:.100}; select takes names of tensors"
+            )
         kept = (number for number, entry in enumerate(self._entries()) if predicate(entry))
         return self._take(np.fromiter(kept, np.int64))
 
@@ -265,7 +274,9 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         found = self._find_members(request, suffix, range(len(request)))
         for i in range(len(request)):
             if i not in found:
-                raise KeyError(f"sample {request.key(i)!r} has no member {suffix!r}; its cache has {self.members}")
+                count = (members := self.members).get(suffix)
+                has = f"there are {list_names(members, suffix)}" if count is None else f"{count:,} samples have one"
+                raise KeyError(f"sample {request.key(i)!r} has no member {suffix!r:.100}; {has}")
         return [found[i] for i in range(len(request))]
 
     @abstractmethod
@@ -306,6 +317,11 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def _numbers(self, indices: Any) -> Array:
         """Return sample indices, int64 `[B]`, for indices, keys or a mask."""
         return numbers_of(indices, len(self), self._find)
+
+    def _near_keys(self, key: str) -> str:
+        """Return a list of keys for a message: those similar to `key`, among at most 100 keys spread over the cache."""
+        keys = self.keys()
+        return list_names([keys[number] for number in spread(len(self), _NUM_KEYS)], key, len(self))
 
     def _shapes(self, numbers: Array) -> dict[str, torch.Tensor]:
         """Return shapes by tensor name, int64 `[B, ndim]`, of all tensors that have the same ndim in all samples."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.tree import project
+from wds_tensorcache.codec.tree import flatten, project
+from wds_tensorcache.errors import list_names, unknown_name
 from wds_tensorcache.reading.base_cache import Cache, _Sample
 from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
 from wds_tensorcache.reading.batch.request import Request, Structures
@@ -86,7 +87,7 @@ class TensorCache(Cache[_Sample]):
         names = list(self.schema)
         for pattern in patterns:
             if names and not fnmatch.filter(names, pattern):
-                raise KeyError(f"unknown tensor {pattern!r}; there are {', '.join(map(repr, names))}")
+                raise KeyError(unknown_name("tensor", pattern, names))
         if self._patterns is not None:
             patterns = tuple(glob.escape(name) for name in names if name_matcher(patterns)(name))
         return TensorCache(self._store, self._order, patterns)
@@ -105,7 +106,8 @@ class TensorCache(Cache[_Sample]):
         structure = request.structures.structure_for(request.rows)
         for name in names:
             if name not in structure.tensors or (self._wanted is not None and not self._wanted(name)):
-                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r}")
+                has = list(flatten(self._request(indices).sample(0)))
+                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {list_names(has, name)}")
         return nest_batch(request, tensors)
 
     def close(self) -> None:
@@ -165,7 +167,7 @@ class TensorCache(Cache[_Sample]):
     def _find(self, key: str) -> int:
         found = self._found(key)
         if not found:
-            raise KeyError(f"no sample {key!r} among the {len(self)} samples")
+            raise KeyError(f"no sample {key!r:.100} among the {len(self)} samples; there are {self._near_keys(key)}")
         if len({self._at(number) for number in found}) > 1:
             paths = ", ".join(self._store.locate(self._at(number))[0].path for number in found)
             raise KeyError(f"sample {key!r} is in several shards, {paths}; use the sample's index instead")

@@ -6,7 +6,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch
 from wds_tensorcache.codec.layout import Form
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.tree import flatten
+from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.positions import Positions, by_shard, iter_positions
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.shard import Shard
@@ -24,6 +25,7 @@ __all__ = [
     "as_patterns",
     "describe",
     "entries",
+    "make_entry",
     "members_of",
     "merge_schema",
     "name_matcher",
@@ -57,6 +59,16 @@ class TensorSchema:
     num_samples: int
 
 
+class _Shapes(dict[str, tuple[int, ...]]):
+    """Shapes by tensor name. A wrong name raises a KeyError that names the sample and lists its tensors."""
+
+    __slots__ = ("key",)
+    key: str
+
+    def __missing__(self, name: object) -> NoReturn:
+        raise KeyError(f"sample {self.key!r} has no tensor {name!r:.100}; it has {list_names(self, name)}")
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """The properties of one sample, as recorded in the index.
@@ -70,6 +82,13 @@ class Entry:
     key: str
     nbytes: int
     shapes: dict[str, tuple[int, ...]]
+
+
+def make_entry(key: str, nbytes: int, shapes: dict[str, tuple[int, ...]]) -> Entry:
+    """Return the entry of a sample from the shapes of its tensors."""
+    found = _Shapes(shapes)
+    found.key = key
+    return Entry(key, nbytes, found)
 
 
 class _Forms:
@@ -178,7 +197,7 @@ def entries(store: Store, positions: Positions, wanted: Callable[[str], bool] | 
             for name, tensor in layout.tensors.items()
             if wanted is None or wanted(name)
         }
-        yield Entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
+        yield make_entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
 
 
 def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple[int, ...]], Array]:

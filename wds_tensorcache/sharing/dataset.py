@@ -15,13 +15,21 @@ import numpy as np
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.codec.tree import flatten, project, realize
-from wds_tensorcache.errors import TensorCacheError
+from wds_tensorcache.errors import TensorCacheError, list_names, unknown_name
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
 from wds_tensorcache.reading.batch.request import Request, Structures
 from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.positions import numbers_of
-from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns, describe, merge_schema, name_matcher
+from wds_tensorcache.reading.schema import (
+    Entry,
+    TensorSchema,
+    as_patterns,
+    describe,
+    make_entry,
+    merge_schema,
+    name_matcher,
+)
 from wds_tensorcache.reading.store import Io, Store
 from wds_tensorcache.sharing.batch import rows_of
 from wds_tensorcache.sharing.folder import base_folder, open_folder
@@ -246,7 +254,7 @@ class SharedDataset(Cache[Any]):
         names, patterns = list(self.schema), as_patterns(patterns)
         unknown = [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]
         if unknown and len(self._present()) == len(np.unique(self._indices)):
-            raise KeyError(f"unknown tensor {unknown[0]!r}; there are {', '.join(map(repr, names))}")
+            raise KeyError(unknown_name("tensor", unknown[0], names))
         return self._view(self._indices, (*self._selections, patterns), self._store)
 
     _read_batch, _read_tensors = staticmethod(read_batch), staticmethod(read_tensors)
@@ -256,7 +264,8 @@ class SharedDataset(Cache[Any]):
         known = request.structures.structure_for(request.rows).tensors
         for name in tensors:
             if name not in known:
-                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r}")
+                has = list(flatten(self._request(indices).sample(0)))
+                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {list_names(has, name)}")
         return nest_batch(request, tensors)
 
     def close(self) -> None:
@@ -290,7 +299,8 @@ class SharedDataset(Cache[Any]):
     def _find(self, key: str) -> int:
         found = self._position(key)
         if found is None:
-            raise KeyError(f"no sample {key!r}; the keys are the indices of the dataset as strings, for example '0'")
+            what = "the keys are indices of the dataset as strings"
+            raise KeyError(f"no sample {key!r:.100}; {what}: {self._near_keys(key)}")
         return found
 
     def _take(self, numbers: slice | Array) -> Self:
@@ -304,7 +314,7 @@ class SharedDataset(Cache[Any]):
             tensors = flatten(self._samples.get(number))
             wanted = self._wanted if selected else None
             shapes = {name: tuple(each.shape) for name, each in tensors.items() if wanted is None or wanted(name)}
-            yield Entry(str(number), sum(each.nbytes for each in tensors.values()), shapes)
+            yield make_entry(str(number), sum(each.nbytes for each in tensors.values()), shapes)
 
     def _having(self) -> dict[str, Array]:
         return {}
