@@ -235,8 +235,7 @@ def test_a_record_is_immutable_and_pickles(cache: Any) -> None:
             change()
     with pytest.raises(TypeError, match="unhashable"):
         hash(info)
-    text = f"BatchInfo(indices={info.indices!r}, is_padding={info.is_padding!r}, epoch=0, step=2, source=None, cache={cache!r})"
-    assert repr(info) == text
+    assert repr(info).startswith("BatchInfo(4 samples, 1 of them padding, indices=[")
     for made in (pickle.loads(pickle.dumps(info)), copy.copy(info), copy.deepcopy(info)):
         assert type(made) is tc.BatchInfo
         assert made == info

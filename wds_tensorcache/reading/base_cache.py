@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from wds_tensorcache.errors import TensorCacheError, list_names
 from wds_tensorcache.reading.batch.collate import Pad, PadValue
+from wds_tensorcache.reading.description import Contents, Description
 from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.positions import numbers_of, spread
 from wds_tensorcache.reading.schema import Entry, TensorSchema, describe
@@ -33,6 +34,7 @@ __all__ = ["BatchInfo", "Cache"]
 _Batch = TypeVar("_Batch")
 Array = np.ndarray[Any, Any]
 _NUM_KEYS = 100  # keys that an error compares with an unknown one
+_NUM_INDICES = 8  # indices that the repr of a BatchInfo shows
 _SHOWN = 1000  # a repr examines at most this many samples, shards and tensors
 
 
@@ -112,6 +114,22 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def members(self) -> dict[str, int]:
         """Number of samples that have a member `KEY.suffix` outside all caches, by suffix: `{"jpg": 100, "json": 100}`."""
         return {suffix: int(np.count_nonzero(having)) for suffix, having in self._having().items()}
+
+    def describe(self) -> Description:
+        """Return a description of the tensors, small values and members, whose repr is a summary of bounded length.
+
+        Tensors and members of all samples are counted in the indexes. Values are those of at most 64 samples, spread over the
+        cache. A `SharedDataset` loads no sample: it describes at most 1,000 of the samples that are in shared memory.
+
+        Raises:
+            FormatError: A shard is damaged, or does not match its index; or a sample needs a class that is not in `allow=`.
+
+        Cost: loads the index of every shard; a few numpy operations per shard and tensor; and reads at most 64 skeletons of
+            each cache. No tensor is read.
+        """
+        contents = Contents(len(self))
+        self._collect(contents)
+        return contents.description(len(self), self.num_shards, self.members, self.fingerprint)
 
     @abstractmethod
     def select(self, patterns: str | Iterable[str]) -> Self:
@@ -358,6 +376,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Yield an `Entry` for each sample; `selected` leaves out the shapes of tensors that are not selected."""
 
     @abstractmethod
+    def _collect(self, contents: Contents, prefix: str = "") -> None:
+        """Add tensors and values to `contents`, with `prefix` before their names."""
+
+    @abstractmethod
     def _having(self) -> dict[str, Array]:
         """Return masks by suffix: True for each sample that has a member `KEY.suffix` outside all caches; bool `[len]`."""
 
@@ -451,8 +473,13 @@ class BatchInfo:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        shown = ("indices", "is_padding", "epoch", "step", "source", "cache")
-        return f"BatchInfo({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+        """Return a summary of bounded length: it shows the first 8 indices, and counts the rows that are padding."""
+        indices = ", ".join(map(str, self.indices[:_NUM_INDICES].tolist())) + ", …" * (len(self.indices) > _NUM_INDICES)
+        cache = "None" if self.cache is None else f"{type(self.cache).__name__} of {len(self.cache):,} samples"
+        return (
+            f"BatchInfo({len(self.indices):,} samples, {int(self.is_padding.sum()):,} of them padding, indices=[{indices}], "
+            f"epoch={self.epoch}, step={self.step}, source={self.source!r:.100}, cache={cache})"
+        )
 
     def __reduce__(self) -> Any:
         # arrays, because torch would send a file descriptor for each tensor

@@ -15,8 +15,9 @@ from wds_tensorcache.reading.base_cache import Cache, _Sample
 from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
 from wds_tensorcache.reading.batch.request import Request, Structures
 from wds_tensorcache.reading.batch.rows import locate
+from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
 from wds_tensorcache.reading.keys import KeysView
-from wds_tensorcache.reading.positions import Inverse, Positions, as_array, numbers_of, take
+from wds_tensorcache.reading.positions import Inverse, Positions, as_array, numbers_of, spread, take
 from wds_tensorcache.reading.schema import (
     Entry,
     TensorSchema,
@@ -25,6 +26,7 @@ from wds_tensorcache.reading.schema import (
     members_of,
     name_matcher,
     schema_of,
+    stored_shapes,
 )
 from wds_tensorcache.reading.store import Io, Store
 
@@ -128,6 +130,13 @@ class TensorCache(Cache[_Sample]):
 
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
         return entries(self._store, self._where, self._wanted if selected else None)
+
+    def _collect(self, contents: Contents, prefix: str = "") -> None:
+        for reference, shapes, counts in stored_shapes(self._store, self._where):
+            if self._wanted is None or self._wanted(reference.name):
+                contents.add_tensor(prefix + reference.name, reference, shapes, counts)
+        located = (self._store.locate(self._at(number)) for number in spread(len(self), NUM_EXAMINED))
+        contents.add_values(prefix, (shard.sample(row) for shard, row in located))
 
     def _having(self) -> dict[str, Array]:
         return members_of(self._store, self._where)

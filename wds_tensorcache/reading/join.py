@@ -17,6 +17,7 @@ from wds_tensorcache.codec.skeleton.tensor_names import component
 from wds_tensorcache.errors import BatchError, list_names, unknown_name
 from wds_tensorcache.reading.base_cache import Cache, _Sample
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, PadValue, as_collate
+from wds_tensorcache.reading.description import Contents
 from wds_tensorcache.reading.find_shards import CachePaths
 from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.match_keys import KeyMap, match_some
@@ -249,6 +250,10 @@ class JoinedCache(Cache[_Sample]):
             return indices
         numbers = self._numbers(indices)
         return _JoinedRequest([cache._request(numbers) for cache in self._caches])
+
+    def _collect(self, contents: Contents, prefix: str = "") -> None:
+        for own, cache in self._prefixed():
+            cache._collect(contents, prefix + own)
 
     def _having(self) -> dict[str, Array]:
         result: dict[str, Array] = {}

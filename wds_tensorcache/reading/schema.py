@@ -29,8 +29,10 @@ __all__ = [
     "members_of",
     "merge_schema",
     "name_matcher",
+    "schema_from",
     "schema_of",
     "shapes_of",
+    "stored_shapes",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -115,8 +117,33 @@ class _Forms:
 
 def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
     """Return the schema of the samples at `positions`. Cost: a few numpy operations per shard and form."""
-    forms = _Forms()
     result: dict[str, TensorSchema] = {}
+    for reference, shapes, counts in stored_shapes(store, positions):
+        result[reference.name] = merge_schema(result.get(reference.name), schema_from(reference, shapes, counts))
+    return result
+
+
+def schema_from(reference: Reference, shapes: Array, counts: Array) -> TensorSchema:
+    """Return the schema of one tensor from its distinct shapes, int64 `[n, ndim]`, and the number of samples of each."""
+    low, high = shapes.min(0).tolist(), shapes.max(0).tolist()
+    return TensorSchema(
+        reference.name,
+        reference.kind,
+        reference.dtype,
+        tuple(a if a == b else (a, b) for a, b in zip(low, high, strict=True)),
+        int((shapes.prod(1) * counts).sum()) * int(reference.dtype.itemsize),
+        int(counts.sum()),
+    )
+
+
+def stored_shapes(store: Store, positions: Positions) -> Iterator[tuple[Reference, Array, Array]]:
+    """Yield the shapes of each tensor of the samples at `positions`, for each shard and form.
+
+    Yields:
+        The reference of the tensor in one of the samples, shapes, int64 `[n, ndim]`, and the number of samples of each. A shape
+        may occur several times. Cost: a few numpy operations per tensor, shard and form.
+    """
+    forms = _Forms()
     for shard, _, rows in by_shard(store, positions):
         table, numbers = shard.index.layouts, shard.columns.layout[rows]
         counts = np.bincount(numbers, minlength=len(table))
@@ -135,23 +162,7 @@ def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
                 found = references.get(name)
                 if found is None:
                     continue  # inside a set, a dict's key or an allowed object, where tensors have no path
-                inner = ndim - len(found.shape)
-                itemsize = int(found.dtype.itemsize)
-                shapes = dims[:, : ndim - inner]
-                nbytes = int((shapes.prod(1) * counts[used]).sum()) * itemsize
-                low, high = shapes.min(0).tolist(), shapes.max(0).tolist()
-                result[name] = merge_schema(
-                    result.get(name),
-                    TensorSchema(
-                        name,
-                        found.kind,
-                        found.dtype,
-                        tuple(a if a == b else (a, b) for a, b in zip(low, high, strict=True)),
-                        nbytes,
-                        int(counts[used].sum()),
-                    ),
-                )
-    return result
+                yield found, dims[:, : len(found.shape)], counts[used]
 
 
 def merge_schema(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:

@@ -19,8 +19,9 @@ from wds_tensorcache.errors import TensorCacheError, list_names, unknown_name
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
 from wds_tensorcache.reading.batch.request import Request, Structures
+from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
 from wds_tensorcache.reading.keys import KeysView
-from wds_tensorcache.reading.positions import numbers_of
+from wds_tensorcache.reading.positions import numbers_of, spread
 from wds_tensorcache.reading.schema import (
     Entry,
     TensorSchema,
@@ -48,6 +49,7 @@ __all__ = ["SharedDataset"]
 
 Array = np.ndarray[Any, Any]
 Selections = tuple[tuple[str, ...], ...]  # the patterns of each `select`
+_NUM_COUNTED = 1000  # samples that `describe` looks at
 _SHOWN = 100  # samples that `repr` looks at, and tensors that it shows
 _IO = Io("pread", "copied from shared memory")
 
@@ -315,6 +317,19 @@ class SharedDataset(Cache[Any]):
             wanted = self._wanted if selected else None
             shapes = {name: tuple(each.shape) for name, each in tensors.items() if wanted is None or wanted(name)}
             yield make_entry(str(number), sum(each.nbytes for each in tensors.values()), shapes)
+
+    def _collect(self, contents: Contents, prefix: str = "") -> None:
+        present = self._present()
+        numbers = [present.item(at) for at in spread(len(present), _NUM_COUNTED)]
+        # a sample may have been evicted meanwhile
+        samples = [sample for sample in map(self._samples.peek, numbers) if sample is not None]
+        contents.num_counted = min(contents.num_counted, len(samples))
+        for sample in samples:
+            for name, lazy in flatten(sample).items():
+                if self._wanted is None or self._wanted(name):
+                    shapes = np.array([lazy.shape], np.int64).reshape(1, -1)
+                    contents.add_tensor(prefix + name, lazy._reference, shapes, np.ones(1, np.int64))
+        contents.add_values(prefix, (samples[at] for at in spread(len(samples), NUM_EXAMINED)))
 
     def _having(self) -> dict[str, Array]:
         return {}

@@ -21,6 +21,7 @@ from wds_tensorcache.training.weights import Weights, caches_of
 __all__ = ["StepOptions", "StepSampler", "make_batch_info"]
 
 LAST_BATCH = ("short", "pad", "wrap", "drop")
+_NUM_SHOWN = 8  # caches of `mix` that a repr shows
 
 
 class StepOptions(TypedDict, total=False):
@@ -149,7 +150,11 @@ class StepSampler(DistributedSampler[Step]):
         }
         self._count, self._batch_size = sum(map(len, streams)), batch_size
         self._check_steps()
-        self._shown_options = f"{shuffle=}, {seed=}, {last_batch=}" + (f", mode={mode[0]!r}" if mode != ["all"] else "")
+        self._shown_options = f"{shuffle=}, {seed=}, {last_batch=}"
+        if bucket_by is not None:
+            self._shown_options += f", {len(streams):,} buckets by {_shown_key(bucket_by)}"
+        if weights is not None:
+            self._shown_options += ", drawn by weights"
         self._digest: str | None = None
         self._position = Position(0, (0,) * len(streams))
         self._is_resumed = False  # the next iteration starts at the position, even in the middle of an epoch
@@ -187,12 +192,24 @@ class StepSampler(DistributedSampler[Step]):
         return _StepIterator(self)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._shown}, epoch={self.epoch}, step={self._position.step})"
+        """Return a summary: samples, steps, ranks, order, and the epoch and step of the next batch."""
+        mix = f", {self._shown_mix()}" if self._settings["mode"] == "mix" else ""
+        return f"{type(self).__name__}({self._shown}{mix}, epoch={self.epoch}, step={self._position.step})"
+
+    def _shown_mix(self) -> str:
+        """Return the share of each cache of `mix` at the next step, for example `mix of 'a' (70%), 'b' (30%)`."""
+        weights = self._weights.values(self._position.step)
+        shares = weights / weights.max()  # prevents an infinite sum
+        parts = [
+            f"{name!r:.80} ({100 * share:.3g}%)" for name, share in zip(self._names, shares / shares.sum(), strict=True)
+        ]
+        shown, num_more = parts[:_NUM_SHOWN], len(parts) - _NUM_SHOWN
+        return f"mix of {', '.join(shown)}" + f" and {num_more:,} more" * (num_more > 0)
 
     @property
     def _shown(self) -> str:
         course = self._course
-        shown = f"{self._count} samples, batch_size={self._batch_size}, {course.num_steps()} steps per epoch"
+        shown = f"{self._count:,} samples, batch_size={self._batch_size}, {course.num_steps():,} steps per epoch"
         return f"{shown}, rank={course.rank}, world_size={course.world_size}, {self._shown_options}"
 
     @property
@@ -253,6 +270,13 @@ class StepSampler(DistributedSampler[Step]):
         if self._digest is None:
             self._digest = dataset_digest(self._caches)
         return self._digest
+
+
+def _shown_key(bucket_by: Any) -> str:
+    """Return what buckets are made by, for a repr: a tensor's shape, or a function."""
+    if isinstance(bucket_by, str):
+        return f"the shape of {bucket_by!r:.100}"
+    return f"{getattr(bucket_by, '__qualname__', type(bucket_by).__name__):.100}"
 
 
 def make_batch_info(
