@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.shards.damage import flip, members, write
-from wds_tensorcache.checking.progress import Progress
+from wds_tensorcache.checking.progress import ByteProgress
 from wds_tensorcache.checking.shard_check import check_shard
 from wds_tensorcache.storage.readahead import Readers
 from wds_tensorcache.storage.threads import ThreadPool, run_in_order
@@ -143,7 +143,7 @@ def test_the_caller_is_called_while_it_waits() -> None:
 )
 def test_done_never_falls_and_never_exceeds_the_total(nbytes: dict[str, int], offsets: list[int], rng: Any) -> None:
     calls: list[tuple[int, int]] = []
-    progress = Progress(lambda done, total: calls.append((done, total)), "test", rounds=2)
+    progress = ByteProgress(lambda done, total: calls.append((done, total)), "test", rounds=2)
     progress.begin(nbytes)
     for number in range(2):
         if number:

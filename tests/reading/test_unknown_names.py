@@ -71,6 +71,11 @@ def test_thousands_of_long_names() -> None:
             KeyError,
             "unknown tensor 'txt.state'; there are 'text.state', ",
         ),
+        (
+            lambda c: tc.Loader(c, bucket_by="alpha"),
+            KeyError,
+            "'000000' has no tensor 'alpha'; it has 'latent', 'text.state'",
+        ),
         (lambda c: tc.Loader(c, collate={"laten": "pad"}), tc.BatchError, "collate .* 'laten'; there are 'latent', "),
         (lambda c: c.read_batch([0], collate={"latenz": "pad"}), tc.BatchError, "collate .*; there are 'latent', "),
         (lambda c: tc.Loader(c, pad_value={"latenz": 1}), tc.BatchError, "pad_value .*; there are 'latent', "),

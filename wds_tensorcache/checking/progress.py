@@ -7,13 +7,13 @@ from typing import Any, TypeAlias
 
 from wds_tensorcache.storage.progress import open_bar
 
-__all__ = ["Progress", "ProgressOption"]
+__all__ = ["ByteProgress", "ProgressOption"]
 
 ProgressOption: TypeAlias = "bool | Callable[[int, int], object] | None"
 
 
-class Progress:
-    """Progress of a call that goes over all shards once, or several times.
+class ByteProgress:
+    """ByteProgress of a call that goes over all shards once, or several times.
 
     Args:
         show: A function of the bytes that are done and the bytes in all; or, for a `tqdm` bar, as in `open_bar`.
@@ -82,7 +82,7 @@ class Progress:
         else:
             self._bar.update(done - self._bar.n)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ByteProgress:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from wds_tensorcache.checking.progress import Progress, ProgressOption
+from wds_tensorcache.checking.progress import ByteProgress, ProgressOption
 from wds_tensorcache.checking.report import RepairReport
 from wds_tensorcache.checking.shard_check import Checked
 from wds_tensorcache.checking.verify import check_all
@@ -71,7 +71,7 @@ def repair(
     """
     out = check_new(out, "choose a new folder for repaired shards")
     report = RepairReport()
-    with Progress(progress, "repair", rounds=2) as bar:
+    with ByteProgress(progress, "repair", rounds=2) as bar:
         found = check_all(source, num_threads, allow, report, bar, keep=True)
         _check_names([checked.path for checked, _ in found])
         if not drop and (report.num_lost or report.num_missing or any(_has_lost(checked) for checked, _ in found)):
@@ -106,7 +106,7 @@ def _check_names(paths: list[str]) -> None:
 
 
 def _write(
-    found: list[tuple[Checked, Mapping[str, Any] | None]], folder: str, report: RepairReport, bar: Progress
+    found: list[tuple[Checked, Mapping[str, Any] | None]], folder: str, report: RepairReport, bar: ByteProgress
 ) -> None:
     listing, files = Listing(), Files()
     for checked, fingerprint in found:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.checking.index_check import check_indexes
-from wds_tensorcache.checking.progress import Progress, ProgressOption
+from wds_tensorcache.checking.progress import ByteProgress, ProgressOption
 from wds_tensorcache.checking.report import Fault, Report
 from wds_tensorcache.checking.shard_check import Checked, check_shard
 from wds_tensorcache.codec.skeleton.types import allow_table
@@ -60,13 +60,13 @@ def verify(
     Memory: at most 16 MiB per thread, plus the indexes of one shard per thread.
     """
     report = Report()
-    with Progress(progress, "verify") as bar:
+    with ByteProgress(progress, "verify") as bar:
         check_all(source, num_threads, allow, report, bar)
     return report
 
 
 def check_all(
-    source: Any, num_threads: int | None, allow: Iterable[type], report: Report, bar: Progress, keep: bool = False
+    source: Any, num_threads: int | None, allow: Iterable[type], report: Report, bar: ByteProgress, keep: bool = False
 ) -> list[tuple[Checked, Mapping[str, Any] | None]]:
     """Fill in `report`, and show the progress in `bar`; with `keep`, return the findings of each shard and its fingerprint."""
     num_threads = num_cores() if num_threads is None else num_threads

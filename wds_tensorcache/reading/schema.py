@@ -227,7 +227,8 @@ def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple
             references = forms.references(shard, row)
             stored = shard.layout(row).tensors.get(name)
             if stored is None:
-                raise KeyError(f"sample {shard.key(row)!r} has no tensor {name!r}")
+                has = list_names(shard.layout(row).tensors, name)
+                raise KeyError(f"sample {shard.key(row)!r} has no tensor {name!r:.100}; it has {has}")
             shape = stored.shape[: len(references[name].shape)] if name in references else stored.shape
             found.append(numbers.setdefault(tuple(shape), len(numbers)))
         result[which] = np.array(found)[inverse]
