@@ -82,10 +82,14 @@ def test_thousands_of_long_names() -> None:
         (lambda c: c.nest([0], {"laten": None}), KeyError, "sample '000000' has no tensor 'laten'; it has 'latent', "),
         (lambda c: c.select("text*").nest([0], {"latent": None}), KeyError, "no tensor 'latent'; it has 'text.state'"),
         (lambda c: tc.join({"a": c}).nest([0], {"b.latent": None}), KeyError, "'b.latent'; there are 'a.latent', "),
-        (lambda c: c["00001"], KeyError, "no sample '00001' among the 120 samples; there are '0000.*' and 112 more"),
-        (lambda c: c.read_batch(["x"]), KeyError, "no sample 'x' among the 120 samples; there are '000000', "),
+        (lambda c: c["00001"], KeyError, "no sample '00001' among the 120 samples; there are '000001' and 119 more"),
+        (lambda c: c["images/17.v1.jpg"], KeyError, "there are '000017' and 119 more"),
+        (lambda c: c[" 000017 "], KeyError, "there are '000017' and 119 more"),
+        (lambda c: c[::-1]["17"], KeyError, "there are '000017' and 119 more"),
+        (lambda c: c[:9]["000O17"], KeyError, "among the 9 samples; there are '00000.', .* and 1 more"),
+        (lambda c: c.read_batch(["x"]), KeyError, "no sample 'x' among the 120 samples; there are '.*' and 112 more"),
         (lambda c: c[:0]["x"], KeyError, "no sample 'x' among the 0 samples; there are none"),
-        (lambda c: tc.join([c])["00001"], KeyError, "no sample '00001' .* there are '0000"),
+        (lambda c: tc.join([c])["00001"], KeyError, "no sample '00001' .* there are '000001' and 119 more"),
         (lambda c: c.read_members([0], "jsn"), KeyError, "has no member 'jsn'; there are 'json', 'jpg'"),
         (lambda c: tc.join([c, c], keys={"x": {}}), ValueError, "an entry for 'x', expected .* the first: 1"),
     ],
@@ -93,6 +97,32 @@ def test_thousands_of_long_names() -> None:
 def test_each_error(cache: Any, call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(cache)
+
+
+def test_near_keys_of_many(tmp_path: Path) -> None:
+    """They are found by their order, among any number of samples; without an order, some keys are listed."""
+    names = [
+        f"{animal}_{i:04d}_{light}" for animal in ("cat", "dog", "owl") for i in range(500) for light in ("dim", "lit")
+    ]
+    with tc.ShardWriter(tmp_path / "sorted", max_samples=700, fsync=False) as sink:
+        for name in names:
+            sink.write(name, {"x": torch.zeros(1)})
+    with tc.ShardWriter(tmp_path / "shuffled", fsync=False) as sink:
+        for name in sorted(names, key=lambda name: name[::-1]):
+            sink.write(name, {"x": torch.zeros(1)})
+    with tc.open(tmp_path / "sorted") as cache:
+        for wrong in ("dog_0321_lot", "dog_0321_litt", "dog_0321_"):
+            with pytest.raises(KeyError, match=rf"no sample '{wrong}' .* there are 'dog_0321_\w+', .* and 2,992 more"):
+                cache[wrong]
+        for wrong in ("", "zebra", "\udcff", "d" * 10_000):
+            with pytest.raises(KeyError, match="there are '.*' and 2,992 more") as caught:
+                tc.join([cache])[wrong]
+            assert len(str(caught.value)) < BOUND
+    with (
+        tc.open(tmp_path / "shuffled") as cache,
+        pytest.raises(KeyError, match=r"there are 'dog_.*_lit', .* and 2,992 more"),
+    ):
+        cache["dog_0321_litt"]
 
 
 def test_entries(cache: Any) -> None:
@@ -115,8 +145,10 @@ def test_entries(cache: Any) -> None:
 
 def test_shared_datasets(cache: Any, tmp_path: Path) -> None:
     with tc.SharedDataset([{"latent": torch.zeros(2)}] * 30, "names", directory=tmp_path) as shared:
-        with pytest.raises(KeyError, match=r"no sample '030'; the keys are .*: '.*' and 22 more"):
-            shared["030"]
+        with pytest.raises(KeyError, match=r"no sample '30'; the keys are .*: '.*' and 22 more"):
+            shared["30"]
+        with pytest.raises(KeyError, match=r"no sample '007'; the keys are indices .*: '7' and 29 more"):
+            shared["007"]
         with pytest.raises(KeyError, match="sample '0' has no tensor 'laten'; it has 'latent'"):
             shared.nest([0], {"laten": None})
         with pytest.raises(KeyError, match="sample '0' has no tensor 'laten'; it has 'latent'"):

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from wds_tensorcache.errors import TensorCacheError, list_names
 from wds_tensorcache.reading.batch.collate import Pad, PadValue
 from wds_tensorcache.reading.description import Contents, Description
-from wds_tensorcache.reading.keys import KeysView
+from wds_tensorcache.reading.keys import KeysView, respelled
 from wds_tensorcache.reading.positions import numbers_of, spread
 from wds_tensorcache.reading.schema import Entry, TensorSchema, describe
 
@@ -33,7 +33,7 @@ __all__ = ["BatchInfo", "Cache"]
 
 _Batch = TypeVar("_Batch")
 Array = np.ndarray[Any, Any]
-_NUM_KEYS = 100  # keys that an error compares with an unknown one
+_NUM_KEYS = 16  # keys, spread over the cache, that an error compares with an unknown one
 _NUM_INDICES = 8  # indices that the repr of a BatchInfo shows
 _SHOWN = 1000  # a repr examines at most this many samples, shards and tensors
 
@@ -337,9 +337,16 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return numbers_of(indices, len(self), self._find)
 
     def _near_keys(self, key: str) -> str:
-        """Return a list of keys for a message: those similar to `key`, among at most 100 keys spread over the cache."""
+        """Return a list of keys for a message: other spellings of `key` that exist, or else some keys, similar ones first."""
         keys = self.keys()
-        return list_names([keys[number] for number in spread(len(self), _NUM_KEYS)], key, len(self))
+        known = [other for other in respelled(key, len(keys[0]) if len(keys) else 0) if other in self]
+        if not known:
+            known = [*self._neighbors(key), *(keys[number] for number in spread(len(self), _NUM_KEYS))]
+        return list_names(known, key, len(self))
+
+    def _neighbors(self, key: str) -> list[str]:
+        """Return a few keys that are next to an unknown key in ascending order, if that is quick."""
+        return []
 
     def _shapes(self, numbers: Array) -> dict[str, torch.Tensor]:
         """Return shapes by tensor name, int64 `[B, ndim]`, of all tensors that have the same ndim in all samples."""

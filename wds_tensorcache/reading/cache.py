@@ -34,6 +34,7 @@ __all__ = ["TensorCache"]
 
 Array = np.ndarray[Any, Any]
 _MAX_VIEWS = 16
+_NUM_NEIGHBORS = 8  # keys next to an unknown one that an error compares with it
 
 
 class TensorCache(Cache[_Sample]):
@@ -172,6 +173,10 @@ class TensorCache(Cache[_Sample]):
         if self._inverse is None:
             self._inverse = Inverse(self._order)
         return [number for position in found for number in self._inverse.find(position)]
+
+    def _neighbors(self, key: str) -> list[str]:
+        # in a view, looking for each of them could take a pass over its positions
+        return [] if self._order is not None else [*map(self._store.key, self._store.neighbors(key, _NUM_NEIGHBORS))]
 
     def _find(self, key: str) -> int:
         found = self._found(key)

@@ -288,6 +288,9 @@ class JoinedCache(Cache[_Sample]):
     def _find(self, key: str) -> int:
         return self._caches[0]._find(key)  # type: ignore[no-any-return]
 
+    def _neighbors(self, key: str) -> list[str]:
+        return self._caches[0]._neighbors(key)  # type: ignore[no-any-return]
+
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
         for parts in zip(*(cache._entries(selected=selected) for cache in self._caches), strict=True):
             named = zip(self._prefixes, parts, strict=True)
