@@ -46,7 +46,7 @@ class KeysView(Sequence[str]):
 
 
 def respelled(key: str, width: int) -> list[str]:
-    """Return other spellings of a key that does not exist: without folders, suffix or spaces, and a number with `width` digits."""
+    """Return other spellings of an unknown key: without folders, suffix and spaces, and a number with `width` digits."""
     name = key.strip().rpartition("/")[2]
     stem = name.partition(".")[0]
     number = [stem.lstrip("0").zfill(width)] if stem.isdecimal() else []
