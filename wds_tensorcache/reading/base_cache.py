@@ -18,7 +18,7 @@ from wds_tensorcache.reading.batch.collate import Pad, PadValue
 from wds_tensorcache.reading.description import Contents, Description
 from wds_tensorcache.reading.keys import KeysView, respelled
 from wds_tensorcache.reading.positions import numbers_of, spread
-from wds_tensorcache.reading.schema import Entry, TensorSchema, describe
+from wds_tensorcache.reading.schema import Entry, TensorSchema, format_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypeVar
@@ -318,7 +318,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         lines = [f"{type(self).__name__}: {counts}{self._shown_nbytes()}"]
         try:
             schema = self[:_SHOWN].schema
-            lines += [f"  {name}: {describe(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)]
+            lines += [f"  {name}: {format_tensor(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)]
             if len(self) > _SHOWN:
                 lines.append(f"  (tensors of the first {_SHOWN:,} samples)")
         except (TensorCacheError, OSError, ValueError) as exc:  # the cache is closed or damaged

@@ -13,7 +13,7 @@ import numpy as np
 from wds_tensorcache.codec.reference import Reference
 from wds_tensorcache.codec.skeleton.tensor_names import component
 from wds_tensorcache.codec.tree import CONTAINERS, Path, item_at, map_leaves
-from wds_tensorcache.reading.schema import TensorSchema, describe, merge_schema, schema_from
+from wds_tensorcache.reading.schema import TensorSchema, format_tensor, merge_schema, schema_from
 
 __all__ = ["NUM_EXAMINED", "Contents", "Description", "TensorDescription", "ValueDescription"]
 
@@ -40,7 +40,7 @@ class TensorDescription(TensorSchema):
     num_shapes: int
 
     def __str__(self) -> str:
-        text = f"{describe(self)}, {self.nbytes:,} bytes"
+        text = f"{format_tensor(self)}, {self.nbytes:,} bytes"
         if self.num_shapes > 1:
             shown = [f"{list(shape)} in {count:,}" for shape, count in islice(self.shapes.items(), _SHOWN_SHAPES)]
             text += f"; {self.num_shapes:,} shapes: {', '.join(shown)}" + ", …" * (self.num_shapes > _SHOWN_SHAPES)

@@ -6,7 +6,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -23,8 +23,8 @@ __all__ = [
     "Entry",
     "TensorSchema",
     "as_patterns",
-    "describe",
     "entries",
+    "format_tensor",
     "make_entry",
     "members_of",
     "merge_schema",
@@ -84,6 +84,12 @@ class Entry:
     key: str
     nbytes: int
     shapes: dict[str, tuple[int, ...]]
+
+    if not TYPE_CHECKING:  # a type checker must not accept every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            what = "it has key, nbytes and shapes; small values are in the samples, not in the index"
+            raise AttributeError(f"an entry has no {name!r:.100}; {what}", name=name, obj=self)
 
 
 def make_entry(key: str, nbytes: int, shapes: dict[str, tuple[int, ...]]) -> Entry:
@@ -185,7 +191,7 @@ def merge_schema(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
     )
 
 
-def describe(tensor: TensorSchema) -> str:
+def format_tensor(tensor: TensorSchema) -> str:
     """Return a tensor's dtype and shape as text, for example `bfloat16 [3..7, 16]`."""
     dtypes = "/".join(str(dtype).removeprefix("torch.") for dtype in _as_tuple(tensor.dtype))
     sizes = ["..".join(map(str, _as_tuple(size))) for size in tensor.shape or ()]

@@ -26,7 +26,7 @@ from wds_tensorcache.reading.schema import (
     Entry,
     TensorSchema,
     as_patterns,
-    describe,
+    format_tensor,
     make_entry,
     merge_schema,
     name_matcher,
@@ -234,7 +234,7 @@ class SharedDataset(Cache[Any]):
             present = self._present()
             lines = [f"{name}, {len(present):,} of them in shared memory"]
             schema = self._schema_of(present[:_SHOWN])
-            lines += [f"  {name}: {describe(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)]
+            lines += [f"  {name}: {format_tensor(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)]
         except (TensorCacheError, OSError, ValueError) as exc:  # closed or damaged
             lines = [name, f"  tensors unknown: {exc}"]
         return "\n".join([*lines, f"  fingerprint: {self.fingerprint!r:.1000}"])

@@ -193,7 +193,7 @@ class StepSampler(DistributedSampler[Step]):
 
     def __repr__(self) -> str:
         """Return a summary: samples, steps, ranks, order, and the epoch and step of the next batch."""
-        mix = f", {self._shown_mix()}" if self._settings["mode"] == "mix" else ""
+        mix = f", {self._shown_mix()}" if self._weights.are_of_streams else ""
         return f"{type(self).__name__}({self._shown}{mix}, epoch={self.epoch}, step={self._position.step})"
 
     def _shown_mix(self) -> str:
