@@ -19,6 +19,19 @@ from wds_tensorcache.storage.readahead import Readers
 from wds_tensorcache.storage.threads import ThreadPool, run_in_order
 
 
+class Patient:
+    """A class in skeletons; building its second object waits until `progress` was called in the middle of the shard."""
+
+    called = threading.Event()
+    num_built = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        Patient.num_built += 1
+        if Patient.num_built == 2:
+            assert self.called.wait(20)
+
+
 class Calls(list[tuple[int, int]]):
     """A function for `progress=` that records its calls, all of which must come from one thread."""
 
@@ -118,6 +131,24 @@ def test_samples_of_one_large_shard_count(tmp_path: Path) -> None:
     assert len(offsets) == 100
     assert offsets == sorted(offsets)
     assert path.stat().st_size // 2 < offsets[-1] <= path.stat().st_size
+
+
+def test_one_thread_shows_progress_within_a_shard(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path, fsync=False, allow=[Patient]) as sink:
+        for i in range(3):
+            made = Patient()
+            made.x = i  # type: ignore[attr-defined]
+            sink.write(str(i), {"it": made})
+    path = tmp_path / "000000.tar"
+
+    def note(done: int, total: int) -> None:
+        if 0 < done < total:
+            Patient.called.set()
+
+    Patient.called.clear()
+    Patient.num_built = 0
+    assert tc.verify(path, num_threads=1, allow=[Patient], progress=note).ok
+    assert Patient.num_built == 3
 
 
 def test_the_caller_is_called_while_it_waits() -> None:

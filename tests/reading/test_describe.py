@@ -187,6 +187,15 @@ def test_thousands_of_names(tmp_path: Path) -> None:
         assert "  … and 900 more" in lines
 
 
+def test_names_that_differ_between_samples(tmp_path: Path) -> None:
+    samples = [{"x": torch.zeros(1), "seen": {f"{i} {j}": j for j in range(100)}} for i in range(30)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        found = cache.describe()
+        assert found.num_examined == 30
+        assert len(found.values) == 1000
+        assert "  seen.0 1: int, for example 1, in 1 of 30 samples" in repr(found).splitlines()
+
+
 def test_values_that_no_repr_should_print(tmp_path: Path) -> None:
     nested: Any = "x"
     for _ in range(20):
