@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping
 from ctypes import c_void_p
@@ -12,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
+
+from wds_tensorcache.errors import unknown_name
 
 __all__ = [
     "Carried",
@@ -194,8 +195,7 @@ def known_names(names: Iterable[str] | str, known: Iterable[str], what: str) -> 
     for name in [names] if isinstance(names, str) else names:
         matches = [name] if name in known else fnmatch.filter(known, name)
         if not matches:
-            near = difflib.get_close_matches(name, known, cutoff=0.3) or known[:8]
-            raise KeyError(f"unknown {what} {name!r}; there are {', '.join(map(repr, near)) or 'none'}")
+            raise KeyError(unknown_name(what, name, known))
         found += matches
     if len(set(found)) < len(found):
         raise ValueError(f"{what}: a name occurs twice in {found}")

@@ -40,16 +40,23 @@ def _anchors(text: str) -> set[str]:
 def test_python_blocks_run(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A page's blocks run in order in one namespace, and print what the comments after `print(…)` say, up to `…`."""
+    """A page's blocks run in order in one namespace, and print what the comments after `print(…)` say, up to `…`.
+
+    They also print each block of `text`.
+    """
     if path.name in NEEDS:
         pytest.importorskip(NEEDS[path.name])
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {}
+    everything = ""
     for block in _blocks(path.read_text()):
         exec(compile(block, str(path), "exec"), namespace)
         printed = capsys.readouterr().out
+        everything += printed
         for expected in re.findall(r"^ *print\(.*\) +# ([^…\n]*)", block, re.MULTILINE):
             assert expected in printed
+    for expected in re.findall(r"^```text\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE):
+        assert expected in everything
 
 
 def test_every_task_has_an_example() -> None:

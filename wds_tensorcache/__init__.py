@@ -25,6 +25,7 @@ from wds_tensorcache.integrations.webdataset_tar import TarSamples, tarfile_to_s
 from wds_tensorcache.reading.base_cache import BatchInfo, Cache
 from wds_tensorcache.reading.batch.collate import Pad, pad
 from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.description import Description, TensorDescription, ValueDescription
 from wds_tensorcache.reading.join import JoinedCache, join
 from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.open_cache import open
@@ -48,6 +49,7 @@ __all__ = [
     "BatchInfo",
     "Cache",
     "Decode",
+    "Description",
     "EncodeError",
     "Entry",
     "EpochOrder",
@@ -78,9 +80,11 @@ __all__ = [
     "TarSamples",
     "TensorCache",
     "TensorCacheError",
+    "TensorDescription",
     "TensorSchema",
     "TorchLoader",
     "UnsafeSkeletonError",
+    "ValueDescription",
     "build",
     "decode",
     "decode_sample",

@@ -1,4 +1,4 @@
-"""Every error that this package raises on purpose.
+"""Every error that this package raises on purpose, and the lists of known names in their messages.
 
 TensorCacheError
 ├── FormatError             (ValueError)             bytes that break a rule of FORMAT.md
@@ -13,9 +13,12 @@ TensorCacheError
 
 from __future__ import annotations
 
+import difflib
 import errno
 import pickle
 import tarfile
+from collections.abc import Collection
+from itertools import islice
 from typing import Literal, TypeVar
 
 __all__ = [
@@ -29,6 +32,8 @@ __all__ = [
     "TarFormatError",
     "TensorCacheError",
     "UnsafeSkeletonError",
+    "list_names",
+    "unknown_name",
 ]
 
 _Error = TypeVar("_Error", bound="TensorCacheError")
@@ -138,3 +143,29 @@ class StaleCacheError(TensorCacheError, ValueError):
 
 class InvalidKeyError(TensorCacheError, ValueError):
     """A sample key or cache name that breaks a naming rule of FORMAT.md; the message names the rule."""
+
+
+_NUM_LISTED, _NUM_COMPARED, _NUM_CHARS = 8, 1000, 80
+
+
+def list_names(known: Collection[object], wanted: object = "", count: int | None = None) -> str:
+    """Return known names as text for a message, for example `'latent', 'text' and 3 more`.
+
+    Of the first 1,000 names, those similar to `wanted` come first. At most 8 names are listed, each with at most 80 characters.
+
+    Args:
+        known: Names, in the order in which to list them.
+        wanted: Name that was looked up.
+        count: Number of all names, if `known` has only some of them.
+    """
+    texts = {str(name)[:_NUM_CHARS]: name for name in islice(known, _NUM_COMPARED)}
+    near = difflib.get_close_matches(str(wanted)[:_NUM_CHARS], texts, _NUM_LISTED, cutoff=0.5)
+    listed = list(dict.fromkeys([*near, *texts]))[:_NUM_LISTED]
+    num_more = (len(known) if count is None else count) - len(listed)
+    text = ", ".join(f"{texts[name]!r:.{_NUM_CHARS}}" for name in listed) or "none"
+    return f"{text} and {num_more:,} more" if num_more else text
+
+
+def unknown_name(what: str, wanted: object, known: Collection[object]) -> str:
+    """Return the message for an unknown name of a tensor, a member, …: `unknown tensor 'laten'; there are 'latent', 'text'`."""
+    return f"unknown {what} {wanted!r:.100}; there are {list_names(known, wanted)}"

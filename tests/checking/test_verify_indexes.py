@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import wds_tensorcache as tc
+from tests.codec.second_shards import build_trailer, index_arrays
 from tests.shards.damage import faults, flip, members, write
 from wds_tensorcache.shards.footer import build_footer
 from wds_tensorcache.shards.index_builder import scan_shard
@@ -50,6 +51,43 @@ def test_an_index_beside_the_shard(tmp_path: Path) -> None:
     keys.text[4] += 5
     sidecar.write_bytes(build_footer(dataclasses.replace(index, keys=keys), path.stat().st_size))
     assert sorted({key for key, _ in faults(path)}) == ["001", "051"]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["whole", "damaged"])
+@pytest.mark.parametrize("beside", [False, True], ids=["footer", "beside"])
+def test_an_index_with_a_key_twice(tmp_path: Path, beside: bool, is_damaged: bool) -> None:
+    """Also if another sample is damaged."""
+    path = write(tmp_path, 4, dali_index=False)
+    shard = bytearray(path.read_bytes())
+    arrays, names, end = index_arrays(shard)
+    for name, array in arrays.items():
+        if name.startswith(("cache", "member")):
+            array.append(array[1])
+    arrays["keys.text"] += b"001"
+    arrays["keys.ends"].append(15)
+    if is_damaged:
+        shard[members(path)["003.safetensors"][1] - 1] ^= 1
+    archive = bytes(shard[: end + 1024])
+    path.write_bytes(archive if beside else archive + build_trailer(arrays, names, end))
+    if beside:
+        Path(f"{path}.index").write_bytes(build_trailer(arrays, names, end, len(archive)))
+    found = faults(path)
+    assert (None, f"{'000000.tar.index' if beside else 'the index at its end'} lists a sample twice") in found
+    assert ("003" in {key for key, _ in found}) == is_damaged
+
+
+def test_bytes_between_the_marker_and_the_index(tmp_path: Path) -> None:
+    path = write(tmp_path, 3, dali_index=False)
+    shard = path.read_bytes()
+    arrays, names, end = index_arrays(shard)
+    nbytes = len(build_trailer(arrays, names, end, 1))
+    for between in (bytes(1024), bytes(1000) + b"what is this?".ljust(24)):
+        before = shard[: end + 1024] + between + bytes(-nbytes % 512)
+        path.write_bytes(before + build_trailer(arrays, names, end, len(before) + nbytes))
+        assert len(tc.open(path)) == 3
+        what = "the bytes between the end-of-archive marker and the index at its end are not zeros"
+        assert faults(path) == ([(None, what)] if any(between) else [])
+    assert tc.verify(path).faults[0].offset == end + 1024 + 1000
 
 
 def test_dali_index(tmp_path: Path) -> None:

@@ -171,7 +171,8 @@ def escape(key: str) -> str:
 
 
 class Writer:
-    def __init__(self) -> None:
+    def __init__(self, sort_keys: dict[int, tuple[bytes, bytes]] | None = None) -> None:
+        self.sort_keys = {} if sort_keys is None else sort_keys  # by the id of an element of a set
         self.tensors: dict[str, tuple[str, str, tuple[int, ...], str | None, bytes]] = {}
         self.out: list[Any] = []  # bytes, a Slot, or a Slot that is fetched, in a tuple
         self.known: dict[Any, Slot] = {}
@@ -294,7 +295,7 @@ class Writer:
             self.many(b"u", pairs, depth)
         elif cls in (set, frozenset):
             count = [0]
-            elements = [(v, path, count) for v in sorted(value, key=lambda v: self.alone(v, path, depth + 1))]
+            elements = [(v, path, count) for v in sorted(value, key=lambda v: self.sort_key(v, path, depth + 1))]
             if cls is set:
                 self.many(b"\x90", elements, depth)
             else:
@@ -333,12 +334,17 @@ class Writer:
         self.out += [b"\x85", b"R"]
         self.keep(name)
 
-    def alone(self, value: Any, path: str, depth: int) -> bytes:
+    def sort_key(self, value: Any, path: str, depth: int) -> tuple[bytes, bytes]:
+        """Return the bytes that an element has alone, and the dtypes and shapes of its tensors."""
         if type(value) in ATOMS:
-            return write_atom(value)
-        writer = Writer()
-        writer.put(value, path, [0], depth)
-        return writer.body() + b"".join(tensor[-1] for tensor in writer.tensors.values())
+            return write_atom(value), b""
+        if id(value) not in self.sort_keys:
+            alone = Writer(self.sort_keys)
+            alone.put(value, path, [0], depth)
+            content = alone.body() + b"".join(tensor[-1] for tensor in alone.tensors.values())
+            forms = "".join(f"{stored}{list(shape)}" for _, stored, shape, *_ in alone.tensors.values())
+            self.sort_keys[id(value)] = content, forms.encode()
+        return self.sort_keys[id(value)]
 
 
 def build_safetensors(tensors: list[tuple[str, str, tuple[int, ...], bytes]]) -> bytes:

@@ -42,7 +42,8 @@ def tar_header(name: str, nbytes: int) -> bytes:
 
 def ustar_header(name: str, nbytes: int, kind: bytes = b"0") -> bytes:
     header = bytearray(512)
-    header[: len(name)] = name.encode("ascii")
+    raw = name.encode("utf-8", "surrogateescape")
+    header[: len(raw)] = raw
     header[100:124] = (b"0000444\0" if kind == b"0" else b"0000000\0") + 2 * b"0000000\0"
     header[124:148] = b"%011o\0" % nbytes + b"0" * 11 + b"\0"
     header[148:157] = b" " * 8 + kind
@@ -244,6 +245,7 @@ def _parse_index(index: bytes, end: int) -> tuple[dict[str, Any], dict[str, Any]
     check(len(set(names["members"])) == len(names["members"]), "4.2: twice")
     check(len(set(names["caches"])) == len(names["caches"]), "4.2: twice")
     check(all(type(name) is str and name == name.lower() for name in names["members"]), "4.3: members")
+    "".join(names["members"]).encode("utf-8", "surrogateescape")
     check(all(name == "" or _NAME.fullmatch(name) for name in names["caches"]), "4.3: caches")
     check(type(names.get("fingerprint", {})) is dict, "4.3: fingerprint")
     for form, texts in zip(names["forms"], names["references"], strict=True):
@@ -331,6 +333,12 @@ def read_manifest(content: bytes) -> list[tuple[str, int, int]]:
             check(all(type(n) is int and 0 <= n < 1 << 63 for n in numbers), "4.6: numbers")
             found.append((shard["url"], *numbers))
         unique([(url, None) for url, *_ in found])
+        for name in ("caches", "fingerprints"):
+            table = ours.get(name)
+            listed = [table.get(url) for url, *_ in found] if type(table) is dict else []
+            check(all(value is None or type(value) is dict for value in listed), "4.6: object or null")
+            counts = [n for value in listed if name == "caches" and value for n in value.values()]
+            check(all(type(n) is int and 1 <= n < 1 << 63 for n in counts), "4.6: counts")
         return found  # type: ignore[return-value]
     except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise Refused(repr(exc)) from exc

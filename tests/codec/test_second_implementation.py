@@ -23,9 +23,10 @@ from tests.codec import second_shards
 from tests.interop.other_python import read_folder
 from tests.same import assert_same
 from tests.strategies import samples
+from wds_tensorcache.reading.find_shards import find_shards
 from wds_tensorcache.shards.footer import build_footer, parse_footer, read_footer
 from wds_tensorcache.shards.index_builder import scan_shard
-from wds_tensorcache.shards.manifest import ShardEntry, read_manifest
+from wds_tensorcache.shards.manifest import ShardEntry, read_manifest, write_manifest
 from wds_tensorcache.shards.tar.headers import build_tar_header
 
 OPCODES = b"()]}\x85\x86\x87t\x8c\x94hjR\x93.N0ueasK\x81b\x8f\x90\x911\x95"
@@ -60,6 +61,24 @@ def test_members_are_equal(sample: Any) -> None:
     members = tc.encode_sample(sample)
     assert second.encode(sample) == members
     assert_same(sample, second.decode(*members, verify=True))
+
+
+ELEMENT, OTHER = (torch.tensor([5]),), (torch.tensor([1]),)
+ZEROS = [torch.zeros(shape, dtype=dtype) for dtype in (torch.int32, torch.float32) for shape in (2, (2, 1), (1, 2))]
+SETS: dict[str, Any] = {
+    "an element of two sets": {"a": {ELEMENT}, "b": {ELEMENT, OTHER}},
+    "an element of two sets, in another order": {"b": {ELEMENT, OTHER}, "a": {ELEMENT}},
+    "an element of an inner set": {"a": {(1, frozenset({ELEMENT}))}, "b": {ELEMENT, OTHER}},
+    "an element of a key's set": {"b": {(frozenset({ELEMENT}), 1): 0}, "a": {ELEMENT, OTHER}},
+    "tensors that differ in dtype and shape alone": set(ZEROS),
+    "a tensor of an inner set": {"a": {(frozenset({torch.tensor([i])}), torch.tensor([1])) for i in range(9)}},
+    "a tensor of an inner set alone": {"a": {(i, frozenset({torch.tensor([i])})) for i in range(9)}},
+}
+
+
+@pytest.mark.parametrize("case", SETS)
+def test_sets_are_sorted_alike(case: str) -> None:
+    assert second.encode(SETS[case]) == tc.encode_sample(SETS[case])
 
 
 def mutate(raw: bytes, begin: int, choose: random.Random) -> bytes:
@@ -295,6 +314,8 @@ MEMBERS_OF_SHARDS: dict[str, tuple[bool, dict[str, bytes]]] = {
         dict.fromkeys(["a.", "__a.b", "d/__m__/a.b", "x y.z", "d.d/a.b", "../a.b"], b""),
     ),
     "suffixes in capitals": (True, dict(zip(["k.SKEL.pyd", "k.SafeTensors", "k.TXT"], (*BOUND, b""), strict=True))),
+    "suffixes beyond ASCII": (True, dict.fromkeys(["k.Ä.TXT", "k.\u0130", "k.t\udcffXT", "k.\udcc3", "j.Σ"], b"")),
+    "a suffix twice, beyond ASCII": (False, {"k.Ä": b"", "k.ä": b""}),
     "one suffix twice": (False, {"k.TXT": b"", "k.txt": b""}),
     "a key apart": (False, {"a.x": b"", "b.x": b"", "a.y": b""}),
     "no tensors": (False, {"k.skel.pyd": BOUND[0]}),
@@ -344,7 +365,9 @@ def write_ours(folder: Path, shards: dict[str, second_shards.Shard], **options: 
                 sink.write(key, **named, **dict(others))
 
 
-@pytest.mark.parametrize("fingerprint", [None, {"model": "m", "crop": {"y": [2, 1], "é": None}}])
+@pytest.mark.parametrize(
+    "fingerprint", [None, {"model": "m", "crop": {"y": [2, 1], "é": None}, "Scale": [1e16, 1.5e-7, -0.0, 2.0]}]
+)
 def test_shards_and_what_is_beside_them_are_equal(fingerprint: Any, tmp_path: Path) -> None:
     rows = shard_samples(12)
     shards = {"b.tar": rows[:7], "a.tar": rows[7:]}
@@ -370,21 +393,94 @@ MANIFESTS = {  # what is replaced, by what, and whether it is accepted
     "a url twice in one entry": ('{"url"', '{"url": "a.tar", "url"', False),
     "a number that is none": ('"version": 1', '"version": 1, "new": NaN', False),
     "a number of samples of -0": ('"nsamples": 1', '"nsamples": -0', False),
+    "a number of samples of 1.0": ('"nsamples": 1', '"nsamples": 1.0', False),
+    "a number of samples of 1e0": ('"nsamples": 1', '"nsamples": 1e0', False),
+    "a wids_version of 1.0": ('"wids_version": 1', '"wids_version": 1.0', False),
+    "a version of 1e0": ('"version": 1', '"version": 1e0', False),
+    "a count of 0": ('{"": 1}', '{"": 0}', False),
+    "a count of 1.0": ('{"": 1}', '{"": 1.0}', False),
+    "a count of 2^63": ('{"": 1}', '{"": 9223372036854775808}', False),
+    "counts that are a list": ('{"": 1}', "[1]", False),
+    "no counts for a shard": ('{"": 1}', "null", True),
+    "no counts": ('{"a.tar": {"": 1}}', "[]", True),
+    "a count of 0 for a url that is not listed": ('{"a.tar"', '{"b.tar": {"": 0}, "a.tar"', True),
+    "a count of 0 for another spelling of the url": ('{"a.tar"', '{"./a.tar": {"": 0}, "a.tar"', True),
+    "a fingerprint that is a text": ('"caches"', '"fingerprints": {"a.tar": "m"}, "caches"', False),
+    "a fingerprint of a url that is not listed": ('"caches"', '"fingerprints": {"b.tar": "m"}, "caches"', True),
 }
 
 
 @pytest.mark.parametrize("change", MANIFESTS)
 def test_manifests_are_refused_alike(change: str, tmp_path: Path) -> None:
     before, after, is_accepted = MANIFESTS[change]
-    whole = second_shards.build_manifest({"a.tar": second_shards.write_shard(shard_samples(1))}).decode()
+    shard = second_shards.write_shard(shard_samples(1))
+    whole = second_shards.build_manifest({"a.tar": shard}).decode()
     assert before in whole
+    (tmp_path / "a.tar").write_bytes(shard)
     (tmp_path / "manifest.json").write_text(whole.replace(before, after, 1))
-    ours, theirs = outcomes(
-        lambda: read_manifest(str(tmp_path / "manifest.json"))[0],
+    ours, _ = outcomes(
+        lambda: find_shards(tmp_path),
         lambda: second_shards.read_manifest((tmp_path / "manifest.json").read_bytes()),
     )
     assert isinstance(ours, second.Refused) != is_accepted
-    assert not is_accepted or ours == [ShardEntry(*entry) for entry in theirs]
+    assert not is_accepted or [(Path(path).name, counts.num_samples) for path, counts, _ in ours] == [("a.tar", 1)]
+
+
+def test_a_manifest_that_is_changed(tmp_path: Path) -> None:
+    """Keys under `tensorcache` stay where they were, except `caches` and `fingerprints`; other unknown keys are dropped."""
+    rows = shard_samples(12)
+    write_ours(tmp_path, {"b.tar": rows[:7]}, fingerprint={"model": "m"})
+    path = tmp_path / "manifest.json"
+    document = json.loads(path.read_text())
+    ours = document["tensorcache"]
+    ours["caches"]["gone.tar"] = {"": 3}
+    changed = {"new": 1, "caches": ours["caches"], "version": 1, "fingerprints": ours["fingerprints"], "other": [2.0]}
+    document |= {"name": "x", "tensorcache": changed}
+    document["shardlist"][0]["md5sum"] = "0"
+    path.write_text(json.dumps(document))
+    write_ours(tmp_path, {"a.tar": [(key, [], others) for key, _, others in rows[7:]]})
+    shards = {name: (tmp_path / name).read_bytes() for name in ("a.tar", "b.tar")}
+    lines = second_shards.build_manifest(shards).decode().splitlines()
+    caches = {"a.tar": {}, "b.tar": ours["caches"]["b.tar"], "gone.tar": {"": 3}}
+    last = {"new": 1, "version": 1, "other": [2.0], "caches": caches, "fingerprints": ours["fingerprints"]}
+    lines[-2] = f'"tensorcache": {json.dumps(last)}'
+    assert path.read_text().splitlines() == lines
+
+
+def test_an_empty_manifest_has_an_empty_line(tmp_path: Path) -> None:
+    write_manifest(str(tmp_path / "manifest.json"), [], {"version": 1, "caches": {}})
+    assert (tmp_path / "manifest.json").read_bytes() == second_shards.build_manifest({})
+
+
+PLACES: dict[
+    str, tuple[list[tuple[int, int]], int, bool]
+] = {  # data_offsets, length of the data, whether it is accepted
+    "no tensors": ([], 0, True),
+    "no tensors, but bytes": ([], 1, False),
+    "empty tensors at each end": ([(0, 0), (0, 8), (8, 8), (8, 12), (12, 12), (12, 12)], 12, True),
+    "any order": ([(8, 12), (12, 12), (0, 8), (8, 8)], 12, True),
+    "an empty tensor in another": ([(0, 8), (2, 2)], 8, False),
+    "an empty tensor after the data": ([(0, 8), (9, 9)], 8, False),
+    "only an empty tensor, not at 0": ([(1, 1)], 0, False),
+    "a hole": ([(0, 4), (8, 12)], 12, False),
+    "a hole with an empty tensor": ([(0, 4), (6, 6), (8, 12)], 12, False),
+    "an overlap": ([(0, 8), (4, 12)], 12, False),
+    "a hole at the beginning": ([(4, 8)], 8, False),
+    "a hole at the end": ([(0, 4)], 8, False),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_where_tensors_are(case: str) -> None:
+    places, nbytes, is_accepted = PLACES[case]
+    entries = {
+        str(i): {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+        for i, (begin, end) in enumerate(places)
+    }
+    header = json.dumps(entries).encode()
+    body = b"](" + b"".join(reference(f"tensor:{i}") for i in range(len(places))) + b"e."
+    read = decode_both(b"\x80\x05" + body, struct.pack("<Q", len(header)) + header + bytes(nbytes))
+    assert (read is not None) == is_accepted
 
 
 @pytest.mark.parametrize("text", [{"a": "\ud800"}, {"\ud800": "a"}], ids=["value", "key"])
@@ -454,6 +550,8 @@ CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "references that are an object": lambda arrays, names: names["references"].__setitem__(
         0, dict.fromkeys(names["references"][0], 1)
     ),
+    "a suffix that is not UTF-8": lambda arrays, names: names["members"].__setitem__(0, "\udcff.png"),
+    "a suffix of no bytes": lambda arrays, names: names["members"].__setitem__(0, "\ud800.png"),
     "a suffix in capitals": lambda arrays, names: names["members"].__setitem__(0, "Seg.png"),
     "a suffix twice": lambda arrays, names: names["members"].__setitem__(1, names["members"][0]),
     "a number that is none": lambda arrays, names: names.update(new=float("nan")),
@@ -467,6 +565,7 @@ REFUSED = CHANGES.keys() - {
     "nothing",
     "further arrays and keys",
     "no references",
+    "a suffix that is not UTF-8",
     "white space",
     "letters beyond ASCII",
 }

@@ -5,8 +5,13 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import struct
+from collections import OrderedDict, deque
+from datetime import date
 from enum import Enum
+from typing import Any
+from uuid import UUID
 
+import numpy as np
 import pytest
 import torch
 
@@ -242,6 +247,61 @@ def test_allow_does_not_open_anything_else() -> None:
         refused(call(module, name, b")"), allow=[Trusted])
     refused(text("os") + text("system") + b"\x93)\x81", allow=[Trusted])
     refused(text("builtins") + text("list") + b"\x93)\x81", "NEWOBJ", tc.UnsafeSkeletonError, allow=[Trusted])
+
+
+LISTED_IN_ALLOW: dict[type, bytes] = {
+    deque: call("collections", "deque", b"](K\x01eK\x02\x86"),
+    OrderedDict: call("collections", "OrderedDict", b"]\x85"),
+    date: call("datetime", "date", b"M\xd0\x07K\x01K\x02\x87"),
+    bytearray: call("builtins", "bytearray", b"K\x09\x85"),
+    int: call("builtins", "int", text("12") + b"\x85"),
+    bytes: call("builtins", "bytes", b"K\x09\x85"),
+    frozenset: call("builtins", "frozenset", b"]\x85"),
+    type(None): call("builtins", "NoneType", b")"),
+    torch.dtype: call("torch", "dtype", b")"),
+    np.bool_: call(np.bool_.__module__, np.bool_.__qualname__, b"K\x01\x85"),
+    np.longlong: call("numpy", "longlong", b"K\x01\x85"),
+    type(np.dtype("f4")): call(type(np.dtype("f4")).__module__, type(np.dtype("f4")).__qualname__, b")"),
+    UUID: text("uuid") + text("UUID") + b"\x93)\x81}" + text("int") + b"K\x01sb",
+}
+
+
+@pytest.mark.parametrize("cls", LISTED_IN_ALLOW, ids=lambda cls: cls.__name__)
+def test_listed_types_in_allow_stay_listed(cls: type) -> None:
+    for allow in ([], [cls], [cls, Trusted]):
+        refused(LISTED_IN_ALLOW[cls], allow=allow)
+
+
+def test_listed_types_in_allow_take_no_state() -> None:
+    state = b"}" + text("a") + b"K\x01sb"
+    refused(call("collections", "OrderedDict", b")") + state, "BUILD", allow=[OrderedDict, Trusted])
+
+
+def test_deques_in_allow_count() -> None:
+    many = b"](" + call("collections", "deque", b")") * 1001 + b"e"
+    refused(many, "1000 deques", allow=[deque])
+
+
+def test_listed_types_in_allow_are_written_as_listed_types() -> None:
+    sample = [OrderedDict(a=1), deque([1], 2), np.dtype("f4"), torch.float32, frozenset({1}), UUID(int=1), np.True_]
+    plain = tc.encode_sample(sample)
+    assert tc.encode_sample(sample, allow=[type(value) for value in sample]) == plain
+    assert tc.decode_sample(*plain, allow=[type(value) for value in sample]) == sample
+
+
+class AppendOnly:
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+    def append(self, item: Any) -> None:
+        self.items.append(item)
+
+
+def test_objects_without_extend_receive_items_one_by_one() -> None:
+    cls = call(AppendOnly.__module__, "AppendOnly", b")")
+    for items in (b"K\x01aK\x02a", b"(K\x01K\x02e", b"(eK\x01a(K\x02e"):
+        assert decode(cls + items, allow=[AppendOnly]).items == [1, 2]
+    refused(call(Trusted.__module__, "Trusted", b")") + b"K\x01a", "append", allow=[Trusted])
 
 
 def test_a_newer_version_is_refused_by_its_number() -> None:

@@ -20,11 +20,11 @@ import wds_tensorcache as tc
 from tests.reading.batches import write
 from wds_tensorcache.reading.batch.other_values import Leaves
 
-INSTALL = "needs Lightning and accelerate: pip install pytorch-lightning accelerate"
-pl: Any = pytest.importorskip("pytorch_lightning", reason=INSTALL)
+INSTALL = "needs Lightning and accelerate: pip install lightning accelerate"
+pl: Any = pytest.importorskip("lightning.pytorch", reason=INSTALL)
 accelerate: Any = pytest.importorskip("accelerate", reason=INSTALL)
 from accelerate.utils import recursively_apply, send_to_device  # noqa: E402
-from lightning_fabric.utilities import move_data_to_device  # noqa: E402
+from lightning.fabric.utilities import move_data_to_device  # noqa: E402
 from lightning_utilities import apply_to_collection  # noqa: E402
 
 # their warnings: about workers, devices and deprecations
@@ -235,8 +235,7 @@ def test_a_record_is_immutable_and_pickles(cache: Any) -> None:
             change()
     with pytest.raises(TypeError, match="unhashable"):
         hash(info)
-    text = f"BatchInfo(indices={info.indices!r}, is_padding={info.is_padding!r}, epoch=0, step=2, source=None, cache={cache!r})"
-    assert repr(info) == text
+    assert repr(info).startswith("BatchInfo(4 samples, 1 of them padding, indices=[")
     for made in (pickle.loads(pickle.dumps(info)), copy.copy(info), copy.deepcopy(info)):
         assert type(made) is tc.BatchInfo
         assert made == info

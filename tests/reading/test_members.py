@@ -12,6 +12,7 @@ import torch
 import webdataset as wds
 
 import wds_tensorcache as tc
+from tests.shards.tars import raw_header
 
 COUNT = 11
 
@@ -53,13 +54,39 @@ def test_members(folder: Path) -> None:
 
 def test_what_is_not_there(folder: Path) -> None:
     with tc.open(folder) as cache:
-        for suffix, indices in (("jpg", [1, 2]), ("png", [2]), ("skel.pyd", [2])):
-            with pytest.raises(KeyError, match=r"sample 'k2' has no member .*; its cache has .*'json': 11"):
+        known = "there are .*'json'.*'meta.raw'"
+        for suffix, indices, has in (
+            ("jpg", [1, 2], "4 samples have one"),
+            ("png", [2], known),
+            ("skel.pyd", [2], known),
+        ):
+            with pytest.raises(KeyError, match=f"sample 'k2' has no member '{suffix}'; {has}"):
                 cache.read_members(indices, suffix)
         with pytest.raises(IndexError):
             cache.read_members([COUNT], "json")
         with pytest.raises(KeyError):
             cache.read_members(["k11"], "json")
+
+
+@pytest.mark.parametrize(
+    ("raw", "suffix"),
+    [(b"t\xffXT", "t\udcffxt"), ("Ä.TXT".encode(), "ä.txt"), ("İ".encode(), "i\u0307")],
+    ids=["not UTF-8", "beyond ASCII", "longer in lower case"],
+)
+@pytest.mark.parametrize("index", ["none", "beside", "footer"])
+def test_suffixes_of_other_writers(tmp_path: Path, raw: bytes, suffix: str, index: str) -> None:
+    names = [b"k.S\xe2\x84\xaael.pyd", b"k.safetensors", b"k." + raw]  # with a Kelvin sign, a `k` in lower case
+    members = zip(names, (*tc.encode_sample({"x": torch.tensor([3])}), b"content"), strict=True)
+    parts = [raw_header(name, b"0", b"%011o" % len(c)) + c + bytes(-len(c) % 512) for name, c in members]
+    path = tmp_path / "0.tar"
+    path.write_bytes(b"".join(parts) + bytes(1024))
+    if index != "none":
+        tc.write_index(path, footer=index == "footer")
+    with tc.open(path) as cache:
+        assert cache.members == {suffix: 1}
+        assert cache.read_members(["k"], suffix) == [b"content"]
+        assert cache[0]["x"].load().item() == 3
+    assert tc.verify(path).ok
 
 
 def test_samples_without_the_cache(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.shards.damage import write
+from wds_tensorcache.storage.files import Files
 
 
 @pytest.mark.parametrize("link", [True, False])
@@ -46,8 +47,21 @@ def test_a_folder_has_a_link_to_nothing(tmp_path: Path) -> None:
 def test_it_went_since(tmp_path: Path) -> None:
     path = write(tmp_path, 2)
     cache = tc.open(tmp_path)
-    other = pickle.loads(pickle.dumps(cache))
+    other, listed_nowhere = (pickle.loads(pickle.dumps(each)) for each in (cache, tc.open(path)))
     os.remove(path)
-    for each in (cache, other):
-        with pytest.raises(tc.MissingShardError, match=r"000000\.tar: .* does not exist"):
-            each[0]
+    message = r"000000\.tar: the shard does not exist"
+    for each in (cache, other, cache[::-1], tc.join([cache])):
+        for read in (lambda each=each: each[0], lambda each=each: each.read_batch([1])):
+            with pytest.raises(
+                tc.MissingShardError, match=rf"{message}, but \S+/manifest\.json lists it; .*tc\.repair"
+            ):
+                read()
+    with pytest.raises(tc.MissingShardError, match=f"{message}; copy it again$"):
+        listed_nowhere[0]
+
+
+def test_it_went_while_the_cache_was_opened(tmp_path: Path) -> None:
+    files = Files()
+    with pytest.raises(tc.MissingShardError, match="a.tar: the shard does not exist, but b.json lists it") as caught:
+        files.expect(str(tmp_path / "a.tar"), "b.json")
+    assert isinstance(caught.value.__cause__, FileNotFoundError)

@@ -211,7 +211,7 @@ def test_samples_without_the_cache_and_several_caches(tmp_path: Path) -> None:
             assert "k1" not in texts
             assert texts.read_batch([-1, "k0"])["t"].tolist() == [[18], [0]]
             assert images.read_batch([2, 0])["i"].tolist() == [[16, 16], [8, 8]]
-    with pytest.raises(KeyError, match=r"caches \['image', 'text'\]: choose one"):
+    with pytest.raises(KeyError, match="caches 'image', 'text': choose one"):
         tc.open([str(tmp_path / f"{i}.tar") for i in (1, 0)])
 
 
@@ -233,7 +233,7 @@ def test_select(cache: tc.TensorCache) -> None:
     assert list(cache.select([]).schema) == []
     assert cache.select([])[0]["cond"] == [[None, {"prompt": "photo 0", "size": (64, 48)}]]
     assert list(cache.select(["cond.*"]).select(["*pooled*"])[2:].schema) == ["cond.0.1.pooled_output"]
-    with pytest.raises(KeyError, match=r"unknown tensor 'laten'; there are '.*', 'latent.samples', "):
+    with pytest.raises(KeyError, match=r"unknown tensor 'laten'; there are 'latent.samples', '.*'"):
         cache.select(["laten"])
     with pytest.raises(KeyError, match="unknown tensor 'latent.samples'"):
         view.select(["latent.samples"])

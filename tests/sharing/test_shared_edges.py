@@ -324,7 +324,7 @@ def test_tensors_that_only_some_samples_have(directory: Path) -> None:
         assert view.select("*a*")[1]["mask"].shape == (1,)
         assert "mask" not in shared.select("x").select("mask")[1]
         list(shared)
-        with pytest.raises(KeyError, match="unknown tensor 'musk'; there are 'x', 'mask'"):
+        with pytest.raises(KeyError, match="unknown tensor 'musk'; there are 'mask', 'x'"):
             shared.select("musk")
 
 

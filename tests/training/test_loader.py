@@ -316,4 +316,40 @@ def test_reprs(cache: Any) -> None:
     assert repr(loader) == f"Loader({shown}, epoch=0, step=1)"
     assert repr(tc.torch_loader(cache, 4, **options)) == f"TorchLoader({shown}, epoch=0, step=0)"
     assert repr(tc.StepSampler(cache, 4, **options)) == f"StepSampler({shown}, epoch=0, step=0)"
-    assert "mode='weights'" in repr(tc.Loader(cache, 4, weights=np.ones(COUNT)))
+    assert ", last_batch='short', drawn by weights, epoch=0" in repr(tc.Loader(cache, 4, weights=np.ones(COUNT)))
+
+
+def test_reprs_of_buckets_and_mixes(cache: Any, more: Any) -> None:
+    assert "'short', 3 buckets by the shape of 'y', epoch=0" in repr(tc.Loader(cache, 4, bucket_by="y"))
+
+    def half(entry: Any) -> bool:
+        return int(entry.key) < 10
+
+    assert ", 2 buckets by test_reprs_of_buckets_and_mixes.<locals>.half, " in repr(tc.Loader(cache, 4, bucket_by=half))
+    mix = {"a": (cache, 0.7), "b": (more, 0.3)}
+    with tc.Loader(None, 4, mix=mix, num_threads=0) as loader:
+        assert ", mix of 'a' (70%), 'b' (30%), epoch=0, step=0)" in repr(loader)
+        loader.set_weights({"a": 1e308, "b": 1e308})
+        assert ", mix of 'a' (50%), 'b' (50%), epoch=0, step=0)" in repr(loader)
+    many = {f"{'x' * 1000}{i}": (cache, 1) for i in range(1000)}
+    shown = repr(tc.torch_loader(None, 4, mix=many))
+    assert " and 992 more, epoch=0" in shown
+    assert len(shown) < 1500
+    labels = iter(range(COUNT))
+    shown = repr(tc.StepSampler(cache, 4, bucket_by=lambda entry: "x" * 10_000 + str(next(labels))))
+    assert "23 buckets by " in shown
+    assert len(shown) < 500
+
+
+def test_reprs_of_records(cache: Any) -> None:
+    options: dict[str, Any] = {"rank": 1, "world_size": 2, "last_batch": "pad", "num_threads": 0}
+    *_, (_, info) = tc.Loader(cache.select("x"), 4, **options).with_info()
+    shown = "4 samples, 1 of them padding, indices=[17, 19, 21, 16], epoch=0, step=2, source=None"
+    assert repr(info) == f"BatchInfo({shown}, cache=TensorCache of 23 samples)"
+    assert repr(pickle.loads(pickle.dumps(info))) == f"BatchInfo({shown}, cache=None)"
+    numbers = [*range(COUNT)] * 1000
+    loader = tc.Loader(tc.join([cache])[numbers], 20_000, bucket_by=lambda entry: "y" * 10_000, collate=len)
+    _, info = next(iter(loader.with_info()))
+    shown = repr(info)
+    assert shown.startswith("BatchInfo(20,000 samples, 0 of them padding, indices=[0, 1, 2, 3, 4, 5, 6, 7, …], epoch=0")
+    assert len(shown) < 400

@@ -69,6 +69,61 @@ def test_two_processes(tmp_path: Path) -> None:
     assert done.stdout.count("good") == 2, done.stderr
 
 
+LATE = """
+import sys
+import torch.distributed as dist
+import wds_tensorcache as tc
+
+path, store, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+cache = tc.open(path)
+loaders = {
+    "new": tc.Loader(cache, 4, shuffle=True),
+    "torch": tc.torch_loader(cache, 4, shuffle=True),
+    "resumed": tc.Loader(cache, 4, shuffle=True, last_batch="drop"),
+    "explicit": tc.Loader(cache, 4, shuffle=True, rank=0, world_size=1),
+}
+whole = tc.Loader(cache, 16, shuffle=True, rank=0, world_size=1)
+next(iter(whole))
+loaders["resumed"].load_state_dict(whole.state_dict())  # 5 samples are left, too few for a step of 8
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+for name, loader in loaders.items():
+    world_size = 1 if name == "explicit" else 2
+    wanted = tc.Loader(cache, 4, shuffle=True, rank=rank % world_size, world_size=world_size)
+    if name == "resumed":
+        wanted = tc.Loader(cache, 4, shuffle=True, last_batch="drop", rank=rank, world_size=2)
+        wanted.set_epoch(1)
+    assert len(loader) == len(wanted), name
+    keys = [info.keys for _, info in loader.with_info()]
+    assert keys == [info.keys for _, info in wanted.with_info()], (name, keys)
+    assert f"world_size={world_size}" in repr(loader)
+print("good")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_torch_distributed_is_initialized_later(tmp_path: Path) -> None:
+    """As by trainers that get a loader and then start their processes."""
+    with tc.ShardWriter(tmp_path / "data.tar", fsync=False) as sink:
+        for i in range(21):
+            sink.write(f"{i:03d}", {"x": torch.tensor(i)})
+    arguments = [sys.executable, "-c", LATE, str(tmp_path / "data.tar"), str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*arguments, rank], stdout=subprocess.PIPE, text=True) for rank in ("0", "1")]
+    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["good\n", "good\n"]
+
+
+def test_no_rank_when_training_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer may have set WORLD_SIZE, and initialize torch.distributed later; without this, no rank is guessed."""
+    with tc.ShardWriter(tmp_path / "data.tar", fsync=False) as sink:
+        sink.write("0", {"x": torch.tensor(0)})
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    loader = tc.Loader(tc.open(tmp_path / "data.tar"), 1)
+    for use in (len, list):
+        with pytest.raises(ValueError, match="WORLD_SIZE=2 is set and RANK is not"):
+            use(loader)
+
+
 def test_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_rank(None, None) == (0, 1)
     assert find_rank(2, 5) == (2, 5)

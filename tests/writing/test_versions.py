@@ -162,7 +162,8 @@ def test_drop(tmp_path: Path) -> None:
     tc.drop(tmp_path / "3", tmp_path / "4", iter(gone[3:]))
     compare(tmp_path / "4", tmp_path / "1")
     for keys, error, message in (
-        (["k001", "no"], KeyError, "no sample 'no'"),
+        (["k001", "no"], KeyError, "no sample 'no'; there are 'k000', "),
+        (["k1"], KeyError, "no sample 'k1'; there are 'k.*' and .* more"),
         ([5], KeyError, "no sample 5"),
         ("k001", TypeError, "expected a collection of keys"),
         (list(numbered()), ValueError, "no sample would remain"),

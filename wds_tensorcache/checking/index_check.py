@@ -11,7 +11,7 @@ from typing import Any
 from wds_tensorcache.checking.shard_check import Checked
 from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.shards.dali_index import build_dali_index, list_members, split_line, split_lines
-from wds_tensorcache.shards.footer import build_footer, parse_footer, read_footer
+from wds_tensorcache.shards.footer import build_footer, declared_place, parse_footer, read_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path, sidecar_path
 from wds_tensorcache.shards.names import TENSORS, split_member
@@ -52,13 +52,18 @@ def _check_footer(found: Checked, reported: set[str]) -> ShardIndex | None:
         if file.identity != found.identity:
             raise FormatError("the shard was changed while it was checked")
         index = read_footer(file.read, file.nbytes)
-        at = None if index is not None or end is None else _next_byte(file, end + 512)
+        place = None if index is None else declared_place(file.read, file.nbytes, file.nbytes)
+        at = None
+        if end is not None and (index is None or index.end == end):
+            at = _next_byte(file, end + 512, file.nbytes if place is None else place[0])
     except (FormatError, OSError) as exc:
         found.fault(None, None, f"{where}: {exc}", "index")
         return None
     if index is not None:
         if end is not None and index.end != end:
             found.fault(None, end, f"{where} says that the archive ends at byte {index.end}", "index")
+        elif at is not None:
+            found.fault(None, at, f"the bytes between the end-of-archive marker and {where} are not zeros", "trailing")
         _compare_index(found, index, where, reported)
     elif end is not None and at is not None:
         what = "the bytes after the end-of-archive marker are not an index, or are a damaged or stale index"
@@ -66,10 +71,10 @@ def _check_footer(found: Checked, reported: set[str]) -> ShardIndex | None:
     return index
 
 
-def _next_byte(file: ShardFile, begin: int) -> int | None:
-    """Return the offset of the first byte at or after `begin` that is not zero."""
-    for at in range(begin, file.nbytes, _CHUNK_NBYTES):
-        chunk = file.read(at, min(at + _CHUNK_NBYTES, file.nbytes))
+def _next_byte(file: ShardFile, begin: int, end: int) -> int | None:
+    """Return the offset of the first byte in `[begin, end)` that is not zero; None if there is none."""
+    for at in range(begin, end, _CHUNK_NBYTES):
+        chunk = file.read(at, min(at + _CHUNK_NBYTES, end))
         if chunk.strip(b"\0"):
             return at + len(chunk) - len(chunk.lstrip(b"\0"))
     return None
@@ -81,8 +86,11 @@ def _compare_index(found: Checked, index: ShardIndex, where: str, reported: set[
         return
     num_faults = len(found.report.faults)
     _compare(found, dict(_places(index)), dict(_places(found.index)), where, reported)
-    if len(found.report.faults) == num_faults and not reported and list(index.keys) != list(found.index.keys):
-        found.fault(None, None, f"{where} lists the samples in a different order, or a sample twice", "index")
+    keys = list(index.keys)
+    if len(set(keys)) < len(keys):
+        found.fault(None, None, f"{where} lists a sample twice", "index")
+    elif len(found.report.faults) == num_faults and not reported and keys != list(found.index.keys):
+        found.fault(None, None, f"{where} lists the samples in a different order", "index")
 
 
 def _places(index: ShardIndex) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]]:

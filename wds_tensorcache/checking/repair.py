@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from wds_tensorcache.checking.progress import ByteProgress, ProgressOption
 from wds_tensorcache.checking.report import RepairReport
 from wds_tensorcache.checking.shard_check import Checked
 from wds_tensorcache.checking.verify import check_all
@@ -28,6 +29,7 @@ def repair(
     drop: bool = True,
     num_threads: int | None = None,
     allow: Iterable[type] = (),
+    progress: ProgressOption = None,
 ) -> RepairReport:
     """Write the intact samples of shards into a new folder, with new indexes and a manifest; `source` is not changed.
 
@@ -50,6 +52,7 @@ def repair(
         drop: False raises FormatError, and writes nothing, if a sample is damaged or any part of a tar is lost.
         num_threads: Number of threads, as in `verify`.
         allow: Classes that skeletons may build, as in `verify`.
+        progress: As in `verify`. The bytes of every shard count twice: they are checked, then written.
 
     Returns:
         The faults of `source`, as `verify` reports them, and counts of what was written. The faults name each lost sample
@@ -60,6 +63,7 @@ def repair(
         FileNotFoundError: A file does not exist, or there are no shards.
         FormatError: With `drop=False`, something is damaged or lost; or a shard was changed during the call.
         OSError: The disk is full, the folder around `out` is read-only, …
+        ImportError: `progress` is True, and `tqdm` is not installed.
         ValueError: Two shards in different folders have the same name, two shards would have the same `.idx` file, or `out`
             is an empty string.
 
@@ -67,15 +71,18 @@ def repair(
     """
     out = check_new(out, "choose a new folder for repaired shards")
     report = RepairReport()
-    found = check_all(source, num_threads, allow, report, keep=True)
-    _check_names([checked.path for checked, _ in found])
-    if not drop and (report.num_lost or report.num_missing or any(_has_lost(checked) for checked, _ in found)):
-        what = f"{len(report.faults)} faults, and drop=False allows no loss, so nothing was written"
-        raise FormatError(f"{what}; the first fault: {report.faults[0]}")
-    left = [(checked, made) for checked, made in found if checked.ranges or not _has_lost(checked)]
-    if left:
-        with new_folder(out) as folder:
-            _write(left, folder, report)
+    with ByteProgress(progress, "repair", rounds=2) as bar:
+        found = check_all(source, num_threads, allow, report, bar, keep=True)
+        _check_names([checked.path for checked, _ in found])
+        if not drop and (report.num_lost or report.num_missing or any(_has_lost(checked) for checked, _ in found)):
+            what = f"{len(report.faults)} faults, and drop=False allows no loss, so nothing was written"
+            raise FormatError(f"{what}; the first fault: {report.faults[0]}")
+        left = [(checked, made) for checked, made in found if checked.ranges or not _has_lost(checked)]
+        bar.begin_next()
+        if left:
+            with new_folder(out) as folder:
+                _write(left, folder, report, bar)
+        bar.finish_round()
     return report
 
 
@@ -98,7 +105,9 @@ def _check_names(paths: list[str]) -> None:
         by_name[idx] = path
 
 
-def _write(found: list[tuple[Checked, Mapping[str, Any] | None]], folder: str, report: RepairReport) -> None:
+def _write(
+    found: list[tuple[Checked, Mapping[str, Any] | None]], folder: str, report: RepairReport, bar: ByteProgress
+) -> None:
     listing, files = Listing(), Files()
     for checked, fingerprint in found:
         if files.get(checked.path).identity != checked.identity:
@@ -111,4 +120,5 @@ def _write(found: list[tuple[Checked, Mapping[str, Any] | None]], folder: str, r
         report.num_shards_written += 1
         report.num_samples_written += len(index.keys)
         report.nbytes_written += os.path.getsize(path)
+        bar.finish(checked.path)
     listing.write(os.path.join(folder, MANIFEST), listing.entries)  # in the order of the sample indices

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
@@ -97,8 +97,13 @@ class Checked:
         self.report.faults.append(Fault(self.path, key, offset, what, kind))
 
 
-def check_shard(path: str, allow: Mapping[tuple[str, str], type], readers: Readers) -> Checked:
-    """Check a shard in one pass over its bytes, or in two.
+def check_shard(
+    path: str,
+    allow: Mapping[tuple[str, str], type],
+    readers: Readers,
+    reach: Callable[[int], object] = lambda offset: None,
+) -> Checked:
+    """Check a shard in one pass over its bytes, or in two. After each sample, call `reach` with the offset of its end.
 
     The second pass is needed if the first shows that it kept the wrong one of several samples with the same key, or that
     samples have fewer caches than the index lists.
@@ -108,14 +113,14 @@ def check_shard(path: str, allow: Mapping[tuple[str, str], type], readers: Reade
     """
     file = ShardFile(path)
     better: dict[str, int] = {}
-    found = _check_all(file, allow, readers, better, {})
+    found = _check_all(file, allow, readers, better, {}, reach)
     listed: dict[str, int] = {}
     if found.report.faults:
         has = _count_caches(found.index)
         index = next(stored(file, lambda each: stale_footer(each.read, each.nbytes, file.nbytes), lenient=True), None)
         counts = {} if index is None else _count_caches(index)
         listed = {key: count for key, count in counts.items() if has.get(key, count) < count}
-    return _check_all(file, allow, readers, better, listed) if better or listed else found
+    return _check_all(file, allow, readers, better, listed, reach) if better or listed else found
 
 
 def _count_caches(index: ShardIndex) -> dict[str, int]:
@@ -132,6 +137,7 @@ def _check_all(
     readers: Readers,
     better: dict[str, int],
     listed: Mapping[str, int],
+    reach: Callable[[int], object],
 ) -> Checked:
     """Check a shard in one pass. Of samples with the same key, keep the first without a fault.
 
@@ -148,6 +154,7 @@ def _check_all(
     with ReadAhead(file, readers) as ahead:
         for sample in _complete(_samples(found, file, ahead, common), ahead):
             key = sample.key
+            reach(sample.ranges[-1].end)
             caches, others = _check(sample, allow)
             report.num_samples += 1
             if len(caches) < listed.get(key, 0) and not sample.faults:

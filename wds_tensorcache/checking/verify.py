@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from wds_tensorcache.checking.index_check import check_indexes
+from wds_tensorcache.checking.progress import ByteProgress, ProgressOption
 from wds_tensorcache.checking.report import Fault, Report
 from wds_tensorcache.checking.shard_check import Checked, check_shard
 from wds_tensorcache.codec.skeleton.types import allow_table
@@ -25,7 +28,9 @@ from wds_tensorcache.storage.threads import ThreadPool, run_in_order
 __all__ = ["check_all", "verify"]
 
 
-def verify(source: Any, *, num_threads: int | None = None, allow: Iterable[type] = ()) -> Report:
+def verify(
+    source: Any, *, num_threads: int | None = None, allow: Iterable[type] = (), progress: ProgressOption = None
+) -> Report:
     """Check every byte that a checksum or digest covers, and whether sidecars and manifest match the shards.
 
     `verify` recomputes the checksums of all tar headers and both digests of every sample, and decodes every skeleton. It
@@ -38,12 +43,16 @@ def verify(source: Any, *, num_threads: int | None = None, allow: Iterable[type]
         num_threads: Number of threads; by default the number of cores.
         allow: Classes that skeletons may build; only for shards that you trust. Samples that need other classes are
             counted in `Report.num_unread`: only their digests are compared.
+        progress: Show rate and time left with `tqdm`; by default only if `tqdm` is installed and stderr is a terminal. Or a
+            function of the bytes that are checked and the bytes in all: `progress=lambda done, total: …`. The caller's thread
+            calls it at the beginning, after each shard, and ten times a second during large shards.
 
     Returns:
         A report of all faults.
 
     Raises:
         FileNotFoundError: A file does not exist, or there are no shards.
+        ImportError: `progress` is True, and `tqdm` is not installed.
 
     The report shows damage, not malice: an attacker can store the right digests for a forged sample. `open` and `decode` are
     safe with any shard, and refuse the classes in `Report.needs`.
@@ -51,14 +60,15 @@ def verify(source: Any, *, num_threads: int | None = None, allow: Iterable[type]
     Memory: at most 16 MiB per thread, plus the indexes of one shard per thread.
     """
     report = Report()
-    check_all(source, num_threads, allow, report)
+    with ByteProgress(progress, "verify") as bar:
+        check_all(source, num_threads, allow, report, bar)
     return report
 
 
 def check_all(
-    source: Any, num_threads: int | None, allow: Iterable[type], report: Report, keep: bool = False
+    source: Any, num_threads: int | None, allow: Iterable[type], report: Report, bar: ByteProgress, keep: bool = False
 ) -> list[tuple[Checked, Mapping[str, Any] | None]]:
-    """Fill in `report`; with `keep`, return the findings of each shard and its fingerprint."""
+    """Fill in `report`, and show the progress in `bar`; with `keep`, return the findings of each shard and its fingerprint."""
     num_threads = num_cores() if num_threads is None else num_threads
     if num_threads < 1:
         raise ValueError(f"num_threads={num_threads}, expected at least 1")
@@ -73,6 +83,7 @@ def check_all(
     for path, *_ in find_shards(source, listed):
         spellings.setdefault(os.path.realpath(path), path)
     paths = list(spellings.values())
+    bar.begin({path: _nbytes(path) for path in paths})
     with_idx = {_without_number(path) for path in paths if os.path.exists(dali_index_path(path))}
     kept, keys = [], []
     # if there are fewer shards than threads, the other threads read ahead
@@ -83,20 +94,22 @@ def check_all(
             return stack.enter_context(ThreadPool(count, "tensorcache-verify")) if count else None
 
         readers = Readers(start(num_threads - walkers), max(1, num_threads // walkers - 1))
-        walking = start(walkers if num_threads > 1 else 0)
+        # this thread only waits, and shows the progress
+        walking = start(walkers if num_threads > 1 or bar.is_shown else 0)
         stack.callback(
             setattr, readers, "is_stopped", True
         )  # so that an interrupt does not wait for the rest of large shards
 
         def check(path: str) -> tuple[Checked, Mapping[str, Any] | None] | Fault:
             try:
-                found = check_shard(path, table, readers)
+                found = check_shard(path, table, readers, partial(bar.reach, path))
             except (FormatError, OSError) as exc:
                 kind = exc.kind if isinstance(exc, FormatError) else "unreadable"
                 return Fault(path, None, None, f"cannot be opened: {_reason(exc)}", kind)
             return found, check_indexes(found, _without_number(path) in with_idx)
 
-        for result in run_in_order(paths, check, walking, walkers):
+        for path, result in zip(paths, run_in_order(paths, check, walking, walkers, bar.show), strict=True):
+            bar.finish(path)
             if isinstance(result, Fault):
                 report.faults.append(result)
                 report.num_missing += 1
@@ -115,6 +128,13 @@ def check_all(
 
 def _reason(error: FormatError | OSError) -> str:
     return error.reason if isinstance(error, FormatError) else str(error)
+
+
+def _nbytes(path: str) -> int:
+    """Return the length of a file; 0 if it cannot be found, which is then a fault."""
+    with contextlib.suppress(OSError):
+        return os.path.getsize(path)
+    return 0
 
 
 def _without_number(path: str) -> str:

@@ -44,7 +44,7 @@ Preamble = tuple[int, int | None, int | None, int | None]
 
 
 def tensors_digest(header: bytes | memoryview, buffers: Iterable[Any] = ()) -> int:
-    """Return the XXH3-64 of `header` (or a whole member) and `buffers`, leaving out all bytes up to the digest's end."""
+    """Return the XXH3-64 of what follows the 16 stored digits: the rest of `header` (or of a whole member), then `buffers`."""
     digest = xxhash.xxh3_64(memoryview(header)[DIGITS_END:])
     for buffer in buffers:
         digest.update(buffer)

@@ -101,7 +101,10 @@ def _list_records(raw: bytes) -> dict[str, memoryview]:
 
 
 def _translate(pickled: bytes) -> bytes:
-    """Translate a pickle to the opcodes of skeletons, and BINPERSID for storages; leave out PROTO and FRAME."""
+    """Return the pickle with the memo opcodes and globals of skeletons, and without PROTO and FRAME.
+
+    All other opcodes are kept, among them BINPERSID, which names a storage. `unpickle` refuses those that it does not know.
+    """
     parts: list[bytes] = []
     memo: dict[int, int] = {}
     num_memoized = 0

@@ -108,9 +108,9 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
     worker ends the iteration and is raised here with its type and attributes; the position stays after the last batch
     returned.
 
-    Lightning saves and restores the state; on several ranks it needs `Trainer(use_distributed_sampler=False)`. accelerate makes
-    a new `DataLoader` from the sampler and the dataset; with `use_stateful_dataloader=True`, the state of the new one is exact.
-    On several ranks, do not pass the loader to accelerate's `prepare`.
+    Lightning saves and restores the state. On one rank, accelerate's `prepare` makes a new `DataLoader` from the sampler and
+    the dataset; with `use_stateful_dataloader=True`, the state of the new one is exact. On several ranks, `prepare` returns
+    this loader: its batches stay on the CPU.
 
     Threads/fork/pickle: used by one thread, in the process that made the loader.
     """
@@ -126,6 +126,9 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         self._plan = dataset.sampler
         batch_sampler = self._plan if batch_sampler is None else batch_sampler  # or Lightning's, which wraps it
         super().__init__(dataset, batch_sampler=batch_sampler, **{"collate_fn": _same} | options)
+        # Lightning and accelerate would distribute the steps of this rank among all ranks once more, unless they find these.
+        vars(self)["sampler"] = self._plan  # a DistributedSampler
+        self._is_accelerate_prepared = self._plan._course.world_size > 1
 
     def __iter__(self) -> Any:
         return self._begin(with_info=False)

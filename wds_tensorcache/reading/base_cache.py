@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from wds_tensorcache.errors import TensorCacheError
+from wds_tensorcache.errors import TensorCacheError, list_names
 from wds_tensorcache.reading.batch.collate import Pad, PadValue
-from wds_tensorcache.reading.keys import KeysView
-from wds_tensorcache.reading.positions import numbers_of
-from wds_tensorcache.reading.schema import Entry, TensorSchema, describe
+from wds_tensorcache.reading.description import Contents, Description
+from wds_tensorcache.reading.keys import KeysView, respelled
+from wds_tensorcache.reading.positions import numbers_of, spread
+from wds_tensorcache.reading.schema import Entry, TensorSchema, format_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypeVar
@@ -32,6 +33,8 @@ __all__ = ["BatchInfo", "Cache"]
 
 _Batch = TypeVar("_Batch")
 Array = np.ndarray[Any, Any]
+_NUM_KEYS = 16  # keys, spread over the cache, that an error compares with an unknown one
+_NUM_INDICES = 8  # indices that the repr of a BatchInfo shows
 _SHOWN = 1000  # a repr examines at most this many samples, shards and tensors
 
 
@@ -112,6 +115,22 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Number of samples that have a member `KEY.suffix` outside all caches, by suffix: `{"jpg": 100, "json": 100}`."""
         return {suffix: int(np.count_nonzero(having)) for suffix, having in self._having().items()}
 
+    def describe(self) -> Description:
+        """Return a description of the tensors, small values and members, whose repr is a summary of bounded length.
+
+        Tensors and members of all samples are counted in the indexes. Values are those of at most 64 samples, spread over the
+        cache. A `SharedDataset` loads no sample: it describes at most 1,000 of the samples that are in shared memory.
+
+        Raises:
+            FormatError: A shard is damaged, or does not match its index; or a sample needs a class that is not in `allow=`.
+
+        Cost: loads the index of every shard; a few numpy operations per shard and tensor; and reads at most 64 skeletons of
+            each cache. No tensor is read.
+        """
+        contents = Contents(len(self))
+        self._collect(contents)
+        return contents.description(len(self), self.num_shards, self.members, self.fingerprint)
+
     @abstractmethod
     def select(self, patterns: str | Iterable[str]) -> Self:
         """Return a view of the tensors whose names match `patterns`, for example `"cond.*"`.
@@ -130,7 +149,15 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         Args:
             predicate: Function of an entry, which has `.key`, `.nbytes` (bytes of the sample's tensors) and `.shapes` (shape
                 by tensor name).
+
+        Raises:
+            KeyError: `predicate` looked up the shape of a tensor that a sample lacks; `entry.shapes.get` returns None instead.
+            TypeError: `predicate` is not a function.
         """
+        if not callable(predicate):
+            raise TypeError(
+                f"filter takes a function of an entry, got {predicate!r:.100}; select takes names of tensors"
+            )
         kept = (number for number, entry in enumerate(self._entries()) if predicate(entry))
         return self._take(np.fromiter(kept, np.int64))
 
@@ -265,7 +292,9 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         found = self._find_members(request, suffix, range(len(request)))
         for i in range(len(request)):
             if i not in found:
-                raise KeyError(f"sample {request.key(i)!r} has no member {suffix!r}; its cache has {self.members}")
+                count = (members := self.members).get(suffix)
+                has = f"there are {list_names(members, suffix)}" if count is None else f"{count:,} samples have one"
+                raise KeyError(f"sample {request.key(i)!r} has no member {suffix!r:.100}; {has}")
         return [found[i] for i in range(len(request))]
 
     @abstractmethod
@@ -289,7 +318,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         lines = [f"{type(self).__name__}: {counts}{self._shown_nbytes()}"]
         try:
             schema = self[:_SHOWN].schema
-            lines += [f"  {name}: {describe(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)]
+            lines += [f"  {name}: {format_tensor(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)]
             if len(self) > _SHOWN:
                 lines.append(f"  (tensors of the first {_SHOWN:,} samples)")
         except (TensorCacheError, OSError, ValueError) as exc:  # the cache is closed or damaged
@@ -306,6 +335,18 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def _numbers(self, indices: Any) -> Array:
         """Return sample indices, int64 `[B]`, for indices, keys or a mask."""
         return numbers_of(indices, len(self), self._find)
+
+    def _near_keys(self, key: str) -> str:
+        """Return a list of keys for a message: other spellings of `key` that exist, or else some keys, similar ones first."""
+        keys = self.keys()
+        known = [other for other in respelled(key, len(keys[0]) if len(keys) else 0) if other in self]
+        if not known:
+            known = [*self._neighbors(key), *(keys[number] for number in spread(len(self), _NUM_KEYS))]
+        return list_names(known, key, len(self))
+
+    def _neighbors(self, key: str) -> list[str]:
+        """Return a few keys that are next to an unknown key in ascending order, if that is quick."""
+        return []
 
     def _shapes(self, numbers: Array) -> dict[str, torch.Tensor]:
         """Return shapes by tensor name, int64 `[B, ndim]`, of all tensors that have the same ndim in all samples."""
@@ -340,6 +381,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     @abstractmethod
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
         """Yield an `Entry` for each sample; `selected` leaves out the shapes of tensors that are not selected."""
+
+    @abstractmethod
+    def _collect(self, contents: Contents, prefix: str = "") -> None:
+        """Add tensors and values to `contents`, with `prefix` before their names."""
 
     @abstractmethod
     def _having(self) -> dict[str, Array]:
@@ -439,8 +484,13 @@ class BatchInfo:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        shown = ("indices", "is_padding", "epoch", "step", "source", "cache")
-        return f"BatchInfo({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+        """Return a summary of bounded length: it shows the first 8 indices, and counts the rows that are padding."""
+        indices = ", ".join(map(str, self.indices[:_NUM_INDICES].tolist())) + ", …" * (len(self.indices) > _NUM_INDICES)
+        cache = "None" if self.cache is None else f"{type(self.cache).__name__} of {len(self.cache):,} samples"
+        return (
+            f"BatchInfo({len(self.indices):,} samples, {int(self.is_padding.sum()):,} of them padding, indices=[{indices}], "
+            f"epoch={self.epoch}, step={self.step}, source={self.source!r:.100}, cache={cache})"
+        )
 
     def __reduce__(self) -> Any:
         # arrays, because torch would send a file descriptor for each tensor

@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.tree import project
+from wds_tensorcache.codec.tree import flatten, project
+from wds_tensorcache.errors import list_names, unknown_name
 from wds_tensorcache.reading.base_cache import Cache, _Sample
 from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
 from wds_tensorcache.reading.batch.request import Request, Structures
 from wds_tensorcache.reading.batch.rows import locate
+from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
 from wds_tensorcache.reading.keys import KeysView
-from wds_tensorcache.reading.positions import Inverse, Positions, as_array, numbers_of, take
+from wds_tensorcache.reading.positions import Inverse, Positions, as_array, numbers_of, spread, take
 from wds_tensorcache.reading.schema import (
     Entry,
     TensorSchema,
@@ -24,6 +26,7 @@ from wds_tensorcache.reading.schema import (
     members_of,
     name_matcher,
     schema_of,
+    stored_shapes,
 )
 from wds_tensorcache.reading.store import Io, Store
 
@@ -31,6 +34,7 @@ __all__ = ["TensorCache"]
 
 Array = np.ndarray[Any, Any]
 _MAX_VIEWS = 16
+_NUM_NEIGHBORS = 8  # keys next to an unknown one that an error compares with it
 
 
 class TensorCache(Cache[_Sample]):
@@ -86,7 +90,7 @@ class TensorCache(Cache[_Sample]):
         names = list(self.schema)
         for pattern in patterns:
             if names and not fnmatch.filter(names, pattern):
-                raise KeyError(f"unknown tensor {pattern!r}; there are {', '.join(map(repr, names))}")
+                raise KeyError(unknown_name("tensor", pattern, names))
         if self._patterns is not None:
             patterns = tuple(glob.escape(name) for name in names if name_matcher(patterns)(name))
         return TensorCache(self._store, self._order, patterns)
@@ -105,7 +109,8 @@ class TensorCache(Cache[_Sample]):
         structure = request.structures.structure_for(request.rows)
         for name in names:
             if name not in structure.tensors or (self._wanted is not None and not self._wanted(name)):
-                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r}")
+                has = list(flatten(self._request(indices).sample(0)))
+                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {list_names(has, name)}")
         return nest_batch(request, tensors)
 
     def close(self) -> None:
@@ -126,6 +131,13 @@ class TensorCache(Cache[_Sample]):
 
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
         return entries(self._store, self._where, self._wanted if selected else None)
+
+    def _collect(self, contents: Contents, prefix: str = "") -> None:
+        for reference, shapes, counts in stored_shapes(self._store, self._where):
+            if self._wanted is None or self._wanted(reference.name):
+                contents.add_tensor(prefix + reference.name, reference, shapes, counts)
+        located = (self._store.locate(self._at(number)) for number in spread(len(self), NUM_EXAMINED))
+        contents.add_values(prefix, (shard.sample(row) for shard, row in located))
 
     def _having(self) -> dict[str, Array]:
         return members_of(self._store, self._where)
@@ -162,10 +174,14 @@ class TensorCache(Cache[_Sample]):
             self._inverse = Inverse(self._order)
         return [number for position in found for number in self._inverse.find(position)]
 
+    def _neighbors(self, key: str) -> list[str]:
+        # in a view, looking for each of them could take a pass over its positions
+        return [] if self._order is not None else [*map(self._store.key, self._store.neighbors(key, _NUM_NEIGHBORS))]
+
     def _find(self, key: str) -> int:
         found = self._found(key)
         if not found:
-            raise KeyError(f"no sample {key!r} among the {len(self)} samples")
+            raise KeyError(f"no sample {key!r:.100} among the {len(self)} samples; there are {self._near_keys(key)}")
         if len({self._at(number) for number in found}) > 1:
             paths = ", ".join(self._store.locate(self._at(number))[0].path for number in found)
             raise KeyError(f"sample {key!r} is in several shards, {paths}; use the sample's index instead")

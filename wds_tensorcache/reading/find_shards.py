@@ -19,10 +19,14 @@ CachePaths: TypeAlias = "str | os.PathLike[str] | Sequence[CachePaths]"
 
 
 class ListedCounts(NamedTuple):
-    """Numbers of samples of a shard in its manifest: all samples, and those of each cache; None if unknown."""
+    """Numbers of samples of a shard in its manifest: all samples, and those of each cache; the absolute path of the manifest.
+
+    None if unknown.
+    """
 
     num_samples: int | None = None
     caches: Mapping[str, int] | None = None
+    manifest: str | None = None
 
 
 # path of a shard; if a manifest lists them, also its numbers of samples and its fingerprint
@@ -107,6 +111,7 @@ def _from_manifest(path: str) -> list[Found]:
     entries, extra = read_manifest(path)
     caches, fingerprints = extra.get("caches", {}), extra.get("fingerprints", {})
     found: list[Found] = []
+    manifest = os.path.abspath(path)
     for located in locate_shards(path, entries):
         entry, shard = located.entry, located.path
         if located.error is not None:
@@ -122,7 +127,7 @@ def _from_manifest(path: str) -> list[Found]:
         fingerprint = fingerprints.get(entry.url) if isinstance(fingerprints, dict) else None
         if fingerprint is not None and not isinstance(fingerprint, dict):
             raise FormatError(f"{path}: {entry.url} has a fingerprint {fingerprint!r:.100}, expected a dict")
-        found.append((shard, ListedCounts(entry.num_samples, counts), fingerprint))
+        found.append((shard, ListedCounts(entry.num_samples, counts, manifest), fingerprint))
     if not found:
         raise FileNotFoundError(f"{path} lists no shards")
     return found

@@ -14,14 +14,15 @@ from typing import Any, Literal
 import numpy as np
 
 from wds_tensorcache.codec.skeleton.tensor_names import component
-from wds_tensorcache.errors import BatchError
+from wds_tensorcache.errors import BatchError, list_names, unknown_name
 from wds_tensorcache.reading.base_cache import Cache, _Sample
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, PadValue, as_collate
+from wds_tensorcache.reading.description import Contents
 from wds_tensorcache.reading.find_shards import CachePaths
 from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.match_keys import KeyMap, match_some
 from wds_tensorcache.reading.open_cache import open
-from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns
+from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns, make_entry
 from wds_tensorcache.reading.store import Io
 from wds_tensorcache.shards.fingerprint import common_fields
 
@@ -73,10 +74,8 @@ def join(
     maps: Mapping[Any, KeyMap] = keys or {}
     for name in maps:
         if name not in names[1:]:
-            shown = ", ".join(map(repr, names[1:]))
-            raise ValueError(
-                f"keys has an entry for {name!r}, expected names of caches after the first: {shown or 'there are none'}"
-            )
+            shown = list_names(names[1:], name)
+            raise ValueError(f"keys has an entry for {name!r:.100}, expected names of caches after the first: {shown}")
     opened: list[Any] = []
     try:
         given = caches.values() if isinstance(caches, Mapping) else caches
@@ -184,8 +183,7 @@ class JoinedCache(Cache[_Sample]):
         whole = [[prefix + name for name in cache.schema] for prefix, cache in self._prefixed()]
         for pattern in patterns:
             if not any(fnmatch.filter(names, pattern) for names in whole):
-                shown = ", ".join(repr(name) for names in whole for name in names)
-                raise KeyError(f"unknown tensor {pattern!r}; there are {shown}")
+                raise KeyError(unknown_name("tensor", pattern, list(chain.from_iterable(whole))))
         views = []
         for (prefix, cache), names in zip(self._prefixed(), whole, strict=True):
             kept = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
@@ -199,7 +197,12 @@ class JoinedCache(Cache[_Sample]):
             mine = {prefix + name: name for name in names if prefix + name in rest}
             parts.append(cache.nest(part, {name: rest.pop(whole) for whole, name in mine.items()}))
         if rest:
-            raise KeyError(f"unknown tensor {next(iter(rest))!r}")
+            known = [
+                prefix + name
+                for prefix, names in zip(self._prefixes, self._tensor_names, strict=True)
+                for name in names
+            ]
+            raise KeyError(unknown_name("tensor", next(iter(rest)), known))
         return self._merge(parts)
 
     def close(self) -> None:
@@ -248,6 +251,10 @@ class JoinedCache(Cache[_Sample]):
         numbers = self._numbers(indices)
         return _JoinedRequest([cache._request(numbers) for cache in self._caches])
 
+    def _collect(self, contents: Contents, prefix: str = "") -> None:
+        for own, cache in self._prefixed():
+            cache._collect(contents, prefix + own)
+
     def _having(self) -> dict[str, Array]:
         result: dict[str, Array] = {}
         for cache in self._caches:
@@ -281,11 +288,14 @@ class JoinedCache(Cache[_Sample]):
     def _find(self, key: str) -> int:
         return self._caches[0]._find(key)  # type: ignore[no-any-return]
 
+    def _neighbors(self, key: str) -> list[str]:
+        return self._caches[0]._neighbors(key)  # type: ignore[no-any-return]
+
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
         for parts in zip(*(cache._entries(selected=selected) for cache in self._caches), strict=True):
             named = zip(self._prefixes, parts, strict=True)
             shapes = {prefix + name: shape for prefix, part in named for name, shape in part.shapes.items()}
-            yield Entry(parts[0].key, sum(part.nbytes for part in parts), shapes)
+            yield make_entry(parts[0].key, sum(part.nbytes for part in parts), shapes)
 
     def _paths(self) -> Iterator[str]:
         return chain.from_iterable(cache._paths() for cache in self._caches)

@@ -8,7 +8,7 @@ from typing import Any, overload
 
 from wds_tensorcache.reading.positions import in_order
 
-__all__ = ["KeysView"]
+__all__ = ["KeysView", "respelled"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -43,3 +43,11 @@ class KeysView(Sequence[str]):
 
     def __repr__(self) -> str:
         return f"KeysView({len(self)} keys)"
+
+
+def respelled(key: str, width: int) -> list[str]:
+    """Return other spellings of an unknown key: without folders, suffix and spaces, and a number with `width` digits."""
+    name = key.strip().rpartition("/")[2]
+    stem = name.partition(".")[0]
+    number = [stem.lstrip("0").zfill(width)] if stem.isdecimal() else []
+    return list(dict.fromkeys([key.strip(), key.strip().rpartition(".")[0], name, stem, *number]))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from wds_tensorcache.codec.skeleton.types import allow_table
+from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.find_shards import CachePaths, Found, ListedCounts, find_shards
 from wds_tensorcache.reading.store import Io, Store
@@ -89,10 +90,10 @@ def open(
                 check_fingerprint(path, fingerprint, as_fingerprint(expect))
         shards = []
         for path, *_ in found:
-            num_samples, counts = lists[path]
+            num_samples, counts, manifest = lists[path]
             count = counts.get(name, 0) if counts is not None else None
             shards.append(Shard(path, name, files, pool, table, count, indexes.get(path), num_samples))
-            files.expect(shards[-1].path)
+            files.expect(shards[-1].path, manifest)
         return TensorCache(
             Store(
                 shards,
@@ -116,11 +117,11 @@ def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str:
     paths = list(caches)
     where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     if name is not None and name not in there:
-        raise KeyError(f"{where}: no cache {name!r}; there are {there}")
+        raise KeyError(f"{where}: no cache {name!r}; there are {list_names(there, name)}")
     if name is None and not there:
         raise KeyError(f"{where}: no cache, only other members; write one with tc.ShardWriter or tc.encoder()")
     if name is None and len(there) > 1:
-        raise KeyError(f"{where}: caches {there}: choose one with cache=…, '' for the one without a name")
+        raise KeyError(f"{where}: caches {list_names(there)}: choose one with cache=…, '' for the one without a name")
     return there[0] if name is None else name
 
 

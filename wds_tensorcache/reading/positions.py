@@ -21,6 +21,7 @@ __all__ = [
     "iter_positions",
     "numbers_of",
     "shard_runs",
+    "spread",
     "take",
 ]
 
@@ -147,6 +148,12 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
         numbers = numbers.astype(np.int64)
         numbers = np.where(numbers < 0, numbers + count, numbers)
     return numbers
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Return `range(count)`, or `most` of its numbers at equal distances, with the first one."""
+    most = min(count, most)
+    return [count * number // most for number in range(most)]
 
 
 class Inverse:

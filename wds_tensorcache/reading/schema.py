@@ -6,7 +6,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch
 from wds_tensorcache.codec.layout import Form
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.tree import flatten
+from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.positions import Positions, by_shard, iter_positions
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.shard import Shard
@@ -22,13 +23,16 @@ __all__ = [
     "Entry",
     "TensorSchema",
     "as_patterns",
-    "describe",
     "entries",
+    "format_tensor",
+    "make_entry",
     "members_of",
     "merge_schema",
     "name_matcher",
+    "schema_from",
     "schema_of",
     "shapes_of",
+    "stored_shapes",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -57,6 +61,16 @@ class TensorSchema:
     num_samples: int
 
 
+class _Shapes(dict[str, tuple[int, ...]]):
+    """Shapes by tensor name. A wrong name raises a KeyError that names the sample and lists its tensors."""
+
+    __slots__ = ("key",)
+    key: str
+
+    def __missing__(self, name: object) -> NoReturn:
+        raise KeyError(f"sample {self.key!r} has no tensor {name!r:.100}; it has {list_names(self, name)}")
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """The properties of one sample, as recorded in the index.
@@ -70,6 +84,19 @@ class Entry:
     key: str
     nbytes: int
     shapes: dict[str, tuple[int, ...]]
+
+    if not TYPE_CHECKING:  # a type checker must not accept every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            what = "it has key, nbytes and shapes; small values are in the samples, not in the index"
+            raise AttributeError(f"an entry has no {name!r:.100}; {what}", name=name, obj=self)
+
+
+def make_entry(key: str, nbytes: int, shapes: dict[str, tuple[int, ...]]) -> Entry:
+    """Return the entry of a sample from the shapes of its tensors."""
+    found = _Shapes(shapes)
+    found.key = key
+    return Entry(key, nbytes, found)
 
 
 class _Forms:
@@ -96,8 +123,33 @@ class _Forms:
 
 def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
     """Return the schema of the samples at `positions`. Cost: a few numpy operations per shard and form."""
-    forms = _Forms()
     result: dict[str, TensorSchema] = {}
+    for reference, shapes, counts in stored_shapes(store, positions):
+        result[reference.name] = merge_schema(result.get(reference.name), schema_from(reference, shapes, counts))
+    return result
+
+
+def schema_from(reference: Reference, shapes: Array, counts: Array) -> TensorSchema:
+    """Return the schema of one tensor from its distinct shapes, int64 `[n, ndim]`, and the number of samples of each."""
+    low, high = shapes.min(0).tolist(), shapes.max(0).tolist()
+    return TensorSchema(
+        reference.name,
+        reference.kind,
+        reference.dtype,
+        tuple(a if a == b else (a, b) for a, b in zip(low, high, strict=True)),
+        int((shapes.prod(1) * counts).sum()) * int(reference.dtype.itemsize),
+        int(counts.sum()),
+    )
+
+
+def stored_shapes(store: Store, positions: Positions) -> Iterator[tuple[Reference, Array, Array]]:
+    """Yield the shapes of each tensor of the samples at `positions`, for each shard and form.
+
+    Yields:
+        The reference of the tensor in one of the samples, shapes, int64 `[n, ndim]`, and the number of samples of each. A shape
+        may occur several times. Cost: a few numpy operations per tensor, shard and form.
+    """
+    forms = _Forms()
     for shard, _, rows in by_shard(store, positions):
         table, numbers = shard.index.layouts, shard.columns.layout[rows]
         counts = np.bincount(numbers, minlength=len(table))
@@ -116,23 +168,7 @@ def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
                 found = references.get(name)
                 if found is None:
                     continue  # inside a set, a dict's key or an allowed object, where tensors have no path
-                inner = ndim - len(found.shape)
-                itemsize = int(found.dtype.itemsize)
-                shapes = dims[:, : ndim - inner]
-                nbytes = int((shapes.prod(1) * counts[used]).sum()) * itemsize
-                low, high = shapes.min(0).tolist(), shapes.max(0).tolist()
-                result[name] = merge_schema(
-                    result.get(name),
-                    TensorSchema(
-                        name,
-                        found.kind,
-                        found.dtype,
-                        tuple(a if a == b else (a, b) for a, b in zip(low, high, strict=True)),
-                        nbytes,
-                        int(counts[used].sum()),
-                    ),
-                )
-    return result
+                yield found, dims[:, : len(found.shape)], counts[used]
 
 
 def merge_schema(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
@@ -155,7 +191,7 @@ def merge_schema(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
     )
 
 
-def describe(tensor: TensorSchema) -> str:
+def format_tensor(tensor: TensorSchema) -> str:
     """Return a tensor's dtype and shape as text, for example `bfloat16 [3..7, 16]`."""
     dtypes = "/".join(str(dtype).removeprefix("torch.") for dtype in _as_tuple(tensor.dtype))
     sizes = ["..".join(map(str, _as_tuple(size))) for size in tensor.shape or ()]
@@ -178,7 +214,7 @@ def entries(store: Store, positions: Positions, wanted: Callable[[str], bool] | 
             for name, tensor in layout.tensors.items()
             if wanted is None or wanted(name)
         }
-        yield Entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
+        yield make_entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
 
 
 def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple[int, ...]], Array]:
@@ -197,7 +233,8 @@ def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple
             references = forms.references(shard, row)
             stored = shard.layout(row).tensors.get(name)
             if stored is None:
-                raise KeyError(f"sample {shard.key(row)!r} has no tensor {name!r}")
+                has = list_names(shard.layout(row).tensors, name)
+                raise KeyError(f"sample {shard.key(row)!r} has no tensor {name!r:.100}; it has {has}")
             shape = stored.shape[: len(references[name].shape)] if name in references else stored.shape
             found.append(numbers.setdefault(tuple(shape), len(numbers)))
         result[which] = np.array(found)[inverse]

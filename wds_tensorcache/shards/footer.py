@@ -186,6 +186,7 @@ def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:
     for key in ("caches", "members"):
         _check(len(set(names[key])) == len(names[key]), key, names[key])
     _check(all(str.lower(suffix) == suffix for suffix in names["members"]), "members", names["members"])
+    "".join(names["members"]).encode("utf-8", "surrogateescape")  # raises for surrogates that stand for no byte
     _check(all(name == "" or is_cache_name(name) for name in names["caches"]), "cache names", names["caches"])
     _check(isinstance(names.get("fingerprint", {}), dict), "fingerprint", names.get("fingerprint"))
     forms = []

@@ -238,7 +238,7 @@ class Shard:
         dot = name.find(b".", name.rfind(b"/") + 2)
         # other writers may store the name in extended headers, or write suffixes in capitals
         for found in names_of(self.file.read, begin, self.file.nbytes):
-            if found[:dot] == name[:dot] and found[dot:].lower() == name[dot:]:
+            if found[:dot] == name[:dot] and _lower(found[dot:]) == name[dot:]:
                 return
         there = stored[:_NAME_NBYTES].partition(b"\0")[0].decode(errors="replace")
         what = f"the index lists member {name.decode(errors='replace')!r} where the shard has {there!r:.120}"
@@ -259,7 +259,8 @@ class Shard:
         members = self.index.members[suffix]
         begin, nbytes = members.begin.item(number), members.nbytes.item(number)
         stored = self.file.read(begin - BLOCK, begin + nbytes)
-        self._check_name(stored, self.index.keys.raw(self.sample_row(row)) + f".{suffix}".encode(), begin)
+        name = self.index.keys.raw(self.sample_row(row)) + f".{suffix}".encode("utf-8", "surrogateescape")
+        self._check_name(stored, name, begin)
         if not _has_size(stored, nbytes):
             what = f"its {suffix!r} differs from the index"
             raise FormatError(f"{self.path}: sample {self.key(row)!r}: {what}: {_CHANGED}")
@@ -393,6 +394,11 @@ class Shard:
         return good
 
 
+def _lower(suffix: bytes) -> bytes:
+    """Return a suffix in lower case, as the index has it: `bytes.lower` leaves capitals beyond ASCII as they are."""
+    return suffix.decode("utf-8", "surrogateescape").lower().encode("utf-8", "surrogateescape")
+
+
 def _has_size(header: bytes, nbytes: int) -> bool:
     """Return whether a tar header declares this length; True from 8 GiB on, where a pax record may declare the length."""
     return nbytes >= 1 << 33 or parse_number(header[_SIZE_BEGIN : _SIZE_BEGIN + 12]) == nbytes
@@ -433,7 +439,10 @@ class _StoredBytes:
 
 
 class FileSource(_StoredBytes):
-    """Source of a lazy tensor that was pickled: a whole file. Each read checks that the file is still the same one."""
+    """Source of an unpickled lazy tensor. Its offsets count from the start of the shard's file.
+
+    Each read checks that the file is still the same one.
+    """
 
     __slots__ = ("_identity", "_path")
 

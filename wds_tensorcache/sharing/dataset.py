@@ -15,13 +15,22 @@ import numpy as np
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.codec.tree import flatten, project, realize
-from wds_tensorcache.errors import TensorCacheError
+from wds_tensorcache.errors import TensorCacheError, list_names, unknown_name
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
 from wds_tensorcache.reading.batch.request import Request, Structures
+from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
 from wds_tensorcache.reading.keys import KeysView
-from wds_tensorcache.reading.positions import numbers_of
-from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns, describe, merge_schema, name_matcher
+from wds_tensorcache.reading.positions import numbers_of, spread
+from wds_tensorcache.reading.schema import (
+    Entry,
+    TensorSchema,
+    as_patterns,
+    format_tensor,
+    make_entry,
+    merge_schema,
+    name_matcher,
+)
 from wds_tensorcache.reading.store import Io, Store
 from wds_tensorcache.sharing.batch import rows_of
 from wds_tensorcache.sharing.folder import base_folder, open_folder
@@ -40,6 +49,7 @@ __all__ = ["SharedDataset"]
 
 Array = np.ndarray[Any, Any]
 Selections = tuple[tuple[str, ...], ...]  # the patterns of each `select`
+_NUM_COUNTED = 1000  # samples that `describe` looks at
 _SHOWN = 100  # samples that `repr` looks at, and tensors that it shows
 _IO = Io("pread", "copied from shared memory")
 
@@ -224,7 +234,7 @@ class SharedDataset(Cache[Any]):
             present = self._present()
             lines = [f"{name}, {len(present):,} of them in shared memory"]
             schema = self._schema_of(present[:_SHOWN])
-            lines += [f"  {name}: {describe(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)]
+            lines += [f"  {name}: {format_tensor(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)]
         except (TensorCacheError, OSError, ValueError) as exc:  # closed or damaged
             lines = [name, f"  tensors unknown: {exc}"]
         return "\n".join([*lines, f"  fingerprint: {self.fingerprint!r:.1000}"])
@@ -246,7 +256,7 @@ class SharedDataset(Cache[Any]):
         names, patterns = list(self.schema), as_patterns(patterns)
         unknown = [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]
         if unknown and len(self._present()) == len(np.unique(self._indices)):
-            raise KeyError(f"unknown tensor {unknown[0]!r}; there are {', '.join(map(repr, names))}")
+            raise KeyError(unknown_name("tensor", unknown[0], names))
         return self._view(self._indices, (*self._selections, patterns), self._store)
 
     _read_batch, _read_tensors = staticmethod(read_batch), staticmethod(read_tensors)
@@ -256,7 +266,8 @@ class SharedDataset(Cache[Any]):
         known = request.structures.structure_for(request.rows).tensors
         for name in tensors:
             if name not in known:
-                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r}")
+                has = list(flatten(self._request(indices).sample(0)))
+                raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {list_names(has, name)}")
         return nest_batch(request, tensors)
 
     def close(self) -> None:
@@ -290,7 +301,8 @@ class SharedDataset(Cache[Any]):
     def _find(self, key: str) -> int:
         found = self._position(key)
         if found is None:
-            raise KeyError(f"no sample {key!r}; the keys are the indices of the dataset as strings, for example '0'")
+            what = "the keys are indices of the dataset as strings"
+            raise KeyError(f"no sample {key!r:.100}; {what}: {self._near_keys(key)}")
         return found
 
     def _take(self, numbers: slice | Array) -> Self:
@@ -304,7 +316,20 @@ class SharedDataset(Cache[Any]):
             tensors = flatten(self._samples.get(number))
             wanted = self._wanted if selected else None
             shapes = {name: tuple(each.shape) for name, each in tensors.items() if wanted is None or wanted(name)}
-            yield Entry(str(number), sum(each.nbytes for each in tensors.values()), shapes)
+            yield make_entry(str(number), sum(each.nbytes for each in tensors.values()), shapes)
+
+    def _collect(self, contents: Contents, prefix: str = "") -> None:
+        present = self._present()
+        numbers = [present.item(at) for at in spread(len(present), _NUM_COUNTED)]
+        # a sample may have been evicted meanwhile
+        samples = [sample for sample in map(self._samples.peek, numbers) if sample is not None]
+        contents.num_counted = min(contents.num_counted, len(samples))
+        for sample in samples:
+            for name, lazy in flatten(sample).items():
+                if self._wanted is None or self._wanted(name):
+                    shapes = np.array([lazy.shape], np.int64).reshape(1, -1)
+                    contents.add_tensor(prefix + name, lazy._reference, shapes, np.ones(1, np.int64))
+        contents.add_values(prefix, (samples[at] for at in spread(len(samples), NUM_EXAMINED)))
 
     def _having(self) -> dict[str, Array]:
         return {}

@@ -87,7 +87,7 @@ def _parse(members: Members) -> ParsedSample:
 
 @dataclass(slots=True)
 class _Loaded:
-    """A sample: parsed, or as the dataset returned it, with the error, if it cannot be encoded."""
+    """A sample: parsed; or, if it cannot be encoded, as the dataset returned it, with the error."""
 
     parsed: ParsedSample | None
     sample: Any = None

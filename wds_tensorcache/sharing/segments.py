@@ -232,7 +232,9 @@ class Segments:
                 self._maps.pop(serial, None)
 
     def append(self, index: int, sample: EncodedSample, locks: RangeLocks) -> None:
-        """Write a sample, then publish it; the caller holds the sample's lock in `locks`, which no other thread uses.
+        """Write a sample, then publish it.
+
+        The caller holds the sample's lock in `locks`. No other thread uses this `RangeLocks` object.
 
         Raises:
             Full: There is no room, or the sample is too large for a segment.

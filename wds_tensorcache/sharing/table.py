@@ -35,7 +35,7 @@ _ENTRIES = _HEAD + _WIDTH * _NUM_SLOTS  # position of the first entry
 
 
 class Segment(NamedTuple):
-    """A segment, a file of `capacity` bytes. Written records end at byte `end`, a record being written at `reserved`."""
+    """A segment, a file of `capacity` bytes. Its records end at byte `end`, or at `reserved` with the one being written."""
 
     serial: int
     capacity: int

@@ -238,13 +238,18 @@ class Files:
     """A set of at most `max_open` open files, by path. To open one more, it drops the file that was opened longest ago.
 
     With `fixed`, a file must not change: if `get` opens it again, and it was replaced or changed, `get` raises FormatError.
+    `manifests` contains the manifest that lists a file, by path, for messages about missing files.
 
     Threads/fork/pickle: safe everywhere; a copy in another process opens the files again, and with `fixed` expects them
         unchanged.
     """
 
     def __init__(
-        self, max_open: int | None = None, fixed: bool = True, identities: Mapping[str, Identity] | None = None
+        self,
+        max_open: int | None = None,
+        fixed: bool = True,
+        identities: Mapping[str, Identity] | None = None,
+        manifests: Mapping[str, str] | None = None,
     ) -> None:
         if max_open is not None and max_open < 1:
             raise ValueError(f"max_open_files={max_open}, expected at least 1")
@@ -252,6 +257,7 @@ class Files:
         self._fixed = fixed
         self._open: dict[str, ShardFile] = {}
         self._identities = dict(identities or {})
+        self._manifests = dict(manifests or {})
         self._closed = False
 
     def get(self, path: str) -> ShardFile:
@@ -275,15 +281,31 @@ class Files:
                 try:
                     file = ShardFile(path)
                 except FileNotFoundError as exc:
-                    raise MissingShardError("the shard does not exist; copy it again").at(path) from exc
+                    raise self._missing(path) from exc
                 if self._fixed and self._identities.setdefault(path, file.identity) != file.identity:
                     raise FormatError("the shard was changed since this cache was opened; open it again").at(path)
                 self._open[path] = file
         return file
 
-    def expect(self, path: str) -> None:
-        """Record the file now at `path`, so that `get` with `fixed` refuses any other; raise OSError if none exists."""
-        self._identities.setdefault(path, _identity(os.stat(path)))
+    def _missing(self, path: str) -> MissingShardError:
+        what, remedy = "the shard does not exist", "copy it again"
+        if path in self._manifests:
+            what += f", but {self._manifests[path]} lists it"
+            remedy += ", or let tc.repair write the remaining shards into another folder"
+        return MissingShardError(f"{what}; {remedy}").at(path)
+
+    def expect(self, path: str, manifest: str | None = None) -> None:
+        """Record the file now at `path`, so that `get` with `fixed` refuses any other, and the manifest that lists it.
+
+        Raises:
+            OSError: The file cannot be found; MissingShardError if it does not exist.
+        """
+        if manifest is not None:
+            self._manifests[path] = manifest
+        try:
+            self._identities.setdefault(path, _identity(os.stat(path)))
+        except FileNotFoundError as exc:
+            raise self._missing(path) from exc
 
     def reopen(self, path: str) -> ShardFile:
         """Open and return the file that is now at `path`, even if an earlier file is still open."""
@@ -301,7 +323,7 @@ class Files:
             self._open.clear()
 
     def __reduce__(self) -> Any:
-        return Files, (self.max_open, self._fixed, self._identities)
+        return Files, (self.max_open, self._fixed, self._identities, self._manifests)
 
 
 _lock = threading.Lock()  # held while a file is opened or mapped

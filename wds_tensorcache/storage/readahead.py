@@ -55,7 +55,7 @@ class Readers:
 
     Attributes:
         pool: The threads; None reads each piece in the thread that asks for it.
-        threads: Number of threads that read pieces of one file at a time.
+        threads: Number of these threads for each file, on average. Up to two pieces of a file per thread are read ahead.
         is_stopped: Set to True to end reading: the next piece raises Cancelled.
         spare: Recycled memory for the next pieces.
     """

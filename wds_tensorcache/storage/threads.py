@@ -27,6 +27,7 @@ _Result = TypeVar("_Result")
 
 # After an interrupt, or when a pool is dropped, wait at most this long: threads may need a lock that the waiting code holds.
 _AT_MOST_S = 1.0
+_MEANWHILE_S = 0.1  # how long to wait between two calls of `meanwhile`
 
 
 class _Net(weakref.ref):  # type: ignore[type-arg]
@@ -259,9 +260,16 @@ class ThreadPool:
 
 
 def run_in_order(
-    jobs: Iterable[_Item], run: Callable[[_Item], _Result], pool: ThreadPool | None, threads: int
+    jobs: Iterable[_Item],
+    run: Callable[[_Item], _Result],
+    pool: ThreadPool | None,
+    threads: int,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Generator[_Result, None, None]:
-    """Yield `run(job)` for each job, in order. With a pool, up to two later jobs per thread are submitted ahead."""
+    """Yield `run(job)` for each job, in order. With a pool, up to two later jobs per thread are submitted ahead.
+
+    With a pool, `meanwhile` is called ten times a second while the caller waits for a job.
+    """
     waiting: deque[Job[_Result]] = deque()
     try:
         for job in jobs:
@@ -270,12 +278,18 @@ def run_in_order(
                 continue
             waiting.append(pool.submit(run, job))
             if len(waiting) > 2 * threads:
-                yield waiting.popleft().result()
+                yield _result_of(waiting.popleft(), meanwhile)
         while waiting:
-            yield waiting.popleft().result()
+            yield _result_of(waiting.popleft(), meanwhile)
     finally:
         for each in waiting:
             each.cancel()
+
+
+def _result_of(job: Job[_Result], meanwhile: Callable[[], object] | None) -> _Result:
+    while meanwhile is not None and not job.wait(_MEANWHILE_S):
+        meanwhile()
+    return job.result()
 
 
 def _end_dropped(crew: _Crew) -> Generator[None, object, None]:

@@ -46,7 +46,10 @@ class BaseLoader(ABC):
         return self._plan.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration begin the given epoch; see `StepSampler.set_epoch`. This ends the current iteration."""
+        """Make the next iteration begin the given epoch; see `StepSampler.set_epoch`.
+
+        This ends the current iteration, unless it is at the beginning of that epoch.
+        """
         self._plan.set_epoch(epoch)
 
     def with_info(self) -> Iterable[tuple[Any, BatchInfo]]:

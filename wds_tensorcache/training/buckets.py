@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.errors import unknown_name
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.reading.positions import shard_runs, take
@@ -22,8 +22,7 @@ def buckets_of(cache: Any, by: str | Callable[[Any], Any]) -> dict[Any, Array]:
     """Return the sample indices of each bucket: a shape of the tensor named `by`, or a result of the function `by`."""
     if isinstance(by, str):
         if by not in cache.schema:
-            near = difflib.get_close_matches(by, list(cache.schema), cutoff=0.3) or list(cache.schema)[:8]
-            raise KeyError(f"unknown tensor {by!r}; there are {', '.join(map(repr, near))}")
+            raise KeyError(unknown_name("tensor", by, cache.schema))
         if isinstance(cache, TensorCache):
             shapes, which = shapes_of(cache._store, cache._where, by)
             # one pass, however many shapes there are

@@ -8,11 +8,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["find_rank"]
+__all__ = ["find_rank", "is_distributed"]
 
 
-def find_rank(rank: int | None, world_size: int | None, group: Any = None) -> tuple[int, int]:
-    """Return `(rank, world_size)` from the arguments, else from torch.distributed, else from torchrun, else `(0, 1)`."""
+def is_distributed() -> bool:
+    """Return whether torch.distributed is initialized in this process."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def find_rank(rank: int | None, world_size: int | None, group: Any = None, *, is_final: bool = True) -> tuple[int, int]:
+    """Return `(rank, world_size)` from the arguments, else from torch.distributed, else from torchrun, else `(0, 1)`.
+
+    If only the world size is known, return rank 0 unless `is_final`.
+
+    Raises:
+        ValueError: The arguments or the environment are inconsistent.
+    """
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank={rank}, world_size={world_size}: pass both or neither")
     if group is not None:
@@ -26,11 +37,11 @@ def find_rank(rank: int | None, world_size: int | None, group: Any = None) -> tu
             raise ValueError(
                 f"group is a mesh of {group.ndim} dimensions, expected the one of data parallelism, for example mesh['dp']"
             )
-    elif rank is None and dist.is_available() and dist.is_initialized():
+    elif rank is None and is_distributed():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     elif rank is None:
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        if world_size > 1 and "RANK" not in os.environ:
+        if is_final and world_size > 1 and "RANK" not in os.environ:
             raise ValueError(
                 f"WORLD_SIZE={world_size} is set and RANK is not, so this process cannot tell its rank: pass rank= and "
                 "world_size=, or call this after torch.distributed.init_process_group"

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler
 
 from wds_tensorcache.reading.base_cache import BatchInfo, Cache
 from wds_tensorcache.training.buckets import block_sizes, buckets_of
 from wds_tensorcache.training.order import BlockOrder, EpochOrder
-from wds_tensorcache.training.ranks import find_rank
+from wds_tensorcache.training.ranks import find_rank, is_distributed
 from wds_tensorcache.training.state import dataset_digest, order_digest, position_from, state_of
 from wds_tensorcache.training.steps import Course, Permuted, Position, Step
 from wds_tensorcache.training.weights import Weights, caches_of
@@ -21,6 +21,7 @@ from wds_tensorcache.training.weights import Weights, caches_of
 __all__ = ["StepOptions", "StepSampler", "make_batch_info"]
 
 LAST_BATCH = ("short", "pad", "wrap", "drop")
+_NUM_SHOWN = 8  # caches of `mix` that a repr shows
 
 
 class StepOptions(TypedDict, total=False):
@@ -38,7 +39,7 @@ class StepOptions(TypedDict, total=False):
     window: int
 
 
-class StepSampler(Sampler[Step]):
+class StepSampler(DistributedSampler[Step]):
     """The steps of training in order, as a sampler for torch's data loaders.
 
     The seed, the epoch and the number of samples that all ranks have used determine the samples of a step. `tc.Loader` and
@@ -60,7 +61,8 @@ class StepSampler(Sampler[Step]):
             shuffles samples within windows of `window` samples.
         seed: Seed of all random choices; the same on all ranks.
         rank, world_size: Rank of this process among the data-parallel processes, and their number. By default, both come
-            from torch.distributed, or from torchrun's environment.
+            from torch.distributed, also if a trainer initializes it before the first iteration, or from torchrun's
+            environment.
         group: Process group, or DeviceMesh of one dimension, that determines rank and world size. Needed with tensor or
             pipeline parallelism, where the global rank is not the data-parallel rank.
         last_batch: Treatment of an epoch's last step if samples do not fill it, the same on all ranks. `"short"` shortens
@@ -113,7 +115,9 @@ class StepSampler(Sampler[Step]):
         if shuffle not in (True, False, "blocks"):
             raise ValueError(f"shuffle={shuffle!r}, expected True, False or 'blocks'")
         shuffle = shuffle if isinstance(shuffle, str) else bool(shuffle)
-        rank, world_size = find_rank(rank, world_size, group)
+        # a trainer may initialize torch.distributed later
+        self._is_rank_open = rank is None and group is None and not is_distributed()
+        rank, world_size = find_rank(rank, world_size, group, is_final=not self._is_rank_open)
         self._caches: list[Any] = [cache] if mix is None else caches_of(mix)
         for each in self._caches:
             if not isinstance(each, Cache):
@@ -144,15 +148,13 @@ class StepSampler(Sampler[Step]):
             "streams": list(map(str, self._names)),
             "order": order_digest(streams),
         }
-        count = sum(map(len, streams))
-        if not len(self):
-            raise ValueError(
-                f"{count} samples do not fill one step of {batch_size} on {world_size} ranks; use last_batch='short'"
-            )
-        self._shown = (
-            f"{count} samples, {batch_size=}, {len(self)} steps per epoch, {rank=}, {world_size=}, {shuffle=}, "
-        )
-        self._shown += f"{seed=}, {last_batch=}" + (f", mode={mode[0]!r}" if mode != ["all"] else "")
+        self._count, self._batch_size = sum(map(len, streams)), batch_size
+        self._check_steps()
+        self._shown_options = f"{shuffle=}, {seed=}, {last_batch=}"
+        if bucket_by is not None:
+            self._shown_options += f", {len(streams):,} buckets by {_shown_key(bucket_by)}"
+        if weights is not None:
+            self._shown_options += ", drawn by weights"
         self._digest: str | None = None
         self._position = Position(0, (0,) * len(streams))
         self._is_resumed = False  # the next iteration starts at the position, even in the middle of an epoch
@@ -163,24 +165,63 @@ class StepSampler(Sampler[Step]):
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch, which is equal on all ranks."""
+        self._find_rank()
         return self._course.num_steps()
+
+    def _find_rank(self) -> None:
+        """Take over the rank from torch.distributed, if it was initialized after this sampler was made."""
+        if not self._is_rank_open:
+            return
+        course, self._is_rank_open = self._course, not is_distributed()
+        rank, world_size = find_rank(None, None)
+        if (rank, world_size) != (course.rank, course.world_size):
+            course.set_rank(rank, world_size)
+            self._check_steps()
+            self._position = self._settled(self._position)  # a larger step may not fit into the rest of the epoch
+
+    def _check_steps(self) -> None:
+        """Raise ValueError if an epoch has no steps."""
+        if not self._course.num_steps():
+            raise ValueError(
+                f"{self._count} samples do not fill one step of {self._batch_size} on {self._course.world_size} ranks; "
+                "use last_batch='short'"
+            )
 
     def __iter__(self) -> Iterator[Step]:
         """Begin an epoch when the first step is requested."""
         return _StepIterator(self)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._shown}, epoch={self.epoch}, step={self._position.step})"
+        """Return a summary: samples, steps, ranks, order, and the epoch and step of the next batch."""
+        mix = f", {self._shown_mix()}" if self._weights.are_of_streams else ""
+        return f"{type(self).__name__}({self._shown}{mix}, epoch={self.epoch}, step={self._position.step})"
+
+    def _shown_mix(self) -> str:
+        """Return the share of each cache of `mix` at the next step, for example `mix of 'a' (70%), 'b' (30%)`."""
+        weights = self._weights.values(self._position.step)
+        shares = weights / weights.max()  # prevents an infinite sum
+        parts = [
+            f"{name!r:.80} ({100 * share:.3g}%)" for name, share in zip(self._names, shares / shares.sum(), strict=True)
+        ]
+        shown, num_more = parts[:_NUM_SHOWN], len(parts) - _NUM_SHOWN
+        return f"mix of {', '.join(shown)}" + f" and {num_more:,} more" * (num_more > 0)
 
     @property
-    def epoch(self) -> int:
+    def _shown(self) -> str:
+        course = self._course
+        shown = f"{self._count:,} samples, batch_size={self._batch_size}, {course.num_steps():,} steps per epoch"
+        return f"{shown}, rank={course.rank}, world_size={course.world_size}, {self._shown_options}"
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]
         """The epoch of the next step."""
         return self._position.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch. If a state in that epoch was just loaded, the iteration resumes there.
 
-        With `mix`, each cache continues after its last used sample.
+        With `mix`, each cache continues after its last used sample. If the sampler is at the beginning of that epoch, nothing
+        changes.
 
         Raises:
             ValueError: `epoch` is out of range.
@@ -189,7 +230,8 @@ class StepSampler(Sampler[Step]):
         if not 0 <= epoch < 1 << 62:
             raise ValueError(f"epoch={epoch}, expected 0 or more")
         self._chosen = epoch
-        if not (self._is_resumed and epoch == self._position.epoch):
+        is_there = epoch == self._position.epoch and (self._is_resumed or not self._position.used)
+        if not is_there:
             self._move(replace(self._course.next_epoch(self._position), epoch=epoch))
 
     def _move(self, position: Position, *, is_resumed: bool = False, is_elsewhere: bool = False) -> None:
@@ -198,6 +240,7 @@ class StepSampler(Sampler[Step]):
 
     def _beginning(self) -> Position:
         """Return the position at which the next iteration begins."""
+        self._find_rank()
         is_abandoned = self._position.used and not self._is_resumed
         return self._course.next_epoch(self._position) if is_abandoned else self._position
 
@@ -207,6 +250,7 @@ class StepSampler(Sampler[Step]):
 
     def _step(self, epoch: int, number: int) -> Step:
         """Return a step of an epoch; for samplers without mix and buckets."""
+        self._find_rank()
         used = number * self._course.step_size
         return self._course.step(Position(epoch, (used,), used))[0]
 
@@ -226,6 +270,13 @@ class StepSampler(Sampler[Step]):
         if self._digest is None:
             self._digest = dataset_digest(self._caches)
         return self._digest
+
+
+def _shown_key(bucket_by: Any) -> str:
+    """Return what buckets are made by, for a repr: a tensor's shape, or a function."""
+    if isinstance(bucket_by, str):
+        return f"the shape of {bucket_by!r:.100}"
+    return f"{getattr(bucket_by, '__qualname__', type(bucket_by).__name__):.100}"
 
 
 def make_batch_info(step: Step, names: Sequence[Any], cache: Any, is_padding: torch.Tensor | None = None) -> BatchInfo:

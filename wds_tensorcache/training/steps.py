@@ -115,11 +115,16 @@ class Course:
         lengths = list(map(len, streams))
         # number of samples in an epoch: of each stream, or of all mixed streams together
         self._lengths = [sum(lengths)] if weights.are_of_streams else lengths
-        self.step_size = batch_size * world_size
-        self._world_size = world_size
-        self._rows = rank + world_size * np.arange(batch_size)  # selects this rank's samples of a step
+        self._batch_size = batch_size
         self._last_batch = last_batch
         self._seed = seed
+        self.set_rank(rank, world_size)
+
+    def set_rank(self, rank: int, world_size: int) -> None:
+        """Change the rank of this process and the number of ranks; positions stay valid."""
+        self.rank, self.world_size = rank, world_size
+        self.step_size = self._batch_size * world_size
+        self._rows = rank + world_size * np.arange(self._batch_size)  # selects this rank's samples of a step
 
     def has(self, at: Position) -> bool:
         """Return whether a position is possible in this course."""
@@ -167,7 +172,7 @@ class Course:
         else:
             count = remaining[number]
             if self._last_batch == "short":
-                rows = rows[: -(-count // self._world_size)]
+                rows = rows[: -(-count // self.world_size)]
             filler = (rows - count) % len(stream) if self._last_batch == "wrap" else begin + rows % count
             indices = stream.indices(at.epoch, np.where(rows < count, begin + rows, filler))
         is_padding = (rows >= count) & (self._last_batch != "wrap")

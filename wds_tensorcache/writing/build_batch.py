@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import EncodeError
+from wds_tensorcache.storage.progress import open_bar
 from wds_tensorcache.storage.threads import Job, ThreadPool
 from wds_tensorcache.writing.build_items import Item
 from wds_tensorcache.writing.writer import ShardWriter
@@ -131,15 +131,7 @@ class Progress:
     """A `tqdm` progress bar, or nothing; `show=None` shows the bar if `tqdm` is installed and stderr is a terminal."""
 
     def __init__(self, total: int | None, show: bool | None) -> None:
-        self._bar: Any = None
-        if show or (show is None and sys.stderr.isatty()):
-            try:
-                from tqdm import tqdm
-            except ImportError as exc:
-                if show:
-                    raise ImportError("progress=True needs tqdm: pip install tqdm") from exc
-                return
-            self._bar = tqdm(total=total, unit=" samples", smoothing=0.05)
+        self._bar = open_bar(show, total=total, unit=" samples", smoothing=0.05)
 
     def count(self, *, is_old: bool = False) -> None:
         """Count a sample. If `is_old`, it was finished before this call, and does not change the rate."""

@@ -90,7 +90,10 @@ class UnfinishedShard:
 
 
 def _add_member(parts: list[Any], position: int, name: str, nbytes: int, *content: Any) -> int:
-    """Append a member to `parts`, with its header and padding; return the offset of its content, if it starts at `position`."""
+    """Append a member with its header and padding to `parts`; return the offset of its content.
+
+    The header will be at offset `position` of the shard.
+    """
     header = build_tar_header(name, nbytes)
     parts += header, *content, _ZEROS[: -nbytes % BLOCK]
     return position + len(header)

@@ -10,8 +10,9 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
-from wds_tensorcache.errors import FormatError, InvalidKeyError
+from wds_tensorcache.errors import FormatError, InvalidKeyError, list_names
 from wds_tensorcache.reading.find_shards import find_shards
 from wds_tensorcache.shards.after_end import check_end
 from wds_tensorcache.shards.dali_index import write_dali_index
@@ -31,6 +32,7 @@ from wds_tensorcache.writing.resume import FinishedShards, load_finished
 
 __all__ = ["OldCache", "VersionShard", "drop", "write_version"]
 
+_NUM_KEYS = 100  # keys that an error compares with an unknown one
 _LAST_NUMBER = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL).fullmatch
 
 
@@ -110,7 +112,10 @@ def drop(
     for key in keys:
         places = old.shards.find(key) if isinstance(key, str) else []
         if not places:
-            raise KeyError(f"{old.folder} has no sample {key!r:.100}")
+            known = list(islice(chain.from_iterable(index.keys for index in old.shards.indexes.values()), _NUM_KEYS))
+            raise KeyError(
+                f"{old.folder} has no sample {key!r:.100}; there are {list_names(known, key, len(old.shards))}"
+            )
         for path, _ in places:
             old.parts[path].dropped_keys.add(key)
     write_version(out, old, old.parts.values(), fsync=fsync)

@@ -216,7 +216,12 @@ def _run(
                     raise FormatError(
                         f"APPENDS at byte {pos - 1} on a {type(target).__name__}; expected a list or deque"
                     )
-                target.extend(items)
+                extend = getattr(target, "extend", None)
+                if extend is not None:
+                    extend(items)
+                else:  # an instance of a class in allow=, with `append` alone
+                    for item in items:
+                        target.append(item)
             elif op == TUPLE:
                 push(tuple(items))
             elif op == FROZENSET:

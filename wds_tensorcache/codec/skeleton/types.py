@@ -83,7 +83,7 @@ class Listed:
 
 
 def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
-    """Return the classes of an `allow=` argument by (module, qualified name).
+    """Return the classes of an `allow=` argument by (module, qualified name), without listed types (FORMAT.md 2.7).
 
     Raises:
         TypeError: An item is not a class.
@@ -92,7 +92,10 @@ def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
     for cls in allow:
         if not isinstance(cls, type):
             raise TypeError(f"allow= takes classes, got {cls!r}")
-        table[cls.__module__, cls.__qualname__] = cls
+        key = cls.__module__, cls.__qualname__
+        # Hazard: a listed type in this table would be built without a check of its arguments.
+        if not (key in BUILDERS or cls in LISTED or cls in _NEVER_CALLED or issubclass(cls, np.dtype)):
+            table[key] = cls
     return table
 
 
@@ -104,7 +107,7 @@ REFERENCE = Builder(refuse_reference)  # `_run` resolves references itself
 
 
 def find_global(module: Any, name: Any, builders: Mapping[tuple[str, str], object], allow: Allowed) -> Any:
-    """Return the builder for a global that a skeleton names: a class in `allow`, or one of `builders`.
+    """Return the builder for a global that a skeleton names: one of `builders`, or a class in `allow`.
 
     Raises:
         UnsafeSkeletonError: There is no builder for this global.
@@ -114,11 +117,11 @@ def find_global(module: Any, name: Any, builders: Mapping[tuple[str, str], objec
     key = (module, name)
     if key == ("builtins", "format"):
         return REFERENCE
+    if key in builders:
+        return builders[key]
     cls = allow.get(key)
     if cls is not None:
         return Builder(lambda args: cls(*args), cls=cls)
-    if key in builders:
-        return builders[key]
     needs = f"{module:.80}.{name:.80}"
     error = UnsafeSkeletonError(
         f"the skeleton needs {needs!r}, which is not allowed; pass allow=[…] only if you trust the file"
@@ -397,6 +400,7 @@ def _rows() -> Iterator[_Row]:
         yield scalar, "numpy", scalar.__name__, _time_scalar_arguments, build
 
 
+_NEVER_CALLED = frozenset({bytes, frozenset, type(None), type(...), torch.dtype})  # listed types that no global calls
 LISTED: dict[type, Listed] = {}
 BUILDERS: dict[tuple[str, str], object] = {
     ("builtins", "bytearray"): Builder(_checked(bytearray, bytes, optional=1)),  # protocol 4 has no opcode for it

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-from wds_tensorcache.errors import BatchError
+from wds_tensorcache.errors import BatchError, unknown_name
 
 __all__ = ["Collate", "Pad", "PadValue", "as_collate", "check_collate", "collate_for", "pad"]
 
@@ -72,8 +72,7 @@ class Collate:
         for what, wanted in ("collate", self.ways), ("pad_value", self.pad_value):
             for pattern in wanted if isinstance(wanted, Mapping) else ():
                 if pattern not in names and pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
-                    shown = ", ".join(map(repr, names))
-                    raise BatchError(f"{what} has an unknown tensor {pattern!r}; there are {shown}")
+                    raise BatchError(f"{what} has an {unknown_name('tensor', pattern, names)}")
 
     def ways_for(self, names: Sequence[str]) -> list[str | Pad]:
         """Return the way to collate each tensor: that of its name, else of the first pattern that matches, else "stack"."""

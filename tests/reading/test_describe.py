@@ -1,0 +1,270 @@
+"""`describe` counts tensors and members exactly, examines few samples, and prints a bounded summary."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from tests.reading.batches import write
+from wds_tensorcache.reading.description import Contents, _shown
+
+LINES, CHARS = 330, 260  # bounds of a summary: lines, and characters of a line but the last
+
+
+def photo(i: int) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "latent": torch.zeros(4, 8 + i % 3, 8).half(),
+        "cond": [[torch.zeros(1, 2).bfloat16(), {"prompt": f"photo {i}", "size": (64, 48), "tags": ["a"] * (i % 3)}]],
+        "score": None if i < 50 else 0.5,
+    }
+    return made | ({"alpha": np.zeros(1, "f4")} if i % 2 else {})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("photos")
+    with tc.ShardWriter(path, max_samples=40, fsync=False, fingerprint={"model": "vae"}) as sink:
+        for i in range(100):
+            sink.write(f"{i:03d}", photo(i), json={"i": i}, **({"jpg": b""} if i < 7 else {}))
+    return path
+
+
+def test_attributes_and_summary(folder: Path) -> None:
+    with tc.open(folder) as cache:
+        found = cache.describe()
+        assert (found.num_samples, found.num_shards, found.num_counted, found.num_examined) == (100, 3, 100, 64)
+        assert found.members == cache.members == {"json": 100, "jpg": 7}
+        assert found.fingerprint == {"model": "vae"}
+        latent = found.tensors["latent"]
+        assert latent.shapes == {(4, 8, 8): 34, (4, 9, 8): 33, (4, 10, 8): 33}
+        assert (latent.dtype, latent.num_shapes, latent.shape) == (torch.float16, 3, (4, (8, 10), 8))
+        assert found.nbytes == sum(tensor.nbytes for tensor in cache.schema.values())
+        for name, schema in cache.schema.items():
+            assert all(getattr(found.tensors[name], each) == getattr(schema, each) for each in schema.__slots__)
+        values = found.values
+        assert list(values) == ["cond.0.1.prompt", "cond.0.1.size", "cond.0.1.tags", "score"]
+        assert values["cond.0.1.size"].types == {"tuple of 2 int": 64}
+        assert values["cond.0.1.tags"].types == {"list of 0": 24, "list of 1..2 str": 40}
+        assert values["cond.0.1.tags"].example == ["a"]
+        assert values["score"].types == {"None": 32, "float": 32}
+        assert repr(found).splitlines() == [
+            f"Description: 100 samples in 3 shards, {found.nbytes:,} bytes of tensors",
+            "tensors:",
+            f"  latent: float16 [4, 8..10, 8], {latent.nbytes:,} bytes; "
+            "3 shapes: [4, 8, 8] in 34, [4, 9, 8] in 33, [4, 10, 8] in 33",
+            "  cond.0.0: bfloat16 [1, 2], 400 bytes",
+            "  alpha: float32 [1] (numpy), 200 bytes, in 50 of 100 samples",
+            "values of 64 samples:",
+            "  cond.0.1.prompt: str, for example 'photo 0'",
+            "  cond.0.1.size: tuple of 2 int, for example (64, 48)",
+            "  cond.0.1.tags: list of 0 (24), list of 1..2 str (40), for example ['a']",
+            "  score: None (32), float (32), for example 0.5",
+            "members:",
+            "  'json': 100 samples",
+            "  'jpg': 7 samples",
+            "fingerprint: {'model': 'vae'}",
+        ]
+        assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_views(folder: Path) -> None:
+    with tc.open(folder) as cache:
+        some = cache[::10].select("latent")
+        found = some.describe()
+        assert list(found.tensors) == ["latent"]
+        assert found.tensors["latent"].num_samples == found.num_samples == found.num_examined == 10
+        # a tensor in a list that is not selected does not count as a value
+        assert list(found.values) == ["cond.0.1.prompt", "cond.0.1.size", "cond.0.1.tags", "score"]
+        twice = cache[[0, 0, 3]].describe()
+        assert twice.tensors["latent"].shapes == {(4, 8, 8): 3}
+        nothing = cache[:0].describe()
+        assert (nothing.tensors, nothing.values, nothing.nbytes) == ({}, {}, 0)
+        assert repr(nothing).splitlines()[0] == "Description: 0 samples in 3 shards, 0 bytes of tensors"
+
+
+def test_joined(folder: Path, tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "texts", fsync=False) as sink:
+        for i in range(100):
+            sink.write(f"{i:03d}", {"plain": f"text {i}", "1": {2: i, ("a", 1): "b"}}, txt="x")
+    with tc.ShardWriter(tmp_path / "bare", fsync=False) as sink:
+        for i in range(100):
+            sink.write(f"{i:03d}", f"a string as the whole sample {i}")
+    with tc.join([folder, tmp_path / "texts"]) as merged:
+        found = merged.describe()
+        assert {"latent", "cond.0.0", "alpha"} == found.tensors.keys()
+        assert found.values["plain"].example == "text 0"
+        assert found.values["1.2"].types == {"int": 64}
+        assert found.values["1.('a', 1)"].types == {"str": 64}
+        assert found.members == {"json": 100, "jpg": 7, "txt": 100}
+    parts = {"photo": folder, "texts": tmp_path / "texts", "bare": tmp_path / "bare"}
+    with tc.join({"all": tc.join(parts)}) as named:
+        found = named.describe()
+        assert [tensor.name for tensor in found.tensors.values()] == list(found.tensors) == list(named.schema)
+        assert found.tensors["all.photo.latent"].shapes == {(4, 8, 8): 34, (4, 9, 8): 33, (4, 10, 8): 33}
+        assert found.values["all.bare"].types == {"str": 64}
+        assert found.num_shards == 5
+    with tc.open(tmp_path / "bare") as bare:
+        assert "  (the whole sample): str, for example 'a string as the whole sample 0'" in repr(bare.describe())
+
+
+def test_a_shared_dataset_loads_nothing(tmp_path: Path) -> None:
+    with tc.SharedDataset([photo(i) for i in range(30)], "describe", directory=tmp_path) as shared:
+        found = shared.describe()
+        assert (found.num_samples, found.num_counted, found.num_examined, found.tensors) == (30, 0, 0, {})
+        assert "tensors of 0 samples in memory:" in repr(found)
+        for i in (3, 4, 9):
+            shared[i]
+        stats = shared.stats()
+        found = shared[2:].describe()
+        assert shared.stats() == stats
+        assert stats.num_samples == found.num_counted == 3
+        assert found.tensors["latent"].shapes == {(4, 8, 8): 2, (4, 9, 8): 1}
+        assert found.values["cond.0.1.prompt"].example == "photo 3"
+        assert list(shared.select("alpha").describe().tensors) == ["alpha"]
+        joined = tc.join({"it": shared}).describe()
+        assert joined.num_counted == 3
+        assert list(joined.tensors) == [f"it.{name}" for name in found.tensors]
+        assert shared.stats() == stats
+
+
+def num_calls(call: Callable[[], object]) -> int:
+    """Return the number of function calls, in Python and in C, that a call makes."""
+    count = 0
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_million_samples_of_thousands_of_shapes(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path, max_samples=1000, fsync=False) as sink:
+        for i in range(3000):
+            sink.write(f"{i}", {"x": torch.zeros(i // 2, dtype=torch.uint8), "y": torch.zeros(1), "i": [i] * 100})
+    with tc.open(tmp_path) as cache:
+        many = cache[np.arange(1_000_000) * 7 % 3000]
+        found = cache.describe()
+        assert (found.tensors["x"].num_shapes, len(found.tensors["x"].shapes)) == (1500, 20)
+        assert list(found.tensors["x"].shapes.items())[:2] == [((0,), 2), ((1,), 2)]
+        assert found.tensors["y"].shapes == {(1,): 3000}
+        large = many.describe()
+        assert large.num_samples == large.tensors["y"].shapes[1,] == 1_000_000
+        assert large.tensors["x"].num_shapes == 1500
+        assert (large.num_examined, large.values["i"].types) == (64, {"list of 100 int": 64})
+        assert len(repr(large)) < 1000
+        assert num_calls(many.describe) < 1.2 * num_calls(cache.describe)
+
+
+def test_thousands_of_names(tmp_path: Path) -> None:
+    samples = [
+        {"t" * 1000 + str(i): torch.zeros(1) for i in range(1500)} | {f"v{j}" + "v" * 9000: j for j in range(2000)}
+    ] * 2
+    with tc.open(write(tmp_path, samples)) as cache:
+        found = cache.describe()
+        assert len(found.tensors) == 1500
+        assert len(found.values) == 1000
+        lines = repr(found).splitlines()
+        assert len(lines) < LINES
+        assert max(map(len, lines)) < CHARS
+        assert "  … and 1,400 more" in lines
+        assert "  … and 900 more" in lines
+
+
+def test_names_that_differ_between_samples(tmp_path: Path) -> None:
+    samples = [{"x": torch.zeros(1), "seen": {f"{i} {j}": j for j in range(100)}} for i in range(30)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        found = cache.describe()
+        assert found.num_examined == 30
+        assert len(found.values) == 1000
+        assert "  seen.0 1: int, for example 1, in 1 of 30 samples" in repr(found).splitlines()
+
+
+def test_values_that_no_repr_should_print(tmp_path: Path) -> None:
+    nested: Any = "x"
+    for _ in range(20):
+        nested = [nested, nested]
+    within: list[Any] = [1]
+    within.append(within)
+    values = {
+        "shared": nested,
+        "cyclic": within,
+        "long": "y" * 1_000_000,
+        "bytes": b"z" * 1_000_000,
+        "many": list(range(100_000)),
+        "mixed": [1, "a", None, 2.0],
+        "ordered": [OrderedDict(a=nested, b=[1])],
+        "set": {1},
+        "queue": deque([3]),
+        "one": (1,),
+        "large": 1 << 200,
+        "kind": torch.float16,
+        "yes": True,
+    }
+    with tc.open(write(tmp_path, [{"x": torch.zeros(1), **values}])) as cache:
+        found = cache.describe()
+        assert found.values["mixed"].types == {"list of 4 int or str or None or …": 1}
+        assert found.values["many"].types == {"list of 100000 int": 1}
+        lines = dict(line.strip().split(": ", 1) for line in repr(found).splitlines() if line.startswith("  "))
+        assert all(len(line) < CHARS for line in lines.values())
+        assert lines["cyclic"] == "list of 2 int or list, for example [1, [1, [1, […]]]]"
+        assert lines["many"] == "list of 100000 int, for example [0, 1, 2, 3, …]"
+        assert lines["set"] == "set of 1 int, for example {1}"
+        assert lines["queue"] == "deque of 1 int, for example deque([3])"
+        assert lines["one"] == "tuple of 1 int, for example (1,)"
+        assert lines["large"] == "int, for example an int of 201 bits"
+        assert lines["kind"] == "dtype, for example torch.float16"
+        assert lines["yes"] == "bool, for example True"
+
+
+PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary())
+NESTED = st.recursive(
+    PLAIN, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner), st.lists(inner).map(tuple))
+)
+
+
+@given(NESTED)
+def test_any_value_is_shown(value: Any) -> None:
+    shown = _shown(value)
+    assert len(shown) < 40_000
+    is_small = len(repr(value)) <= 10 and not isinstance(value, (list, dict, tuple))
+    assert shown == repr(value) or not is_small
+
+
+SHAPES = st.integers(0, 3).flatmap(lambda ndim: st.tuples(*[st.integers(0, 3)] * ndim))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(SHAPES, min_size=1, max_size=200), min_size=1, max_size=8))
+def test_shapes_are_counted_exactly(shards: list[list[tuple[int, ...]]]) -> None:
+    """As `Counter` counts them, however often equal shapes are merged."""
+    contents, expected = Contents(1), Counter[tuple[int, ...]]()
+    lazy = tc.decode_sample(*tc.encode_sample({"x": torch.zeros(1)}))["x"]
+    for shapes in shards * 30:
+        for ndim in {len(shape) for shape in shapes}:
+            rows = [shape for shape in shapes if len(shape) == ndim]
+            array = np.array(rows, np.int64).reshape(len(rows), ndim)
+            contents.add_tensor("x", lazy._reference, array, np.arange(len(rows)) + 1)
+            expected.update(dict.fromkeys(rows, 0))
+            for number, shape in enumerate(rows, 1):
+                expected[shape] += number
+    found = contents.description(1, 1, {}, {}).tensors["x"]
+    assert found.num_shapes == len(expected)
+    assert list(found.shapes.values()) == sorted(expected.values(), reverse=True)[:20]
+    assert all(expected[shape] == count for shape, count in found.shapes.items())

@@ -1,0 +1,157 @@
+"""Errors about unknown names list the known ones, similar names first, at a bounded length and cost."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from wds_tensorcache.errors import list_names, unknown_name
+
+BOUND = 1000  # characters
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("cache")
+    with tc.ShardWriter(folder, max_samples=50, fsync=False) as sink:
+        for i in range(120):
+            sample = {"latent": torch.zeros(4), "text": {"state": torch.zeros(1 + i % 3, 2)}}
+            sink.write(f"{i:06d}", sample | ({"alpha": torch.zeros(1)} if i % 2 else {}), json={"i": i}, jpg=b"")
+    with tc.open(folder) as opened:
+        yield opened
+
+
+@given(st.lists(st.text(max_size=100), max_size=30), st.text(max_size=200))
+def test_lists_are_bounded(known: list[str], wanted: str) -> None:
+    message = unknown_name("tensor", wanted, known)
+    assert len(message) < BOUND
+    if known:
+        assert any(repr(name)[:80] in message for name in known)
+    else:
+        assert message.endswith("; there are none")
+
+
+@given(st.sets(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=20), st.randoms())
+def test_what_was_wanted_comes_first(known: set[str], rng: Any) -> None:
+    names = sorted(known)
+    rng.shuffle(names)
+    wanted = names[-1]
+    assert list_names(names, wanted).startswith(repr(wanted))
+    listed = list_names(names)
+    assert listed.startswith(", ".join(map(repr, names[:8])))
+    assert listed.endswith(f" and {len(names) - 8} more") is (len(names) > 8)
+
+
+def test_names_that_are_numbers() -> None:
+    assert list_names([1, 2], 3) == "1, 2"
+    assert list_names(["a", "b"], "c", 1000) == "'a', 'b' and 998 more"
+
+
+def test_thousands_of_long_names() -> None:
+    names = [f"{'x' * 500}{i}" for i in range(100_000)]
+    assert len(unknown_name("tensor", "y" * 10_000, names)) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c: c.select("laten"), KeyError, "unknown tensor 'laten'; there are 'latent', 'text.state', 'alpha'"),
+        (lambda c: c.select("text.stat*s"), KeyError, r"unknown tensor .*; there are 'text.state', "),
+        (lambda c: tc.join({"a": c}).select("a.laten"), KeyError, "unknown tensor 'a.laten'; there are 'a.latent'"),
+        (
+            lambda c: tc.Loader(c, bucket_by="txt.state"),
+            KeyError,
+            "unknown tensor 'txt.state'; there are 'text.state', ",
+        ),
+        (
+            lambda c: tc.Loader(c, bucket_by="alpha"),
+            KeyError,
+            "'000000' has no tensor 'alpha'; it has 'latent', 'text.state'",
+        ),
+        (lambda c: tc.Loader(c, collate={"laten": "pad"}), tc.BatchError, "collate .* 'laten'; there are 'latent', "),
+        (lambda c: c.read_batch([0], collate={"latenz": "pad"}), tc.BatchError, "collate .*; there are 'latent', "),
+        (lambda c: tc.Loader(c, pad_value={"latenz": 1}), tc.BatchError, "pad_value .*; there are 'latent', "),
+        (lambda c: c.nest([0], {"laten": None}), KeyError, "sample '000000' has no tensor 'laten'; it has 'latent', "),
+        (lambda c: c.select("text*").nest([0], {"latent": None}), KeyError, "no tensor 'latent'; it has 'text.state'"),
+        (lambda c: tc.join({"a": c}).nest([0], {"b.latent": None}), KeyError, "'b.latent'; there are 'a.latent', "),
+        (lambda c: c["00001"], KeyError, "no sample '00001' among the 120 samples; there are '000001' and 119 more"),
+        (lambda c: c["images/17.v1.jpg"], KeyError, "there are '000017' and 119 more"),
+        (lambda c: c[" 000017 "], KeyError, "there are '000017' and 119 more"),
+        (lambda c: c[::-1]["17"], KeyError, "there are '000017' and 119 more"),
+        (lambda c: c[:9]["000O17"], KeyError, "among the 9 samples; there are '00000.', .* and 1 more"),
+        (lambda c: c.read_batch(["x"]), KeyError, "no sample 'x' among the 120 samples; there are '.*' and 112 more"),
+        (lambda c: c[:0]["x"], KeyError, "no sample 'x' among the 0 samples; there are none"),
+        (lambda c: tc.join([c])["00001"], KeyError, "no sample '00001' .* there are '000001' and 119 more"),
+        (lambda c: c.read_members([0], "jsn"), KeyError, "has no member 'jsn'; there are 'json', 'jpg'"),
+        (lambda c: tc.join([c, c], keys={"x": {}}), ValueError, "an entry for 'x', expected .* the first: 1"),
+    ],
+)
+def test_each_error(cache: Any, call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(cache)
+
+
+def test_near_keys_of_many(tmp_path: Path) -> None:
+    """They are found by their order, among any number of samples; without an order, some keys are listed."""
+    names = [
+        f"{animal}_{i:04d}_{light}" for animal in ("cat", "dog", "owl") for i in range(500) for light in ("dim", "lit")
+    ]
+    with tc.ShardWriter(tmp_path / "sorted", max_samples=700, fsync=False) as sink:
+        for name in names:
+            sink.write(name, {"x": torch.zeros(1)})
+    with tc.ShardWriter(tmp_path / "shuffled", fsync=False) as sink:
+        for name in sorted(names, key=lambda name: name[::-1]):
+            sink.write(name, {"x": torch.zeros(1)})
+    with tc.open(tmp_path / "sorted") as cache:
+        for wrong in ("dog_0321_lot", "dog_0321_litt", "dog_0321_"):
+            with pytest.raises(KeyError, match=rf"no sample '{wrong}' .* there are 'dog_0321_\w+', .* and 2,992 more"):
+                cache[wrong]
+        for wrong in ("", "zebra", "\udcff", "d" * 10_000):
+            with pytest.raises(KeyError, match="there are '.*' and 2,992 more") as caught:
+                tc.join([cache])[wrong]
+            assert len(str(caught.value)) < BOUND
+    with (
+        tc.open(tmp_path / "shuffled") as cache,
+        pytest.raises(KeyError, match=r"there are 'dog_.*_lit', .* and 2,992 more"),
+    ):
+        cache["dog_0321_litt"]
+
+
+def test_entries(cache: Any) -> None:
+    with pytest.raises(KeyError, match="sample '000000' has no tensor 'laten'; it has 'latent', 'text.state'"):
+        cache.filter(lambda entry: entry.shapes["laten"][0] > 2)
+    with pytest.raises(KeyError, match="sample '000000' has no tensor 'alpha'; it has "):
+        tc.Loader(cache, bucket_by=lambda entry: entry.shapes["alpha"])
+    with pytest.raises(KeyError, match="sample '000000' has no tensor 'a.laten'; it has 'a.latent', 'a.text.state'"):
+        tc.join({"a": cache}).filter(lambda entry: entry.shapes["a.laten"])
+    assert len(cache.filter(lambda entry: "alpha" in entry.shapes)) == 60
+    entries: list[tc.Entry] = []
+    cache[:1].filter(lambda entry: entries.append(pickle.loads(pickle.dumps(entry))))
+    assert entries[0].shapes == {"latent": (4,), "text.state": (1, 2)}
+    assert entries[0].shapes.get("alpha") is None
+    with pytest.raises(KeyError, match="sample '000000' has no tensor 'b'"):
+        entries[0].shapes["b"]
+    with pytest.raises(AttributeError, match="an entry has no 'prompt'; it has key, nbytes and shapes; small values"):
+        cache.filter(lambda entry: entry.prompt == "a cat")
+    with pytest.raises(TypeError, match="filter takes a function of an entry, got 'latent'; select takes names"):
+        cache.filter("latent")
+
+
+def test_shared_datasets(cache: Any, tmp_path: Path) -> None:
+    with tc.SharedDataset([{"latent": torch.zeros(2)}] * 30, "names", directory=tmp_path) as shared:
+        with pytest.raises(KeyError, match=r"no sample '30'; the keys are .*: '.*' and 22 more"):
+            shared["30"]
+        with pytest.raises(KeyError, match=r"no sample '007'; the keys are indices .*: '7' and 29 more"):
+            shared["007"]
+        with pytest.raises(KeyError, match="sample '0' has no tensor 'laten'; it has 'latent'"):
+            shared.nest([0], {"laten": None})
+        with pytest.raises(KeyError, match="sample '0' has no tensor 'laten'; it has 'latent'"):
+            shared.filter(lambda entry: entry.shapes["laten"])

@@ -1,0 +1,297 @@
+"""`Cache.describe`: the tensors, small values and members of a cache, at a bounded cost for values and with a bounded repr."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.codec.reference import Reference
+from wds_tensorcache.codec.skeleton.tensor_names import component
+from wds_tensorcache.codec.tree import CONTAINERS, Path, item_at, map_leaves
+from wds_tensorcache.reading.schema import TensorSchema, format_tensor, merge_schema, schema_from
+
+__all__ = ["NUM_EXAMINED", "Contents", "Description", "TensorDescription", "ValueDescription"]
+
+Array = np.ndarray[Any, Any]
+NUM_EXAMINED = 64  # samples whose small values are examined
+_MAX_SHAPES = 20  # shapes of a tensor with their counts
+_MAX_VALUES = 1000  # small values of all samples together
+_MERGED_ROWS = 4096  # shapes to collect before equal ones are merged
+_NUM_ITEMS = 1000  # items of a list whose types are examined
+_MAX_LINES, _LINE_CHARS, _VALUE_CHARS = 100, 240, 60  # bounds of a repr
+_SHOWN_SHAPES, _SHOWN_ITEMS = 3, 4
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDescription(TensorSchema):
+    """The properties of one tensor across all samples, with the number of samples of each shape.
+
+    Attributes:
+        shapes: Number of samples of each shape, most frequent shapes first, at most 20.
+        num_shapes: Number of distinct shapes.
+    """
+
+    shapes: dict[tuple[int, ...], int]
+    num_shapes: int
+
+    def __str__(self) -> str:
+        text = f"{format_tensor(self)}, {self.nbytes:,} bytes"
+        if self.num_shapes > 1:
+            shown = [f"{list(shape)} in {count:,}" for shape, count in islice(self.shapes.items(), _SHOWN_SHAPES)]
+            text += f"; {self.num_shapes:,} shapes: {', '.join(shown)}" + ", …" * (self.num_shapes > _SHOWN_SHAPES)
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDescription:
+    """A value that is not a tensor, in the examined samples.
+
+    Attributes:
+        name: Path of the value in the samples, like the name of a tensor: `cond.0.1.prompt`.
+        types: Number of examined samples of each type. Types are in words: `"str"`, `"tuple of 2 int"`, `"list of 3..7 str"`.
+        example: Value of the first of these samples in which it is neither None nor empty, or else of the last one.
+        num_samples: Number of examined samples that have the value.
+    """
+
+    name: str
+    types: dict[str, int]
+    example: object
+    num_samples: int
+
+    def __str__(self) -> str:
+        each = (f"{text} ({count:,})" if len(self.types) > 1 else text for text, count in self.types.items())
+        return f"{', '.join(each)}" + f", for example {_shown(self.example)}" * (self.example is not None)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Description:
+    """The contents of a cache, made by `Cache.describe`; its repr is a summary of bounded length.
+
+    Attributes:
+        num_samples: Number of samples.
+        num_shards: Number of shards of the cache; for a view, of the whole cache.
+        nbytes: Total bytes of the tensors of the counted samples.
+        tensors: Dtype, shapes, bytes and number of samples of each tensor, by name.
+        values: Types and an example of every other value, by name, in the examined samples; at most 1,000 values.
+        members: Number of samples that have a member `KEY.suffix` outside all caches, by suffix.
+        fingerprint: Description of how the cache was made, as in `Cache.fingerprint`.
+        num_counted: Number of samples whose tensors were counted. All of them are, except in a `SharedDataset`: there, at most
+            1,000 of the samples that are in shared memory.
+        num_examined: Number of samples whose values were examined, spread over the cache; at most 64.
+    """
+
+    num_samples: int
+    num_shards: int
+    nbytes: int
+    tensors: dict[str, TensorDescription]
+    values: dict[str, ValueDescription]
+    members: dict[str, int]
+    fingerprint: dict[str, object]
+    num_counted: int
+    num_examined: int
+
+    def __repr__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        what = f"{_count(self.num_samples, 'sample')} in {_count(self.num_shards, 'shard')}"
+        yield f"Description: {what}, {self.nbytes:,} bytes of tensors"
+        if self.tensors or self.num_counted < self.num_samples:
+            some = "" if self.num_counted == self.num_samples else f" of {_count(self.num_counted, 'sample')} in memory"
+            yield f"tensors{some}:"
+            yield from _entries(self.tensors, self.num_counted)
+        if self.values:
+            yield f"values of {_count(self.num_examined, 'sample')}:"
+            yield from _entries(self.values, self.num_examined)
+        if self.members:
+            yield "members:"
+            members = ((suffix, _count(count, "sample")) for suffix, count in self.members.items())
+            yield from _limited(
+                (f"  {suffix!r:.{_VALUE_CHARS}}: {text}" for suffix, text in members), len(self.members)
+            )
+        if self.fingerprint:
+            yield f"fingerprint: {self.fingerprint!r:.1000}"
+
+
+def _entries(described: Mapping[str, TensorDescription] | Mapping[str, ValueDescription], count: int) -> Iterator[str]:
+    def lines() -> Iterator[str]:
+        for name, each in described.items():
+            some = "" if each.num_samples == count else f", in {each.num_samples:,} of {count:,} samples"
+            shown = name if len(name) <= _VALUE_CHARS else f"{name[:_VALUE_CHARS]}…"
+            yield f"  {shown or '(the whole sample)'}: {each}{some}"
+
+    return _limited(lines(), len(described))
+
+
+def _limited(lines: Iterable[str], count: int) -> Iterator[str]:
+    for line in islice(lines, _MAX_LINES):
+        yield line if len(line) <= _LINE_CHARS else f"{line[:_LINE_CHARS]}…"
+    if count > _MAX_LINES:
+        yield f"  … and {count - _MAX_LINES:,} more"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def _shown(value: Any, depth: int = 3) -> str:
+    """Return a value as text of bounded length.
+
+    Hazard: a hostile container may contain itself, or one list many times over, so that its own repr is far larger than it.
+    """
+    if isinstance(value, (str, bytes, bytearray)):
+        return repr(value[:_VALUE_CHARS]) + "…" * (len(value) > _VALUE_CHARS)
+    if isinstance(value, int) and value.bit_length() > _VALUE_CHARS:
+        return f"an int of {value.bit_length():,} bits"
+    is_dict = isinstance(value, dict)
+    if not is_dict and not isinstance(value, CONTAINERS):
+        return f"{value!r:.{_VALUE_CHARS}}"
+    begin, end = _BRACKETS.get(type(value), (f"{type(value).__name__}([", "])"))
+    if not depth:
+        return f"{begin}…{end}"
+    items = [_shown(item, depth - 1) for item in islice(value, _SHOWN_ITEMS)]
+    if is_dict:
+        items = [f"{key}: {_shown(item, depth - 1)}" for key, item in zip(items, value.values(), strict=False)]
+    items += ["…"] * (len(value) > _SHOWN_ITEMS)
+    return f"{begin}{', '.join(items)}{',' * (type(value) is tuple and len(value) == 1)}{end}"
+
+
+_BRACKETS: dict[type, Sequence[str]] = {list: "[]", tuple: "()", dict: "{}", set: "{}"}
+
+
+class _ShapeCounts:
+    """The number of samples of each shape of one tensor. Memory: 8 bytes per distinct shape and dimension."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[tuple[Array, Array]]] = {}  # by number of dimensions
+        self._num_rows = self._num_merged = 0
+
+    def add(self, shapes: Array, counts: Array) -> None:
+        self._parts.setdefault(shapes.shape[1], []).append((shapes, counts))
+        self._num_rows += len(shapes)
+        if self._num_rows > max(_MERGED_ROWS, 2 * self._num_merged):
+            self._merge()
+
+    def _merge(self) -> None:
+        self._parts = {ndim: [_merged(parts)] for ndim, parts in self._parts.items()}
+        self._num_rows = self._num_merged = sum(len(shapes) for [(shapes, _)] in self._parts.values())
+
+    def most_frequent(self) -> tuple[dict[tuple[int, ...], int], int]:
+        """Return the most frequent shapes with their counts, and the number of all distinct shapes."""
+        self._merge()
+        found: list[tuple[tuple[int, ...], int]] = []
+        for [(shapes, counts)] in self._parts.values():
+            order = np.argsort(-counts, kind="stable")[:_MAX_SHAPES]
+            found += zip(map(tuple, shapes[order].tolist()), counts[order].tolist(), strict=True)
+        found.sort(key=lambda pair: -pair[1])
+        return dict(found[:_MAX_SHAPES]), self._num_merged
+
+
+def _merged(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Return distinct shapes, int64 `[n, ndim]`, in ascending order, and the number of samples of each."""
+    shapes = np.concatenate([shapes for shapes, _ in parts])
+    counts = np.concatenate([counts for _, counts in parts])
+    if not shapes.shape[1]:  # np.unique needs a column
+        return shapes[:1], counts.sum(keepdims=True)
+    order = np.lexsort(shapes.T[::-1])
+    shapes, counts = shapes[order], counts[order]
+    first = np.flatnonzero(np.append(True, (shapes[1:] != shapes[:-1]).any(1)))
+    return shapes[first], np.add.reduceat(counts, first)
+
+
+class _Value:
+    """The types of one value in the examined samples, and an example."""
+
+    def __init__(self) -> None:
+        self.example: object = None
+        self.num_samples = 0
+        self._types: dict[str, tuple[int, int, int]] = {}  # number of samples, shortest and longest length
+
+    def add(self, value: object) -> None:
+        self.num_samples += 1
+        if self.example is None or (isinstance(self.example, (str, *CONTAINERS)) and not self.example):
+            self.example = value
+        text, length = _type_of(value)
+        count, low, high = self._types.get(text, (0, length, length))
+        self._types[text] = count + 1, min(low, length), max(high, length)
+
+    def types(self) -> dict[str, int]:
+        return {
+            text.format(low if low == high else f"{low}..{high}"): count
+            for text, (count, low, high) in self._types.items()
+        }
+
+
+def _type_of(value: Any) -> tuple[str, int]:
+    """Return the type of a value in words, with `{}` in place of its length, and the length; 0 if it has none."""
+    name = _type_name(value)
+    if not isinstance(value, CONTAINERS):
+        return name, 0
+    kinds = list(dict.fromkeys(map(_type_name, islice(value, _NUM_ITEMS))))
+    return f"{name} of {{}} {' or '.join(kinds[:3])}{' or …' * (len(kinds) > 3)}".rstrip(), len(value)
+
+
+def _type_name(value: object) -> str:
+    return "None" if value is None else type(value).__name__
+
+
+class Contents:
+    """Tensors and values that `Cache.describe` has found so far, in one cache or in all parts of a joined cache.
+
+    Attributes:
+        num_counted, num_examined: As in `Description`.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_counted, self.num_examined = num_samples, 0
+        self._schemas: dict[str, TensorSchema] = {}
+        self._shapes: dict[str, _ShapeCounts] = {}
+        self._values: dict[str, _Value] = {}
+
+    def add_tensor(self, name: str, reference: Reference, shapes: Array, counts: Array) -> None:
+        """Add a tensor: its shapes, int64 `[n, ndim]`, and the number of samples of each."""
+        self._schemas[name] = merge_schema(self._schemas.get(name), schema_from(reference, shapes, counts))
+        self._shapes.setdefault(name, _ShapeCounts()).add(shapes, counts)
+
+    def add_values(self, prefix: str, samples: Iterable[Any]) -> None:
+        """Add the values of samples; `prefix` is the path of the samples in those of a joined cache."""
+        count = 0
+        for count, sample in enumerate(samples, 1):  # noqa: B007
+            paths: deque[Path] = deque()
+            map_leaves(sample, lambda lazy: None, paths.append)
+            for path in islice(paths, _MAX_VALUES):
+                parts = (component(key, 0) if type(key) in (str, int) else _shown(key) for key in path)
+                name = prefix + ".".join(parts) if path else prefix.removesuffix(".")
+                if name in self._values or len(self._values) < _MAX_VALUES:
+                    self._values.setdefault(name, _Value()).add(item_at(sample, path))
+        self.num_examined = max(self.num_examined, count)
+
+    def description(
+        self, num_samples: int, num_shards: int, members: dict[str, int], fingerprint: dict[str, object]
+    ) -> Description:
+        """Return the description of the cache."""
+        tensors = {}
+        for name, schema in self._schemas.items():
+            properties: dict[str, Any] = {field.name: getattr(schema, field.name) for field in fields(schema)}
+            shapes, num_shapes = self._shapes[name].most_frequent()
+            tensors[name] = TensorDescription(**properties | {"name": name}, shapes=shapes, num_shapes=num_shapes)
+        values = {
+            name: ValueDescription(name, value.types(), value.example, value.num_samples)
+            for name, value in self._values.items()
+        }
+        return Description(
+            num_samples,
+            num_shards,
+            sum(tensor.nbytes for tensor in tensors.values()),
+            tensors,
+            values,
+            members,
+            fingerprint,
+            self.num_counted,
+            self.num_examined,
+        )
