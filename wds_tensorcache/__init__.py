@@ -32,6 +32,7 @@ from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.schema import Entry, TensorSchema
 from wds_tensorcache.reading.store import Io
 from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.names import original_name, safe_key
 from wds_tensorcache.sharing.dataset import SharedDataset
 from wds_tensorcache.sharing.manage import SharedInfo, shared_clear, shared_list
 from wds_tensorcache.sharing.samples import SharedStats
@@ -95,9 +96,11 @@ __all__ = [
     "join",
     "nest",
     "open",
+    "original_name",
     "pad",
     "realize",
     "repair",
+    "safe_key",
     "shared_clear",
     "shared_list",
     "tarfile_to_samples",

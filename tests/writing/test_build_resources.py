@@ -17,6 +17,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.kills import compare
+from tests.same import assert_same
 from tests.shards.damage import members
 from tests.writing.test_build import COUNT, Numbers, build, counted, digest, double, key
 from wds_tensorcache.writing.build_batch import Batch
@@ -66,23 +67,31 @@ def grouped(items: list[dict[str, Any]]) -> list[Any]:
     return [{"x": torch.full((longest + 1,), item["value"])} for item in items]
 
 
-def broken_at(name: str) -> Any:
+def broken_at(name: str, error: type[BaseException] = ZeroDivisionError) -> Any:
     def fn(items: list[dict[str, Any]]) -> list[Any]:
         if any(item["name"] == name for item in items):
-            raise ZeroDivisionError
+            raise error
         return grouped(items)
 
     return fn
 
 
 @pytest.mark.parametrize("fails_at", ["n6", "n11", "n17", "n22"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 @pytest.mark.parametrize("kind", [Numbers, lambda: iter(Numbers()[i] for i in range(COUNT))], ids=["map", "iterable"])
-def test_batches_stay_the_same_ones(tmp_path: Path, kind: Any, fails_at: str) -> None:
-    build(Numbers(), tmp_path / "whole", grouped).close()
-    with pytest.raises(ZeroDivisionError):
-        build(kind(), tmp_path / "x", broken_at(fails_at))
-    build(kind(), tmp_path / "x", grouped).close()
-    compare(tmp_path / "x", tmp_path / "whole")
+def test_batches_stay_the_same_ones(tmp_path: Path, kind: Any, fails_at: str, error: type[BaseException]) -> None:
+    """After an interrupt, the bytes do, too; after an error, a shard is shorter."""
+    whole = build(Numbers(), tmp_path / "whole", grouped)
+    with pytest.raises(error):
+        build(kind(), tmp_path / "x", broken_at(fails_at, error))
+    cache = build(kind(), tmp_path / "x", grouped)
+    assert list(cache.keys()) == list(whole.keys())
+    for one, other in zip(whole, cache, strict=True):
+        assert_same(tc.realize(one), tc.realize(other))
+    whole.close()
+    cache.close()
+    if error is KeyboardInterrupt:
+        compare(tmp_path / "x", tmp_path / "whole")
 
 
 def test_own_keys_that_look_like_numbers(tmp_path: Path) -> None:
@@ -168,7 +177,8 @@ def test_a_break_says_what_is_there(tmp_path: Path) -> None:
         build(Numbers(), tmp_path, broken)
     if sys.version_info >= (3, 11):
         assert caught.value.__notes__ == [
-            f"tc.build: finished shards stay in {str(tmp_path)!r}, with 15 samples of this call; call it again to resume"
+            "tc.build: fn was called with a batch of 4, from item 16 (key '000000016') to item 19 (key '000000019')",
+            f"tc.build: finished shards stay in {str(tmp_path)!r}, with 16 samples of this call; call it again to resume",
         ]
 
 
@@ -200,7 +210,7 @@ def test_an_iterable_with_a_length(tmp_path: Path) -> None:
         (Numbers(), {"keys": list(range(COUNT))}, tc.InvalidKeyError, "__key__ is 0, expected a non-empty str"),
         (Numbers(), {"keys": [*map(str, range(22)), "a.b"]}, tc.InvalidKeyError, "'a.b' has a dot"),
         (Numbers(), {"keys": lambda item: item["value"]}, tc.InvalidKeyError, "__key__ is 0"),
-        (Numbers(), {"digest": lambda item: None}, TypeError, "digest returned a NoneType for item '000000000'"),
+        (Numbers(), {"digest": lambda item: None}, TypeError, "item 0, key '000000000': digest returned a NoneType"),
         (Numbers(), {"digest": lambda item: b"x"}, TypeError, "digest returned a bytes"),
         (Numbers(), {"fingerprint": None}, TypeError, "expected a dict with str keys"),
         (

@@ -1,4 +1,4 @@
-"""Build a cache: run a function over a dataset in batches while a background thread writes the results."""
+"""Build a cache: run a function over a dataset in batches, on one or several ranks, while a background thread writes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from typing import Any
 from wds_tensorcache.errors import FormatError, StaleCacheError
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.open_cache import open
+from wds_tensorcache.reading.store import Io, Store
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
+from wds_tensorcache.shards.manifest import Catalog
 from wds_tensorcache.storage.files import Files
+from wds_tensorcache.storage.memory_pool import Pool
+from wds_tensorcache.storage.ranks import find_rank
 from wds_tensorcache.writing.build_batch import DIGEST, Progress, Target, compute
-from wds_tensorcache.writing.build_items import Item, Items
+from wds_tensorcache.writing.build_items import Item, Items, add_note
 from wds_tensorcache.writing.new_folder import check_new
 from wds_tensorcache.writing.pattern import DEFAULT_NAME, ShardPattern
 from wds_tensorcache.writing.pattern_lock import WriterLock
-from wds_tensorcache.writing.resume import FinishedShards, load_finished
+from wds_tensorcache.writing.resume import FinishedShards, list_new, load_finished
 from wds_tensorcache.writing.versions import OldCache, VersionShard, write_version
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
@@ -39,6 +43,8 @@ def build(
     keys: Sequence[str] | Callable[[Any], str] | None = None,
     digest: Callable[[Any], str] | None = None,
     num_workers: int = 0,
+    rank: int | None = None,
+    world_size: int | None = None,
     progress: bool | None = None,
     max_samples: int = MAX_SAMPLES,
     **options: Any,
@@ -112,19 +118,24 @@ def build(
         raise TypeError(f"build always resumes from the shards in the folder, so it does not accept {option}=")
     if not options.get("footer", True) and not options.get("manifest", True):
         raise ValueError("footer=False, manifest=False: the fingerprint needs one of the two to be stored in")
-    items = Items(source, keys, digest, batch_size, num_workers)
+    rank, world_size = find_rank(rank, world_size)
+    if world_size > 1:
+        _check_ranks(rank, world_size, pattern, reuse, options)
+    items = Items(source, keys, digest, batch_size, num_workers, rank, world_size)
     options |= {"fingerprint": made, "max_samples": max_samples}
     folder = pattern.folder or os.curdir
-    with Progress(items.count, progress) as bar:
+    with Progress(items.num_items, False if rank and progress is None else progress) as bar:
         if reuse is None:
-            _extend(items, fn, pattern, bar, options)
+            _extend(items, fn, pattern.of_rank(rank, world_size) if world_size > 1 else pattern, bar, options)
+            if world_size > 1 and not pattern.build_shards():
+                return TensorCache(Store([], Files(), Pool(0), Io("pread", "there are no shards yet"), 1, made))
         elif not pattern.is_numbered:
             raise ValueError(f"out={os.fspath(out)!r} with reuse=: expected a folder, or a pattern with a number")
         elif os.path.isdir(folder) and os.path.isdir(reuse) and os.path.samefile(folder, reuse):
             raise ValueError(f"reuse={os.fspath(reuse)!r} is out itself; write the new version to a new folder")
         elif os.path.isdir(folder) and os.listdir(folder):
             there = _load_checked(folder, made)
-            compute(_missing(items, there.shards, None, folder, bar), fn, bar)
+            compute(_missing(items, there.shards, None, folder, set(), bar), fn, bar)
             with contextlib.suppress(FileExistsError), _claimed(os.path.realpath(folder)) as waiting:
                 shutil.rmtree(waiting, ignore_errors=True)  # abandoned by a killed call
         else:
@@ -147,11 +158,22 @@ def _load_checked(folder: str | os.PathLike[str], made: dict[str, Any]) -> OldCa
     return old
 
 
+def _check_ranks(rank: int, world_size: int, pattern: ShardPattern, reuse: Any, options: Mapping[str, Any]) -> None:
+    """Raise ValueError if several ranks cannot build together."""
+    what = f"rank={rank}, world_size={world_size}"
+    if reuse is not None:
+        raise ValueError(f"{what}: reuse= builds on one process; call it in one of them, with rank=0, world_size=1")
+    if not pattern.is_numbered:
+        raise ValueError(f"{what}: expected a folder or a pattern with a number such as %06d, got {str(pattern)!r}")
+    if not options.get("footer", True):
+        raise ValueError(f"{what}, footer=False: ranks need the footers to find the samples of other ranks")
+
+
 def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: Progress, options: dict[str, Any]) -> None:
     """Write the samples that a pattern's folder does not contain yet."""
     folder = pattern.folder or os.curdir
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
-        if name.endswith(".tar") and not name.startswith(".") and not pattern.covers(name):
+        if name.endswith(".tar") and not name.startswith(".") and not pattern.is_in_build(name):
             raise ValueError(
                 f"{folder} contains {name}, which does not match {pattern.name!r}; pass a pattern that matches all its "
                 "shards, or build into another folder"
@@ -160,19 +182,29 @@ def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: Progress, o
         sink = ShardWriter(str(pattern), resume=True, **options)
     except StaleCacheError as exc:
         raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
-    with _noting(sink, folder), sink:
-        compute(_missing(items, sink.finished, sink, folder, bar), fn, bar)
+    seen: set[str] = set()
+    with _noting(sink, folder), sink, _finishing(sink):
+        compute(_missing(items, sink.finished, sink, folder, seen, bar), fn, bar)
+    if items.world_size > 1:
+        catalog = Catalog(folder, options.get("fsync", True)) if options.get("manifest", True) else None
+        for path, index in list_new(pattern, sink.finished, catalog).items():
+            shared = [] if pattern.covers(os.path.basename(path)) else [key for key in index.keys if key in seen]
+            if shared:
+                raise ValueError(
+                    f"{path} contains {len(shared)} samples of items of this rank, for example {shared[0]!r}: either two "
+                    "items have one key, or the items of the ranks are not in the same order; mend that, and build a new "
+                    f"version on one process, with reuse={folder!r}, which keeps one sample of each key"
+                )
 
 
 def _missing(
-    items: Items, there: FinishedShards, sink: ShardWriter | None, folder: str, bar: Progress
+    items: Items, there: FinishedShards, sink: ShardWriter | None, folder: str, seen: set[str], bar: Progress
 ) -> Iterator[list[Target]]:
     """Yield all batches up to the first changed item, each item paired with `sink` if its sample is missing, else with None.
 
-    At the end, raise StaleCacheError if items have changed. If `sink` is None, also raise it if a sample has no item, or an
-    item has no sample.
+    Add all keys to `seen`. At the end, raise StaleCacheError if items have changed. If `sink` is None, also raise it if a
+    sample has no item, or an item has no sample.
     """
-    seen: set[str] = set()
     num_changed = 0
     for batch in items.batches(lambda key: not items.has_digests and there.is_finished(key)):
         targets: list[Target] = []
@@ -197,7 +229,7 @@ def _missing(
         if items.has_digests and not any(DIGEST in index.members for index in there.indexes.values()):
             what += "; the folder has no digests to compare, because it was built without digest="
         raise StaleCacheError(f"{what}; build a new version in another folder, with reuse={folder!r}")
-    if not seen and not len(there):
+    if items.is_empty and not len(there):
         raise ValueError(_NO_ITEMS)
 
 
@@ -218,7 +250,7 @@ def _build_version(
             except StaleCacheError:  # the hidden cache has a different fingerprint
                 sink = ShardWriter(str(pattern), overwrite=True, **options)
             seen: set[str] = set()
-            with _noting(sink, folder), sink:
+            with _noting(sink, folder), sink, _finishing(sink):
                 there = sink.finished
                 sink.finished = FinishedShards({}, Files())  # stale samples are computed again
                 compute(_stale(items, old, there, sink, seen, bar), fn, bar)
@@ -303,6 +335,19 @@ def _is_right(finished: FinishedShards, place: tuple[str, int], item: Item) -> b
 
 
 @contextlib.contextmanager
+def _finishing(sink: ShardWriter) -> Iterator[None]:
+    """Keep the samples of the unfinished shard if an item fails: finish the shard early."""
+    try:
+        yield
+    except Exception as exc:
+        try:
+            sink.close()
+        except Exception as lost:
+            add_note(exc, f"the samples of the unfinished shard are lost: {lost}")
+        raise
+
+
+@contextlib.contextmanager
 def _noting(sink: ShardWriter, folder: str) -> Iterator[None]:
     """Add a note to an exception: how many samples are finished, and that the next call resumes after them."""
     before = sink.num_finished
@@ -311,7 +356,7 @@ def _noting(sink: ShardWriter, folder: str) -> Iterator[None]:
     except BaseException as exc:
         count = sink.num_finished - before
         can_resume = count or not isinstance(exc, (StaleCacheError, TypeError, ValueError))
-        if can_resume and hasattr(exc, "add_note"):  # from Python 3.11 on
+        if can_resume:
             what = f"with {count} samples of this call; call it again to resume"
-            exc.add_note(f"tc.build: finished shards stay in {folder!r}, {what}")
+            add_note(exc, f"finished shards stay in {folder!r}, {what}")
         raise

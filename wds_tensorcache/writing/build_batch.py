@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import EncodeError
 from wds_tensorcache.storage.progress import open_bar
 from wds_tensorcache.storage.threads import Job, ThreadPool
-from wds_tensorcache.writing.build_items import Item
+from wds_tensorcache.writing.build_items import Item, add_note
 from wds_tensorcache.writing.writer import ShardWriter
 
 __all__ = ["DIGEST", "Batch", "Progress", "Target", "compute"]
@@ -50,18 +52,33 @@ def compute(batches: Iterable[list[Target]], fn: Callable[[list[Any]], Any], bar
                 waiting.popleft().result()
             # keys and digests only, because the values of items may be large
             targets = [None if sink is None else (item.key, item.digest, sink) for item, sink in batch]
-            waiting.append(thread.submit(write, Batch(made, len(batch)), targets))
+            with _noting(batch):
+                copied = Batch(made, len(batch))
+            waiting.append(thread.submit(write, copied, targets))
 
         try:
             for batch in batches:
                 if any(sink is not None for _, sink in batch):
-                    submit(fn([item.value for item, _ in batch]), batch)
+                    with _noting(batch):
+                        made = fn([item.value for item, _ in batch])
+                    submit(made, batch)
             while waiting:
                 waiting.popleft().result()
         except BaseException as exc:
             if failed and exc is not failed[0]:
                 raise failed[0] from exc
             raise
+
+
+@contextlib.contextmanager
+def _noting(batch: list[Target]) -> Iterator[None]:
+    """Add a note to an exception: which items `fn` was called with."""
+    try:
+        yield
+    except Exception as exc:
+        first, last = (f"item {item.number} (key {item.key!r})" for item, _ in (batch[0], batch[-1]))
+        add_note(exc, f"fn was called with a batch of {len(batch)}, from {first} to {last}")
+        raise
 
 
 class Batch:

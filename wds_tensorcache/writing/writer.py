@@ -134,7 +134,7 @@ class ShardWriter:
         paths = list(existing.values())
         self._number = max(existing) + 1 if resume and existing else 0
         options = (self._catalog, self._fingerprint, self._dali_index, self._fsync)
-        self.finished = take_over(self._pattern, paths if resume else [], *options)
+        self.finished = take_over(self._pattern, self._pattern.build_shards() if resume else [], *options)
         self.num_finished = len(self.finished)  # samples in finished shards
         self._has_found = self.num_finished > 0
         if paths and not resume:
