@@ -138,6 +138,8 @@ def build(folder: Path, other: Path) -> None:
     def encode(items: list[Any]) -> list[Sample]:
         return [{"y": torch.tensor(float(item))} for item in items]
 
+    assert_type(tc.safe_key("photo (1).v2"), str)
+    assert_type(tc.original_name("photo"), str)
     built = tc.build(
         range(8), encode, other, fingerprint={"model": "y"}, keys=[f"{i}" for i in range(8)], progress=False
     )

@@ -302,7 +302,7 @@ def test_ranks_without_items(tmp_path: Path) -> None:
 
 
 def test_items_in_another_order(tmp_path: Path) -> None:
-    """The last rank finds keys of its own in the shards of another rank; a version has each of them once."""
+    """The last rank finds its own keys in the shards of another rank; a version has each of them once."""
     items = random.Random(0).sample([Numbers()[i] for i in range(COUNT)], COUNT)
     children: list[int] = []
 

@@ -53,7 +53,14 @@ def build(
 
     If interrupted, call `build` again: it resumes after the last finished shard. Interruptions do not change which items
     form a batch, nor the bytes of the shards, provided that `fn` returns equal results for equal batches. If any sample of
-    a batch is missing, `fn` runs on the whole batch.
+    a batch is missing, `fn` runs on the whole batch. If an item fails, the unfinished shard is finished early, so that all
+    samples computed before the item are kept.
+
+    Several ranks (processes, each with a GPU, on any number of machines) build one cache if all of them call `build` with
+    the same arguments and a shared folder. Each rank computes its part of the batches, writes its own shards, such as
+    `r3of8-000000.tar`, and returns when its part is finished. Ranks do not communicate: they may start and end at any time. A
+    killed rank loses its unfinished shard. To resume, call `build` on any number of ranks. The cache is complete when every
+    rank has returned: it then has as many samples as there are items.
 
     Finished samples are never overwritten. If items change, build a *version* in a new folder:
     `build(items, fn, "v2", reuse="v1", digest=…)` takes samples with the same key and digest from `v1`, and computes all
@@ -87,26 +94,34 @@ def build(
         digest: Function from an item to a text that differs if the item differs; its result is stored as the member
             `digest.txt`. An item counts as changed if the stored digest differs or is missing.
         num_workers: Number of worker processes that read a map-style dataset.
-        progress: Show rate and time left with `tqdm`; by default only if `tqdm` is installed and stderr is a terminal.
+        rank, world_size: Which rank this process is, of how many; by default from torch.distributed, else from torchrun's
+            environment, else one process. All ranks must have the same items in the same order. A rank reads only its own
+            items of a map-style dataset, but all of an iterable. If the source of each rank already contains only the
+            rank's items, or if only one rank calls `build`, pass `rank=0, world_size=1`.
+        progress: Show rate and time left of this rank with `tqdm`; by default only on rank 0, if `tqdm` is installed and
+            stderr is a terminal.
         max_samples: Maximum number of samples in a shard, as for `ShardWriter`; an interruption loses at most this many
             samples.
         options: Other options of `ShardWriter`; `allow` also applies to the returned cache. A version always has a manifest.
 
     Returns:
-        The cache, opened.
+        The cache, opened. On several ranks, it contains the shards that all ranks have finished until now, perhaps none.
 
     Raises:
         StaleCacheError: `out` or `reuse` has a different fingerprint; or items have changed, but `out` contains their old
             samples. Finished samples of new items stay in `out`.
-        FileExistsError: Another call is building in the same folder; nothing is read or computed.
+        FileExistsError: Another call is building in the same folder, as the same rank or with another world size; nothing is
+            read or computed.
         FileNotFoundError: There is no cache to reuse, or `out` contains files but no cache.
-        InvalidKeyError: Some reader of shards would misread a key.
+        InvalidKeyError: Some reader of shards would misread a key; `safe_key` makes a key of any text.
         ValueError: `fn` returned fewer or more samples than items; two items have the same key; the source is empty; `out`
             contains shards with other names; `reuse` is the same folder as `out`, lists shards outside its folder, or has
-            named caches or samples without a cache.
+            named caches or samples without a cache; two ranks have computed the same key; or several ranks have `reuse`,
+            `footer=False` or the path of a single shard.
         TypeError: The source is not a dataset, JSON cannot represent the fingerprint, or a digest is not a str.
         FormatError: A finished or reused shard is damaged, or was changed during the call.
-        Exception: `source` or `fn` raised it; finished shards stay, and the next call resumes after them.
+        Exception: `source`, `keys`, `digest` or `fn` raised it. From Python 3.11 on, a note names the item, or the batch. All
+            samples computed before it are kept, and the next call resumes after them.
 
     Memory: results of `fn` are copied, so `fn` may reuse its memory; copies from a device run on its current stream. Objects of
         classes in `allow` that are not dataclasses are not copied. While `fn` computes a batch, up to two earlier batches wait
