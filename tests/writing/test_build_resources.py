@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.children import run_in_child
 from tests.kills import compare
 from tests.same import assert_same
 from tests.shards.damage import members
@@ -67,31 +71,69 @@ def grouped(items: list[dict[str, Any]]) -> list[Any]:
     return [{"x": torch.full((longest + 1,), item["value"])} for item in items]
 
 
-def broken_at(name: str, error: type[BaseException] = ZeroDivisionError) -> Any:
+def broken_at(name: str, stop: Callable[[], None]) -> Any:
     def fn(items: list[dict[str, Any]]) -> list[Any]:
         if any(item["name"] == name for item in items):
-            raise error
+            stop()
         return grouped(items)
 
     return fn
 
 
+def stop_with(error: type[BaseException]) -> None:
+    raise error
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.parametrize("fails_at", ["n6", "n11", "n17", "n22"])
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit, None], ids=str)
 @pytest.mark.parametrize("kind", [Numbers, lambda: iter(Numbers()[i] for i in range(COUNT))], ids=["map", "iterable"])
-def test_batches_stay_the_same_ones(tmp_path: Path, kind: Any, fails_at: str, error: type[BaseException]) -> None:
-    """After an interrupt, the bytes do, too; after an error, a shard is shorter."""
+def test_batches_stay_the_same_ones(
+    tmp_path: Path, kind: Any, fails_at: str, error: type[BaseException] | None
+) -> None:
+    """After an error or an interrupt, a shard is shorter; if the process was killed, the bytes stay, too."""
     whole = build(Numbers(), tmp_path / "whole", grouped)
-    with pytest.raises(error):
-        build(kind(), tmp_path / "x", broken_at(fails_at, error))
+    if error is None:
+        assert run_in_child(lambda: build(kind(), tmp_path / "x", broken_at(fails_at, kill))) == -signal.SIGKILL
+    else:
+        with pytest.raises(error):
+            build(kind(), tmp_path / "x", broken_at(fails_at, partial(stop_with, error)))
+        assert len(tc.open(tmp_path / "x")) == int(fails_at[1:]) // 4 * 4
     cache = build(kind(), tmp_path / "x", grouped)
     assert list(cache.keys()) == list(whole.keys())
     for one, other in zip(whole, cache, strict=True):
         assert_same(tc.realize(one), tc.realize(other))
     whole.close()
     cache.close()
-    if error is KeyboardInterrupt:
+    if error is None:
         compare(tmp_path / "x", tmp_path / "whole")
+
+
+def test_a_second_interrupt(tmp_path: Path) -> None:
+    """While the first one waits for the thread that writes: the shard, which may be incomplete, is dropped."""
+    is_writing = threading.Event()
+
+    def encoder(members: dict[str, Any]) -> dict[str, Any]:
+        is_writing.set()
+        time.sleep(0.5)
+        return {name: value.encode() for name, value in members.items()}
+
+    def interrupted(items: list[Any]) -> Any:
+        if is_writing.wait(0.1):
+            main = threading.main_thread().ident
+            threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT]).start()
+            raise KeyboardInterrupt
+        return double(items)
+
+    with pytest.raises(KeyboardInterrupt):
+        build(Numbers(), tmp_path, interrupted, digest=digest, encoder=encoder, max_samples=100)
+    for thread in threading.enumerate():
+        if thread.name.startswith("tensorcache-build"):
+            thread.join()
+    assert os.listdir(tmp_path) == []
 
 
 def test_own_keys_that_look_like_numbers(tmp_path: Path) -> None:

@@ -52,9 +52,10 @@ def build(
     """Build a cache: run a function, for example a model on a GPU, over a dataset in batches, and write the results.
 
     If interrupted, call `build` again: it resumes after the last finished shard. Interruptions do not change which items
-    form a batch, nor the bytes of the shards, provided that `fn` returns equal results for equal batches. If any sample of
-    a batch is missing, `fn` runs on the whole batch. If an item fails, the unfinished shard is finished early, so that all
-    samples computed before the item are kept.
+    form a batch. If any sample of a batch is missing, `fn` runs on the whole batch. If an item fails, or after Ctrl-C, the
+    unfinished shard is finished early, so that all samples computed before are kept. If the process is killed, the samples of
+    the unfinished shard are computed again, and the shards have the same bytes as without the interruption, provided that `fn`
+    returns equal results for equal batches.
 
     Several ranks (processes, each with a GPU, on any number of machines) build one cache if all of them call `build` with
     the same arguments and a shared folder. Each rank computes its part of the batches, writes its own shards, such as
@@ -100,7 +101,7 @@ def build(
             rank's items, or if only one rank calls `build`, pass `rank=0, world_size=1`.
         progress: Show rate and time left of this rank with `tqdm`; by default only on rank 0, if `tqdm` is installed and
             stderr is a terminal.
-        max_samples: Maximum number of samples in a shard, as for `ShardWriter`; an interruption loses at most this many
+        max_samples: Maximum number of samples in a shard, as for `ShardWriter`; a killed process loses at most this many
             samples.
         options: Other options of `ShardWriter`; `allow` also applies to the returned cache. A version always has a manifest.
 
@@ -198,8 +199,8 @@ def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: Progress, o
     except StaleCacheError as exc:
         raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
     seen: set[str] = set()
-    with _noting(sink, folder), sink, _finishing(sink):
-        compute(_missing(items, sink.finished, sink, folder, seen, bar), fn, bar)
+    with _noting(sink, folder), sink:
+        compute(_missing(items, sink.finished, sink, folder, seen, bar), fn, bar, sink)
     if items.world_size > 1:
         catalog = Catalog(folder, options.get("fsync", True)) if options.get("manifest", True) else None
         for path, index in list_new(pattern, sink.finished, catalog).items():
@@ -265,10 +266,10 @@ def _build_version(
             except StaleCacheError:  # the hidden cache has a different fingerprint
                 sink = ShardWriter(str(pattern), overwrite=True, **options)
             seen: set[str] = set()
-            with _noting(sink, folder), sink, _finishing(sink):
+            with _noting(sink, folder), sink:
                 there = sink.finished
                 sink.finished = FinishedShards({}, Files())  # stale samples are computed again
-                compute(_stale(items, old, there, sink, seen, bar), fn, bar)
+                compute(_stale(items, old, there, sink, seen, bar), fn, bar, sink)
                 if not seen:
                     raise ValueError(_NO_ITEMS)
             paths = list(pattern.existing().values())
@@ -347,19 +348,6 @@ def _each_once(batch: Iterable[Item], seen: set[str]) -> Iterator[Item]:
 
 def _is_right(finished: FinishedShards, place: tuple[str, int], item: Item) -> bool:
     return item.digest is None or finished.read_member(*place, DIGEST) == item.digest.encode()
-
-
-@contextlib.contextmanager
-def _finishing(sink: ShardWriter) -> Iterator[None]:
-    """Keep the samples of the unfinished shard if an item fails: finish the shard early."""
-    try:
-        yield
-    except Exception as exc:
-        try:
-            sink.close()
-        except Exception as lost:
-            add_note(exc, f"the samples of the unfinished shard are lost: {lost}")
-        raise
 
 
 @contextlib.contextmanager

@@ -27,9 +27,15 @@ Target = tuple[
 _MAX_WRITING = 2  # batches being written or waiting, while the next one is computed
 
 
-def compute(batches: Iterable[list[Target]], fn: Callable[[list[Any]], Any], bar: Progress) -> None:
-    """Run `fn` on each batch with a missing sample, and write the missing samples; raise the first error of either thread."""
+def compute(
+    batches: Iterable[list[Target]], fn: Callable[[list[Any]], Any], bar: Progress, sink: ShardWriter | None = None
+) -> None:
+    """Run `fn` on each batch with a missing sample, and write the missing samples; raise the first error of either thread.
+
+    After an error or an interrupt, the unfinished shard of `sink` is finished early, so that its samples are kept.
+    """
     failed: list[BaseException] = []
+    first_error: BaseException | None = None
 
     def write(batch: Batch, targets: list[tuple[str, str | None, ShardWriter] | None]) -> None:
         if failed:
@@ -44,30 +50,45 @@ def compute(batches: Iterable[list[Target]], fn: Callable[[list[Any]], Any], bar
             failed.append(exc)
             raise
 
-    with ThreadPool(1, "tensorcache-build") as thread:
-        waiting: deque[Job[None]] = deque()
+    try:
+        with ThreadPool(1, "tensorcache-build") as thread:
+            waiting: deque[Job[None]] = deque()
 
-        def submit(made: Any, batch: list[Target]) -> None:
-            while len(waiting) >= _MAX_WRITING:
-                waiting.popleft().result()
-            # keys and digests only, because the values of items may be large
-            targets = [None if sink is None else (item.key, item.digest, sink) for item, sink in batch]
-            with _noting(batch):
-                copied = Batch(made, len(batch))
-            waiting.append(thread.submit(write, copied, targets))
+            def submit(made: Any, batch: list[Target]) -> None:
+                while len(waiting) >= _MAX_WRITING:
+                    waiting.popleft().result()
+                # keys and digests only, because the values of items may be large
+                targets = [None if sink is None else (item.key, item.digest, sink) for item, sink in batch]
+                with _noting(batch):
+                    copied = Batch(made, len(batch))
+                waiting.append(thread.submit(write, copied, targets))
 
-        try:
-            for batch in batches:
-                if any(sink is not None for _, sink in batch):
-                    with _noting(batch):
-                        made = fn([item.value for item, _ in batch])
-                    submit(made, batch)
-            while waiting:
-                waiting.popleft().result()
-        except BaseException as exc:
-            if failed and exc is not failed[0]:
-                raise failed[0] from exc
-            raise
+            try:
+                for batch in batches:
+                    if any(sink is not None for _, sink in batch):
+                        with _noting(batch):
+                            made = fn([item.value for item, _ in batch])
+                        submit(made, batch)
+                while waiting:
+                    waiting.popleft().result()
+            except BaseException as exc:
+                first_error = failed[0] if failed else exc
+                if exc is not first_error:
+                    raise first_error from exc
+                raise
+    except BaseException as exc:
+        # Hazard: after a second interrupt, in the pool's `__exit__`, the thread may still be writing into the shard.
+        if sink is not None and exc is first_error:
+            _keep_samples(sink, exc)
+        raise
+
+
+def _keep_samples(sink: ShardWriter, exc: BaseException) -> None:
+    """Finish the unfinished shard early; if that fails, add a note to `exc`."""
+    try:
+        sink.close()
+    except Exception as lost:
+        add_note(exc, f"the samples of the unfinished shard are lost: {lost}")
 
 
 @contextlib.contextmanager

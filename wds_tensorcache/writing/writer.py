@@ -189,6 +189,8 @@ class ShardWriter:
         if shard is not None and is_numbered and shard.is_full(self._max_samples, self._max_nbytes):
             self._finish()
         if self._shard is None:
+            if self._closed:  # by an interrupt in another thread, during this call
+                raise ValueError(f"{self._pattern}: the writer is closed")
             path = self._pattern.path(self._number)
             if os.path.exists(path):
                 if not is_numbered and self._number:
