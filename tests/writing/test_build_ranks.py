@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -203,6 +204,34 @@ def test_one_rank_is_killed(tmp_path: Path) -> None:
     fn, called = counted()
     build_rank(tmp_path, 0, 2, fn).close()
     assert called == mine[4:]  # the batch of the fifth sample is computed whole
+    check(tmp_path)
+
+
+def test_one_rank_is_terminated(tmp_path: Path) -> None:
+    """As torchrun does if another rank fails: with a handler that exits, no sample is lost."""
+    mine = _own_items(0, 2)
+    read, write = os.pipe()
+
+    def waiting(items: list[Any]) -> Any:
+        if items[0]["value"] == mine[6]:
+            os.write(write, b".")
+            time.sleep(60)
+        return double(items)
+
+    def work() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        build_rank(tmp_path, 0, 2, waiting, max_samples=100)
+
+    child = start(work)
+    assert os.read(read, 1) == b"."
+    os.kill(child, signal.SIGTERM)
+    assert finish([child]) == [1]
+    os.close(read)
+    os.close(write)
+    fn, called = counted()
+    build_rank(tmp_path, 0, 2, fn).close()
+    assert called == mine[6:]
+    build_rank(tmp_path, 1, 2).close()
     check(tmp_path)
 
 

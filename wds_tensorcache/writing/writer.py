@@ -64,9 +64,10 @@ class ShardWriter:
         dali_index: Write `NAME.idx` for DALI next to each shard.
         manifest: Write `manifest.json` in the folder; entries of other writers in it are kept.
         overwrite: Delete existing shards of this pattern. Without `overwrite` or `resume`, existing shards are an error.
-        resume: Continue after the last existing shard, and skip keys that are already stored. If you write all samples
-            again with the same options, the shards equal those of an uninterrupted run, byte for byte. Existing indexes are
-            trusted, so damage inside shards goes unnoticed; `tc.verify` finds it.
+        resume: Continue after the last existing shard, and skip keys that are already stored, also those in shards that ranks
+            of a `build` with this pattern have written. If you write all samples again with the same options, the shards equal
+            those of an uninterrupted run, byte for byte. Existing indexes are trusted, so damage inside shards goes unnoticed;
+            `tc.verify` finds it.
         fsync: Wait until a shard is on disk before it gets its final name.
         allow: Classes to write besides the types that FORMAT.md lists.
         fingerprint: Description of how the samples are made (model, revision, dtype, crop, …), as JSON values; stored in
