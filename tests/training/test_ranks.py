@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.storage.ranks import find_rank
+from wds_tensorcache.ranks import find_rank
 
 SCRIPT = """
 import sys

@@ -18,7 +18,7 @@ from webdataset.shardlists import split_by_node, split_by_worker
 from webdataset.tariterators import tarfile_samples
 
 from wds_tensorcache.integrations.webdataset_tar import Stopped, TarSamples, find_urls
-from wds_tensorcache.storage.ranks import find_rank
+from wds_tensorcache.ranks import find_rank
 from wds_tensorcache.training.order import EpochOrder
 
 __all__ = ["ResumablePipeline", "SharedEpochs"]

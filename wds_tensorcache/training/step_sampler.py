@@ -10,8 +10,8 @@ from typing import Any, TypedDict
 import torch
 from torch.utils.data import DistributedSampler
 
+from wds_tensorcache.ranks import find_rank, is_distributed
 from wds_tensorcache.reading.base_cache import BatchInfo, Cache
-from wds_tensorcache.storage.ranks import find_rank, is_distributed
 from wds_tensorcache.training.buckets import block_sizes, buckets_of
 from wds_tensorcache.training.order import BlockOrder, EpochOrder
 from wds_tensorcache.training.state import dataset_digest, order_digest, position_from, state_of

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from wds_tensorcache.errors import FormatError, StaleCacheError
+from wds_tensorcache.ranks import find_rank
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.store import Io, Store
@@ -16,7 +17,6 @@ from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
 from wds_tensorcache.shards.manifest import Catalog
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.storage.ranks import find_rank
 from wds_tensorcache.writing.build_batch import DIGEST, Progress, Target, compute
 from wds_tensorcache.writing.build_items import Item, Items, add_note
 from wds_tensorcache.writing.new_folder import check_new

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
