@@ -36,10 +36,11 @@ from wds_tensorcache.shards.names import original_name, safe_key
 from wds_tensorcache.sharing.dataset import SharedDataset
 from wds_tensorcache.sharing.manage import SharedInfo, shared_clear, shared_list
 from wds_tensorcache.sharing.samples import SharedStats
+from wds_tensorcache.training.buckets import ByLength, by_length
 from wds_tensorcache.training.loader import Loader
 from wds_tensorcache.training.order import EpochOrder
 from wds_tensorcache.training.step_sampler import StepSampler
-from wds_tensorcache.training.steps import Step
+from wds_tensorcache.training.steps import RowCounts, Step
 from wds_tensorcache.writing.build import build
 from wds_tensorcache.writing.index_shard import write_index
 from wds_tensorcache.writing.versions import drop
@@ -48,6 +49,7 @@ from wds_tensorcache.writing.writer import ShardWriter
 __all__ = [
     "BatchError",
     "BatchInfo",
+    "ByLength",
     "Cache",
     "Decode",
     "Description",
@@ -68,6 +70,7 @@ __all__ = [
     "RepairReport",
     "Report",
     "ResumablePipeline",
+    "RowCounts",
     "ShardIndex",
     "ShardWriter",
     "SharedDataset",
@@ -87,6 +90,7 @@ __all__ = [
     "UnsafeSkeletonError",
     "ValueDescription",
     "build",
+    "by_length",
     "decode",
     "decode_sample",
     "drop",

@@ -132,6 +132,9 @@ def train(folder: Path) -> None:
     assert_type(len(rows), int)
     assert_type(len(loader), int)
     assert_type(loader.epoch, int)
+    mixed = tc.Loader(mix={"a": cache, "b": cache}, repeats={"a": 2}, bucket_by=tc.by_length("x", [1, 2]))
+    assert_type(mixed.count_rows(), tc.RowCounts)
+    assert_type(mixed.count_rows().padding, int)
 
 
 def build(folder: Path, other: Path) -> None:
