@@ -131,6 +131,9 @@ def build(folder: Path) -> Callable[[], None]:
     def loop() -> None:
         out = folder / "built"
         tc.build(range(COUNT), lambda items: list(map(sample, items)), out, fingerprint={}, fsync=False, batch_size=4)
+        with tc.open(out) as cache:
+            assert sorted(cache.keys()) == [f"{i:09d}" for i in range(COUNT)]
+            assert tc.realize(cache[f"{COUNT // 2:09d}"])["x"][0] == COUNT // 2
         for name in os.listdir(out):
             os.remove(out / name)
 

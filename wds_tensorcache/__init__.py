@@ -32,13 +32,15 @@ from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.schema import Entry, TensorSchema
 from wds_tensorcache.reading.store import Io
 from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.names import original_name, safe_key
 from wds_tensorcache.sharing.dataset import SharedDataset
 from wds_tensorcache.sharing.manage import SharedInfo, shared_clear, shared_list
 from wds_tensorcache.sharing.samples import SharedStats
+from wds_tensorcache.training.buckets import ByLength, by_length
 from wds_tensorcache.training.loader import Loader
 from wds_tensorcache.training.order import EpochOrder
 from wds_tensorcache.training.step_sampler import StepSampler
-from wds_tensorcache.training.steps import Step
+from wds_tensorcache.training.steps import RowCounts, Step
 from wds_tensorcache.writing.build import build
 from wds_tensorcache.writing.index_shard import write_index
 from wds_tensorcache.writing.versions import drop
@@ -47,6 +49,7 @@ from wds_tensorcache.writing.writer import ShardWriter
 __all__ = [
     "BatchError",
     "BatchInfo",
+    "ByLength",
     "Cache",
     "Decode",
     "Description",
@@ -67,6 +70,7 @@ __all__ = [
     "RepairReport",
     "Report",
     "ResumablePipeline",
+    "RowCounts",
     "ShardIndex",
     "ShardWriter",
     "SharedDataset",
@@ -86,6 +90,7 @@ __all__ = [
     "UnsafeSkeletonError",
     "ValueDescription",
     "build",
+    "by_length",
     "decode",
     "decode_sample",
     "drop",
@@ -95,9 +100,11 @@ __all__ = [
     "join",
     "nest",
     "open",
+    "original_name",
     "pad",
     "realize",
     "repair",
+    "safe_key",
     "shared_clear",
     "shared_list",
     "tarfile_to_samples",

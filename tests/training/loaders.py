@@ -11,6 +11,7 @@ import torch
 import wds_tensorcache as tc
 
 COUNT = 23
+COMBINED = ("weights+buckets", "mix+buckets", "repeats", "repeats+buckets")  # modes of several options
 
 
 def nested(i: int) -> dict[str, Any]:
@@ -54,4 +55,14 @@ def modes(cache: Any, more: Any) -> dict[str, dict[str, Any]]:
         "buckets": {"cache": cache, "shuffle": True, "bucket_by": "y"},
         "weights": {"cache": cache, "weights": np.arange(COUNT)},
         "mix": {"cache": None, "shuffle": True, "mix": {"a": (cache, 0.7), "b": (more, 0.3)}},
+        "weights+buckets": {"cache": cache, "weights": np.arange(COUNT), "bucket_by": "y"},
+        "mix+buckets": {"cache": None, "shuffle": True, "mix": {"a": (cache, 0.7), "b": (more, 0.3)}, "bucket_by": "y"},
+        "repeats": {"cache": None, "shuffle": True, "mix": {"a": cache, "b": more}, "repeats": {"b": 3}},
+        "repeats+buckets": {
+            "cache": None,
+            "shuffle": True,
+            "mix": {"a": cache, "b": more},
+            "repeats": {"a": 2, "b": 3},
+            "bucket_by": tc.by_length("y", [1, 2]),
+        },
     }

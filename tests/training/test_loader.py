@@ -63,7 +63,7 @@ def test_blocks_are_near_each_other(cache: Any) -> None:
     assert shards != sorted(shards)
 
 
-@pytest.mark.parametrize("mode", ["all", "in order", "blocks", "buckets", "weights", "mix"])
+@pytest.mark.parametrize("mode", ["all", "in order", "blocks", "buckets", "weights", "mix", "mix+buckets"])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_resumed_at_every_step(cache: Any, more: Any, mode: str, world_size: int) -> None:
     options = modes(cache, more)[mode] | {"batch_size": 2, "world_size": world_size}
@@ -181,7 +181,20 @@ def test_states_of_others_are_refused(cache: Any, more: Any) -> None:
 def test_what_is_refused(cache: Any, folder: str) -> None:
     for options, message in (
         ({"cache": None}, "a cache, or mix="),
-        ({"weights": np.ones(COUNT), "bucket_by": "y"}, "are mutually exclusive"),
+        (
+            {"cache": None, "weights": np.ones(COUNT), "mix": {"a": (cache, 1)}},
+            "weights and mix are mutually exclusive",
+        ),
+        ({"weights": np.ones(COUNT), "repeats": 2}, "repeats and weights are mutually exclusive"),
+        ({"cache": None, "mix": {"a": (cache, 1)}, "repeats": {"a": 2}}, "leave out the weights"),
+        (
+            {"cache": None, "mix": {"a": cache}, "repeats": {"b": 2}},
+            "repeats={'b': 2}, expected a dict with some of 'a'",
+        ),
+        ({"cache": None, "mix": {"a": cache}, "repeats": 2}, "expected a dict with some of 'a'"),
+        ({"repeats": {"a": 2}}, "expected a number"),
+        ({"repeats": 0}, "repeats=0, expected at least 1"),
+        ({"cache": None, "mix": {"a": cache, "b": (cache, 1)}}, "expected {'a': .* or {'a': cache, 'b': other}"),
         ({"batch_size": 0}, "batch_size=0, expected at least 1"),
         ({"num_threads": -1}, "num_threads=-1, prefetch_batches=2: expected 0 or more"),
         ({"last_batch": "fill"}, "expected one of short, pad, wrap, drop"),
@@ -199,7 +212,7 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             tc.Loader(**({"cache": cache, "batch_size": 4} | options))
-    with pytest.raises(ValueError, match="without weights and without mix"):
+    with pytest.raises(ValueError, match="without weights= and without weights in mix="):
         tc.Loader(cache, 4).set_weights([1])
     with pytest.raises(ValueError, match="expected a dict with 'a'"):
         tc.Loader(None, 4, mix={"a": (cache, 1)}).set_weights([1])
@@ -218,6 +231,13 @@ def test_states_of_other_orders_are_refused(cache: Any, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match="the state belongs to a loader with order="):
             other.load_state_dict(one.state_dict())
+    one, other = (
+        tc.Loader(cache, 4, bucket_by=lambda entry, size=size: min(11, int(entry.key) // size)) for size in (1, 2)
+    )
+    with pytest.raises(
+        ValueError, match=r"(?s)order=.*\nand 4 other buckets\nto begin an epoch with the buckets as they"
+    ):
+        other.load_state_dict(one.state_dict())
     tc.Loader(resharded, 4).load_state_dict(tc.Loader(cache, 4).state_dict())  # the same samples in the same order
     resharded.close()
 
@@ -310,6 +330,7 @@ def test_reprs(cache: Any) -> None:
         "23 samples, batch_size=4, 3 steps per epoch, rank=1, world_size=2, shuffle=True, seed=3, last_batch='short'"
     )
     options: dict[str, Any] = {"shuffle": True, "seed": 3, "rank": 1, "world_size": 2}
+    shown += ", padding=1 of 24 rows (4%)"
     loader = tc.Loader(cache, 4, collate="list", **options)
     assert repr(loader) == f"Loader({shown}, epoch=0, step=0)"
     next(iter(loader))

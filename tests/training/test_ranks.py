@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from wds_tensorcache.training.ranks import find_rank
+from wds_tensorcache.ranks import find_rank
 
 SCRIPT = """
 import sys
@@ -47,7 +47,10 @@ except ValueError as exc:
     assert "2 dimensions" in str(exc)
 else:
     raise AssertionError("a mesh of two dimensions was taken")
+tc.build(range(9), lambda items: [{"i": i} for i in items], sys.argv[2], fingerprint={}, batch_size=2).close()
 dist.barrier()
+assert sorted(sample["i"] for sample in tc.open(sys.argv[2])) == list(range(9))
+assert len(tc.open(f"{sys.argv[2]}/r{dist.get_rank()}of2-000000.tar")) in (4, 5)
 print("good", flush=True)
 dist.destroy_process_group()
 """
@@ -61,7 +64,15 @@ def test_two_processes(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     done = subprocess.run(
-        [torchrun, "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path / "data.tar")],
+        [
+            torchrun,
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(script),
+            str(tmp_path / "data.tar"),
+            str(tmp_path / "built"),
+        ],
         capture_output=True,
         text=True,
         timeout=180,

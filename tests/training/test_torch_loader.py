@@ -46,7 +46,7 @@ def state_of(loader: Any) -> dict[str, Any]:
 # --- the same as Loader ---
 
 
-@pytest.mark.parametrize("mode", ["all", "blocks", "buckets", "mix", "weights"])
+@pytest.mark.parametrize("mode", ["all", "blocks", "buckets", "mix+buckets", "weights"])
 @pytest.mark.parametrize(("num_workers", "persistent"), KINDS)
 def test_batches_and_states_are_those_of_a_loader(
     cache: Any, more: Any, mode: str, num_workers: int, persistent: bool
@@ -440,7 +440,7 @@ def test_what_is_refused(cache: Any) -> None:
     for wrong in (None, {}, state | {"version": 2}, state | {"position": 3}, state | {"dataset": "other"}):
         with pytest.raises(ValueError, match="state"):
             made.load_state_dict(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="without weights and without mix"):
+    with pytest.raises(ValueError, match="without weights= and without weights in mix="):
         made.set_weights([1.0] * COUNT)
 
 

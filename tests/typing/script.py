@@ -132,12 +132,17 @@ def train(folder: Path) -> None:
     assert_type(len(rows), int)
     assert_type(len(loader), int)
     assert_type(loader.epoch, int)
+    mixed = tc.Loader(mix={"a": cache, "b": cache}, repeats={"a": 2}, bucket_by=tc.by_length("x", [1, 2]))
+    assert_type(mixed.count_rows(), tc.RowCounts)
+    assert_type(mixed.count_rows().padding, int)
 
 
 def build(folder: Path, other: Path) -> None:
     def encode(items: list[Any]) -> list[Sample]:
         return [{"y": torch.tensor(float(item))} for item in items]
 
+    assert_type(tc.safe_key("photo (1).v2"), str)
+    assert_type(tc.original_name("photo"), str)
     built = tc.build(
         range(8), encode, other, fingerprint={"model": "y"}, keys=[f"{i}" for i in range(8)], progress=False
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -150,31 +151,86 @@ def test_called_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails_at", [0, 4, 9, 22])
-@pytest.mark.parametrize("where", ["fn", "source", "writer"])
-def test_broken_off(tmp_path: Path, fails_at: int, where: str) -> None:
+@pytest.mark.parametrize("where", ["fn", "source", "key", "digest", "writer"])
+def test_an_item_that_fails(tmp_path: Path, fails_at: int, where: str) -> None:
+    """It costs no sample that was computed before it, and the error names it."""
+
+    def fail_in(place: str, value: int) -> None:
+        if where == place and value == fails_at:
+            raise ZeroDivisionError
+
     def broken(items: list[Any]) -> Any:
-        values = [item["value"] for item in items]
-        if where == "fn" and fails_at in values:
-            raise ZeroDivisionError("of the model")
-        return [object() if where == "writer" and value == fails_at else {"i": value} for value in values]
+        for item in items:
+            fail_in("fn", item["value"])
+        return [object() if where == "writer" and item["value"] == fails_at else plain([item])[0] for item in items]
+
+    def plain(items: list[Any]) -> Any:
+        return [{"i": item["value"]} for item in items]
 
     def items() -> Iterator[Any]:
         for i in range(COUNT):
-            if where == "source" and i == fails_at:
-                raise ZeroDivisionError("of the source")
+            fail_in("source", i)
             yield Numbers()[i]
 
-    whole = build(Numbers(), tmp_path / "whole", lambda items: [{"i": item["value"]} for item in items], keys=key)
-    whole.close()
-    with pytest.raises(tc.EncodeError if where == "writer" else ZeroDivisionError):
-        build(items(), tmp_path / "x", broken, keys=key)
+    def failing_key(item: dict[str, Any]) -> str:
+        return "no.key" if where == "key" and item["value"] == fails_at else key(item)
+
+    def failing_digest(item: dict[str, Any]) -> str:
+        fail_in("digest", item["value"])
+        return digest(item)
+
+    error = {"key": tc.InvalidKeyError, "writer": tc.EncodeError}.get(where, ZeroDivisionError)
+    with pytest.raises(error) as caught:
+        build(items(), tmp_path / "x", broken, keys=failing_key, digest=failing_digest)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorcache-build")]
-    finished = {name for name in os.listdir(tmp_path / "x") if name.endswith(".tar")}
-    assert finished <= {f"{i:06d}.tar" for i in range(5)}
-    fn, called = counted(lambda items: [{"i": item["value"]} for item in items])
-    build(Numbers(), tmp_path / "x", fn, keys=key).close()
-    assert called == list(range(5 * len(finished) // 4 * 4, COUNT))  # whole batches
-    compare(tmp_path / "x", tmp_path / "whole")
+    told = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    if where in ("key", "writer") or sys.version_info >= (3, 11):
+        assert {"writer": f"sample 'n{fails_at}'", "fn": f"from item {fails_at // 4 * 4} "}.get(
+            where, f"item {fails_at}"
+        ) in told
+    kept = fails_at if where == "writer" else fails_at // 4 * 4  # the batch is not complete
+    assert len(tc.open(tmp_path / "x")) == kept if kept else os.listdir(tmp_path / "x") == []
+    fn, called = counted(plain)
+    cache = build(Numbers(), tmp_path / "x", fn, keys=key, digest=digest)
+    assert called == list(range(kept // 4 * 4, COUNT))  # whole batches
+    assert list(cache.keys()) == [f"n{i}" for i in range(COUNT)]
+    assert [tc.realize(sample) for sample in cache] == [{"i": i} for i in range(COUNT)]
+    assert tc.verify(tmp_path / "x").ok
+
+
+def test_an_item_that_fails_in_a_worker(tmp_path: Path) -> None:
+    class Failing(Numbers):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            if i == 17:
+                raise ZeroDivisionError
+            return super().__getitem__(i)
+
+    def work() -> None:
+        with pytest.raises(ZeroDivisionError) as caught:
+            build(Failing(), tmp_path, num_workers=2)
+        if sys.version_info >= (3, 11):
+            assert "item 17 of the source" in str(caught.value)
+        os._exit(0)  # torch waits ten seconds for workers whose loader is collected before its end
+
+    assert run_in_child(work) == 0
+    assert len(tc.open(tmp_path)) == 16
+
+
+def test_an_item_that_fails_where_the_shard_does_too(tmp_path: Path) -> None:
+    """The item's error is raised, and says what was lost."""
+
+    def fails(items: list[Any]) -> Any:
+        if items[0]["value"] == 20:  # the first batches are written by now
+            (tmp_path / "000000.tar").write_bytes(b"of another program")
+            raise ZeroDivisionError
+        return double(items)
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        build(Numbers(), tmp_path, fails, max_samples=100)
+    if sys.version_info >= (3, 11):
+        assert "of the unfinished shard are lost: " in caught.value.__notes__[1]
+        assert "000000.tar was created after this writer started" in caught.value.__notes__[1]
+    assert os.listdir(tmp_path) == ["000000.tar"]
 
 
 def test_killed(tmp_path: Path) -> None:

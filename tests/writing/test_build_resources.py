@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,9 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.children import run_in_child
 from tests.kills import compare
+from tests.same import assert_same
 from tests.shards.damage import members
 from tests.writing.test_build import COUNT, Numbers, build, counted, digest, double, key
 from wds_tensorcache.writing.build_batch import Batch
@@ -66,23 +71,69 @@ def grouped(items: list[dict[str, Any]]) -> list[Any]:
     return [{"x": torch.full((longest + 1,), item["value"])} for item in items]
 
 
-def broken_at(name: str) -> Any:
+def broken_at(name: str, stop: Callable[[], None]) -> Any:
     def fn(items: list[dict[str, Any]]) -> list[Any]:
         if any(item["name"] == name for item in items):
-            raise ZeroDivisionError
+            stop()
         return grouped(items)
 
     return fn
 
 
+def stop_with(error: type[BaseException]) -> None:
+    raise error
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.parametrize("fails_at", ["n6", "n11", "n17", "n22"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit, None], ids=str)
 @pytest.mark.parametrize("kind", [Numbers, lambda: iter(Numbers()[i] for i in range(COUNT))], ids=["map", "iterable"])
-def test_batches_stay_the_same_ones(tmp_path: Path, kind: Any, fails_at: str) -> None:
-    build(Numbers(), tmp_path / "whole", grouped).close()
-    with pytest.raises(ZeroDivisionError):
-        build(kind(), tmp_path / "x", broken_at(fails_at))
-    build(kind(), tmp_path / "x", grouped).close()
-    compare(tmp_path / "x", tmp_path / "whole")
+def test_batches_stay_the_same_ones(
+    tmp_path: Path, kind: Any, fails_at: str, error: type[BaseException] | None
+) -> None:
+    """After an error or an interrupt, a shard is shorter; if the process was killed, the bytes stay, too."""
+    whole = build(Numbers(), tmp_path / "whole", grouped)
+    if error is None:
+        assert run_in_child(lambda: build(kind(), tmp_path / "x", broken_at(fails_at, kill))) == -signal.SIGKILL
+    else:
+        with pytest.raises(error):
+            build(kind(), tmp_path / "x", broken_at(fails_at, partial(stop_with, error)))
+        assert len(tc.open(tmp_path / "x")) == int(fails_at[1:]) // 4 * 4
+    cache = build(kind(), tmp_path / "x", grouped)
+    assert list(cache.keys()) == list(whole.keys())
+    for one, other in zip(whole, cache, strict=True):
+        assert_same(tc.realize(one), tc.realize(other))
+    whole.close()
+    cache.close()
+    if error is None:
+        compare(tmp_path / "x", tmp_path / "whole")
+
+
+def test_a_second_interrupt(tmp_path: Path) -> None:
+    """While the first one waits for the thread that writes: the shard, which may be incomplete, is dropped."""
+    is_writing = threading.Event()
+
+    def encoder(members: dict[str, Any]) -> dict[str, Any]:
+        is_writing.set()
+        time.sleep(0.5)
+        return {name: value.encode() for name, value in members.items()}
+
+    def interrupted(items: list[Any]) -> Any:
+        if is_writing.wait(0.1):
+            main = threading.main_thread().ident
+            threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT]).start()
+            raise KeyboardInterrupt
+        return double(items)
+
+    with pytest.raises(KeyboardInterrupt):
+        build(Numbers(), tmp_path, interrupted, digest=digest, encoder=encoder, max_samples=100)
+    for thread in threading.enumerate():
+        if thread.name.startswith("tensorcache-build"):
+            thread.join()
+    assert os.listdir(tmp_path) == []
 
 
 def test_own_keys_that_look_like_numbers(tmp_path: Path) -> None:
@@ -168,7 +219,8 @@ def test_a_break_says_what_is_there(tmp_path: Path) -> None:
         build(Numbers(), tmp_path, broken)
     if sys.version_info >= (3, 11):
         assert caught.value.__notes__ == [
-            f"tc.build: finished shards stay in {str(tmp_path)!r}, with 15 samples of this call; call it again to resume"
+            "tc.build: fn was called with a batch of 4, from item 16 (key '000000016') to item 19 (key '000000019')",
+            f"tc.build: finished shards stay in {str(tmp_path)!r}, with 16 samples of this call; call it again to resume",
         ]
 
 
@@ -200,7 +252,7 @@ def test_an_iterable_with_a_length(tmp_path: Path) -> None:
         (Numbers(), {"keys": list(range(COUNT))}, tc.InvalidKeyError, "__key__ is 0, expected a non-empty str"),
         (Numbers(), {"keys": [*map(str, range(22)), "a.b"]}, tc.InvalidKeyError, "'a.b' has a dot"),
         (Numbers(), {"keys": lambda item: item["value"]}, tc.InvalidKeyError, "__key__ is 0"),
-        (Numbers(), {"digest": lambda item: None}, TypeError, "digest returned a NoneType for item '000000000'"),
+        (Numbers(), {"digest": lambda item: None}, TypeError, "item 0, key '000000000': digest returned a NoneType"),
         (Numbers(), {"digest": lambda item: b"x"}, TypeError, "digest returned a bytes"),
         (Numbers(), {"fingerprint": None}, TypeError, "expected a dict with str keys"),
         (

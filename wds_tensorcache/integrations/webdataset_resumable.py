@@ -18,8 +18,8 @@ from webdataset.shardlists import split_by_node, split_by_worker
 from webdataset.tariterators import tarfile_samples
 
 from wds_tensorcache.integrations.webdataset_tar import Stopped, TarSamples, find_urls
+from wds_tensorcache.ranks import find_rank
 from wds_tensorcache.training.order import EpochOrder
-from wds_tensorcache.training.ranks import find_rank
 
 __all__ = ["ResumablePipeline", "SharedEpochs"]
 

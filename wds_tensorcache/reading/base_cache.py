@@ -411,7 +411,8 @@ class BatchInfo:
         indices: Sample indices in the cache, int64 `[B]`.
         is_padding: True for each row that is padding, bool `[B]`, on the loader's device. Training should ignore these rows.
         epoch, step: Epoch and step of a loader's batch; steps are numbered through all epochs. With `read_batch`, both are 0.
-        source: Name of the batch's cache in `mix`, or value of its bucket in `bucket_by`; None without these options.
+        source: Name of the batch's cache in `mix`, or value of its bucket in `bucket_by`; with both, a tuple of name and value;
+            None without these options.
         cache: Cache of the samples; None in a pickled copy, which has only keys and shapes.
 
     Threads/fork/pickle: immutable, safe everywhere; a copy has keys and shapes in place of the cache. Records are equal if

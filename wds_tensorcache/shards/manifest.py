@@ -281,9 +281,10 @@ class Catalog:
     @contextlib.contextmanager
     def changed(self) -> Iterator[Listing]:
         """Yield the content under a lock. At the end of the `with` block, write it with the caller's changes."""
-        with locked_folder(self.folder):
-            for stray in find_temporary(self.folder, re.escape(MANIFEST)):
-                remove_stray(stray)  # its writer is dead, since a living one would hold the lock
+        with locked_folder(self.folder) as is_locked:
+            # with a lock, their writers are dead, since a living one would hold it
+            for stray in find_temporary(self.folder, re.escape(MANIFEST)) if is_locked else ():
+                remove_stray(stray)
             listing = self.read()
             yield listing
             listing.write(self._path, sorted(listing.entries), self._fsync)

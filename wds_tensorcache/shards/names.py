@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Container, Iterable
 from functools import lru_cache
 from typing import NamedTuple
+from urllib.parse import unquote_to_bytes
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError
 
@@ -25,6 +27,8 @@ __all__ = [
     "is_plain_key",
     "is_reserved",
     "member_suffix",
+    "original_name",
+    "safe_key",
     "split_member",
 ]
 
@@ -37,6 +41,10 @@ _CACHE_NAME = re.compile(r"[a-z0-9-][a-z0-9_-]*", re.ASCII)
 _RESERVED = frozenset({"skel", "pyd", "safetensors"})
 _KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)  # splits names as webdataset does
 _BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_SAFE_LENGTH = 80  # leaves 20 bytes of a member's name for the suffix
+_UNSAFE = re.compile(r"[^A-Za-z0-9_/-]|(?<![^/])/|/(?![^/])|^_(?=_)")
+_EMPTY, _HASHED = "%empty", "%-"  # after `%`, escapes have two hexadecimal digits
+_IS_HASHED = re.compile(f".*{_HASHED}[0-9a-f]{{40}}", re.DOTALL).fullmatch
 
 
 # Nearly all keys match. `check_key` accepts each such key; if the cache is unnamed, `check_suffixes` accepts its members.
@@ -63,7 +71,60 @@ def check_key(key: object) -> None:
         what = "begins with '__': stock readers skip such members; choose another first character"
     else:
         return
-    raise InvalidKeyError(f"key {key!r:.100} {what}")
+    raise InvalidKeyError(f"key {key!r:.100} {what}; tc.safe_key makes a key of any text")
+
+
+def safe_key(name: str) -> str:
+    """Return a legal key for any text, such as the path of a photo. Different texts get different keys.
+
+    ASCII letters, digits, `-` and `_` stay as they are, and so does a `/` inside a path. The UTF-8 of all other characters is
+    percent-encoded as in a URL (RFC 3986). The key has at most 80 characters: if it would be longer, its end is replaced by the
+    first 160 bits of the text's SHA-256.
+
+    Args:
+        name: Any text, also empty or with lone surrogates, as `os.fsdecode` returns for file names that are not UTF-8.
+
+    Returns:
+        The key; `original_name` returns the text again.
+
+    Raises:
+        TypeError: `name` is not a str.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"expected the name as a str, got a {type(name).__name__}")
+    if is_plain_key(name):
+        return name
+    key = _UNSAFE.sub(_percent_encode, name) or _EMPTY
+    if len(key) > _SAFE_LENGTH:
+        digest = hashlib.sha256(_as_bytes(name)).hexdigest()[:40]
+        key = key[: _SAFE_LENGTH - len(_HASHED + digest)] + _HASHED + digest
+    return key
+
+
+def original_name(key: str) -> str:
+    """Return the text from which `safe_key` made a key.
+
+    Raises:
+        InvalidKeyError: `safe_key` does not return such a key; or the text was so long that the key contains its hash. Store
+            long names in the samples if you need them again.
+    """
+    if _IS_HASHED(key):
+        raise InvalidKeyError(f"key {key!r:.100} contains only a hash of its name, which was too long for a key")
+    try:
+        name = "" if key == _EMPTY else unquote_to_bytes(key).decode("utf-8", "surrogatepass")
+    except UnicodeError:
+        name = ""
+    if safe_key(name) != key:
+        raise InvalidKeyError(f"key {key!r:.100} was not made by tc.safe_key")
+    return name
+
+
+def _percent_encode(match: re.Match[str]) -> str:
+    return "".join(f"%{byte:02X}" for byte in _as_bytes(match[0]))
+
+
+def _as_bytes(name: str) -> bytes:
+    return name.encode("utf-8", "surrogatepass")
 
 
 def check_suffixes(key: str, suffixes: Iterable[str]) -> None:

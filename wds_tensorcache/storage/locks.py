@@ -87,23 +87,23 @@ _opening = threading.RLock()  # prevents a fork between opening a descriptor and
 
 
 @contextlib.contextmanager
-def locked_folder(folder: str) -> Iterator[None]:
+def locked_folder(folder: str) -> Iterator[bool]:
     """Hold the lock of a folder during the `with` block, so that one process at a time changes shared files in the folder.
 
-    Has no effect if the system or the file system has no locks.
+    Yields False, and has no effect, if the system or the file system has no locks. NFS has none for folders.
 
     Raises:
         FileExistsError: The lock was still held elsewhere after 60 s, or after 10 s in which no file was added to the folder or
             removed from it.
     """
     if os.name != "posix":
-        yield
+        yield False
         return
     with Held(folder, os.O_RDONLY) as held:
         begun = still_since = time.monotonic()
         changed_at = os.fstat(held.fd).st_mtime_ns
         pause_s = 0.0005
-        while held.lock() is False:
+        while (is_locked := held.lock()) is False:
             now, before, changed_at = time.monotonic(), changed_at, os.fstat(held.fd).st_mtime_ns
             # Hazard: many writers may hold the lock in turn, each briefly. Unlike a process that hangs, they change the folder.
             still_since = now if changed_at != before else still_since
@@ -111,7 +111,7 @@ def locked_folder(folder: str) -> Iterator[None]:
                 what = f"locked for {now - begun:.0f} s, now by process {_holder(held.fd) or 'unknown'}"
                 raise FileExistsError(f"{folder}: {what}; wait until that process ends, or write to another folder")
             time.sleep(pause_s := min(2 * pause_s, 0.05))
-        yield
+        yield is_locked is True
 
 
 def _holder(fd: int) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 from wds_tensorcache.reading.base_cache import BatchInfo
 from wds_tensorcache.storage.threads import ThreadPool
 from wds_tensorcache.training.step_sampler import StepSampler
-from wds_tensorcache.training.steps import Position, Step
+from wds_tensorcache.training.steps import Position, RowCounts, Step
 
 __all__ = ["BaseLoader", "Read"]
 
@@ -44,6 +44,10 @@ class BaseLoader(ABC):
     def epoch(self) -> int:
         """The epoch of the next batch."""
         return self._plan.epoch
+
+    def count_rows(self) -> RowCounts:
+        """Return how many rows the batches of an epoch have over all ranks, and how many are padded, repeated or dropped."""
+        return self._plan.count_rows()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch; see `StepSampler.set_epoch`.

@@ -1,8 +1,13 @@
-"""Groups of samples: buckets of equal shape for `bucket_by`, and blocks of one shard for `shuffle="blocks"`."""
+"""Groups of samples, and the streams made of them: buckets for `bucket_by`, and blocks of one shard for `shuffle="blocks"`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import operator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,32 +16,101 @@ from wds_tensorcache.errors import unknown_name
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.reading.positions import shard_runs, take
-from wds_tensorcache.reading.schema import shapes_of
+from wds_tensorcache.reading.schema import Entry, shapes_of
+from wds_tensorcache.training.order import BlockOrder, EpochOrder
+from wds_tensorcache.training.steps import Permuted
 
-__all__ = ["block_sizes", "buckets_of"]
+__all__ = ["ByLength", "block_sizes", "buckets_of", "by_length", "make_streams"]
 
 Array = np.ndarray[Any, Any]
+Shape = tuple[int, ...]
 
 
-def buckets_of(cache: Any, by: str | Callable[[Any], Any]) -> dict[Any, Array]:
+@dataclass(frozen=True, slots=True)
+class ByLength:
+    """A function for `bucket_by=` that returns the bucket of a sample by the length of a tensor, made by `tc.by_length`.
+
+    Attributes:
+        name: Name of the tensor.
+        bounds: Greatest length in each bucket, ascending.
+    """
+
+    name: str
+    bounds: tuple[int, ...]
+
+    def __call__(self, entry: Entry) -> float:
+        """Return the greatest length in the sample's bucket; infinity if the tensor is longer than the last bound.
+
+        Raises:
+            KeyError: The sample lacks the tensor.
+            ValueError: The tensor has no dimensions.
+        """
+        return self.of_shape(_shape_in(entry, self.name))
+
+    def of_shape(self, shape: Shape) -> float:
+        """Return the bucket of a shape."""
+        if not shape:
+            raise ValueError(f"bucket_by: tensor {self.name!r} of a sample has no dimensions, so no length")
+        at = bisect_left(self.bounds, shape[0])
+        return self.bounds[at] if at < len(self.bounds) else math.inf
+
+
+def by_length(name: str, bounds: Sequence[int]) -> ByLength:
+    """Return a value for `bucket_by=` that makes buckets by the length of a tensor's first dimension.
+
+    `by_length("text", [64, 128, 256])` makes buckets of up to 64, of 65 to 128 and of 129 to 256 tokens, and one of all longer
+    texts. `info.source` is the bucket's bound: 64, 128, 256, or `math.inf` for the longer texts. To leave out the longer
+    texts, filter the cache: `cache.filter(lambda entry: entry.shapes["text"][0] <= 256)`.
+
+    Args:
+        name: Name of the tensor.
+        bounds: Greatest length in each bucket, ascending.
+
+    Raises:
+        ValueError: `bounds` is empty, negative or not ascending.
+    """
+    found = tuple(map(operator.index, bounds))
+    if not found or found[0] < 0 or any(a >= b for a, b in pairwise(found)):
+        raise ValueError(f"bounds={bounds!r:.200}, expected ascending lengths, for example [64, 128, 256]")
+    return ByLength(name, found)
+
+
+def buckets_of(cache: Any, by: str | Callable[[Entry], Any]) -> dict[Any, Array]:
     """Return the sample indices of each bucket: a shape of the tensor named `by`, or a result of the function `by`."""
-    if isinstance(by, str):
-        if by not in cache.schema:
-            raise KeyError(unknown_name("tensor", by, cache.schema))
+    name = by.name if isinstance(by, ByLength) else by
+    if isinstance(name, str):
+        if name not in cache.schema:
+            raise KeyError(unknown_name("tensor", name, cache.schema))
         if isinstance(cache, TensorCache):
-            shapes, which = shapes_of(cache._store, cache._where, by)
-            # one pass, however many shapes there are
-            order, counts = np.argsort(which, kind="stable"), np.bincount(which, minlength=len(shapes))
-            return dict(zip(shapes, np.split(order, np.cumsum(counts)[:-1]), strict=True))
+            return _buckets_of_shapes(*shapes_of(cache._store, cache._where, name), by)
     found: dict[Any, list[int]] = {}
     for index, entry in enumerate(cache._entries()):
-        label = tuple(entry.shapes[by]) if isinstance(by, str) else by(entry)
+        label = _shape_in(entry, by) if isinstance(by, str) else by(entry)
         if label != label:
             raise ValueError(
                 f"bucket_by returned {label!r} for sample {entry.key!r}, expected a value that equals itself"
             )
         found.setdefault(label, []).append(index)
-    return {label: np.array(indices, np.int64) for label, indices in found.items()}
+    labels = sorted(found) if isinstance(by, ByLength) else found
+    return {label: np.array(found[label], np.int64) for label in labels}
+
+
+def _buckets_of_shapes(shapes: list[Shape], which: Array, by: Any) -> dict[Any, Array]:
+    """Return the sample indices of each bucket; `which` contains the index of each sample's shape in `shapes`."""
+    labels: list[Any] = [by.of_shape(shape) for shape in shapes] if isinstance(by, ByLength) else list(shapes)
+    distinct = sorted(set(labels)) if isinstance(by, ByLength) else labels
+    numbers = {label: number for number, label in enumerate(distinct)}
+    which = np.array([numbers[label] for label in labels])[which]
+    # one pass, however many shapes there are
+    order, counts = np.argsort(which, kind="stable"), np.bincount(which, minlength=len(distinct))
+    return dict(zip(distinct, np.split(order, np.cumsum(counts)[:-1]), strict=True))
+
+
+def _shape_in(entry: Entry, name: str) -> Shape:
+    """Return the shape of a sample's tensor."""
+    if name not in entry.shapes:
+        raise KeyError(f"sample {entry.key!r} has no tensor {name!r}")
+    return tuple(entry.shapes[name])
 
 
 def block_sizes(cache: Any, members: Array | None = None) -> list[int]:
@@ -46,3 +120,30 @@ def block_sizes(cache: Any, members: Array | None = None) -> list[int]:
     if not isinstance(cache, TensorCache):  # in memory: every order takes the same time
         return [len(cache if members is None else members)]
     return shard_runs(cache._store, cache._where if members is None else take(cache._where, members))
+
+
+def make_streams(
+    caches: Sequence[Any],
+    names: Iterable[str] | None,
+    bucket_by: Any,
+    repeats: Sequence[int],
+    shuffle: bool | str,
+    window: int,
+    seed: int,
+) -> list[Permuted]:
+    """Return the streams of caches; `names` are those of `mix`, and the other arguments those of `StepSampler`."""
+    streams: list[Permuted] = []
+    for source, (name, cache) in enumerate(zip([None] * len(caches) if names is None else names, caches, strict=True)):
+        buckets: dict[Any, Any] = {None: None} if bucket_by is None else buckets_of(cache, bucket_by)
+        for label, members in buckets.items():
+            order: Any
+            if shuffle == "blocks":
+                order = BlockOrder(block_sizes(cache, members), window=window, seed=seed + len(streams))
+            else:
+                count = len(cache if members is None else members)
+                order = EpochOrder(count, shuffle=bool(shuffle), seed=seed + len(streams))
+            full_name = label
+            if names is not None:
+                full_name = name if bucket_by is None else (name, label)
+            streams.append(Permuted(order, members, name=full_name, source=source, repeats=repeats[source]))
+    return streams

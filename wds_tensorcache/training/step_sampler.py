@@ -10,13 +10,12 @@ from typing import Any, TypedDict
 import torch
 from torch.utils.data import DistributedSampler
 
+from wds_tensorcache.ranks import find_rank, is_distributed
 from wds_tensorcache.reading.base_cache import BatchInfo, Cache
-from wds_tensorcache.training.buckets import block_sizes, buckets_of
-from wds_tensorcache.training.order import BlockOrder, EpochOrder
-from wds_tensorcache.training.ranks import find_rank, is_distributed
-from wds_tensorcache.training.state import dataset_digest, order_digest, position_from, state_of
-from wds_tensorcache.training.steps import Course, Permuted, Position, Step
-from wds_tensorcache.training.weights import Weights, caches_of
+from wds_tensorcache.training.buckets import ByLength, make_streams
+from wds_tensorcache.training.state import identity_of, order_digest, position_from, state_of
+from wds_tensorcache.training.steps import Course, Position, RowCounts, Step
+from wds_tensorcache.training.weights import Weights, caches_of, repeats_of, weights_of
 
 __all__ = ["StepOptions", "StepSampler", "make_batch_info"]
 
@@ -34,7 +33,8 @@ class StepOptions(TypedDict, total=False):
     group: Any
     last_batch: str
     weights: Any
-    mix: Mapping[str, tuple[Any, float]] | None
+    mix: Mapping[str, Any] | None
+    repeats: int | Mapping[str, int] | None
     bucket_by: Any
     window: int
 
@@ -65,23 +65,28 @@ class StepSampler(DistributedSampler[Step]):
             environment.
         group: Process group, or DeviceMesh of one dimension, that determines rank and world size. Needed with tensor or
             pipeline parallelism, where the global rank is not the data-parallel rank.
-        last_batch: Treatment of an epoch's last step if samples do not fill it, the same on all ranks. `"short"` shortens
-            the step; at most `world_size - 1` of its samples, over all ranks, are padding. `"pad"` fills the step with
-            padding. `"wrap"` fills it with the epoch's first samples, not marked as padding. `"drop"` drops the step.
+        last_batch: Treatment of an epoch's last step, or with `bucket_by` or `mix` of the last step of every bucket and every
+            cache, if samples do not fill it; the same on all ranks. `"short"` shortens the step; at most `world_size - 1` of
+            its samples, over all ranks, are padding. `"pad"` fills the step with padding. `"wrap"` fills it with the first
+            samples of the epoch or the bucket, not marked as padding. `"drop"` drops the step. `count_rows` tells the cost.
         weights: One weight for each sample. Samples are drawn with replacement, in proportion to their weights. An epoch
-            has as many samples as the cache, rounded up to whole steps (down with `"drop"`), without padding.
+            has as many samples as the cache, rounded up to whole steps (down with `"drop"`), without padding. With
+            `bucket_by`, each step's bucket is drawn in proportion to the sum of the weights in it.
         mix: `{"a": (cache, 0.7), "b": (other, 0.3)}`: each step has samples of one cache, chosen in proportion to the
             weights. An exhausted cache starts again. An epoch has as many samples as all caches together, rounded as with
-            `weights`.
-        bucket_by: Name of a tensor, or function of an entry as in `cache.filter`. All samples of a step have the same shape
-            of the tensor, or the same result of the function. `last_batch` applies to the last step of every bucket.
+            `weights`. Without weights, `{"a": cache, "b": other}`, an epoch has every sample once, or `repeats` times.
+        repeats: Number of times that an epoch has each sample; with `mix`, a dict of such numbers by name, 1 where it lacks a
+            name. Not with weights. The samples come in as many passes, each in a new order.
+        bucket_by: Name of a tensor, `tc.by_length(…)`, or function of an entry as in `cache.filter`. All samples of a step
+            have the same shape of the tensor, or the same result of the function.
         window: Number of samples to shuffle together with `shuffle="blocks"`.
 
     Raises:
         ValueError: Arguments are mutually exclusive, or out of range.
         KeyError: `bucket_by` names no tensor, or a sample lacks the tensor.
 
-    Memory: at most 64 KiB for each cache or bucket; also 8 bytes per sample with `bucket_by`, and about 16 with `weights`.
+    Memory: at most 64 KiB for each cache or bucket; also 8 bytes per sample with `bucket_by`, about 16 with `weights`, and
+        about 40 with both.
     Threads/fork/pickle: one thread at a time may use a sampler, only in the process that made it.
     """
 
@@ -97,16 +102,18 @@ class StepSampler(DistributedSampler[Step]):
         group: Any = None,
         last_batch: str = "short",
         weights: Any = None,
-        mix: Mapping[str, tuple[Any, float]] | None = None,
+        mix: Mapping[str, Any] | None = None,
+        repeats: int | Mapping[str, int] | None = None,
         bucket_by: Any = None,
         window: int = 4096,
     ) -> None:
         if (cache is None) == (mix is None):
             raise ValueError("expected either a cache, or mix= with several caches")
-        modes = {"weights": weights, "mix": mix, "buckets": bucket_by}
-        mode = [name for name, each in modes.items() if each is not None] or ["all"]
-        if len(mode) > 1:
-            raise ValueError("weights, mix and bucket_by are mutually exclusive")
+        if weights is not None and mix is not None:
+            raise ValueError(
+                "weights and mix are mutually exclusive: mix= has one weight for each cache; to weight samples of several "
+                "caches, open them as one cache with tc.open([…])"
+            )
         batch_size, seed, window = map(operator.index, (batch_size, seed, window))
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}, expected at least 1")
@@ -124,39 +131,46 @@ class StepSampler(DistributedSampler[Step]):
                 raise ValueError(f"{each!r:.200} is not a cache; open it with tc.open")
             if not len(each):
                 raise ValueError("the cache has no samples: did a filter or a slice leave none?")
-
-        def stream(number: int, each: Any, members: Any = None) -> Permuted:
-            if shuffle == "blocks":
-                blocks = BlockOrder(block_sizes(each, members), window=window, seed=seed + number)
-                return Permuted(blocks, members)
-            count = len(each if members is None else members)
-            return Permuted(EpochOrder(count, shuffle=bool(shuffle), seed=seed + number), members)
-
-        if bucket_by is None:
-            self._names: list[Any] = [None] if mix is None else list(mix)
-            streams = [stream(number, each) for number, each in enumerate(self._caches)]
-        else:
-            buckets = buckets_of(cache, bucket_by)
-            self._names = list(buckets)
-            streams = [stream(number, cache, members) for number, members in enumerate(buckets.values())]
-        self._weights = Weights(weights, mix, len(self._caches[0]), seed)
-        self._course = Course(streams, self._weights, batch_size, rank, world_size, last_batch, seed)
-        self._settings = {
+        if mix is not None:
+            weights = weights_of(mix)
+        if weights is not None and repeats is not None:
+            raise ValueError(
+                "repeats and weights are mutually exclusive: leave out the weights, as in mix={'a': cache, 'b': other}"
+            )
+        passes = repeats_of(repeats, mix)
+        self._streams = make_streams(self._caches, mix, bucket_by, passes, shuffle, window, seed)
+        self._names: list[Any] = [stream.name for stream in self._streams]
+        buckets = [stream.members for stream in self._streams if stream.members is not None]
+        self._weights = Weights(weights, None if mix is None else list(mix), len(self._caches[0]), seed, buckets)
+        self._course = Course(self._streams, self._weights, batch_size, rank, world_size, last_batch, seed)
+        modes = {
+            "weights": weights is not None and mix is None,
+            "mix": mix is not None,
+            "buckets": bucket_by is not None,
+        }
+        mode = "+".join(name for name, is_used in modes.items() if is_used) or "all"
+        self._settings: dict[str, Any] = {
             "seed": seed,
             "shuffle": shuffle,
-            "mode": mode[0],
+            "mode": mode,
             "streams": list(map(str, self._names)),
-            "order": order_digest(streams),
+            "order": order_digest(self._streams),
         }
-        self._count, self._batch_size = sum(map(len, streams)), batch_size
+        if repeats is not None or (mix is not None and weights is None):
+            self._settings["repeats"] = passes
+        self._count, self._batch_size = sum(map(len, self._streams)), batch_size
         self._check_steps()
         self._shown_options = f"{shuffle=}, {seed=}, {last_batch=}"
         if bucket_by is not None:
-            self._shown_options += f", {len(streams):,} buckets by {_shown_key(bucket_by)}"
-        if weights is not None:
+            self._shown_options += f", {len(self._streams):,} buckets by {_shown_key(bucket_by)}"
+        if mode.startswith("weights"):
             self._shown_options += ", drawn by weights"
-        self._digest: str | None = None
-        self._position = Position(0, (0,) * len(streams))
+        if "repeats" in self._settings:
+            self._shown_options += (
+                f", repeats={passes[0] if mix is None else dict(zip(mix, passes, strict=True))!r:.200}"
+            )
+        self._identity: dict[str, str] | None = None
+        self._position = Position(0, (0,) * len(self._streams))
         self._is_resumed = False  # the next iteration starts at the position, even in the middle of an epoch
         self._chosen: int | None = None  # the epoch that set_epoch chose since the last iteration began
         self._num_moves = 0  # the number of times that the position was set other than by a batch
@@ -193,7 +207,7 @@ class StepSampler(DistributedSampler[Step]):
 
     def __repr__(self) -> str:
         """Return a summary: samples, steps, ranks, order, and the epoch and step of the next batch."""
-        mix = f", {self._shown_mix()}" if self._weights.are_of_streams else ""
+        mix = f", {self._shown_mix()}" if self._weights.are_of_caches else ""
         return f"{type(self).__name__}({self._shown}{mix}, epoch={self.epoch}, step={self._position.step})"
 
     def _shown_mix(self) -> str:
@@ -201,7 +215,8 @@ class StepSampler(DistributedSampler[Step]):
         weights = self._weights.values(self._position.step)
         shares = weights / weights.max()  # prevents an infinite sum
         parts = [
-            f"{name!r:.80} ({100 * share:.3g}%)" for name, share in zip(self._names, shares / shares.sum(), strict=True)
+            f"{name!r:.80} ({100 * share:.3g}%)"
+            for name, share in zip(self._weights.names, shares / shares.sum(), strict=True)
         ]
         shown, num_more = parts[:_NUM_SHOWN], len(parts) - _NUM_SHOWN
         return f"mix of {', '.join(shown)}" + f" and {num_more:,} more" * (num_more > 0)
@@ -210,18 +225,24 @@ class StepSampler(DistributedSampler[Step]):
     def _shown(self) -> str:
         course = self._course
         shown = f"{self._count:,} samples, batch_size={self._batch_size}, {course.num_steps():,} steps per epoch"
-        return f"{shown}, rank={course.rank}, world_size={course.world_size}, {self._shown_options}"
+        shown += f", rank={course.rank}, world_size={course.world_size}, {self._shown_options}"
+        return shown + course.count_rows().costs()
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
         """The epoch of the next step."""
         return self._position.epoch
 
+    def count_rows(self) -> RowCounts:
+        """Return how many rows the batches of an epoch have over all ranks, and how many are padded, repeated or dropped."""
+        self._find_rank()
+        return self._course.count_rows()
+
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch. If a state in that epoch was just loaded, the iteration resumes there.
 
-        With `mix`, each cache continues after its last used sample. If the sampler is at the beginning of that epoch, nothing
-        changes.
+        With weights in `mix`, each cache continues after its last used sample. If the sampler is at the beginning of that
+        epoch, nothing changes.
 
         Raises:
             ValueError: `epoch` is out of range.
@@ -258,22 +279,24 @@ class StepSampler(DistributedSampler[Step]):
         return make_batch_info(step, self._names, step.cache_of(self._caches), is_padding)
 
     def _state(self, at: Position) -> dict[str, Any]:
-        return state_of(at, self._settings, self._identity(), self._weights.state(at.step))
+        return state_of(at, self._settings, self._identify(), self._weights.state(at.step))
 
     def _load(self, state: Mapping[str, Any]) -> Position:
         """Load the weights of a state, and return the state's position. If this raises ValueError, it changes nothing."""
-        position = position_from(state, self._settings, self._identity(), self._course)
+        position = position_from(state, self._settings, self._identify(), self._course, self._caches)
         self._weights.load(state["weights"])
         return position
 
-    def _identity(self) -> str:
-        if self._digest is None:
-            self._digest = dataset_digest(self._caches)
-        return self._digest
+    def _identify(self) -> dict[str, str]:
+        if self._identity is None:
+            self._identity = identity_of(self._caches, self._streams)
+        return self._identity
 
 
 def _shown_key(bucket_by: Any) -> str:
-    """Return what buckets are made by, for a repr: a tensor's shape, or a function."""
+    """Return what buckets are made by, for a repr: a tensor's shape or length, or a function."""
+    if isinstance(bucket_by, ByLength):
+        return f"the length of {bucket_by.name!r:.100}"
     if isinstance(bucket_by, str):
         return f"the shape of {bucket_by!r:.100}"
     return f"{getattr(bucket_by, '__qualname__', type(bucket_by).__name__):.100}"

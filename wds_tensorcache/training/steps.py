@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from wds_tensorcache.training.weights import Drawn, Weights
 
-__all__ = ["Course", "Permuted", "Position", "Step"]
+__all__ = ["Course", "Permuted", "Position", "RowCounts", "Step"]
 
 Array = np.ndarray[Any, Any]
 _WINDOW = 4096
@@ -46,6 +46,7 @@ class Step:
         stream: Number of the stream (see `Course`) of the samples.
         indices: Sample indices in the cache, int64 `[B]`.
         is_padding: True for each sample that is padding, bool `[B]`.
+        source: Number of the samples' cache in `mix`; 0 without `mix`.
     """
 
     number: int
@@ -53,52 +54,111 @@ class Step:
     stream: int
     indices: Array
     is_padding: Array
+    source: int = 0
 
     def cache_of(self, caches: Sequence[Any]) -> Any:
-        """Return the cache of the samples: with `mix`, the cache of the step's stream, else the only cache."""
-        return caches[self.stream % len(caches)]
+        """Return the cache of the samples."""
+        return caches[self.source]
+
+
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """Numbers of rows in the batches of one epoch, over all ranks: `rows = samples - dropped + padding + repeated`.
+
+    Attributes:
+        samples: Number of samples of the epoch; a dataset with `repeats=10` counts 10 times.
+        rows: Number of rows in all batches.
+        padding: Number of rows that `info.is_padding` marks, with `last_batch="short"` or `"pad"`.
+        repeated: Number of rows that `last_batch="wrap"` fills with samples of the same epoch.
+        dropped: Number of samples that `last_batch="drop"` leaves out.
+        sources: The same counts for each bucket, or each cache of `mix`, by `info.source`. Empty with weights, where steps
+            are drawn at random.
+    """
+
+    samples: int
+    rows: int
+    padding: int = 0
+    repeated: int = 0
+    dropped: int = 0
+    sources: dict[Any, RowCounts] = field(default_factory=dict, repr=False)
+
+    def costs(self) -> str:
+        """Return the padded, repeated and dropped rows as text for a repr, for example `, padding=1188 of 2688 rows (44%)`."""
+        text = ""
+        for name in ("padding", "repeated", "dropped"):
+            count, of = getattr(self, name), "samples" if name == "dropped" else "rows"
+            text += f", {name}={count} of {getattr(self, of)} {of} ({count / getattr(self, of):.0%})" if count else ""
+        return text
 
 
 class Permuted:
-    """A stream of the samples `members`, or of all samples: each occurs once in every epoch, in the order `order`."""
+    """A stream of the samples `members` of one cache, or of all its samples, in passes over all of them.
 
-    def __init__(self, order: Any, members: Array | None = None) -> None:
+    Each pass has every sample once, in a new order.
+
+    Attributes:
+        members: Sample indices in the cache; None for all samples.
+        name: Name of the stream, as in `info.source`.
+        source: Number of the cache.
+        repeats: Number of passes in an epoch.
+    """
+
+    def __init__(
+        self, order: Any, members: Array | None = None, *, name: Any = None, source: int = 0, repeats: int = 1
+    ) -> None:
         self._order = order
-        self._members = members
-        self._windows: dict[tuple[int, int], Array] = {}  # the last two windows, by epoch and number
+        self.members, self.name, self.source, self.repeats = members, name, source, repeats
+        self._windows: dict[tuple[int, int], Array] = {}  # the last two windows, by pass and number
 
     def __len__(self) -> int:
         return int(self._order.count)
 
     def indices(self, epoch: int, positions: Array) -> Array:
-        """Return the sample indices at positions of an epoch. The whole window around them is computed at once, and kept."""
+        """Return the sample indices at positions of an epoch; positions after its end belong to the passes that follow."""
+        first, highest = epoch * self.repeats, positions.max()
+        if highest < len(self):
+            return self._indices_in(first, positions, highest)
+        passes, positions = np.divmod(positions, len(self))
+        found = np.empty_like(positions)
+        for number in np.unique(passes).tolist():
+            some = positions[passes == number]
+            found[passes == number] = self._indices_in(first + number, some, some.max())
+        return found
+
+    def _indices_in(self, number: int, positions: Array, highest: int) -> Array:
+        """Return the sample indices at positions of a pass. The whole window around them is computed at once, and kept."""
         window = positions.item(0) // _WINDOW
         begin, end = window * _WINDOW, min(window * _WINDOW + _WINDOW, len(self))
-        if positions.min() < begin or positions.max() >= end:
-            return self._compute(epoch, positions)
-        known = self._windows.get((epoch, window))
+        if positions.min() < begin or highest >= end:
+            return self._compute(number, positions)
+        known = self._windows.get((number, window))
         if known is None:
-            known = self._compute(epoch, np.arange(begin, end))
+            known = self._compute(number, np.arange(begin, end))
             # two windows: torch_loader computes a step for a worker, and again when its batch is returned
-            self._windows = dict([*self._windows.items(), ((epoch, window), known)][-2:])
+            self._windows = dict([*self._windows.items(), ((number, window), known)][-2:])
         found: Array = known[positions - begin]
         return found
 
     def identity(self) -> list[Any]:
         """Return what determines the order besides seed and `shuffle`."""
-        return [*self._order.identity, [] if self._members is None else self._members]
+        return [*self._order.identity, [] if self.members is None else self.members]
 
-    def _compute(self, epoch: int, positions: Array) -> Array:
-        found: Array = self._order(epoch, positions)
-        return found if self._members is None else np.take(self._members, found)
+    def _compute(self, number: int, positions: Array) -> Array:
+        found: Array = self._order(number, positions)
+        return found if self.members is None else np.take(self.members, found)
 
 
 class Course:
     """The steps of all epochs, each with samples of one stream; see `StepSampler` for the arguments.
 
-    A stream is the whole cache, one cache of `mix`, or one bucket. Each epoch exhausts all buckets; a step's bucket is chosen
-    in proportion to the numbers of samples that remain. With `mix`, streams are chosen by their weights: an epoch has as many
-    samples as all streams together, and an exhausted stream starts again.
+    A stream is a cache, or one bucket of a cache. The next step's stream is drawn:
+
+    - Without weights, in proportion to the numbers of samples that remain. Each epoch exhausts all streams, `repeats` times.
+    - With weights of samples, in proportion to the sum of the weights of its samples.
+    - With weights of caches, first the cache by its weight, then one of its buckets. A cache passes over all its buckets
+      before any of them begins another pass, except that the end of a bucket is filled from its next pass.
+
+    With weights, an epoch has as many samples as all streams together, rounded to whole steps.
     """
 
     def __init__(
@@ -112,9 +172,12 @@ class Course:
         seed: int,
     ) -> None:
         self._streams, self._weights = streams, weights
-        lengths = list(map(len, streams))
-        # number of samples in an epoch: of each stream, or of all mixed streams together
-        self._lengths = [sum(lengths)] if weights.are_of_streams else lengths
+        self._lengths = [len(stream) * stream.repeats for stream in streams]  # in samples of an epoch
+        self._num_samples = sum(self._lengths)
+        self._streams_of = [
+            [number for number, stream in enumerate(streams) if stream.source == source]
+            for source in range(streams[-1].source + 1)
+        ]
         self._batch_size = batch_size
         self._last_batch = last_batch
         self._seed = seed
@@ -130,55 +193,90 @@ class Course:
         """Return whether a position is possible in this course."""
         if len(at.counts) != len(self._streams) or at.began > at.step:
             return False
-        return self._weights.are_of_streams or sum(at.counts) == at.used
+        return self._weights.are_of_caches or sum(at.counts) == at.used
 
     def next_epoch(self, at: Position) -> Position:
         """Return the start of the next epoch."""
-        counts = at.counts if self._weights.are_of_streams else (0,) * len(at.counts)
+        counts = at.counts if self._weights.are_of_caches else (0,) * len(at.counts)
         return replace(at, epoch=at.epoch + 1, counts=counts, used=0, began=at.step)
 
     def num_steps(self) -> int:
         """Return the number of steps in an epoch."""
         extra = 0 if self._last_batch == "drop" else self.step_size - 1
-        return sum((length + extra) // self.step_size for length in self._lengths)
+        lengths = [self._num_samples] if self._weights.are_used else self._lengths
+        return sum((length + extra) // self.step_size for length in lengths)
+
+    def count_rows(self) -> RowCounts:
+        """Return the numbers of rows in an epoch."""
+        if self._weights.are_used:
+            return RowCounts(self._num_samples, self.num_steps() * self.step_size)
+        sources = {stream.name: self._rows_of(len(stream) * stream.repeats) for stream in self._streams}
+        counts = {
+            name: sum(getattr(each, name) for each in sources.values())
+            for name in ("samples", "rows", "padding", "repeated", "dropped")
+        }
+        return RowCounts(**counts, sources=sources if len(sources) > 1 else {})
+
+    def _rows_of(self, length: int) -> RowCounts:
+        """Return the numbers of rows in an epoch of a stream of `length` samples."""
+        rest = length % self.step_size
+        missing = self.step_size - rest if rest else 0
+        if self._last_batch == "short":
+            missing = -rest % self.world_size
+        if self._last_batch == "drop":
+            return RowCounts(length, length - rest, dropped=rest)
+        if self._last_batch == "wrap":
+            return RowCounts(length, length + missing, repeated=missing)
+        return RowCounts(length, length + missing, padding=missing)
 
     def is_over(self, at: Position) -> bool:
         """Return whether no step of the position's epoch remains."""
         return not any(self._remaining(at))
 
     def _remaining(self, at: Position) -> list[int]:
-        """Return how many samples of the epoch remain in each stream, or with `mix` in all streams together; 0 if dropped."""
+        """Return how many samples of the epoch remain in each stream, or with weights in all together; 0 if dropped."""
         least = self.step_size if self._last_batch == "drop" else 1
-        used = (at.used,) if self._weights.are_of_streams else at.counts
-        counts = [length - count for length, count in zip(self._lengths, used, strict=True)]
+        if self._weights.are_used:
+            counts = [self._num_samples - at.used]
+        else:
+            counts = [length - count for length, count in zip(self._lengths, at.counts, strict=True)]
         return [count if count >= least else 0 for count in counts]
 
     def step(self, at: Position) -> tuple[Step, Position]:
         """Return the step at a position, and the position after it; the epoch must not be over."""
-        remaining, count = self._remaining(at), self.step_size
-        if self._weights.are_of_streams:
-            number = self._choose(self._weights.values(at.step), 0, at.step)
-        else:
-            number = self._choose(remaining, at.epoch, at.used)
-        stream, begin, rows = self._streams[number], at.counts[number], self._rows
-        if self._weights.are_of_streams:
-            epochs, positions = np.divmod(begin + rows, len(stream))
-            parts = [stream.indices(epoch, positions[epochs == epoch]) for epoch in np.unique(epochs).tolist()]
-            indices = np.concatenate(parts)
-        elif (drawn := self._weights.drawn(at.step)) is not None:
-            indices = drawn.indices(at.epoch, begin + rows)
-        elif remaining[number] >= count:
+        number, count, rows = self._next_stream(at), self.step_size, self._rows
+        stream, begin = self._streams[number], at.counts[number]
+        if self._weights.are_of_caches:
+            indices = stream.indices(0, begin + rows)
+        elif self._weights.are_used:
+            drawn = self._weights.drawn(at.step, number).indices(at.epoch, begin + rows)
+            indices = drawn if stream.members is None else np.take(stream.members, drawn)
+        elif (remaining := self._lengths[number] - begin) >= count:
             indices = stream.indices(at.epoch, begin + rows)
         else:
-            count = remaining[number]
+            count = remaining
             if self._last_batch == "short":
                 rows = rows[: -(-count // self.world_size)]
-            filler = (rows - count) % len(stream) if self._last_batch == "wrap" else begin + rows % count
+            filler = (rows - count) % self._lengths[number] if self._last_batch == "wrap" else begin + rows % count
             indices = stream.indices(at.epoch, np.where(rows < count, begin + rows, filler))
         is_padding = (rows >= count) & (self._last_batch != "wrap")
         counts = (*at.counts[:number], begin + count, *at.counts[number + 1 :])
         after = Position(at.epoch, counts, at.used + count, at.step + 1, at.began)
-        return Step(at.step, at.epoch, number, indices, is_padding), after
+        return Step(at.step, at.epoch, number, indices, is_padding, stream.source), after
+
+    def _next_stream(self, at: Position) -> int:
+        """Return the number of the stream of the step at a position."""
+        if len(self._streams) == 1:
+            return 0
+        if not self._weights.are_used:
+            return self._choose(self._remaining(at), at.epoch, at.used)
+        if not self._weights.are_of_caches:
+            return self._choose(self._weights.sums(at.step), at.epoch, at.used)
+        numbers = self._streams_of[self._choose(self._weights.values(at.step), 0, at.step)]
+        counts, lengths = [at.counts[number] for number in numbers], [len(self._streams[number]) for number in numbers]
+        begun = 1 + min(count // length for count, length in zip(counts, lengths, strict=True))
+        missing = [max(0, begun * length - count) for count, length in zip(counts, lengths, strict=True)]
+        return numbers[self._choose(missing, 1, at.step)]
 
     def _choose(self, weights: Sequence[float] | Array, epoch: int, position: int) -> int:
         """Return the number of a stream, chosen in proportion to the weights."""

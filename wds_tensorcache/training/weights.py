@@ -1,8 +1,9 @@
-"""Weights of samples or of mixed caches, and the steps at which they change."""
+"""Weights of samples or of mixed caches, the steps at which weights change, and the caches of a mix."""
 
 from __future__ import annotations
 
 import base64
+import operator
 import zlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -12,19 +13,37 @@ from typing import Any
 import numpy as np
 import torch
 
+from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.training.order import uniform
 
-__all__ = ["Drawn", "Weights", "caches_of"]
+__all__ = ["Drawn", "Weights", "caches_of", "repeats_of", "weights_of"]
 
 Array = np.ndarray[Any, Any]
 
 
 class Drawn:
-    """A stream of samples drawn with replacement, in proportion to their weights."""
+    """A stream of samples drawn with replacement, in proportion to their weights.
 
-    def __init__(self, weights: Array, seed: int) -> None:
+    Attributes:
+        weights: Weights of the samples, float64.
+        buckets: Sample indices of each bucket; empty without buckets.
+    """
+
+    def __init__(self, weights: Array, seed: int, buckets: Sequence[Array] = ()) -> None:
         self.weights = weights
+        self.buckets = buckets
         self._seed = seed
+
+    @cached_property
+    def parts(self) -> list[Drawn]:
+        """The stream of each bucket, whose samples are numbered within the bucket."""
+        return [Drawn(self.weights[members], self._seed + number) for number, members in enumerate(self.buckets)]
+
+    @cached_property
+    def sums(self) -> Array:
+        """The sum of the weights of each bucket, up to a factor."""
+        weights = self.weights / self.weights.max()
+        return np.array([weights[members].sum() for members in self.buckets])
 
     @cached_property
     def _sums(self) -> Array:
@@ -48,28 +67,36 @@ class Drawn:
 
 
 class Weights:
-    """The weights at each step: one for each sample, or one for each cache of `mix` (`are_of_streams`), or none."""
+    """The weights at each step: one for each sample, or one for each cache of `mix`, or none.
 
-    def __init__(self, weights: Any, mix: Mapping[str, tuple[Any, float]] | None, count: int, seed: int) -> None:
-        self.are_of_streams = mix is not None
-        self._names = None if mix is None else list(mix)
-        self._count = count if mix is None else len(mix)
+    Attributes:
+        are_used: False without weights.
+        are_of_caches: True for weights of the caches of `mix`.
+        names: Names of the caches; empty without `mix`.
+    """
+
+    def __init__(
+        self, weights: Any, names: Sequence[str] | None, count: int, seed: int, buckets: Sequence[Array] = ()
+    ) -> None:
+        """Make the weights of `count` samples in buckets, or of the caches `names`; none if `weights` is None."""
+        self.are_used = weights is not None
+        self.are_of_caches = names is not None and self.are_used
+        self.names = list(names or ())
+        self._count = count if names is None else len(names)
         self._seed = seed
+        self._buckets = buckets if self.are_used and names is None else ()
         self._changes: list[tuple[int, Drawn]] = []  # in the order of the steps
-        if mix is not None:
-            weights = {name: weight for name, (_, weight) in mix.items()}
-        self._is_used = weights is not None
-        if self._is_used:
+        if self.are_used:
             self.change(0, weights)
 
     def change(self, step: int, weights: Any, current: int = 0) -> None:
         """Set the weights from `step` on, in place of later changes; forget weights that ended before the step `current`."""
-        if not self._is_used:
-            raise ValueError("the loader was made without weights and without mix")
-        if self._names is not None:
-            if not isinstance(weights, Mapping) or set(weights) != set(self._names):
-                raise ValueError(f"weights={weights!r:.200}, expected a dict with {', '.join(map(repr, self._names))}")
-            weights = [weights[name] for name in self._names]
+        if not self.are_used:
+            raise ValueError("the loader was made without weights= and without weights in mix=")
+        if self.names:
+            if not isinstance(weights, Mapping) or set(weights) != set(self.names):
+                raise ValueError(f"weights={weights!r:.200}, expected a dict with {', '.join(map(repr, self.names))}")
+            weights = [weights[name] for name in self.names]
         try:
             values = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().numpy().copy()
         except (TypeError, ValueError, RuntimeError) as exc:
@@ -82,7 +109,7 @@ class Weights:
             raise ValueError(
                 f"weights of shape {list(values.shape)}: expected {self._count} numbers, all finite, none negative, not all 0"
             )
-        return Drawn(values, self._seed)
+        return Drawn(values, self._seed, self._buckets)
 
     def _from(self, step: int) -> list[tuple[int, Drawn]]:
         """Return the weights at a step, and all later changes, each with its first step."""
@@ -93,9 +120,14 @@ class Weights:
         """Return the weights at a step."""
         return self._from(step)[0][1].weights
 
-    def drawn(self, step: int) -> Drawn | None:
-        """Return the stream of drawn samples at a step; None if samples have no weights."""
-        return None if self.are_of_streams or not self._is_used else self._from(step)[0][1]
+    def drawn(self, step: int, stream: int) -> Drawn:
+        """Return the drawn samples of a bucket at a step, or of the only stream."""
+        drawn = self._from(step)[0][1]
+        return drawn.parts[stream] if self._buckets else drawn
+
+    def sums(self, step: int) -> Array:
+        """Return the sum of the weights of each bucket at a step, up to a factor."""
+        return self._from(step)[0][1].sums
 
     def state(self, step: int) -> list[list[Any]]:
         """Return the weights at a step and all later changes, for JSON."""
@@ -107,7 +139,7 @@ class Weights:
             found = [(int(at), np.frombuffer(zlib.decompress(base64.b64decode(text)), "<f8")) for at, text in state]
         except (TypeError, ValueError, zlib.error) as exc:
             raise ValueError(f"the state has no valid weights: {exc}") from exc
-        if bool(found) != self._is_used:
+        if bool(found) != self.are_used:
             raise ValueError(f"the state has {'weights' if found else 'no weights'}, unlike this loader")
         steps = [at for at, _ in found]
         if steps != sorted(set(steps)):
@@ -116,8 +148,32 @@ class Weights:
 
 
 def caches_of(mix: Any) -> list[Any]:
-    """Return the caches of a `mix=` argument."""
-    pairs = list(mix.values()) if isinstance(mix, Mapping) else []
-    if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"mix={mix!r:.200}, expected {{'a': (cache, 0.7), 'b': (other, 0.3)}}")
-    return [cache for cache, _ in pairs]
+    """Return the caches of a `mix=` argument: its values, or the first item of each pair."""
+    given = list(mix.values()) if isinstance(mix, Mapping) else []
+    if given and all(isinstance(each, Cache) for each in given):
+        return given
+    if not given or not all(isinstance(each, tuple) and len(each) == 2 for each in given):
+        raise ValueError(
+            f"mix={mix!r:.200}, expected {{'a': (cache, 0.7), 'b': (other, 0.3)}} with weights, or {{'a': cache, 'b': other}}"
+        )
+    return [cache for cache, _ in given]
+
+
+def weights_of(mix: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the weights in a `mix=` argument; None if it has none."""
+    if any(isinstance(each, Cache) for each in mix.values()):
+        return None
+    return {name: weight for name, (_, weight) in mix.items()}
+
+
+def repeats_of(repeats: Any, mix: Mapping[str, Any] | None) -> list[int]:
+    """Return the number of passes over each cache in an epoch, from a `repeats=` argument."""
+    names = [None] if mix is None else list(mix)
+    given = {} if repeats is None else repeats if mix is not None else {None: repeats}
+    if not isinstance(given, Mapping) or not set(given) <= set(names) or isinstance(given.get(None), Mapping):
+        expected = "a number" if mix is None else f"a dict with some of {', '.join(map(repr, names))}"
+        raise ValueError(f"repeats={repeats!r:.200}, expected {expected}")
+    found = [operator.index(given.get(name, 1)) for name in names]
+    if min(found) < 1:
+        raise ValueError(f"repeats={repeats!r:.200}, expected at least 1; leave out samples with cache.filter")
+    return found

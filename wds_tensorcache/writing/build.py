@@ -1,4 +1,4 @@
-"""Build a cache: run a function over a dataset in batches while a background thread writes the results."""
+"""Build a cache: run a function over a dataset in batches, on one or several ranks, while a background thread writes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from wds_tensorcache.errors import FormatError, StaleCacheError
+from wds_tensorcache.ranks import find_rank
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.open_cache import open
+from wds_tensorcache.reading.store import Io, Store
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
+from wds_tensorcache.shards.manifest import Catalog
 from wds_tensorcache.storage.files import Files
+from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.writing.build_batch import DIGEST, Progress, Target, compute
-from wds_tensorcache.writing.build_items import Item, Items
+from wds_tensorcache.writing.build_items import Item, Items, add_note
 from wds_tensorcache.writing.new_folder import check_new
 from wds_tensorcache.writing.pattern import DEFAULT_NAME, ShardPattern
 from wds_tensorcache.writing.pattern_lock import WriterLock
-from wds_tensorcache.writing.resume import FinishedShards, load_finished
+from wds_tensorcache.writing.resume import FinishedShards, list_new, load_finished
 from wds_tensorcache.writing.versions import OldCache, VersionShard, write_version
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
@@ -39,6 +43,8 @@ def build(
     keys: Sequence[str] | Callable[[Any], str] | None = None,
     digest: Callable[[Any], str] | None = None,
     num_workers: int = 0,
+    rank: int | None = None,
+    world_size: int | None = None,
     progress: bool | None = None,
     max_samples: int = MAX_SAMPLES,
     **options: Any,
@@ -46,8 +52,16 @@ def build(
     """Build a cache: run a function, for example a model on a GPU, over a dataset in batches, and write the results.
 
     If interrupted, call `build` again: it resumes after the last finished shard. Interruptions do not change which items
-    form a batch, nor the bytes of the shards, provided that `fn` returns equal results for equal batches. If any sample of
-    a batch is missing, `fn` runs on the whole batch.
+    form a batch. If any sample of a batch is missing, `fn` runs on the whole batch. If an item fails, or after Ctrl-C, the
+    unfinished shard is finished early, so that all samples computed before are kept. If the process is killed, the samples of
+    the unfinished shard are computed again, and the shards have the same bytes as without the interruption, provided that `fn`
+    returns equal results for equal batches.
+
+    Several ranks (processes, each with a GPU, on any number of machines) build one cache if all of them call `build` with
+    the same arguments and a shared folder. Each rank computes its part of the batches, writes its own shards, such as
+    `r3of8-000000.tar`, and returns when its part is finished. Ranks do not communicate: they may start and end at any time. A
+    killed rank loses its unfinished shard. To resume, call `build` on any number of ranks. The cache is complete when every
+    rank has returned: it then has as many samples as there are items.
 
     Finished samples are never overwritten. If items change, build a *version* in a new folder:
     `build(items, fn, "v2", reuse="v1", digest=…)` takes samples with the same key and digest from `v1`, and computes all
@@ -81,26 +95,34 @@ def build(
         digest: Function from an item to a text that differs if the item differs; its result is stored as the member
             `digest.txt`. An item counts as changed if the stored digest differs or is missing.
         num_workers: Number of worker processes that read a map-style dataset.
-        progress: Show rate and time left with `tqdm`; by default only if `tqdm` is installed and stderr is a terminal.
-        max_samples: Maximum number of samples in a shard, as for `ShardWriter`; an interruption loses at most this many
+        rank, world_size: Which rank this process is, of how many; by default from torch.distributed, else from torchrun's
+            environment, else one process. All ranks must have the same items in the same order. A rank reads only its own
+            items of a map-style dataset, but all of an iterable. If the source of each rank already contains only the
+            rank's items, or if only one rank calls `build`, pass `rank=0, world_size=1`.
+        progress: Show rate and time left of this rank with `tqdm`; by default only on rank 0, if `tqdm` is installed and
+            stderr is a terminal.
+        max_samples: Maximum number of samples in a shard, as for `ShardWriter`; a killed process loses at most this many
             samples.
         options: Other options of `ShardWriter`; `allow` also applies to the returned cache. A version always has a manifest.
 
     Returns:
-        The cache, opened.
+        The cache, opened. On several ranks, it contains the shards that all ranks have finished until now, perhaps none.
 
     Raises:
         StaleCacheError: `out` or `reuse` has a different fingerprint; or items have changed, but `out` contains their old
             samples. Finished samples of new items stay in `out`.
-        FileExistsError: Another call is building in the same folder; nothing is read or computed.
+        FileExistsError: Another call is building in the same folder, as the same rank or with another world size; nothing is
+            read or computed.
         FileNotFoundError: There is no cache to reuse, or `out` contains files but no cache.
-        InvalidKeyError: Some reader of shards would misread a key.
+        InvalidKeyError: Some reader of shards would misread a key; `safe_key` makes a key of any text.
         ValueError: `fn` returned fewer or more samples than items; two items have the same key; the source is empty; `out`
             contains shards with other names; `reuse` is the same folder as `out`, lists shards outside its folder, or has
-            named caches or samples without a cache.
+            named caches or samples without a cache; two ranks have computed the same key; or several ranks have `reuse`,
+            `footer=False` or the path of a single shard.
         TypeError: The source is not a dataset, JSON cannot represent the fingerprint, or a digest is not a str.
         FormatError: A finished or reused shard is damaged, or was changed during the call.
-        Exception: `source` or `fn` raised it; finished shards stay, and the next call resumes after them.
+        Exception: `source`, `keys`, `digest` or `fn` raised it. From Python 3.11 on, a note names the item, or the batch. All
+            samples computed before it are kept, and the next call resumes after them.
 
     Memory: results of `fn` are copied, so `fn` may reuse its memory; copies from a device run on its current stream. Objects of
         classes in `allow` that are not dataclasses are not copied. While `fn` computes a batch, up to two earlier batches wait
@@ -112,19 +134,24 @@ def build(
         raise TypeError(f"build always resumes from the shards in the folder, so it does not accept {option}=")
     if not options.get("footer", True) and not options.get("manifest", True):
         raise ValueError("footer=False, manifest=False: the fingerprint needs one of the two to be stored in")
-    items = Items(source, keys, digest, batch_size, num_workers)
+    rank, world_size = find_rank(rank, world_size)
+    if world_size > 1:
+        _check_ranks(rank, world_size, pattern, reuse, options)
+    items = Items(source, keys, digest, batch_size, num_workers, rank, world_size)
     options |= {"fingerprint": made, "max_samples": max_samples}
     folder = pattern.folder or os.curdir
-    with Progress(items.count, progress) as bar:
+    with Progress(items.num_items, False if rank and progress is None else progress) as bar:
         if reuse is None:
-            _extend(items, fn, pattern, bar, options)
+            _extend(items, fn, pattern.of_rank(rank, world_size) if world_size > 1 else pattern, bar, options)
+            if world_size > 1 and not pattern.build_shards():
+                return TensorCache(Store([], Files(), Pool(0), Io("pread", "there are no shards yet"), 1, made))
         elif not pattern.is_numbered:
             raise ValueError(f"out={os.fspath(out)!r} with reuse=: expected a folder, or a pattern with a number")
         elif os.path.isdir(folder) and os.path.isdir(reuse) and os.path.samefile(folder, reuse):
             raise ValueError(f"reuse={os.fspath(reuse)!r} is out itself; write the new version to a new folder")
         elif os.path.isdir(folder) and os.listdir(folder):
             there = _load_checked(folder, made)
-            compute(_missing(items, there.shards, None, folder, bar), fn, bar)
+            compute(_missing(items, there.shards, None, folder, set(), bar), fn, bar)
             with contextlib.suppress(FileExistsError), _claimed(os.path.realpath(folder)) as waiting:
                 shutil.rmtree(waiting, ignore_errors=True)  # abandoned by a killed call
         else:
@@ -147,11 +174,22 @@ def _load_checked(folder: str | os.PathLike[str], made: dict[str, Any]) -> OldCa
     return old
 
 
+def _check_ranks(rank: int, world_size: int, pattern: ShardPattern, reuse: Any, options: Mapping[str, Any]) -> None:
+    """Raise ValueError if several ranks cannot build together."""
+    what = f"rank={rank}, world_size={world_size}"
+    if reuse is not None:
+        raise ValueError(f"{what}: reuse= builds on one process; call it in one of them, with rank=0, world_size=1")
+    if not pattern.is_numbered:
+        raise ValueError(f"{what}: expected a folder or a pattern with a number such as %06d, got {str(pattern)!r}")
+    if not options.get("footer", True):
+        raise ValueError(f"{what}, footer=False: ranks need the footers to find the samples of other ranks")
+
+
 def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: Progress, options: dict[str, Any]) -> None:
     """Write the samples that a pattern's folder does not contain yet."""
     folder = pattern.folder or os.curdir
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
-        if name.endswith(".tar") and not name.startswith(".") and not pattern.covers(name):
+        if name.endswith(".tar") and not name.startswith(".") and not pattern.is_in_build(name):
             raise ValueError(
                 f"{folder} contains {name}, which does not match {pattern.name!r}; pass a pattern that matches all its "
                 "shards, or build into another folder"
@@ -160,19 +198,29 @@ def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: Progress, o
         sink = ShardWriter(str(pattern), resume=True, **options)
     except StaleCacheError as exc:
         raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
+    seen: set[str] = set()
     with _noting(sink, folder), sink:
-        compute(_missing(items, sink.finished, sink, folder, bar), fn, bar)
+        compute(_missing(items, sink.finished, sink, folder, seen, bar), fn, bar, sink)
+    if items.world_size > 1:
+        catalog = Catalog(folder, options.get("fsync", True)) if options.get("manifest", True) else None
+        for path, index in list_new(pattern, sink.finished, catalog).items():
+            shared = [] if pattern.covers(os.path.basename(path)) else [key for key in index.keys if key in seen]
+            if shared:
+                raise ValueError(
+                    f"{path} contains {len(shared)} samples of items of this rank, for example {shared[0]!r}: either two "
+                    "items have one key, or the items of the ranks are not in the same order; mend that, and build a new "
+                    f"version on one process, with reuse={folder!r}, which keeps one sample of each key"
+                )
 
 
 def _missing(
-    items: Items, there: FinishedShards, sink: ShardWriter | None, folder: str, bar: Progress
+    items: Items, there: FinishedShards, sink: ShardWriter | None, folder: str, seen: set[str], bar: Progress
 ) -> Iterator[list[Target]]:
     """Yield all batches up to the first changed item, each item paired with `sink` if its sample is missing, else with None.
 
-    At the end, raise StaleCacheError if items have changed. If `sink` is None, also raise it if a sample has no item, or an
-    item has no sample.
+    Add all keys to `seen`. At the end, raise StaleCacheError if items have changed. If `sink` is None, also raise it if a
+    sample has no item, or an item has no sample.
     """
-    seen: set[str] = set()
     num_changed = 0
     for batch in items.batches(lambda key: not items.has_digests and there.is_finished(key)):
         targets: list[Target] = []
@@ -197,7 +245,7 @@ def _missing(
         if items.has_digests and not any(DIGEST in index.members for index in there.indexes.values()):
             what += "; the folder has no digests to compare, because it was built without digest="
         raise StaleCacheError(f"{what}; build a new version in another folder, with reuse={folder!r}")
-    if not seen and not len(there):
+    if items.is_empty and not len(there):
         raise ValueError(_NO_ITEMS)
 
 
@@ -221,7 +269,7 @@ def _build_version(
             with _noting(sink, folder), sink:
                 there = sink.finished
                 sink.finished = FinishedShards({}, Files())  # stale samples are computed again
-                compute(_stale(items, old, there, sink, seen, bar), fn, bar)
+                compute(_stale(items, old, there, sink, seen, bar), fn, bar, sink)
                 if not seen:
                     raise ValueError(_NO_ITEMS)
             paths = list(pattern.existing().values())
@@ -311,7 +359,7 @@ def _noting(sink: ShardWriter, folder: str) -> Iterator[None]:
     except BaseException as exc:
         count = sink.num_finished - before
         can_resume = count or not isinstance(exc, (StaleCacheError, TypeError, ValueError))
-        if can_resume and hasattr(exc, "add_note"):  # from Python 3.11 on
+        if can_resume:
             what = f"with {count} samples of this call; call it again to resume"
-            exc.add_note(f"tc.build: finished shards stay in {folder!r}, {what}")
+            add_note(exc, f"finished shards stay in {folder!r}, {what}")
         raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import EncodeError
 from wds_tensorcache.storage.progress import open_bar
 from wds_tensorcache.storage.threads import Job, ThreadPool
-from wds_tensorcache.writing.build_items import Item
+from wds_tensorcache.writing.build_items import Item, add_note
 from wds_tensorcache.writing.writer import ShardWriter
 
 __all__ = ["DIGEST", "Batch", "Progress", "Target", "compute"]
@@ -25,9 +26,15 @@ Target = tuple[
 _MAX_WRITING = 2  # batches being written or waiting, while the next one is computed
 
 
-def compute(batches: Iterable[list[Target]], fn: Callable[[list[Any]], Any], bar: Progress) -> None:
-    """Run `fn` on each batch with a missing sample, and write the missing samples; raise the first error of either thread."""
+def compute(
+    batches: Iterable[list[Target]], fn: Callable[[list[Any]], Any], bar: Progress, sink: ShardWriter | None = None
+) -> None:
+    """Run `fn` on each batch with a missing sample, and write the missing samples; raise the first error of either thread.
+
+    After an error or an interrupt, the unfinished shard of `sink` is finished early, so that its samples are kept.
+    """
     failed: list[BaseException] = []
+    first_error: BaseException | None = None
 
     def write(batch: Batch, targets: list[tuple[str, str | None, ShardWriter] | None]) -> None:
         if failed:
@@ -42,26 +49,56 @@ def compute(batches: Iterable[list[Target]], fn: Callable[[list[Any]], Any], bar
             failed.append(exc)
             raise
 
-    with ThreadPool(1, "tensorcache-build") as thread:
-        waiting: deque[Job[None]] = deque()
+    try:
+        with ThreadPool(1, "tensorcache-build") as thread:
+            waiting: deque[Job[None]] = deque()
 
-        def submit(made: Any, batch: list[Target]) -> None:
-            while len(waiting) >= _MAX_WRITING:
-                waiting.popleft().result()
-            # keys and digests only, because the values of items may be large
-            targets = [None if sink is None else (item.key, item.digest, sink) for item, sink in batch]
-            waiting.append(thread.submit(write, Batch(made, len(batch)), targets))
+            def submit(made: Any, batch: list[Target]) -> None:
+                while len(waiting) >= _MAX_WRITING:
+                    waiting.popleft().result()
+                # keys and digests only, because the values of items may be large
+                targets = [None if sink is None else (item.key, item.digest, sink) for item, sink in batch]
+                with _noting(batch):
+                    copied = Batch(made, len(batch))
+                waiting.append(thread.submit(write, copied, targets))
 
-        try:
-            for batch in batches:
-                if any(sink is not None for _, sink in batch):
-                    submit(fn([item.value for item, _ in batch]), batch)
-            while waiting:
-                waiting.popleft().result()
-        except BaseException as exc:
-            if failed and exc is not failed[0]:
-                raise failed[0] from exc
-            raise
+            try:
+                for batch in batches:
+                    if any(sink is not None for _, sink in batch):
+                        with _noting(batch):
+                            made = fn([item.value for item, _ in batch])
+                        submit(made, batch)
+                while waiting:
+                    waiting.popleft().result()
+            except BaseException as exc:
+                first_error = failed[0] if failed else exc
+                if exc is not first_error:
+                    raise first_error from exc
+                raise
+    except BaseException as exc:
+        # Hazard: after a second interrupt, in the pool's `__exit__`, the thread may still be writing into the shard.
+        if sink is not None and exc is first_error:
+            _keep_samples(sink, exc)
+        raise
+
+
+def _keep_samples(sink: ShardWriter, exc: BaseException) -> None:
+    """Finish the unfinished shard early; if that fails, add a note to `exc`."""
+    try:
+        sink.close()
+    except Exception as lost:
+        add_note(exc, f"the samples of the unfinished shard are lost: {lost}")
+
+
+@contextlib.contextmanager
+def _noting(batch: list[Target]) -> Iterator[None]:
+    """Add a note to an exception: which items `fn` was called with."""
+    try:
+        yield
+    except Exception as exc:
+        first, last = (f"item {item.number} (key {item.key!r})" for item, _ in (batch[0], batch[-1]))
+        add_note(exc, f"fn was called with a batch of {len(batch)}, from {first} to {last}")
+        raise
 
 
 class Batch:

@@ -1,7 +1,8 @@
-"""The items of a dataset with their keys, optionally read by worker processes."""
+"""The items of a dataset with their keys, or one rank's part of them, optionally read by worker processes."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,29 +10,38 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from xxhash import xxh3_64_intdigest
 
+from wds_tensorcache.errors import InvalidKeyError
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.shards.names import check_key
 
-__all__ = ["Item", "Items"]
+__all__ = ["Item", "Items", "add_note"]
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
     """One item of a dataset; `value` and `digest` are None if the item was not read, because its sample is finished."""
 
+    number: int
     key: str
     value: Any = None
     digest: str | None = None
 
 
 class Items(Dataset[Item]):
-    """The items of a map-style dataset or an iterable.
+    """The items of a map-style dataset or an iterable, or one rank's part of them: whole batches.
+
+    The rank of a batch depends only on the number of the batch and the world size. So ranks need not communicate, and a batch
+    has the same items for any world size. Each `world_size` consecutive batches have different ranks, in an order that looks
+    random: if the shards of one rank are lost, the ranks of any other world size share its batches evenly.
 
     Attributes:
-        count: Number of items; None if unknown.
+        num_items: Number of items of this rank; None if unknown.
         batch_size: Number of items in each batch but the last.
         has_digests: True if items have a digest.
+        world_size: Number of ranks.
+        is_empty: True until an item of any rank was found.
 
     Raises:
         InvalidKeyError: Some reader of shards would misread a key.
@@ -41,7 +51,14 @@ class Items(Dataset[Item]):
     """
 
     def __init__(
-        self, items: Any, keys: Any, digest: Callable[[Any], str] | None, batch_size: int, num_workers: int
+        self,
+        items: Any,
+        keys: Any,
+        digest: Callable[[Any], str] | None,
+        batch_size: int,
+        num_workers: int,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         if batch_size < 1 or num_workers < 0:
             raise ValueError(f"batch_size={batch_size}, num_workers={num_workers}: expected at least 1, and at least 0")
@@ -49,8 +66,8 @@ class Items(Dataset[Item]):
         if isinstance(items, (Mapping, DataLoader, str, bytes)):
             hint = "its dataset, since build makes batches" if isinstance(items, DataLoader) else "a list of its items"
             raise TypeError(f"a {what} cannot be a dataset of items; pass {hint}")
-        self.count = _length(items)
-        is_map = self.count is not None and hasattr(items, "__getitem__") and not isinstance(items, IterableDataset)
+        count = _length(items)
+        is_map = count is not None and hasattr(items, "__getitem__") and not isinstance(items, IterableDataset)
         if not is_map and not isinstance(items, Iterable):
             raise TypeError(f"a {what} has neither a length and [i] nor an iterator: it cannot be a dataset")
         if not is_map and num_workers:
@@ -63,22 +80,37 @@ class Items(Dataset[Item]):
                 raise ValueError(
                     "a list of keys needs a map-style dataset; for an iterable, pass a function of an item as keys="
                 )
-            if len(keys) != self.count:
-                raise ValueError(f"{len(keys)} keys for {self.count} items, expected one key for each item")
-            for key in keys:
-                check_key(key)
-            for key, count in Counter(keys).most_common(1):
-                if count > 1:
+            if len(keys) != count:
+                raise ValueError(f"{len(keys)} keys for {count} items, expected one key for each item")
+            for number, key in enumerate(keys):
+                _check_key(key, number)
+            for key, num_uses in Counter(keys).most_common(1):
+                if num_uses > 1:
                     raise ValueError(f"two items have the key {key!r}; expected a different key for each item")
         self._items, self._keys, self._digest, self._is_map = items, keys, digest, is_map
         self.batch_size, self._num_workers, self.has_digests = batch_size, num_workers, digest is not None
+        self._rank, self.world_size = rank, world_size
+        self._count, self.is_empty = count or 0, not (is_map and count)
+        self.num_items = None if count is None else sum(map(len, self._own_batches()))
+
+    def _owns(self, batch_number: int) -> bool:
+        """Return whether a batch is one of this rank's."""
+        group, place = divmod(batch_number, self.world_size)
+        shift = xxh3_64_intdigest(b"%d %d" % (self.world_size, group)) if self.world_size > 1 else 0
+        return (place + shift) % self.world_size == self._rank
+
+    def _own_batches(self) -> Iterator[range]:
+        """Yield the numbers of the items in each batch of this rank, for a source of known length."""
+        for batch_number, begin in enumerate(range(0, self._count, self.batch_size)):
+            if self._owns(batch_number):
+                yield range(begin, min(begin + self.batch_size, self._count))
 
     def batches(self, is_done: Callable[[str], bool]) -> Iterator[list[Item]]:
-        """Yield all items in the same batches, whatever `is_done` returns.
+        """Yield this rank's items in the same batches, whatever `is_done` returns.
 
         For a map-style dataset whose keys are known without reading, a batch is not read if all its keys are done.
         """
-        items = self._read_some(is_done) if self._is_map else map(self._item, itertools.count(), self._items)
+        items = self._read_some(is_done) if self._is_map else self._iterate()
         has_key: bool | None = None
         while batch := list(itertools.islice(items, self.batch_size)):
             for item in batch if self._keys is None else ():
@@ -90,26 +122,37 @@ class Items(Dataset[Item]):
             yield batch
 
     def _read_some(self, is_done: Callable[[str], bool]) -> Iterator[Item]:
-        """Yield all items. If all keys of a batch are done, and were known without reading it, its items have no values."""
-        count = self.count or 0
-        keys = self._known_keys(count, is_done)
+        """Yield the items. If all keys of a batch are done, and were known without reading it, its items have no values."""
+        keys = self._known_keys(is_done)
         wanted: list[int] = []
-        for begin in range(0, count, self.batch_size):
-            batch = range(begin, min(begin + self.batch_size, count))
+        for batch in self._own_batches():
             if keys is None or not all(is_done(keys[number]) for number in batch):
                 wanted += batch
         read, is_wanted = self._load(wanted, self._num_workers), set(wanted)
-        for number in range(count):
+        for number in itertools.chain.from_iterable(self._own_batches()):
             if number in is_wanted:
                 yield next(read)
             elif keys is not None:
-                yield Item(keys[number])
+                yield Item(number, keys[number])
 
-    def _known_keys(self, count: int, is_done: Callable[[str], bool]) -> Sequence[str] | None:
+    def _iterate(self) -> Iterator[Item]:
+        """Yield the items of an iterable; items of other ranks are skipped."""
+        values = iter(self._items)
+        for number in itertools.count():
+            with _noting_item(number):
+                try:
+                    value = next(values)
+                except StopIteration:
+                    return
+            self.is_empty = False
+            if self._owns(number // self.batch_size):
+                yield self._item(number, value)
+
+    def _known_keys(self, is_done: Callable[[str], bool]) -> Sequence[str] | None:
         """Return the keys if they are known without reading the items."""
         if self._keys is not None:
             return None if callable(self._keys) else self._keys
-        keys = [_number(number) for number in range(count)]
+        keys = [_number(number) for number in range(self._count)]
         if any(map(is_done, keys)):
             # Hazard: items may have a `__key__` that looks like a number, so the first item is read
             (first,) = self._load([0], min(1, self._num_workers))
@@ -124,20 +167,48 @@ class Items(Dataset[Item]):
             yield from batch
 
     def __getitem__(self, number: int) -> Item:  # for worker processes
-        return self._item(number, self._items[number])
+        with _noting_item(number):
+            value = self._items[number]
+        return self._item(number, value)
 
     def _item(self, number: int, value: Any) -> Item:
-        if callable(self._keys):
-            key = self._keys(value)
-        elif self._keys is not None:
-            key = self._keys[number]
-        else:
-            key = value["__key__"] if _has_key(value) else _number(number)
-        check_key(key)
-        digest = None if self._digest is None else self._digest(value)
+        with _noting_item(number):
+            if callable(self._keys):
+                key = self._keys(value)
+            elif self._keys is not None:
+                key = self._keys[number]
+            else:
+                key = value["__key__"] if _has_key(value) else _number(number)
+            _check_key(key, number)
+            digest = None if self._digest is None else self._digest(value)
         if self._digest is not None and not isinstance(digest, str):
-            raise TypeError(f"digest returned a {type(digest).__name__} for item {key!r:.100}, expected a str")
-        return Item(key, value, digest)
+            what = f"digest returned a {type(digest).__name__}, expected a str"
+            raise TypeError(f"item {number}, key {key!r:.100}: {what}")
+        return Item(number, key, value, digest)
+
+
+def add_note(exc: BaseException, note: str) -> None:
+    """Add a note to an exception of the caller's code, whose type must stay; without effect before Python 3.11."""
+    if hasattr(exc, "add_note"):
+        exc.add_note(f"tc.build: {note}")
+
+
+@contextlib.contextmanager
+def _noting_item(number: int) -> Iterator[None]:
+    try:
+        yield
+    except InvalidKeyError:
+        raise  # its message names the item
+    except Exception as exc:
+        add_note(exc, f"this is item {number} of the source")
+        raise
+
+
+def _check_key(key: object, number: int) -> None:
+    try:
+        check_key(key)
+    except InvalidKeyError as exc:
+        raise exc.at(f"item {number}") from None
 
 
 def _has_key(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Names of the files of one writer: shards, their indexes, and temporary files."""
+"""Names of the files of one writer, or of the ranks of one build: shards, their indexes, and temporary files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ __all__ = ["DEFAULT_NAME", "ShardPattern"]
 DEFAULT_NAME = "%06d.tar"
 _SIDECARS = (DALI_SUFFIX, SIDECAR_SUFFIX)
 _NUMBER = re.compile(r"%(?:0\d+)?d")
+_RANK = re.compile(r"r([0-9]+)of([0-9]+)-(?=%(?:0\d+)?d)")  # before the number, in patterns of ranks
 
 
 class ShardPattern:
     """Names of the shards of one writer.
+
+    A build on several ranks has a pattern for each rank. That of rank 3 of 8 is `r3of8-%06d.tar`, where `%06d.tar`, their
+    `base`, is the pattern of a build on one process.
 
     Args:
         pattern: A path with one number such as `%06d` in its last part; or a path that ends in `.tar`, for a single shard. Any
@@ -43,6 +47,7 @@ class ShardPattern:
         self.folder, self.name = os.path.split(pattern)
         self._pattern = pattern
         self.is_numbered = len(_NUMBER.findall(self.name)) == 1
+        self._base, self._rank = _without_rank(self.name)
         if "%" in _NUMBER.sub("", self.name, count=1) or "%" in self.folder:
             raise ValueError(f"pattern {pattern!r}: expected at most one number, such as %06d, in its last part")
 
@@ -54,6 +59,10 @@ class ShardPattern:
 
     def __str__(self) -> str:
         return self._pattern
+
+    def of_rank(self, rank: int, world_size: int) -> ShardPattern:
+        """Return the pattern of one rank of a build."""
+        return ShardPattern(self.locate(_with_rank(self._base, rank, world_size)))
 
     def path(self, number: int) -> str:
         """Return the path of a shard."""
@@ -74,17 +83,35 @@ class ShardPattern:
         """Return whether the name of a file in the folder matches this pattern."""
         return self.number(name) is not None
 
-    def overlaps(self, name: str) -> bool:
-        """Return whether this pattern and another pattern, whose last part is `name`, can produce the same shard name.
+    def is_in_build(self, name: str) -> bool:
+        """Return whether a file in the folder has the name of a shard of the same build: of any rank, with any world size."""
+        return self._parse(name) is not None
 
-        The numbers may have different widths: `%d` and `%03d` produce the same names from 100 on.
+    def _parse(self, name: str) -> tuple[int, int, int] | None:
+        """Return world size, rank and number in the name of a shard of the same build; None for any other name."""
+        if not self.is_numbered:
+            return (1, 0, 0) if name == self.name else None
+        match = re.fullmatch(_build_regex(self._base), name)
+        if match is None:
+            return None
+        rank, world_size = _rank_of(match)
+        is_canonical = _with_rank(self._base, rank, world_size) % int(match[3]) == name
+        return (world_size, rank, int(match[3])) if is_canonical else None
+
+    def overlaps(self, name: str) -> bool:
+        """Return whether the writer of another pattern, whose last part is `name`, would disturb the writer of this pattern.
+
+        Two patterns can produce the same shard name, perhaps with numbers of different widths: `%d` and `%03d` produce the
+        same names from 100 on. Ranks of one build with different world sizes would compute the same samples.
         """
-        halves = [(*_NUMBER.split(each, maxsplit=1), "")[:2] for each in (self.name, name)]
+        other, (_, world_size) = _without_rank(name)
+        names = (self.name, name) if world_size == self._rank[1] else (self._base, other)
+        halves = [(*_NUMBER.split(each, maxsplit=1), "")[:2] for each in names]
         # A common name starts with both prefixes and ends with both suffixes. Testing one digit between them is enough.
         prefix, suffix = (max(parts, key=len) for parts in zip(*halves, strict=True))
-        names = [prefix + suffix[n:] for n in range(len(suffix) + 1) if prefix.endswith(suffix[:n])]
-        patterns = [re.compile(_regex(each)) for each in (self.name, name)]
-        return any(all(each.fullmatch(common) for each in patterns) for common in (f"{prefix}0{suffix}", *names))
+        possible = [prefix + suffix[n:] for n in range(len(suffix) + 1) if prefix.endswith(suffix[:n])]
+        patterns = [re.compile(_regex(each)) for each in names]
+        return any(all(each.fullmatch(common) for each in patterns) for common in (f"{prefix}0{suffix}", *possible))
 
     def existing(self) -> dict[int, str]:
         """Return the paths of existing shards by number, ascending."""
@@ -92,6 +119,14 @@ class ShardPattern:
             return {0: self._pattern} if os.path.exists(self._pattern) else {}
         numbers = map(self.number, os.listdir(self.folder or "."))
         return {number: self.path(number) for number in sorted(each for each in numbers if each is not None)}
+
+    def build_shards(self) -> list[str]:
+        """Return the paths of the existing shards of the same build, also those of other ranks and other world sizes."""
+        if not self.is_numbered:
+            return list(self.existing().values())
+        found = {name: self._parse(name) for name in os.listdir(self.folder or ".")}
+        names = sorted((place, name) for name, place in found.items() if place is not None)
+        return [self.locate(name) for _, name in names]
 
     def check_removable(self, paths: list[str]) -> None:
         """Raise FileExistsError if a shard is a folder, or if a file has the name of its index, but is not an index."""
@@ -109,11 +144,44 @@ class ShardPattern:
                     os.remove(file)
 
     def remove_strays(self) -> None:
-        """Delete the temporary files of killed writers, but no folders with such names."""
-        for name in (self.name, dali_index_path(self.name)):
-            for stray in find_temporary(self.folder, _regex(name)):
-                remove_stray(stray)
+        """Delete the temporary files of killed writers, but no folders with such names.
+
+        The lock of this pattern must be held: then a rank of a build with another world size cannot be running.
+        """
+        for name in (self._base, dali_index_path(self._base)):
+            regex = _build_regex(name)
+            for stray in find_temporary(self.folder, regex):
+                match = re.match(rf"\.{regex}\.", os.path.basename(stray))
+                rank = self._rank if match is None else _rank_of(match)
+                if rank == self._rank or rank[1] != self._rank[1]:
+                    remove_stray(stray)
 
 
 def _regex(name: str) -> str:
     return r"([0-9]{1,18})".join(re.escape(part) for part in _NUMBER.split(name, maxsplit=1))
+
+
+def _build_regex(base: str) -> str:
+    """Return a regular expression for shards of a build; its groups are rank, world size and number."""
+    rank = "(?:r([0-9]{1,9})of([0-9]{1,9})-)?"
+    return rf"{rank}([0-9]{{1,18}})".join(re.escape(part) for part in _NUMBER.split(base, maxsplit=1))
+
+
+def _rank_of(match: re.Match[str]) -> tuple[int, int]:
+    return (0, 1) if not match.re.groups or match[1] is None else (int(match[1]), int(match[2]))
+
+
+def _with_rank(base: str, rank: int, world_size: int) -> str:
+    """Return the name in the pattern of a rank, given the name in the pattern of a build on one process."""
+    label = f"r{rank:0{len(str(world_size - 1))}}of{world_size}-" if world_size > 1 else ""
+    return _NUMBER.sub(lambda number: label + number[0], base, count=1)
+
+
+def _without_rank(name: str) -> tuple[str, tuple[int, int]]:
+    """Return the name in the pattern of a build on one process, and the rank and world size in a rank's name."""
+    match = _RANK.search(name)
+    if match is not None:
+        base, rank, world_size = name[: match.start()] + name[match.end() :], int(match[1]), int(match[2])
+        if _with_rank(base, rank, world_size) == name:
+            return base, (rank, world_size)
+    return name, (0, 1)

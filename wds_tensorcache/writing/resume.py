@@ -25,7 +25,7 @@ from wds_tensorcache.storage.files import Files
 from wds_tensorcache.writing.copy_members import MemberRange
 from wds_tensorcache.writing.pattern import ShardPattern
 
-__all__ = ["FinishedShards", "load_finished", "take_over"]
+__all__ = ["FinishedShards", "list_new", "load_finished", "take_over"]
 
 
 class FinishedShards:
@@ -101,7 +101,7 @@ def take_over(
     dali_index: bool,
     fsync: bool,
 ) -> FinishedShards:
-    """Load the finished shards of a pattern; write missing `.idx` files and manifest entries, and remove stale entries.
+    """Load the finished shards of a build; write missing `.idx` files and manifest entries, and remove stale entries.
 
     Raises:
         FormatError: A shard or the manifest is damaged.
@@ -117,7 +117,7 @@ def take_over(
         if dali_index and (path in unlisted or not os.path.exists(dali_index_path(path))):
             write_dali_index(dali_index_path(path), index, fsync)
     if catalog is not None and listing is not None:
-        lost = [url for url in listing.entries if pattern.covers(url) and not os.path.exists(pattern.locate(url))]
+        lost = [url for url in listing.entries if pattern.is_in_build(url) and not os.path.exists(pattern.locate(url))]
         if lost:
             what = f"{pattern.locate(lost[0])} no longer exists" + f", nor do {len(lost) - 1} more shards" * (
                 len(lost) > 1
@@ -129,3 +129,21 @@ def take_over(
                 for path, index in unlisted.items():
                     listing.add(path, index)
     return finished
+
+
+def list_new(pattern: ShardPattern, known: FinishedShards, catalog: Catalog | None) -> dict[str, ShardIndex]:
+    """Return the indexes, by path, of the finished shards of a build that are not `known`; list them in the manifest.
+
+    Hazard: on a file system without locks, ranks that change the manifest at the same time lose each other's entries. Every
+    rank calls this after its last shard, so that the last change of the manifest lists all shards.
+    """
+    new = {path: load_whole(path) for path in pattern.build_shards() if path not in known.indexes}
+    while catalog is not None:
+        entries = catalog.read().entries
+        unlisted = [path for path in pattern.build_shards() if os.path.basename(path) not in entries]
+        if not unlisted:
+            break
+        with catalog.changed() as listing:
+            for path in unlisted:
+                listing.add(path, new[path] if path in new else load_whole(path))
+    return new

@@ -64,9 +64,10 @@ class ShardWriter:
         dali_index: Write `NAME.idx` for DALI next to each shard.
         manifest: Write `manifest.json` in the folder; entries of other writers in it are kept.
         overwrite: Delete existing shards of this pattern. Without `overwrite` or `resume`, existing shards are an error.
-        resume: Continue after the last existing shard, and skip keys that are already stored. If you write all samples
-            again with the same options, the shards equal those of an uninterrupted run, byte for byte. Existing indexes are
-            trusted, so damage inside shards goes unnoticed; `tc.verify` finds it.
+        resume: Continue after the last existing shard, and skip keys that are already stored, also those in shards that ranks
+            of a `build` with this pattern have written. If you write all samples again with the same options, the shards equal
+            those of an uninterrupted run, byte for byte. Existing indexes are trusted, so damage inside shards goes unnoticed;
+            `tc.verify` finds it.
         fsync: Wait until a shard is on disk before it gets its final name.
         allow: Classes to write besides the types that FORMAT.md lists.
         fingerprint: Description of how the samples are made (model, revision, dtype, crop, …), as JSON values; stored in
@@ -134,7 +135,7 @@ class ShardWriter:
         paths = list(existing.values())
         self._number = max(existing) + 1 if resume and existing else 0
         options = (self._catalog, self._fingerprint, self._dali_index, self._fsync)
-        self.finished = take_over(self._pattern, paths if resume else [], *options)
+        self.finished = take_over(self._pattern, self._pattern.build_shards() if resume else [], *options)
         self.num_finished = len(self.finished)  # samples in finished shards
         self._has_found = self.num_finished > 0
         if paths and not resume:
@@ -189,6 +190,8 @@ class ShardWriter:
         if shard is not None and is_numbered and shard.is_full(self._max_samples, self._max_nbytes):
             self._finish()
         if self._shard is None:
+            if self._closed:  # by an interrupt in another thread, during this call
+                raise ValueError(f"{self._pattern}: the writer is closed")
             path = self._pattern.path(self._number)
             if os.path.exists(path):
                 if not is_numbered and self._number:

@@ -1,0 +1,314 @@
+"""Buckets together with weights, mixes and repeats: what an epoch has, and where it resumes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from tests.training.loaders import COMBINED, COUNT, modes, ranks, steps
+
+WORLDS = (1, 2, 3, 5)
+LAST = ("short", "pad", "wrap", "drop")
+Samples = dict[Any, list[int]]  # the samples of each stream, in order
+
+
+class World:
+    """The samplers of all ranks, which give the same sequence of steps."""
+
+    def __init__(self, batch_size: int, world_size: int, **options: Any) -> None:
+        self.samplers = [
+            tc.StepSampler(batch_size=batch_size, rank=rank, world_size=world_size, **options)
+            for rank in range(world_size)
+        ]
+        self.names = self.samplers[0]._names
+
+    def iterate(self, state: Any = None) -> Iterator[tuple[Any, list[int], Any]]:
+        """Yield stream, samples without padding, and state after each step, of the state's epoch or the next one."""
+        iterators = [iter(sampler) for sampler in self.samplers]
+        if state is not None:
+            for iterator in iterators:
+                iterator.load_state_dict(state)
+        for ranked in zip(*iterators, strict=True):
+            indices = np.stack([step.indices for step in ranked], 1).reshape(-1)
+            is_padding = np.stack([step.is_padding for step in ranked], 1).reshape(-1)
+            (name,) = {self.names[step.stream] for step in ranked}
+            states = [iterator.state_dict() for iterator in iterators]
+            assert all(each == states[0] for each in states)
+            yield name, indices[~is_padding].tolist(), json.loads(json.dumps(states[0]))
+
+
+def by_stream(taken: list[tuple[Any, list[int], Any]]) -> Samples:
+    found: Samples = defaultdict(list)
+    for name, samples, _ in taken:
+        found[name] += samples
+    return found
+
+
+@pytest.mark.parametrize("mode", COMBINED)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_resumed_from_every_step_by_any_number_of_ranks(cache: Any, more: Any, mode: str, world_size: int) -> None:
+    """Each stream continues with its next sample, so a stream's samples do not depend on ranks, batch sizes and resumes."""
+    options = modes(cache, more)[mode]
+    single = World(1, 1, **options)
+    reference = by_stream([step for _ in range(6 if mode == "mix+buckets" else 1) for step in single.iterate()])
+    others = [World(3, other, **options) for other in WORLDS]
+    whole = list(World(2, world_size, **options).iterate())
+    for at, (_, _, state) in enumerate(whole):
+        for other in others:
+            taken = [*whole[: at + 1], *(other.iterate(state) if at + 1 < len(whole) else ())]
+            for name, samples in by_stream(taken).items():
+                least = min(len(samples), len(reference[name]))
+                assert samples[:least] == reference[name][:least]
+                if mode.startswith("repeats"):
+                    assert len(samples) == least == len(reference[name])
+            if not mode.startswith("repeats"):
+                total = sum(len(samples) for _, samples, _ in taken)
+                count = COUNT + (9 if mode == "mix+buckets" else 0)
+                assert count <= total < count + max(2 * world_size, 3 * len(other.samplers))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.sampled_from(COMBINED),
+    st.lists(st.tuples(st.sampled_from(WORLDS), st.integers(1, 6), st.integers(1, 6)), max_size=5),
+)
+def test_resumed_several_times(folder: str, other: str, mode: str, runs: list[tuple[int, int, int]]) -> None:
+    with tc.open(folder) as cache, tc.open(other) as more:
+        options = modes(cache, more)[mode]
+        single = World(1, 1, **options)
+        reference = by_stream([step for _ in range(4 if mode == "mix+buckets" else 1) for step in single.iterate()])
+        state, taken = None, []
+        for world_size, batch_size, count in [*runs, (2, 2, COUNT * 9)]:
+            for step in islice(World(batch_size, world_size, **options).iterate(state), count):
+                taken.append(step)
+                state = step[2]
+        for name, samples in by_stream(taken).items():
+            least = min(len(samples), len(reference[name]))
+            assert samples[:least] == reference[name][:least]
+            assert not mode.startswith("repeats") or len(samples) == len(reference[name])
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("mode", ["repeats", "repeats+buckets"])
+@pytest.mark.parametrize("last", LAST)
+def test_repeats(cache: Any, more: Any, mode: str, last: str, world_size: int) -> None:
+    """An epoch has each sample as many times as its dataset repeats, in passes over the dataset."""
+    options = modes(cache, more)[mode] | {"last_batch": last}
+    world = World(2, world_size, **options)
+    for _ in range(2):
+        found = by_stream(list(world.iterate()))
+        for sampler_stream in world.samplers[0]._streams:
+            name, count, repeats = sampler_stream.name, len(sampler_stream), sampler_stream.repeats
+            assert repeats == ({"a": 1} | options["repeats"])[name[0]]
+            samples = found[name]
+            if last in ("short", "pad"):
+                assert len(samples) == count * repeats
+            for begin in range(0, min(len(samples), count * repeats) - count + 1, count):
+                assert len(set(samples[begin : begin + count])) == count
+    name, count = ("b", 9) if mode == "repeats" else (("a", 1), 8)
+    assert found[name][:count] != found[name][count : 2 * count]
+
+
+def test_repeats_without_mix(cache: Any) -> None:
+    loader = tc.Loader(cache, 4, repeats=3, collate="list")
+    found = [number for _, info in loader.with_info() for number in info.indices.tolist()]
+    assert len(loader) == 18  # of 69 samples
+    assert found == [*range(COUNT)] * 3 + [found[-1]] * (len(found) - 3 * COUNT)
+    assert "23 samples" in repr(loader)
+    assert "repeats=3" in repr(loader)
+    mixed = tc.Loader(mix={"a": cache, "b": cache[:9]}, repeats={"a": 2}, bucket_by=tc.by_length("y", [2]))
+    assert "4 buckets by the length of 'y', repeats={'a': 2, 'b': 1}" in repr(mixed)
+    for other in (tc.Loader(cache, 4), tc.Loader(cache, 4, repeats=2)):
+        for one, two in ((loader, other), (other, loader)):
+            with pytest.raises(ValueError, match="the state belongs to a loader with repeats="):
+                two.load_state_dict(one.state_dict())
+
+
+def test_passes_are_those_of_epochs(cache: Any) -> None:
+    """Two epochs of three passes have the order of six epochs, also where `wrap` begins again."""
+
+    def samples(count: int, **options: Any) -> list[int]:
+        sampler = tc.StepSampler(cache, 1, shuffle=True, seed=3, **options)
+        return [step.indices.item() for _ in range(count) for step in sampler]
+
+    assert samples(2, repeats=3) == samples(6)
+    (step,) = tc.StepSampler(cache, 5 * COUNT, shuffle=True, seed=3, repeats=3, last_batch="wrap")
+    assert step.indices.tolist() == (samples(3) + samples(3))[: 5 * COUNT]
+
+
+def test_sources_of_batches(cache: Any, more: Any) -> None:
+    options = modes(cache, more)
+    for mode, expected in (
+        ("repeats", {"a", "b"}),
+        ("weights+buckets", {(1,), (2,), (3,)}),
+        ("mix+buckets", {(name, (length,)) for name in "ab" for length in (1, 2, 3)}),
+        ("repeats+buckets", {(name, length) for name in "ab" for length in (1, 2, math.inf)}),
+    ):
+        found = set()
+        given = options[mode] | {"batch_size": 2, "collate": {"y": "list"}}
+        for loader in (tc.Loader(**given), tc.torch_loader(**given)):
+            for _ in range(3):
+                for batch, info in loader.with_info():
+                    assert info.cache is not None
+                    assert [int(key) for key in info.keys] == batch["i"].tolist()
+                    name = info.source[0] if isinstance(info.source, tuple) and len(info.source) == 2 else info.source
+                    assert (min(batch["i"].tolist()) >= 100) is (name == "b")
+                    if mode in ("mix+buckets", "weights+buckets"):
+                        assert len({tuple(each.shape) for each in batch["y"]}) == 1
+                    found.add(info.source)
+            assert found == expected
+
+
+def test_buckets_with_weights(cache: Any) -> None:
+    weights = np.zeros(COUNT)
+    weights[[0, 3, 4, 5]] = 1, 3, 4, 1e300  # buckets 0, 0, 1 and 2
+    weights[5] = 2
+    sampler = tc.StepSampler(cache, 5, weights=weights, bucket_by="y")
+    found: Counter[int] = Counter()
+    for _ in range(800):
+        for step in sampler:
+            assert len({number % 3 for number in step.indices.tolist()}) == 1
+            assert not step.is_padding.any()
+            found.update(step.indices.tolist())
+    assert set(found) == {0, 3, 4, 5}
+    total = sum(found.values())
+    assert total == 800 * len(sampler) * 5
+    for number, weight in ((0, 1), (3, 3), (4, 4), (5, 2)):
+        # steps of 5 are drawn together, so about 4,000 independent draws: five standard deviations are 0.04
+        assert abs(found[number] / total - weight / 10) < 0.04
+
+
+def test_buckets_are_drawn_independently(cache: Any) -> None:
+    """The first two buckets have 8 samples each."""
+    sampler = tc.StepSampler(cache, 2, weights=np.ones(COUNT), bucket_by="y")
+    first, second = [], []
+    for _ in range(10):
+        found = by_stream([(sampler._names[step.stream], (step.indices // 3).tolist(), None) for step in sampler])
+        least = min(len(found[1,]), len(found[2,]))
+        first += found[1,][:least]
+        second += found[2,][:least]
+    assert len(first) >= 20
+    assert sum(a == b for a, b in zip(first, second, strict=True)) < len(first) // 2
+
+
+def test_weights_of_buckets_that_change(cache: Any) -> None:
+    each = np.eye(COUNT)
+    loader = tc.Loader(cache, 2, weights=each[0] + each[1], bucket_by="y", collate="list")
+    iterator = iter(loader.with_info())
+    next(iterator)
+    changed = loader.set_weights(each[5] + each[2])
+    again = tc.Loader(cache, 2, weights=each[0], bucket_by="y", collate="list")
+    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    seen = [(info.source, info.indices.tolist()) for _, info in iterator]
+    assert seen == [(info.source, info.indices.tolist()) for _, info in again.with_info()]
+    assert {number for _, numbers in seen[: changed - 1] for number in numbers} <= {0, 1}
+    assert {number for _, numbers in seen[changed - 1 :] for number in numbers} == {2, 5}
+
+
+def test_a_cache_of_a_mix_passes_over_all_its_buckets(cache: Any, more: Any) -> None:
+    """A bucket is at most one step ahead of other buckets, so all samples of a cache are equally frequent."""
+    world = World(2, 2, **modes(cache, more)["mix+buckets"])
+    seen: Counter[tuple[Any, int]] = Counter()
+    for _ in range(60):
+        for name, samples, _ in world.iterate():
+            seen.update((name, number) for number in samples)
+    for source, count in (("a", COUNT), ("b", 9)):
+        found = [times for (name, _), times in seen.items() if name[0] == source]
+        assert len(found) == count
+        assert max(found) - min(found) <= 1 + 4 // 3 + 1  # a pass, and a step of 4 rows in a bucket of 3 samples
+    shares = Counter(name[0] for name, _ in seen.elements())
+    assert 1.7 < shares["a"] / shares["b"] < 3.2  # 0.7 / 0.3
+
+
+@pytest.mark.parametrize("last", LAST)
+@pytest.mark.parametrize("mode", ["all", "buckets", *COMBINED])
+def test_rows_are_counted(cache: Any, more: Any, mode: str, last: str) -> None:
+    for world_size in WORLDS:
+        loaders = ranks(batch_size=1, world_size=world_size, **modes(cache, more)[mode], last_batch=last)
+        counts = loaders[0].count_rows()
+        infos = [info for loader in loaders for _, info in loader.with_info()]
+        rows = sum(len(info.indices) for info in infos)
+        padding = sum(int(info.is_padding.sum()) for info in infos)
+        assert (counts.rows, counts.padding) == (rows, padding)
+        is_drawn = mode in ("weights+buckets", "mix+buckets")
+        if not is_drawn:
+            assert counts.samples == {"all": 23, "buckets": 23, "repeats": 23 + 27, "repeats+buckets": 46 + 27}[mode]
+            extra = rows - padding - counts.samples
+            assert (counts.repeated, counts.dropped) == ((0, -extra) if last == "drop" else (extra, 0))
+            assert last == "wrap" or not counts.repeated
+        for source, part in counts.sources.items():
+            assert part.rows == sum(len(info.indices) for info in infos if info.source == source)
+        assert set(counts.sources) == (set() if is_drawn or mode == "all" else set(loaders[0]._plan._names))
+        for name in ("padding", "repeated", "dropped"):
+            assert (f"{name}=" in repr(loaders[0])) is (getattr(counts, name) > 0)
+
+
+def test_by_length(cache: Any) -> None:
+    joined = tc.join({"a": cache, "b": cache})
+    for view, name in ((cache, "y"), (cache[::-1], "y"), (joined, "a.y")):
+        by = tc.by_length(name, [0, 2])
+        found = defaultdict(set)
+        for batch, info in tc.Loader(view, 4, bucket_by=by, collate="list").with_info():
+            tensors = batch["y"] if name == "y" else batch["a"]["y"]
+            found[info.source] |= {len(tensor) for tensor in tensors}
+        assert found == {2: {1, 2}, math.inf: {3}}
+        lengths = [entry.shapes[name][0] for entry in view._entries()]
+        assert [by(entry) for entry in view._entries()] == [2 if length <= 2 else math.inf for length in lengths]
+    short = cache.filter(lambda entry: entry.shapes["y"][0] <= 2)
+    assert {
+        info.source for _, info in tc.Loader(short, 4, bucket_by=tc.by_length("y", [1, 2]), collate="list").with_info()
+    } == {1, 2}
+    combined = tc.Loader(
+        cache, 4, bucket_by=lambda entry: (entry.shapes["x"], tc.by_length("y", [2])(entry)), collate="list"
+    )
+    assert {info.source for _, info in combined.with_info()} == {((4,), 2), ((4,), math.inf)}
+
+
+def test_lengths_that_there_are_not(cache: Any, tmp_path: Any) -> None:
+    for bounds in ([], [-1, 2], [2, 2], [3, 2]):
+        with pytest.raises(ValueError, match="expected ascending lengths"):
+            tc.by_length("y", bounds)
+    with pytest.raises(KeyError, match="unknown tensor 'yy'; there are 'y'"):
+        tc.Loader(cache, 4, bucket_by=tc.by_length("yy", [1]))
+    with tc.ShardWriter(tmp_path / "scalars") as sink:
+        sink.write("a", {"x": np.array(1.0), "y": np.zeros(3)})
+        sink.write("b", {"x": np.array(1.0)})
+    with tc.open(tmp_path / "scalars") as scalars:
+        with pytest.raises(ValueError, match="tensor 'x' of a sample has no dimensions"):
+            tc.Loader(scalars, 1, bucket_by=tc.by_length("x", [1]))
+        for opened in (scalars, tc.join({"only": scalars})):
+            name = "y" if opened is scalars else "only.y"
+            for by in (name, tc.by_length(name, [1])):
+                with pytest.raises(KeyError, match=f"sample 'b' has no tensor '{name}'"):
+                    tc.Loader(opened, 1, bucket_by=by)
+
+
+def test_orders_are_what_they_were(cache: Any, more: Any) -> None:
+    """Written down before repeats and combined options existed: a release that shuffles otherwise would resume other epochs."""
+    options = modes(cache, more)
+    found = {mode: steps(ranks(batch_size=3, world_size=2, **options[mode]), 11)[-4:] for mode in EXPECTED}
+    assert found == EXPECTED
+
+
+EXPECTED = {
+    "all": [[13, 14, 1, 4, 3], [20, 5, 8, 11, 16, 17], [15, 3, 1, 2, 7, 18], [22, 19, 14, 4, 13, 21]],
+    "blocks": [[18, 11, 12, 13, 14], [11, 12, 13, 10, 1, 14], [2, 0, 5, 4, 3, 6], [15, 8, 7, 9, 16, 17]],
+    "buckets": [[18, 3, 0, 9, 6, 12], [5, 14, 8, 20, 2, 17], [13, 22], [15, 21]],
+    "weights": [[17, 16, 17, 18, 21, 18], [19, 11, 20, 14, 22, 8], [14, 10, 14, 19, 14, 14], [13, 17, 19, 22, 8, 20]],
+    "mix": [
+        [20, 16, 8, 17, 10, 5],
+        [103, 106, 105, 104, 102, 108],
+        [100, 101, 107, 101, 105, 107],
+        [104, 102, 106, 103, 108, 100],
+    ],
+}

@@ -1,0 +1,380 @@
+"""Builds on several ranks: each item once, whichever ranks are killed, and whatever the world size is afterwards."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from tests.children import finish, start
+from tests.same import assert_same
+from tests.writing.test_build import COUNT, MADE, Numbers, build, counted, digest, double, key
+from wds_tensorcache.shards.manifest import Catalog
+from wds_tensorcache.storage import locks
+from wds_tensorcache.writing.build_items import Items
+from wds_tensorcache.writing.pattern import ShardPattern
+
+KEYS = [f"n{i}" for i in range(COUNT)]
+
+
+def build_rank(out: Path, rank: int, world_size: int, fn: Any = double, **options: Any) -> Any:
+    source = options.pop("source", None) or Numbers()
+    return build(source, out, fn, rank=rank, world_size=world_size, **{"keys": key, "batch_size": 2} | options)
+
+
+def _own_items(rank: int, world_size: int, count: int = COUNT, batch_size: int = 2) -> list[int]:
+    """Return the numbers of the items of a rank."""
+    items = Items(range(count), None, None, batch_size, 0, rank, world_size)
+    return [item.number for batch in items.batches(lambda key: False) for item in batch]
+
+
+def check(out: Path, count: int = COUNT) -> None:
+    """Assert that a cache has each item once, as a build on one process makes it, and that it is intact."""
+    report = tc.verify(out)
+    assert report.ok, str(report)
+    with tc.open(out, expect=MADE) as cache:
+        assert sorted(cache.keys()) == sorted(f"n{i}" for i in range(count))
+        for i in range(count):
+            assert_same(double([Numbers()[i]])[0], tc.realize(cache[f"n{i}"]))
+    suffixes = {name.partition(".")[2] for name in os.listdir(out)}
+    assert suffixes == {"tar", "idx", "json"}  # no locks, nothing temporary
+
+
+@given(st.integers(1, 70), st.integers(1, 5), st.integers(1, 9), st.booleans())
+def test_each_batch_has_one_rank(count: int, batch_size: int, world_size: int, is_map: bool) -> None:
+    """The batches are those of one process, and each `world_size` of them have different ranks."""
+
+    def batches(rank: int, world_size: int) -> Iterator[tuple[int, ...]]:
+        source = range(count) if is_map else iter(range(count))
+        items = Items(source, None, None, batch_size, 0, rank, world_size)
+        found = [tuple(item.number for item in batch) for batch in items.batches(lambda key: False)]
+        assert items.num_items == (sum(map(len, found)) if is_map else None)
+        assert not items.is_empty
+        return iter(found)
+
+    owners = {batch: rank for rank in range(world_size) for batch in batches(rank, world_size)}
+    whole = list(batches(0, 1))
+    assert sorted(owners) == whole
+    for begin in range(0, len(whole), world_size):
+        group = [owners[batch] for batch in whole[begin : begin + world_size]]
+        assert len(set(group)) == len(group)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (4, 8), (8, 4), (3, 2), (6, 8)])
+def test_what_a_rank_left_is_shared_evenly(before: int, after: int) -> None:
+    """If another number of ranks continues what one rank has not computed."""
+
+    lost = set(_own_items(0, before, 4000, 1))
+    shares = [len(lost & set(_own_items(rank, after, 4000, 1))) for rank in range(after)]
+    assert sum(shares) == len(lost)
+    assert max(shares) < 1.5 * len(lost) / after
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("kind", ["map", "workers", "iterable"])
+def test_one_rank_after_another(tmp_path: Path, world_size: int, kind: str) -> None:
+    """Each reads and computes its part; the last one's cache is whole, and one process finds nothing to compute."""
+    fn, called = counted()
+    num_read = []
+    for rank in range(world_size):
+        source = Numbers()
+        options = {"source": iter([source[i] for i in range(COUNT)]) if kind == "iterable" else source}
+        source.num_read = 0
+        cache = build_rank(tmp_path, rank, world_size, fn, num_workers=int(kind == "workers"), digest=digest, **options)
+        num_read.append(source.num_read)
+        assert len(cache) == len(called)
+        cache.close()
+    assert sorted(called) == list(range(COUNT))
+    if kind == "map":
+        assert sum(num_read) == COUNT
+    check(tmp_path)
+    assert {name[:6] for name in os.listdir(tmp_path) if name.endswith(".tar")} == {
+        f"r{rank}of{world_size}-" for rank in range(world_size)
+    }
+    fn, called = counted()
+    for world in (1, 3, world_size):
+        for rank in range(world):
+            build_rank(tmp_path, rank, world, fn, digest=digest).close()
+    assert called == []
+    check(tmp_path)
+
+
+def test_names_of_many_ranks(tmp_path: Path) -> None:
+    for rank in range(11):
+        build_rank(tmp_path / "train-%03d.tar", rank, 11).close()
+    names = {path.name for path in tmp_path.glob("*.tar")}
+    assert {"train-r00of11-000.tar", "train-r10of11-000.tar"} <= names
+    assert {path.name for path in map(Path, ShardPattern(str(tmp_path / "train-%03d.tar")).build_shards())} == names
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("worlds", [(1, 3), (4, 3), (3, 4), (2, 1), (4, 3, 2, 5)], ids=str)
+def test_another_world_size(tmp_path: Path, worlds: tuple[int, ...]) -> None:
+    """After an error on each rank, nothing that was computed before it is computed again."""
+    computed: Counter[int] = Counter()
+
+    for world_size in worlds[:-1]:
+        for rank in range(world_size):
+
+            def until_it_fails(items: list[Any]) -> Any:
+                if until_it_fails.left == 0:  # type: ignore[attr-defined]
+                    raise ZeroDivisionError
+                until_it_fails.left -= 1  # type: ignore[attr-defined]
+                computed.update(item["value"] for item in items)
+                return double(items)
+
+            until_it_fails.left = 1  # type: ignore[attr-defined]
+            try:
+                build_rank(tmp_path, rank, world_size, until_it_fails).close()
+            except ZeroDivisionError:
+                pass
+            assert len(tc.open(tmp_path)) == computed.total()
+    for rank in range(worlds[-1]):
+        fn, called = counted()
+        build_rank(tmp_path, rank, worlds[-1], fn).close()
+        computed.update(called)
+    assert set(computed) == set(range(COUNT))
+    assert max(computed.values()) == 1
+    check(tmp_path)
+
+
+def _slow(items: list[Any]) -> Any:
+    time.sleep(0.003)
+    return double(items)
+
+
+def _start_ranks(out: Path, world_size: int, **options: Any) -> list[int]:
+    return [start(lambda rank=rank: build_rank(out, rank, world_size, _slow, **options)) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("has_locks", [True, False], ids=["locks", "no-locks"])
+def test_killed_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool) -> None:
+    """Real processes that begin at once, really killed; other numbers of them resume, at last until all is there."""
+    if not has_locks:
+        monkeypatch.setattr(locks, "fcntl", None)  # as on a file system without locks
+    chance = random.Random(1)
+    num_killed = 0
+    for number, worlds in enumerate(((4, 3, 2), (2, 4, 3), (3, 2, 4))):
+        out = tmp_path / f"{number}"
+        finished: dict[str, bytes] = {}
+        for world_size in worlds:
+            children = _start_ranks(out, world_size, max_samples=3)
+            for child in chance.sample(children, len(children)):
+                time.sleep(chance.uniform(0, 0.05))
+                os.kill(child, signal.SIGKILL)
+            codes = finish(children)
+            assert {0, -signal.SIGKILL} >= set(codes)
+            num_killed += sum(code != 0 for code in codes)
+            there = {path.name: path.read_bytes() for path in out.glob("*.tar")}
+            assert finished.items() <= there.items()  # what was finished stays
+            finished = there
+        world_size = chance.choice([2, 3, 4])
+        assert finish(_start_ranks(out, world_size, max_samples=3)) == [0] * world_size
+        for stray in out.glob(".manifest.json.*") if not has_locks else ():
+            stray.unlink()  # without a lock, it may be another writer's
+        check(out)
+    assert num_killed
+
+
+def test_one_rank_is_killed(tmp_path: Path) -> None:
+    """It costs its unfinished shard, and no sample of another rank."""
+    mine = _own_items(0, 2)
+
+    def killed(items: list[Any]) -> Any:
+        if items[0]["value"] == mine[8]:  # in the fifth batch; max_samples is 5
+            while "r0of2-000000.tar" not in (tmp_path / "manifest.json").read_text():
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return double(items)
+
+    build_rank(tmp_path, 1, 2).close()
+    assert finish([start(lambda: build_rank(tmp_path, 0, 2, killed))]) == [-signal.SIGKILL]
+    assert len(tc.open(tmp_path)) == COUNT - len(mine) + 5
+    fn, called = counted()
+    build_rank(tmp_path, 0, 2, fn).close()
+    assert called == mine[4:]  # the batch of the fifth sample is computed whole
+    check(tmp_path)
+
+
+def test_one_rank_is_terminated(tmp_path: Path) -> None:
+    """As torchrun does if another rank fails: with a handler that exits, no sample is lost."""
+    mine = _own_items(0, 2)
+    read, write = os.pipe()
+
+    def waiting(items: list[Any]) -> Any:
+        if items[0]["value"] == mine[6]:
+            os.write(write, b".")
+            time.sleep(60)
+        return double(items)
+
+    def work() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        build_rank(tmp_path, 0, 2, waiting, max_samples=100)
+
+    child = start(work)
+    assert os.read(read, 1) == b"."
+    os.kill(child, signal.SIGTERM)
+    assert finish([child]) == [1]
+    os.close(read)
+    os.close(write)
+    fn, called = counted()
+    build_rank(tmp_path, 0, 2, fn).close()
+    assert called == mine[6:]
+    build_rank(tmp_path, 1, 2).close()
+    check(tmp_path)
+
+
+def test_entries_that_another_rank_overwrote(tmp_path: Path) -> None:
+    """As on a file system without locks: the rank that ends last lists what all have finished."""
+    build_rank(tmp_path, 0, 3).close()
+
+    def overwriting(items: list[Any]) -> Any:
+        Catalog(str(tmp_path), fsync=False).remove("r0of3-000000.tar", "r1of3-000000.tar")
+        return double(items)
+
+    build_rank(tmp_path, 1, 3, overwriting).close()
+    assert len(tc.open(tmp_path)) == len(tc.open(tmp_path / "r[01]of3-*.tar"))
+    build_rank(tmp_path, 2, 3, overwriting).close()
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("others", [1, 2, 4])
+def test_two_world_sizes_at_once_are_refused(tmp_path: Path, others: int) -> None:
+    """They would compute the same items; so would two processes of one rank."""
+    read, write = os.pipe()
+
+    def waiting(items: list[Any]) -> Any:
+        os.write(write, b".")
+        time.sleep(60)
+
+    child = start(lambda: build_rank(tmp_path, 0, 3, waiting))
+    try:
+        assert os.read(read, 1) == b"."
+        for rank in range(others):
+            with pytest.raises(FileExistsError, match=rf"process {child} .* is writing .*/r0of3-%06d\.tar"):
+                build_rank(tmp_path, rank, others)
+        with pytest.raises(FileExistsError, match="is writing"):
+            build_rank(tmp_path, 0, 3)
+        for rank in (1, 2):
+            build_rank(tmp_path, rank, 3).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        finish([child])
+        os.close(read)
+        os.close(write)
+    build_rank(tmp_path, 0, 3).close()
+    check(tmp_path)
+
+
+def test_temporary_files_of_killed_ranks(tmp_path: Path) -> None:
+    """Those of another world size are deleted; those of another rank may be in use."""
+    gone = [".r3of4-000001.tar.0a.tmp", ".r3of4-000001.idx.0a.tmp", ".000000.tar.1b.tmp", ".r0of3-000007.tar.1b.tmp"]
+    kept = [".r1of3-000000.tar.2c.tmp", ".r2of3-000000.idx.2c.tmp", ".x-r3of4-000001.tar.0a.tmp"]
+    for name in (*gone, *kept):
+        (tmp_path / name).touch()
+    build_rank(tmp_path, 0, 3).close()
+    assert sorted(name for name in os.listdir(tmp_path) if name.endswith(".tmp")) == sorted(kept)
+
+
+def test_a_shard_that_was_deleted(tmp_path: Path) -> None:
+    """Whichever rank wrote it: its samples are computed again."""
+    for rank in range(3):
+        build_rank(tmp_path, rank, 3).close()
+    with tc.open(tmp_path / "r2of3-000000.tar") as cache:
+        lost = set(cache.keys())
+    (tmp_path / "r2of3-000000.tar").unlink()
+    (tmp_path / "r2of3-000000.idx").unlink()
+    fn, called = counted()
+    with pytest.warns(UserWarning, match=r"r2of3-000000\.tar no longer exists; removed"):
+        build_rank(tmp_path, 0, 2, fn).close()
+    build_rank(tmp_path, 1, 2, fn).close()
+    assert lost <= {f"n{value}" for value in called}
+    check(tmp_path)
+
+
+def test_ranks_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    build(Numbers(), tmp_path / "a", keys=key).close()
+    assert (tmp_path / "a" / "r1of2-000000.tar").exists()
+    build(Numbers(), tmp_path / "b", keys=key, rank=0, world_size=1).close()
+    assert len(tc.open(tmp_path / "b" / "00000*.tar")) == COUNT
+    with pytest.raises(ValueError, match="pass both or neither"):
+        build(Numbers(), tmp_path / "c", rank=1)
+
+
+def test_ranks_without_items(tmp_path: Path) -> None:
+    """They return a cache without samples, as long as no rank has finished a shard."""
+    (owner,) = (rank for rank in range(3) if _own_items(rank, 3, count=2))
+    for kind in (lambda: Numbers(count=2), lambda: iter([Numbers()[0], Numbers()[1]])):
+        for rank in {0, 1, 2} - {owner}:
+            cache = build_rank(tmp_path, rank, 3, source=kind())
+            assert (len(cache), list(cache.keys()), list(cache), cache.num_shards) == (0, [], [], 0)
+            assert (cache.fingerprint, cache.schema) == (MADE, {})
+            assert "0 samples" in repr(cache)
+    assert len(build_rank(tmp_path, owner, 3, source=Numbers(count=2))) == 2
+    check(tmp_path, count=2)
+    for source in ([], iter([])):
+        with pytest.raises(ValueError, match="the source has no items"):
+            build(source, tmp_path / "none", rank=1, world_size=3)
+
+
+def test_items_in_another_order(tmp_path: Path) -> None:
+    """The last rank finds its own keys in the shards of another rank; a version has each of them once."""
+    items = random.Random(0).sample([Numbers()[i] for i in range(COUNT)], COUNT)
+    children: list[int] = []
+
+    def after_the_other(batch: list[Any]) -> Any:
+        if not children:
+            children.append(start(lambda: build_rank(tmp_path / "x", 0, 2)))
+            assert finish(children) == [0]
+        return double(batch)
+
+    with pytest.raises(ValueError, match=r"r0of2-.*samples of items of this rank.* not in the same order.*reuse="):
+        build_rank(tmp_path / "x", 1, 2, after_the_other, source=items)
+    build(Numbers(), tmp_path / "mended", keys=key, reuse=tmp_path / "x").close()
+    check(tmp_path / "mended")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reuse": "x"}, "reuse= builds on one process"),
+        ({"out": "single.tar"}, "a pattern with a number such as %06d"),
+        ({"footer": False}, "ranks need the footers"),
+        ({"rank": 2}, r"rank=2 out of range \[0, 2\)"),
+    ],
+)
+def test_what_ranks_cannot_do(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    out = tmp_path / options.pop("out", "out")
+    with pytest.raises(ValueError, match=message):
+        build(Numbers(), out, **{"rank": 0, "world_size": 2} | options)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_version_of_what_ranks_built(tmp_path: Path) -> None:
+    for rank in range(3):
+        build_rank(tmp_path / "1", rank, 3, digest=digest).close()
+    with tc.open(tmp_path / "1") as cache:
+        order = list(cache.keys())
+    with build(Numbers((3,), 30), tmp_path / "2", keys=key, digest=digest, reuse=tmp_path / "1") as cache:
+        assert list(cache.keys()) == order + [f"n{i}" for i in range(COUNT, 30)]
+        assert cache["n3"]["of"] == 103
+    assert tc.verify(tmp_path / "2").ok
+
+
+def test_progress_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = len(_own_items(1, 2))
+    build_rank(tmp_path, 1, 2, progress=True).close()
+    assert f"{mine}/{mine}" in capsys.readouterr().err
