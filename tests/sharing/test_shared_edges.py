@@ -7,6 +7,7 @@ import pickle
 import random
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -209,6 +210,85 @@ def test_a_forked_child_is_a_holder_before_its_first_access(directory: Path) -> 
         os.close(opened)
         os.close(gate)
         assert finish([child]) == [0]
+
+
+def test_children_that_are_forked_while_a_thread_opens_hold_nothing_for_their_parent(directory: Path) -> None:
+    gate, opened = os.pipe()
+    ready, told = os.pipe()
+
+    def wait() -> None:
+        os.write(told, b"x")
+        os.close(told)
+        os.read(gate, 1)
+
+    def work() -> None:
+        os.close(opened)
+        shared.close()
+        must_end = threading.Event()
+
+        def open_again_and_again() -> None:
+            while not must_end.is_set():
+                tc.SharedDataset(Numbers(3), "held", directory=directory).close()
+
+        thread = threading.Thread(target=open_again_and_again)
+        thread.start()
+        children = [start(wait) for _ in range(40)]
+        must_end.set()
+        thread.join()
+        os.close(told)
+        assert finish(children) == [0] * 40
+
+    with tc.SharedDataset(Numbers(3), "held", directory=directory) as shared:
+        parent = start(work)
+        os.close(told)
+        try:
+            with open(ready, "rb") as all_ready:
+                assert all_ready.read() == b"x" * 40
+            assert parent not in shared.stats().holders
+        finally:
+            os.close(opened)
+            assert finish([parent]) == [0]
+
+
+def test_a_child_that_is_forked_while_a_thread_starts_the_reaper_does_not_delay_it(
+    directory: Path, tmp_path: Path
+) -> None:
+    begun, may_begin, slow = tmp_path / "begun", tmp_path / "may_begin", tmp_path / "python-slow"
+    slow.write_text(
+        f'#!/bin/sh\ntouch {begun}\nwhile [ ! -e {may_begin} ]; do sleep 0.01; done\nexec {sys.executable} "$@"\n'
+    )
+    slow.chmod(0o700)
+    gate, opened = os.pipe()
+    result, told = os.pipe()
+
+    def wait() -> None:
+        os.close(opened)
+        os.write(told, b"x")
+        os.read(gate, 1)
+
+    def work() -> None:
+        sys.executable = str(slow)
+        shared: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: shared.append(tc.SharedDataset(Numbers(3), "reaped", directory=directory))
+        )
+        thread.start()
+        while not begun.exists():
+            time.sleep(0.001)
+        start(wait)
+        may_begin.touch()
+        thread.join()
+        assert tc.shared_list(directory)[0].holders == (os.getpid(),)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        assert run_in_child(work) == -signal.SIGKILL
+        os.close(told)
+        assert os.read(result, 1) == b"x"
+        wait_until_empty(directory)
+    finally:
+        os.close(opened)
+        assert os.read(result, 1) == b""  # the child has ended
 
 
 def test_clearing_right_after_closing(directory: Path) -> None:

@@ -8,19 +8,17 @@ import os
 import re
 import secrets
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError, StaleCacheError
-from wds_tensorcache.sharing import reaper
 from wds_tensorcache.sharing.owned_files import check_owner, write_file
-from wds_tensorcache.sharing.reaper import HEAD, HOLDERS, IS_PERSISTENT, NUM_HOLDER_BYTES, REAPER_BYTE, remove_folder
+from wds_tensorcache.sharing.reaper import HEAD, HOLDERS, IS_PERSISTENT, NUM_HOLDER_BYTES, remove_folder
+from wds_tensorcache.sharing.start_reaper import reaper_started
 from wds_tensorcache.storage.atomic import replace
 from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
-from wds_tensorcache.storage.threads import Living
+from wds_tensorcache.storage.threads import NO_FORK, Living
 
 __all__ = [
     "SharedFolder",
@@ -94,7 +92,9 @@ class SharedFolder:
         self._holders: RangeLocks | None = holders
         self.loads: list[None] = []
         self._pid = os.getpid()
-        _FOLDERS.add(self)
+        with NO_FORK:
+            holders.in_children = True
+            _FOLDERS.add(self)
 
     def path_of(self, name: str) -> str:
         """Return the path of a file in the folder."""
@@ -109,12 +109,14 @@ class SharedFolder:
         if self._holders is None or self._pid == os.getpid():
             return
         self.loads.clear()  # this process has no other thread of its parent
-        mine = RangeLocks(self.path_of(HOLDERS), in_children=True)
+        mine = RangeLocks(self.path_of(HOLDERS))
         if not os.path.sameopenfile(mine.fd, self._holders.fd):
             raise ValueError(f"{self.path} was removed and made again by another process; open the SharedDataset again")
         mine.lock(os.getpid(), shared=True, wait=True)
-        self._holders = mine
-        self._pid = os.getpid()
+        with NO_FORK:
+            mine.in_children = True
+            self._holders = mine
+            self._pid = os.getpid()
 
     def holders(self) -> list[int]:
         """Return the process ids of the holders, ascending."""
@@ -130,10 +132,12 @@ class SharedFolder:
 
     def leave(self) -> None:
         """Stop holding the folder; remove it if no process holds it and it is not persistent."""
-        holders, self._holders = self._holders, None
-        if holders is not None:
+        with NO_FORK:
+            holders, self._holders = self._holders, None
+            if holders is None:
+                return
             holders.close()
-            remove_if_abandoned(self.path)
+        remove_if_abandoned(self.path)
 
 
 _FOLDERS: Living[SharedFolder] = Living()
@@ -238,7 +242,8 @@ def open_folder(
             os.open(folder.path_of(IS_PERSISTENT), os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         )
     elif not os.path.exists(folder.path_of(IS_PERSISTENT)):
-        _start_reaper("wait", path, path).close()
+        with reaper_started("wait", path, path):
+            return folder
     return folder
 
 
@@ -246,7 +251,7 @@ def _open(path: str) -> SharedFolder | None:
     """Open an existing folder and hold it; return None if there is none, or it was being removed."""
     try:
         check_owner(path, os.lstat(path), stat.S_ISDIR)
-        holders = RangeLocks(os.path.join(path, HOLDERS), in_children=True)
+        holders = RangeLocks(os.path.join(path, HOLDERS))
         check_owner(holders.path, os.fstat(holders.fd), stat.S_ISREG)
         # A process that removes the folder has locked all bytes. After waiting for it, the folder is gone, or is a new one.
         holders.lock(os.getpid(), shared=True, wait=True)
@@ -275,12 +280,12 @@ def _create(path: str, head: dict[str, Any], create: Callable[[str], None]) -> S
     try:
         # Hazard: this process may be killed at any moment. So the reaper makes the folder, waits until this process holds it or
         # is gone, and removes it after its last holder.
-        with _start_reaper("make", making, path):
+        with reaper_started("make", making, path):
             if not os.path.exists(making):  # the reaper could not be started
                 os.mkdir(making, 0o700)
                 os.chmod(making, 0o700)
                 write_file(os.path.join(making, HOLDERS))
-            holders = RangeLocks(os.path.join(making, HOLDERS), in_children=True)
+            holders = RangeLocks(os.path.join(making, HOLDERS))
             holders.lock(os.getpid(), shared=True, wait=True)
         create(making)
         write_file(os.path.join(making, HEAD), json.dumps(head).encode())
@@ -334,39 +339,3 @@ def remove_if_abandoned(path: str, *, even_persistent: bool = False) -> bool:
             return False
         remove_folder(path)
     return True
-
-
-def _start_reaper(action: str, folder: str, renamed: str) -> contextlib.ExitStack:
-    """Start the reaper, a process that removes a folder after its last holder is gone, unless the folder has one already.
-
-    Args:
-        action: "make" if the reaper makes the folder first, "wait" if the folder exists.
-        folder: Path of the folder.
-        renamed: Path to which the caller will rename the folder, or `folder`.
-
-    Returns:
-        A stack. The reaper begins to wait for the holders when the stack is closed, so the caller holds the folder before that.
-    """
-    stack = contextlib.ExitStack()
-    is_python = os.path.basename(sys.executable or "").startswith(("python", "pypy"))
-    if (
-        not is_python
-    ):  # Python is embedded. Without a reaper, the next process that opens a folder removes abandoned ones.
-        return stack
-    if action == "wait" and RangeLocks(os.path.join(folder, HOLDERS)).locked_by_others(REAPER_BYTE, 1):
-        return stack
-    gate, opened = os.pipe()
-    stack.callback(os.close, opened)
-    try:
-        with contextlib.suppress(OSError):  # no such executable, no more processes
-            subprocess.run(
-                [sys.executable, "-I", "-S", reaper.__file__, action, folder, renamed],
-                stdin=gate,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                check=False,
-            )
-    finally:
-        os.close(gate)
-    return stack

@@ -9,12 +9,12 @@ import contextlib
 import errno
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Sequence
 
 from wds_tensorcache.storage.files import LEASE_FDS, ShardFile
 from wds_tensorcache.storage.system import LOCAL, file_system
+from wds_tensorcache.storage.threads import NO_FORK
 
 if sys.platform == "linux":
     import fcntl
@@ -30,7 +30,6 @@ _MIN_BREAK_TIME_S = 5
 # After these errors, the next copy tries a lease again: another process had the file open for writing, or descriptors or
 # memory were short. After any other error, this file gets no lease.
 _PASSING = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-_opening = threading.RLock()  # prevents a fork between opening a descriptor and recording it
 
 
 class Leases:
@@ -73,7 +72,7 @@ class Leases:
             try:
                 fd = idle.pop()
             except IndexError:
-                with _opening:
+                with NO_FORK:
                     fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                     LEASE_FDS[fd] = idle
             self._taken.append((fd, idle))
@@ -129,8 +128,7 @@ def _forget() -> None:
         os.close(fd)
         idle.clear()
     LEASE_FDS.clear()
-    _opening.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_forget)
+    os.register_at_fork(after_in_child=_forget)

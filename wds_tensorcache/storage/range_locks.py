@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from struct import Struct
 
-from wds_tensorcache.storage.threads import Living, call_when_gone
+from wds_tensorcache.storage.threads import NO_FORK, Living, call_when_gone
 
 try:
     import fcntl
@@ -34,11 +34,12 @@ class RangeLocks:
 
     Args:
         path: Path of an existing file.
-        in_children: Keep the file open in forked children. They then share this object's locks, even after this process ends.
 
     Attributes:
         path: Path of the file.
         fd: Descriptor of the open file, closed by `close`, or when this object is freed.
+        in_children: Set this to True to keep the file open in forked children. They then share this object's locks, even after
+            this process ends.
 
     Raises:
         OSError: The file does not exist, is a symbolic link, or cannot be opened.
@@ -46,14 +47,15 @@ class RangeLocks:
     Threads/fork: any thread; all threads of a process share the locks. A forked child closes its copy, unless `in_children`.
     """
 
-    def __init__(self, path: str, *, in_children: bool = False) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        # closes once, however often it is called
-        self._close: Callable[[], object] = partial(deque, map(os.close, [self.fd]), 0)
-        self._net = call_when_gone(self, self._close)
-        if not in_children:
-            _NOT_IN_CHILDREN.add(self)
+        self.in_children = False
+        with NO_FORK:
+            self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            # closes once, however often it is called
+            self._close: Callable[[], object] = partial(deque, map(os.close, [self.fd]), 0)
+            self._net = call_when_gone(self, self._close)
+            _OPENED.add(self)
 
     def close(self) -> None:
         """Close the file. The locks remain as long as a forked child has the file open; `unlock` releases them at once."""
@@ -106,12 +108,13 @@ class RangeLocks:
         return sorted(found)
 
 
-_NOT_IN_CHILDREN: Living[RangeLocks] = Living()
+_OPENED: Living[RangeLocks] = Living()
 
 
 def _close_in_child() -> None:
-    for locks in _NOT_IN_CHILDREN:
-        locks.close()
+    for locks in _OPENED:
+        if not locks.in_children:
+            locks.close()
 
 
 if hasattr(os, "register_at_fork"):

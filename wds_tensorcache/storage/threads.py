@@ -20,10 +20,27 @@ from operator import methodcaller
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Cancelled", "Job", "Living", "ThreadPool", "call_when_gone", "interrupt_again", "run_in_order", "wait_for"]
+__all__ = [
+    "NO_FORK",
+    "Cancelled",
+    "Job",
+    "Living",
+    "ThreadPool",
+    "call_when_gone",
+    "interrupt_again",
+    "run_in_order",
+    "wait_for",
+]
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+
+# No thread forks while another thread holds this lock, for example between opening a descriptor and recording it. Otherwise the
+# child has a descriptor that it does not know.
+NO_FORK = threading.RLock()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=NO_FORK.acquire, after_in_parent=NO_FORK.release, after_in_child=NO_FORK.release)
 
 # After an interrupt, or when a pool is dropped, wait at most this long: threads may need a lock that the waiting code holds.
 _AT_MOST_S = 1.0
