@@ -257,7 +257,7 @@ class Segments:
             record = _RECORD.pack(index, len(skeleton), nbytes)
             padding = bytes(tensors - begin - to_tensors)
             self._write(segment, begin, end, [record, skeleton, padding, sample.header, *sample.buffers])
-            self._table.reserve(segment.serial, end)
+            self._table.reserve(segment.serial, _align(end, _PAGE_NBYTES))
             self._table.extend(segment.serial, end)
             self._table.publish(index, segment.serial, begin)
         finally:
@@ -287,8 +287,9 @@ class Segments:
         segments = self._settle(self._table.segments(), locks)
         limit = self._max_nbytes
         if limit is not None:
-            excess = sum(segment.reserved for segment in segments) + nbytes - limit
-            if excess > 0 and (nbytes > limit or not self._evicts):
+            needed = _align(nbytes, _PAGE_NBYTES)
+            excess = sum(segment.reserved for segment in segments) + needed - limit
+            if excess > 0 and (needed > limit or not self._evicts):
                 raise Full(f"no room for {nbytes:,} bytes more")
             while excess > 0:
                 excess -= self._evict(segments, locks)
@@ -302,7 +303,7 @@ class Segments:
         else:
             segment = self._add(nbytes, sum(each.reserved for each in segments) if limit is None else limit, locks)
         self._mine = segment.serial
-        self._table.reserve(segment.serial, segment.end + nbytes)
+        self._table.reserve(segment.serial, _align(segment.end + nbytes, _PAGE_NBYTES))
         return segment
 
     def _settle(self, segments: list[Segment], locks: RangeLocks) -> list[Segment]:
@@ -314,7 +315,7 @@ class Segments:
             except FileNotFoundError:
                 self._remove(segment.serial)
                 continue
-            if segment.reserved > segment.end and locks.lock(_WRITING + segment.serial):
+            if segment.reserved > _align(segment.end, _PAGE_NBYTES) and locks.lock(_WRITING + segment.serial):
                 self._give_up(self._table.segment(segment.serial))
                 locks.unlock(_WRITING + segment.serial)
                 if not self._table.is_alive(segment.serial):
@@ -334,7 +335,7 @@ class Segments:
             os.ftruncate(fd, segment.capacity)
         finally:
             os.close(fd)
-        self._table.reserve(segment.serial, segment.end)
+        self._table.reserve(segment.serial, _align(segment.end, _PAGE_NBYTES))
 
     def _add(self, nbytes: int, limit: int, locks: RangeLocks) -> Segment:
         """Add a segment for at least `nbytes` bytes, locked in `locks`; `_MAX_PART` bounds its size by a part of `limit`."""

@@ -35,7 +35,10 @@ _ENTRIES = _HEAD + _WIDTH * _NUM_SLOTS  # position of the first entry
 
 
 class Segment(NamedTuple):
-    """A segment, a file of `capacity` bytes. Its records end at byte `end`, or at `reserved` with the one being written."""
+    """A segment, a file of `capacity` bytes. Its records end at byte `end`; it takes up to `reserved` bytes of memory.
+
+    `reserved` is rounded up to whole pages. It includes a record that is being written.
+    """
 
     serial: int
     capacity: int
@@ -143,7 +146,7 @@ class Table:
         return Segment(serial, capacity, 0, 0)
 
     def reserve(self, serial: int, end: int) -> None:
-        """Record that a process is writing bytes of a segment up to `end`."""
+        """Record that a segment takes memory up to byte `end`, the end of a page; a process may be writing there."""
         self._slots[_slot(serial) + _RESERVED] = end
 
     def extend(self, serial: int, end: int) -> None:
