@@ -80,7 +80,7 @@ class SharedFolder:
     Attributes:
         path: Path of the folder.
         head: Content of its file `head.json`.
-        loads: One item for each load that is running in this process.
+        loads: Indices of the samples that threads of this process are loading or waiting for.
         is_doubtful: True if the machine was restarted since the folder was made: a crash may have lost bytes of its files.
 
     Threads/fork: any thread. A forked child holds the folder, too.
@@ -90,7 +90,7 @@ class SharedFolder:
         self.path, self.head = path, head
         self.is_doubtful = head.get("boot") != _boot_id()
         self._holders: RangeLocks | None = holders
-        self.loads: list[None] = []
+        self.loads: list[int] = []
         self._pid = os.getpid()
         with NO_FORK:
             holders.in_children = True

@@ -244,15 +244,14 @@ class Samples:
         Raises:
             RecursionError: This thread is loading the same sample already.
         """
-        self.folder.loads.append(
-            None
-        )  # before `_enter`, so that either this thread sees a `close`, or `close` sees this load
+        # before `_enter`, so that either this thread sees a `close`, or `close` sees this load
+        self.folder.loads.append(number)
         try:
             self._enter()
             return self._load_alone(number, wait)
         finally:
-            if self.folder.loads:  # a child that was forked in this load has cleared them
-                self.folder.loads.pop()
+            if number in self.folder.loads:  # a child that was forked in this load has cleared them
+                self.folder.loads.remove(number)
             if self._is_closed:
                 self._segments.close()
                 self.folder.leave_if_idle()
