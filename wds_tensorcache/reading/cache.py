@@ -147,9 +147,9 @@ class TensorCache(Cache[_Sample]):
         suffix = suffix.lower().removeprefix(".")  # the index and webdataset have suffixes in lower case
         numbers = np.empty(len(rows), np.int64)
         for number, at, some in rows.by_shard:
-            numbers[at] = rows.shards[number].find_members(some, suffix)
+            numbers[at] = self._store.shards[number].find_members(some, suffix)
         return {
-            i: rows.shards[rows.number.item(i)].member(rows.row.item(i), suffix, number)
+            i: self._store.shards[rows.number.item(i)].member(rows.row.item(i), suffix, number)
             for i in wanted
             if (number := numbers.item(i)) >= 0
         }

@@ -36,19 +36,18 @@ def rows_of(samples: Samples, numbers: Sequence[int]) -> Rows:
     # below 2^62.
     bits = max((len(each.source.member) for each in parsed), default=0).bit_length()
     shard = _BatchAsShard(samples, numbers, parsed, bits)
-    return Rows([shard], np.zeros_like(rows), rows, rows << bits, by_shard)  # type: ignore[list-item]
+    return Rows([shard], np.zeros_like(rows), rows, rows << bits, by_shard)
 
 
 class _BatchAsShard:
-    """The samples of a batch, with the methods of `Shard` that a batch needs. Row `i` is sample `i` of the batch."""
+    """The samples of a batch as a `RowSource`. Row `i` is sample `i` of the batch."""
 
     layout_of_all = None
-    path = "shared memory"
 
     def __init__(self, samples: Samples, numbers: Sequence[int], parsed: Sequence[ParsedSample], bits: int) -> None:
         self._samples, self._numbers, self._parsed = samples, numbers, parsed
         self.checked = np.ones(len(parsed), np.bool_)
-        self.file = self.files = _BatchAsFile(parsed, bits)
+        self.file = _BatchAsFile(parsed, bits)
 
     def key(self, row: int) -> str:
         return str(self._numbers[row])
@@ -93,15 +92,15 @@ class _BatchAsShard:
         parsed = [self._parsed[row] for row in rows.tolist()]
         return [each.skeleton for each in parsed], [each.body for each in parsed]
 
+    def check_tensors(self, row: int) -> None:
+        """Do nothing, since all samples were parsed."""
+
 
 class _BatchAsFile:
-    """The `.safetensors` members of a batch's samples, with the methods of `ShardFile` and `Files` that a batch needs."""
+    """The `.safetensors` members of a batch's samples as a `RowFile`."""
 
     def __init__(self, parsed: Sequence[ParsedSample], bits: int) -> None:
         self._parsed, self._bits = parsed, bits
-
-    def get(self, path: str) -> _BatchAsFile:
-        return self
 
     def read_resident(self, buffers: Sequence[memoryview], begin: int) -> bool:
         """Fill `buffers` with the bytes from offset `begin` on; they are always in memory."""
@@ -115,6 +114,9 @@ class _BatchAsFile:
         for buffer in buffers:
             source.read_into(buffer, begin)
             begin += len(buffer)
+
+    def will_need(self, begin: int, end: int) -> None:
+        """Do nothing, since all bytes are in memory."""
 
     def check_unchanged(self) -> None:
         """Do nothing, since the members of a sample never change."""

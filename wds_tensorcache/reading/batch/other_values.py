@@ -16,7 +16,6 @@ from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.tree import Path, difference, item_at, project
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.request import Request, Structure
-from wds_tensorcache.reading.batch.rows import Rows
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.maps import LEASED_SAMPLES, MapLost, Maps
 
@@ -86,7 +85,7 @@ class Decoded:
         if template is None:
             return list(range(len(self)))
         is_many = len(self) >= _MANY and self._io != "pread"
-        done, matched, columns = _match_mapped(rows, template, self._io) if is_many else _NONE
+        done, matched, columns = _match_mapped(self._request, template, self._io) if is_many else _NONE
         found: list[list[Any] | None] = [None] * len(self)
         # cost per sample in Python: one step for its bytes, one for its values
         for i, skeleton, begin in rows.skeletons(self._io, done):
@@ -147,14 +146,15 @@ class Decoded:
         return sample
 
 
-def _match_mapped(rows: Rows, template: Template, io: str) -> tuple[Any, Any, list[Any]]:
+def _match_mapped(request: Request, template: Template, io: str) -> tuple[Any, Any, list[Any]]:
     """Match the short skeletons of a batch at once, in copies from memory maps, if each shard has enough of its samples.
 
     Returns:
         Which skeletons were matched with the template, and which of them match, bool `[B]`, or None if none were; and for each
         value of the template the list of all samples' values.
     """
-    count, shards = len(rows), [rows.shards[number] for number, *_ in rows.by_shard]
+    count, rows = len(request), request.rows
+    shards = [request.store.shards[number] for number, *_ in rows.by_shard]
     if count < LEASED_SAMPLES * len(shards) or len(shards) > shards[0].files.max_open:
         return _NONE
     files = [shard.file for shard in shards]

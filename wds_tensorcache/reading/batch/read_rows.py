@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ import torch
 from wds_tensorcache.reading.batch.columns import Columns, Layouts
 from wds_tensorcache.reading.batch.merge_reads import SCRATCH_NBYTES, Runs
 from wds_tensorcache.reading.batch.placement import Placement
-from wds_tensorcache.reading.batch.rows import Rows
+from wds_tensorcache.reading.batch.rows import RowFile, Rows
 from wds_tensorcache.reading.store import Store
+from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.shards.tar.headers import BLOCK
-from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.maps import MapLost, Maps
 from wds_tensorcache.storage.threads import Job, wait_for
 
@@ -47,7 +48,7 @@ def read_rows(store: Store, layouts: Layouts, columns: Columns, placement: Place
         and columns.sizes == placement.row_nbytes
         and sum(columns.sizes) <= GATHER_NBYTES
     ):
-        if _gather(layouts, columns, placement, memory, io):
+        if _gather(store.shards, layouts, columns, placement, memory, io):
             return io
     count = len(rows.row)
     order = np.lexsort((rows.begin, rows.number)) if len(rows.shards) > 1 else np.arange(count)
@@ -71,21 +72,23 @@ def read_rows(store: Store, layouts: Layouts, columns: Columns, placement: Place
     return "pread"
 
 
-def _gather(layouts: Layouts, columns: Columns, placement: Placement, memory: Array, io: str) -> bool:
+def _gather(
+    shards: Sequence[Shard], layouts: Layouts, columns: Columns, placement: Placement, memory: Array, io: str
+) -> bool:
     """Copy every row out of memory maps if that is safe now; return whether the rows were copied."""
     rows = layouts.rows
     if os.getpid() != _PID and torch.get_num_threads() > 1:
         return False  # forked: if torch used threads before the fork, a call that needs them waits forever
     # the offset of each tensor in the `.safetensors` member: [tensors, samples], or [tensors, 1] if equal for all samples
     begins = columns.begin if len(layouts.items) == 1 else columns.begin[:, layouts.which]
-    if len(rows.by_shard) > rows.shards[0].files.max_open or (io == "auto" and not _is_resident(rows, begins)):
+    if len(rows.by_shard) > shards[0].files.max_open or (io == "auto" and not _is_resident(shards, rows, begins)):
         return False
     count = len(rows)
     try:
-        with Maps([rows.shards[number].file for number, *_ in rows.by_shard], count, io) as maps:
+        with Maps([shards[number].file for number, *_ in rows.by_shard], count, io) as maps:
             origin = rows.begin.copy()
             for (number, at, some), base in zip(rows.by_shard, maps.bases, strict=True):
-                rows.shards[number].check_mapped(some, maps, base)
+                shards[number].check_mapped(some, maps, base)
                 origin[at] += base
             for first, begin, size in zip(placement.begins, begins, columns.sizes or (), strict=True):
                 if size:
@@ -95,12 +98,12 @@ def _gather(layouts: Layouts, columns: Columns, placement: Placement, memory: Ar
     return True
 
 
-def _is_resident(rows: Rows, begins: Array) -> bool:
+def _is_resident(shards: Sequence[Shard], rows: Rows, begins: Array) -> bool:
     """Return whether a few probed samples are in the page cache; if not, a copy out of the map would wait for each page."""
     where = rows.begin + begins[-1] if len(begins) else rows.begin
     # one system call each
     return all(
-        rows.shards[rows.number.item(i)].file.is_resident(where.item(i))
+        shards[rows.number.item(i)].file.is_resident(where.item(i))
         for i in range(0, len(rows), max(1, len(rows) // _NUM_PROBES))
     )
 
@@ -120,7 +123,7 @@ def _scatter(layouts: Layouts, columns: Columns, placement: Placement, memory: A
         if numbers[i] != shard_number:
             shard_number = numbers[i]
             shard = rows.shards[shard_number]
-            file, checked = shard.files.get(shard.path), shard.checked
+            file, checked = shard.file, shard.checked
         for first, _, parts in runs[which[i]]:
             buffers = []
             for tensor, n in parts:
@@ -137,7 +140,7 @@ def _scatter(layouts: Layouts, columns: Columns, placement: Placement, memory: A
             shard.check_tensors(row[i])
 
 
-def _advise(file: ShardFile, begin: int, runs: Runs) -> None:
+def _advise(file: RowFile, begin: int, runs: Runs) -> None:
     """Ask the system to read a sample's header and runs in the background."""
     end = begin + BLOCK  # end of the header block and of the runs directly after it
     for run_begin, run_end, _ in runs:

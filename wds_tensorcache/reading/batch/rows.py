@@ -5,20 +5,47 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.skeleton.template import Template
 from wds_tensorcache.reading.store import Store
-from wds_tensorcache.shards.shard import Shard
 
-__all__ = ["NO_SAMPLES", "Rows", "locate"]
+__all__ = ["NO_SAMPLES", "RowFile", "RowSource", "Rows", "locate"]
 
 NO_SAMPLES = "no indices: a batch has at least one sample"
 
 Array = np.ndarray[Any, Any]
 _ALL = slice(None)
+
+
+class RowFile(Protocol):
+    """A file, or memory, from which tensors of samples are read with the method "pread"; see `ShardFile`."""
+
+    def read_resident(self, buffers: Sequence[memoryview], begin: int, /) -> bool: ...
+    def read_into(self, buffers: Sequence[memoryview], begin: int, /) -> None: ...
+    def will_need(self, begin: int, end: int, /) -> None: ...
+    def check_unchanged(self) -> None: ...
+
+
+class RowSource(Protocol):
+    """Samples that batches can be made of with the method "pread"; see `Shard`."""
+
+    @property
+    def layout_of_all(self) -> Layout | None: ...
+    @property
+    def checked(self) -> Array: ...
+    @property
+    def file(self) -> RowFile: ...
+    def key(self, row: int, /) -> str: ...
+    def sample(self, row: int, /) -> Any: ...
+    def layouts_of(self, rows: Array, /) -> tuple[list[Layout], Array]: ...
+    def template(self, row: int, /) -> Template | None: ...
+    def note_template(self, rows: Array, template: Template, /) -> None: ...
+    def skeletons(self, rows: Array, io: str, /) -> tuple[list[bytes], list[int]]: ...
+    def check_tensors(self, row: int, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +55,12 @@ class Rows:
     A row is the number of a sample among the samples of its shard that have the cache.
 
     Attributes:
-        shards: All shards of the cache.
+        shards: All shards of the cache: `Store.shards`; of a cache that is not in files, one place with all samples.
         number, row, begin: Shard number, row in the shard, and byte offset of the tensors of each sample, int64 `[B]`.
         by_shard: `(shard number, positions in the batch, rows)` for each shard that has samples of the batch.
     """
 
-    shards: Sequence[Shard]
+    shards: Sequence[RowSource]
     number: Array
     row: Array
     begin: Array
@@ -59,7 +86,7 @@ class Rows:
         """
         if not self.by_shard:
             raise ValueError(NO_SAMPLES)
-        shard: Shard = self.shards[self.number.item(0)]
+        shard: RowSource = self.shards[self.number.item(0)]
         return shard.template(self.row.item(0))
 
     def skeletons(self, io: str, done: Array | None = None) -> Iterator[tuple[int, bytes, int]]:
