@@ -329,9 +329,9 @@ def remove_if_abandoned(path: str, *, even_persistent: bool = False) -> bool:
             holders = RangeLocks(os.path.join(path, HOLDERS))
         except FileNotFoundError:
             return False
-    if not holders.lock(0, NUM_HOLDER_BYTES):
-        return False
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.closing(holders), contextlib.suppress(FileNotFoundError):
+        if not holders.lock(0, NUM_HOLDER_BYTES):
+            return False
         if os.stat(holders.path).st_ino != os.fstat(holders.fd).st_ino:
             return True
         is_kept = os.path.exists(os.path.join(path, IS_PERSISTENT)) and os.path.exists(os.path.join(path, HEAD))

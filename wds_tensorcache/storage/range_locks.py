@@ -60,7 +60,8 @@ class RangeLocks:
     def close(self) -> None:
         """Close the file. The locks remain as long as a forked child has the file open; `unlock` releases them at once."""
         self.fd = -1
-        self._close()
+        with NO_FORK:  # otherwise a child that is forked during the system call inherits the file and its locks
+            self._close()
 
     def lock(self, begin: int, length: int = 1, *, shared: bool = False, wait: bool = False) -> bool:
         """Lock `length` bytes from byte `begin` on, or all bytes from there on if `length` is 0.

@@ -1,0 +1,216 @@
+"""Locks on byte ranges of a file exclude other holders, and end with the holder, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.children import finish, run_in_child, start
+from wds_tensorcache.storage import range_locks
+from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
+
+pytestmark = pytest.mark.skipif(not CAN_LOCK_RANGES, reason="only Linux has locks that belong to open files")
+
+FAR = (1 << 62) + 5
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    (tmp_path / "locks").touch()
+    return str(tmp_path / "locks")
+
+
+@contextmanager
+def child_that_waits(prepare: Callable[[], object]) -> Iterator[int]:
+    """Run `prepare` in a forked child, which then waits for the end of the `with` block; yield its process id."""
+    ready, told = os.pipe()
+    gate, opened = os.pipe()
+
+    def work() -> None:
+        os.close(opened)
+        prepare()
+        os.write(told, b"x")
+        os.read(gate, 1)
+
+    child = start(work)
+    os.close(told)
+    try:
+        assert os.read(ready, 1) == b"x"
+        yield child
+    finally:
+        os.close(opened)
+        assert finish([child])[0] in (0, -signal.SIGKILL)
+        os.close(ready)
+        os.close(gate)
+
+
+def test_objects_exclude_each_other_in_one_thread(path: str) -> None:
+    one, other = RangeLocks(path), RangeLocks(path)
+    assert one.lock(3, 4)
+    assert one.lock(3, 4)  # its own lock does not exclude it
+    assert [other.lock(byte) for byte in (2, 3, 6, 7)] == [True, False, False, True]
+    one.unlock(4)
+    assert [other.lock(byte) for byte in (3, 4, 5)] == [False, True, False]
+    assert one.locked_by_others(0, 10) == [2, 4, 7]
+    assert one.locked_by_others(3, 1) == []
+    assert other.locked_by_others(4, 4) == [5]
+
+
+def test_shared_locks_exclude_only_exclusive_ones(path: str) -> None:
+    one, other, third = (RangeLocks(path) for _ in range(3))
+    assert one.lock(1, shared=True)
+    assert other.lock(1, shared=True)
+    assert not third.lock(1)
+    assert third.locked_by_others(0, 5) == [1]
+    one.unlock(1)
+    assert not third.lock(1)
+    other.unlock(1)
+    assert third.lock(1)
+    assert not one.lock(1, shared=True)
+
+
+def test_a_length_of_0_means_all_bytes_from_there_on(path: str) -> None:
+    one, other = RangeLocks(path), RangeLocks(path)
+    assert one.lock(1)
+    assert one.lock(FAR, 0)
+    assert [other.lock(byte) for byte in (FAR - 1, FAR, (1 << 63) - 1)] == [True, False, False]
+    assert other.locked_by_others(0, FAR + 9) == [1, FAR]
+    one.unlock(2, 0)
+    assert other.lock(FAR)
+    assert not other.lock(1)
+
+
+@pytest.mark.parametrize("byte", [0, 1 << 31, 1 << 32, FAR])
+def test_processes_exclude_each_other(path: str, byte: int) -> None:
+    locks = RangeLocks(path)
+    with child_that_waits(lambda: RangeLocks(path).lock(byte + 1)):
+        assert locks.lock(byte + 1)  # the child's object was freed
+    kept: list[RangeLocks] = []
+
+    def hold() -> None:
+        kept.append(RangeLocks(path))
+        assert not kept[0].lock(byte + 1)
+        assert kept[0].lock(byte)
+
+    with child_that_waits(hold):
+        assert not locks.lock(byte)
+        assert locks.locked_by_others(0, FAR + 9) == [byte]
+    assert locks.lock(byte)
+
+
+def test_waiting_ends_with_the_lock_of_another_object(path: str) -> None:
+    holder, waiter = RangeLocks(path), RangeLocks(path)
+    holder.lock(7)
+    order: list[str] = []
+
+    def wait() -> None:
+        with waiter.held(7):
+            order.append("taken")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.1)
+    order.append("released")
+    holder.unlock(7)
+    thread.join(20)
+    assert order == ["released", "taken"]
+    assert holder.lock(7)  # the end of the `with` block has released it
+
+
+def test_close_releases_all_locks(path: str) -> None:
+    locks, other = RangeLocks(path), RangeLocks(path)
+    locks.lock(1)
+    locks.lock(FAR)
+    locks.close()
+    assert other.lock(0, 0)
+    locks.close()
+    locks.unlock(1)  # nothing
+    assert not RangeLocks(path).lock(1)
+    del other
+    with pytest.raises(ValueError, match="descriptor"):
+        locks.lock(1)
+
+
+def test_a_killed_process_releases_its_locks(path: str) -> None:
+    kept: list[RangeLocks] = []
+    locks = RangeLocks(path)
+    with child_that_waits(lambda: kept.append(RangeLocks(path)) or kept[0].lock(5)) as child:
+        assert not locks.lock(5)
+        os.kill(child, signal.SIGKILL)
+        assert locks.lock(5, wait=True)
+
+
+def test_a_forked_child_keeps_no_lock_of_its_parent(path: str) -> None:
+    locks, other = RangeLocks(path), RangeLocks(path)
+    locks.lock(5)
+
+    def use() -> None:
+        assert locks.fd == -1
+        locks.unlock(5)
+
+    with child_that_waits(use):
+        assert not other.lock(5)  # the child has not released its parent's lock
+        locks.close()
+        assert other.lock(5)
+
+
+def test_a_forked_child_shares_the_locks_of_a_file_that_stays_open_in_children(path: str) -> None:
+    locks, other = RangeLocks(path), RangeLocks(path)
+    locks.in_children = True
+    locks.lock(5)
+    locks.lock(6)
+    with child_that_waits(lambda: locks.unlock(6)):
+        assert other.lock(6)
+        locks.close()
+        assert not other.lock(5)
+    assert other.lock(5)
+
+
+def test_children_that_are_forked_while_a_thread_opens_files_inherit_none(path: str) -> None:
+    must_end, before = threading.Event(), len(os.listdir("/dev/fd"))
+
+    def open_again_and_again() -> None:
+        while not must_end.is_set():
+            RangeLocks(path).close()
+
+    def check() -> None:
+        assert len(os.listdir("/dev/fd")) == before
+
+    thread = threading.Thread(target=open_again_and_again)
+    thread.start()
+    try:
+        assert finish([start(check) for _ in range(50)]) == [0] * 50
+    finally:
+        must_end.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("kind", ["missing", "link", "folder"])
+def test_only_existing_files_can_be_opened(path: str, kind: str) -> None:
+    other = f"{path}-other"
+    if kind == "link":
+        os.symlink(path, other)
+    elif kind == "folder":
+        os.mkdir(other)
+    with pytest.raises(OSError, match=other):
+        RangeLocks(other)
+
+
+def test_systems_without_these_locks_say_so() -> None:
+    def work() -> None:
+        del fcntl.F_OFD_SETLK  # as on macOS
+        assert not importlib.reload(range_locks).CAN_LOCK_RANGES
+        sys.modules["fcntl"] = None  # type: ignore[assignment] # importing it raises ImportError, as on Windows
+        assert not importlib.reload(range_locks).CAN_LOCK_RANGES
+
+    assert run_in_child(work) == 0
