@@ -8,6 +8,7 @@ import pickle
 import random
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -305,6 +306,49 @@ def test_clearing_right_after_closing(directory: Path) -> None:
             shared[0]
         tc.shared_clear("cleared", directory)
         assert tc.shared_list(directory) == []
+
+
+def test_clearing_removes_links_and_sockets_but_no_folders(directory: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("kept")
+    shared = tc.SharedDataset(Numbers(3), "odd", directory=directory, persistent=True)
+    shared[0]
+    [folder] = directory.glob("*/odd")
+    (folder / "link").symlink_to(outside)
+    (folder / "file").symlink_to(outside / "file")
+    with socket.socket(socket.AF_UNIX) as listener:
+        fd = os.open(folder, os.O_RDONLY)
+        listener.bind(f"/proc/self/fd/{fd}/socket")  # the path of a socket has at most 107 bytes
+        os.close(fd)
+    (folder / "inner").mkdir()
+    (folder / "inner" / "file").write_text("kept")
+    shared.close()
+    names = sorted(os.listdir(folder))
+    with pytest.raises(IsADirectoryError, match=f"{folder}/inner is a folder that another program made"):
+        tc.shared_clear("odd", directory)
+    assert sorted(os.listdir(folder)) == names
+    with tc.SharedDataset(Numbers(3), "odd", directory=directory) as shared:
+        assert shared.stats().num_samples == 1
+    (folder / "inner").rename(tmp_path / "inner")
+    tc.shared_clear("odd", directory)
+    assert not folder.exists()
+    assert (outside / "file").read_text() == "kept"
+
+
+def test_a_link_in_place_of_shared_memory_is_neither_opened_nor_cleared(directory: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("kept")
+    os.utime(outside, (0, 0))
+    tc.SharedDataset(Numbers(3), "other", directory=directory).close()
+    [base] = directory.iterdir()
+    (base / "link").symlink_to(outside)
+    with pytest.raises(FileNotFoundError, match="no shared memory 'link'"):
+        tc.shared_clear("link", directory)
+    with pytest.raises(PermissionError, match="link has owner"):
+        tc.SharedDataset(Numbers(3), "link", directory=directory)
+    assert os.listdir(outside) == ["file"]
 
 
 def test_samples_with_long_texts_are_not_kept(directory: Path) -> None:

@@ -271,7 +271,13 @@ class SharedDataset(Cache[Any]):
         return nest_batch(request, tensors)
 
     def close(self) -> None:
-        """Stop holding the shared memory. Without another holder it is freed, except under tensors that are in use."""
+        """Stop holding the shared memory. Without another holder it is freed, except under tensors that are in use.
+
+        This closes the dataset and all its views, whichever of them is closed.
+
+        Raises:
+            IsADirectoryError: Another program has made a folder in the folder of the shared memory, which then remains.
+        """
         self._samples.close()
         self._store.close()
 

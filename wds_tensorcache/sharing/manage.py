@@ -86,10 +86,11 @@ def shared_clear(name: str, directory: str | os.PathLike[str] | None = None) -> 
         FileNotFoundError: No shared memory has this name; the message lists the names that exist.
         InvalidKeyError: The name is not allowed.
         BlockingIOError: Processes hold the shared memory, and the message lists their ids; or its removal has not ended.
+        IsADirectoryError: Another program has made a folder in it.
         NotImplementedError: The system is not Linux.
     """
     path = named_folder(base_folder(directory), name)
-    if not os.path.isdir(path):
+    if not os.path.isdir(path) or os.path.islink(path):
         raise FileNotFoundError(
             f"no shared memory {name!r:.200}; the names are {[each.name for each in shared_list(directory)]}"
         )

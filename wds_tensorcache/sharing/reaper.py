@@ -30,10 +30,20 @@ def remove_folder(folder: str) -> None:
 
     `HEAD` is removed first, since no process uses a folder without it, and `HOLDERS` last. So if this process is killed
     meanwhile, the next process that opens a folder removes the rest.
+
+    Raises:
+        IsADirectoryError: There is a folder in it. Then nothing is removed.
     """
     order = {HEAD: -1, HOLDERS: 1}
-    for name in sorted(os.listdir(folder), key=lambda name: order.get(name, 0)):
-        os.unlink(os.path.join(folder, name))
+    with os.scandir(folder) as entries:
+        found = sorted(entries, key=lambda entry: order.get(entry.name, 0))
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):
+            raise IsADirectoryError(
+                f"{entry.path} is a folder that another program made; remove it, and call tc.shared_clear"
+            )
+    for entry in found:
+        os.unlink(entry.path)
     with suppress(OSError):  # another process has renamed a new folder to the path of the empty one
         os.rmdir(folder)
 
