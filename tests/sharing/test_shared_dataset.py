@@ -531,7 +531,8 @@ def test_a_closed_dataset_refuses_every_access(counted: Counted, directory: Path
     closed.close()
     with tc.SharedDataset(counted, "closed", directory=directory) as shared:
         read_all(shared, 0, 1)
-        for use in (lambda: closed[0], lambda: closed[12], lambda: closed.read_batch([1]), closed.stats):
+        uses = [lambda: closed[0], lambda: closed[12], lambda: closed.read_batch([1]), lambda: closed.select("x")]
+        for use in (*uses, closed.stats):
             with pytest.raises(ValueError, match="is closed"):
                 use()
         read_all(shared, 1, 1)

@@ -460,6 +460,24 @@ def test_tensors_that_only_some_samples_have(directory: Path) -> None:
             shared.select("musk")
 
 
+def test_select_loads_nothing_and_looks_at_few_samples(directory: Path) -> None:
+    samples = [{"x": torch.tensor(i), "last": torch.tensor(i) if i == 1999 else None} for i in range(2000)]
+    with tc.SharedDataset(samples, "selected", directory=directory) as shared:
+        assert shared.select("x").select("y")[3] == {"last": None}
+        shared[:10].select("y")
+        assert shared.stats().misses == 1
+        list(shared)
+        begin = time.perf_counter()
+        shared.select(["x", "?"])
+        selected = time.perf_counter()
+        assert len(shared.schema) == 2
+        assert selected - begin < (time.perf_counter() - selected) / 10
+        assert list(shared.select("l*")[1999]) == ["last"]
+        for view, pattern in ((shared, "y"), (shared.select("x"), "last"), (shared[[3, 3]], "last"), (shared[:0], "x")):
+            with pytest.raises(KeyError, match=f"unknown tensor '{pattern}'"):
+                view.select(pattern)
+
+
 def test_the_first_sample_cannot_be_encoded(directory: Path) -> None:
     samples: list[Any] = [{"x": torch.ones(2), "f": len}, {"x": torch.ones(3)}]
     with tc.SharedDataset(samples, "mixed", directory=directory) as shared:

@@ -199,19 +199,24 @@ class SharedDataset(Cache[Any]):
 
     def _present(self) -> Array:
         """Return the indices of the samples of this view that are in shared memory, int64, ascending."""
-        return np.intersect1d(self._indices, self._samples.present())
+        is_mine = np.zeros_like(present := self._samples.present())
+        is_mine[self._indices] = True
+        return np.flatnonzero(is_mine & present)
 
     def _schema_of(self, indices: Array) -> dict[str, TensorSchema]:
         result: dict[str, TensorSchema] = {}
         for number in indices.tolist():
-            sample = self._samples.peek(number)
-            for name, lazy in flatten(self._samples.get(number) if sample is None else sample).items():
-                if not isinstance(lazy, Lazy):
-                    continue  # a tensor of a sample that passed through
-                if self._wanted is None or self._wanted(name):
-                    each = TensorSchema(name, lazy._reference.kind, lazy.dtype, tuple(lazy.shape), lazy.nbytes, 1)
-                    result[name] = merge_schema(result.get(name), each)
+            for name, lazy in self._tensors_of(number).items():
+                each = TensorSchema(name, lazy._reference.kind, lazy.dtype, tuple(lazy.shape), lazy.nbytes, 1)
+                result[name] = merge_schema(result.get(name), each)
         return result
+
+    def _tensors_of(self, number: int) -> dict[str, Any]:
+        """Return the selected tensors of a sample by name, none if the sample cannot be encoded. Load it if it is absent."""
+        sample = self._samples.peek(number)
+        found = flatten(self._samples.get(number) if sample is None else sample)
+        wanted = self._wanted
+        return {n: each for n, each in found.items() if isinstance(each, Lazy) and (wanted is None or wanted(n))}
 
     @property
     def fingerprint(self) -> dict[str, object]:
@@ -251,12 +256,20 @@ class SharedDataset(Cache[Any]):
         """Return a view of the tensors whose names match `patterns`, like `Cache.select`.
 
         Names are known only of samples that were loaded. So a pattern that matches none of them is an error only if all
-        samples of this view are in shared memory.
+        samples of this view are in shared memory. No sample is loaded.
+
+        Cost: if all samples are in shared memory, parses them one by one until each pattern has matched.
         """
-        names, patterns = list(self.schema), as_patterns(patterns)
-        unknown = [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]
-        if unknown and len(self._present()) == len(np.unique(self._indices)):
-            raise KeyError(unknown_name("tensor", unknown[0], names))
+        patterns = as_patterns(patterns)
+        if self._samples.present()[self._indices].all():
+            unknown, names = patterns, dict[str, None]()
+            for number in map(int, self._indices):
+                if not unknown:
+                    break
+                names |= dict.fromkeys(self._tensors_of(number))
+                unknown = tuple(pattern for pattern in unknown if not fnmatch.filter(names, pattern))
+            if unknown:
+                raise KeyError(unknown_name("tensor", unknown[0], list(names)))
         return self._view(self._indices, (*self._selections, patterns), self._store)
 
     _read_batch, _read_tensors = staticmethod(read_batch), staticmethod(read_tensors)

@@ -66,7 +66,7 @@ def shared_list(directory: str | os.PathLike[str] | None = None) -> list[SharedI
                 SharedInfo(
                     described["name"],
                     described["fingerprint"],
-                    len(table.present()),
+                    int(table.present().sum()),
                     sum(segment.reserved for segment in table.segments()),
                     tuple(folder_holders(path)),
                     os.path.exists(os.path.join(path, IS_PERSISTENT)),

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
+import numpy as np
+
 from wds_tensorcache.codec.header import parse_header
 from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.reference import MemorySource
@@ -24,6 +26,7 @@ from wds_tensorcache.storage.range_locks import RangeLocks
 
 __all__ = ["LOCKS", "ParsedSample", "Samples", "SharedStats"]
 
+Array = np.ndarray[Any, Any]
 _MAX_KEPT_NBYTES = 1 << 12  # of the skeletons of samples that are kept
 LOCKS = "locks"  # name of the file; byte i is the lock of sample i
 
@@ -162,8 +165,9 @@ class Samples:
         """Return a parsed sample with lazy tensors."""
         return parsed.build(self._allow)
 
-    def present(self) -> list[int]:
-        """Return the indices of the samples in shared memory, ascending."""
+    def present(self) -> Array:
+        """Return which samples are in shared memory, bool `[len(dataset)]`."""
+        self._enter()
         return self._table.present()
 
     def stats(self) -> SharedStats:
@@ -173,7 +177,7 @@ class Samples:
             self._hits,
             self._misses,
             self._passed,
-            len(self._table.present()),
+            int(self._table.present().sum()),
             self._segments.nbytes,
             tuple(self.folder.holders()),
         )

@@ -12,7 +12,7 @@ import mmap
 import os
 import stat
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from wds_tensorcache.sharing.owned_files import check_owner, write_file
 
 __all__ = ["ALIGN", "MAX_SEGMENT_NBYTES", "TABLE", "Segment", "Table", "create_table"]
 
+Array = np.ndarray[Any, Any]
 TABLE = "table"  # name of the file
 ALIGN = 16  # the offset of each record is a multiple of this number of bytes
 _OFFSET_BITS = 30
@@ -158,11 +159,11 @@ class Table:
         self._slots[_slot(serial)] = 0
         self._head[_GENERATION] += 1
 
-    def present(self) -> list[int]:
-        """Return the indices of the samples that are present, ascending."""
+    def present(self) -> Array:
+        """Return which samples are present, bool `[num_samples]`."""
         serials = np.array(self.entries, np.uint64) >> np.uint64(_OFFSET_BITS)
         alive = np.array([segment.serial for segment in self.segments()], np.uint64)
-        return np.flatnonzero(np.isin(serials, alive)).tolist()  # type: ignore[no-any-return]
+        return np.isin(serials, alive)
 
 
 def _slot(serial: int) -> int:
