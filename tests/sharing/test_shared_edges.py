@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import mmap
 import os
 import pickle
@@ -499,6 +500,64 @@ def test_repr_loads_nothing(directory: Path) -> None:
         assert "1 of them in shared memory\n  x: int32 [3]\n" in repr(shared)
         assert (shared.stats().misses, shared.stats().hits) == (1, 0)
     assert "4 samples\n  tensors unknown: " in repr(shared)
+
+
+class Labelled(Numbers):
+    """A dataset with attributes that a SharedDataset lacks, and a property that needs a missing attribute."""
+
+    classes = ("cat", "dog")
+    name = "another name"
+
+    @property
+    def broken(self) -> Any:
+        raise RuntimeError
+
+
+class Described(tc.SharedDataset):
+    @property
+    def broken_too(self) -> Any:
+        return self.missing
+
+
+def test_errors_of_unknown_attributes_name_those_of_the_dataset(directory: Path) -> None:
+    with Described(Labelled(3), "labelled", directory=directory) as shared:
+        for name in ("classes", "numel", "broken"):
+            assert not hasattr(shared, name)
+            with pytest.raises(
+                AttributeError, match=f"'Described' object has no attribute '{name}'; use .dataset.{name}"
+            ):
+                getattr(shared, name)
+        assert shared.name == "labelled"
+        for name in ("unknown", "_fingerprints", "__array__"):
+            with pytest.raises(AttributeError, match=f"'Described' object has no attribute '{name}'$"):
+                getattr(shared, name)
+        with pytest.raises(AttributeError, match="no attribute 'missing'$"):
+            shared.broken_too  # noqa: B018
+        for copied in (copy.copy(shared), copy.deepcopy(shared), pickle.loads(pickle.dumps(shared))):
+            assert copied[2]["x"].tolist() == [2, 2, 2]
+            copied.close()
+        assert not hasattr(object.__new__(tc.SharedDataset), "classes")
+
+
+def test_each_process_follows_its_own_limit(directory: Path) -> None:
+    dataset = Numbers(30, LARGE)  # 80 KB each
+    with (
+        tc.SharedDataset(dataset, "limits", directory=directory) as unlimited,
+        tc.SharedDataset(dataset, "limits", directory=directory, max_nbytes=1_000_000) as limited,
+        tc.SharedDataset(dataset, "limits", directory=directory, max_nbytes=500_000, eviction="lru") as evicting,
+    ):
+        for index in range(20):
+            limited[index]
+        num_passed = limited.stats().passed_through
+        assert num_passed == 20 - limited.stats().num_samples > 0
+        for index in range(20):
+            unlimited[index]
+        assert unlimited.stats().num_samples == 20
+        limited[20]
+        assert limited.stats().passed_through == num_passed + 1
+        evicting[21]
+        assert evicting.stats().passed_through == 0
+        assert unlimited.stats().nbytes <= 500_000
 
 
 def test_eviction_needs_a_limit(directory: Path) -> None:

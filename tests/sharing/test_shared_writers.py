@@ -69,9 +69,9 @@ def test_segments_that_other_users_may_read_are_refused(directory: Path) -> None
         shared[0]
         (folder_of(directory, "owned") / "segment-1").chmod(0o644)
         assert_same(SAMPLES[0], shared[0])  # mapped before
-        with tc.SharedDataset(SAMPLES, "owned", directory=directory) as other:
-            with pytest.raises(PermissionError, match="segment-1 has owner .*this user alone"):
-                other[0]
+        refused = pytest.raises(PermissionError, match="segment-1 has owner .*this user alone")
+        with tc.SharedDataset(SAMPLES, "owned", directory=directory) as other, refused:
+            other[0]
 
 
 class Forking:

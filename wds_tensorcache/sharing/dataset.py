@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import operator
 import os
 import weakref
@@ -231,6 +232,19 @@ class SharedDataset(Cache[Any]):
     def dataset(self) -> Any:
         """The dataset whose samples are shared."""
         return self._samples.dataset
+
+    if not TYPE_CHECKING:  # otherwise type checkers would accept any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError, which names the attribute of the dataset if that has one with this name."""
+            try:
+                return object.__getattribute__(self, name)  # raises the same error again, also that of a property
+            except AttributeError as exc:
+                samples = vars(self).get("_samples")
+                is_own = name.startswith("_") or hasattr(type(self), name)
+                if samples is None or is_own or inspect.getattr_static(samples.dataset, name, self) is self:
+                    raise
+                raise AttributeError(f"{exc}; use .dataset.{name}") from None
 
     def __repr__(self) -> str:
         """Return a summary: number of samples, some of their tensors, and the fingerprint. No sample is loaded."""
