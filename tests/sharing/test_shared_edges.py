@@ -142,6 +142,7 @@ def test_closing_while_a_thread_loads(directory: Path) -> None:
         assert again[2]["x"].tolist() == [2, 2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # fork, from Python 3.12 on
 def test_a_child_that_was_forked_while_a_thread_loads_frees_the_memory(directory: Path) -> None:
     dataset = Waiting(3)
     shared = tc.SharedDataset(dataset, "forked", directory=directory)
@@ -220,6 +221,7 @@ def test_a_forked_child_is_a_holder_before_its_first_access(directory: Path) -> 
         assert finish([child]) == [0]
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # fork, from Python 3.12 on
 def test_children_that_are_forked_while_a_thread_opens_hold_nothing_for_their_parent(directory: Path) -> None:
     gate, opened = os.pipe()
     ready, told = os.pipe()
@@ -259,6 +261,7 @@ def test_children_that_are_forked_while_a_thread_opens_hold_nothing_for_their_pa
             assert finish([parent]) == [0]
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # fork, from Python 3.12 on
 def test_a_child_that_is_forked_while_a_thread_starts_the_reaper_does_not_delay_it(
     directory: Path, tmp_path: Path
 ) -> None:

@@ -176,6 +176,7 @@ def test_a_forked_child_shares_the_locks_of_a_file_that_stays_open_in_children(p
     assert other.lock(5)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # fork, from Python 3.12 on
 def test_children_that_are_forked_while_a_thread_opens_files_inherit_none(path: str) -> None:
     must_end, before = threading.Event(), len(os.listdir("/dev/fd"))
 

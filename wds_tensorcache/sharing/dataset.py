@@ -305,8 +305,8 @@ class SharedDataset(Cache[Any]):
         Raises:
             IsADirectoryError: Another program has made a folder in the folder of the shared memory, which then remains.
         """
-        self._samples.close()
         self._store.close()
+        self._samples.close()
 
     def _request(self, indices: Any) -> Request:
         if isinstance(indices, Request):
