@@ -18,7 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 import wds_tensorcache as tc
 from tests.reading.batches import write
-from wds_tensorcache.reading.batch.other_values import Leaves
+from wds_tensorcache.reading.batch.leaves import Leaves
 
 INSTALL = "needs Lightning and accelerate: pip install lightning accelerate"
 pl: Any = pytest.importorskip("lightning.pytorch", reason=INSTALL)

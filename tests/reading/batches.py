@@ -11,7 +11,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.same import assert_same, tensor_bytes
-from wds_tensorcache.reading.batch.other_values import Leaves
+from wds_tensorcache.reading.batch.leaves import Leaves
 
 __all__ = ["COUNT", "LARGE", "SMALL", "assert_all_same", "assert_batch", "assert_tensor", "nested", "write"]
 

@@ -10,7 +10,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.reading.base_cache import BatchInfo
-from wds_tensorcache.reading.batch.other_values import Leaves
+from wds_tensorcache.reading.batch.leaves import Leaves
 
 __all__ = ["register"]
 

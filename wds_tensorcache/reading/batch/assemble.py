@@ -17,7 +17,8 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.reading.batch.batch_memory import Memory, to_device
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Pad, PadValue, as_collate
 from wds_tensorcache.reading.batch.columns import Columns, Layouts, layouts_of
-from wds_tensorcache.reading.batch.other_values import Decoded, Leaves
+from wds_tensorcache.reading.batch.leaves import Leaves
+from wds_tensorcache.reading.batch.other_values import Decoded
 from wds_tensorcache.reading.batch.padding import Padding, fill_paddings, filler_of, padded_shape
 from wds_tensorcache.reading.batch.placement import Placement, nbytes_of, place_equal, place_in_turn
 from wds_tensorcache.reading.batch.read_rows import read_rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from wds_tensorcache.reading.batch.request import Request, Structure
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.maps import LEASED_SAMPLES, MapLost, Maps
 
-__all__ = ["Decoded", "Leaves"]
+__all__ = ["Decoded"]
 
 Array = np.ndarray[Any, Any]
 _MANY = 160  # fewer skeletons may be matched faster one after another; measured: from 100 to 150 on
@@ -189,56 +188,3 @@ def _stand_in(text: str) -> Any:
     """Return a lazy tensor with only the name in the reference `text`."""
     name = text.partition(":")[2].partition("?")[0]
     return LazyTensor(Reference(name, "tensor", None, (), 0, 0, None), MemorySource(b""))
-
-
-class Leaves:
-    """A list-like object with one value per sample of a batch, decoded from the skeletons on first use.
-
-    It pickles, prints and compares like a list. It is not registered as a `Sequence`: to move a batch to a device, trainers
-    rebuild every sequence from its items, and this would decode all values.
-
-    Raises (on first use):
-        BatchError: A sample's structure differs from that of the first sample.
-        FormatError: A skeleton is damaged.
-    """
-
-    __slots__ = ("_decoded", "_list", "_path")
-
-    def __init__(self, decoded: Decoded, path: Path) -> None:
-        self._decoded = decoded
-        self._path = path
-        self._list: list[Any] | None = None
-
-    def tolist(self) -> list[Any]:
-        """Return the values as a list; the same list each time."""
-        if self._list is None:
-            self._list = self._decoded.column(self._path)
-        return self._list
-
-    def __len__(self) -> int:
-        return len(self._decoded)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.tolist()[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.tolist())
-
-    def index(self, value: Any, *bounds: int) -> int:
-        """Return the first index of `value`, like `list.index`."""
-        return self.tolist().index(value, *bounds)
-
-    def count(self, value: Any) -> int:
-        """Return how often `value` occurs."""
-        return self.tolist().count(value)
-
-    def __eq__(self, other: object) -> bool:
-        return self.tolist() == (other.tolist() if isinstance(other, Leaves) else other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(self.tolist())
-
-    def __reduce__(self) -> Any:
-        return list, (self.tolist(),)

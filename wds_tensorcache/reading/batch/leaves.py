@@ -1,0 +1,170 @@
+"""`Leaves`: the values of a batch that are not tensors, as a list-like object whose numbers torch computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.codec.tree import Path, shown
+from wds_tensorcache.errors import BatchError
+
+__all__ = ["Column", "Leaves"]
+
+_NUMBERS = (bool, int, float, complex)
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+class Column(Protocol):
+    """The source of the values of a batch."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def column(self, path: Path) -> list[Any]:
+        """Return the value at `path` of each sample."""
+
+
+class Leaves:
+    """A list-like object with one value per sample of a batch, decoded from the skeletons on first use.
+
+    It prints like a list, and `.tolist()` returns the values that were written. A pickled copy contains the values.
+
+    Torch functions and operators take it as the tensor `torch.tensor(leaves.tolist())`, on the device of the first tensor among
+    their arguments: bools are `torch.bool`, ints are int64, floats, and ints together with floats, are torch's default dtype
+    (float32). Each use makes this tensor again. `==` and `!=` compare with a list as lists do, and with a tensor, an array or a
+    number element by element.
+
+    It is not registered as a `Sequence`, and has no method `to`: to move a batch to a device, trainers rebuild every sequence
+    from its items, and call every `to`, and both would decode all values.
+
+    Raises (on first use):
+        BatchError: A sample's structure differs from that of the first sample; or torch computes with values that are not
+            numbers, or with ints beyond int64.
+        FormatError: A skeleton is damaged.
+    """
+
+    __slots__ = ("_decoded", "_list", "_path")
+
+    def __init__(self, decoded: Column | None, path: Path, values: list[Any] | None = None) -> None:
+        self._decoded = decoded
+        self._path = path
+        self._list = values
+
+    def tolist(self) -> list[Any]:
+        """Return the values as a list; the same list each time."""
+        if self._list is None:
+            assert self._decoded is not None
+            self._list = self._decoded.column(self._path)
+        return self._list
+
+    def __len__(self) -> int:
+        return len(self.tolist() if self._decoded is None else self._decoded)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the value at an int, a list for a slice, or a tensor of numbers for a tensor of indices or bools."""
+        if isinstance(index, torch.Tensor) and index.ndim:
+            return self._as_tensor(index.device)[index]
+        return self.tolist()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tolist())
+
+    def index(self, value: Any, *bounds: int) -> int:
+        """Return the first index of `value`, like `list.index`."""
+        return self.tolist().index(value, *bounds)
+
+    def count(self, value: Any) -> int:
+        """Return how often `value` occurs."""
+        return self.tolist().count(value)
+
+    def __eq__(self, other: object) -> Any:
+        return self._compare("__eq__", other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compare("__ne__", other)
+
+    def _compare(self, name: str, other: Any) -> Any:
+        if isinstance(other, (torch.Tensor, np.ndarray, np.generic, Lazy)):
+            return NotImplemented  # the other one compares element by element
+        values = self.tolist()
+        if isinstance(other, _NUMBERS) and values and all(isinstance(value, _NUMBERS) for value in values):
+            return getattr(self._as_tensor(), name)(other)
+        return getattr(values, name)(other.tolist() if isinstance(other, Leaves) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self.tolist())
+
+    def __reduce__(self) -> Any:
+        return Leaves, (None, self._path, self.tolist())
+
+    def _as_tensor(self, device: torch.device | None = None) -> torch.Tensor:
+        """Return the values as a tensor on `device`.
+
+        Raises:
+            BatchError: The values are not numbers, or an int is beyond int64.
+        """
+        values = self.tolist()
+        try:
+            tensor = torch.tensor(values)
+        except (TypeError, ValueError, RuntimeError) as exc:
+            # not a TypeError: torch's operators would hide it, and say that they do not support a `Leaves`
+            raise _refusal(values, ".".join(map(str, self._path)), exc) from exc
+        # Hazard: a blocking transfer would wait for all work of the GPU. This one copies pageable memory before it returns.
+        return tensor if device is None else tensor.to(device, non_blocking=True)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = _device_of((args, kwargs))
+        return func(*_with_tensors(list(args), device), **_with_tensors(kwargs, device))
+
+
+def _refusal(values: list[Any], place: str, exc: Exception) -> BatchError:
+    """Return the error for values of which torch cannot make a tensor."""
+    for i, value in enumerate(values):
+        if type(value) is int and value not in _INT64:
+            return BatchError(f"{place!r} of sample {i} of the batch is {value}, beyond int64; use .tolist()")
+        if not isinstance(value, (*_NUMBERS, list, tuple, np.generic)):
+            return BatchError(
+                f"{place!r} of sample {i} of the batch is {shown(value)}, expected a number; use .tolist()"
+            )
+    return BatchError(f"the values at {place!r} do not form a tensor ({exc}); use .tolist()")
+
+
+def _device_of(value: Any) -> torch.device | None:
+    """Return the device of the first tensor in nested arguments."""
+    if isinstance(value, torch.Tensor):
+        return value.device
+    items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return next((found for found in map(_device_of, items) if found is not None), None)
+
+
+def _with_tensors(value: Any, device: torch.device | None) -> Any:
+    """Return nested arguments with a tensor in place of each `Leaves`."""
+    cls = type(value)
+    if cls is Leaves:
+        return value._as_tensor(device)
+    if cls is list or cls is tuple:
+        return cls(_with_tensors(item, device) for item in value)
+    return {key: _with_tensors(item, device) for key, item in value.items()} if cls is dict else value
+
+
+def _operator(name: str) -> Any:
+    def method(self: Leaves, *others: Any) -> Any:
+        # tensors and arrays have the reflected operator
+        if not all(isinstance(other, (*_NUMBERS, Leaves)) for other in others):
+            return NotImplemented
+        return getattr(self._as_tensor(), name)(*others)
+
+    return method
+
+
+_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor".split()
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *"lt le gt ge neg pos abs invert".split()):
+    setattr(Leaves, f"__{_name}__", _operator(f"__{_name}__"))
