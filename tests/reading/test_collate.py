@@ -182,3 +182,33 @@ def test_loaders_pad_and_tell_the_shapes(cache: Any) -> None:
             assert batch["cond"]["text"].shape == (len(info.indices), 3, 4)
             assert info.shapes["cond.text"][:, 0].tolist() == [1 + i % 3 for i in info.indices.tolist()]
         loader.close()
+
+
+def test_masks(cache: Any) -> None:
+    lengths = [1 + i % 3 for i in range(4)]
+    for way, length in (("pad", 3), (tc.pad(to=5), 5), ("list", 3)):
+        ways = {"cond.*": way, "odd": "list"}
+        expected = [[at < n for at in range(length)] for n in lengths]
+        batch, info = cache.read_batch(range(4), collate=ways, return_info=True)
+        for made in (info, pickle.loads(pickle.dumps(info)), info.to("cpu")):
+            mask = made.mask("cond.text")
+            assert mask.dtype == torch.bool
+            assert mask.tolist() == expected
+        if way != "list":
+            assert batch["cond"]["text"].shape[:2] == mask.shape
+            assert (batch["cond"]["text"][~mask] == 0).all()
+            assert not (batch["cond"]["text"][mask] == 0).all()
+        assert info.to("meta").mask("cond.text").is_meta
+        assert cache.read_batch(range(4), "meta", collate=ways, return_info=True)[1].mask("cond.text").is_meta
+        loaders: list[Any] = [tc.Loader(cache, 4, collate=ways), tc.torch_loader(cache, 4, collate=ways)]
+        for loader in loaders:
+            assert next(iter(loader.with_info()))[1].mask("cond.text").tolist() == expected
+        sampler = tc.StepSampler(cache, 4)
+        made = next(iter(tc.StepDataset(sampler, collate=ways, with_info=True)[step] for step in sampler))[1]
+        assert made.mask("cond.text").tolist() == expected
+    joined = tc.join({"a": cache})
+    _, info = joined.read_batch([0], collate={"a.odd": "list", "a.cond.*": tc.pad(to=4)}, return_info=True)
+    assert info.mask("a.cond.text").tolist() == [[True, False, False, False]]
+    assert cache.read_batch([0, 3], collate=list, return_info=True)[1].mask("cond.text").shape == (2, 1)
+    with pytest.raises(KeyError, match="no tensor 'text' .*; there are .*'a.cond.text'"):
+        info.mask("text")

@@ -51,7 +51,14 @@ class StepDataset(Dataset[Any]):
             )
         cache = step.cache_of(self._caches)
         batch = cache.read_batch(step.indices, **self._options)
-        return batch if self._names is None else (batch, make_batch_info(step, self._names, cache))
+        return (
+            batch
+            if self._names is None
+            else (
+                batch,
+                make_batch_info(step, self._names, cache, collate=self._options["collate"]),
+            )
+        )
 
     __getitems__ = __getitem__  # torch calls this for each item of a batch sampler
 
@@ -123,7 +130,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         """
         if not isinstance(dataset, StepDataset) or dataset.sampler is None:
             raise TypeError(f"dataset={dataset!r:.200}, expected a StepDataset")
-        self._plan = dataset.sampler
+        self._plan, self._collate = dataset.sampler, dataset._options["collate"]
         batch_sampler = self._plan if batch_sampler is None else batch_sampler  # or Lightning's, which wraps it
         super().__init__(dataset, batch_sampler=batch_sampler, **{"collate_fn": _same} | options)
         # Lightning and accelerate would distribute the steps of this rank among all ranks once more, unless they find these.

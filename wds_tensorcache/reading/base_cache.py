@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from wds_tensorcache.errors import TensorCacheError, list_names
-from wds_tensorcache.reading.batch.collate import Pad, PadValue
+from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue, as_collate
 from wds_tensorcache.reading.description import Contents, Description
 from wds_tensorcache.reading.keys import KeysView, respelled
 from wds_tensorcache.reading.positions import numbers_of, spread
@@ -252,7 +252,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             return self._read_batch(self._request(indices), device, pin_memory, collate, pad_value)
         numbers = self._numbers(indices)
         batch = self._read_batch(self._request(numbers), device, pin_memory, collate, pad_value)
-        return batch, BatchInfo(numbers, torch.zeros(len(numbers), dtype=torch.bool, device="cpu"), 0, 0, None, self)
+        is_padding = torch.zeros(len(numbers), dtype=torch.bool, device="cpu" if device is None else device)
+        return batch, BatchInfo(numbers, is_padding, 0, 0, None, self, _collate=collate)
 
     def read_tensors(
         self,
@@ -409,7 +410,7 @@ class BatchInfo:
 
     Attributes:
         indices: Sample indices in the cache, int64 `[B]`.
-        is_padding: True for each row that is padding, bool `[B]`, on the loader's device. Training should ignore these rows.
+        is_padding: True for each row that is padding, bool `[B]`, on the batch's device. Training should ignore these rows.
         epoch, step: Epoch and step of a loader's batch; steps are numbered through all epochs. With `read_batch`, both are 0.
         source: Name of the batch's cache in `mix`, or value of its bucket in `bucket_by`; with both, a tuple of name and value;
             None without these options.
@@ -419,7 +420,7 @@ class BatchInfo:
         everything but the cache is equal.
     """
 
-    __slots__ = ("_sent", "cache", "epoch", "indices", "is_padding", "source", "step")
+    __slots__ = ("_collate", "_sent", "cache", "epoch", "indices", "is_padding", "source", "step")
 
     indices: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     is_padding: torch.Tensor
@@ -428,6 +429,7 @@ class BatchInfo:
     source: object
     cache: Cache | None
     _sent: tuple[tuple[str, ...], dict[str, Array]] | None
+    _collate: Collate | None  # None if the batch was collated by a function
 
     def __init__(
         self,
@@ -438,8 +440,10 @@ class BatchInfo:
         source: object,
         cache: Cache | None,
         _sent: Any = None,
+        _collate: Any = None,
     ) -> None:
-        values = (_sent, cache, epoch, indices, is_padding, source, step)
+        _collate = None if _collate is None or callable(_collate) else as_collate(_collate, 0)
+        values = (_collate, _sent, cache, epoch, indices, is_padding, source, step)
         for name, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, name, value)
 
@@ -464,14 +468,31 @@ class BatchInfo:
             return {name: torch.from_numpy(shapes) for name, shapes in (self._sent[1] if self._sent else {}).items()}
         return self.cache._shapes(self.indices)
 
+    def mask(self, name: str) -> torch.Tensor:
+        """Return which elements of a padded tensor's rows are data, bool `[B, T]`, on the batch's device; False is padding.
+
+        T is the length of the rows: that of `tc.pad(to=…)`, otherwise that of the longest row.
+
+        Raises:
+            KeyError: No tensor has this name, or samples differ in its number of dimensions.
+            ValueError: The tensor has no dimensions.
+        """
+        shapes = self.shapes
+        if name not in shapes:
+            raise KeyError(f"no tensor {name!r} of one number of dimensions; there are {', '.join(map(repr, shapes))}")
+        if not shapes[name].shape[1]:
+            raise ValueError(f"tensor {name!r} has no dimensions, so it is not padded and has no mask")
+        lengths = shapes[name][:, :1]
+        way = None if self._collate is None else self._collate.ways_for([name])[0]
+        length = way.to if isinstance(way, Pad) and way.to is not None else int(lengths.max())
+        mask = torch.arange(length, device=lengths.device) < lengths
+        return _moved(mask, self.is_padding.device)
+
     def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> BatchInfo:
         """Return a record whose `is_padding` is on `device`. Lightning and accelerate call this when they move a batch."""
-        is_padding = self.is_padding
-        if device is not None and torch.device(device).type == "cuda" and is_padding.device.type == "cpu":
-            # Hazard: a copy from pageable memory would wait for all work that is queued on the GPU.
-            is_padding, non_blocking = is_padding.pin_memory(), True
-        is_padding = is_padding.to(device, non_blocking=non_blocking)
-        return BatchInfo(self.indices, is_padding, self.epoch, self.step, self.source, self.cache, self._sent)
+        is_padding = _moved(self.is_padding, device, non_blocking)
+        at = self.epoch, self.step, self.source
+        return BatchInfo(self.indices, is_padding, *at, self.cache, self._sent, self._collate)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BatchInfo):
@@ -496,8 +517,19 @@ class BatchInfo:
     def __reduce__(self) -> Any:
         # arrays, because torch would send a file descriptor for each tensor
         sent = tuple(self.keys), {name: shapes.numpy() for name, shapes in self.shapes.items()}
-        return _received, (self.indices, self.is_padding.cpu().numpy(), self.epoch, self.step, self.source, sent)
+        at = self.epoch, self.step, self.source
+        return _received, (self.indices, self.is_padding.cpu().numpy(), *at, sent, self._collate)
 
 
-def _received(indices: Array, padding: Array, epoch: int, step: int, source: object, sent: Any) -> BatchInfo:
-    return BatchInfo(indices, torch.from_numpy(padding), epoch, step, source, None, sent)
+def _received(
+    indices: Array, padding: Array, epoch: int, step: int, source: object, sent: Any, collate: Any
+) -> BatchInfo:
+    return BatchInfo(indices, torch.from_numpy(padding), epoch, step, source, None, sent, collate)
+
+
+def _moved(mask: torch.Tensor, device: torch.device | str | None, non_blocking: bool = False) -> torch.Tensor:
+    """Return a mask on a device."""
+    if device is not None and torch.device(device).type == "cuda" and mask.device.type == "cpu":
+        # Hazard: a copy from pageable memory would wait for all work that is queued on the GPU.
+        mask, non_blocking = mask.pin_memory(), True
+    return mask.to(device, non_blocking=non_blocking)

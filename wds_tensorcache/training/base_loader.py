@@ -28,6 +28,7 @@ class BaseLoader(ABC):
     """
 
     _plan: StepSampler
+    _collate: Any = None  # how the batches are collated, for `BatchInfo.mask`
     _running: Callable[[], _Batches | None] = staticmethod(lambda: None)  # a weak reference to the current iteration
     _num_threads = 0  # threads of each iteration
     _num_iterations = 0
@@ -183,7 +184,7 @@ class _Batches(Iterator[Any]):
                 self._read = loader._read_batches(self._pool, with_info=self._with_info)
             given, is_padding, step, after = next(self._read)
             if self._with_info:
-                given = given, plan._info(step, is_padding)
+                given = given, plan._info(step, is_padding, loader._collate)
             self._is_in_next = False
         except StopIteration:
             self.close()

@@ -69,7 +69,7 @@ class Loader(BaseLoader):
         collate = collate_for(self._plan._caches, collate, pad_value)
         # each thread of the loader reads whole batches, so reading one batch needs no further threads
         self._caches = [each._single_threaded() for each in self._plan._caches]
-        self._device = device
+        self._device, self._collate = device, collate
         self._read_options = {"device": device, "pin_memory": pin_memory, "collate": collate, "pad_value": pad_value}
         self._is_flushed = False
         self._waiting: Callable[[], _Waiting | None] = lambda: None  # weak reference to the batches that are read ahead

@@ -275,8 +275,8 @@ class StepSampler(DistributedSampler[Step]):
         used = number * self._course.step_size
         return self._course.step(Position(epoch, (used,), used))[0]
 
-    def _info(self, step: Step, is_padding: torch.Tensor | None) -> BatchInfo:
-        return make_batch_info(step, self._names, step.cache_of(self._caches), is_padding)
+    def _info(self, step: Step, is_padding: torch.Tensor | None, collate: Any = None) -> BatchInfo:
+        return make_batch_info(step, self._names, step.cache_of(self._caches), is_padding, collate)
 
     def _state(self, at: Position) -> dict[str, Any]:
         return state_of(at, self._settings, self._identify(), self._weights.state(at.step))
@@ -302,15 +302,18 @@ def _shown_key(bucket_by: Any) -> str:
     return f"{getattr(bucket_by, '__qualname__', type(bucket_by).__name__):.100}"
 
 
-def make_batch_info(step: Step, names: Sequence[Any], cache: Any, is_padding: torch.Tensor | None = None) -> BatchInfo:
+def make_batch_info(
+    step: Step, names: Sequence[Any], cache: Any, is_padding: torch.Tensor | None = None, collate: Any = None
+) -> BatchInfo:
     """Return the record of a step's batch.
 
     Args:
         names: Name of each stream, by its number.
         is_padding: The step's mask of padding on the device of the batch; on the CPU by default.
+        collate: How the batch is collated, as in `read_batch`; None if unknown.
     """
     is_padding = torch.from_numpy(step.is_padding) if is_padding is None else is_padding
-    return BatchInfo(step.indices, is_padding, step.epoch, step.number, names[step.stream], cache)
+    return BatchInfo(step.indices, is_padding, step.epoch, step.number, names[step.stream], cache, _collate=collate)
 
 
 class _StepIterator(Iterator[Step]):
