@@ -116,7 +116,9 @@ class PackedMembers:
         layouts = layouts_of(request.rows)
         columns, which = columns_of(request, layouts), layouts.which.tolist()
         result: dict[str, Any] = {}
-        for name, references in zip(columns.names, columns.references, strict=True):
+        for number, name in enumerate(columns.names):
+            columns.check_present(layouts, number)
+            references = [reference for _, reference in columns.present(number)]
             first = references[0]
             if max(one.end for one in references) > members.shape[1]:
                 raise tc.FormatError(f"tensor {name!r} ends after its member: the shard does not match its index")

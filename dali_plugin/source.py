@@ -289,9 +289,11 @@ class TensorCacheSource(BatchSource):
         if not self.tensors:
             return []
         read = cache.read_tensors(request, collate="auto", pin_memory=self._is_pinned)
-        if missing := [name for name in self.tensors if name not in read]:
-            raise tc.BatchError(f"sample {request.key(0)!r} has no tensor {missing[0]!r}")
-        values = [read[name] for name in self.tensors]
+        values = [read.get(name) for name in self.tensors]
+        for name, value in zip(self.tensors, values, strict=True):
+            if value is None or (isinstance(value, list) and any(row is None for row in value)):
+                lacking = next((i for i, row in enumerate(value or ()) if row is None), 0)
+                raise tc.BatchError(f"sample {request.key(lacking)!r} has no tensor {name!r}")
         return [tuple(map(plain, value)) if isinstance(value, list) else plain(value) for value in values]
 
     def _members_of(self, request: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from wds_tensorcache.checking.report import Fault, RepairReport, Report
 from wds_tensorcache.checking.verify import verify
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.sample import decode_sample, encode_sample
-from wds_tensorcache.codec.tree import flatten, nest, realize
+from wds_tensorcache.codec.tree import flatten, realize
 from wds_tensorcache.errors import (
     BatchError,
     EncodeError,
@@ -31,6 +31,7 @@ from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.schema import Entry, TensorSchema
 from wds_tensorcache.reading.store import Io
+from wds_tensorcache.reading.structure import nest
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.names import original_name, safe_key
 from wds_tensorcache.sharing.dataset import SharedDataset

@@ -168,7 +168,7 @@ def test_info_of_samples_that_differ(tmp_path: Path) -> None:
     with tc.open(write(tmp_path, samples)) as cache:
         found, info = cache.read_batch(["001", "000"], collate=list, return_info=True)
         assert [list(each) for each in found] == [["x", "z", "y"], ["x", "y"]]
-        assert {name: shape.tolist() for name, shape in info.shapes.items()} == {"y": [[4], [1]]}
+        assert {name: shape.tolist() for name, shape in info.shapes.items()} == {"y": [[4], [1]], "z": [[2], [0]]}
 
 
 def test_loaders_pad_and_tell_the_shapes(cache: Any) -> None:

@@ -8,26 +8,27 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, zip_longest
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from wds_tensorcache.codec.lazy import Lazy, LazyArray, LazyTensor, check_device
-from wds_tensorcache.errors import BatchError
 
 __all__ = [
     "ATOMS",
     "CONTAINERS",
+    "DICTS",
+    "SEQUENCES",
+    "Holding",
     "Path",
-    "difference",
+    "Wanted",
+    "empty_like",
     "flatten",
     "is_shared",
-    "item_at",
     "map_leaves",
-    "nest",
     "project",
     "realize",
     "rebuild",
@@ -36,14 +37,14 @@ __all__ = [
 ]
 
 Path = tuple[Any, ...]
+Wanted: TypeAlias = Callable[[str], bool]  # tells whether the tensor with a name is selected
 ATOMS = frozenset({str, int, bool, float, bytes, type(None), complex})
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_DICTS = (dict, OrderedDict, defaultdict)
-_SEQUENCES = (list, tuple, deque)
+DICTS = (dict, OrderedDict, defaultdict)
+SEQUENCES = (list, tuple, deque)
 _LEAVES = (LazyTensor, LazyArray, torch.Tensor, np.ndarray, bytearray)
 _INNER: Any = object()  # returned to a `_Copier`, which then copies the container
-_DROPPED: Any = object()  # takes the place of a tensor that `project` removes
-_NOTHING: Any = object()  # takes the place of an item that only one of two samples has
+_DROPPED: Any = object()  # takes the place of a tensor that `project` or `map_leaves` removes
 
 
 def realize(obj: Any, device: torch.device | str | None = None) -> Any:
@@ -91,11 +92,18 @@ class _Copier:
         replace: Function of a value and its path; returns the replacement, or `_INNER` to copy the value as a container.
         once: Types whose objects are replaced only once, even if they occur several times. For containers, this always holds.
         with_keys: True also replaces the keys of dicts.
+        hole: Function of a path that returns what takes the place of a dropped item of a sequence; dicts lose dropped items.
     """
 
     # A class, because recursive inner functions form a reference cycle: a batch would stay alive until garbage collection.
-    def __init__(self, replace: Callable[[Any, Path], Any], once: Any, with_keys: bool = False) -> None:
-        self._replace, self._once, self._with_keys = replace, once, with_keys
+    def __init__(
+        self,
+        replace: Callable[[Any, Path], Any],
+        once: Any,
+        with_keys: bool = False,
+        hole: Callable[[Path], Any] | None = None,
+    ) -> None:
+        self._replace, self._once, self._with_keys, self._hole = replace, once, with_keys, hole
         # id -> (object, copy); the object is kept so that its id is not reused
         self._done: dict[int, tuple[Any, Any]] = {}
 
@@ -114,19 +122,20 @@ class _Copier:
     def _copy(self, value: Any, path: Path) -> Any:
         cls = type(value)
         result: Any
-        if cls in _DICTS:
-            result = _empty_like(value)
+        if cls in DICTS:
+            result = empty_like(value)
             self._done[id(value)] = (value, result)
             for key, item in value.items():
                 made = self.visit(item, (*path, key))
-                result[self.visit(key) if self._with_keys else key] = made
+                if made is not _DROPPED:
+                    result[self.visit(key) if self._with_keys else key] = made
         elif cls in (list, deque, set):
-            result = _empty_like(value)
+            result = empty_like(value)
             self._done[id(value)] = (value, result)
-            items = [self.visit(item, (*path, at)) for at, item in enumerate(value)]
+            items = self._items(value, path)
             result.update(items) if cls is set else result.extend(items)
         elif isinstance(value, (tuple, frozenset)):
-            items = [self.visit(item, (*path, at)) for at, item in enumerate(value)]
+            items = self._items(value, path)
             if all(new is old for new, old in zip(items, value, strict=True)):
                 return value
             return cls._make(items) if hasattr(cls, "_make") else cls(items)
@@ -140,8 +149,14 @@ class _Copier:
             return value
         return result
 
+    def _items(self, value: Any, path: Path) -> list[Any]:
+        items = [self.visit(item, (*path, at)) for at, item in enumerate(value)]
+        if self._hole is None:
+            return items
+        return [self._hole((*path, at)) if item is _DROPPED else item for at, item in enumerate(items)]
 
-class _Holding:
+
+class Holding:
     """A predicate: True for a lazy tensor, and for a dict, list, tuple or deque with one in it. Visits each container once."""
 
     def __init__(self) -> None:
@@ -151,31 +166,37 @@ class _Holding:
         if isinstance(value, Lazy):
             return True
         cls = type(value)
-        if cls not in _DICTS and cls not in _SEQUENCES:
+        if cls not in DICTS and cls not in SEQUENCES:
             return False
         known = self._known.get(id(value))
         if known is None:
             self._known[id(value)] = False  # for a container in itself, until its items are examined
-            known = self._known[id(value)] = any(map(self, value.values() if cls in _DICTS else value))
+            known = self._known[id(value)] = any(map(self, value.values() if cls in DICTS else value))
         return known
 
 
-def map_leaves(sample: Any, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any]) -> Any:
+def map_leaves(
+    sample: Any, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any], wanted: Wanted | None = None
+) -> Any:
     """Return a copy of the structure of `sample` in which functions replace the lazy tensors and the leaves.
 
     Dicts, and lists, tuples and deques that contain a lazy tensor, are copied as containers. A lazy tensor becomes
     `tensor(lazy)`. Any other value, for example a tuple of ints, is a leaf and becomes `leaf(path)`. A container or tensor
     that occurs several times in the sample is also one object in the result.
+
+    Dicts lose the tensors whose names `wanted` refuses; in other places, these tensors are leaves. They do not change where
+    anything else is: a list that contains only refused tensors is a container, too.
     """
-    holds = _Holding()
+    holds = Holding()
 
     def replace(value: Any, path: Path) -> Any:
         if isinstance(value, Lazy):
-            return tensor(value)
+            return tensor(value) if wanted is None or wanted(value.name) else _DROPPED
         cls = type(value)
-        return _INNER if cls in _DICTS or (cls in _SEQUENCES and holds(value)) else leaf(path)
+        return _INNER if cls in DICTS or (cls in SEQUENCES and holds(value)) else leaf(path)
 
-    return _Copier(replace, Lazy).visit(sample)
+    made = _Copier(replace, Lazy, hole=leaf).visit(sample)
+    return leaf(()) if made is _DROPPED else made
 
 
 def project(sample: Any, wanted: Callable[[str], bool]) -> Any:
@@ -191,11 +212,11 @@ def _project(value: Any, wanted: Callable[[str], bool], done: dict[int, Any]) ->
         return value
     if isinstance(value, Lazy):
         return value if wanted(value.name) else _DROPPED
-    if id(value) in done or (cls not in _DICTS and cls not in _SEQUENCES):
+    if id(value) in done or (cls not in DICTS and cls not in SEQUENCES):
         return done.get(id(value), value)
     if cls is not tuple:
-        done[id(value)] = result = _empty_like(value)
-        if cls in _DICTS:
+        done[id(value)] = result = empty_like(value)
+        if cls in DICTS:
             for key, item in value.items():
                 kept = _project(item, wanted, done)
                 if kept is not _DROPPED:
@@ -209,7 +230,7 @@ def _project(value: Any, wanted: Callable[[str], bool], done: dict[int, Any]) ->
     return result
 
 
-def _empty_like(value: Any) -> Any:
+def empty_like(value: Any) -> Any:
     cls = type(value)
     if cls is defaultdict:
         return defaultdict(value.default_factory)
@@ -223,104 +244,19 @@ def flatten(sample: Any) -> dict[str, Any]:
     return tensors
 
 
-def item_at(value: Any, path: Path) -> Any:
-    """Return the value at `path`, the keys and indices that lead to it from the root of a nested sample."""
-    for step in path:
-        value = value[step]
-    return value
-
-
-def is_shared(sample: Any) -> bool:
-    """Return whether a lazy tensor of `sample`, or a container with a lazy tensor in it, occurs more than once."""
-    holds, met, todo = _Holding(), {id(sample)}, [sample]
+def is_shared(sample: Any, wanted: Wanted | None = None) -> bool:
+    """Return whether a wanted lazy tensor of `sample`, or a container with a lazy tensor in it, occurs more than once."""
+    holds, met, todo = Holding(), {id(sample)}, [sample]
     for value in todo:
-        items = value.values() if type(value) in _DICTS else value if type(value) in _SEQUENCES else ()
+        items = value.values() if type(value) in DICTS else value if type(value) in SEQUENCES else ()
         for item in filter(holds, items):
+            if wanted is not None and isinstance(item, Lazy) and not wanted(item.name):
+                continue
             if id(item) in met:
                 return True
             met.add(id(item))
             todo.append(item)
     return False
-
-
-def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
-    """Combine B lazy samples into one batch with the structure of the first, but with `tensors` in place of the lazy tensors.
-
-    `tensors` contains the batched tensors by name. As in `TensorCache.nest`, lazy tensors without an entry in `tensors` are
-    left out, and every other value becomes a list of B values.
-
-    Raises:
-        BatchError: The structures of two samples differ.
-        KeyError: `tensors` has a name that is not a tensor of the first sample.
-    """
-    kept = [project(sample, tensors.__contains__) for sample in samples]
-    for number, sample in enumerate(kept):
-        if found := difference(kept[0], sample):
-            where, first, other = found
-            raise BatchError(
-                f"the structures of samples 0 and {number} of the batch differ: {where}, the first has {first}, "
-                f"but the other has {other}"
-            )
-    known = flatten(kept[0])
-    for name in tensors:
-        if name not in known:
-            raise KeyError(f"the samples have no tensor {name!r}")
-    return map_leaves(kept[0], lambda lazy: tensors[lazy.name], lambda path: [item_at(sample, path) for sample in kept])
-
-
-def difference(first: Any, other: Any) -> tuple[str, str, str] | None:
-    """Return where the structures of two samples differ, what the first has there, and what the other has; None if nowhere.
-
-    If one container occurs several times in the first sample, the other sample must have one container in the same places,
-    because `map_leaves` visits it only once.
-    """
-    found = _Difference().between(first, other, ())
-    return None if found is None else (_at(found[0]), found[1], found[2])
-
-
-class _Difference:
-    def __init__(self) -> None:
-        self._holds = _Holding()
-        self._met: dict[int, tuple[Any, Path]] = {}  # id of a container in the first -> the other's, and its path
-
-    def _kind(self, value: Any) -> Any:
-        """Return the name of a tensor, the type of a container that `map_leaves` copies, or None for a leaf."""
-        if isinstance(value, Lazy):
-            return value.name
-        cls = type(value)
-        return cls if cls in _DICTS or (cls in _SEQUENCES and self._holds(value)) else None
-
-    def between(self, first: Any, other: Any, path: Path) -> tuple[Path, str, str] | None:
-        if first is _NOTHING or other is _NOTHING:
-            return path, self._described(first), self._described(other)
-        kind = self._kind(first)
-        if kind != self._kind(other):
-            return path, self._described(first), self._described(other)
-        if not isinstance(kind, type):
-            return None
-        if id(first) in self._met:
-            met, place = self._met[id(first)]
-            own = f"its own {kind.__name__}"
-            return None if met is other else (path, f"the {kind.__name__} {_at(place)}", own)
-        self._met[id(first)] = other, path
-        if kind in _DICTS:
-            keys = dict.fromkeys([*first, *other])
-            pairs = ((key, first.get(key, _NOTHING), other.get(key, _NOTHING)) for key in keys)
-        else:
-            pairs = ((at, *both) for at, both in enumerate(zip_longest(first, other, fillvalue=_NOTHING)))
-        return next(filter(None, (self.between(one, two, (*path, step)) for step, one, two in pairs)), None)
-
-    def _described(self, value: Any) -> str:
-        if value is _NOTHING:
-            return "nothing"
-        kind = self._kind(value)
-        if isinstance(kind, type):
-            return f"a {kind.__name__} of length {len(value)}"
-        return "a value" if kind is None else f"tensor {kind!r}"
-
-
-def _at(path: Path) -> str:
-    return f"at {'.'.join(map(str, path))!r}" if path else "at the root"
 
 
 def _children(value: Any) -> Iterable[Any]:

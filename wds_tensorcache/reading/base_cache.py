@@ -6,7 +6,7 @@ import operator
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import numpy as np
@@ -350,13 +350,14 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return []
 
     def _shapes(self, numbers: Array) -> dict[str, torch.Tensor]:
-        """Return shapes by tensor name, int64 `[B, ndim]`, of all tensors that have the same ndim in all samples."""
+        """Return `BatchInfo.shapes` of samples."""
         found = [entry.shapes for entry in self._take(numbers)._entries(selected=True)]
-        return {
-            name: torch.from_numpy(np.array([each[name] for each in found], np.int64).reshape(len(found), -1))
-            for name, shape in found[0].items()
-            if all(name in each and len(each[name]) == len(shape) for each in found)
-        }
+        result = {}
+        for name, first in dict(chain.from_iterable(each.items() for each in reversed(found))).items():
+            shapes = [each.get(name, (0,) * len(first)) for each in found]
+            if all(len(shape) == len(first) for shape in shapes):
+                result[name] = torch.from_numpy(np.array(shapes, np.int64).reshape(len(found), -1))
+        return result
 
     @abstractmethod
     def _sample(self, number: int) -> _Sample: ...
@@ -463,7 +464,10 @@ class BatchInfo:
 
     @property
     def shapes(self) -> dict[str, torch.Tensor]:
-        """Shapes before padding by tensor name, int64 `[B, ndim]`, of all tensors that have the same ndim in all samples."""
+        """Shapes before padding by tensor name, int64 `[B, ndim]`, of tensors that have one number of dimensions in the batch.
+
+        The shape of a tensor that a sample lacks is zeros. Tensors that all samples of the batch lack are left out.
+        """
         if self.cache is None:
             return {name: torch.from_numpy(shapes) for name, shapes in (self._sent[1] if self._sent else {}).items()}
         return self.cache._shapes(self.indices)
@@ -471,13 +475,16 @@ class BatchInfo:
     def mask(self, name: str) -> torch.Tensor:
         """Return which elements of a padded tensor's rows are data, bool `[B, T]`, on the batch's device; False is padding.
 
-        T is the length of the rows: that of `tc.pad(to=…)`, otherwise that of the longest row.
+        T is the length of the rows: that of `tc.pad(to=…)`, otherwise that of the longest row. A sample that lacks the tensor
+        has no data.
 
         Raises:
             KeyError: No tensor has this name, or samples differ in its number of dimensions.
             ValueError: The tensor has no dimensions.
         """
         shapes = self.shapes
+        if name not in shapes and self.cache is not None and name in self.cache.schema:
+            shapes = {name: torch.zeros((len(self.indices), 1), dtype=torch.int64, device="cpu")}  # no sample has it
         if name not in shapes:
             raise KeyError(f"no tensor {name!r} of one number of dimensions; there are {', '.join(map(repr, shapes))}")
         if not shapes[name].shape[1]:

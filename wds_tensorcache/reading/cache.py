@@ -13,6 +13,7 @@ from wds_tensorcache.codec.tree import flatten, project
 from wds_tensorcache.errors import list_names, unknown_name
 from wds_tensorcache.reading.base_cache import Cache, _Sample
 from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
+from wds_tensorcache.reading.batch.columns import layouts_of
 from wds_tensorcache.reading.batch.request import Request, Structures
 from wds_tensorcache.reading.batch.rows import locate
 from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
@@ -106,12 +107,13 @@ class TensorCache(Cache[_Sample]):
             view = TensorCache(self._store, self._order, tuple(map(glob.escape, names)))
             self._narrowed[names] = view
         request = view._request(self._request(indices))
-        structure = request.structures.structure_for(request.rows)
+        layouts = layouts_of(request.rows)
+        structure = request.structures.structure_for(layouts)
         for name in names:
             if name not in structure.tensors or (self._wanted is not None and not self._wanted(name)):
                 has = list(flatten(self._request(indices).sample(0)))
                 raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {list_names(has, name)}")
-        return nest_batch(request, tensors)
+        return nest_batch(request, tensors, layouts, structure=structure)
 
     def close(self) -> None:
         self._store.close()

@@ -6,12 +6,12 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
 from wds_tensorcache.codec.header import DIGITS_BEGIN, DIGITS_END, parse_header
-from wds_tensorcache.codec.layout import Layout
+from wds_tensorcache.codec.layout import Form, Layout
 from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES, are_preambles, is_preamble, sign_header
 from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
@@ -38,6 +38,8 @@ _OCTAL_SHIFTS = np.arange(30, -1, -3)
 _MAX_TEMPLATES = 255
 _LEASED_NBYTES = 1 << 16  # from this size on, recycled memory is faster than new memory
 _MAX_LAYOUTS = 4096  # the most layouts of one shard in memory
+_MAX_VARIANTS = 64
+Variant: TypeAlias = "tuple[frozenset[str], Form, int]"
 _CHANGED = "the shard was changed or damaged; tc.verify reports which"
 _HEX = np.array([list(b"%02x" % byte) for byte in range(256)], np.uint8)
 
@@ -63,6 +65,22 @@ def _suffixes(name: str) -> tuple[bytes, bytes]:
     return f".{member_suffix(name, SKELETON)}".encode(), f".{member_suffix(name, TENSORS)}".encode()
 
 
+def _variants_of(index: ShardIndex, columns: CacheColumns) -> tuple[Variant, ...]:
+    """Return `Shard.variants`. Cost: one pass over the rows if the shard has several forms."""
+    table = index.layouts
+    if len(table.forms) == 1:
+        return ((frozenset(name for name, *_ in table.forms[0].entries), table.forms[0], 0),)
+    found: dict[frozenset[str], Variant] = {}
+    numbers, rows = np.unique(table.form[columns.layout], return_index=True)
+    for number, row in zip(numbers.tolist(), rows.tolist(), strict=True):
+        form = table.forms[number]
+        names = frozenset(name for name, *_ in form.entries)
+        found.setdefault(names, (names, form, row))
+        if len(found) > _MAX_VARIANTS:  # a hostile file could have any number
+            return ()
+    return tuple(found.values())
+
+
 class _Loaded(Generic[_T]):
     """An attribute whose first use loads the shard's index."""
 
@@ -83,6 +101,8 @@ class Shard:
         columns: Columns of this cache in the index.
         checked: True for each sample that `check_tensors` accepted, bool `[len(shard)]`.
         layout_of_all: Layout of all samples; None unless the shard has exactly one.
+        variants: For each set of tensor names that a sample has: the names, a form with these names, and the row of one sample;
+            empty if there are more than 64.
 
     Threads/fork/pickle: safe everywhere; pickles as its path, so a copy loads the index again.
     """
@@ -91,6 +111,7 @@ class Shard:
     columns = _Loaded[CacheColumns]()
     checked = _Loaded[Array]()
     layout_of_all = _Loaded["Layout | None"]()
+    variants = _Loaded["tuple[Variant, ...]"]()
     _template_numbers = _Loaded[Array]()  # the number of each sample's template, uint8; 0 if unknown
 
     def __init__(
@@ -137,6 +158,7 @@ class Shard:
         loaded = {"index": index, "columns": columns, "checked": np.zeros(len(columns), np.bool_)}
         loaded["_template_numbers"] = np.zeros(len(columns), np.uint8)
         loaded["layout_of_all"] = index.layouts[0] if len(index.layouts) == 1 else None
+        loaded["variants"] = _variants_of(index, columns)
         for name, value in loaded.items():
             setattr(self, name, value)
 

@@ -43,6 +43,8 @@ class _BatchAsShard:
     """The samples of a batch as a `RowSource`. Row `i` is sample `i` of the batch."""
 
     layout_of_all = None
+    variants = ()
+    path = "shared memory"
 
     def __init__(self, samples: Samples, numbers: Sequence[int], parsed: Sequence[ParsedSample], bits: int) -> None:
         self._samples, self._numbers, self._parsed = samples, numbers, parsed

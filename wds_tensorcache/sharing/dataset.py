@@ -19,6 +19,7 @@ from wds_tensorcache.codec.tree import flatten, project, realize
 from wds_tensorcache.errors import TensorCacheError, list_names, unknown_name
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
+from wds_tensorcache.reading.batch.columns import layouts_of
 from wds_tensorcache.reading.batch.request import Request, Structures
 from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
 from wds_tensorcache.reading.keys import KeysView
@@ -290,12 +291,13 @@ class SharedDataset(Cache[Any]):
 
     def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
         request = self._view(self._indices, (tuple(tensors),), self._store)._request(indices)
-        known = request.structures.structure_for(request.rows).tensors
+        layouts = layouts_of(request.rows)
+        structure = request.structures.structure_for(layouts)
         for name in tensors:
-            if name not in known:
+            if name not in structure.tensors:
                 has = list(flatten(self._request(indices).sample(0)))
                 raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {list_names(has, name)}")
-        return nest_batch(request, tensors)
+        return nest_batch(request, tensors, layouts, structure=structure)
 
     def close(self) -> None:
         """Stop holding the shared memory. Without another holder it is freed, except under tensors that are in use.

@@ -16,13 +16,13 @@ from wds_tensorcache.codec.views import check_array
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.reading.batch.batch_memory import Memory, to_device
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Pad, PadValue, as_collate
-from wds_tensorcache.reading.batch.columns import Columns, Layouts, layouts_of
+from wds_tensorcache.reading.batch.columns import Columns, Layouts, lacks_any, layouts_of
 from wds_tensorcache.reading.batch.leaves import Leaves
 from wds_tensorcache.reading.batch.other_values import Decoded
 from wds_tensorcache.reading.batch.padding import Padding, fill_paddings, filler_of, padded_shape
 from wds_tensorcache.reading.batch.placement import Placement, nbytes_of, place_equal, place_in_turn
 from wds_tensorcache.reading.batch.read_rows import read_rows
-from wds_tensorcache.reading.batch.request import Request, columns_of
+from wds_tensorcache.reading.batch.request import Request, Structure, columns_of
 
 __all__ = ["nest_batch", "read_batch", "read_tensors"]
 
@@ -45,22 +45,35 @@ def read_tensors(
     return _read_tensors(request, device, pin, collate, pad_value, TENSOR_WAYS)[0]
 
 
-def nest_batch(request: Request, tensors: Mapping[str, Any], io: str = "pread") -> Any:
-    """Return a batch with the structure of its first sample, and with `tensors`, by name. `io` is how skeletons are read."""
-    structure = request.structures.structure_for(request.rows)
+def nest_batch(
+    request: Request,
+    tensors: Mapping[str, Any],
+    layouts: Layouts,
+    io: str = "pread",
+    structure: Structure | None = None,
+) -> Any:
+    """Return a batch with the structure of its samples, and with `tensors`, by name. `io` is how skeletons are read."""
+    structure = structure or request.structures.structure_for(layouts)
     decoded = Decoded(request, structure, io)
-    if not structure.is_plain or get_worker_info() is not None:
-        decoded.check()  # in a worker, an error during pickling of the batch would not reach the caller
+    may_lack = layouts.is_mixed or layouts.exemplars
+    if not structure.is_plain or get_worker_info() is not None or (may_lack and lacks_any(layouts, structure.tensors)):
+        # In a worker, an error during pickling of the batch would not reach the caller. If a sample lacks a tensor, only its
+        # skeleton tells whether there is None in its place.
+        decoded.check()
     if structure.visits is not None:
         names, paths, containers = structure.visits
         return assemble(containers, [*map(tensors.__getitem__, names), *map(partial(Leaves, decoded), paths)])
-    return map_leaves(structure.sample, lambda lazy: tensors[lazy.name], lambda path: Leaves(decoded, path))
+    wanted = request.structures.wanted
+    return map_leaves(structure.sample, lambda lazy: tensors[lazy.name], lambda path: Leaves(decoded, path), wanted)
 
 
 def _read_tensors(
     request: Request, device: Any, pin: bool, collate: Any, pad_value: PadValue, allowed_ways: tuple[str, ...]
-) -> tuple[dict[str, Any], str]:
-    """Return the tensors of a batch by name, and the method that read them; strings in `collate` must be in `allowed_ways`."""
+) -> tuple[dict[str, Any], Layouts, str]:
+    """Return the tensors of a batch by name, the layouts of its samples, and the method that read them.
+
+    Strings in `collate` must be in `allowed_ways`.
+    """
     is_stacked = collate == "stack" or (collate == "auto" and allowed_ways is TENSOR_WAYS)
     is_plain_stack = isinstance(collate, str) and is_stacked
     ways = None if is_plain_stack else as_collate(collate, pad_value, allowed_ways)
@@ -88,13 +101,14 @@ def _read_tensors(
         memory.move(device)
     tensors: dict[str, Any] = {}
     for number, name in enumerate(columns.names):
-        references, shape = columns.references[number], shapes[number]
+        shape = shapes[number]
         if shape is not None:
-            tensors[name] = memory.view(references[0], placement.begins[number], (count, *shape))
+            tensors[name] = memory.view(columns.first[number], placement.begins[number], (count, *shape))
         else:
             rows = zip(layouts.which.tolist(), placement.rows[number], strict=True)
-            tensors[name] = [memory.view(references[at], begin, references[at].shape) for at, begin in rows]
-    return tensors, io
+            found = ((columns.references[number][at], begin) for at, begin in rows)
+            tensors[name] = [one and memory.view(one, begin, one.shape) for one, begin in found]
+    return tensors, layouts, io
 
 
 def _place(
@@ -114,15 +128,15 @@ def _place(
     shapes: list[tuple[int, ...] | None] = []
     paddings = []
     for number, way in enumerate(ways):
-        first, can_stack = columns.references[number][0], count <= columns.limits[number]
-        if isinstance(way, Pad):
+        first, can_stack = columns.first[number], count <= columns.limits[number]
+        if isinstance(way, Pad) and (first.shape or any(columns.references[number])):
             shapes.append(padded_shape(columns, layouts, number, way.to))
             row_nbytes = nbytes_of(first, shapes[-1] or ())
             if (sizes[number] < row_nbytes).any():
                 paddings.append(Padding(number, row_nbytes, *filler_of(first, way.value)))
                 sizes[number] = row_nbytes
-        elif way == "list" or (way == "auto" and not can_stack):
-            shapes.append(None)
+        elif way == "list" or (way == "auto" and not can_stack) or not any(columns.references[number]):
+            shapes.append(None)  # None for each sample, if no sample has the tensor
         else:
             if not can_stack:
                 columns.check_stackable(layouts, number)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.layout import Layout
+from wds_tensorcache.codec.layout import Form, Layout, StoredTensor
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.views import ARRAY_NDIM
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.merge_reads import merge_reads
 from wds_tensorcache.reading.batch.rows import NO_SAMPLES, Rows
 
-__all__ = ["Columns", "Layouts", "check_same_names", "check_stackable", "layouts_of"]
+__all__ = ["Columns", "Layouts", "check_same_names", "check_stackable", "lacks_any", "layouts_of"]
 
 Array = np.ndarray[Any, Any]
+_ABSENT = StoredTensor("", "", (), 0, 0)  # takes the place of a tensor that a layout lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,16 @@ class Layouts:
         rows: Samples of the batch.
         items: Distinct layouts, starting with the first sample's.
         which: Index into `items` for each sample, int64 `[B]`.
+        exemplars: Samples that have tensors that the first sample lacks, from the batch and from its shards: a form, a
+            shard's number and a row.
+        is_mixed: True if the samples of the batch differ in the names of their tensors.
     """
 
     rows: Rows
     items: Sequence[Layout]
     which: Array
+    exemplars: Sequence[tuple[Form, int, int]] = ()
+    is_mixed: bool = False
 
     def key(self, number: int) -> str:
         """Return the key of the first sample with layout `number`."""
@@ -46,14 +52,19 @@ def layouts_of(rows: Rows) -> Layouts:
     Raises:
         ValueError: The batch is empty.
     """
+    if rows.known_layouts:
+        return Layouts(rows, *rows.known_layouts)
     if not rows.by_shard:
         raise ValueError(NO_SAMPLES)
     numbers: dict[int, int] = {}
     items: list[Layout] = []
     found: list[Any] = []  # for each shard: one index, or one index per sample
+    varied: list[int] = []  # the shards whose samples differ in the names of their tensors
     for number, _, some in rows.by_shard:
         layout = rows.shards[number].layout_of_all
         layouts, inverse = ([layout], 0) if layout is not None else rows.shards[number].layouts_of(some)
+        if len(rows.shards[number].variants) > 1:
+            varied.append(number)
         present = []
         for layout in layouts:
             present.append(numbers.setdefault(id(layout), len(items)))
@@ -62,14 +73,45 @@ def layouts_of(rows: Rows) -> Layouts:
         found.append(np.array(present)[inverse])
     which = np.zeros(len(rows.row), np.int64)
     if len(items) == 1:
-        return Layouts(rows, items, which)
+        # not the result, which refers to the rows
+        rows.known_layouts.extend((items, which, _exemplars(rows, items, which, varied) if varied else ()))
+        return Layouts(rows, *rows.known_layouts)
     for (_, at, _), part in zip(rows.by_shard, found, strict=True):
         which[at] = part
     first = which.item(0)
     if first:  # move the first sample's layout to the front
         items.insert(0, items.pop(first))
         which = np.where(which == first, 0, which + (which < first))
-    return Layouts(rows, items, which)
+    is_mixed = any(
+        layout.form is not items[0].form and layout.tensors.keys() != items[0].tensors.keys() for layout in items
+    )
+    exemplars = _exemplars(rows, items, which, varied) if varied or is_mixed else ()
+    rows.known_layouts.extend((items, which, exemplars, is_mixed))
+    return Layouts(rows, *rows.known_layouts)
+
+
+def _exemplars(
+    rows: Rows, items: Sequence[Layout], which: Array, varied: Sequence[int]
+) -> Sequence[tuple[Form, int, int]]:
+    """Return `Layouts.exemplars`: as few samples as have all names that the first sample lacks, those with most names first."""
+    found: dict[frozenset[str], tuple[Form, int, int]] = {}
+    for number, layout in enumerate(items):
+        i = int(np.argmax(which == number))
+        found.setdefault(frozenset(layout.tensors), (layout.form, rows.number.item(i), rows.row.item(i)))
+    for number in varied:
+        for names, form, row in rows.shards[number].variants:
+            found.setdefault(names, (form, number, row))
+    covered, result = set(items[0].tensors), []
+    for names in sorted(found, key=len, reverse=True):
+        if not names <= covered:
+            covered |= names
+            result.append(found[names])
+    return result
+
+
+def lacks_any(layouts: Layouts, names: Iterable[str]) -> bool:
+    """Return whether a sample of the batch lacks one of the tensors `names`."""
+    return any(name not in layout.tensors for name in names for layout in layouts.items)
 
 
 class Columns:
@@ -78,17 +120,21 @@ class Columns:
     Attributes:
         names, numbers: Names of the tensors, and a dict from each name to its index in `names`.
         layouts: The layouts. They are kept alive because `Structures.columns` uses their ids as keys.
-        begin, nbytes: Range of each tensor's bytes in the `.safetensors` member, int64 `[tensors, layouts]`.
+        begin, nbytes: Range of each tensor's bytes in the `.safetensors` member, int64 `[tensors, layouts]`; zeros if a layout
+            lacks the tensor.
         sizes: Bytes of each tensor, if equal in all layouts; else None.
         bools: `(tensor, layout)`, both as indices, of each bool tensor; the bytes of these tensors must be checked.
         runs: For each layout, the byte ranges to read for one sample.
-        references: Reference of each tensor, `[tensors][layouts]`; set by `resolve`, like `shapes`, `limits` and `limit`.
-        shapes: Shape of each tensor in the first layout.
-        limits: Largest number of samples for which each tensor can be stacked; 0 if its shapes differ.
+        references: Reference of each tensor, `[tensors][layouts]`, None if a layout lacks the tensor; set by `resolve`, like
+            `first`, `shapes`, `limits` and `limit`.
+        first: Reference of each tensor in the first layout that has it; if none has it, in another sample of the same shards.
+        shapes: Shape of each tensor in `first`.
+        limits: Largest number of samples for which each tensor can be stacked; 0 if its shapes differ, or a layout lacks it.
         limit: Minimum of `limits`.
     """
 
-    references: list[list[Reference]]
+    references: list[list[Reference | None]]
+    first: list[Reference]
     shapes: list[tuple[int, ...]]
     limits: list[int]
     limit: int
@@ -98,7 +144,7 @@ class Columns:
         self.numbers = {name: number for number, name in enumerate(names)}
         self.layouts = layouts
         self.references = []
-        stored = [[layout.tensors[name] for layout in layouts] for name in names]
+        stored = [[layout.tensors.get(name, _ABSENT) for layout in layouts] for name in names]
         shape = (len(names), len(layouts))
         self.begin = np.array([[one.begin for one in each] for each in stored], np.int64).reshape(shape)
         self.nbytes = np.array([[one.end for one in each] for each in stored], np.int64).reshape(shape) - self.begin
@@ -116,7 +162,7 @@ class Columns:
         """Resolve the reference of each tensor in each layout.
 
         Args:
-            like: Lazy tensors of the first sample, by name.
+            like: A lazy tensor of one of the samples, by name.
             texts: Reference texts in the skeletons of each layout, by tensor name.
             layouts: Layouts of the batch.
 
@@ -125,33 +171,56 @@ class Columns:
         """
         for name in self.names:
             mine = like[name]._reference
-            references = [resolve(layout, text[name]) for layout, text in zip(layouts.items, texts, strict=True)]
+            references = [
+                resolve(layout, text[name]) if name in layout.tensors else None
+                for layout, text in zip(layouts.items, texts, strict=True)
+            ]
             for number, found in enumerate(references):
-                if found.kind != mine.kind or found.dtype != mine.dtype:
+                if found is not None and (found.kind != mine.kind or found.dtype != mine.dtype):
+                    alike = next(n for n, one in enumerate(references) if one is not None)
                     raise BatchError(
-                        f"tensor {name!r} is {mine.kind} of {mine.dtype} in sample {layouts.key(0)!r}, "
+                        f"tensor {name!r} is {mine.kind} of {mine.dtype} in sample {layouts.key(alike)!r}, "
                         f"but {found.kind} of {found.dtype} in {layouts.key(number)!r}"
                     )
             self.references.append(references)
-        self.shapes = [each[0].shape for each in self.references]
+        self.first = [
+            next(filter(None, each), like[name]._reference)
+            for name, each in zip(self.names, self.references, strict=True)
+        ]
+        self.shapes = [first.shape for first in self.first]
         # cost: one step per tensor and layout, done once for all batches of one layout
-        equal = [all(one.shape == each[0].shape for one in each) for each in self.references]
         self.limits = [
-            _most(each[0], each[0].shape) if is_equal else 0
-            for each, is_equal in zip(self.references, equal, strict=True)
+            _most(first, first.shape) if all(one is not None and one.shape == first.shape for one in each) else 0
+            for first, each in zip(self.first, self.references, strict=True)
         ]
         self.limit = min(self.limits, default=1 << 63)
 
     def check_stackable(self, layouts: Layouts, tensor: int) -> None:
-        """Raise BatchError unless a tensor has one shape in all layouts, and the stacked array stays within size limits."""
-        first, *others = self.references[tensor]
-        for number, other in enumerate(others, start=1):
+        """Raise BatchError unless all layouts have a tensor, of one shape, and the stacked array stays within size limits."""
+        self.check_present(layouts, tensor)
+        (at, first), *others = self.present(tensor)
+        for number, other in others:
             if other.shape != first.shape:
                 raise BatchError(
-                    f"tensor {first.name!r} is {list(first.shape)} in sample {layouts.key(0)!r}, but "
+                    f"tensor {first.name!r} is {list(first.shape)} in sample {layouts.key(at)!r}, but "
                     f"{list(other.shape)} in {layouts.key(number)!r}; use collate='pad' or 'list'"
                 )
-        check_stackable(first, len(layouts.rows), first.shape, layouts.key(0))
+        check_stackable(first, len(layouts.rows), first.shape, layouts.key(at))
+
+    def present(self, tensor: int) -> list[tuple[int, Reference]]:
+        """Return the index of each layout that has a tensor, and the tensor's reference in that layout."""
+        return [(number, one) for number, one in enumerate(self.references[tensor]) if one is not None]
+
+    def check_present(self, layouts: Layouts, tensor: int) -> None:
+        """Raise BatchError unless all layouts have a tensor."""
+        references = self.references[tensor]
+        lacking = next((number for number, one in enumerate(references) if one is None), None)
+        if lacking is not None:
+            at, first = self.present(tensor)[0]
+            raise BatchError(
+                f"sample {layouts.key(lacking)!r} has no tensor {first.name!r}, but {layouts.key(at)!r} has one; "
+                "use collate='list' or 'pad' for this tensor, or do not select it"
+            )
 
 
 def check_stackable(reference: Reference, count: int, shape: tuple[int, ...], key: str) -> None:
@@ -179,20 +248,16 @@ def _has_too_many_dims(reference: Reference, shape: tuple[int, ...]) -> bool:
     return len(shape) >= ARRAY_NDIM and reference.kind == "ndarray"
 
 
-_LACKING = "select the tensors that all samples have, filter by entry.shapes, or collate with a function"
+def check_same_names(layouts: Layouts, names: Collection[str], wanted: Callable[[str], bool] | None) -> None:
+    """Raise BatchError if a layout has a tensor that `wanted` accepts, but that is neither in `names` nor in the first layout.
 
-
-def check_same_names(layouts: Layouts, names: Sequence[str], wanted: Callable[[str], bool] | None) -> None:
-    """Raise BatchError unless all layouts have the tensors `names`, and no other tensor that `wanted` accepts."""
+    Such a tensor has no place in the batch: in its place, the first sample has something else than None or nothing.
+    """
     first = layouts.items[0].tensors.keys()
-    for number, layout in enumerate(layouts.items):
-        for name in names:
-            if name not in layout.tensors:
-                raise BatchError(
-                    f"sample {layouts.key(number)!r} has no tensor {name!r}, but {layouts.key(0)!r} has one; {_LACKING}"
-                )
-        more = [name for name in layout.tensors.keys() - first if wanted is None or wanted(name)]
+    for number, layout in enumerate(layouts.items if layouts.is_mixed else ()):
+        more = [name for name in layout.tensors.keys() - first - set(names) if wanted is None or wanted(name)]
         if more:
             raise BatchError(
-                f"sample {layouts.key(number)!r} has tensor {min(more)!r}, but {layouts.key(0)!r} has none; {_LACKING}"
+                f"sample {layouts.key(number)!r} has tensor {min(more)!r}, but {layouts.key(0)!r} has none, and not None in "
+                "its place; select the tensors that all samples have, filter by entry.shapes, or collate with a function"
             )

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
-from wds_tensorcache.codec.reference import MemorySource, Reference
 from wds_tensorcache.codec.skeleton.match_many import match_many
 from wds_tensorcache.codec.skeleton.template import MISS, Template
-from wds_tensorcache.codec.tree import Path, difference, item_at, project
+from wds_tensorcache.codec.tree import Path
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.request import Request, Structure
+from wds_tensorcache.reading.structure import difference, value_at
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.maps import LEASED_SAMPLES, MapLost, Maps
 
@@ -61,17 +60,23 @@ class Decoded:
         with self._lock:
             others, slot = self._match(), self._slot(path)
             if slot is not None and not others:
-                return list(self._columns[slot])
+                return list(self._columns[slot]) if slot >= 0 else [None] * len(self)
             if self._samples is None:
                 other = set(others)
                 self._samples = [self._build_other(i) if i in other else self._build(i) for i in range(len(self))]
-        return [item_at(sample, path) for sample in self._samples]
+        return [value_at(sample, path) for sample in self._samples]
 
     def check(self) -> None:
-        """Raise BatchError unless every sample has the structure of the first sample."""
+        """Raise BatchError unless every sample has the structure of the batch."""
         with self._lock:
-            for i in self._match():
+            others = self._match()
+            for i in others:
                 self._build_other(i)
+            for path in self._structure.nones:
+                slot = self._slot(path)
+                if slot is not None and slot >= 0 and any(value is not None for value in self._columns[slot]):
+                    i = next(i for i, value in enumerate(self._columns[slot]) if value is not None)
+                    raise self._unlike(i, f"at {'.'.join(map(str, path))!r}", "None", "a value")
 
     def _match(self) -> list[int]:
         """Return the samples that do not match the template; the first call reads the skeletons."""
@@ -110,39 +115,37 @@ class Decoded:
         return others
 
     def _slot(self, path: Path) -> int | None:
-        """Return the index of the template's value at `path`; None if there is a container at `path`."""
+        """Return the index of the template's value at `path`; None if there is a container; -1 for a tensor, or for nothing."""
         template, slots = self._structure.template, self._structure.slots
         if template is None:
             return None
         if path not in slots:
             # build a sample with numbers in place of plain values, and None in place of tensors
             numbered = template.build([*range(len(template.segments) - 1), *(None for _ in template.references)])
-            found = item_at(numbered, path)
-            slots[path] = found if isinstance(found, int) else None
+            found = value_at(numbered, path)
+            slots[path] = -1 if found is None else found if isinstance(found, int) else None
         return slots[path]
 
     def _build(self, i: int) -> Any:
         """Return sample `i`, which matches the template, without tensors."""
-        template, wanted = self._structure.template, self._request.structures.wanted
+        template = self._structure.template
         assert template is not None
-        values = [column[i] for column in self._columns]
-        if wanted is None:
-            return template.build([*values, *(None for _ in template.references)])
-        # remove tensors that are not selected
-        return project(template.build([*values, *map(_stand_in, template.references)]), wanted)
+        return template.build([*(column[i] for column in self._columns), *(None for _ in template.references)])
 
     def _build_other(self, i: int) -> Any:
         """Return sample `i`, which does not match the template; raise BatchError if its structure differs."""
-        sample = self._request.sample(i)
-        found = difference(self._structure.sample, sample)
+        sample = self._request.rows.sample(i)
+        found = difference(self._structure.sample, sample, self._request.structures.wanted)
         if found is not None:
-            where, first, other = found
-            key = self._request.key
-            raise BatchError(
-                f"sample {key(i)!r} has {other} {where}, but {key(0)!r} has {first}: their structures differ; "
-                "collate with a function, or use read_tensors"
-            )
+            raise self._unlike(i, *found)
         return sample
+
+    def _unlike(self, i: int, where: str, first: str, other: str) -> BatchError:
+        key = self._request.key
+        return BatchError(
+            f"sample {key(i)!r} has {other} {where}, but {key(0)!r} has {first}: their structures differ; "
+            "collate with a function, or use read_tensors"
+        )
 
 
 def _match_mapped(request: Request, template: Template, io: str) -> tuple[Any, Any, list[Any]]:
@@ -182,9 +185,3 @@ def _match_mapped(request: Request, template: Template, io: str) -> tuple[Any, A
     bodies = copies + PREAMBLE_NBYTES
     matched, columns = match_many(stored, bodies, np.where(done, copies + nbytes, bodies), template)
     return done, matched, columns
-
-
-def _stand_in(text: str) -> Any:
-    """Return a lazy tensor with only the name in the reference `text`."""
-    name = text.partition(":")[2].partition("?")[0]
-    return LazyTensor(Reference(name, "tensor", None, (), 0, 0, None), MemorySource(b""))

@@ -32,31 +32,35 @@ class Padding(NamedTuple):
 def padded_shape(columns: Columns, layouts: Layouts, tensor: int, length: int | None) -> tuple[int, ...]:
     """Return the shape of a tensor's rows after padding the first dimension to `length`, or to the longest row.
 
+    The row of a sample that lacks the tensor has length 0.
+
     Raises:
-        BatchError: Shapes differ beyond the first dimension, a row is longer than `length`, or the batch exceeds size
-            limits.
+        BatchError: Shapes differ beyond the first dimension, a row is longer than `length`, a sample lacks a tensor without
+            dimensions, or the batch exceeds size limits.
     """
-    first, *others = columns.references[tensor]
-    for number, other in enumerate(others, start=1):
+    first, present = columns.first[tensor], columns.present(tensor)
+    at = present[0][0] if present else 0
+    for number, other in present:
         if other.shape[1:] != first.shape[1:] or len(other.shape) != len(first.shape):
-            what = f"is {list(first.shape)} in sample {layouts.key(0)!r}, but {list(other.shape)} in"
+            what = f"is {list(first.shape)} in sample {layouts.key(at)!r}, but {list(other.shape)} in"
             if len(other.shape) != len(first.shape):
-                what = f"has {len(first.shape)} dimensions in sample {layouts.key(0)!r}, but {len(other.shape)} in"
+                what = f"has {len(first.shape)} dimensions in sample {layouts.key(at)!r}, but {len(other.shape)} in"
             raise BatchError(
                 f"tensor {first.name!r} {what} {layouts.key(number)!r}; use collate='list': "
                 "only the first dimension is padded"
             )
     if not first.shape:
+        columns.check_present(layouts, tensor)
         return ()
-    lengths = [reference.shape[0] for reference in columns.references[tensor]]
-    if length is not None and max(lengths) > length:
-        number = next(number for number, found in enumerate(lengths) if found > length)
-        raise BatchError(
-            f"tensor {first.name!r} has length {lengths[number]} in sample {layouts.key(number)!r}, more than "
-            f"pad(to={length}); pass a larger `to`, or shorten the tensor before writing it"
-        )
-    shape = (max(lengths) if length is None else length, *first.shape[1:])
-    check_stackable(first, len(layouts.rows), shape, layouts.key(0))
+    lengths = {number: reference.shape[0] for number, reference in present}
+    for number, found in lengths.items():
+        if length is not None and found > length:
+            raise BatchError(
+                f"tensor {first.name!r} has length {found} in sample {layouts.key(number)!r}, more than "
+                f"pad(to={length}); pass a larger `to`, or shorten the tensor before writing it"
+            )
+    shape = (max(lengths.values(), default=0) if length is None else length, *first.shape[1:])
+    check_stackable(first, len(layouts.rows), shape, layouts.key(at))
     return shape
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -12,11 +11,12 @@ from wds_tensorcache.codec.layout import Form, Layout
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton.template import Template, item_getter
-from wds_tensorcache.codec.tree import Path, flatten, is_shared, map_leaves, project
-from wds_tensorcache.errors import BatchError
+from wds_tensorcache.codec.tree import Path, Wanted, flatten, is_shared, map_leaves, project
+from wds_tensorcache.errors import BatchError, FormatError
 from wds_tensorcache.reading.batch.columns import Columns, Layouts, check_same_names
 from wds_tensorcache.reading.batch.rows import Rows
 from wds_tensorcache.reading.store import Store
+from wds_tensorcache.reading.structure import merge
 
 __all__ = ["Request", "Structure", "Structures", "columns_of"]
 
@@ -26,16 +26,20 @@ _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The structure of a batch's first sample, shared by all batches that begin with such a sample.
+    """The structure of a batch, shared by all batches that begin with such a sample and complete it in the same way.
 
     Attributes:
-        sample: Sample that shows the containers and their keys.
-        tensors: Lazy tensors of `sample`, by name.
-        template: Template that the sample matches, if any.
+        sample: Sample that shows the containers and their keys: the first one, with all tensors that any sample of the
+            batch or of its shards has, including those that are not selected.
+        tensors: Selected lazy tensors of `sample`, by name.
+        template: Template that the first sample matches, if any.
         visits: Everything that `map_leaves` visits in the sample: tensor names, paths of all other values, and containers as in
-            `Template`. None if the sample matches no template.
+            `Template`. None if the first sample matches no template, or lacks tensors.
         is_plain: True if tensor names determine where tensors are: each tensor occurs once, and its name is its path.
-        slots: For each path that was looked up, the index of the template's value at that path; None for a container.
+        nones: Paths at which the first sample has None, and another sample has a tensor, or a container of tensors.
+        forms: Forms of the samples that completed `sample`.
+        slots: For each path that was looked up, the index of the template's value at that path; None for a container; -1 for a
+            tensor, or if the first sample has nothing there.
     """
 
     sample: Any
@@ -43,6 +47,8 @@ class Structure:
     template: Template | None
     visits: _Visits | None
     is_plain: bool
+    nones: tuple[Path, ...] = ()
+    forms: tuple[Form, ...] = ()
     slots: dict[Path, int | None] = field(default_factory=dict)
 
 
@@ -60,10 +66,11 @@ class Structures:
         columns: Columns of batches with one layout, by the layout's id.
     """
 
-    def __init__(self, wanted: Callable[[str], bool] | None) -> None:
+    def __init__(self, wanted: Wanted | None) -> None:
         self.wanted = wanted
         self.columns: dict[int, Columns] = {}
-        self._by_template: dict[int, Structure] = {}
+        # by the id of the first sample's template; if it lacks tensors, also by the ids of `Structure.forms`
+        self._by_template: dict[Any, Structure] = {}
         self._by_form: dict[
             Any, tuple[Form, dict[str, Lazy]]
         ] = {}  # the value refers to the form, so the id is not reused
@@ -72,19 +79,34 @@ class Structures:
         """Return a sample with only its selected tensors."""
         return sample if self.wanted is None else project(sample, self.wanted)
 
-    def structure_for(self, rows: Rows) -> Structure:
-        """Return the structure of a batch's first sample."""
-        template = rows.template()
-        structure = self._by_template.get(id(template))  # the value refers to the template, so the id is not reused
+    def structure_for(self, layouts: Layouts) -> Structure:
+        """Return the structure of a batch."""
+        rows = layouts.rows
+        template, forms = rows.template(), tuple(form for form, *_ in layouts.exemplars) if layouts.exemplars else ()
+        key: Any = (id(template), *map(id, forms)) if forms else id(template)
+        structure = self._by_template.get(key)  # the value refers to the template and the forms, so no id is reused
         if structure is None:
-            sample = self.selected(rows.sample(0))
-            tensors = flatten(sample)
-            is_plain = not is_shared(sample) and not any("@" in name or "~" in name for name in tensors)
-            visits = _visits_of(sample) if template is not None else None
-            structure = Structure(sample, tensors, template, visits, is_plain)
+            structure = self._structure(layouts, template, forms)
             if template is not None:
-                _keep(self._by_template, id(template), structure)
+                _keep(self._by_template, key, structure)
         return structure
+
+    def _structure(self, layouts: Layouts, template: Template | None, forms: tuple[Form, ...]) -> Structure:
+        sample, nones = layouts.rows.sample(0), set[Path]()
+        for _, number, row in layouts.exemplars:
+            try:
+                other = layouts.rows.shards[number].sample(row)
+            except FormatError:
+                if ((layouts.rows.number == number) & (layouts.rows.row == row)).any():
+                    raise
+                continue  # a damaged sample outside the batch, which then lacks its tensors
+            sample, found = merge(sample, other)
+            nones.update(found)
+        wanted = self.wanted or (lambda name: True)
+        tensors = {name: lazy for name, lazy in flatten(sample).items() if wanted(name)}
+        is_plain = not is_shared(sample, wanted) and not any("@" in name or "~" in name for name in tensors)
+        visits = _visits_of(sample, wanted) if template is not None and not forms else None
+        return Structure(sample, tensors, template, visits, is_plain, tuple(nones), forms)
 
     def known_tensors(self, layout: Layout) -> dict[str, Lazy] | None:
         """Return the lazy tensors of an earlier sample with the same form and references, by name; None if there was none."""
@@ -92,13 +114,13 @@ class Structures:
         return None if known is None else known[1]
 
     def tensors(self, layouts: Layouts) -> dict[str, Lazy]:
-        """Return lazy tensors by name, with the kinds and dtypes of the first sample's tensors."""
+        """Return the batch's lazy tensors by name, with the kinds and dtypes of a sample's tensors."""
         layout = layouts.items[0]
-        tensors = self.known_tensors(layout)
+        tensors = None if layouts.exemplars else self.known_tensors(layout)
         if tensors is None:
-            structure = self.structure_for(layouts.rows)
+            structure = self.structure_for(layouts)
             tensors = structure.tensors
-            if structure.template is not None and layout.texts is not None:
+            if structure.template is not None and layout.texts is not None and not layouts.exemplars:
                 _keep(self._by_form, (id(layout.form), layout.texts), (layout.form, tensors))
         return tensors
 
@@ -111,7 +133,7 @@ class _Slot:
         found.append(what)
 
 
-def _visits_of(sample: Any) -> _Visits:
+def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
     """Return `Structure.visits` of a sample that matches a template, and so has only dicts, lists and tuples, each once."""
     names: list[str] = []
     paths: list[Path] = []
@@ -124,7 +146,7 @@ def _visits_of(sample: Any) -> _Visits:
         containers.append((type(value), tuple(value) if type(value) is dict else (), item_getter(items)))
         return len(names) + len(paths) + len(containers) - 1
 
-    visit(map_leaves(sample, lambda lazy: _Slot(names, lazy.name), lambda path: _Slot(paths, path)))
+    visit(map_leaves(sample, lambda lazy: _Slot(names, lazy.name), lambda path: _Slot(paths, path), wanted))
     return names, paths, containers
 
 
@@ -162,19 +184,20 @@ class Request:
 
 
 def columns_of(request: Request, layouts: Layouts) -> Columns:
-    """Return the columns of a batch, for the tensors of its first sample. All samples must have these tensors.
+    """Return the columns of a batch, for all tensors that any of its samples has.
 
     Raises:
-        BatchError: Samples have different tensors, or a tensor differs in kind or dtype between samples.
+        BatchError: A tensor has no place in the first sample, or differs in kind or dtype between samples.
     """
     known, first = request.structures.columns, layouts.items[0]
-    columns = known.get(id(first)) if len(layouts.items) == 1 else None
+    is_plain = len(layouts.items) == 1 and not layouts.exemplars
+    columns = known.get(id(first)) if is_plain else None
     if columns is None:
         tensors = request.structures.tensors(layouts)
-        check_same_names(layouts, list(tensors), request.structures.wanted)
+        check_same_names(layouts, tensors, request.structures.wanted)
         columns = Columns(list(tensors), layouts.items)
         columns.resolve(tensors, [_texts(request, layouts, number) for number in range(len(layouts.items))], layouts)
-        if len(layouts.items) == 1 and request.structures.known_tensors(first) is not None:
+        if is_plain and request.structures.known_tensors(first) is not None:
             _keep(known, id(first), columns)  # columns refer to the layout, so the id is not reused
     return columns
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -58,6 +58,7 @@ class Rows:
         shards: All shards of the cache: `Store.shards`; of a cache that is not in files, one place with all samples.
         number, row, begin: Shard number, row in the shard, and byte offset of the tensors of each sample, int64 `[B]`.
         by_shard: `(shard number, positions in the batch, rows)` for each shard that has samples of the batch.
+        known_layouts: Result of `layouts_of`, for views that read the same samples; empty before.
     """
 
     shards: Sequence[RowSource]
@@ -65,6 +66,7 @@ class Rows:
     row: Array
     begin: Array
     by_shard: Sequence[tuple[int, Any, Array]]
+    known_layouts: list[Any] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.row)

@@ -1,0 +1,210 @@
+"""Tensors that some samples of a cache lack: None is in their place, or nothing."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import wds_tensorcache as tc
+from tests.reading.batches import write
+
+COUNT = 6
+LENGTHS = [2, None, 3, "no key", 1, None]  # of the mask
+
+
+def sample(i: int) -> dict[str, Any]:
+    made: dict[str, Any] = {"latent": torch.full((2,), float(i)), "mask": None, "name": f"n{i}", "n": (i, None)}
+    if LENGTHS[i] == "no key":
+        del made["mask"]
+    elif LENGTHS[i] is not None:
+        made["mask"] = torch.full((LENGTHS[i], 2), i)
+    made["cond"] = [made["latent"] + 1 if i % 2 else None, {"array": np.full(3, i) if i < 2 else None, "text": f"t{i}"}]
+    made["scalar"] = torch.tensor(i) if i else None
+    return made
+
+
+SAMPLES = [sample(i) for i in range(COUNT)]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Any]:
+    with tc.open(write(tmp_path, SAMPLES, max_samples=COUNT)) as opened:
+        yield opened
+
+
+def listed(value: Any) -> Any:
+    """Return a batch with lists in place of tensors and other values."""
+    if isinstance(value, dict):
+        return {key: listed(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(listed, value))
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def expected(numbers: list[int]) -> dict[str, Any]:
+    def column(*path: Any) -> list[Any]:
+        found = []
+        for i in numbers:
+            value: Any = SAMPLES[i]
+            for step in path:
+                value = value.get(step) if isinstance(value, dict) else value[step]
+            found.append(listed(value) if hasattr(value, "tolist") else value)
+        return found
+
+    return {
+        "latent": column("latent"),
+        "mask": column("mask"),
+        "name": column("name"),
+        "n": column("n"),
+        "cond": [column("cond", 0), {"array": column("cond", 1, "array"), "text": column("cond", 1, "text")}],
+        "scalar": column("scalar"),
+    }
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, 2, 3, 4, 5], [1, 0], [3, 0], [0, 3], [1, 3], [5, 1, 5], [3], [0], [4, 2]])
+def test_lists_have_none_in_its_place(cache: Any, numbers: list[int]) -> None:
+    for _ in range(3):  # later by template
+        for order in list(permutations(numbers))[:6]:
+            batch = cache.read_batch(order, collate="list")
+            assert listed(batch) == expected(list(order))
+            assert listed(pickle.loads(pickle.dumps(batch))) == expected(list(order))
+            assert listed(cache.nest(order, cache.read_tensors(order, collate="list"))) == expected(list(order))
+            assert listed(cache.nest(np.array(order), cache.read_tensors(order, collate="auto"))) == expected(
+                list(order)
+            )
+
+
+@given(st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=12))
+@settings(max_examples=30, deadline=None)
+def test_any_batch_is_of_one_structure(tmp_path_factory: pytest.TempPathFactory, numbers: list[int]) -> None:
+    folder = tmp_path_factory.getbasetemp() / "any"
+    if not folder.exists():
+        write(folder, SAMPLES, max_samples=COUNT)
+    with tc.open(folder) as cache:
+        assert listed(cache.read_batch(numbers, collate="list")) == expected(numbers)
+        numbers += [0, 1]  # a stream has no other samples that tell where tensors are
+        stream = [cache[i] for i in numbers]
+        assert listed(tc.nest(stream, cache.read_tensors(numbers, collate="list"))) == expected(numbers)
+
+
+def test_batches_that_do_not_select_it_are_not_disturbed(cache: Any) -> None:
+    view = cache.select(["latent"])
+    loader = DataLoader(range(COUNT), batch_size=COUNT, collate_fn=view.read_batch, num_workers=1)
+    for batch in (
+        view.read_batch(range(COUNT)),
+        next(iter(loader)),
+        cache.nest(range(COUNT), cache.select("latent").read_tensors(range(COUNT))),
+        tc.nest([cache[i] for i in range(COUNT)], view.read_tensors(range(COUNT))),
+    ):
+        assert listed(batch) == {
+            "latent": [[i, i] for i in range(COUNT)],
+            "name": [f"n{i}" for i in range(COUNT)],
+            "n": [(i, None) for i in range(COUNT)],
+            "cond": [[None] * COUNT, {"text": [f"t{i}" for i in range(COUNT)]}],
+        }
+    for order in permutations(range(4)):
+        assert set(view.read_batch(order)) == {"latent", "name", "n", "cond"}
+
+
+def test_stack_says_which_sample_lacks_it(cache: Any) -> None:
+    view = cache.select(["latent", "mask"])
+    for numbers, lacking, having in (([0, 1], "001", "000"), ([3, 0], "003", "000"), ([2, 4, 5], "005", "002")):
+        message = rf"sample '{lacking}' has no tensor 'mask', but '{having}' has one; use collate='list' or 'pad'"
+        for read in (view.read_batch, view.read_tensors):
+            with pytest.raises(tc.BatchError, match=message):
+                read(numbers, collate={"mask": "stack"})
+    assert view.read_batch([1, 3])["mask"] == [None, None]
+    with pytest.raises(tc.BatchError, match="sample '000' has no tensor 'scalar', but '001' has one"):
+        cache.select("scalar").read_batch([0, 1], collate="pad")
+
+
+def test_pad_takes_it_as_of_length_0(cache: Any) -> None:
+    view = cache.select(["latent", "mask"])
+    for way, length in (("pad", 3), (tc.pad(value=-1), 3), (tc.pad(to=4, value=-1), 4)):
+        for numbers in (range(COUNT), [1, 0, 2], [3, 1, 2]):
+            batch, info = view.read_batch(numbers, collate={"mask": way}, return_info=True)
+            lengths = [int(found) if isinstance(found := LENGTHS[i], int) else 0 for i in numbers]
+            fill = 0 if way == "pad" else -1
+            assert batch["mask"].tolist() == [
+                [[i, i]] * n + [[fill, fill]] * (length - n) for i, n in zip(numbers, lengths, strict=True)
+            ]
+            for made in (info, pickle.loads(pickle.dumps(info))):
+                assert made.mask("mask").tolist() == [[at < n for at in range(length)] for n in lengths]
+                assert made.shapes["mask"].tolist() == [[n, 2] if n else [0, 0] for n in lengths]
+
+
+def test_joined_caches_and_shared_datasets(cache: Any, tmp_path: Path) -> None:
+    joined, numbers = tc.join({"a": cache, "b": cache.select("mask")}), [3, 1, 0, 2]
+    batch = joined.read_batch(numbers, collate="list")
+    assert listed(batch["a"]) == expected(numbers)
+    assert listed(batch["b"]["mask"]) == expected(numbers)["mask"]
+    with tc.SharedDataset(SAMPLES, f"optional-{tmp_path.name}", directory=tmp_path) as shared:
+        for _ in range(2):
+            for order in permutations(numbers):
+                assert listed(shared.read_batch(order, collate="list")) == expected(list(order))
+            assert listed(shared.nest(numbers, shared.read_tensors(numbers, collate="list"))) == expected(numbers)
+
+
+def test_containers_of_tensors_are_optional_too(tmp_path: Path) -> None:
+    control = [{"image": torch.tensor([i]), "scale": i / 2, "pair": (torch.tensor(-i), i)} for i in range(4)]
+    samples = [{"x": torch.tensor(i), "control": control[i] if i % 2 else None} for i in range(4)]
+    del samples[2]["control"]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for order in permutations(range(4)):
+            batch = cache.read_batch(order, collate="list")
+            assert listed(batch) == {
+                "x": list(order),
+                "control": {
+                    "image": [[i] if i % 2 else None for i in order],
+                    "scale": [i / 2 if i % 2 else None for i in order],
+                    "pair": ([-i if i % 2 else None for i in order], [i if i % 2 else None for i in order]),
+                },
+            }
+            assert (
+                cache.select("x").read_batch(order)["control"]["scale"].tolist() == batch["control"]["scale"].tolist()
+            )
+
+
+X, Y = torch.zeros(2), torch.ones(2)
+NOT_LACKING: dict[str, list[Any]] = {
+    "another value": [{"x": X, "y": Y}, {"x": X, "y": 5}],
+    "another value, with the same template": [{"x": X, "y": None}, {"x": X, "y": 5}, {"x": X, "y": Y}],
+    "another tensor": [{"x": X, "y": Y}, {"x": X, "y": X}],
+    "another place": [{"x": X, "y": Y}, {"x": X, "z": [Y]}],
+    "a container": [{"x": X, "y": Y}, {"x": X, "y": [Y]}],
+    "a shorter list": [{"x": [X, Y]}, {"x": [X]}],
+    "a value more": [{"x": X, "y": Y}, {"x": X, "n": 5}],
+}
+NOT_LACKING["another tensor"][1]["y"] = NOT_LACKING["another tensor"][1]["x"]
+
+
+@pytest.mark.parametrize("samples", NOT_LACKING.values(), ids=NOT_LACKING)
+def test_nothing_is_lost_without_a_word(tmp_path: Path, samples: list[Any]) -> None:
+    with tc.open(write(tmp_path, samples)) as cache:
+        for _ in range(2):
+            for order in permutations(range(len(samples))):
+                if samples is NOT_LACKING["another place"]:
+                    assert listed(cache.read_batch(order, collate="list"))["z"]
+                    continue
+                with pytest.raises(tc.BatchError, match="structures differ|not None in its place"):
+                    cache.read_batch(order, collate="list")
+                with pytest.raises(tc.BatchError):
+                    tc.nest([cache[i] for i in order], cache.read_tensors(order, collate="list"))
+
+
+def test_loaders_resume_over_it(cache: Any) -> None:
+    ways = {"mask": "pad", "*": "list"}
+    for loader in (tc.Loader(cache, 4, collate=ways), tc.torch_loader(cache, 4, collate=ways, num_workers=1)):
+        batches = [listed(batch["mask"]) for batch in loader]
+        assert [len(rows) for rows in batches] == [4, 2]
+        loader.close()
