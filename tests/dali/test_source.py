@@ -133,3 +133,18 @@ def test_reprs(cache: Any) -> None:
         "TensorCacheSource(20 samples, batch_size=6, 2 steps per epoch, rank=1, world_size=2,"
     )
     assert repr(source).endswith("outputs=['scalar', 'number'])")
+
+
+def test_samples_that_lack_a_tensor(tmp_path: Any) -> None:
+    with tc.ShardWriter(f"{tmp_path}/%d.tar", fsync=False) as sink:
+        for i in range(4):
+            sink.write(f"{i}", {"x": torch.tensor([i]), "mask": torch.ones(1 + i) if i % 2 else None, "i": i})
+    with tc.open(tmp_path) as cache:
+        source = TensorCacheSource(cache, ["x"], batch_size=4)
+        x, number = source(SimpleNamespace(epoch_idx=0, iteration=0))
+        batch, _ = source.nest({"x": x, "number": number})
+        assert batch["x"].tolist() == [[i] for i in range(4)]
+        assert batch["i"] == list(range(4))
+        assert set(batch) == {"x", "i"}
+        with pytest.raises(tc.BatchError, match="sample '0' has no tensor 'mask'"):
+            TensorCacheSource(cache, ["mask"], batch_size=4)(SimpleNamespace(epoch_idx=0, iteration=0))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
-from tests.reading.batches import write
+from tests.reading.batches import damage, write
 
 COUNT = 6
 LENGTHS = [2, None, 3, "no key", 1, None]  # of the mask
@@ -202,7 +202,19 @@ def test_nothing_is_lost_without_a_word(tmp_path: Path, samples: list[Any]) -> N
                     tc.nest([cache[i] for i in order], cache.read_tensors(order, collate="list"))
 
 
-def test_loaders_resume_over_it(cache: Any) -> None:
+def test_damaged_samples_outside_the_batch_do_not_disturb_it(tmp_path: Path) -> None:
+    samples = [{"latent of the damaged": X, "mask": Y if i == 2 else None} for i in range(4)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        shard = cache._store.shards[0]
+        begin, nbytes = shard.columns.skeleton_begin.item(2), shard.columns.skeleton_nbytes.item(2)
+        damage(shard.path, begin + nbytes - 10, b"\xff" * 10)
+        assert cache.read_batch([0, 1], collate="list")["mask"] == [None, None]
+        for order in ([0, 2], [2, 0]):
+            with pytest.raises(tc.FormatError, match="sample '002'"):
+                cache.read_batch(order, collate="list")
+
+
+def test_loaders_read_it(cache: Any) -> None:
     ways = {"mask": "pad", "*": "list"}
     for loader in (tc.Loader(cache, 4, collate=ways), tc.torch_loader(cache, 4, collate=ways, num_workers=1)):
         batches = [listed(batch["mask"]) for batch in loader]

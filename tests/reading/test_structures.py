@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
@@ -100,3 +102,60 @@ def test_worker_processes_raise(tmp_path: Path, samples: list[Any]) -> None:
         loader = DataLoader(range(2), batch_size=2, num_workers=1, collate_fn=cache.read_batch, timeout=60)
         with pytest.raises(tc.BatchError, match="their structures differ"):
             next(iter(loader))
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+    """Return all of a batch by place: the lists of values, and the tensors."""
+    if isinstance(value, dict):
+        items: Any = value.items()
+    elif type(value) in (list, tuple):
+        items = enumerate(value)
+    else:
+        return {path: value.tolist()}
+    return {place: found for key, item in items for place, found in _places(item, (*path, key)).items()}
+
+
+SELECTED = [
+    {
+        "x": A + i,
+        "cond": [[A * i, {"prompt": f"p{i}", "size": (i, [i])}], (i, (A + 1, {"n": i}))],
+        "only": [[A + 2], {"y": A + 3, "z": [A + 4]}],
+        "plain": [[i, None], {"text": f"t{i}"}],
+    }
+    for i in range(3)
+]
+NAMES = ["x", "cond.0.0", "cond.1.1.0", "only.0.0", "only.1.y", "only.1.z.0"]
+
+
+@given(st.sets(st.sampled_from(NAMES)))
+@settings(max_examples=40, deadline=None)
+def test_select_changes_no_place(tmp_path_factory: pytest.TempPathFactory, names: set[str]) -> None:
+    folder = tmp_path_factory.getbasetemp() / "selected"
+    if not folder.exists():
+        write(folder, SELECTED)
+    with tc.open(folder) as cache:
+        whole = _places(cache.read_batch([2, 0, 1]))
+        view = cache.select(names)
+        batches = [
+            view.read_batch([2, 0, 1]),
+            tc.join({"a": view}).read_batch([2, 0, 1])["a"],
+            cache.nest([2, 0, 1], view.read_tensors([2, 0, 1])),
+        ]
+        streamed = tc.nest([cache[i] for i in (2, 0, 1)], view.read_tensors([2, 0, 1]))
+        assert streamed["cond"][0][1]["prompt"] == ["p2", "p0", "p1"]
+        assert streamed["cond"][1][1][1]["n"] == [2, 0, 1]
+        for batch in batches:
+            found = _places(batch)
+            for path, value in found.items():
+                assert value == whole[path] or (value == [None] * 3 and ".".join(map(str, path)) not in names)
+            lost = {".".join(map(str, path)) for path in whole.keys() - found.keys()}
+            assert lost == ({"x", "only.1.y"} - names)  # the tensors in dicts
+
+
+def test_shared_datasets_select_alike(tmp_path: Path) -> None:
+    with tc.SharedDataset(SELECTED, f"selected-{tmp_path.name}", directory=tmp_path) as shared:
+        whole = _places(shared.read_batch([2, 0, 1]))
+        found = _places(shared.select(["only.1.y"]).read_batch([2, 0, 1]))
+    assert found["cond", 0, 1, "prompt"] == whole["cond", 0, 1, "prompt"] == ["p2", "p0", "p1"]
+    assert found["only", 1, "y"] == whole["only", 1, "y"]
+    assert found["cond", 0, 0] == [None] * 3

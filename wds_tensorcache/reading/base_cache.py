@@ -136,7 +136,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return a view of the tensors whose names match `patterns`, for example `"cond.*"`.
 
         Patterns are those of `fnmatch`. Other tensors are removed from dicts, and replaced by None in lists, tuples and deques;
-        they are not read. Small values remain. So do tensors in sets, in keys of dicts, and in objects of `allow=` classes.
+        they are not read. Small values remain, in the same places of samples and batches. So do tensors in sets, in keys of
+        dicts, and in objects of `allow=` classes.
 
         Raises:
             KeyError: A pattern matches no tensor's name.
@@ -221,8 +222,9 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             indices: Indices or keys of samples, in any order; repetitions are allowed.
             device: Device of the tensors; the CPU by default. Tensors reach a GPU in one transfer from pinned memory.
             pin_memory: Put the tensors into pinned memory.
-            collate: `"stack"` returns tensors `[B, …]`. `"list"` returns lists of B tensors. `"pad"`, or
-                `tc.pad(to=…, value=…)`, returns tensors `[B, longest, …]`, padded only in their first dimension. A dict
+            collate: `"stack"` returns tensors `[B, …]`. `"list"` returns lists of B tensors, with None for each sample that
+                lacks the tensor. `"pad"`, or `tc.pad(to=…, value=…)`, returns tensors `[B, longest, …]`, padded only in their
+                first dimension; the row of a sample that lacks the tensor is padding. A dict
                 chooses by tensor name or pattern, as in `select`: `{"text": tc.pad(to=512), "cond.*": "list"}`; tensors
                 that match no pattern are stacked. A function receives the list of B samples with loaded tensors, and
                 returns the batch.
@@ -231,16 +233,17 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             return_info: Return a pair of the batch and its `BatchInfo`, which contains the shapes before padding.
 
         Returns:
-            The first sample's structure, with a batched tensor in place of each tensor, and a numpy array in place of each
-            array. Dicts keep their keys. Lists and tuples that contain a tensor are kept. Every other value becomes a
-            list-like object of B values, decoded on first use.
+            The samples' structure, with a batched tensor in place of each tensor, and a numpy array in place of each array.
+            Dicts keep their keys. Lists and tuples that contain a tensor, selected or not, are kept. Every other value becomes
+            a list-like object of B values, decoded on first use; torch computes with numbers in it. A sample lacks a tensor, or
+            a container of tensors, if it has None in its place, or if a dict has no such key.
 
         Raises:
             IndexError, KeyError: An index is out of range, or no sample has a key.
             ValueError: `indices` is empty, or `collate` is unknown.
-            BatchError: Tensor names or dtypes differ between samples; with `"stack"`, shapes differ; with `"pad"`, shapes
-                differ beyond the first dimension, or a tensor is longer than `to`; or a name in `collate` or `pad_value`
-                matches no tensor. If samples differ, the message names two keys.
+            BatchError: Structures or dtypes differ between samples; with `"stack"`, shapes differ, or some samples lack a
+                tensor; with `"pad"`, shapes differ beyond the first dimension, or a tensor is longer than `to`; or a name in
+                `collate` or `pad_value` matches no tensor. If samples differ, the message names two keys.
             FormatError: A shard is damaged, or does not match its index.
             RuntimeError: `device` is not available, or there is no GPU to pin memory for.
 
@@ -279,7 +282,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         Tensors that are not given are left out, as with `select`. Other values are decoded on first use.
 
         Raises:
-            KeyError: The first sample has no tensor with one of these names.
+            KeyError: No sample of the batch, or of its shards, has a tensor with one of these names.
         """
 
     def read_members(self, indices: Iterable[int | str], suffix: str) -> list[bytes]:
