@@ -12,8 +12,9 @@ import numpy as np
 
 from wds_tensorcache.codec.reference import Reference
 from wds_tensorcache.codec.skeleton.tensor_names import component
-from wds_tensorcache.codec.tree import CONTAINERS, Path, item_at, map_leaves
+from wds_tensorcache.codec.tree import CONTAINERS, Path, map_leaves
 from wds_tensorcache.reading.schema import TensorSchema, format_tensor, merge_schema, schema_from
+from wds_tensorcache.reading.structure import value_at
 
 __all__ = ["NUM_EXAMINED", "Contents", "Description", "TensorDescription", "ValueDescription"]
 
@@ -268,7 +269,7 @@ class Contents:
                 parts = (component(key, 0) if type(key) in (str, int) else _shown(key) for key in path)
                 name = prefix + ".".join(parts) if path else prefix.removesuffix(".")
                 if name in self._values or len(self._values) < _MAX_VALUES:
-                    self._values.setdefault(name, _Value()).add(item_at(sample, path))
+                    self._values.setdefault(name, _Value()).add(value_at(sample, path))
         self.num_examined = max(self.num_examined, count)
 
     def description(

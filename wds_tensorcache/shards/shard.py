@@ -28,7 +28,7 @@ from wds_tensorcache.storage.files import Files, Identity, ShardFile
 from wds_tensorcache.storage.maps import Maps, read_ranges
 from wds_tensorcache.storage.memory_pool import Pool
 
-__all__ = ["FileSource", "Shard", "load_index"]
+__all__ = ["FileSource", "Shard", "Variant", "load_index"]
 
 Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")

@@ -12,6 +12,7 @@ import numpy as np
 from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.skeleton.template import Template
 from wds_tensorcache.reading.store import Store
+from wds_tensorcache.shards.shard import Variant
 
 __all__ = ["NO_SAMPLES", "RowFile", "RowSource", "Rows", "locate"]
 
@@ -35,6 +36,8 @@ class RowSource(Protocol):
 
     @property
     def layout_of_all(self) -> Layout | None: ...
+    @property
+    def variants(self) -> Sequence[Variant]: ...
     @property
     def checked(self) -> Array: ...
     @property
