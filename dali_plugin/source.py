@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -42,11 +41,19 @@ class BatchSource:
     _shown: str
     _kept: deque[tuple[Array, Any, Any]]  # sample indices, request and batch
 
-    def _open(self, cache: Any, tensors: Iterable[str] | None, members: Iterable[str], steps: dict[str, Any]) -> None:
+    def _open(
+        self,
+        cache: Any,
+        tensors: Iterable[str] | None,
+        members: Iterable[str],
+        steps: dict[str, Any],
+        choose: Mapping[Any, Any] | None = None,
+    ) -> None:
         """Open the cache of a source whose steps come from `tc.StepSampler`."""
         self.cache: Any = cache if isinstance(cache, tc.Cache) else tc.open(cache)
         self._sampler = tc.StepSampler(self.cache, **steps)
-        schema = self.cache.schema
+        self._reader = self._sampler._reader(choose)
+        schema = self._reader.schema()
         self.tensors = list(schema) if tensors is None else known_names(tensors, schema, "tensor")
         self.members = known_names(members, self.cache.members, "member") if members else []
         self.batch_size, self.num_batches = steps["batch_size"], len(self._sampler)
@@ -142,6 +149,8 @@ class TensorCacheSource(BatchSource):
         rank, world_size: Rank of this process, and number of ranks. All ranks have the same number of batches.
         last_batch: As for `tc.StepSampler`: `"short"`, `"pad"`, `"wrap"` or `"drop"`. `TensorCacheIterator.is_padding`
             marks padding.
+        choose: Alternatives as for `tc.Loader`; the same ones are drawn. `tensors` then contains the names of the chosen
+            tensors.
         pin_memory: Read into page-locked memory, from which DALI copies directly to a GPU; needs a GPU.
         keep: Number of batches to keep in memory after returning them, because DALI reads them later, without a copy.
         num_threads: Number of batches to read at the same time; with 0, DALI's request reads the batch in the thread that
@@ -176,16 +185,21 @@ class TensorCacheSource(BatchSource):
         rank: int = 0,
         world_size: int = 1,
         last_batch: str = "short",
+        choose: Mapping[Any, Any] | None = None,
         pin_memory: bool = False,
         keep: int = 8,
         num_threads: int = 2,
         prefetch_batches: int = 2,
     ) -> None:
         steps = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "rank": rank, "world_size": world_size}
-        self._open(cache, tensors, members, steps | {"last_batch": last_batch})
-        schema = self.cache.schema
+        self._open(cache, tensors, members, steps | {"last_batch": last_batch}, choose)
+        schema = self._reader.schema()
         self.schema = carried_schema({name: schema[name] for name in self.tensors})
-        self._narrow = self.cache.select([glob.escape(name) for name in self.tensors])
+        if missing := [name for name in self._reader.chosen_names if name not in schema]:
+            raise ValueError(
+                f"choose={{{missing[0]!r}: …}}: DALI takes alternatives that are tensors, but these are other values"
+            )
+        self._narrow = self.cache.select(self._reader.patterns_for(self.tensors))
         # each thread reads whole batches, so reading one batch needs no further threads
         self._narrow_ahead = self._narrow._single_threaded()
         self._ahead = ReadAhead(num_threads, prefetch_batches)
@@ -209,9 +223,12 @@ class TensorCacheSource(BatchSource):
         Raises:
             IndexError: The epoch has no such batch.
         """
+        return self._step(epoch, iteration).indices
+
+    def _step(self, epoch: int, iteration: int) -> tc.Step:
         if not 0 <= iteration < len(self):
             raise IndexError(f"iteration {iteration} out of range [0, {len(self)})")
-        return self._sampler._step(epoch, iteration).indices
+        return self._sampler._step(epoch, iteration)
 
     def is_padding(self, iteration: int, count: int) -> Array:
         if iteration < len(self) - 1:
@@ -250,8 +267,8 @@ class TensorCacheSource(BatchSource):
         self, cache: Any, epoch: int, iteration: int, layouts: Mapping[str, str] | None
     ) -> tuple[Array, Any, tuple[Any, ...], tuple[Any, ...]]:
         """Return the sample indices, the request and the batch of an iteration, and the batch in the form for DALI."""
-        numbers = self.indices(epoch, iteration)
-        request = self.cache._request(numbers)
+        step = self._step(epoch, iteration)
+        numbers, request = step.indices, self._reader.request(step)
         batch = (*self._tensors_of(cache, request), *self._members_of(request), numbers)
         return numbers, request, batch, self._as_dali(batch, layouts)
 
@@ -316,4 +333,4 @@ class TensorCacheSource(BatchSource):
         for kept, request, _ in self._kept:
             if kept.tobytes() == wanted:
                 return self.cache.nest(request, tensors)
-        return self.cache.nest(numbers, tensors)  # another process made the batch
+        return self.cache.nest(self._reader.request_structure(numbers), tensors)  # another process made the batch

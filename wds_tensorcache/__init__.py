@@ -25,6 +25,7 @@ from wds_tensorcache.integrations.webdataset_tar import TarSamples, tarfile_to_s
 from wds_tensorcache.reading.base_cache import BatchInfo, Cache
 from wds_tensorcache.reading.batch.collate import Pad, pad
 from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.choices.draw import Choices
 from wds_tensorcache.reading.description import Description, TensorDescription, ValueDescription
 from wds_tensorcache.reading.join import JoinedCache, join
 from wds_tensorcache.reading.keys import KeysView
@@ -40,8 +41,11 @@ from wds_tensorcache.sharing.samples import SharedStats
 from wds_tensorcache.training.buckets import ByLength, by_length
 from wds_tensorcache.training.loader import Loader
 from wds_tensorcache.training.order import EpochOrder
+from wds_tensorcache.training.stats import LoaderStats, StageStats
 from wds_tensorcache.training.step_sampler import StepSampler
 from wds_tensorcache.training.steps import RowCounts, Step
+from wds_tensorcache.training.transforms.drop_text import DropText, drop_text
+from wds_tensorcache.training.transforms.moments import SampleMoments, sample_moments
 from wds_tensorcache.writing.build import build
 from wds_tensorcache.writing.index_shard import write_index
 from wds_tensorcache.writing.versions import drop
@@ -52,8 +56,10 @@ __all__ = [
     "BatchInfo",
     "ByLength",
     "Cache",
+    "Choices",
     "Decode",
     "Description",
+    "DropText",
     "EncodeError",
     "Entry",
     "EpochOrder",
@@ -66,17 +72,20 @@ __all__ = [
     "LazyArray",
     "LazyTensor",
     "Loader",
+    "LoaderStats",
     "MissingShardError",
     "Pad",
     "RepairReport",
     "Report",
     "ResumablePipeline",
     "RowCounts",
+    "SampleMoments",
     "ShardIndex",
     "ShardWriter",
     "SharedDataset",
     "SharedInfo",
     "SharedStats",
+    "StageStats",
     "StaleCacheError",
     "Step",
     "StepDataset",
@@ -95,6 +104,7 @@ __all__ = [
     "decode",
     "decode_sample",
     "drop",
+    "drop_text",
     "encode_sample",
     "encoder",
     "flatten",
@@ -106,6 +116,7 @@ __all__ = [
     "realize",
     "repair",
     "safe_key",
+    "sample_moments",
     "shared_clear",
     "shared_list",
     "tarfile_to_samples",

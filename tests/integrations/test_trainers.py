@@ -226,7 +226,7 @@ def test_torch_collates_batches(cache: Any) -> None:
 
 
 def test_a_record_is_immutable_and_pickles(cache: Any) -> None:
-    loader = tc.Loader(cache, 4, shuffle=True, seed=3, last_batch="pad")
+    loader = tc.Loader(cache, 4, shuffle=True, last_batch="pad")
     infos = [info for _, info in loader.with_info()]
     info = infos[-1]
     assert info.is_padding.tolist() == [False, False, False, True]
@@ -257,6 +257,8 @@ def test_a_record_is_immutable_and_pickles(cache: Any) -> None:
     ]
     assert [other == info for other in others] == [False] * len(others)
     assert tc.BatchInfo(info.indices, info.is_padding, 0, 2, None, cache) == info
+    seeded = next(iter(tc.Loader(cache, 4, seed=3).with_info()))[1]
+    assert tc.BatchInfo(seeded.indices, seeded.is_padding, 0, 0, None, cache) != seeded  # other seeds
 
 
 # --- whole trainers ---

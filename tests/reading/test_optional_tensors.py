@@ -220,3 +220,18 @@ def test_loaders_read_it(cache: Any) -> None:
         batches = [listed(batch["mask"]) for batch in loader]
         assert [len(rows) for rows in batches] == [4, 2]
         loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_lists_of_other_tensors_differ_in_length(tmp_path: Path, num_workers: int) -> None:
+    """Samples with 1 to 4 captions do not disturb a batch that does not select the captions."""
+    samples = [
+        {"x": torch.tensor([i]), "captions": [torch.tensor([k]) for k in range(1 + i % 4)], "n": i} for i in range(8)
+    ]
+    with tc.open(write(tmp_path, samples)) as cache:
+        view = cache.select("x")
+        for numbers in ([0, 1, 2, 3], [3, 2, 1, 0], [5, 7]):
+            for batch in DataLoader(numbers, 4, collate_fn=view.read_batch, num_workers=num_workers):  # type: ignore[arg-type]
+                assert batch["x"].tolist() == [[i] for i in numbers]
+                assert batch["n"].tolist() == numbers
+                assert all(list(one) == [None] * len(numbers) for one in batch["captions"])

@@ -334,7 +334,9 @@ def test_reprs(cache: Any) -> None:
     loader = tc.Loader(cache, 4, collate="list", **options)
     assert repr(loader) == f"Loader({shown}, epoch=0, step=0)"
     next(iter(loader))
-    assert repr(loader) == f"Loader({shown}, epoch=0, step=1)"
+    first, waits = repr(loader).split("\n")
+    assert first == f"Loader({shown}, epoch=0, step=1)"
+    assert waits == f"  {loader.stats()}"
     assert repr(tc.torch_loader(cache, 4, **options)) == f"TorchLoader({shown}, epoch=0, step=0)"
     assert repr(tc.StepSampler(cache, 4, **options)) == f"StepSampler({shown}, epoch=0, step=0)"
     assert ", last_batch='short', drawn by weights, epoch=0" in repr(tc.Loader(cache, 4, weights=np.ones(COUNT)))

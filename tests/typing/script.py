@@ -86,6 +86,9 @@ def batches(folder: Path) -> None:
     assert_type(info.shapes, dict[str, torch.Tensor])
     assert_type(info.indices, np.ndarray[tuple[int, ...], np.dtype[np.int64]])
     assert_type(info.epoch + info.step, int)
+    assert_type(info.seeds, np.ndarray[tuple[int, ...], np.dtype[np.int64]])
+    assert_type(info.choices, tc.Choices)
+    assert_type(cache.read_batch([1, 0], choose={"y": ["x"]}, collate="list"), Any)
     assert_type(info.cache, tc.Cache | None)
     assert_type(cache.read_batch([1, 0], collate=count), int)
     assert_type(cache.read_batch([1, 0], collate=count, return_info=True), tuple[int, tc.BatchInfo])
@@ -135,6 +138,15 @@ def train(folder: Path) -> None:
     mixed = tc.Loader(mix={"a": cache, "b": cache}, repeats={"a": 2}, bucket_by=tc.by_length("x", [1, 2]))
     assert_type(mixed.count_rows(), tc.RowCounts)
     assert_type(mixed.count_rows().padding, int)
+    assert_type(loader.stats(), tc.LoaderStats)
+    assert_type(loader.stats().stages, dict[str, tc.StageStats])
+    assert_type(tc.sample_moments("x"), tc.SampleMoments)
+    assert_type(tc.drop_text(0.1, {"x": 0}), tc.DropText)
+    tc.Loader(cache, choose={"y": "x*"}, transform=[keep, tc.drop_text(0.1, {"y": 0})])
+
+
+def keep(batch: dict[str, Any], info: tc.BatchInfo) -> dict[str, Any]:
+    return batch
 
 
 def build(folder: Path, other: Path) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset
 
 from wds_tensorcache.errors import TensorCacheError
 from wds_tensorcache.reading.batch.collate import collate_for
+from wds_tensorcache.reading.choices.alternatives import Choose
 from wds_tensorcache.training.base_loader import BaseLoader, Read
-from wds_tensorcache.training.step_sampler import StepOptions, StepSampler, make_batch_info
+from wds_tensorcache.training.step_reader import Transform, as_transforms, transformed
+from wds_tensorcache.training.step_sampler import StepOptions, StepSampler
 from wds_tensorcache.training.steps import Step
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ class StepDataset(Dataset[Any]):
     Args:
         sampler: Sampler that has the caches to read.
         collate, pad_value: As for `read_batch`.
+        choose, transform: As for `tc.Loader`; worker processes call `transform`.
         with_info: Return pairs of a batch and its `BatchInfo`. If a worker process made the `BatchInfo`, it has the keys of the
             samples in place of the cache.
 
@@ -32,14 +35,23 @@ class StepDataset(Dataset[Any]):
     """
 
     def __init__(
-        self, sampler: StepSampler, *, collate: Any = "stack", pad_value: Any = 0, with_info: bool = False
+        self,
+        sampler: StepSampler,
+        *,
+        collate: Any = "stack",
+        pad_value: Any = 0,
+        choose: Choose | None = None,
+        transform: Transform | Sequence[Transform] | None = None,
+        with_info: bool = False,
     ) -> None:
-        collate = collate_for(sampler._caches, collate, pad_value)
+        reader = sampler._reader(choose)
+        collate = collate_for(sampler._caches, collate, pad_value, reader.chosen_names)
         self.sampler: StepSampler | None = sampler
         # worker processes share the cores, so each reads without threads
-        self._caches = [cache._single_threaded() for cache in sampler._caches]
+        self._reader = reader.single_threaded()
         self._options = {"collate": collate, "pad_value": pad_value}
-        self._names = sampler._names if with_info else None
+        self._transforms = as_transforms(transform)
+        self._with_info = with_info
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"sampler": None}
@@ -49,16 +61,12 @@ class StepDataset(Dataset[Any]):
             raise TypeError(
                 f"a StepDataset is indexed by a Step, got {step!r:.200}; pass its sampler to the data loader"
             )
-        cache = step.cache_of(self._caches)
-        batch = cache.read_batch(step.indices, **self._options)
-        return (
-            batch
-            if self._names is None
-            else (
-                batch,
-                make_batch_info(step, self._names, cache, collate=self._options["collate"]),
-            )
-        )
+        batch = self._reader.read(step, self._options)
+        if not self._with_info and not self._transforms:
+            return batch
+        info = self._reader.info(step, collate=self._options["collate"])
+        batch = transformed(batch, info, self._transforms)
+        return (batch, info) if self._with_info else batch
 
     __getitems__ = __getitem__  # torch calls this for each item of a batch sampler
 
@@ -70,6 +78,8 @@ def torch_loader(
     num_workers: int = 0,
     collate: Any = "stack",
     pad_value: Any = 0,
+    choose: Choose | None = None,
+    transform: Transform | Sequence[Transform] | None = None,
     pin_memory: bool = False,
     prefetch_factor: int | None = None,
     persistent_workers: bool = False,
@@ -86,6 +96,7 @@ def torch_loader(
     Args:
         cache, batch_size, steps: As for `StepSampler`.
         collate, pad_value: As for `read_batch`; if `collate` is a function, the workers call it.
+        choose, transform: As for `tc.Loader`; the workers call `transform`, without a GPU.
         num_workers, pin_memory, prefetch_factor, persistent_workers, multiprocessing_context, timeout, worker_init_fn: As for
             `torch.utils.data.DataLoader`.
 
@@ -97,7 +108,13 @@ def torch_loader(
     if prefetch_factor is not None and num_workers > 0 and prefetch_factor < 1:
         raise ValueError(f"prefetch_factor={prefetch_factor}, expected at least 1")
     return TorchLoader(
-        StepDataset(StepSampler(cache, batch_size, **steps), collate=collate, pad_value=pad_value),
+        StepDataset(
+            StepSampler(cache, batch_size, **steps),
+            collate=collate,
+            pad_value=pad_value,
+            choose=choose,
+            transform=transform,
+        ),
         num_workers=num_workers,
         pin_memory=pin_memory,
         prefetch_factor=prefetch_factor,
@@ -131,6 +148,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         if not isinstance(dataset, StepDataset) or dataset.sampler is None:
             raise TypeError(f"dataset={dataset!r:.200}, expected a StepDataset")
         self._plan, self._collate = dataset.sampler, dataset._options["collate"]
+        self._reader = self._plan._reader(dataset._reader.alternatives)
         batch_sampler = self._plan if batch_sampler is None else batch_sampler  # or Lightning's, which wraps it
         super().__init__(dataset, batch_sampler=batch_sampler, **{"collate_fn": _same} | options)
         # Lightning and accelerate would distribute the steps of this rank among all ranks once more, unless they find these.

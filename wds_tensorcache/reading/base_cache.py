@@ -15,6 +15,11 @@ from torch.utils.data import Dataset
 
 from wds_tensorcache.errors import TensorCacheError, list_names
 from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue, as_collate
+from wds_tensorcache.reading.batch.request import columns_of
+from wds_tensorcache.reading.choices.alternatives import Alternatives, Choose
+from wds_tensorcache.reading.choices.chosen import choose as choose_among
+from wds_tensorcache.reading.choices.draw import Choices, Draw, Pick
+from wds_tensorcache.reading.choices.values import choices_of_values, place_in_samples, place_values
 from wds_tensorcache.reading.description import Contents, Description
 from wds_tensorcache.reading.keys import KeysView, respelled
 from wds_tensorcache.reading.positions import numbers_of, spread
@@ -171,6 +176,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         pin_memory: bool = False,
         collate: Callable[[list[_Sample]], _Batch],
         pad_value: PadValue = 0,
+        choose: Choose | None = None,
+        choices: Mapping[str, Any] | None = None,
         return_info: Literal[False] = False,
     ) -> _Batch: ...
     @overload
@@ -182,6 +189,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         pin_memory: bool = False,
         collate: Callable[[list[_Sample]], _Batch],
         pad_value: PadValue = 0,
+        choose: Choose | None = None,
+        choices: Mapping[str, Any] | None = None,
         return_info: Literal[True],
     ) -> tuple[_Batch, BatchInfo]: ...
     @overload
@@ -193,6 +202,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         pin_memory: bool = False,
         collate: str | Pad | Mapping[str, str | Pad] = "stack",
         pad_value: PadValue = 0,
+        choose: Choose | None = None,
+        choices: Mapping[str, Any] | None = None,
         return_info: Literal[False] = False,
     ) -> Any: ...
     @overload
@@ -204,6 +215,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         pin_memory: bool = False,
         collate: str | Pad | Mapping[str, str | Pad] = "stack",
         pad_value: PadValue = 0,
+        choose: Choose | None = None,
+        choices: Mapping[str, Any] | None = None,
         return_info: Literal[True],
     ) -> tuple[Any, BatchInfo]: ...
     def read_batch(
@@ -214,6 +227,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         pin_memory: bool = False,
         collate: Any = "stack",
         pad_value: PadValue = 0,
+        choose: Choose | None = None,
+        choices: Mapping[str, Any] | None = None,
         return_info: bool = False,
     ) -> Any:
         """Read samples as one batch, without decoding each sample.
@@ -230,6 +245,14 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 returns the batch.
             pad_value: Fill value for `"pad"`, or a dict of fill values by tensor name. `tc.pad(…)` has its own fill value;
                 texts and dates are filled with zero bytes.
+            choose: Tensors that are alternatives of each other, by the name under which the batch has the chosen one:
+                `{"latent": ["latent", "latent_flipped"], "text": "captions.*"}`. Samples may have different numbers of
+                alternatives. Only the chosen one is read, and is in the batch. A tuple of names is chosen together:
+                `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`.
+                If no tensor has these names, values do, for example a list of captions as strings. They are decoded and
+                chosen on first use.
+            choices: Position of each sample's choice, integers `[B]`, by name in `choose`; by default, the first
+                alternative. Positions count the alternatives that the sample has.
             return_info: Return a pair of the batch and its `BatchInfo`, which contains the shapes before padding.
 
         Returns:
@@ -240,10 +263,11 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
         Raises:
             IndexError, KeyError: An index is out of range, or no sample has a key.
-            ValueError: `indices` is empty, or `collate` is unknown.
+            ValueError: `indices` is empty, `collate` is unknown, or `choose` and `choices` do not fit each other.
             BatchError: Structures or dtypes differ between samples; with `"stack"`, shapes differ, or some samples lack a
                 tensor; with `"pad"`, shapes differ beyond the first dimension, or a tensor is longer than `to`; or a name in
-                `collate` or `pad_value` matches no tensor. If samples differ, the message names two keys.
+                `collate` or `pad_value` matches no tensor. If samples differ, the message names two keys. Or a sample has no
+                alternative to choose.
             FormatError: A shard is damaged, or does not match its index.
             RuntimeError: `device` is not available, or there is no GPU to pin memory for.
 
@@ -251,12 +275,20 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             most `pool_nbytes` of idle blocks (see `tc.open`). One small tensor keeps its whole block alive, so clone a
             tensor that outlives its batch.
         """
-        if not return_info:
+        if choose is None and choices is not None:
+            raise ValueError("choices without choose=, which says what the alternatives are")
+        if not return_info and choose is None:
             return self._read_batch(self._request(indices), device, pin_memory, collate, pad_value)
         numbers = self._numbers(indices)
-        batch = self._read_batch(self._request(numbers), device, pin_memory, collate, pad_value)
+        draw = Draw()
+        if choose is not None:
+            draw = Draw(alternatives=Alternatives.of(choose), given={} if choices is None else choices)
+            draw.check_given()
+        batch = self._read_drawn(numbers, draw, device, pin_memory, collate, pad_value)
+        if not return_info:
+            return batch
         is_padding = torch.zeros(len(numbers), dtype=torch.bool, device="cpu" if device is None else device)
-        return batch, BatchInfo(numbers, is_padding, 0, 0, None, self, _collate=collate)
+        return batch, BatchInfo(numbers, is_padding, 0, 0, None, self, _collate=collate, draw=draw)
 
     def read_tensors(
         self,
@@ -375,6 +407,62 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def _request(self, indices: Any) -> Any:
         """Return a request for samples. `indices` are indices or keys, or a request of another view of the same cache."""
 
+    def _draw(self, numbers: Array, draw: Draw) -> Any:
+        """Return a request for samples by index, with one of the alternatives of `draw` for each."""
+        request = self._request(numbers)
+        return request if draw.alternatives is None else self._choose(request, draw.alternatives, draw.pick(numbers))
+
+    def _read_drawn(
+        self,
+        numbers: Array,
+        draw: Draw,
+        device: Any = None,
+        pin_memory: bool = False,
+        collate: Any = "stack",
+        pad_value: PadValue = 0,
+    ) -> Any:
+        """Return the batch of samples by index, with one of the alternatives of `draw` for each; see `read_batch`."""
+        request = self._draw(numbers, draw)
+        if draw.alternatives is None or not request.values:
+            return self._read_batch(request, device, pin_memory, collate, pad_value)
+        groups, pick = request.values, draw.pick(numbers)
+        keys = [request.key(i) for i in range(len(request))]
+        if callable(collate):
+            return self._read_batch(
+                request,
+                device,
+                pin_memory,
+                lambda samples: collate(place_in_samples(samples, groups, pick, keys)),
+                pad_value,
+            )
+        return place_values(self._read_batch(request, device, pin_memory, collate, pad_value), groups, pick, keys)
+
+    def _choices(self, numbers: Array, draw: Draw) -> Choices:
+        """Return the choices of a batch; decodes values that are alternatives."""
+        request = self._draw(numbers, draw)
+        found: Choices = request.choices()
+        if not request.values:
+            return found
+        keys = [request.key(i) for i in range(len(request))]
+        return found.with_more(choices_of_values(self.nest(request, {}), request.values, draw.pick(numbers), keys), "")
+
+    def _choose(self, request: Any, alternatives: Alternatives, pick: Pick) -> Any:
+        """Return a request with one of the alternatives for each sample."""
+        return choose_among(request, alternatives, pick)
+
+    def _request_shapes(self, request: Any) -> dict[str, torch.Tensor]:
+        """Return shapes by tensor name, int64 `[B, ndim]`, of the tensors of a request; see `_shapes`."""
+        layouts = request.layouts()
+        columns = columns_of(request, layouts)
+        found: dict[str, torch.Tensor] = {}
+        for name, references in zip(columns.names, columns.references, strict=True):
+            dimensions = {len(reference.shape) for reference in references if reference is not None}
+            if len(dimensions) == 1:
+                (ndim,) = dimensions
+                shapes = [(0,) * ndim if reference is None else reference.shape for reference in references]
+                found[name] = torch.from_numpy(np.array(shapes, np.int64).reshape(len(shapes), -1)[layouts.which])
+        return found
+
     @abstractmethod
     def _read_batch(self, request: Any, device: Any, pin: bool, collate: Any, pad_value: PadValue) -> Any: ...
 
@@ -418,13 +506,13 @@ class BatchInfo:
         epoch, step: Epoch and step of a loader's batch; steps are numbered through all epochs. With `read_batch`, both are 0.
         source: Name of the batch's cache in `mix`, or value of its bucket in `bucket_by`; with both, a tuple of name and value;
             None without these options.
-        cache: Cache of the samples; None in a pickled copy, which has only keys and shapes.
+        cache: Cache of the samples; None in a pickled copy, which has keys, shapes and choices.
 
-    Threads/fork/pickle: immutable, safe everywhere; a copy has keys and shapes in place of the cache. Records are equal if
-        everything but the cache is equal.
+    Threads/fork/pickle: immutable, safe everywhere; a copy has keys, shapes and choices in place of the cache.
+        Records are equal if everything but the cache is equal.
     """
 
-    __slots__ = ("_collate", "_sent", "cache", "epoch", "indices", "is_padding", "source", "step")
+    __slots__ = ("_collate", "_random", "_sent", "cache", "epoch", "indices", "is_padding", "source", "step")
 
     indices: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     is_padding: torch.Tensor
@@ -432,8 +520,9 @@ class BatchInfo:
     step: int
     source: object
     cache: Cache | None
-    _sent: tuple[tuple[str, ...], dict[str, Array]] | None
     _collate: Collate | None  # None if the batch was collated by a function
+    _random: Draw
+    _sent: tuple[tuple[str, ...], dict[str, Array], Choices] | None
 
     def __init__(
         self,
@@ -445,9 +534,12 @@ class BatchInfo:
         cache: Cache | None,
         _sent: Any = None,
         _collate: Any = None,
+        *,
+        draw: Draw | None = None,
     ) -> None:
         _collate = None if _collate is None or callable(_collate) else as_collate(_collate, 0)
-        values = (_collate, _sent, cache, epoch, indices, is_padding, source, step)
+        random = draw or Draw(epochs=epoch)
+        values = (_collate, random, _sent, cache, epoch, indices, is_padding, source, step)
         for name, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, name, value)
 
@@ -473,7 +565,31 @@ class BatchInfo:
         """
         if self.cache is None:
             return {name: torch.from_numpy(shapes) for name, shapes in (self._sent[1] if self._sent else {}).items()}
+        if self._random.alternatives is not None:
+            return self.cache._request_shapes(self.cache._draw(self.indices, self._random))
         return self.cache._shapes(self.indices)
+
+    @property
+    def seeds(self) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        """A random seed for each row, int64 `[B]`, in `[0, 2^63)`.
+
+        A seed is a pure function of the loader's seed, the epoch and the sample index, so it does not depend on the batch
+        size, the ranks or the position in the batch. With `mix`, the epoch is that of the sample's cache. A sample that
+        `weights` draw twice in an epoch has the same seed twice.
+        """
+        return self._random.seeds(self.indices)
+
+    @property
+    def choices(self) -> Choices:
+        """The choices among the alternatives of `choose=`, by name: positions, int64 `[B]`; `choices.names` gives tensor names.
+
+        Empty without `choose`.
+        """
+        if self.cache is None:
+            return self._sent[2] if self._sent is not None else Choices({}, {})
+        if self._random.alternatives is None:
+            return Choices({}, {})
+        return self.cache._choices(self.indices, self._random)
 
     def mask(self, name: str) -> torch.Tensor:
         """Return which elements of a padded tensor's rows are data, bool `[B, T]`, on the batch's device; False is padding.
@@ -502,7 +618,7 @@ class BatchInfo:
         """Return a record whose `is_padding` is on `device`. Lightning and accelerate call this when they move a batch."""
         is_padding = _moved(self.is_padding, device, non_blocking)
         at = self.epoch, self.step, self.source
-        return BatchInfo(self.indices, is_padding, *at, self.cache, self._sent, self._collate)
+        return BatchInfo(self.indices, is_padding, *at, self.cache, self._sent, self._collate, draw=self._random)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BatchInfo):
@@ -511,6 +627,8 @@ class BatchInfo:
             (self.epoch, self.step, self.source, self.keys) == (other.epoch, other.step, other.source, other.keys)
             and np.array_equal(self.indices, other.indices)
             and torch.equal(self.is_padding.cpu(), other.is_padding.cpu())
+            and np.array_equal(self.seeds, other.seeds)
+            and self.choices == other.choices
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -526,15 +644,16 @@ class BatchInfo:
 
     def __reduce__(self) -> Any:
         # arrays, because torch would send a file descriptor for each tensor
-        sent = tuple(self.keys), {name: shapes.numpy() for name, shapes in self.shapes.items()}
-        at = self.epoch, self.step, self.source
-        return _received, (self.indices, self.is_padding.cpu().numpy(), *at, sent, self._collate)
+        sent = tuple(self.keys), {name: shapes.numpy() for name, shapes in self.shapes.items()}, self.choices
+        at, draw = (self.epoch, self.step, self.source), (self._random.seed, self._random.epochs)
+        return _received, (self.indices, self.is_padding.cpu().numpy(), *at, sent, self._collate, draw)
 
 
 def _received(
-    indices: Array, padding: Array, epoch: int, step: int, source: object, sent: Any, collate: Any
+    indices: Array, padding: Array, epoch: int, step: int, source: object, sent: Any, collate: Any, draw: Any
 ) -> BatchInfo:
-    return BatchInfo(indices, torch.from_numpy(padding), epoch, step, source, None, sent, collate)
+    is_padding = torch.from_numpy(padding)
+    return BatchInfo(indices, is_padding, epoch, step, source, None, sent, collate, draw=Draw(*draw))
 
 
 def _moved(mask: torch.Tensor, device: torch.device | str | None, non_blocking: bool = False) -> torch.Tensor:

@@ -16,6 +16,7 @@ from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_
 from wds_tensorcache.reading.batch.columns import layouts_of
 from wds_tensorcache.reading.batch.request import Request, Structures
 from wds_tensorcache.reading.batch.rows import locate
+from wds_tensorcache.reading.choices.chosen import ChosenRequest, nest_chosen
 from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
 from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.positions import Inverse, Positions, as_array, numbers_of, spread, take
@@ -99,6 +100,9 @@ class TensorCache(Cache[_Sample]):
     _read_batch, _read_tensors = staticmethod(read_batch), staticmethod(read_tensors)
 
     def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
+        request = self._request(indices)
+        if isinstance(request, ChosenRequest):
+            return nest_chosen(request, tensors)
         names = tuple(sorted(tensors))
         view = self._narrowed.get(names)
         if view is None:
@@ -106,7 +110,7 @@ class TensorCache(Cache[_Sample]):
                 self._narrowed.clear()
             view = TensorCache(self._store, self._order, tuple(map(glob.escape, names)))
             self._narrowed[names] = view
-        request = view._request(self._request(indices))
+        request = view._request(request)
         layouts = layouts_of(request.rows)
         structure = request.structures.structure_for(layouts)
         for name in names:
@@ -120,7 +124,7 @@ class TensorCache(Cache[_Sample]):
 
     def _request(self, indices: Any) -> Request:
         if isinstance(indices, Request):
-            return Request(self._store, indices.rows, self._structures)
+            return indices.in_view(self._store, self._structures)
         numbers = numbers_of(indices, len(self._where), self._find)
         positions = numbers if self._order is None else as_array(take(self._where, numbers))
         return Request(self._store, locate(self._store, positions), self._structures)

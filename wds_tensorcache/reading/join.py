@@ -12,11 +12,15 @@ from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from wds_tensorcache.codec.skeleton.tensor_names import component
 from wds_tensorcache.errors import BatchError, list_names, unknown_name
 from wds_tensorcache.reading.base_cache import Cache, _Sample
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, PadValue, as_collate
+from wds_tensorcache.reading.choices.alternatives import Alternatives, Group, split
+from wds_tensorcache.reading.choices.chosen import ChosenRequest
+from wds_tensorcache.reading.choices.draw import Choices, Pick
 from wds_tensorcache.reading.description import Contents
 from wds_tensorcache.reading.find_shards import CachePaths
 from wds_tensorcache.reading.keys import KeysView
@@ -29,6 +33,7 @@ from wds_tensorcache.shards.fingerprint import common_fields
 __all__ = ["JoinedCache", "join"]
 
 Array = np.ndarray[Any, Any]
+_MAX_ALTERNATIVES = 16
 _NUM_SHOWN = 5  # number of missing keys in a message
 
 
@@ -123,9 +128,11 @@ def _with_keys(cache: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _JoinedRequest:
-    """The samples of a batch; `parts` contains one request per cache."""
+    """The samples of a batch; `parts` contains one request per cache, `prefixes` the prefix of its tensors' names."""
 
     parts: Sequence[Any]
+    prefixes: Sequence[str]
+    values: Sequence[Group] = ()  # alternatives that are not tensors
 
     def __len__(self) -> int:
         return len(self.parts[0])
@@ -133,6 +140,28 @@ class _JoinedRequest:
     def key(self, i: int) -> str:
         """Return the key of sample `i` of the batch."""
         return self.parts[0].key(i)  # type: ignore[no-any-return]
+
+    def choices(self) -> Choices:
+        """Return the choices of all parts by name."""
+        found = Choices({}, {})
+        for prefix, part in zip(self.prefixes, self.parts, strict=True):
+            if isinstance(part, (ChosenRequest, _JoinedRequest)):
+                found = found.with_more(part.choices(), prefix)
+        return found
+
+    def chosen_names(self) -> list[str]:
+        """Return the names of the chosen tensors."""
+        return [
+            prefix + name
+            for prefix, part in zip(self.prefixes, self.parts, strict=True)
+            for name in _chosen_names(part)
+        ]
+
+
+def _chosen_names(request: Any) -> list[str]:
+    if isinstance(request, ChosenRequest):
+        return request.alternatives.names
+    return request.chosen_names() if isinstance(request, _JoinedRequest) else []
 
 
 class JoinedCache(Cache[_Sample]):
@@ -144,6 +173,8 @@ class JoinedCache(Cache[_Sample]):
     def __init__(self, caches: Sequence[Any], names: tuple[str, ...] | None = None) -> None:
         self._caches = list(caches)
         self._names = names
+        # for each cache, its part of the alternatives: groups by their names there
+        self._alternatives: dict[Alternatives, list[dict[Group, Group]]] = {}
         # for each cache, the prefix of its tensors' names
         self._prefixes = [f"{component(name, 0)}." for name in names] if names is not None else [""] * len(self._caches)
 
@@ -194,7 +225,7 @@ class JoinedCache(Cache[_Sample]):
         request = self._request(indices)
         parts, rest = [], dict(tensors)
         for (prefix, cache), names, part in zip(self._prefixed(), self._tensor_names, request.parts, strict=True):
-            mine = {prefix + name: name for name in names if prefix + name in rest}
+            mine = {prefix + name: name for name in [*names, *_chosen_names(part)] if prefix + name in rest}
             parts.append(cache.nest(part, {name: rest.pop(whole) for whole, name in mine.items()}))
         if rest:
             known = [
@@ -211,7 +242,7 @@ class JoinedCache(Cache[_Sample]):
             cache.close()
 
     def _read_batch(self, request: _JoinedRequest, device: Any, pin: bool, collate: Any, pad_value: PadValue) -> Any:
-        ways = None if callable(collate) else self._ways(collate, pad_value, WAYS)
+        ways = None if callable(collate) else self._ways(collate, pad_value, WAYS, request)
         parts = [
             cache._read_batch(part, device, pin, list if ways is None else ways.with_prefix(prefix), 0)
             for (prefix, cache), part in zip(self._prefixed(), request.parts, strict=True)
@@ -223,18 +254,18 @@ class JoinedCache(Cache[_Sample]):
     def _read_tensors(
         self, request: _JoinedRequest, device: Any, pin: bool, collate: Any, pad_value: PadValue
     ) -> dict[str, Any]:
-        ways = self._ways(collate, pad_value, TENSOR_WAYS)
+        ways = self._ways(collate, pad_value, TENSOR_WAYS, request)
         return {
             prefix + name: tensor
             for (prefix, cache), part in zip(self._prefixed(), request.parts, strict=True)
             for name, tensor in cache._read_tensors(part, device, pin, ways.with_prefix(prefix), 0).items()
         }
 
-    def _ways(self, collate: Any, pad_value: PadValue, known: tuple[str, ...]) -> Any:
+    def _ways(self, collate: Any, pad_value: PadValue, known: tuple[str, ...], request: _JoinedRequest) -> Any:
         ways = as_collate(collate, pad_value, known)
         if ways is not collate and (isinstance(collate, Mapping) or isinstance(pad_value, Mapping)):
             named = zip(self._prefixes, self._tensor_names, strict=True)
-            ways.check_names([prefix + name for prefix, names in named for name in names])
+            ways.check_names([*(prefix + name for prefix, names in named for name in names), *request.chosen_names()])
         return ways
 
     @cached_property
@@ -247,9 +278,46 @@ class JoinedCache(Cache[_Sample]):
     def _request(self, indices: Any) -> _JoinedRequest:
         """Return a request for samples, like `TensorCache._request`."""
         if isinstance(indices, _JoinedRequest):
-            return indices
-        numbers = self._numbers(indices)
-        return _JoinedRequest([cache._request(numbers) for cache in self._caches])
+            parts = [cache._request(part) for cache, part in zip(self._caches, indices.parts, strict=True)]
+        else:
+            numbers = self._numbers(indices)
+            parts = [cache._request(numbers) for cache in self._caches]
+        return _JoinedRequest(parts, self._prefixes)
+
+    def _choose(self, request: _JoinedRequest, alternatives: Alternatives, pick: Pick) -> _JoinedRequest:
+        known = self._alternatives.get(alternatives)
+        if known is None:
+            if len(self._alternatives) >= _MAX_ALTERNATIVES:
+                self._alternatives.clear()
+            known = self._alternatives[alternatives] = split(alternatives, self._prefixes, self._tensor_names)
+        all_counts: dict[Group, Array] = {}
+
+        def pick_once(group: Group, counts: Array) -> Array:
+            if not np.array_equal(all_counts.setdefault(group, counts), counts):
+                raise BatchError(
+                    f"{', '.join(map(repr, group.names))} are chosen together from several caches, but samples have different "
+                    "numbers of alternatives there"
+                )
+            return pick(group, counts)
+
+        parts = list(request.parts)
+        for number, groups in enumerate(known):
+            if groups:
+
+                def pick_here(group: Group, counts: Array, groups: Mapping[Group, Group] = groups) -> Array:
+                    return pick_once(groups[group], counts)
+
+                parts[number] = self._caches[number]._choose(parts[number], Alternatives(tuple(groups)), pick_here)
+        in_caches = {group for groups in known for group in groups.values()}
+        return _JoinedRequest(parts, self._prefixes, [each for each in alternatives.groups if each not in in_caches])
+
+    def _request_shapes(self, request: _JoinedRequest) -> dict[str, torch.Tensor]:
+        named = zip(self._prefixed(), request.parts, strict=True)
+        return {
+            prefix + name: shapes
+            for (prefix, cache), part in named
+            for name, shapes in cache._request_shapes(part).items()
+        }
 
     def _collect(self, contents: Contents, prefix: str = "") -> None:
         for own, cache in self._prefixed():

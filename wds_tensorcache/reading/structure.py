@@ -84,13 +84,13 @@ class _Merger:
 def value_at(sample: Any, path: Path) -> Any:
     """Return the value at `path`, the keys and indices that lead to it from the root of a nested sample.
 
-    Returns None in place of a tensor, and if the sample lacks the container of the value.
+    Returns None in place of a tensor, and if the sample lacks the container of the value, or has a shorter one.
     """
     for step in path:
         if type(sample) in DICTS:
             sample = sample.get(step)
         else:
-            sample = sample[step] if type(sample) in SEQUENCES else None
+            sample = sample[step] if type(sample) in SEQUENCES and step < len(sample) else None
     return None if isinstance(sample, Lazy) else sample
 
 
@@ -162,7 +162,9 @@ class _Difference:
         kind, others = self._kind(first), self._kind(other)
         if kind in SEQUENCES and type(other) is kind:
             others = kind  # even if the other sample lacks all tensors in it
-        if self._is_lacking(first, other) or (others == "" and (first is None or first is _NOTHING)):
+        if self._is_lacking(first, other) or (others == "" and (first is None or first is _NOTHING or first is _END)):
+            return None
+        if kind == "" and other is _END:
             return None
         if first is _NOTHING or other is _NOTHING or first is _END or other is _END or kind != others:
             return path, self._described(first), self._described(other)

@@ -21,6 +21,7 @@ from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.batch.assemble import nest_batch, read_batch, read_tensors
 from wds_tensorcache.reading.batch.columns import layouts_of
 from wds_tensorcache.reading.batch.request import Request, Structures
+from wds_tensorcache.reading.choices.chosen import ChosenRequest, nest_chosen
 from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
 from wds_tensorcache.reading.keys import KeysView
 from wds_tensorcache.reading.positions import numbers_of, spread
@@ -290,7 +291,10 @@ class SharedDataset(Cache[Any]):
     _read_batch, _read_tensors = staticmethod(read_batch), staticmethod(read_tensors)
 
     def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
-        request = self._view(self._indices, (tuple(tensors),), self._store)._request(indices)
+        request = self._request(indices)
+        if isinstance(request, ChosenRequest):
+            return nest_chosen(request, tensors)
+        request = self._view(self._indices, (tuple(tensors),), self._store)._request(request)
         layouts = layouts_of(request.rows)
         structure = request.structures.structure_for(layouts)
         for name in tensors:
@@ -312,7 +316,7 @@ class SharedDataset(Cache[Any]):
 
     def _request(self, indices: Any) -> Request:
         if isinstance(indices, Request):
-            return Request(self._store, indices.rows, self._structures)
+            return indices.in_view(self._store, self._structures)
         numbers = self._indices[numbers_of(indices, len(self), self._find)].tolist()
         return Request(self._store, rows_of(self._samples, numbers), self._structures)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from wds_tensorcache.reading.base_cache import BatchInfo
 from wds_tensorcache.storage.threads import ThreadPool
+from wds_tensorcache.training.stats import Clock
+from wds_tensorcache.training.step_reader import StepReader
 from wds_tensorcache.training.step_sampler import StepSampler
 from wds_tensorcache.training.steps import Position, RowCounts, Step
 
@@ -29,6 +31,8 @@ class BaseLoader(ABC):
 
     _plan: StepSampler
     _collate: Any = None  # how the batches are collated, for `BatchInfo.mask`
+    _reader: StepReader
+    _clock: Clock | None = None  # of a loader that measures waiting times
     _running: Callable[[], _Batches | None] = staticmethod(lambda: None)  # a weak reference to the current iteration
     _num_threads = 0  # threads of each iteration
     _num_iterations = 0
@@ -160,6 +164,9 @@ class _Batches(Iterator[Any]):
         self._pool = ThreadPool(loader._num_threads, "tensorcache-loader") if loader._num_threads else None
         self._read: Iterator[Read] | None = None
         self._is_in_next = self.is_closed = False
+        self._clock = loader._clock
+        if self._clock is not None:
+            self._clock.begin()
 
     def __next__(self) -> Any:
         loader, plan = self._loader, self._loader._plan
@@ -177,6 +184,8 @@ class _Batches(Iterator[Any]):
             )
         try:
             self._is_in_next = True
+            if self._clock is not None:
+                self._clock.ask()
             if self._read is None:
                 # until a batch is returned, another iteration would also begin here
                 plan._move(plan._beginning(), is_resumed=True)
@@ -184,7 +193,9 @@ class _Batches(Iterator[Any]):
                 self._read = loader._read_batches(self._pool, with_info=self._with_info)
             given, is_padding, step, after = next(self._read)
             if self._with_info:
-                given = given, plan._info(step, is_padding, loader._collate)
+                given = given, loader._reader.info(step, is_padding, loader._collate)
+            if self._clock is not None:
+                self._clock.give()
             self._is_in_next = False
         except StopIteration:
             self.close()

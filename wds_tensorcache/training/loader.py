@@ -5,17 +5,21 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from wds_tensorcache.codec.lazy import check_device
-from wds_tensorcache.reading.batch.batch_memory import to_device
+from wds_tensorcache.reading.batch.batch_memory import SPENT, to_device
 from wds_tensorcache.reading.batch.collate import collate_for
+from wds_tensorcache.reading.choices.alternatives import Choose
 from wds_tensorcache.reading.transfer import Transfer, copying_stream
 from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool, wait_for
 from wds_tensorcache.training.base_loader import BaseLoader, Read
+from wds_tensorcache.training.stats import Clock, LoaderStats, Timing
+from wds_tensorcache.training.step_reader import Transform, as_transforms, transformed
 from wds_tensorcache.training.step_sampler import StepOptions, StepSampler
 from wds_tensorcache.training.steps import Position, Step
 
@@ -36,6 +40,11 @@ class Loader(BaseLoader):
     Args:
         cache, batch_size: As in `StepSampler`.
         device, pin_memory, collate, pad_value: As in `read_batch`.
+        choose: Alternatives as in `read_batch`. One of them is drawn for each sample, with equal probability. The choice is a
+            pure function of seed, epoch and sample index, so it does not depend on batch size and ranks, and resumes
+            exactly. `info.choices` says what was chosen.
+        transform: Function of a batch and its `BatchInfo` that returns the batch, or a list of such functions, which run in
+            order. They run in the loader's threads, several batches at the same time.
         num_threads: Number of batches to read at the same time; 0 reads each batch on request in the caller's thread.
         prefetch_batches: Number of batches to read ahead.
         steps: Other options of `StepSampler`.
@@ -43,11 +52,15 @@ class Loader(BaseLoader):
     Raises:
         ValueError: Arguments are mutually exclusive, or out of range.
         BatchError: A name or pattern in `collate` or `pad_value` matches no tensor.
+        KeyError: A name or pattern in `choose` matches no tensor.
+        RuntimeError (when a batch is requested): A transform failed; the message names the step.
 
     Memory: `prefetch_batches + 1` batches, besides those that the caller keeps.
     Threads/fork/pickle: one thread iterates, any thread may call `close`; only in the process that made the loader.
         Abandoning an iteration, or calling `close`, ends its threads; the next iteration begins the next epoch.
     """
+
+    _clock: Clock
 
     def __init__(
         self,
@@ -60,19 +73,28 @@ class Loader(BaseLoader):
         prefetch_batches: int = 2,
         collate: Any = "stack",
         pad_value: Any = 0,
+        choose: Choose | None = None,
+        transform: Transform | Sequence[Transform] | None = None,
         **steps: Unpack[StepOptions],
     ) -> None:
         self._num_threads, self._prefetch_batches = operator.index(num_threads), operator.index(prefetch_batches)
         if min(self._num_threads, self._prefetch_batches) < 0:
             raise ValueError(f"num_threads={num_threads}, prefetch_batches={prefetch_batches}: expected 0 or more")
         self._plan = StepSampler(cache, batch_size, **steps)
-        collate = collate_for(self._plan._caches, collate, pad_value)
+        self._reader = self._plan._reader(choose)
+        collate = collate_for(self._plan._caches, collate, pad_value, self._reader.chosen_names)
+        self._transforms = as_transforms(transform)
         # each thread of the loader reads whole batches, so reading one batch needs no further threads
-        self._caches = [each._single_threaded() for each in self._plan._caches]
+        self._thread_reader = self._reader.single_threaded()
         self._device, self._collate = device, collate
         self._read_options = {"device": device, "pin_memory": pin_memory, "collate": collate, "pad_value": pad_value}
         self._is_flushed = False
         self._waiting: Callable[[], _Waiting | None] = lambda: None  # weak reference to the batches that are read ahead
+        self._clock = Clock()
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return super().__repr__() + (f"\n  {stats}" if stats.batches else "")
 
     def _read_batches(self, pool: ThreadPool | None, *, with_info: bool) -> Iterator[Read]:
         plan, waiting = self._plan, _Waiting()
@@ -106,17 +128,30 @@ class Loader(BaseLoader):
                 return
             del job
             transfer.hand_over()
+            self._clock.take(found.pop())
             yield (*map(found.pop, (0, 0)), step, after)  # without a reference that would keep the batch alive
 
-    def _read(self, step: Step, device: torch.device | None, with_info: bool) -> tuple[Transfer, Any, Any]:
+    def _read(self, step: Step, device: torch.device | None, with_info: bool) -> tuple[Transfer, Any, Any, Timing]:
         """Return a batch and the mask of its padding on the device; the caller of `next` must call `hand_over`."""
+        began, nbytes, transfer_s = perf_counter(), SPENT.nbytes, SPENT.transfer_s
         transfer = Transfer(device)
         with transfer.copying():
-            batch = step.cache_of(self._caches).read_batch(step.indices, **self._read_options)
-            if callable(self._read_options["collate"]):
+            batch = self._thread_reader.read(step, self._read_options)
+            read = done = perf_counter()
+            needs_mask = with_info or self._transforms
+            is_padding = to_device(torch.from_numpy(step.is_padding), False, device) if needs_mask else None
+            if self._transforms:
+                batch = transformed(batch, self._thread_reader.info(step, is_padding, self._collate), self._transforms)
+                done = perf_counter()
+            if self._transforms or callable(self._read_options["collate"]):
                 transfer.add(batch)
-            is_padding = to_device(torch.from_numpy(step.is_padding), False, device) if with_info else None
-        return transfer, batch, is_padding
+        transfer_s = SPENT.transfer_s - transfer_s
+        timing = Timing(read - began - transfer_s, done - read, transfer_s, SPENT.nbytes - nbytes, done)
+        return transfer, batch, is_padding, timing
+
+    def stats(self) -> LoaderStats:
+        """Return how long training and the loader have waited for each other, with times and bytes of each stage."""
+        return self._clock.stats()
 
     def wait(self) -> None:
         """Wait until the threads have read all batches that were requested ahead; they then pause until the next batch.

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.reading.seeds import finalise, random_bits, round_keys
+
 __all__ = ["BlockOrder", "EpochOrder", "uniform"]
 
 Array = np.ndarray[Any, Any]
-_ROUNDS = 8
+_ROUNDS = 8  # of `round_keys`
 _TABLE_BITS = 12  # of a half; up to 2^24 samples, the round function is read from tables of at most 256 KB in all
-_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
 
 
 class EpochOrder:
@@ -99,10 +98,8 @@ class BlockOrder:
 
 def uniform(seed: int, epoch: int, positions: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return a random number in [0, 1) for each position of an epoch: 53 bits of SplitMix64."""
-    values = np.array(positions, np.int64).astype(np.uint64)
-    for key in _keys(seed, epoch)[:2]:
-        values = _finalise(values ^ key)
-    result: np.ndarray[Any, np.dtype[np.float64]] = (values >> np.uint64(11)).astype(np.float64) / (1 << 53)
+    bits = random_bits(seed, epoch, positions)
+    result: np.ndarray[Any, np.dtype[np.float64]] = (bits >> np.uint64(11)).astype(np.float64) / (1 << 53)
     return result
 
 
@@ -114,31 +111,16 @@ def _places(positions: Any, count: int) -> Array:
 
 
 @lru_cache(maxsize=32)
-def _keys(seed: int, epoch: int) -> Array:
-    """Return a key for each round: the sequence of SplitMix64 that starts from a hash of seed and epoch."""
-    states = _finalise(np.array([seed * _GOLDEN & _MASK, (epoch + 1) * _GOLDEN + 1 & _MASK], np.uint64))
-    return _finalise((states[0] ^ states[1]) + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
-
-
-def _finalise(values: Array) -> Array:
-    """Apply the finaliser of SplitMix64 to each value."""
-    values = (values ^ (values >> np.uint64(30))) * _MIX[0]
-    values = (values ^ (values >> np.uint64(27))) * _MIX[1]
-    mixed: Array = values ^ (values >> np.uint64(31))
-    return mixed
-
-
-@lru_cache(maxsize=32)
 def _round_tables(seed: int, epoch: int, bits: int) -> list[Array]:
     """Return what the round function returns for each value of its half, in each round."""
     low, high = np.arange(1 << bits // 2, dtype=np.uint64), np.arange(1 << bits - bits // 2, dtype=np.uint64)
-    pairs = zip([low, high] * (_ROUNDS // 2), [high, low] * (_ROUNDS // 2), _keys(seed, epoch), strict=True)
+    pairs = zip([low, high] * (_ROUNDS // 2), [high, low] * (_ROUNDS // 2), round_keys(seed, epoch), strict=True)
     return [_round(half, len(other).bit_length() - 1, key) for half, other, key in pairs]
 
 
 def _round(half: Array, bits: int, key: np.uint64) -> Array:
     """Return the round function of one half of the values, int64: `bits` bits, to combine with the other half."""
-    result: Array = (_finalise(half ^ key) & np.uint64((1 << bits) - 1)).astype(np.int64)
+    result: Array = (finalise(half ^ key) & np.uint64((1 << bits) - 1)).astype(np.int64)
     return result
 
 
@@ -153,7 +135,7 @@ def _permute(values: Array, bits: int, seed: int, epoch: int) -> Array:
         for table in _round_tables(seed, epoch, bits):
             high, low = low, high ^ table[low]
     else:
-        for key in _keys(seed, epoch):
+        for key in round_keys(seed, epoch):
             high, low = low, high ^ _round(low.astype(np.uint64), high_bits, key)
             low_bits, high_bits = high_bits, low_bits
     joined: Array = high << bits // 2 | low

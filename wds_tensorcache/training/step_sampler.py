@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypedDict
 
-import torch
 from torch.utils.data import DistributedSampler
 
 from wds_tensorcache.ranks import find_rank, is_distributed
-from wds_tensorcache.reading.base_cache import BatchInfo, Cache
+from wds_tensorcache.reading.base_cache import Cache
+from wds_tensorcache.reading.choices.alternatives import Alternatives
 from wds_tensorcache.training.buckets import ByLength, make_streams
 from wds_tensorcache.training.state import identity_of, order_digest, position_from, state_of
+from wds_tensorcache.training.step_reader import StepReader
 from wds_tensorcache.training.steps import Course, Position, RowCounts, Step
 from wds_tensorcache.training.weights import Weights, caches_of, repeats_of, weights_of
 
-__all__ = ["StepOptions", "StepSampler", "make_batch_info"]
+__all__ = ["StepOptions", "StepSampler"]
 
 LAST_BATCH = ("short", "pad", "wrap", "drop")
 _NUM_SHOWN = 8  # caches of `mix` that a repr shows
@@ -131,6 +132,7 @@ class StepSampler(DistributedSampler[Step]):
                 raise ValueError(f"{each!r:.200} is not a cache; open it with tc.open")
             if not len(each):
                 raise ValueError("the cache has no samples: did a filter or a slice leave none?")
+        self._seed = seed
         if mix is not None:
             weights = weights_of(mix)
         if weights is not None and repeats is not None:
@@ -275,8 +277,10 @@ class StepSampler(DistributedSampler[Step]):
         used = number * self._course.step_size
         return self._course.step(Position(epoch, (used,), used))[0]
 
-    def _info(self, step: Step, is_padding: torch.Tensor | None, collate: Any = None) -> BatchInfo:
-        return make_batch_info(step, self._names, step.cache_of(self._caches), is_padding, collate)
+    def _reader(self, choose: Any = None) -> StepReader:
+        """Return a reader of this sampler's steps, with the alternatives `choose`; see `Alternatives.check` for errors."""
+        alternatives = Alternatives.for_caches(choose, self._caches)
+        return StepReader(self._caches, self._names, self._seed, alternatives)
 
     def _state(self, at: Position) -> dict[str, Any]:
         return state_of(at, self._settings, self._identify(), self._weights.state(at.step))
@@ -300,20 +304,6 @@ def _shown_key(bucket_by: Any) -> str:
     if isinstance(bucket_by, str):
         return f"the shape of {bucket_by!r:.100}"
     return f"{getattr(bucket_by, '__qualname__', type(bucket_by).__name__):.100}"
-
-
-def make_batch_info(
-    step: Step, names: Sequence[Any], cache: Any, is_padding: torch.Tensor | None = None, collate: Any = None
-) -> BatchInfo:
-    """Return the record of a step's batch.
-
-    Args:
-        names: Name of each stream, by its number.
-        is_padding: The step's mask of padding on the device of the batch; on the CPU by default.
-        collate: How the batch is collated, as in `read_batch`; None if unknown.
-    """
-    is_padding = torch.from_numpy(step.is_padding) if is_padding is None else is_padding
-    return BatchInfo(step.indices, is_padding, step.epoch, step.number, names[step.stream], cache, _collate=collate)
 
 
 class _StepIterator(Iterator[Step]):

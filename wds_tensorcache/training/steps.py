@@ -47,6 +47,8 @@ class Step:
         indices: Sample indices in the cache, int64 `[B]`.
         is_padding: True for each sample that is padding, bool `[B]`.
         source: Number of the samples' cache in `mix`; 0 without `mix`.
+        epochs: The epoch of each sample's own order, int64 `[B]`, if a dataset has several in an epoch of the sampler: with a
+            weighted `mix` or `repeats`; else None.
     """
 
     number: int
@@ -55,6 +57,7 @@ class Step:
     indices: Array
     is_padding: Array
     source: int = 0
+    epochs: Array | None = None
 
     def cache_of(self, caches: Sequence[Any]) -> Any:
         """Return the cache of the samples."""
@@ -246,23 +249,27 @@ class Course:
         """Return the step at a position, and the position after it; the epoch must not be over."""
         number, count, rows = self._next_stream(at), self.step_size, self._rows
         stream, begin = self._streams[number], at.counts[number]
-        if self._weights.are_of_caches:
-            indices = stream.indices(0, begin + rows)
-        elif self._weights.are_used:
-            drawn = self._weights.drawn(at.step, number).indices(at.epoch, begin + rows)
+        positions, epoch = begin + rows, 0 if self._weights.are_of_caches else at.epoch
+        is_drawn = self._weights.are_used and not self._weights.are_of_caches
+        if is_drawn:
+            drawn = self._weights.drawn(at.step, number).indices(epoch, positions)
             indices = drawn if stream.members is None else np.take(stream.members, drawn)
-        elif (remaining := self._lengths[number] - begin) >= count:
-            indices = stream.indices(at.epoch, begin + rows)
+        elif self._weights.are_of_caches or (remaining := self._lengths[number] - begin) >= count:
+            indices = stream.indices(epoch, positions)
         else:
             count = remaining
             if self._last_batch == "short":
                 rows = rows[: -(-count // self.world_size)]
             filler = (rows - count) % self._lengths[number] if self._last_batch == "wrap" else begin + rows % count
-            indices = stream.indices(at.epoch, np.where(rows < count, begin + rows, filler))
+            positions = np.where(rows < count, begin + rows, filler)
+            indices = stream.indices(epoch, positions)
+        # samples that occur in several passes of an epoch have other seeds and choices in each
+        has_passes = self._weights.are_of_caches or (stream.repeats > 1 and not is_drawn)
+        epochs = epoch * stream.repeats + positions // len(stream) if has_passes else None
         is_padding = (rows >= count) & (self._last_batch != "wrap")
         counts = (*at.counts[:number], begin + count, *at.counts[number + 1 :])
         after = Position(at.epoch, counts, at.used + count, at.step + 1, at.began)
-        return Step(at.step, at.epoch, number, indices, is_padding, stream.source), after
+        return Step(at.step, at.epoch, number, indices, is_padding, source=stream.source, epochs=epochs), after
 
     def _next_stream(self, at: Position) -> int:
         """Return the number of the stream of the step at a position."""

@@ -16,7 +16,7 @@ from wds_tensorcache.codec.views import check_array
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.reading.batch.batch_memory import Memory, to_device
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, Pad, PadValue, as_collate
-from wds_tensorcache.reading.batch.columns import Columns, Layouts, lacks_any, layouts_of
+from wds_tensorcache.reading.batch.columns import Columns, Layouts, lacks_any
 from wds_tensorcache.reading.batch.leaves import Leaves
 from wds_tensorcache.reading.batch.other_values import Decoded
 from wds_tensorcache.reading.batch.padding import Padding, fill_paddings, filler_of, padded_shape
@@ -63,7 +63,7 @@ def nest_batch(
     if structure.visits is not None:
         names, paths, containers = structure.visits
         return assemble(containers, [*map(tensors.__getitem__, names), *map(partial(Leaves, decoded), paths)])
-    wanted = request.structures.wanted
+    wanted = request.structures.wanted_in_whole
     return map_leaves(structure.sample, lambda lazy: tensors[lazy.name], lambda path: Leaves(decoded, path), wanted)
 
 
@@ -79,7 +79,7 @@ def _read_tensors(
     ways = None if is_plain_stack else as_collate(collate, pad_value, allowed_ways)
     if device is not None:
         check_device(device)
-    layouts = layouts_of(request.rows)
+    layouts = request.layouts()
     columns = columns_of(request, layouts)
     count = len(request.rows.row)
     paddings: list[Padding] = []
@@ -168,7 +168,7 @@ def _read_samples(request: Request, pin: bool, device: Any) -> list[Any]:
     """Return the samples of a batch with loaded tensors. Tensors that occur in all samples are read together."""
     if device is not None:
         check_device(device)
-    layouts = layouts_of(request.rows)
+    layouts = request.layouts()
     names = [
         name for name in request.structures.tensors(layouts) if all(name in layout.tensors for layout in layouts.items)
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,19 @@ from wds_tensorcache.reading.batch.placement import nbytes_of, no_memory
 from wds_tensorcache.reading.transfer import move
 from wds_tensorcache.storage.memory_pool import Pool
 
-__all__ = ["Memory", "to_device"]
+__all__ = ["SPENT", "Memory", "to_device"]
 
 Array = np.ndarray[Any, Any]
+
+
+class _Spent(threading.local):
+    """Bytes of memory and seconds of transfers to devices that the current thread has used for batches so far."""
+
+    nbytes = 0
+    transfer_s = 0.0
+
+
+SPENT = _Spent()
 
 
 class Memory:
@@ -34,12 +46,15 @@ class Memory:
             self.array: Array = pool.lease(nbytes) if self._host is None else self._host.numpy()
         except OSError as exc:
             raise no_memory(nbytes) from exc
+        SPENT.nbytes += nbytes
 
     def move(self, device: Any) -> None:
         """Make `view` return tensors on `device`. Cost: one transfer, on a separate stream for a GPU."""
         if device is not None:
+            began = perf_counter()
             host = view_tensor(self.array, torch.uint8, (len(self.array),)) if self._host is None else self._host
             self._flat = move(host, device)
+            SPENT.transfer_s += perf_counter() - began
 
     def view(self, reference: Reference, begin: int, shape: tuple[int, ...]) -> Any:
         """Return the bytes from `begin` on as a tensor, or as a numpy array, which is always on the host."""

@@ -97,8 +97,10 @@ def check_collate(collate: Any, ways: tuple[str, ...] = WAYS) -> None:
             raise ValueError(f"collate={way!r}, expected {shown}; or tc.pad(…), or a dict of these by tensor name")
 
 
-def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue) -> Any:
+def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue, more: Sequence[str] = ()) -> Any:
     """Return a `collate` that `read_batch` of every cache accepts, even if the caches have different tensors.
+
+    `more` are names of tensors in the batches that no cache has.
 
     Raises:
         BatchError: A name or pattern in `collate` or `pad_value` matches no tensor of any cache.
@@ -108,7 +110,7 @@ def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue) -> Any
     if callable(collate) or not (isinstance(collate, Mapping) or isinstance(pad_value, Mapping)):
         return collate
     ways = as_collate(collate, pad_value)
-    ways.check_names(list(dict.fromkeys(name for cache in caches for name in cache.schema)))
+    ways.check_names([*dict.fromkeys(name for cache in caches for name in cache.schema), *more])
     return ways
 
 

@@ -134,8 +134,8 @@ class Decoded:
 
     def _build_other(self, i: int) -> Any:
         """Return sample `i`, which does not match the template; raise BatchError if its structure differs."""
-        sample = self._request.rows.sample(i)
-        found = difference(self._structure.sample, sample, self._request.structures.wanted)
+        sample = self._request.whole_sample(i)
+        found = difference(self._structure.sample, sample, self._request.structures.wanted_in_whole)
         if found is not None:
             raise self._unlike(i, *found)
         return sample

@@ -13,14 +13,15 @@ from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton.template import Template, item_getter
 from wds_tensorcache.codec.tree import Path, Wanted, flatten, is_shared, map_leaves, project
 from wds_tensorcache.errors import BatchError, FormatError
-from wds_tensorcache.reading.batch.columns import Columns, Layouts, check_same_names
+from wds_tensorcache.reading.batch.columns import Columns, Layouts, check_same_names, layouts_of
 from wds_tensorcache.reading.batch.rows import Rows
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.reading.structure import merge
 
-__all__ = ["Request", "Structure", "Structures", "columns_of"]
+__all__ = ["Request", "Structure", "Structures", "columns_of", "keep_known"]
 
 _MAX_KNOWN = 64
+_MAX_LAYOUTS = 8  # batches of more layouts rarely have the same ones again
 _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
 
 
@@ -63,17 +64,24 @@ class Structures:
         wanted: Function that returns whether the tensor with a name is selected; None if all tensors are.
 
     Attributes:
-        columns: Columns of batches with one layout, by the layout's id.
+        columns: Columns of batches with few layouts, by the ids of the layouts.
+        chosen: Structures of the same samples with chosen alternatives; see `reading/choices`.
     """
 
     def __init__(self, wanted: Wanted | None) -> None:
         self.wanted = wanted
-        self.columns: dict[int, Columns] = {}
+        self.columns: dict[tuple[int, ...], Columns] = {}
+        self.chosen: dict[Any, Structures] = {}
         # by the id of the first sample's template; if it lacks tensors, also by the ids of `Structure.forms`
         self._by_template: dict[Any, Structure] = {}
         self._by_form: dict[
             Any, tuple[Form, dict[str, Lazy]]
         ] = {}  # the value refers to the form, so the id is not reused
+
+    @property
+    def wanted_in_whole(self) -> Wanted | None:
+        """Function that returns whether the tensor with a name is selected, for samples from `Request.whole_sample`."""
+        return self.wanted
 
     def selected(self, sample: Any) -> Any:
         """Return a sample with only its selected tensors."""
@@ -88,25 +96,29 @@ class Structures:
         if structure is None:
             structure = self._structure(layouts, template, forms)
             if template is not None:
-                _keep(self._by_template, key, structure)
+                keep_known(self._by_template, key, structure)
         return structure
 
     def _structure(self, layouts: Layouts, template: Template | None, forms: tuple[Form, ...]) -> Structure:
-        sample, nones = layouts.rows.sample(0), set[Path]()
+        sample, nones = self._whole(layouts.rows.sample(0)), set[Path]()
         for _, number, row in layouts.exemplars:
             try:
-                other = layouts.rows.shards[number].sample(row)
+                other = self._whole(layouts.rows.shards[number].sample(row))
             except FormatError:
                 if ((layouts.rows.number == number) & (layouts.rows.row == row)).any():
                     raise
                 continue  # a damaged sample outside the batch, which then lacks its tensors
             sample, found = merge(sample, other)
             nones.update(found)
-        wanted = self.wanted or (lambda name: True)
+        wanted = self.wanted_in_whole or (lambda name: True)
         tensors = {name: lazy for name, lazy in flatten(sample).items() if wanted(name)}
         is_plain = not is_shared(sample, wanted) and not any("@" in name or "~" in name for name in tensors)
         visits = _visits_of(sample, wanted) if template is not None and not forms else None
         return Structure(sample, tensors, template, visits, is_plain, tuple(nones), forms)
+
+    def _whole(self, sample: Any) -> Any:
+        """Return a sample with the structure of the batch if all tensors are selected."""
+        return sample
 
     def known_tensors(self, layout: Layout) -> dict[str, Lazy] | None:
         """Return the lazy tensors of an earlier sample with the same form and references, by name; None if there was none."""
@@ -121,7 +133,7 @@ class Structures:
             structure = self.structure_for(layouts)
             tensors = structure.tensors
             if structure.template is not None and layout.texts is not None and not layouts.exemplars:
-                _keep(self._by_form, (id(layout.form), layout.texts), (layout.form, tensors))
+                keep_known(self._by_form, (id(layout.form), layout.texts), (layout.form, tensors))
         return tensors
 
 
@@ -150,7 +162,7 @@ def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
     return names, paths, containers
 
 
-def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
+def keep_known(known: dict[Any, Any], key: Any, value: Any) -> None:
     """Add an entry to a bounded dict. Hazard: files determine the number of layouts, so a hostile one could fill memory."""
     if len(known) >= _MAX_KNOWN:
         known.clear()
@@ -178,9 +190,21 @@ class Request:
         """Return the key of sample `i` of the batch."""
         return self.rows.key(i)
 
+    def layouts(self) -> Layouts:
+        """Return the layouts of the batch."""
+        return layouts_of(self.rows)
+
+    def in_view(self, store: Store, structures: Structures) -> Request:
+        """Return the request of the same samples in another view of the cache."""
+        return Request(store, self.rows, structures)
+
     def sample(self, i: int) -> Any:
         """Return sample `i` of the batch, with lazy tensors."""
         return self.structures.selected(self.rows.sample(i))
+
+    def whole_sample(self, i: int) -> Any:
+        """Return sample `i` with the structure that the batch has if all tensors are selected."""
+        return self.rows.sample(i)
 
 
 def columns_of(request: Request, layouts: Layouts) -> Columns:
@@ -189,16 +213,16 @@ def columns_of(request: Request, layouts: Layouts) -> Columns:
     Raises:
         BatchError: A tensor has no place in the first sample, or differs in kind or dtype between samples.
     """
-    known, first = request.structures.columns, layouts.items[0]
-    is_plain = len(layouts.items) == 1 and not layouts.exemplars
-    columns = known.get(id(first)) if is_plain else None
+    known, key = request.structures.columns, tuple(map(id, layouts.items))
+    columns = None if layouts.exemplars else known.get(key)
     if columns is None:
         tensors = request.structures.tensors(layouts)
-        check_same_names(layouts, tensors, request.structures.wanted)
+        check_same_names(layouts, tensors, request.structures.wanted_in_whole)
         columns = Columns(list(tensors), layouts.items)
         columns.resolve(tensors, [_texts(request, layouts, number) for number in range(len(layouts.items))], layouts)
-        if is_plain and request.structures.known_tensors(first) is not None:
-            _keep(known, id(first), columns)  # columns refer to the layout, so the id is not reused
+        is_known = not layouts.exemplars and request.structures.known_tensors(layouts.items[0]) is not None
+        if is_known and len(key) <= _MAX_LAYOUTS and all(layout.texts is not None for layout in layouts.items):
+            keep_known(known, key, columns)  # columns refer to the layouts, so the ids are not reused
     return columns
 
 

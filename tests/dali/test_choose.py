@@ -1,0 +1,91 @@
+"""Pipelines draw the alternatives that `tc.Loader` draws, and nest the chosen tensors like `read_batch`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from dali_plugin import TensorCacheIterator, TensorCacheSource
+from dali_plugin import fn as tc_fn
+from tests.dali.pipelines import pipeline
+
+COUNT = 10
+CHOOSE = {"latent": ["latent", "flipped"], "text": "captions.*"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("choose")
+    with tc.ShardWriter(path / "%d.tar", max_samples=4, fsync=False) as sink:
+        for i in range(COUNT):
+            texts = [torch.full((1 + number, 2), 10 * i + number).bfloat16() for number in range(1 + i % 3)]
+            latent = torch.full((3,), float(i))
+            sink.write(
+                f"{i:03d}", {"latent": latent, "flipped": -latent, "captions": texts, "x": latent + 0.5, "id": i}
+            )
+    return path
+
+
+@pytest.fixture(params=["cache", "joined"])
+def cache(request: pytest.FixtureRequest, folder: Path) -> Iterator[Any]:
+    with tc.open(folder) as opened:
+        yield opened if request.param == "cache" else tc.join([opened])
+
+
+def expected(cache: Any, epoch: int) -> list[Any]:
+    loader = tc.Loader(cache, 4, shuffle=True, seed=2, choose=CHOOSE, collate={"text": "list"}, num_threads=0)
+    loader.set_epoch(epoch)
+    return list(loader.with_info())
+
+
+def assert_same(found: Any, batch: Any) -> None:
+    assert list(found) == list(batch)
+    assert torch.equal(found["latent"], batch["latent"])
+    assert [text.tolist() for text in found["text"]] == [text.tolist() for text in batch["text"]]
+    assert found["text"][0].dtype == torch.bfloat16
+    assert found["id"] == batch["id"]
+
+
+def test_pipelines(cache: Any) -> None:
+    def pipe() -> Any:
+        return tc_fn.tensorcache(cache, shuffle=True, seed=2, choose=CHOOSE)
+
+    batches = TensorCacheIterator(pipeline(pipe, batch_size=4))
+    for epoch in range(2):
+        for found, (batch, _) in zip(batches, expected(cache, epoch), strict=True):
+            assert_same(found, batch)
+
+
+def test_the_source(cache: Any) -> None:
+    source = TensorCacheSource(cache, batch_size=4, shuffle=True, seed=2, choose=CHOOSE)
+    assert source.tensors == ["x", "latent", "text"]
+    some = TensorCacheSource(cache, ["text", "x"], batch_size=4, shuffle=True, seed=2, choose=CHOOSE)
+    assert some.tensors == ["text", "x"]
+    other = TensorCacheSource(cache, batch_size=4, shuffle=True, seed=2, choose=CHOOSE)
+    for iteration, (batch, info) in enumerate(expected(cache, 3)):
+        parts = source.batch(3, iteration)
+        assert parts[-1].tolist() == info.indices.tolist()
+        outputs = dict(zip(source.outputs, parts, strict=True))
+        for nesting in (source, other):  # the other one has not made the batch
+            nested, extra = nesting.nest(outputs)
+            assert_same(nested, batch)
+            assert extra == {}
+        text, x, _ = some.batch(3, iteration)
+        assert x.tolist() == batch["x"].tolist()
+        nested, _ = some.nest({"text": text, "number": parts[-1]})
+        assert list(nested) == ["id", "text"]
+        assert [each.tolist() for each in nested["text"]] == [each.tolist() for each in batch["text"]]
+
+
+def test_unknown_names(cache: Any) -> None:
+    with pytest.raises(KeyError, match="unknown tensor"):
+        TensorCacheSource(cache, batch_size=4, choose={"text": "caption.*"})
+    with pytest.raises(KeyError, match="unknown tensor 'flipped'"):
+        TensorCacheSource(cache, ["flipped"], batch_size=4, choose=CHOOSE)
+    with pytest.raises(ValueError, match=r"'number'.*tensors"):
+        TensorCacheSource(cache, batch_size=4, choose={"number": ["id"]})

@@ -1,0 +1,323 @@
+"""Alternatives: a batch has the chosen one of each sample under one name, and nothing else of them is read."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from tests.reading.batches import damage, write
+
+COUNT = 20
+CHOOSE = {"latent": ["latent", "latent_flipped"], "text": "captions.*"}
+
+
+def value(i: int, number: int = 0, flipped: bool = False) -> float:
+    return (-1.0 if flipped else 1.0) * (100 * i + number)
+
+
+def nested(i: int) -> dict[str, Any]:
+    """A sample with 1 to 12 captions of several lengths."""
+    captions = [torch.full((1 + number % 3, 2), value(i, number)) for number in range(1 + i % 12)]
+    return {
+        "latent": torch.full((4,), value(i)),
+        "latent_flipped": torch.full((4,), value(i, flipped=True)),
+        "captions": captions,
+        "cond": [torch.full((2,), i), {"prompt": f"p{i}", "size": (i, i)}],
+        "id": i,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("choose"), [nested(i) for i in range(COUNT)], max_samples=7)
+
+
+@pytest.fixture(params=["shards", "shared", "joined"])
+def cache(request: pytest.FixtureRequest, folder: str) -> Iterator[Any]:
+    if request.param == "shared":
+        with tc.SharedDataset([nested(i) for i in range(COUNT)], name=f"choose-{os.getpid()}") as shared:
+            list(shared)  # names of tensors are known of loaded samples
+            yield shared
+        return
+    with tc.open(folder) as opened:
+        yield opened if request.param == "shards" else tc.join([opened])
+
+
+rows = st.lists(st.tuples(st.integers(0, COUNT - 1), st.booleans(), st.integers(0, 99)), min_size=1, max_size=12)
+
+
+@given(rows, st.sampled_from(["list", "pad"]))
+def test_a_batch_has_the_chosen_alternatives(folder: str, wanted: list[tuple[int, bool, int]], way: str) -> None:
+    indices = [i for i, _, _ in wanted]
+    numbers = [number % (1 + i % 12) for i, _, number in wanted]
+    choices = {"latent": np.array([flipped for _, flipped, _ in wanted], np.int64), "text": numbers}
+    with tc.open(folder) as cache:
+        batch, info = cache.read_batch(indices, choose=CHOOSE, choices=choices, collate={"text": way}, return_info=True)
+        assert list(batch) == ["latent", "cond", "id", "text"]
+        expected = [value(i, flipped=flipped) for i, flipped, _ in wanted]
+        assert batch["latent"].tolist() == [[each] * 4 for each in expected]
+        longest = max(1 + number % 3 for number in numbers)
+        for i, number, text in zip(indices, numbers, batch["text"], strict=True):
+            length = 1 + number % 3
+            assert text[:length].tolist() == [[value(i, number)] * 2] * length
+            assert text.shape == ((length if way == "list" else longest), 2)
+            assert not text[length:].any()
+        assert batch["cond"][0].tolist() == [[i, i] for i in indices]
+        assert batch["cond"][1]["prompt"] == [f"p{i}" for i in indices]
+        assert batch["id"] == indices
+        assert info.choices.names("text") == [f"captions.{number}" for number in numbers]
+        assert info.choices["text"].tolist() == numbers
+        assert info.choices["text"].dtype == np.int64
+        assert info.shapes["text"].tolist() == [[1 + number % 3, 2] for number in numbers]
+
+
+def test_every_kind_of_cache(cache: Any) -> None:
+    choices = {"latent": [1, 0, 1], "text": [0, 11, 3]}
+    options: dict[str, Any] = {"choose": CHOOSE, "choices": choices}
+    batch, info = cache.read_batch([5, 11, 3], collate={"text": "list"}, return_info=True, **options)
+    assert batch["latent"][:, 0].tolist() == [-500, 1100, -300]
+    assert [text[0, 0].item() for text in batch["text"]] == [500, 1111, 303]
+    assert "captions" not in batch
+    assert info.choices.names("text") == ["captions.0", "captions.11", "captions.3"]
+    assert (
+        cache.read_batch([5, 11, 3], collate={"text": "list"}, choose=CHOOSE, choices=info.choices)["text"][1][0, 0]
+        == 1111
+    )
+    first = cache.read_batch([5, 11, 3], collate={"text": "list"}, choose=CHOOSE)
+    assert [first["latent"][1, 0], first["text"][1][0, 0]] == [1100, 1100]
+    samples = cache.read_batch([5, 11, 3], collate=list, **options)
+    assert [sample["latent"][0].item() for sample in samples] == [-500, 1100, -300]
+    assert [sample["text"][0, 0].item() for sample in samples] == [500, 1111, 303]
+    assert [list(sample) for sample in samples] == [["latent", "cond", "id", "text"]] * 3
+    view = cache[[9, 3]].select(["captions.*", "cond.0"])
+    batch = view.read_batch([1, 0], choose={"text": "captions.*"}, choices={"text": [2, 1]}, collate={"text": "list"})
+    assert [text[0, 0].item() for text in batch["text"]] == [302, 901]
+    assert "latent" not in batch
+
+
+def test_records_pickle_and_compare(folder: str) -> None:
+    with tc.open(folder) as cache:
+        options: dict[str, Any] = {"choose": CHOOSE, "collate": {"text": "list"}, "return_info": True}
+        info = cache.read_batch([5, 6], choices={"text": [1, 2]}, **options)[1]
+        other = cache.read_batch([5, 6], choices={"text": [1, 3]}, **options)[1]
+        sent = pickle.loads(pickle.dumps(info))
+        assert sent == info.to("cpu") == info != other
+        assert sent.choices == info.choices
+        assert list(sent.choices) == ["latent", "text"]
+        assert sent.shapes["text"].tolist() == [[2, 2], [3, 2]]
+        assert repr(info.choices) == ("Choices({'latent': ['latent', 'latent'], 'text': ['captions.1', 'captions.2']})")
+        with pytest.raises(AttributeError, match="immutable"):
+            info.choices.x = 1
+        with pytest.raises(KeyError):
+            info.choices.names("cond.0")
+        assert len(cache.read_batch([5], collate="list", return_info=True)[1].choices) == 0
+
+
+def test_only_the_chosen_bytes_are_read(tmp_path: Path) -> None:
+    """Damaged bools are an error wherever they are read, and chosen tensors are bools here."""
+    flags = [torch.ones(20_000, dtype=torch.bool) for _ in range(2)]
+    folder = write(tmp_path / "c", [{"a": flags[0], "b": flags[1], "x": torch.zeros(3)}])
+    path = next(Path(folder).glob("*.tar"))
+    raw = path.read_bytes()
+    begin = raw.index(b"\x01" * 20_000)
+    damage(str(path), begin + 20_000 + 5_000, b"\x07")  # in "b"
+    with tc.open(folder) as cache:
+        choose = {"flag": ["a", "b"]}
+        assert cache.read_batch([0], choose=choose, choices={"flag": [0]})["flag"].all()
+        with pytest.raises(tc.FormatError):
+            cache.read_batch([0], choose=choose, choices={"flag": [1]})
+
+
+def test_names_that_are_chosen_together(tmp_path: Path) -> None:
+    samples = [
+        {"x": [torch.tensor(10 * i + n) for n in range(3)], "y": [torch.tensor(-10 * i - n) for n in range(3)]}
+        for i in range(4)
+    ]
+    with tc.open(write(tmp_path / "c", samples)) as cache:
+        for choose in ({("x", "y"): ("x.*", "y.*")}, {("x", "y"): [("x.0", "y.0"), ("x.1", "y.1"), ("x.2", "y.2")]}):
+            with pytest.raises(tc.BatchError, match="another value"):
+                cache.read_batch([1], choose={("x", "y.z"): [("x.0", "y.0")]})
+            loader = tc.Loader(cache, 4, choose=choose)
+            batches = [batch for _ in range(4) for batch in loader]
+            for batch in batches:
+                assert torch.equal(batch["x"], -batch["y"])
+            assert len({tuple(batch["x"].tolist()) for batch in batches}) > 1
+        info = next(iter(loader.with_info()))[1]
+        batch = cache.read_batch(info.indices, choose=choose, choices={"y": info.choices["x"]})
+        assert torch.equal(batch["x"], -batch["y"])
+        with pytest.raises(ValueError, match="integers"):
+            cache.read_batch([0], choose=choose, choices={"x": [0], "y": [1]})
+        with pytest.raises(tc.BatchError, match="3 of 'x', 2 of 'y'"):
+            cache.read_batch([0], choose={("x", "y"): [("x.*", "y.0"), ("x.2", "y.1")]})
+
+
+def test_a_tensor_keeps_its_place_and_kind(tmp_path: Path) -> None:
+    def sample(i: int) -> dict[str, Any]:
+        return {
+            "cond": [(np.full(3, i, "<U2"), {"p": i}), (np.full(3, -i, "<U2"), {"p": -i})],
+            "crops": {"left": torch.full((2,), i), "right": torch.full((2,), -i), "box": (1, i)},
+            "only": {"a": torch.tensor(i), "b": torch.tensor(-i)},
+        }
+
+    choose = {"cond.0.0": ["cond.0.0", "cond.1.0"], "crops.crop": ["crops.left", "crops.right"], "new.deep.x": "only.*"}
+    with tc.open(write(tmp_path / "c", [sample(i) for i in range(6)])) as cache:
+        choices = {"cond.0.0": [0, 1], "crops.crop": [1, 0], "new.deep.x": [1, 1]}
+        batch = cache.read_batch([2, 3], choose=choose, choices=choices)
+        assert batch["cond"][0][0].tolist() == [["2"] * 3, ["-3"] * 3]
+        assert batch["cond"][0][1]["p"] == [2, 3]
+        assert list(batch["crops"]) == ["box", "crop"]
+        assert batch["crops"]["crop"].tolist() == [[-2, -2], [3, 3]]
+        assert batch["crops"]["box"] == [(1, 2), (1, 3)]
+        assert "only" not in batch
+        assert batch["new"]["deep"]["x"].tolist() == [-2, -3]
+
+
+def test_joined_caches(folder: str) -> None:
+    with tc.open(folder) as cache:
+        joined = tc.join({"a": cache.select(["latent*"]), "b": cache[::-1].select("captions.*")})
+        choose = {"a.latent": ["a.latent", "a.latent_flipped"], "b.text": "b.captions.*"}
+        options: dict[str, Any] = {"choose": choose, "choices": {"a.latent": [0, 1], "b.text": [3, 2]}}
+        batch, info = joined.read_batch([5, 8], collate={"b.text": "pad"}, return_info=True, **options)
+        assert batch["a"]["latent"][:, 0].tolist() == [500, -800]
+        assert batch["b"]["text"][:, 0, 0].tolist() == [503, 802]
+        assert info.choices.names("b.text") == ["b.captions.3", "b.captions.2"]
+        assert info.shapes["b.text"].tolist() == [[1, 2], [3, 2]]
+        again = tc.join({"top": joined})
+        deep = {f"top.{name}": [f"top.{each}" for each in np.atleast_1d(wanted)] for name, wanted in choose.items()}
+        batch = again.read_batch([5, 8], collate={"top.b.text": "pad"}, choose=deep, choices={"top.b.text": [3, 2]})
+        assert batch["top"]["b"]["text"][:, 0, 0].tolist() == [503, 802]
+        for wrong in ({"text": "b.captions.*"}, {"a.x": ["a.latent", "b.captions.0"]}):
+            with pytest.raises(ValueError, match="alternative"):
+                joined.read_batch([5], choose=wrong)
+        both = tc.join({"a": cache.select("captions.*"), "b": cache[:12].select("latent*")}, how="inner")
+        with pytest.raises(tc.BatchError, match="different numbers"):
+            both.read_batch([5], choose={("a.t", "b.l"): ("a.captions.*", "b.latent*")})
+
+
+@pytest.mark.parametrize(
+    ("choose", "choices", "error", "message"),
+    [
+        ({}, None, ValueError, "expected a dict"),
+        (["latent"], None, ValueError, "expected a dict"),
+        ({"latent": 3}, None, ValueError, "captions"),
+        ({"latent": []}, None, ValueError, "captions"),
+        ({("latent", "mask"): ["latent"]}, None, ValueError, "tuple"),
+        ({"latent": "latent*", ("latent", "x"): ("latent*", "latent*")}, None, ValueError, "twice"),
+        (None, {"latent": [0]}, ValueError, "choose="),
+        (CHOOSE, {"text": [0], "txt": [0]}, ValueError, "'txt'"),
+        (CHOOSE, {"text": [0, 0]}, ValueError, "1 integers"),
+        (CHOOSE, {"text": [0.5]}, ValueError, "1 integers"),
+        (CHOOSE, {"text": [6]}, IndexError, r"choices\['text'\]\[0\] = 6 out of range \[0, 6\)"),
+        (CHOOSE, {"text": [-1]}, IndexError, "out of range"),
+        ({"x": "nothing.*"}, None, tc.BatchError, "the samples have none of the alternatives of 'x': 'nothing.*'"),
+        ({"id": "latent*"}, None, tc.BatchError, "another value"),
+        ({"latent": "captions.*"}, None, tc.BatchError, "another tensor of this name"),
+        ({"cond.0.x": "latent*"}, None, tc.BatchError, "another value"),
+    ],
+)
+def test_wrong_arguments(folder: str, choose: Any, choices: Any, error: Any, message: str) -> None:
+    with tc.open(folder) as cache, pytest.raises(error, match=message):
+        cache.read_batch([5], choose=choose, choices=choices, collate="list")
+
+
+def test_different_dtypes_are_an_error(tmp_path: Path) -> None:
+    samples = [{"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.float64)} for _ in range(2)]
+    with tc.open(write(tmp_path / "c", samples)) as cache:
+        assert cache.read_batch([0, 1], choose={"x": ["a", "b"]}, choices={"x": [1, 1]})["x"].dtype == torch.float64
+        with pytest.raises(
+            tc.BatchError, match=r"tensor 'x' is tensor of torch.float32 in sample '000'.*float64 in '001'"
+        ):
+            cache.read_batch([0, 1], choose={"x": ["a", "b"]}, choices={"x": [0, 1]})
+
+
+def test_shards_without_references_in_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index of a scanned shard has no references if skeletons were not read; these come from the samples then."""
+    folder = write(tmp_path / "c", [nested(i) for i in range(6)])
+    with tc.open(folder) as cache:
+        expected = cache.read_batch([3, 4, 5], choose=CHOOSE, choices={"text": [1, 2, 3]}, collate={"text": "pad"})
+    with tc.open(folder) as cache:
+        for shard in cache._store.shards:
+            for row in range(len(shard)):
+                monkeypatch.setattr(shard.layout(row), "texts", None)
+        found = cache.read_batch([3, 4, 5], choose=CHOOSE, choices={"text": [1, 2, 3]}, collate={"text": "pad"})
+        assert torch.equal(found["text"], expected["text"])
+        assert torch.equal(found["latent"], expected["latent"])
+        assert found["cond"][1]["prompt"] == ["p3", "p4", "p5"]
+
+
+# --- values that are not tensors ---
+
+
+def with_strings(i: int) -> dict[str, Any]:
+    captions = [f"c{i}.{number}" for number in range(1 + i % 3)]
+    tags = {"a": i, "b": -i}
+    return {"latent": torch.full((2,), float(i)), "captions": captions, "long": f"l{i}", "short": f"s{i}", "tags": tags}
+
+
+STRINGS = {"caption": "captions.*", "text": ["long", "short"], "meta.tag": "tags.*"}
+
+
+@pytest.fixture(scope="module")
+def strings(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("strings"), [with_strings(i) for i in range(COUNT)], max_samples=7)
+
+
+def test_strings(strings: str) -> None:
+    choices = {"caption": [2, 0, 1], "text": [0, 1, 1], "meta.tag": [1, 0, 1]}
+    with tc.open(strings) as cache:
+        batch, info = cache.read_batch([2, 5, 1], choose=STRINGS, choices=choices, return_info=True)
+        assert list(batch) == ["latent", "caption", "text", "meta"]
+        assert batch["caption"] == ["c2.2", "c5.0", "c1.1"]
+        assert batch["text"] == ["l2", "s5", "s1"]
+        assert batch["meta"]["tag"] == [-2, 5, -1]
+        assert info.choices.names("caption") == ["captions.2", "captions.0", "captions.1"]
+        assert info.choices.names("text") == ["long", "short", "short"]
+        assert info.choices["meta.tag"].tolist() == [1, 0, 1]
+        sent, sent_info = pickle.loads(pickle.dumps((batch, info)))
+        assert sent["caption"] == batch["caption"]
+        assert sent_info == info
+        samples = cache.read_batch([2, 5, 1], choose=STRINGS, choices=choices, collate=list)
+        assert [sample["caption"] for sample in samples] == ["c2.2", "c5.0", "c1.1"]
+        assert [list(sample) for sample in samples] == [["latent", "caption", "text", "meta"]] * 3
+        joined = tc.join({"a": cache, "b": cache.select("latent")})
+        batch, info = joined.read_batch(
+            [2, 5], choose={"caption": "a.captions.*"}, choices={"caption": [2, 1]}, return_info=True
+        )
+        assert batch["caption"] == ["c2.2", "c5.1"]
+        assert "captions" not in batch["a"]
+        assert info.choices.names("caption") == ["a.captions.2", "a.captions.1"]
+        with pytest.raises(tc.BatchError, match="another value"):
+            cache.read_batch([1], choose={"long.x": "captions.*"})
+        with pytest.raises(tc.BatchError, match=r"sample '001' has a str at 'long', expected a list"):
+            cache.read_batch([1], choose={"x": "long.*"})["x"].tolist()
+
+
+def test_strings_are_chosen_when_they_are_looked_at(strings: str, tmp_path: Path) -> None:
+    """A damaged skeleton is an error where it is decoded; here that is the first look at a caption."""
+    folder = write(tmp_path / "c", [with_strings(i) for i in range(4)])
+    path = next(Path(folder).glob("*.tar"))
+    with tc.open(folder, io="pread") as cache:
+        cache.read_batch([0, 1], choose=STRINGS)  # learns the structure
+        damage(str(path), path.read_bytes().index(b"c3.0"), b"\x00\xff\x00\xff")
+        batch = cache.read_batch([0, 3], choose=STRINGS)
+        assert batch["latent"][:, 0].tolist() == [0, 3]
+        with pytest.raises(tc.FormatError):
+            batch["caption"].tolist()
+
+
+def test_an_empty_list_is_an_error(tmp_path: Path) -> None:
+    samples = [{"x": torch.zeros(1), "captions": ["a"] * i} for i in range(2)]
+    with tc.open(write(tmp_path / "c", samples)) as cache:
+        batch = cache.read_batch([1, 0], choose={"caption": "captions.*"})
+        with pytest.raises(tc.BatchError, match="sample '000' has no alternatives: 'captions' is empty"):
+            batch["caption"].tolist()

@@ -1,0 +1,188 @@
+"""Latents drawn from cached moments, dropped texts, and the normal numbers that both loaders and devices agree on."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wds_tensorcache as tc
+from wds_tensorcache.training.transforms import normal as normal_module
+from wds_tensorcache.training.transforms.normal import normal
+
+WIDE = 2 * normal_module._CHUNK + 7  # pairs that take several turns of the loop
+
+
+def info_of(indices: Any) -> tc.BatchInfo:
+    indices = np.asarray(indices, np.int64)
+    return tc.BatchInfo(indices, torch.zeros(len(indices), dtype=torch.bool), 0, 0, None, None)
+
+
+# --- normal numbers ---
+
+
+def test_golden_bits() -> None:
+    """The same bits on every machine and in every release."""
+    found = normal(torch.tensor([5, 6]), (3,), "x")
+    assert found.view(torch.int32).tolist() == [
+        [1067461286, 1068943241, -1099893064],
+        [1067756724, -1081874311, -1101806165],
+    ]
+
+
+@given(
+    st.lists(st.integers(0, (1 << 63) - 1), min_size=1, max_size=9), st.sampled_from([(), (0,), (1,), (3, 5), (WIDE,)])
+)
+def test_a_row_depends_only_on_its_seed(seeds: list[int], shape: tuple[int, ...]) -> None:
+    whole = normal(torch.tensor(seeds), shape, "x")
+    assert whole.shape == (len(seeds), *shape)
+    for row, seed in zip(whole, seeds, strict=True):
+        assert torch.equal(normal(torch.tensor([seed]), shape, "x")[0], row)
+
+
+def test_the_numbers_are_normal() -> None:
+    """Kolmogorov and Smirnov's test on 2 million numbers, moments, and the number of those far out."""
+    rows = normal(torch.arange(8), (250_001,), "test").double()
+    flat = rows.flatten().sort().values
+    count = len(flat)
+    expected = (torch.arange(count) + 0.5) / count
+    # exceeded with a probability of 1 in 5,000 by normal numbers; the seeds are fixed
+    assert (torch.special.ndtr(flat) - expected).abs().max() * count**0.5 < 2.2
+    assert abs(flat.mean()) * count**0.5 < 4
+    assert abs(flat.square().mean() - 1) * (count / 2) ** 0.5 < 4
+    far = int((flat.abs() > 4).sum())
+    assert 80 <= far <= 180  # 127 expected
+    assert torch.corrcoef(rows).fill_diagonal_(0).abs().max() * 500 < 5
+    assert abs(torch.corrcoef(torch.stack([rows[0, 1:], rows[0, :-1]]))[0, 1]) * 500 < 5
+    assert torch.equal(rows[1:], rows[1:])
+    other = normal(torch.arange(8), (250_001,), "other").double()
+    assert abs((rows * other).mean()) * count**0.5 < 5
+
+
+def test_quantiles_are_exact_up_to_a_hundred_thousandth() -> None:
+    integers = torch.cat([torch.arange(1, 20_001, 2), torch.arange(1, 1 << 31, 200_002)])
+    integers = torch.cat([integers, -integers])
+    found = torch.empty(len(integers))
+    table = normal_module._table(torch.device("cpu"))
+    normal_module._write_quantiles(integers.to(torch.int32), table, found)
+    expected = -torch.special.ndtri(integers.abs().double() / (1 << 32)) * integers.sign()
+    assert (found - expected).abs().max() < 1e-5
+    ends = torch.tensor([(1 << 31) - 1, -(1 << 31), 0, -1], dtype=torch.int32)
+    normal_module._write_quantiles(ends, table, found[:4])
+    assert found[:2].tolist() == [0, 0]
+    assert found[2] == -found[3] > 6
+
+
+# --- moments ---
+
+
+def moments(batch_size: int, channels: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    mean = torch.randn(batch_size, channels, 4, 5, generator=generator)
+    return mean, torch.rand(batch_size, channels, 4, 5, generator=generator)
+
+
+def test_the_forms_of_moments_agree() -> None:
+    mean, deviation = moments(4)
+    info = info_of([3, 1, 2, 1])
+    expected = mean + deviation * normal(torch.from_numpy(info.seeds), (3, 4, 5), "sample_moments|latent")
+    both = torch.cat([mean, deviation], 1)
+    log_variance = 2 * deviation.log()
+    found = [
+        tc.sample_moments("m", to="latent")({"m": both.clone()}, info),
+        tc.sample_moments("m", "d", to="latent")({"m": mean.clone(), "d": deviation.clone()}, info),
+        tc.sample_moments("latent", "d")({"latent": mean.clone(), "d": deviation.clone()}, info),
+        tc.sample_moments("m", to="latent", log_variance=True)({"m": torch.cat([mean, log_variance], 1)}, info),
+        tc.sample_moments("m", to="latent")({"m": list(both.clone())}, info),
+    ]
+    for batch in found:
+        assert list(batch) == ["latent"]
+        latent = batch["latent"] if isinstance(batch["latent"], torch.Tensor) else torch.stack(batch["latent"])
+        torch.testing.assert_close(latent, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[0]["latent"], expected)
+    assert not torch.equal(found[0]["latent"][1] - mean[1], found[0]["latent"][3] - mean[3])
+    assert torch.equal(torch.stack(found[4]["latent"]), expected)
+
+
+def test_rows_of_different_shapes_and_dtypes() -> None:
+    rows = [torch.ones(4, 2, 2).half(), torch.ones(4, 6, 1).half()]
+    (first, second) = tc.sample_moments("x.0")({"x": [rows]}, info_of([0, 1]))["x"][0]
+    assert (first.shape, second.shape, first.dtype) == ((2, 2, 2), (2, 6, 1), torch.float16)
+    whole = torch.stack([rows[0]] * 2)
+    assert torch.equal(tc.sample_moments("x.0")({"x": [whole]}, info_of([0, 1]))["x"][0][0], first)
+    # limits of diffusers: a deviation of e^10 at most
+    huge = tc.sample_moments("x", "v", log_variance=True)(
+        {"x": torch.zeros(1, 9), "v": torch.full((1, 9), 99.0)}, info_of([0])
+    )
+    assert 0 < huge["x"].abs().max() < 6.3 * np.exp(10)
+
+
+@pytest.mark.parametrize(
+    ("batch", "names", "error", "message"),
+    [
+        ({"x": torch.zeros(2, 4)}, ("y",), KeyError, "no 'y'; there are 'x'"),
+        ({"x": {"z": 1}}, ("x.y.z",), KeyError, "no 'x.y.z'; there are 'z'"),
+        ({"x": torch.zeros(2, 3)}, ("x",), ValueError, r"\[2, 3\]"),
+        ({"x": torch.zeros(2)}, ("x",), ValueError, r"\[2\]"),
+        ({"x": torch.zeros(2, 3), "y": torch.zeros(2, 4)}, ("x", "y"), ValueError, r"\[2, 3\].*\[2, 4\]"),
+        ({"x": torch.zeros(2, 4, dtype=torch.int64)}, ("x",), TypeError, "int64"),
+        ({"x": np.zeros((2, 4))}, ("x",), TypeError, "ndarray"),
+    ],
+)
+def test_wrong_moments(batch: Any, names: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        tc.sample_moments(*names)(batch, info_of([0, 1]))
+
+
+# --- texts ---
+
+
+def test_texts_are_dropped_together() -> None:
+    count = 2000
+    text, pooled = torch.ones(count, 3, 2), torch.ones(count, 4)
+    transform = tc.drop_text(0.1, {"cond.text": torch.full((2, 2), 7.0), "pooled": 0, "prompt": ""}, mark="is_dropped")
+    transform = pickle.loads(pickle.dumps(transform))
+    prompts = [f"p{i}" for i in range(count)]
+    batch = transform({"cond": {"text": text, "n": 1}, "pooled": pooled, "prompt": prompts}, info_of(range(count)))
+    dropped = batch["is_dropped"]
+    assert dropped.dtype == torch.bool
+    assert 0.07 < dropped.double().mean() < 0.13
+    assert batch["cond"]["text"][dropped].unique(dim=0).tolist() == [[[7, 7], [7, 7], [0, 0]]]
+    assert (batch["cond"]["text"][~dropped] == 1).all()
+    assert batch["pooled"].any(1).tolist() == (~dropped).tolist()
+    assert [prompt == "" for prompt in batch["prompt"]] == dropped.tolist()
+    # rows are independent of the batch
+    some = transform(
+        {"cond": {"text": torch.ones(3, 3, 2)}, "pooled": torch.ones(3, 4), "prompt": [1] * 3}, info_of([9, 5, 1])
+    )
+    assert some["is_dropped"].tolist() == dropped[[9, 5, 1]].tolist()
+    other = tc.drop_text(0.1, {"pooled": 0}, mark="m")({"pooled": torch.ones(count, 1)}, info_of(range(count)))["m"]
+    assert (other & dropped).sum() < 45  # independent draws: 20 expected
+
+
+def test_always_and_never() -> None:
+    for p in (0, 1):
+        texts = [torch.ones(2, 3), torch.ones(5, 3).half()]
+        batch = tc.drop_text(p, {"text": torch.zeros(4, 3), "n": 2.0})(
+            {"text": texts, "n": torch.ones(2)}, info_of([1, 2])
+        )
+        assert [tuple(text.shape) for text in batch["text"]] == ([(4, 3)] * 2 if p else [(2, 3), (5, 3)])
+        assert [text.dtype for text in batch["text"]] == [torch.float32, torch.float16]
+        assert batch["n"].tolist() == [1 + p] * 2
+        assert "is_dropped" not in batch
+
+
+def test_wrong_replacements() -> None:
+    for p, value in ((-0.1, {"x": 0}), (1.1, {"x": 0}), (0.1, {}), (0.1, 0), (0.1, {0: 0})):
+        with pytest.raises(ValueError, match="expected"):
+            tc.drop_text(p, value)  # type: ignore[arg-type]
+    for shape in ((4, 2), (2, 3), (2,)):
+        with pytest.raises(ValueError, match=r"'x' has shape .* a row \[3, 2\]"):
+            tc.drop_text(1, {"x": torch.zeros(shape)})({"x": torch.ones(2, 3, 2)}, info_of([0, 1]))
+    with pytest.raises(KeyError, match="no 'x'"):
+        tc.drop_text(0, {"x": 0})({"y": 1}, info_of([0]))

@@ -1,0 +1,71 @@
+"""Random bits from integers by SplitMix64: a seed for each sample in each epoch, and independent draws from a seed.
+
+Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014. Nothing here has a state, so each number
+depends only on its arguments, in every process and in every release.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import xxhash
+
+__all__ = ["GOLDEN", "MIX", "finalise", "fractions_of", "random_bits", "round_keys", "salt", "sample_seeds"]
+
+Array = np.ndarray[Any, Any]
+MIX = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_NUM_KEYS = 8
+_SAMPLES = 0x5A3D1E  # makes seeds independent of the order of the samples, which comes from the same seed and epoch
+
+
+@lru_cache(maxsize=32)
+def round_keys(seed: int, epoch: int) -> Array:
+    """Return eight keys, uint64 `[8]`: the sequence of SplitMix64 that starts from a hash of seed and epoch."""
+    states = finalise(np.array([seed * GOLDEN & _MASK, (epoch + 1) * GOLDEN + 1 & _MASK], np.uint64))
+    return finalise((states[0] ^ states[1]) + np.arange(1, _NUM_KEYS + 1, dtype=np.uint64) * np.uint64(GOLDEN))
+
+
+def finalise(values: Array) -> Array:
+    """Apply the finaliser of SplitMix64 to each value, uint64."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(MIX[0])
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(MIX[1])
+    mixed: Array = values ^ (values >> np.uint64(31))
+    return mixed
+
+
+def random_bits(seed: int, epoch: int, numbers: Any) -> Array:
+    """Return 64 random bits for each number in an epoch, uint64."""
+    values = np.array(numbers, np.int64).astype(np.uint64)
+    for key in round_keys(seed, epoch)[:2]:
+        values = finalise(values ^ key)
+    return values
+
+
+def sample_seeds(seed: int, epochs: int | Array, indices: Array) -> Array:
+    """Return a seed for each sample index, int64 `[B]`, in `[0, 2^63)`. `epochs` is one epoch, or one for each sample."""
+    seed ^= _SAMPLES
+    if isinstance(epochs, int):
+        bits = random_bits(seed, epochs, indices)
+    else:
+        bits = np.empty(len(indices), np.uint64)
+        for epoch in np.unique(epochs).tolist():
+            bits[epochs == epoch] = random_bits(seed, epoch, indices[epochs == epoch])
+    seeds: Array = (bits >> np.uint64(1)).astype(np.int64)
+    return seeds
+
+
+@lru_cache(maxsize=256)
+def salt(purpose: str) -> int:
+    """Return a number in `[0, 2^63)` that makes draws for different purposes independent."""
+    return xxhash.xxh3_64_intdigest(purpose.encode()) >> 1
+
+
+def fractions_of(seeds: Array, purpose: str) -> Array:
+    """Return a random number in [0, 1) for each seed, float64 `[B]`. Draws for different purposes are independent."""
+    bits = finalise(seeds.astype(np.uint64) ^ np.uint64(salt(purpose)))
+    fractions: Array = (bits >> np.uint64(11)).astype(np.float64) / (1 << 53)
+    return fractions

@@ -1,0 +1,138 @@
+"""Reading the batch of a step: its samples, what is random about them, its record, and the caller's transforms."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from wds_tensorcache.reading.base_cache import BatchInfo
+from wds_tensorcache.reading.choices.alternatives import Alternatives
+from wds_tensorcache.reading.choices.draw import Draw
+from wds_tensorcache.reading.schema import TensorSchema, merge_schema
+from wds_tensorcache.training.steps import Step
+
+__all__ = ["StepReader", "Transform", "as_transforms", "transformed"]
+
+Transform: TypeAlias = "Callable[[Any, BatchInfo], Any]"
+
+
+class StepReader:
+    """Reads the batches of steps, in any process.
+
+    Args:
+        caches: Caches of the streams; see `Step.cache_of`.
+        names: Name of each stream, by its number.
+        seed: Seed of the loader.
+        alternatives: Alternatives to choose from; None if there are none.
+
+    Threads/fork/pickle: immutable, safe everywhere.
+    """
+
+    def __init__(
+        self, caches: Sequence[Any], names: Sequence[Any], seed: int, alternatives: Alternatives | None
+    ) -> None:
+        self._caches = list(caches)
+        self._names = list(names)
+        self._seed = seed
+        self.alternatives = alternatives
+
+    def single_threaded(self) -> StepReader:
+        """Return a reader that reads a batch without further threads."""
+        caches = [cache._single_threaded() for cache in self._caches]
+        return StepReader(caches, self._names, self._seed, self.alternatives)
+
+    @property
+    def chosen_names(self) -> list[str]:
+        """Names of the chosen tensors in the batches."""
+        return [] if self.alternatives is None else self.alternatives.names
+
+    def patterns_for(self, names: Sequence[str]) -> list[str]:
+        """Return the patterns for `Cache.select` that select what batches with only the tensors `names` need."""
+        return list(map(glob.escape, names)) if self.alternatives is None else self.alternatives.patterns_for(names)
+
+    def schema(self) -> dict[str, TensorSchema]:
+        """Return the properties of the batches' tensors, by name."""
+        found: dict[str, TensorSchema] = {}
+        for cache in self._caches:
+            schema = cache.schema
+            schema = schema if self.alternatives is None else self.alternatives.schema_of(schema)
+            found |= {name: merge_schema(found.get(name), tensor) for name, tensor in schema.items()}
+        return found
+
+    def read(self, step: Step, options: dict[str, Any]) -> Any:
+        """Return the batch of a step; `options` are those of `Cache.read_batch`."""
+        cache = step.cache_of(self._caches)
+        if self.alternatives is None:
+            return cache.read_batch(step.indices, **options)
+        return cache._read_drawn(step.indices, self._draw(step), **options)
+
+    def request(self, step: Step) -> Any:
+        """Return the request for the samples of a step."""
+        cache = step.cache_of(self._caches)
+        if self.alternatives is None:
+            return cache._request(step.indices)
+        return cache._draw(step.indices, self._draw(step))
+
+    def request_structure(self, indices: Any) -> Any:
+        """Return a request for samples of the only cache, of which only the structure matters."""
+        return self._caches[0]._draw(indices, Draw(alternatives=self.alternatives, given={}))
+
+    def info(self, step: Step, is_padding: torch.Tensor | None = None, collate: Any = None) -> BatchInfo:
+        """Return the record of a step's batch.
+
+        Args:
+            is_padding: The step's mask of padding on the device of the batch; on the CPU by default.
+            collate: How the batch is collated, as in `read_batch`; None if unknown.
+        """
+        is_padding = torch.from_numpy(step.is_padding) if is_padding is None else is_padding
+        cache, source = step.cache_of(self._caches), self._names[step.stream]
+        at, draw = (step.epoch, step.number, source), self._draw(step)
+        return BatchInfo(step.indices, is_padding, *at, cache, _collate=collate, draw=draw)
+
+    def _draw(self, step: Step) -> Draw:
+        epochs = step.epoch if step.epochs is None else step.epochs
+        # equal indices in different caches of a mix are different samples
+        return Draw(self._seed + step.source, epochs, self.alternatives)
+
+
+def as_transforms(transform: Any) -> tuple[Transform, ...]:
+    """Return the functions in the argument `transform=`, in order.
+
+    Raises:
+        TypeError: `transform` is neither a function nor a list of functions.
+    """
+    if transform is None or callable(transform):
+        return () if transform is None else (transform,)
+    found = tuple(transform) if isinstance(transform, Sequence) else (transform,)
+    for each in found:
+        if not callable(each):
+            raise TypeError(
+                f"transform={transform!r:.200}, expected a function of a batch and its BatchInfo, or a list of them"
+            )
+    return found
+
+
+def transformed(batch: Any, info: BatchInfo, transforms: Sequence[Transform]) -> Any:
+    """Return a batch after all transforms, in order.
+
+    Raises:
+        RuntimeError: A transform raised an error, which is the cause of this one, or returned None.
+    """
+    for transform in transforms:
+        try:
+            batch = transform(batch, info)
+        except Exception as exc:
+            raise RuntimeError(f"{_failed(transform, info)}: {type(exc).__name__}: {exc}") from exc
+        if batch is None:
+            raise RuntimeError(f"{_failed(transform, info)}: it returned None, expected the batch")
+    return batch
+
+
+def _failed(transform: Transform, info: BatchInfo) -> str:
+    name = getattr(transform, "__qualname__", None) or repr(transform)
+    return (
+        f"transform {name:.100} failed at step {info.step} of epoch {info.epoch}, with the samples {info.keys!r:.200}"
+    )

@@ -1,0 +1,86 @@
+"""Normal random numbers from seeds: bit for bit the same on every device, in any batch and at any position in it.
+
+torch's own generators promise neither. Each number comes from 32 bits of SplitMix64, which is a counter-based generator
+(Steele, Lea and Flood, 2014), and from a table of the inverse normal distribution: linear pieces, 128 for each power of two
+of the tail probability (Cheung, Lee, Luk and Villasenor, "Hardware Generation of Arbitrary Random Number Distributions from
+Uniform Distributions via the Inversion Method", 2007). The arithmetic uses integers, and single operations on float32 that
+IEEE 754 rounds exactly. A logarithm or cosine would differ in its last bits between devices.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from statistics import NormalDist
+
+import torch
+
+from wds_tensorcache.reading.seeds import GOLDEN, MIX, salt
+
+__all__ = ["normal"]
+
+_PIECE_BITS = 7  # 2^7 pieces for each power of two
+_INSIDE_BITS = 23 - _PIECE_BITS  # the other bits of a float32's fraction: the place in a piece
+_CHUNK = 1 << 13  # pairs of numbers to compute at once on the CPU, so that they stay in its cache
+
+
+def normal(seeds: torch.Tensor, shape: tuple[int, ...], purpose: str) -> torch.Tensor:
+    """Return standard normal numbers, float32 `[B, *shape]`, on the device of `seeds`; row `i` depends only on `seeds[i]`.
+
+    The largest magnitude is 6.3. The quantiles of the distribution are exact up to 1e-5.
+
+    Args:
+        seeds: Seeds, int64 `[B]`.
+        shape: Shape of each row.
+        purpose: Text that makes the numbers of different uses of a seed independent.
+    """
+    count = math.prod(shape)
+    pairs = (count + 1) // 2
+    table = _table(seeds.device)
+    keys = _finalise(seeds ^ salt(purpose))[:, None]
+    result = torch.empty((len(seeds), 2 * pairs), dtype=torch.float32, device=seeds.device)
+    # a GPU computes all numbers at once, the CPU a part of a row
+    is_cpu = seeds.device.type == "cpu"
+    width, height = (_CHUNK, 1) if is_cpu else (max(1, pairs), max(1, len(seeds)))
+    for begin in range(0, pairs, width):
+        end = min(begin + width, pairs)
+        counters = torch.arange(begin + 1, end + 1, device=seeds.device).mul_(_signed(GOLDEN))
+        for row in range(0, len(seeds), height):
+            bits = _finalise(keys[row : row + height] + counters)
+            _write_quantiles(bits.view(torch.int32), table, result[row : row + height, 2 * begin : 2 * end])
+    return result[:, :count].reshape(len(seeds), *shape)
+
+
+def _write_quantiles(bits: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
+    """Write a normal number for each integer, int32, into `out`: its sign is the sign of the number, its size the tail."""
+    # sign, exponent and first bits of the float32 select a piece; the integer is odd, so it is not 0
+    raw = (bits | 1).to(torch.float32).view(torch.int32)
+    piece = ((raw >> _INSIDE_BITS) & 0xFFFF).view(-1)
+    inside = (raw & ((1 << _INSIDE_BITS) - 1)).to(torch.float32)
+    inside *= table[1].index_select(0, piece).view_as(inside)
+    torch.add(table[0].index_select(0, piece).view_as(inside), inside, out=out)
+
+
+@lru_cache(maxsize=16)
+def _table(device: torch.device) -> torch.Tensor:
+    """Return the number at the start of each piece, and the slope in it per unit of the lower bits, float32 `[2, 2^16]`."""
+    per_octave, inverse = 1 << _PIECE_BITS, NormalDist().inv_cdf
+    tails = [2.0 ** (octave - 32) * (1 + at / per_octave) for octave in range(31) for at in range(per_octave)]
+    # float32 rounds the largest integers up to 2^31, for which the number is 0
+    edges = torch.tensor([*(-inverse(tail) for tail in tails), 0.0, 0.0], dtype=torch.float64, device="cpu")
+    pieces = torch.stack([edges[:-1], (edges[1:] - edges[:-1]) / (1 << _INSIDE_BITS)]).float()
+    table = torch.zeros((2, 1 << 16), dtype=torch.float32, device="cpu")
+    for sign, first in (1, 127 << _PIECE_BITS), (-1, 1 << 15 | 127 << _PIECE_BITS):
+        table[:, first : first + len(edges) - 1] = sign * pieces
+    return table.to(device)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _finalise(values: torch.Tensor) -> torch.Tensor:
+    """Apply the finaliser of SplitMix64 to int64 values, whose bits are those of uint64."""
+    for shift, factor in (30, MIX[0]), (27, MIX[1]):
+        values = (values >> shift).bitwise_and_((1 << 64 - shift) - 1).bitwise_xor_(values).mul_(_signed(factor))
+    return (values >> 31).bitwise_and_((1 << 33) - 1).bitwise_xor_(values)
