@@ -28,7 +28,7 @@ from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.choices.draw import Choices
 from wds_tensorcache.reading.description import Description, TensorDescription, ValueDescription
 from wds_tensorcache.reading.join import JoinedCache, join
-from wds_tensorcache.reading.keys import KeysView
+from wds_tensorcache.reading.lookup.keys import KeysView
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.schema import Entry, TensorSchema
 from wds_tensorcache.reading.store import Io

@@ -21,8 +21,8 @@ from wds_tensorcache.reading.choices.chosen import choose as choose_among
 from wds_tensorcache.reading.choices.draw import Choices, Draw, Pick
 from wds_tensorcache.reading.choices.values import choices_of_values, place_in_samples, place_values
 from wds_tensorcache.reading.description import Contents, Description
-from wds_tensorcache.reading.keys import KeysView, respelled
-from wds_tensorcache.reading.positions import numbers_of, spread
+from wds_tensorcache.reading.lookup.keys import KeysView, respelled
+from wds_tensorcache.reading.lookup.positions import numbers_of, spread
 from wds_tensorcache.reading.schema import Entry, TensorSchema, format_tensor
 
 if TYPE_CHECKING:

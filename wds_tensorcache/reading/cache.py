@@ -18,8 +18,8 @@ from wds_tensorcache.reading.batch.request import Request, Structures
 from wds_tensorcache.reading.batch.rows import locate
 from wds_tensorcache.reading.choices.chosen import ChosenRequest, nest_chosen
 from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
-from wds_tensorcache.reading.keys import KeysView
-from wds_tensorcache.reading.positions import Inverse, Positions, as_array, numbers_of, spread, take
+from wds_tensorcache.reading.lookup.keys import KeysView
+from wds_tensorcache.reading.lookup.positions import Inverse, Positions, as_array, numbers_of, spread, take
 from wds_tensorcache.reading.schema import (
     Entry,
     TensorSchema,

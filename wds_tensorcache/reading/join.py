@@ -23,8 +23,8 @@ from wds_tensorcache.reading.choices.chosen import ChosenRequest
 from wds_tensorcache.reading.choices.draw import Choices, Pick
 from wds_tensorcache.reading.description import Contents
 from wds_tensorcache.reading.find_shards import CachePaths
-from wds_tensorcache.reading.keys import KeysView
-from wds_tensorcache.reading.match_keys import KeyMap, match_some
+from wds_tensorcache.reading.lookup.keys import KeysView
+from wds_tensorcache.reading.lookup.match_keys import KeyMap, match_some
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns, make_entry
 from wds_tensorcache.reading.store import Io

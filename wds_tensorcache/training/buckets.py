@@ -15,7 +15,7 @@ import numpy as np
 from wds_tensorcache.errors import unknown_name
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.join import JoinedCache
-from wds_tensorcache.reading.positions import shard_runs, take
+from wds_tensorcache.reading.lookup.positions import shard_runs, take
 from wds_tensorcache.reading.schema import Entry, shapes_of
 from wds_tensorcache.training.order import BlockOrder, EpochOrder
 from wds_tensorcache.training.steps import Permuted

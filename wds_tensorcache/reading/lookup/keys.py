@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-from wds_tensorcache.reading.positions import in_order
+from wds_tensorcache.reading.lookup.positions import in_order
 
 __all__ = ["KeysView", "respelled"]
 
