@@ -114,17 +114,21 @@ def test_batches_stay_the_same_ones(
 
 def test_a_second_interrupt(tmp_path: Path) -> None:
     """While the first one waits for the thread that writes: the shard, which may be incomplete, is dropped."""
-    is_writing = threading.Event()
+    is_writing, is_interrupted = threading.Event(), threading.Event()
 
     def encoder(members: dict[str, Any]) -> dict[str, Any]:
         is_writing.set()
-        time.sleep(0.5)
+        is_interrupted.wait(10)
+        time.sleep(0.1)
         return {name: value.encode() for name, value in members.items()}
+
+    def interrupt_again() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        is_interrupted.set()
 
     def interrupted(items: list[Any]) -> Any:
         if is_writing.wait(0.1):
-            main = threading.main_thread().ident
-            threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT]).start()
+            threading.Timer(0.1, interrupt_again).start()
             raise KeyboardInterrupt
         return double(items)
 
