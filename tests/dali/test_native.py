@@ -219,3 +219,13 @@ def test_names_of_shards_are_names(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match=r"\\udcff.tar': DALI accepts only paths in UTF-8"):
         reader(".", 1)
     assert os.listdir() == ["\udcff.tar"]
+
+
+def test_tensors_that_samples_lack(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "x.tar", fsync=False) as sink:
+        for i in range(4):
+            sink.write(f"{i}", {"x": torch.zeros(2), "mask": torch.zeros(3) if i > 1 else None})
+    for first in (0, 1):  # the first batch lacks the mask in all samples, or in one
+        made = reader([tmp_path / "x.tar"], 2 + first)
+        with pytest.raises(tc.BatchError, match="has no tensor 'mask'|no sample of the batch has the tensor 'mask'"):
+            next(made)

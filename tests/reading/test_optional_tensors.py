@@ -222,6 +222,17 @@ def test_loaders_read_it(cache: Any) -> None:
         loader.close()
 
 
+def test_masks_of_tensors_that_differ_or_are_lacking(tmp_path: Path) -> None:
+    samples = [{"x": torch.zeros((2,) * (1 + i % 2)), "y": torch.zeros(3) if i > 3 else None} for i in range(6)]
+    with tc.open(write(tmp_path, samples)) as cache:
+        _, info = cache.read_batch([0, 1], collate="list", return_info=True)
+        with pytest.raises(KeyError, match="no tensor 'x' of one number of dimensions"):
+            info.mask("x")
+        with pytest.raises(KeyError, match="no tensor 'z' of one number of dimensions"):
+            info.mask("z")
+        assert info.mask("y").shape == (2, 0)
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_lists_of_other_tensors_differ_in_length(tmp_path: Path, num_workers: int) -> None:
     """Samples with 1 to 4 captions do not disturb a batch that does not select the captions."""

@@ -186,3 +186,48 @@ def test_wrong_replacements() -> None:
             tc.drop_text(1, {"x": torch.zeros(shape)})({"x": torch.ones(2, 3, 2)}, info_of([0, 1]))
     with pytest.raises(KeyError, match="no 'x'"):
         tc.drop_text(0, {"x": 0})({"y": 1}, info_of([0]))
+
+
+def test_dropped_texts_of_batches(tmp_path: Any) -> None:
+    """Values stay what they are, whether a row of the batch is dropped or not."""
+    with tc.ShardWriter(tmp_path / "x.tar", fsync=False) as sink:
+        for i in range(40):
+            sink.write(f"{i:02d}", {"x": torch.zeros(1), "prompt": f"p{i}", "array": np.full(2, i + 1)})
+    transform = tc.drop_text(0.1, {"prompt": "", "array": 0}, mark="m")
+    kinds, seen = set(), set()
+    with tc.open(tmp_path / "x.tar") as cache:
+        for numbers in np.arange(40).reshape(-1, 4):
+            batch = cache.read_batch(numbers)
+            whole = batch["array"].copy()
+            done = transform(batch, info_of(numbers))
+            dropped = done["m"].tolist()
+            seen.add(any(dropped))
+            kinds.add((type(done["prompt"]), type(done["array"])))
+            assert done["prompt"].tolist() == [
+                "" if drop else f"p{i}" for i, drop in zip(numbers, dropped, strict=True)
+            ]
+            assert done["array"].tolist() == np.where(np.array(dropped)[:, None], 0, whole).tolist()
+    assert seen == {False, True}
+    assert len(kinds) == 1
+
+
+def test_damage_in_a_transform_stays_damage(tmp_path: Any) -> None:
+    """A transform that looks at the values of a damaged sample raises what the sample raises, with a note of the step."""
+
+    def look(batch: Any, info: tc.BatchInfo) -> Any:
+        batch["prompt"].tolist()
+        return batch
+
+    path = tmp_path / "x.tar"
+    with tc.ShardWriter(path, fsync=False) as sink:
+        for i in range(4):
+            sink.write(f"{i:02d}", {"x": torch.zeros(1), "prompt": f"photo {i}"})
+    path.write_bytes(path.read_bytes().replace(b"photo 2", b"phot\xff 2"))
+    for made in (tc.Loader(tc.open(path), 1, transform=look), tc.torch_loader(tc.open(path), 1, transform=look)):
+        given = iter(made)
+        next(given), next(given)
+        with pytest.raises(tc.FormatError, match="02") as caught:
+            next(given)
+        assert caught.value.kind == "damaged"
+        if hasattr(caught.value, "__notes__"):
+            assert "look failed at step 2 of epoch 0" in caught.value.__notes__[0]

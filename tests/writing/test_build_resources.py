@@ -132,12 +132,22 @@ def test_a_second_interrupt(tmp_path: Path) -> None:
             raise KeyboardInterrupt
         return double(items)
 
-    with pytest.raises(KeyboardInterrupt):
-        build(Numbers(), tmp_path, interrupted, digest=digest, encoder=encoder, max_samples=100)
+    # a shell ignores SIGINT in what it starts in the background, such as these tests
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build(Numbers(), tmp_path, interrupted, digest=digest, encoder=encoder, max_samples=100)
+    finally:
+        signal.signal(signal.SIGINT, before)
     for thread in threading.enumerate():
         if thread.name.startswith("tensorcache-build"):
             thread.join()
     assert os.listdir(tmp_path) == []
+
+
+def test_progress_takes_no_function(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="progress is a function, expected True, False or None"):
+        build(Numbers(), tmp_path, double, digest=digest, progress=print)
 
 
 def test_own_keys_that_look_like_numbers(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ ProgressOption: TypeAlias = "bool | Callable[[int, int], object] | None"
 
 
 class ByteProgress:
-    """ByteProgress of a call that goes over all shards once, or several times.
+    """The progress of a call that goes over all shards once, or several times.
 
     Args:
         show: A function of the bytes that are done and the bytes in all; or, for a `tqdm` bar, as in `open_bar`.

@@ -1,4 +1,4 @@
-"""Walk nested containers: copy, filter and compare samples, and combine them into a batch.
+"""Walk nested containers: copy and filter samples.
 
 Each walk visits every container once, so shared or cyclic containers cannot make it slow or endless.
 """

@@ -28,8 +28,8 @@ class StepDataset(Dataset[Any]):
         sampler: Sampler that has the caches to read.
         collate, pad_value: As for `read_batch`.
         choose, transform: As for `tc.Loader`; worker processes call `transform`.
-        with_info: Return pairs of a batch and its `BatchInfo`. If a worker process made the `BatchInfo`, it has the keys of the
-            samples in place of the cache.
+        with_info: Return pairs of a batch and its `BatchInfo`. If a worker process made the `BatchInfo`, it has keys, shapes
+            and choices in place of the cache.
 
     Threads/fork/pickle: works with fork and spawn. Workers read the caches; they do not know the sampler's position.
     """

@@ -598,14 +598,15 @@ class BatchInfo:
         has no data.
 
         Raises:
-            KeyError: No tensor has this name, or samples differ in its number of dimensions.
+            KeyError: No tensor has this name, or samples differ in its number of dimensions. In a pickled copy, also if no
+                sample of the batch has the tensor.
             ValueError: The tensor has no dimensions.
         """
         shapes = self.shapes
-        if name not in shapes and self.cache is not None and name in self.cache.schema:
+        if name not in shapes and self._is_lacking(name):
             shapes = {name: torch.zeros((len(self.indices), 1), dtype=torch.int64, device="cpu")}  # no sample has it
         if name not in shapes:
-            raise KeyError(f"no tensor {name!r} of one number of dimensions; there are {', '.join(map(repr, shapes))}")
+            raise KeyError(f"no tensor {name!r:.100} of one number of dimensions; there are {list_names(shapes, name)}")
         if not shapes[name].shape[1]:
             raise ValueError(f"tensor {name!r} has no dimensions, so it is not padded and has no mask")
         lengths = shapes[name][:, :1]
@@ -613,6 +614,12 @@ class BatchInfo:
         length = way.to if isinstance(way, Pad) and way.to is not None else int(lengths.max())
         mask = torch.arange(length, device=lengths.device) < lengths
         return _moved(mask, self.is_padding.device)
+
+    def _is_lacking(self, name: str) -> bool:
+        """Return whether the cache has a tensor that no sample of the batch has."""
+        if self.cache is None or name not in self.cache.schema:
+            return False
+        return not any(name in entry.shapes for entry in self.cache._take(self.indices)._entries(selected=True))
 
     def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> BatchInfo:
         """Return a record whose `is_padding` is on `device`. Lightning and accelerate call this when they move a batch."""

@@ -34,8 +34,9 @@ def merge(first: Any, other: Any) -> tuple[Any, list[Path]]:
     """Complete the structure of a sample by that of another one.
 
     Returns:
-        `first` with the tensors, and the containers of tensors, that it lacks and `other` has; and the places of those in whose
-        place `first` has None. Values that are not tensors are those of `first`, also where the two samples differ.
+        `first` with the tensors, and the containers of tensors, that it lacks and `other` has; and the paths at which
+        `first` has None in place of a tensor or a container. Values that are not tensors
+        are those of `first`, also where the two samples differ.
     """
     merger = _Merger()
     return merger.visit(first, other, ()), merger.nones

@@ -45,7 +45,7 @@ class ByLength:
             KeyError: The sample lacks the tensor.
             ValueError: The tensor has no dimensions.
         """
-        return self.of_shape(_shape_in(entry, self.name))
+        return self.of_shape(tuple(entry.shapes[self.name]))
 
     def of_shape(self, shape: Shape) -> float:
         """Return the bucket of a shape."""
@@ -85,7 +85,7 @@ def buckets_of(cache: Any, by: str | Callable[[Entry], Any]) -> dict[Any, Array]
             return _buckets_of_shapes(*shapes_of(cache._store, cache._where, name), by)
     found: dict[Any, list[int]] = {}
     for index, entry in enumerate(cache._entries()):
-        label = _shape_in(entry, by) if isinstance(by, str) else by(entry)
+        label = tuple(entry.shapes[by]) if isinstance(by, str) else by(entry)
         if label != label:
             raise ValueError(
                 f"bucket_by returned {label!r} for sample {entry.key!r}, expected a value that equals itself"
@@ -104,13 +104,6 @@ def _buckets_of_shapes(shapes: list[Shape], which: Array, by: Any) -> dict[Any, 
     # one pass, however many shapes there are
     order, counts = np.argsort(which, kind="stable"), np.bincount(which, minlength=len(distinct))
     return dict(zip(distinct, np.split(order, np.cumsum(counts)[:-1]), strict=True))
-
-
-def _shape_in(entry: Entry, name: str) -> Shape:
-    """Return the shape of a sample's tensor."""
-    if name not in entry.shapes:
-        raise KeyError(f"sample {entry.key!r} has no tensor {name!r}")
-    return tuple(entry.shapes[name])
 
 
 def block_sizes(cache: Any, members: Array | None = None) -> list[int]:

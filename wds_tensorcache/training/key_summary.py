@@ -1,4 +1,4 @@
-"""Summaries of sequences of keys for checkpoints: what differs between the sequence of a checkpoint and another one."""
+"""Short summaries of a cache's keys for checkpoints, which tell how the keys have changed."""
 
 from __future__ import annotations
 

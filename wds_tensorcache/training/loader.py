@@ -101,8 +101,9 @@ class Loader(BaseLoader):
         self._waiting = weakref.ref(waiting)
         check_device(self._device)
         device = Transfer(self._device).device  # threads have another current GPU
-        if callable(self._read_options["collate"]) and device is not None and device.type == "cuda":
-            # a function may use tensors that were made before the loop
+        runs_functions = bool(self._transforms) or callable(self._read_options["collate"])
+        if runs_functions and device is not None and device.type == "cuda":
+            # they may use tensors that were made before the loop
             copying_stream(device).wait_stream(torch.cuda.current_stream(device))
         planned = plan._position
         epoch = planned.epoch

@@ -80,10 +80,11 @@ class BlockOrder:
     def __call__(self, epoch: int, positions: Any) -> Array:
         """Return the sample indices, int64, at positions of an epoch; see `EpochOrder`."""
         places = _places(positions, self.count)
-        if self._blocks is None or self._blocks[0] != epoch:
+        known = self._blocks  # once, because another thread may replace it
+        if known is None or known[0] != epoch:
             blocks = EpochOrder(len(self._sizes), seed=self.seed)(epoch, range(len(self._sizes)))
-            self._blocks = epoch, blocks, np.cumsum(self._sizes[blocks])
-        _, blocks, ends = self._blocks
+            known = self._blocks = epoch, blocks, np.cumsum(self._sizes[blocks])
+        _, blocks, ends = known
         windows, inside = places // self.window, places % self.window
         for window in np.unique(windows).tolist():
             which = windows == window

@@ -77,7 +77,8 @@ class LoaderStats:
     def stages(self) -> dict[str, StageStats]:
         """The stages by name: `"read"`, `"transform"` and `"transfer"`."""
         times = {"read": self.read_s, "transform": self.transform_s, "transfer": self.transfer_s}
-        return {name: StageStats(seconds, self.nbytes) for name, seconds in times.items()}
+        # a stage that took no time did not run
+        return {name: StageStats(seconds, self.nbytes if seconds else 0) for name, seconds in times.items()}
 
     def __sub__(self, earlier: LoaderStats) -> LoaderStats:
         return LoaderStats(*(mine - other for mine, other in zip(astuple(self), astuple(earlier), strict=True)))

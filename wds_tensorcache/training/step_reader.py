@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from wds_tensorcache.errors import TensorCacheError
 from wds_tensorcache.reading.base_cache import BatchInfo
 from wds_tensorcache.reading.choices.alternatives import Alternatives
 from wds_tensorcache.reading.choices.draw import Draw
@@ -119,11 +120,16 @@ def transformed(batch: Any, info: BatchInfo, transforms: Sequence[Transform]) ->
     """Return a batch after all transforms, in order.
 
     Raises:
-        RuntimeError: A transform raised an error, which is the cause of this one, or returned None.
+        TensorCacheError: A transform raised it; a note names the transform and the step.
+        RuntimeError: A transform raised any other error, which is the cause of this one, or returned None.
     """
     for transform in transforms:
         try:
             batch = transform(batch, info)
+        except TensorCacheError as exc:  # of a damaged sample, for example
+            if hasattr(exc, "add_note"):  # from Python 3.11 on
+                exc.add_note(_failed(transform, info))
+            raise
         except Exception as exc:
             raise RuntimeError(f"{_failed(transform, info)}: {type(exc).__name__}: {exc}") from exc
         if batch is None:

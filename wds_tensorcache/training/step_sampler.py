@@ -76,8 +76,8 @@ class StepSampler(DistributedSampler[Step]):
         mix: `{"a": (cache, 0.7), "b": (other, 0.3)}`: each step has samples of one cache, chosen in proportion to the
             weights. An exhausted cache starts again. An epoch has as many samples as all caches together, rounded as with
             `weights`. Without weights, `{"a": cache, "b": other}`, an epoch has every sample once, or `repeats` times.
-        repeats: Number of times that an epoch has each sample; with `mix`, a dict of such numbers by name, 1 where it lacks a
-            name. Not with weights. The samples come in as many passes, each in a new order.
+        repeats: Number of times that an epoch has each sample; with `mix`, a dict from names to numbers, where a missing name
+            counts as 1. Not with weights. The samples come in as many passes, with `shuffle` each in a new order.
         bucket_by: Name of a tensor, `tc.by_length(…)`, or function of an entry as in `cache.filter`. All samples of a step
             have the same shape of the tensor, or the same result of the function.
         window: Number of samples to shuffle together with `shuffle="blocks"`.

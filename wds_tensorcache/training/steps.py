@@ -23,7 +23,8 @@ class Position:
 
     Attributes:
         epoch: Epoch of the next step, from 0.
-        counts: Number of used samples of each stream (see `Course`): in this epoch, or in all epochs for `mix`.
+        counts: Number of used samples of each stream (see `Course`): in this epoch, or in all epochs
+            with a weighted `mix`.
         used: Number of samples used in this epoch.
         step: Number of steps so far, in all epochs.
         began: Number of steps before this epoch.
@@ -47,8 +48,8 @@ class Step:
         indices: Sample indices in the cache, int64 `[B]`.
         is_padding: True for each sample that is padding, bool `[B]`.
         source: Number of the samples' cache in `mix`; 0 without `mix`.
-        epochs: The epoch of each sample's own order, int64 `[B]`, if a dataset has several in an epoch of the sampler: with a
-            weighted `mix` or `repeats`; else None.
+        epochs: Number of the pass over the dataset to which each sample belongs, int64 `[B]`; None unless an epoch can have
+            several passes, with a weighted `mix` or with `repeats`.
     """
 
     number: int
@@ -67,6 +68,8 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class RowCounts:
     """Numbers of rows in the batches of one epoch, over all ranks: `rows = samples - dropped + padding + repeated`.
+
+    With weights, `rows` is `samples` rounded to whole steps, and the other counts are 0.
 
     Attributes:
         samples: Number of samples of the epoch; a dataset with `repeats=10` counts 10 times.
@@ -97,7 +100,7 @@ class RowCounts:
 class Permuted:
     """A stream of the samples `members` of one cache, or of all its samples, in passes over all of them.
 
-    Each pass has every sample once, in a new order.
+    Each pass has every sample once; if samples are shuffled, in a new order.
 
     Attributes:
         members: Sample indices in the cache; None for all samples.

@@ -134,6 +134,8 @@ def build(
         raise TypeError(f"build always resumes from the shards in the folder, so it does not accept {option}=")
     if not options.get("footer", True) and not options.get("manifest", True):
         raise ValueError("footer=False, manifest=False: the fingerprint needs one of the two to be stored in")
+    if callable(progress):
+        raise TypeError("progress is a function, expected True, False or None; functions work in verify and repair")
     rank, world_size = find_rank(rank, world_size)
     if world_size > 1:
         _check_ranks(rank, world_size, pattern, reuse, options)

@@ -33,8 +33,8 @@ class Items(Dataset[Item]):
     """The items of a map-style dataset or an iterable, or one rank's part of them: whole batches.
 
     The rank of a batch depends only on the number of the batch and the world size. So ranks need not communicate, and a batch
-    has the same items for any world size. Each `world_size` consecutive batches have different ranks, in an order that looks
-    random: if the shards of one rank are lost, the ranks of any other world size share its batches evenly.
+    has the same items for any world size. Of each `world_size` consecutive batches, every rank gets one, in pseudorandom
+    order. So if the shards of one rank are lost, any other number of ranks shares its batches evenly.
 
     Attributes:
         num_items: Number of items of this rank; None if unknown.

@@ -30,8 +30,8 @@ class Layouts:
         rows: Samples of the batch.
         items: Distinct layouts, starting with the first sample's.
         which: Index into `items` for each sample, int64 `[B]`.
-        exemplars: Samples that have tensors that the first sample lacks, from the batch and from its shards: a form, a
-            shard's number and a row.
+        exemplars: Samples, of the batch or its shards, with tensors that the first sample lacks, each as `(form, shard
+            number, row)`.
         is_mixed: True if the samples of the batch differ in the names of their tensors.
     """
 
@@ -93,7 +93,7 @@ def layouts_of(rows: Rows) -> Layouts:
 def _exemplars(
     rows: Rows, items: Sequence[Layout], which: Array, varied: Sequence[int]
 ) -> Sequence[tuple[Form, int, int]]:
-    """Return `Layouts.exemplars`: as few samples as have all names that the first sample lacks, those with most names first."""
+    """Return `Layouts.exemplars`: samples that together have all names that the first sample lacks, chosen greedily."""
     found: dict[frozenset[str], tuple[Form, int, int]] = {}
     for number, layout in enumerate(items):
         i = int(np.argmax(which == number))
@@ -215,6 +215,8 @@ class Columns:
         """Raise BatchError unless all layouts have a tensor."""
         references = self.references[tensor]
         lacking = next((number for number, one in enumerate(references) if one is None), None)
+        if lacking is not None and not self.present(tensor):
+            raise BatchError(f"no sample of the batch has the tensor {self.names[tensor]!r}; do not select it")
         if lacking is not None:
             at, first = self.present(tensor)[0]
             raise BatchError(
@@ -251,7 +253,7 @@ def _has_too_many_dims(reference: Reference, shape: tuple[int, ...]) -> bool:
 def check_same_names(layouts: Layouts, names: Collection[str], wanted: Callable[[str], bool] | None) -> None:
     """Raise BatchError if a layout has a tensor that `wanted` accepts, but that is neither in `names` nor in the first layout.
 
-    Such a tensor has no place in the batch: in its place, the first sample has something else than None or nothing.
+    Such a tensor has no place in the batch, because the first sample has another value at its path.
     """
     first = layouts.items[0].tensors.keys()
     for number, layout in enumerate(layouts.items if layouts.is_mixed else ()):

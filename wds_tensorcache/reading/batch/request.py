@@ -208,7 +208,7 @@ class Request:
 
 
 def columns_of(request: Request, layouts: Layouts) -> Columns:
-    """Return the columns of a batch, for all tensors that any of its samples has.
+    """Return the columns of a batch, for all tensors that any of its samples has, or another sample of their shards.
 
     Raises:
         BatchError: A tensor has no place in the first sample, or differs in kind or dtype between samples.

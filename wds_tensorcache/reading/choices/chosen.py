@@ -16,7 +16,7 @@ from wds_tensorcache.codec.layout import Form, Layout
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.reference import MemorySource, parse_reference, reference_text, resolve
 from wds_tensorcache.codec.tree import flatten, project, rebuild
-from wds_tensorcache.errors import BatchError
+from wds_tensorcache.errors import BatchError, list_names
 from wds_tensorcache.reading.batch.assemble import nest_batch
 from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
 from wds_tensorcache.reading.batch.request import Request, Structures, keep_known
@@ -145,7 +145,8 @@ def nest_chosen(request: ChosenRequest, tensors: Mapping[str, Any]) -> Any:
     structure = kept.structures.structure_for(layouts)
     for name in tensors:
         if name not in structure.tensors:
-            raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r}")
+            known = list_names(structure.tensors, name)
+            raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {known}")
     return nest_batch(kept, tensors, layouts, structure=structure)
 
 

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from wds_tensorcache.reading.base_cache import BatchInfo
+from wds_tensorcache.reading.batch.leaves import Leaves
 from wds_tensorcache.reading.seeds import fractions_of
 from wds_tensorcache.training.transforms.places import place_of
 
@@ -68,8 +70,12 @@ class DropText:
                     self._replace(name, found[row])
             elif isinstance(found, list):
                 target[key] = [self._like(name, each) if at in rows else each for at, each in enumerate(found)]
+            elif rows and isinstance(found, np.ndarray):
+                target[key] = found.copy()
+                target[key][is_dropped] = self.value[name]
             elif rows:
-                target[key] = [self.value[name] if at in rows else each for at, each in enumerate(found)]
+                values = [self.value[name] if at in rows else each for at, each in enumerate(found)]
+                target[key] = Leaves(None, tuple(name.split(".")), values)
         if self.mark is not None:
             target, key = place_of(batch, self.mark, is_new=True)
             target[key] = torch.from_numpy(is_dropped).to(info.is_padding.device, non_blocking=True)
