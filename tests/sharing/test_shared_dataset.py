@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import multiprocessing
 import os
 import pickle
 import re
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +45,15 @@ def directory(tmp_path: Path) -> Path:
 
 def test_eight_processes_load_each_sample_once(tmp_path: Path, directory: Path) -> None:
     counted = Counted(tmp_path / "log", 100, 0.001)
-    children = [
-        start(lambda seed=seed: read_all(tc.SharedDataset(counted, "eight", directory=directory), seed))  # type: ignore[misc]
-        for seed in range(8)
-    ]
+    # a process that begins after all others have ended loads everything again
+    opened = multiprocessing.get_context("fork").Barrier(8)
+
+    def read(seed: int) -> None:
+        shared = tc.SharedDataset(counted, "eight", directory=directory)
+        opened.wait(60)
+        read_all(shared, seed)
+
+    children = [start(partial(read, seed)) for seed in range(8)]
     assert finish(children) == [0] * 8
     assert counted.loads() == dict.fromkeys(range(100), 1)
     wait_until_empty(directory)
