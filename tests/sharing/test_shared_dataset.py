@@ -45,7 +45,7 @@ def directory(tmp_path: Path) -> Path:
 
 def test_eight_processes_load_each_sample_once(tmp_path: Path, directory: Path) -> None:
     counted = Counted(tmp_path / "log", 100, 0.001)
-    # a process that begins after all others have ended loads everything again
+    # a process that begins when no other process holds the samples loads them again
     opened = multiprocessing.get_context("fork").Barrier(8)
 
     def read(seed: int) -> None:
