@@ -96,7 +96,15 @@ loaders = {
 whole = tc.Loader(cache, 16, shuffle=True, rank=0, world_size=1)
 next(iter(whole))
 loaders["resumed"].load_state_dict(whole.state_dict())  # 5 samples are left, too few for a step of 8
+too_large = tc.Loader(cache, 16, last_batch="drop")
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+for _ in range(2):  # not an empty epoch
+    try:
+        list(too_large)
+    except ValueError as exc:
+        assert "21 samples do not fill one step of 16 on 2 ranks" in str(exc)
+    else:
+        raise AssertionError("no error")
 for name, loader in loaders.items():
     world_size = 1 if name == "explicit" else 2
     wanted = tc.Loader(cache, 4, shuffle=True, rank=rank % world_size, world_size=world_size)

@@ -188,12 +188,13 @@ class StepSampler(DistributedSampler[Step]):
         """Take over the rank from torch.distributed, if it was initialized after this sampler was made."""
         if not self._is_rank_open:
             return
-        course, self._is_rank_open = self._course, not is_distributed()
+        course, is_final = self._course, is_distributed()
         rank, world_size = find_rank(None, None)
         if (rank, world_size) != (course.rank, course.world_size):
             course.set_rank(rank, world_size)
-            self._check_steps()
             self._position = self._settled(self._position)  # a larger step may not fit into the rest of the epoch
+        self._check_steps()  # until it passes, each use raises its error
+        self._is_rank_open = not is_final
 
     def _check_steps(self) -> None:
         """Raise ValueError if an epoch has no steps."""
