@@ -36,13 +36,6 @@ def counted(tmp_path: Path) -> Counted:
     return Counted(tmp_path / "log", COUNT)
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    return folder
-
-
 def test_eight_processes_load_each_sample_once(tmp_path: Path, directory: Path) -> None:
     counted = Counted(tmp_path / "log", 100, 0.001)
     # a process that begins when no other process holds the samples loads them again

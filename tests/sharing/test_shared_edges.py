@@ -44,13 +44,6 @@ class Numbers:
         return {"x": torch.full((self.numel,), index, dtype=torch.int32)}
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    return folder
-
-
 def mapped_segments(directory: Path) -> int:
     return sum(
         f"{directory}/" in line and "segment-" in line for line in Path("/proc/self/maps").read_text().splitlines()

@@ -21,13 +21,6 @@ NUMELS = [10, 1_000_000, 20, 1_000_000, 1_250_000]  # bytes
 SAMPLES = [{"x": torch.full((numel,), i, dtype=torch.uint8)} for i, numel in enumerate(NUMELS)]
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    return folder
-
-
 def folder_of(directory: Path, name: str) -> Path:
     return directory / f"wds_tensorcache-{os.geteuid()}" / name
 
