@@ -20,7 +20,7 @@ if [ ${#dry[@]} = 0 ]; then
     "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "torch sees no CUDA device" >&2; exit 2; }
 fi
 mapfile -t tests < <(grep -rlE 'pytest\.mark\.gpu|= GPU$' tests --include='test_*.py' | sort)
-"$python" -m pytest -m gpu -p no:cacheprovider -rs "${tests[@]}" 2>&1 | tee "$out/tests.txt" | tail -n 40
+"$python" -m pytest -m gpu -p no:cacheprovider -rs "${tests[@]}" 2>&1 | tee "$out/tests.txt" | tail -n 80
 status=${PIPESTATUS[0]}
 "$python" -m benchmarks --workload diffusion --scenario dali_gpu --scenario loader_gpu --no-peers "${dry[@]}" --out "$out" || status=$?
 exit "$status"

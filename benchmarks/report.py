@@ -34,7 +34,7 @@ __all__ = [
     "write_json",
 ]
 
-_COLOURS = {"ceiling": "#9e9e9e", "tensorcache": "#d1495b", "lazy": "#d1495b"}
+_COLORS = {"ceiling": "#9e9e9e", "tensorcache": "#d1495b", "lazy": "#d1495b"}
 _PEERS = "#30638e"
 
 Results = dict[str, dict[str, Rounds]]  # by workload, by scenario
@@ -209,12 +209,12 @@ def draw_plot(path: Path, results: Results) -> None:
                 panel.axis("off")
                 continue
             medians = sorted(((median(found[scenario], name), name) for name in found[scenario]), reverse=True)
-            colours = [_COLOURS.get(name.split(",")[0].split(" ")[0], _PEERS) for _, name in medians]
-            bars = panel.barh([name for _, name in medians], [value for value, _ in medians], color=colours)
+            colors = [_COLORS.get(name.split(",")[0].split(" ")[0], _PEERS) for _, name in medians]
+            bars = panel.barh([name for _, name in medians], [value for value, _ in medians], color=colors)
             panel.bar_label(bars, [number(value) for value, _ in medians], padding=2, fontsize=6)
             panel.set_xscale("log")
             panel.set_xlim(medians[-1][0] / 2, medians[0][0] * 2)
-            panel.xaxis.set_visible(False)  # the bars are labelled
+            panel.xaxis.set_visible(False)  # the bars are labeled
             panel.tick_params(labelsize=6)
             panel.set_title(f"{scenario}, {workload}: us/{'store' if scenario == 'open' else 'sample'}", fontsize=8)
             panel.spines[["top", "right", "bottom"]].set_visible(False)

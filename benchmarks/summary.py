@@ -13,8 +13,8 @@ from benchmarks.peers import LOADED, NAME, READ, VIEWS
 from benchmarks.report import Stored, markdown, number, spread
 from benchmarks.scenarios.batches import COLD_CEILINGS
 from benchmarks.scenarios.dali_cpu import NATIVE, NESTED, PYD_SOURCE, RAW
+from benchmarks.scenarios.loaders.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS, TORCH_LOADER
 from benchmarks.scenarios.verifying import READINTO, VERIFIED, VERIFIED_BY_ALL
-from benchmarks.scenarios.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS, TORCH_LOADER
 from benchmarks.scenarios.writing import PLAIN
 from benchmarks.timing import Rounds
 

@@ -31,7 +31,7 @@ def interleaved(variants: dict[str, Variant], rounds: int) -> Rounds:
     """
     times: Rounds = {name: [] for name in variants}
     for number in range(rounds + 1):
-        # Another order in each round: no variant always runs after the same neighbour.
+        # Another order in each round: no variant always runs after the same neighbor.
         for name in random.Random(number).sample(list(variants), len(variants)):
             variant = variants[name]
             variant.prepare()

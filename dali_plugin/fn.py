@@ -36,7 +36,9 @@ def tensorcache(
 
     Args:
         cache: A `TensorCacheSource`, a cache, its shards, or a stream (a `wds.DataPipeline` that ends in `tc.decode()`, see
-            `TensorCacheStream`). If it is not a source, a source is made with the pipeline's batch size.
+            `TensorCacheStream`). If it is not a source, a source is made with the pipeline's batch size. Several pipelines may
+            take the same source: each reads with its own copy, `pipeline.tensorcache_source`. Use this copy for `nest`,
+            because the source that you passed has no batches.
         tensors, members, options: As for `TensorCacheSource` or `TensorCacheStream`, if `cache` is not already a source.
         device: `"gpu"` copies the tensors to the pipeline's GPU, through page-locked memory; members and indices stay on
             the CPU.
@@ -62,7 +64,7 @@ def tensorcache(
     """
     pipeline = _current("tensorcache", device)
     if isinstance(cache, (TensorCacheSource, TensorCacheStream)):
-        source: Any = cache
+        source: Any = cache.for_pipeline()
         if tensors is not None or members or options:
             raise TypeError("the source has its tensors, members and options already; leave them out here")
         if source.batch_size != pipeline.max_batch_size:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,6 +14,8 @@ from dali_plugin.carriers import as_torch
 from dali_plugin.source import NUMBER
 
 __all__ = ["TensorCacheIterator"]
+
+_SIMILAR = 0.8  # as difflib measures it: one wrong letter in a name of five
 
 
 class TensorCacheIterator:
@@ -31,10 +35,11 @@ class TensorCacheIterator:
 
     Args:
         pipelines: One pipeline or several, built or not, each with its own source and its own rank.
-        source: Source of the only pipeline, if `dali_plugin.fn` did not create it.
+        source: Source of the only pipeline, if the pipeline does not use `dali_plugin.fn`.
         copy: Copy outputs on a GPU into torch's memory. Use this if batches are freed while a CUDA graph is captured: to free
             its own memory, DALI synchronizes the device, which aborts the process during a capture.
-        outputs: Names of the pipelines' outputs: tensors, `"number"`, and any other names; by default the source's.
+        outputs: Names of the pipelines' outputs: tensors, `"number"`, and any other names; by default the source's. A new name
+            that is similar to that of a tensor which is not among the outputs causes a warning.
 
     Raises:
         ValueError: `outputs` lacks `"number"` or repeats a name; there are no pipelines, or a pipeline occurs twice; or one of
@@ -182,7 +187,7 @@ class _Pipe:
         if not hasattr(pipe, "build"):
             raise TypeError(f"{pipe!r:.100} is not a pipeline; call the function that @pipeline_def decorates")
         self.pipe = pipe
-        self.source: Any = source if source is not None else getattr(pipe, "tensorcache_source", None)
+        self.source: Any = getattr(pipe, "tensorcache_source", source)
         if self.source is None:
             raise ValueError("the pipeline does not use dali_plugin.fn; pass its source as source=")
         self._names = list(names) if names is not None else self.source.outputs
@@ -191,6 +196,7 @@ class _Pipe:
                 f"outputs={self._names}: expected each name once, and {NUMBER!r} among them; the pipeline must also return "
                 "this node, the last one that dali_plugin.fn returns"
             )
+        self._warn_of_typos()
         if self.source.batch_size != pipe.max_batch_size:
             what = f"batches of {self.source.batch_size} for a pipeline of batch_size={pipe.max_batch_size}"
             raise ValueError(f"{what}; give source and pipeline the same batch_size")
@@ -199,6 +205,15 @@ class _Pipe:
         self._copied: Any = (
             None  # an event after the copies of the last outputs, if the pipeline overwrites its outputs
         )
+
+    def _warn_of_typos(self) -> None:
+        """Warn of new names of outputs that are similar to a name of the source's, if that one is not among the outputs."""
+        left_out = [name for name in self.source.outputs if name not in self._names]
+        for name in self._names:
+            near = [] if name in self.source.outputs else difflib.get_close_matches(name, left_out, 1, _SIMILAR)
+            if near:
+                what = f"outputs={self._names} has {name!r}, which the source does not have, but lacks {near[0]!r}"
+                warnings.warn(f"{what}; is this a typo? If not, choose a less similar name", stacklevel=4)
 
     def schedule(self) -> None:
         """Let DALI begin to make further outputs."""

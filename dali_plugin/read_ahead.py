@@ -28,7 +28,7 @@ class ReadAhead:
     def __init__(self, num_threads: int, num_batches: int) -> None:
         if min(num_threads, num_batches) < 0:
             raise ValueError(f"num_threads={num_threads}, prefetch_batches={num_batches}: expected 0 or more")
-        self.num_threads, self._num_batches = num_threads, num_batches
+        self.num_threads, self.num_batches = num_threads, num_batches
         self._pool: ThreadPool | None = None
         self._jobs = deque[Job[Any]]()
         self._next = (0, 0)  # epoch and iteration of the first job
@@ -45,7 +45,7 @@ class ReadAhead:
             self._pool = ThreadPool(self.num_threads, "tensorcache-dali")
         if self._next != (epoch, iteration):
             self.discard()
-        for ahead in range(iteration + len(self._jobs), min(iteration + self._num_batches + 1, num_iterations)):
+        for ahead in range(iteration + len(self._jobs), min(iteration + self.num_batches + 1, num_iterations)):
             self._jobs.append(self._pool.submit(read, epoch, ahead))
         self._next = epoch, iteration + 1
         job = self._jobs.popleft()
@@ -65,4 +65,4 @@ class ReadAhead:
             job.wait()
 
     def __reduce__(self) -> Any:
-        return ReadAhead, (0, self._num_batches)
+        return ReadAhead, (0, self.num_batches)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from dali_plugin.read_ahead import ReadAhead
 __all__ = ["NUMBER", "BatchSource", "TensorCacheSource"]
 
 Array = np.ndarray[Any, Any]
+_Self = TypeVar("_Self", bound="BatchSource")
 NUMBER = "number"  # the name of the output with the sample indices of a batch
 
 
@@ -82,6 +84,12 @@ class BatchSource:
     def num_outputs(self) -> int:
         """Number of a batch's parts."""
         return len(self.outputs)
+
+    def for_pipeline(self: _Self) -> _Self:
+        """Return a copy for one pipeline. It keeps its own batches and dtypes, and shares the cache or the stream."""
+        made = copy.copy(self)
+        made.schema, made._kept = dict(self.schema), deque(maxlen=self._kept.maxlen)
+        return made
 
     def use_float(self, names: Iterable[str]) -> None:
         """Declare that these bfloat16 tensors leave the pipeline as float32.
@@ -149,7 +157,7 @@ class TensorCacheSource(BatchSource):
         rank, world_size: Rank of this process, and number of ranks. All ranks have the same number of batches.
         last_batch: As for `tc.StepSampler`: `"short"`, `"pad"`, `"wrap"` or `"drop"`. `TensorCacheIterator.is_padding`
             marks padding.
-        choose: Alternatives as for `tc.Loader`; the same ones are drawn. `tensors` then contains the names of the chosen
+        choose: Alternatives as for `tc.Loader`; the same ones are chosen. `tensors` then contains the names of the chosen
             tensors.
         pin_memory: Read into page-locked memory, from which DALI copies directly to a GPU; needs a GPU.
         keep: Number of batches to keep in memory after returning them, because DALI reads them later, without a copy.
@@ -161,9 +169,12 @@ class TensorCacheSource(BatchSource):
         KeyError: A tensor or member is unknown; the message lists similar names.
         ValueError: An argument is out of range; the cache has no samples, or, with `"drop"`, fewer than a full batch.
         TypeError: A tensor's dtypes differ between samples.
-        BatchError (when a batch is requested): A sample lacks one of the tensors.
+        BatchError: A name or pattern in `choose` matches no tensor; or, when a batch is requested, a sample lacks one of the
+            tensors.
 
     Memory: `keep + prefetch_batches + 1` batches.
+    Pipelines: each call of `dali_plugin.fn.tensorcache` makes a copy of the source for its pipeline. If you call
+        `fn.external_source` yourself, make a source for each pipeline.
     Threads/fork/pickle: one thread at a time; pickles for DALI's worker processes, which open the shards themselves. A copy
         reads nothing ahead. The threads end with the source.
     """
@@ -212,6 +223,12 @@ class TensorCacheSource(BatchSource):
     def __getstate__(self) -> dict[str, Any]:
         # worker processes get no batches, since they keep their own
         return vars(self) | {"_kept": deque(maxlen=self._kept.maxlen)}
+
+    def for_pipeline(self) -> TensorCacheSource:
+        made = super().for_pipeline()
+        made._ahead = ReadAhead(self._ahead.num_threads, self._ahead.num_batches)
+        made._num_made, made._num_given, made._events = 0, 0, {}
+        return made
 
     def read_on_request(self) -> None:
         """Read nothing ahead, for DALI's worker processes, each of which reads only some of the batches."""

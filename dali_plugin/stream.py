@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 import wds_tensorcache as tc
 from dali_plugin.carriers import Carried, check_ndim, known_names, plain
 from dali_plugin.source import Array, BatchSource
+from wds_tensorcache.errors import list_names
 
 __all__ = ["TensorCacheStream"]
 
@@ -68,8 +69,10 @@ class TensorCacheStream(BatchSource):
         if not isinstance(first, dict) or not isinstance(first.get("__key__", ""), str):
             raise ValueError("the stream yields batches, expected single samples: dicts from tc.decode()")
         if field not in first:
-            known = ", ".join(first)
-            raise KeyError(f"samples have the fields {known}, but no {field!r}; does the stream end in tc.decode()?")
+            known = list_names(first, field)
+            raise KeyError(
+                f"samples have the fields {known}, but no {field!r:.100}; does the stream end in tc.decode()?"
+            )
         found = tc.flatten(first[field])
         if not found:
             raise ValueError(
@@ -86,6 +89,11 @@ class TensorCacheStream(BatchSource):
         self._iterator: Iterator[Any] = iter(())
         self._iteration, self._count = 0, 0
         self._kept = deque(maxlen=keep)
+
+    def for_pipeline(self) -> TensorCacheStream:
+        made = super().for_pipeline()
+        made._iterator, made._iteration, made._count = iter(()), 0, 0
+        return made
 
     def __call__(self, info: Any) -> tuple[Any, ...]:
         """Return the next batch.
@@ -143,7 +151,10 @@ class TensorCacheStream(BatchSource):
         for kept, samples, _ in self._kept:
             if kept[0] <= number <= kept[-1]:
                 return samples[number - kept[0]]
-        raise RuntimeError(f"keep={self._kept.maxlen}: this batch is older than all that are kept; use a larger keep")
+        raise RuntimeError(
+            f"keep={self._kept.maxlen}: this batch is older than all that are kept; use a larger keep, "
+            "or pipeline.tensorcache_source if you passed this stream to fn.tensorcache"
+        )
 
 
 def _carried(name: str, lazy: Any) -> Carried:

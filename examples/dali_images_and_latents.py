@@ -2,7 +2,7 @@
 
     python examples/dali_images_and_latents.py [--out demo_out]
 
-1. Pieces of scikit-learn's photos are written as JPEGs, each beside its latent (here: its colours, 8 times smaller).
+1. Pieces of scikit-learn's photos are written as JPEGs, each beside its latent (here: its colors, 8 times smaller).
 2. The pipeline decodes the JPEG, mirrors and cuts it; the same flip and cut, 8 times smaller, is made to the latent.
 3. The outputs are compared: `photos.png` shows the photos above their latents.
 

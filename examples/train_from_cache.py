@@ -40,7 +40,7 @@ import wds_tensorcache as tc
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 MARGIN = 8  # pixels around an image for random crops: latents of 6x6 are cached, 4x4 used
 CACHED = (LATENT[0], 6, 6)
-CENTRE = (0.0, 0.5, 0.5)  # not mirrored, from the center
+CENTER = (0.0, 0.5, 0.5)  # not mirrored, from the center
 
 
 def load_images() -> tuple[Tensor, list[int]]:
@@ -101,7 +101,7 @@ def write_cache(model: AutoEncoder, images: Tensor, labels: list[int], out: Path
 
 
 def batches(urls: list[str], epochs: int, batch_size: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yield latents `[B, 4, 4, 4]`, text states, pooled states, and how the latents were cut: `[B, 3]`, as in `CENTRE`.
+    """Yield latents `[B, 4, 4, 4]`, text states, pooled states, and how the latents were cut: `[B, 3]`, as in `CENTER`.
 
     A DALI pipeline mirrors and cuts them at random, on a GPU if there is one.
     """
@@ -141,7 +141,7 @@ def plain_batches(urls: list[str], epochs: int, batch_size: int) -> Iterator[tup
             numbers = tc.EpochOrder(len(cache), shuffle=True)(epoch, range(len(cache)))
             for begin in range(0, len(cache), batch_size):
                 tensors = tensors_of(cache.read_batch(numbers[begin : begin + batch_size]))
-                yield *tensors, torch.tensor(CENTRE).expand(len(tensors[0]), -1)
+                yield *tensors, torch.tensor(CENTER).expand(len(tensors[0]), -1)
 
 
 def tensors_of(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,8 +188,8 @@ def train_flow(urls: list[str], *, epochs: int = 24, batch_size: int = 64, draws
 
 @torch.no_grad()
 def sample_flow(model: Flow, text: Tensor, pooled: Tensor, *, steps: int = 40, guidance: float = 1.5) -> Tensor:
-    """Return normalised latents, one per row of `text`: Euler steps with classifier-free guidance."""
-    latent, crop = torch.randn(len(text), *LATENT), torch.tensor(CENTRE).expand(len(text), -1)
+    """Return normalized latents, one per row of `text`: Euler steps with classifier-free guidance."""
+    latent, crop = torch.randn(len(text), *LATENT), torch.tensor(CENTER).expand(len(text), -1)
     for step in range(steps):
         t = torch.full((len(text),), step / steps)
         free = model(latent, t, torch.zeros_like(text), torch.zeros_like(pooled), crop)
@@ -214,7 +214,7 @@ def draw_samples(flow: Flow, scale: Tensor, decoder: nn.Module, urls: list[str],
     reader = KNeighborsClassifier(1).fit(images.flatten(1), labels)
     wanted = torch.arange(10).repeat_interleave(repeats).numpy()
     agreement = (reader.predict(sampled.flatten(1)) == wanted).mean()
-    print(f"{agreement:.0%} of {len(wanted)} samples have a real digit of their prompt's class as nearest neighbour")
+    print(f"{agreement:.0%} of {len(wanted)} samples have a real digit of their prompt's class as nearest neighbor")
 
     cell, gap, left, top = 64, 6, 220, 40
     real = images[[row["json"]["image"] for row in rows]]

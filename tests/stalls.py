@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,8 +43,10 @@ class CopyStall:
 @contextmanager
 def no_hidden_waits() -> Iterator[None]:
     """Make torch raise RuntimeError, in all threads, if a call would wait for the GPU."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns once that some waits are not found
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

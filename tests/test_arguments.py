@@ -199,7 +199,7 @@ def test_devices_are_documented() -> None:
         ("../a", "json", "remove"),
         ("/a", "json", "remove"),
         ("__a", "json", "choose another first character"),
-        ("x" * 101, "json", "shorten the key"),
+        ("x" * 101, "json", "shorten the key, or use tc.safe_key"),
         ("a", "_json", "choose another first character"),
         ("a", "js on", "like 'json'"),
         ("a", "x.skel.pyd", "rename that member"),
@@ -257,3 +257,94 @@ def test_allow_is_named_only_where_it_helps() -> None:
         with pytest.raises(tc.UnsafeSkeletonError) as raised:
             tc.decode_sample(b"\x80\x04)" + opcode + b".", tc.encode_sample(0)[1])
         assert "allow" not in str(raised.value)
+
+
+# --- numbers and options ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 8.0}, r"^batch_size=8.0, expected an integer"),
+        ({"rank": "0", "world_size": 1}, r"^rank='0', expected an integer"),
+        ({"repeats": 2.5}, r"^repeats=2.5, expected an integer"),
+        ({"num_threads": "2"}, r"^num_threads='2', expected an integer"),
+        ({"drop_last": True}, r"^Loader has no argument 'drop_last'; use last_batch='drop'$"),
+        ({"num_workers": 2}, r"^Loader has no argument 'num_workers'; use num_threads=.* tc.torch_loader$"),
+        ({"choices": {"a": "b"}}, r"^Loader has no argument 'choices'; use choose=$"),
+        ({"prefetch": 2}, r"^Loader has no argument 'prefetch'; there are 'prefetch_batches'"),
+        ({"suffle": True}, r"^Loader has no argument 'suffle'; there are 'shuffle'"),
+        ({"bucket_by": lambda entry: [1]}, r"^bucket_by returned \[1\] for sample '0', expected .* a tuple$"),
+    ],
+    ids=lambda each: "" if isinstance(each, str) else next(iter(each)),
+)
+def test_an_argument_of_a_loader_is_named(shard: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        tc.Loader(tc.open(shard), **({"batch_size": 2} | options))
+
+
+def test_an_argument_is_named(shard: Path, tmp_path: Path) -> None:
+    cache = tc.open(shard)
+    with pytest.raises(TypeError, match=r"^repeats\['a'\]=2.5, expected an integer"):
+        tc.Loader(mix={"a": cache}, repeats={"a": 2.5})
+    with pytest.raises(TypeError, match=r"^torch_loader has no argument 'num_threads'; use num_workers=, or tc.Loader"):
+        tc.torch_loader(cache, 2, num_threads=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^epoch=1.5, expected an integer"):
+        tc.Loader(cache, 2).set_epoch(1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^bounds=64, expected ascending lengths"):
+        tc.by_length("x", 64)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"^collate=<.*, expected 'stack', .* for one tensor; a function collates whole"
+    ):
+        tc.Loader(cache, 2, collate={"x": list})
+    made = tmp_path / "made"
+    for option in ("max_samples", "max_nbytes"):
+        with pytest.raises(TypeError, match=f"^{option}='5', expected a number"):
+            tc.ShardWriter(made, **{option: "5"})
+    with tc.ShardWriter(made, max_samples=float("inf"), max_nbytes=1e9):
+        pass
+    for options in ({"batch_size": "4"}, {"num_workers": 0.5}):
+        name, value = next(iter(options.items()))
+        with pytest.raises(TypeError, match=f"^{name}={value!r}, expected an integer"):
+            tc.build([1], lambda items: [{}], made, fingerprint={}, **options)
+    with pytest.raises(TypeError, match=r"^build has no argument 'on_error'; there are 'source'"):
+        tc.build([1], lambda items: [{}], made, fingerprint={}, on_error="skip")
+    with pytest.raises(TypeError, match=r"^build has no argument 'max_sample'; there are 'max_samples'"):
+        tc.build([1], lambda items: [{}], made, fingerprint={}, max_sample=4)
+    assert not list(made.iterdir())
+
+
+# --- shapes, texts and keys ---
+
+
+def test_a_batch_of_several_shapes_says_what_helps(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path) as sink:
+        for i, shape in enumerate(((2, 3), (4, 3), (2, 5))):
+            sink.write(f"{i}", {"x": torch.zeros(shape), "word": np.array("a" * (1 + i))})
+    cache = tc.open(tmp_path)
+    x = cache.select("x")
+    with pytest.raises(tc.BatchError, match=r"'0', but \[4, 3\] in '1'; use collate='pad' or 'list'$"):
+        x.read_batch([0, 1])
+    by_shape = r"use collate='list', or batches of one shape: Loader\(…, bucket_by='x'\)$"
+    with pytest.raises(tc.BatchError, match=rf"'0', but \[2, 5\] in '2'; {by_shape}"):
+        x.read_batch([0, 1, 2])
+    with pytest.raises(tc.BatchError, match=rf"'1', and only the first dimension is padded; {by_shape}"):
+        x.read_batch([2, 1], collate="pad")
+    assert len(list(tc.Loader(x, 2, bucket_by="x"))) == 3
+    with pytest.raises(
+        tc.BatchError, match=r"<U1 in sample '0', but ndarray of <U2 in '1'; .* write texts as str: array.item"
+    ):
+        cache.select("word").read_batch([0, 1])
+
+
+def test_a_file_name_instead_of_a_key(tmp_path: Path) -> None:
+    name = "set a/IMG 1.JPG"
+    with tc.ShardWriter(tmp_path) as sink:
+        sink.write(tc.safe_key(name), {"x": torch.zeros(1)})
+        sink.write("0", {"x": torch.zeros(1)})
+    for cache in (tc.open(tmp_path), tc.join([tmp_path])):
+        with pytest.raises(KeyError, match=r"there are 'set%20a/IMG%201%2EJPG', .* cache\[tc.safe_key\(…\)\]"):
+            cache[name]
+        with pytest.raises(KeyError) as raised:
+            cache["set a/IMG 2.JPG"]
+        assert "safe_key" not in str(raised.value)

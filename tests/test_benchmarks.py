@@ -112,6 +112,7 @@ def test_the_script_for_gpus_runs_without_one(tmp_path: Path) -> None:
         "dali/test_gpu",
         "reading/test_batch_gpu",
         "training/test_loader_gpu",
+        "training/test_transforms_gpu",
         "writing/test_gpu",
     ):
         assert f"tests/{module}.py" in found.stdout

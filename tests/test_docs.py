@@ -13,7 +13,10 @@ FOLDERS = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.st
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 LINKING = [ROOT / path for path in ("CHANGELOG.md", "benchmarks/RESULTS.md", "wds_tensorcache/codec/FORMAT.md")]
-NEEDS = {"dali.md": "nvidia.dali", "training.md": "torchdata"}  # by page; all other pages need nothing optional
+NEEDS = {
+    "dali.md": ["nvidia.dali"],
+    "training.md": ["torchdata", "lightning"],
+}  # by page; all other pages need nothing optional
 
 
 def _name(path: Path) -> str:
@@ -44,8 +47,8 @@ def test_python_blocks_run(
 
     They also print each block of `text`.
     """
-    if path.name in NEEDS:
-        pytest.importorskip(NEEDS[path.name])
+    for needed in NEEDS.get(path.name, []):
+        pytest.importorskip(needed)
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {}
     everything = ""

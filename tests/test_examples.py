@@ -64,3 +64,14 @@ def test_a_whole_cache_in_bulk(tmp_path: Path) -> None:
     out = run(sys.executable, "examples/bulk_loading.py", "--out", str(tmp_path))
     assert "1000 samples; mean [-1.0, -0.87, -0.73, -0.6]…, deviation [0.5, 0.6, 0.7, 0.8]…" in out
     assert "the two ways differ by 0.000" in out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_finetuning_that_is_killed_has_the_same_latents(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="needs Lightning: pip install lightning")
+    out = run(sys.executable, "examples/finetune_lightning.py", "--out", str(tmp_path))
+    assert "2 processes were killed" in out
+    assert "3 processes were killed" in out
+    assert re.search(
+        r"1260 samples, 1[0-4]\d without text: all latents and texts are the same as in the whole run", out
+    )

@@ -75,7 +75,7 @@ raise ValueError(f"{who}: nobody has it")
 
 
 def test_every_phrase_is_found(tmp_path: Path) -> None:
-    """None of the patterns is spelt so that it never matches."""
+    """None of the patterns is spelled so that it never matches."""
     examples = [
         "behind", "in front of", "lies", "of another state", "who", "nobody", "others", "went on", "took up", "for none",
         "is called so", "beside it", "is to be", "of its own", "of yours", "broken off", "otherwise than", "that was left",

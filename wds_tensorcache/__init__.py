@@ -25,7 +25,7 @@ from wds_tensorcache.integrations.webdataset_tar import TarSamples, tarfile_to_s
 from wds_tensorcache.reading.base_cache import BatchInfo, Cache
 from wds_tensorcache.reading.batch.collate import Pad, pad
 from wds_tensorcache.reading.cache import TensorCache
-from wds_tensorcache.reading.choices.draw import Choices
+from wds_tensorcache.reading.choices.chooser import Choices
 from wds_tensorcache.reading.description import Description, TensorDescription, ValueDescription
 from wds_tensorcache.reading.join import JoinedCache, join
 from wds_tensorcache.reading.lookup.keys import KeysView
@@ -41,14 +41,14 @@ from wds_tensorcache.sharing.samples import SharedStats
 from wds_tensorcache.training.buckets import ByLength, by_length
 from wds_tensorcache.training.loader import Loader
 from wds_tensorcache.training.order import EpochOrder
-from wds_tensorcache.training.stats import LoaderStats, StageStats
+from wds_tensorcache.training.stats import LoaderStats, StageStats, WaitStats
 from wds_tensorcache.training.step_sampler import StepSampler
 from wds_tensorcache.training.steps import RowCounts, Step
 from wds_tensorcache.training.transforms.drop_text import DropText, drop_text
 from wds_tensorcache.training.transforms.moments import SampleMoments, sample_moments
 from wds_tensorcache.writing.build import build
 from wds_tensorcache.writing.index_shard import write_index
-from wds_tensorcache.writing.versions import drop
+from wds_tensorcache.writing.versions.write_version import drop
 from wds_tensorcache.writing.writer import ShardWriter
 
 __all__ = [
@@ -99,6 +99,7 @@ __all__ = [
     "TorchLoader",
     "UnsafeSkeletonError",
     "ValueDescription",
+    "WaitStats",
     "build",
     "by_length",
     "decode",

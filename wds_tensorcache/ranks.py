@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from typing import Any
 
 import torch.distributed as dist
+
+from wds_tensorcache.arguments import as_int
 
 __all__ = ["find_rank", "is_distributed"]
 
@@ -46,7 +47,7 @@ def find_rank(rank: int | None, world_size: int | None, group: Any = None, *, is
                 f"WORLD_SIZE={world_size} is set and RANK is not, so this process cannot tell its rank: pass rank= and "
                 "world_size=, or call this after torch.distributed.init_process_group"
             )
-    rank, world_size = operator.index(rank), operator.index(world_size)  # type: ignore[arg-type]
+    rank, world_size = as_int("rank", rank), as_int("world_size", world_size)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} out of range [0, {world_size}), where world_size={world_size}")
     return rank, world_size

@@ -8,13 +8,14 @@ from benchmarks.context import Context
 from benchmarks.scenarios.batches import batch_cold, batch_random, one_tensor
 from benchmarks.scenarios.dali_cpu import dali_cpu
 from benchmarks.scenarios.gpu import dali_gpu, loader_gpu
-from benchmarks.scenarios.loader import loader
+from benchmarks.scenarios.loaders.loader import loader
+from benchmarks.scenarios.loaders.random_draws import random_draws
+from benchmarks.scenarios.loaders.worker_handoff import worker_handoff
 from benchmarks.scenarios.many_shards import many_shards
 from benchmarks.scenarios.samples import iterate_lazy, iterate_touch, opened, random_get
 from benchmarks.scenarios.shared import shared
 from benchmarks.scenarios.verifying import verify
 from benchmarks.scenarios.wds_decode import wds_decode
-from benchmarks.scenarios.worker_handoff import worker_handoff
 from benchmarks.scenarios.writing import write, write_fsync
 from benchmarks.timing import Rounds
 
@@ -35,6 +36,7 @@ SCENARIOS: dict[str, Callable[[Context], Rounds]] = {
     "wds_decode": wds_decode,
     "worker_handoff": worker_handoff,
     "loader": loader,
+    "random_draws": random_draws,
     "verify": verify,
     "many_shards": many_shards,
     "shared": shared,

@@ -202,7 +202,7 @@ def test_where_it_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     path = write(tmp_path / "a", 2)
     with pytest.raises(FileExistsError, match="is not empty; choose a new folder for repaired shards"):
         tc.repair(tmp_path / "a", tmp_path / "a")
-    with pytest.raises(FileExistsError, match="is not empty"):
+    with pytest.raises(FileExistsError, match="is a file, expected a folder"):
         tc.repair(path, path)
     write(tmp_path / "b", 2)
     with pytest.raises(ValueError, match="two shards are named '000000.tar': .*/a/000.* and .*/b/000"):

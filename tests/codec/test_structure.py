@@ -141,7 +141,7 @@ class Slotted:
     latent: Any
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -174,7 +174,7 @@ class WithArguments:
         return (), {"latent": self.latent}
 
 
-ALLOWED = [Plain, Frozen, Slotted, Stateful, WithArguments, Point, Colour, Level, Names]
+ALLOWED = [Plain, Frozen, Slotted, Stateful, WithArguments, Point, Color, Level, Names]
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ def test_objects_of_allowed_classes(value: Any) -> None:
 
 
 def test_namedtuples_enums_and_subclasses() -> None:
-    sample = {"p": Point(T, 1), "c": Colour.RED, "l": Level.LOW, "n": Names(a=T)}
+    sample = {"p": Point(T, 1), "c": Color.RED, "l": Level.LOW, "n": Names(a=T)}
     decoded = tc.decode_sample(*tc.encode_sample(sample, allow=ALLOWED), allow=ALLOWED)
-    assert decoded["c"] is Colour.RED
+    assert decoded["c"] is Color.RED
     assert decoded["l"] is Level.LOW
     assert type(decoded["p"]) is Point
     assert type(decoded["n"]) is Names

@@ -301,12 +301,12 @@ def test_a_new_structure_is_learnt_at_its_second_sample() -> None:
 
 
 def test_learning_becomes_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    learnt = []
+    learned = []
     real = write_template._learn
-    monkeypatch.setattr(write_template, "_learn", lambda *args: learnt.append(1) or real(*args))
+    monkeypatch.setattr(write_template, "_learn", lambda *args: learned.append(1) or real(*args))
     for length in range(1, 200):
         assert outcome({"x": [0] * length}) == outcome_anew({"x": [0] * length})
-    assert len(learnt) == 7  # 2, 4, 8, …, 128
+    assert len(learned) == 7  # 2, 4, 8, …, 128
     family = family_of({"x": 0})
     assert family is not None
     assert (family.template, family.num_misses) == (None, 199)

@@ -1,4 +1,4 @@
-"""Pipelines draw the alternatives that `tc.Loader` draws, and nest the chosen tensors like `read_batch`."""
+"""Pipelines choose the alternatives that `tc.Loader` chooses, and nest the chosen tensors like `read_batch`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_source(cache: Any) -> None:
 
 
 def test_unknown_names(cache: Any) -> None:
-    with pytest.raises(KeyError, match="unknown tensor"):
+    with pytest.raises(tc.BatchError, match="unknown tensor"):
         TensorCacheSource(cache, batch_size=4, choose={"text": "caption.*"})
     with pytest.raises(KeyError, match="unknown tensor 'flipped'"):
         TensorCacheSource(cache, ["flipped"], batch_size=4, choose=CHOOSE)

@@ -162,6 +162,24 @@ def test_what_is_refused(cache: Any) -> None:
         dali_plugin.TensorCacheIterator(other)
 
 
+def test_a_misspelled_output_warns(cache: Any) -> None:
+    def nodes() -> Any:
+        return dali_plugin.fn.tensorcache(cache, ["scalar", LATENT])
+
+    for typo in ("scalr", "scalars"):
+        with pytest.warns(UserWarning, match=rf"has {typo!r}, .* lacks 'scalar'; is this a typo"):
+            dali_plugin.TensorCacheIterator(pipeline(nodes), outputs=[typo, LATENT, "number"])
+    for names in (["scalar", "scalars", "number"], ["other", LATENT, "number"]):  # each ends in an error if it warns
+        dali_plugin.TensorCacheIterator(pipeline(nodes), outputs=names)
+
+
+def test_caches_that_replace_missing_options(cache: Any) -> None:
+    """A view with repeated samples replaces `repeats=`, as docs/dali.md says."""
+    view = cache[[*range(3)] * 2]
+    made = pipeline(lambda: dali_plugin.fn.tensorcache(view, ["scalar"]))
+    assert [i for batch in dali_plugin.TensorCacheIterator(made) for i in batch["id"]] == [0, 1, 2] * 2
+
+
 def test_bfloat16_that_operators_compute_with(tmp_path: Path) -> None:
     values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(4, -1).view(torch.bfloat16)  # every one there is
     with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
@@ -242,6 +260,54 @@ def test_layouts(cache: Any, tmp_path: Path) -> None:
     assert torch.equal(batch["x"][0], torch.arange(24.0).view(2, 3, 4).flip(2))
     with pytest.raises(KeyError, match="unknown tensor of this source 'y'"):
         pipeline(lambda: dali_plugin.fn.tensorcache(tmp_path, layouts={"y": "CHW"}), 1)
+
+
+@pytest.fixture
+def bfloat16s(tmp_path: Path) -> Path:
+    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
+        for i in range(8):
+            image, text = torch.arange(12.0).view(1, 3, 4), torch.full((3,), float(i)).bfloat16()
+            sink.write(str(i), {"image": image, "text": text, "i": i})
+    return tmp_path
+
+
+def test_pipelines_that_share_a_source(bfloat16s: Path) -> None:
+    """Each pipeline has its own layouts, dtypes and order of iterations, as if the source were its own."""
+
+    def made(source: Any, **options: Any) -> Any:
+        def nodes() -> Any:
+            image, text, number = dali_plugin.fn.tensorcache(source, **options)
+            return dali.fn.flip(image, horizontal=1) if "layouts" in options else image, text, number
+
+        return dali_plugin.TensorCacheIterator(pipeline(nodes, 4), source if options else None)
+
+    def first(batch: Any) -> Any:
+        return batch["image"].tolist(), batch["text"].tolist(), batch["text"].dtype, batch["i"].tolist()
+
+    ways: list[dict[str, Any]] = [{"layouts": {"image": "CHW"}}, {}, {"as_float": ["text"]}, {"as_float": ["text"]}]
+    source = dali_plugin.TensorCacheSource(bfloat16s, batch_size=4)
+    shared = [made(source, **way) for way in ways]
+    alone = [made(dali_plugin.TensorCacheSource(bfloat16s, batch_size=4), **way) for way in ways]
+    expected = [list(map(first, each)) for each in alone]
+    assert [each[0][2] for each in expected] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    assert expected[0][0][0] != expected[1][0][0]
+    assert [list(each) for each in zip(*[map(first, each) for each in shared], strict=True)] == [
+        list(each) for each in zip(*expected, strict=True)
+    ]
+    # the caller's source is as it was, and can be used itself
+    assert source.as_float == ()
+    assert source.schema["text"].dtype is torch.bfloat16
+    batch, _ = source.nest(dict(zip(source.outputs, source.batch(0, 1), strict=True)))
+    assert first(batch)[2:] == (torch.bfloat16, [4, 5, 6, 7])
+
+
+def test_pipelines_that_share_a_stream(bfloat16s: Path) -> None:
+    with tc.open(bfloat16s) as cache:
+        samples = [{"__key__": str(i), "tensorcache": cache[i]} for i in range(8)]
+        source = dali_plugin.TensorCacheStream(samples, batch_size=2)
+        made = [pipeline(lambda: dali_plugin.fn.tensorcache(source, as_float=["text"]), 2) for _ in range(2)]
+        pairs = zip(*map(dali_plugin.TensorCacheIterator, made), strict=True)
+        assert [[batch["i"] for batch in pair] for pair in pairs] == [[[i, i + 1]] * 2 for i in range(0, 8, 2)]
 
 
 def test_mistakes(cache: Any) -> None:

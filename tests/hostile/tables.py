@@ -19,7 +19,7 @@ _IN_C = frozenset({str, bytes, int, float, complex, bool, type(None)})
 
 
 def path(value: int, mask: int, is_set: bool) -> Iterator[int]:
-    """Yield the slots that CPython looks at for a hash, for ever; of a set's ten neighbours, each."""
+    """Yield the slots that CPython looks at for a hash, for ever; of a set's ten neighbors, each."""
     perturb = value & (1 << 64) - 1
     slot = value & mask
     while True:

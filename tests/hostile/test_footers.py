@@ -225,15 +225,15 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
         ShardFile(str(tmp_path))
 
 
-@pytest.mark.parametrize("spelt", ["-0", "0.0", "0e0", "00", "false", "null"])
-def test_how_an_index_spells_numbers(tmp_path: Path, spelt: str) -> None:
+@pytest.mark.parametrize("spelled", ["-0", "0.0", "0e0", "00", "false", "null"])
+def test_how_an_index_spells_numbers(tmp_path: Path, spelled: str) -> None:
     """As in the header of a member: what one reader takes for 0, another may not."""
     path = tmp_path / "x.tar"
     with tc.ShardWriter(path, manifest=False, dali_index=False) as sink:
         sink.write("k", {"éé": torch.tensor(1, dtype=torch.uint8)})
     shard = path.read_bytes()
     written = rb'["\u00e9\u00e9","U8",0]'
-    for number, is_read in (("0", True), (spelt, False)):
+    for number, is_read in (("0", True), (spelled, False)):
         changed = f'["éé","U8",{number}'.encode().ljust(len(written) - 1) + b"]"
         numbers = struct.unpack("<QQQ", shard[-40:-16])
         body = shard[-40 - numbers[0] : -40].replace(written, changed)

@@ -114,7 +114,7 @@ def ways(module: str, name: str) -> dict[str, bytes]:
             f"{how} called for an argument": call("builtins", "range", found + argument + b"\x85R\x85"),
             f"{how} as a class's argument": call(HERE, "Allowed", found + b"\x85"),
             f"{how} dropped": found + argument + b"\x85R0N",
-            f"{how} memoised": b"N\x94" + found + b"\x940h\x01" + argument + b"\x85R\x86",
+            f"{how} memoized": b"N\x94" + found + b"\x940h\x01" + argument + b"\x85R\x86",
         }
     made["INST"] = b"(S'echo executed'\ni" + line(module) + line(name)
     return made

@@ -88,7 +88,7 @@ LEAKS = {
     "alone": text("builtins") + text("format") + b"\x93",
     "in a list": b"]" + text("builtins") + text("format") + b"\x93a",
     "in a tuple": text("decimal") + text("Decimal") + b"\x93\x85",
-    "memoised": b"(" + text("builtins") + text("format") + b"\x93\x94h\x00e",
+    "memoized": b"(" + text("builtins") + text("format") + b"\x93\x94h\x00e",
     "after a call": text("builtins")
     + text("complex")
     + b"\x93\x94"

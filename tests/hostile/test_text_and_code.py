@@ -144,10 +144,10 @@ def test_suffixes_in_the_index_of_dali(tmp_path: Path) -> None:
     assert (tmp_path / "a.idx").read_text().split("\n")[1].endswith(" k.jpg")
 
 
-@pytest.mark.parametrize("spelt", ["-0", "0.0", "1e0", "00", "true", "null", '"0"', "-0.0", "+0", "0x0", "NaN"])
+@pytest.mark.parametrize("spelled", ["-0", "0.0", "1e0", "00", "true", "null", '"0"', "-0.0", "+0", "0x0", "NaN"])
 @pytest.mark.parametrize("where", ["shape", "data_offsets"])
-def test_how_a_header_spells_sizes(spelt: str, where: str) -> None:
-    shape, begin = (spelt, "0") if where == "shape" else ("0", spelt)
+def test_how_a_header_spells_sizes(spelled: str, where: str) -> None:
+    shape, begin = (spelled, "0") if where == "shape" else ("0", spelled)
     json = f'{{"x":{{"dtype":"U8","shape":[{shape}],"data_offsets":[{begin},0]}}}}'.encode()
     with pytest.raises(tc.FormatError, match="is not the JSON|impossible"):
         tc.decode_sample(PROTO + b"N.", len(json).to_bytes(8, "little") + json)

@@ -336,6 +336,40 @@ def test_an_accelerator(cache: Any, kind: str) -> None:
     assert len(names) == len(set(names)) == 8
 
 
+def test_an_accelerator_without_a_state_says_what_helps(plain: Any) -> None:
+    loader = tc.torch_loader(plain, 2)
+    next(iter(accelerate.Accelerator(cpu=True).prepare(loader)))
+    with pytest.raises(RuntimeError, match=r"accelerate .* prepare.*use_stateful_dataloader=True.* or do not prepare"):
+        loader.state_dict()
+
+
+def with_info(batch: Any, info: tc.BatchInfo) -> Any:
+    return batch | {"is_padding": info.is_padding, "keys": info.keys}
+
+
+@pytest.mark.parametrize("kind", ["Loader", "torch_loader", "torch_loader, workers"])
+def test_a_trainer_ignores_padding(plain: Any, kind: str) -> None:
+    """A transform puts `is_padding` and the keys into the batch that the trainer passes on."""
+    options: dict[str, Any] = {"shuffle": True, "last_batch": "pad", "transform": with_info}
+    made: Any = tc.Loader(plain, 4, **options)
+    if kind != "Loader":
+        made = tc.torch_loader(plain, 4, num_workers=2 * kind.endswith("workers"), **options)
+
+    class Masked(Model):
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            is_real = ~batch["is_padding"]
+            assert batch["x"][:, 0].tolist() == [int(key) for key in batch["keys"]]
+            self.seen["fit"] += [key for key, real in zip(batch["keys"], is_real.tolist(), strict=True) if real]
+            losses = self.layer(batch["x"]).square().mean(1)
+            return (losses * is_real).sum() / is_real.sum().clamp(min=1)
+
+    model = Masked()
+    quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    pl.Trainer(max_epochs=1, accelerator="cpu", **quiet).fit(model, made)
+    assert sorted(model.seen["fit"]) == list(plain.keys())
+    assert made.count_rows().num_padding == 1
+
+
 class Stopped(Exception):
     """An exception that stops the trainer in the middle of an epoch."""
 
@@ -384,6 +418,66 @@ def test_a_trainer_resumes_in_the_middle_of_an_epoch(
     assert seen == expected
 
 
+class CountBatches(pl.Callback):  # type: ignore[misc]
+    """The callback of docs/training.md."""
+
+    def on_train_start(self, trainer: Any, model: Any) -> None:
+        counts, loader = trainer.fit_loop.epoch_loop.batch_progress.current, trainer.train_dataloader
+        counts.completed += len(loader) - loader.num_batches_left - counts.ready
+
+
+@pytest.mark.parametrize("kind", ["Loader", "torch_loader"])
+@pytest.mark.parametrize("saved", [{"every_n_train_steps": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": True}])
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (4, 4)])
+def test_a_trainer_resumes_with_steps_of_any_size(
+    plain: Any, tmp_path: Path, saved: dict[str, Any], before: int, after: int, kind: str
+) -> None:
+    """From each checkpoint, also from one at the end of an epoch, other ranks or batch sizes continue with the same samples.
+
+    Lightning does not load the state of a loader that it saved at the end of an epoch; it calls `set_epoch`.
+    """
+
+    class Saving(Model):
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            self.seen["rows"] += batch["rows"]
+            return super().training_step(batch, number)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["rows"] = list(self.seen["rows"])
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.seen["rows"] = checkpoint["rows"]
+
+    def add_rows(batch: Any, info: tc.BatchInfo) -> Any:
+        return batch | {"rows": [(info.epoch, *row) for row in zip(info.keys, info.seeds.tolist(), strict=True)]}
+
+    def fit(batch_size: int, callback: Any, **options: Any) -> list[Any]:
+        model = Saving()
+        model.seen["rows"] = []
+        trainer = pl.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            logger=False,
+            callbacks=[callback],
+            enable_checkpointing=not options,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )
+        made = {"Loader": tc.Loader, "torch_loader": tc.torch_loader}[kind]
+        by = {"shuffle": True, "bucket_by": lambda entry: int(entry.key) % 2, "transform": add_rows}
+        trainer.fit(model, made(plain, batch_size, **by), loader_of(kind, plain), **options)
+        return sorted(model.seen["rows"])
+
+    saving = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "saved", filename="{step}", save_top_k=-1, **saved)
+    whole = fit(before, saving)
+    assert len(set(whole)) == 2 * COUNT
+    paths = list((tmp_path / "saved").glob("*.ckpt"))
+    assert len(paths) == 2 * (1 if "every_n_epochs" in saved else {1: 11, 4: 4}[before])
+    for path in paths:
+        assert fit(after, CountBatches(), ckpt_path=path) == whole
+
+
 def test_an_accelerator_with_a_stateful_loader(plain: Any) -> None:
     """accelerate's own DataLoader has the state; the loader that it wraps raises an error that says so."""
     pytest.importorskip("torchdata", reason="needs torchdata: pip install torchdata")
@@ -404,3 +498,83 @@ def test_an_accelerator_with_a_stateful_loader(plain: Any) -> None:
     _, again = prepared()
     again.load_state_dict(state)
     assert [name for batch in again for name in batch["name"]] == names[4:]
+
+
+MODES: list[dict[str, Any]] = [{}, {"bucket_by": "x"}, {"weights": [*range(1, 24)]}, {"last_batch": "pad"}]
+
+
+@pytest.mark.parametrize("options", MODES, ids=str)
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_accelerate_skips_batches(tmp_path: Path, options: dict[str, Any], num_threads: int) -> None:
+    """From every step of two epochs: the same batches and states, without reading those that are skipped."""
+    with tc.ShardWriter(tmp_path / "x.tar", fsync=False) as sink:
+        for i in range(23):
+            sink.write(f"{i:03d}", {"x": torch.full((1 + i % 3,), float(i)), "i": i})
+    read: list[int] = []
+
+    def note(batch: Any, info: tc.BatchInfo) -> Any:
+        read.append(info.step)
+        return batch
+
+    def make() -> tc.Loader:
+        return tc.Loader(cache, 4, shuffle=True, collate="pad", transform=note, num_threads=num_threads, **options)
+
+    with tc.open(tmp_path / "x.tar") as cache:
+        whole = make()
+        expected = [[(batch["i"].tolist(), whole.state_dict()) for batch in whole] for _ in range(2)]
+        for epoch, batches in enumerate(expected):
+            for number in range(len(batches) + 1):
+                loader = make()
+                loader.set_epoch(epoch)
+                read.clear()
+                rest = accelerate.skip_first_batches(loader, number)
+                rest.batch_sampler.batch_sampler.set_epoch(epoch)  # as the Trainer does
+                found = [(batch["i"].tolist(), loader.state_dict()) for batch in rest]
+                assert [rows for rows, _ in found] == [rows for rows, _ in batches[number:]]
+                for (_, state), (_, right) in zip(found, batches[number:], strict=True):
+                    assert state["position"]["counts"] == right["position"]["counts"]
+                    assert state["position"]["epoch"] == right["position"]["epoch"]
+                assert len(read) == len(found)
+                if found:
+                    loader.set_epoch(epoch + 1)
+                    assert loader.epoch == epoch + 1
+                    assert epoch or [batch["i"].tolist() for batch in loader] == [rows for rows, _ in expected[1]]
+                loader.close()
+                if number:  # trainers count from the beginning of the epoch, also if a state is loaded
+                    loader.load_state_dict(batches[number - 1][1])
+                    if number < len(batches):
+                        rest = accelerate.skip_first_batches(loader, number)
+                        assert [batch["i"].tolist() for batch in rest] == [rows for rows, _ in batches[number:]]
+                        loader.load_state_dict(batches[number - 1][1])
+                        with pytest.raises(ValueError, match="used more batches of the epoch than the trainer skips"):
+                            next(iter(accelerate.skip_first_batches(loader, number - 1)))
+
+
+def test_skipping_in_a_mix_with_weights(plain: Any) -> None:
+    """Its epochs continue each other, so a new loader warns, and a loaded state continues."""
+
+    def make() -> tc.Loader:
+        return tc.Loader(mix={"a": (plain, 2), "b": (plain, 1)}, batch_size=3, shuffle=True)
+
+    whole = make()
+    states = [whole.state_dict() for _ in range(2) for _ in whole]
+    middle, rest = len(whole) + 2, len(whole) - 2
+    expected = make()
+    expected.load_state_dict(states[middle - 1])
+    names = [list(batch["name"]) for batch in expected]
+    assert len(names) == rest
+    loader = make()
+    loader.load_state_dict(states[middle - 1])
+    skipping = accelerate.skip_first_batches(loader, 2)
+    skipping.batch_sampler.batch_sampler.set_epoch(1)  # as the Trainer does
+    assert [list(batch["name"]) for batch in skipping] == names
+    with pytest.warns(UserWarning, match="epoch 1 begins with the first samples of each cache"):
+        make().set_epoch(1)
+
+
+def test_batches_by_position_in_several_epochs(plain: Any) -> None:
+    """A data loader that skips batches may be used again: each use is a whole epoch."""
+    loader, expected = (tc.Loader(plain, 2, shuffle=True, collate="list") for _ in range(2))
+    skipping = accelerate.skip_first_batches(loader, 0)
+    epochs = [[list(batch["name"]) for batch in skipping] for _ in range(3)]
+    assert epochs == [[list(batch["name"]) for batch in expected] for _ in range(3)]

@@ -122,7 +122,7 @@ class Ours(Trainer):
 for kind in sys.argv[2:]:
     options = TrainingArguments(
         os.path.join(os.path.dirname(sys.argv[1]), kind), num_train_epochs=2, per_device_train_batch_size=2, use_cpu=True,
-        report_to=[], save_steps=4, disable_tqdm=True, remove_unused_columns=False,
+        report_to=[], save_steps=1, disable_tqdm=True, remove_unused_columns=False,
     )
     model = Model()
     data = range(count) if kind == "read_batch" else cache
@@ -130,11 +130,11 @@ for kind in sys.argv[2:]:
     Ours(model, options, train_dataset=data, data_collator=collator).train()
     check(model.seen[:6], 0)
     check(model.seen[6:], 1)
-    if kind != "Loader":  # after 4 of 6 steps; a Loader resumes by its own state
+    for step in (2, 3, 4):  # in the middle of each epoch, which has 3 steps, and between them
         resumed = Model()
         trainer = Ours(resumed, options, train_dataset=data, data_collator=collator)
-        trainer.train(resume_from_checkpoint=os.path.join(options.output_dir, "checkpoint-4"))
-        assert resumed.seen == model.seen[8:], (resumed.seen, model.seen)
+        trainer.train(resume_from_checkpoint=os.path.join(options.output_dir, f"checkpoint-{step}"))
+        assert resumed.seen == model.seen[2 * step:], (kind, step, resumed.seen, model.seen)
 end()
 """
 

@@ -75,7 +75,7 @@ def test_a_batch_has_the_chosen_alternatives(folder: str, wanted: list[tuple[int
         assert batch["cond"][0].tolist() == [[i, i] for i in indices]
         assert batch["cond"][1]["prompt"] == [f"p{i}" for i in indices]
         assert batch["id"] == indices
-        assert info.choices.names("text") == [f"captions.{number}" for number in numbers]
+        assert info.choices.chosen("text") == [f"captions.{number}" for number in numbers]
         assert info.choices["text"].tolist() == numbers
         assert info.choices["text"].dtype == np.int64
         assert info.shapes["text"].tolist() == [[1 + number % 3, 2] for number in numbers]
@@ -88,7 +88,7 @@ def test_every_kind_of_cache(cache: Any) -> None:
     assert batch["latent"][:, 0].tolist() == [-500, 1100, -300]
     assert [text[0, 0].item() for text in batch["text"]] == [500, 1111, 303]
     assert "captions" not in batch
-    assert info.choices.names("text") == ["captions.0", "captions.11", "captions.3"]
+    assert info.choices.chosen("text") == ["captions.0", "captions.11", "captions.3"]
     assert (
         cache.read_batch([5, 11, 3], collate={"text": "list"}, choose=CHOOSE, choices=info.choices)["text"][1][0, 0]
         == 1111
@@ -119,7 +119,7 @@ def test_records_pickle_and_compare(folder: str) -> None:
         with pytest.raises(AttributeError, match="immutable"):
             info.choices.x = 1
         with pytest.raises(KeyError):
-            info.choices.names("cond.0")
+            info.choices.chosen("cond.0")
         assert len(cache.read_batch([5], collate="list", return_info=True)[1].choices) == 0
 
 
@@ -190,18 +190,45 @@ def test_joined_caches(folder: str) -> None:
         batch, info = joined.read_batch([5, 8], collate={"b.text": "pad"}, return_info=True, **options)
         assert batch["a"]["latent"][:, 0].tolist() == [500, -800]
         assert batch["b"]["text"][:, 0, 0].tolist() == [503, 802]
-        assert info.choices.names("b.text") == ["b.captions.3", "b.captions.2"]
+        assert info.choices.chosen("b.text") == ["b.captions.3", "b.captions.2"]
         assert info.shapes["b.text"].tolist() == [[1, 2], [3, 2]]
         again = tc.join({"top": joined})
         deep = {f"top.{name}": [f"top.{each}" for each in np.atleast_1d(wanted)] for name, wanted in choose.items()}
         batch = again.read_batch([5, 8], collate={"top.b.text": "pad"}, choose=deep, choices={"top.b.text": [3, 2]})
         assert batch["top"]["b"]["text"][:, 0, 0].tolist() == [503, 802]
-        for wrong in ({"text": "b.captions.*"}, {"a.x": ["a.latent", "b.captions.0"]}):
-            with pytest.raises(ValueError, match="alternative"):
-                joined.read_batch([5], choose=wrong)
+        with pytest.raises(
+            ValueError, match=r"'b.captions.0' is an alternative; expected a name that begins with 'b\.'"
+        ):
+            joined.read_batch([5], choose={"text": "b.captions.*"})
+        for name in ("a.x", "b.x", "x"):
+            with pytest.raises(
+                ValueError,
+                match=r"'a.latent' and 'b.captions.0' are tensors of different caches; write all .* into one",
+            ):
+                joined.read_batch([5], choose={name: ["a.latent", "b.captions.0"]})
+        with pytest.raises(ValueError, match="'latent' and 'captions.0' are tensors of different caches"):
+            tc.join([cache.select("latent"), cache.select("captions.*")]).read_batch(
+                [5], choose={"x": ["latent", "captions.0"]}
+            )
         both = tc.join({"a": cache.select("captions.*"), "b": cache[:12].select("latent*")}, how="inner")
         with pytest.raises(tc.BatchError, match="different numbers"):
             both.read_batch([5], choose={("a.t", "b.l"): ("a.captions.*", "b.latent*")})
+
+
+def test_values_of_several_joined_caches(tmp_path: Path) -> None:
+    """Alternatives that are not tensors may be in different caches."""
+    for name in ("short", "long"):
+        with tc.ShardWriter(tmp_path / name, fsync=False) as sink:
+            for i in range(4):
+                sink.write(f"{i}", {"caption": f"{name} {i}", "x": torch.tensor([i])})
+    with tc.join({"short": tmp_path / "short", "long": tmp_path / "long"}) as joined:
+        options: dict[str, Any] = {
+            "choose": {"text": ["short.caption", "long.caption"]},
+            "choices": {"text": [0, 1, 1]},
+        }
+        batch, info = joined.read_batch([3, 1, 2], return_info=True, **options)
+        assert batch["text"] == ["short 3", "long 1", "long 2"]
+        assert info.choices.chosen("text") == ["short.caption", "long.caption", "long.caption"]
 
 
 @pytest.mark.parametrize(
@@ -280,8 +307,8 @@ def test_strings(strings: str) -> None:
         assert batch["caption"] == ["c2.2", "c5.0", "c1.1"]
         assert batch["text"] == ["l2", "s5", "s1"]
         assert batch["meta"]["tag"] == [-2, 5, -1]
-        assert info.choices.names("caption") == ["captions.2", "captions.0", "captions.1"]
-        assert info.choices.names("text") == ["long", "short", "short"]
+        assert info.choices.chosen("caption") == ["captions.2", "captions.0", "captions.1"]
+        assert info.choices.chosen("text") == ["long", "short", "short"]
         assert info.choices["meta.tag"].tolist() == [1, 0, 1]
         sent, sent_info = pickle.loads(pickle.dumps((batch, info)))
         assert sent["caption"] == batch["caption"]
@@ -295,7 +322,7 @@ def test_strings(strings: str) -> None:
         )
         assert batch["caption"] == ["c2.2", "c5.1"]
         assert "captions" not in batch["a"]
-        assert info.choices.names("caption") == ["a.captions.2", "a.captions.1"]
+        assert info.choices.chosen("caption") == ["a.captions.2", "a.captions.1"]
         with pytest.raises(tc.BatchError, match="another value"):
             cache.read_batch([1], choose={"long.x": "captions.*"})
         with pytest.raises(tc.BatchError, match=r"sample '001' has a str at 'long', expected a list"):
@@ -321,3 +348,98 @@ def test_an_empty_list_is_an_error(tmp_path: Path) -> None:
         batch = cache.read_batch([1, 0], choose={"caption": "captions.*"})
         with pytest.raises(tc.BatchError, match="sample '000' has no alternatives: 'captions' is empty"):
             batch["caption"].tolist()
+
+
+# --- samples that lack other tensors ---
+
+
+def with_mask(i: int) -> dict[str, Any]:
+    captions = [f"c{i}{number}" for number in range(1 + i % 3)]
+    latent = torch.full((2,), float(i))
+    masks: tuple[Any, ...] = (torch.full((1 + i % 2, 2), i), None, None, None)
+    return {
+        "latent": latent,
+        "flipped": -latent,
+        "mask": masks[i % 4],
+        "captions": captions,
+        "more": [i, None if i % 4 else latent + 1],
+    }
+
+
+@pytest.fixture
+def masked(tmp_path: Path) -> Iterator[Any]:
+    with tc.open(write(tmp_path, [with_mask(i) for i in range(8)], max_samples=8)) as opened:
+        yield opened
+
+
+CHOOSE_MASKED = {"image": ["latent", "flipped"], "caption": "captions.*"}
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [1, 0], [1, 2, 3], [5], [4, 0]])
+@pytest.mark.parametrize("joins", [False, True])
+def test_other_tensors_may_be_lacking(masked: Any, rows: list[int], joins: bool) -> None:
+    """Also if all samples of the batch lack one: the batch is as without `choose=`."""
+    cache = tc.join([masked]) if joins else masked
+    way = {"mask": tc.pad(to=3), "more.1": "list"}
+    captions = [i % (1 + i % 3) for i in rows]
+    options: dict[str, Any] = {"collate": way, "choose": CHOOSE_MASKED, "choices": {"caption": captions}}
+    for _ in range(2):
+        batch, info = cache.read_batch(rows, return_info=True, **options)
+        plain, record = masked.select(["mask", "more.*"]).read_batch(rows, collate=way, return_info=True)
+        assert torch.equal(batch["mask"], plain["mask"])
+        assert batch["mask"].shape == (len(rows), 3, 2)
+        assert torch.equal(info.mask("mask"), record.mask("mask"))
+        assert [each is None for each in batch["more"][1]] == [i % 4 > 0 for i in rows]
+        assert batch["more"][0].tolist() == rows
+        assert batch["caption"].tolist() == [f"c{i}{number}" for i, number in zip(rows, captions, strict=True)]
+        for each in (info, pickle.loads(pickle.dumps(info))):
+            assert each.choices["caption"].tolist() == captions
+            assert each.choices.chosen("caption") == [f"captions.{number}" for number in captions]
+    only_choices = cache.read_batch(rows, **options | {"collate": lambda samples: [list(sample) for sample in samples]})
+    assert {*map(tuple, only_choices)} == {("mask", "more", "image", "caption")}
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [1, 0], [1, 2, 3], [4, 0]])
+def test_batches_without_the_lacking_tensor_have_one_structure(masked: Any, rows: list[int]) -> None:
+    view = masked.select(["latent", "flipped"])
+    for _ in range(2):
+        batch = view.read_batch(rows, choose={"latent": ["latent", "flipped"]})
+        assert sorted(batch) == ["captions", "latent", "more"]
+        assert batch["captions"].tolist() == [with_mask(i)["captions"] for i in rows]
+        nested = view.nest(rows, {"latent": batch["latent"]})
+        assert sorted(nested) == ["captions", "latent", "more"]
+
+
+def test_optional_tensors_that_are_chosen_together(tmp_path: Path) -> None:
+    """A flipped image goes with the flipped mask, or with None if the sample has no mask."""
+
+    def sample(i: int) -> dict[str, Any]:
+        image, mask = torch.full((2,), i + 1.0), torch.full((1, 2), i + 11.0) if i % 3 == 1 else None
+        flipped = None if mask is None else -mask
+        return {"image": image, "image_flipped": -image, "mask": mask, "mask_flipped": flipped}
+
+    choose = {("image", "mask"): [("image", "mask"), ("image_flipped", "mask_flipped")]}
+    folder = write(tmp_path, [sample(i) for i in range(6)], max_samples=6)
+    with tc.open(folder) as cache:
+        for rows in ([0, 1, 2], [1, 0], [0, 2], [4, 1], [3]):
+            for signs in ([0, 1, 0], [1, 0, 1]):
+                given = signs[: len(rows)]
+                options: dict[str, Any] = {"choose": choose, "choices": {"image": given}, "return_info": True}
+                batch, info = cache.read_batch(rows, collate={"mask": "list"}, **options)
+                assert set(batch) == {"image", "mask"}
+                factors = [1 - 2 * sign for sign in given]
+                assert batch["image"][:, 0].tolist() == [(i + 1.0) * by for i, by in zip(rows, factors, strict=True)]
+                for i, mask, by in zip(rows, batch["mask"], factors, strict=True):
+                    assert mask is None if i % 3 != 1 else mask.tolist() == [[(i + 11.0) * by] * 2]
+                names = [
+                    ("mask_flipped" if sign else "mask") if i % 3 == 1 else ""
+                    for i, sign in zip(rows, given, strict=True)
+                ]
+                assert info.choices.chosen("mask") == names
+                padded, info = cache.read_batch(rows, collate={"mask": tc.pad(to=1)}, **options)
+                assert padded["mask"].shape == (len(rows), 1, 2)
+                assert info.mask("mask")[:, 0].tolist() == [i % 3 == 1 for i in rows]
+        loader = tc.Loader(cache, 2, shuffle=True, choose=choose, collate={"mask": "pad"})
+        for batch, info in loader.with_info():
+            assert ((batch["image"] < 0).any(1) == torch.from_numpy(info.choices["image"] > 0)).all()
+            assert (info.mask("mask").any(1) == torch.from_numpy(info.indices % 3 == 1)).all()

@@ -78,9 +78,49 @@ def test_only_the_first_dimension_is_padded(cache: Any, way: Any) -> None:
 def test_rows_that_are_too_long(cache: Any) -> None:
     with pytest.raises(tc.BatchError, match=r"tensor 'cond.text' has length 3 in sample '002', more than pad\(to=2\)"):
         cache.read_batch([0, 1, 2], collate={"cond.text": tc.pad(to=2), "cond.mask": "list", "odd": "list"})
-    for to in (-1, 2.0, "2", True, [1]):
+    for to in (-1, 2.0, "2", True, [], [2, 1], [1, 1], [-1, 2], [1.0], [True, 2], ["1"], {1: 2}):
         with pytest.raises(ValueError, match="to=.*, expected a length"):
             tc.pad(to=to)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", [tc.pad(to=[2, 5], value=7), tc.pad(to=(2, 5), value=7)])
+def test_the_smallest_length_that_fits(cache: Any, way: Any) -> None:
+    """In `read_batch`, `read_tensors`, both loaders and masks; an error names the sample that none fits."""
+    assert way == tc.pad(to=[2, 5], value=7)
+    ways = {"cond.text": way, "cond.mask": "list", "odd": "list"}
+    for numbers, length in (([0, 3], 2), ([1, 4], 2), ([0, 1], 2), ([0, 2], 5), ([2], 5)):
+        batch, info = cache.read_batch(numbers, collate=ways, return_info=True)
+        assert batch["cond"]["text"].shape == (len(numbers), length, 4)
+        for row, i in zip(batch["cond"]["text"], numbers, strict=True):
+            assert row.tolist() == [[i] * 4] * (1 + i % 3) + [[7] * 4] * (length - 1 - i % 3)
+        mask = [[at <= i % 3 for at in range(length)] for i in numbers]
+        assert info.mask("cond.text").tolist() == pickle.loads(pickle.dumps(info)).mask("cond.text").tolist() == mask
+        assert torch.equal(cache.read_tensors(numbers, collate=ways)["cond.text"], batch["cond"]["text"])
+    with pytest.raises(
+        tc.BatchError, match=r"tensor 'cond.text' has length 3 in sample '002', more than pad\(to=\[1, 2\]\)"
+    ):
+        cache.read_batch([0, 1, 2], collate={"cond.*": tc.pad(to=[1, 2]), "odd": "list"})
+
+
+@pytest.mark.parametrize("num_workers", [None, 0, 2])
+def test_buckets_by_length_have_one_shape_each(tmp_path: Path, num_workers: int | None) -> None:
+    samples = [{"text": torch.full((1 + i * i % 11, 2), float(i))} for i in range(40)]
+    bounds = [3, 6, 12]
+    with tc.open(write(tmp_path, samples)) as cache:
+        options: Any = {
+            "shuffle": True,
+            "bucket_by": tc.by_length("text", bounds),
+            "collate": {"text": tc.pad(to=bounds, value=-1)},
+            "last_batch": "pad",
+        }
+        loader: Any = (
+            tc.Loader(cache, 4, **options)
+            if num_workers is None
+            else tc.torch_loader(cache, 4, num_workers=num_workers, **options)
+        )
+        shapes = {(info.source, tuple(batch["text"].shape)) for batch, info in loader.with_info()}
+        assert shapes == {(bound, (4, bound, 2)) for bound in bounds}
+        loader.close()
 
 
 def test_no_batch_has_another_length(cache: Any) -> None:

@@ -167,7 +167,7 @@ def test_caches_that_are_open_and_joins_of_joins(folders: tuple[Path, Path], tmp
 
 def test_keys_that_differ(folders: tuple[Path, Path], tmp_path: Path) -> None:
     fewer, other = write(tmp_path / "fewer", text, NUMBERS[:4]), write(tmp_path / "other", text, [*NUMBERS[:-1], 99])
-    many = "'k4', 'k5', 'k6', 'k7', 'k8', …"
+    many = "'k4', 'k5', 'k6', 'k7', 'k8' and 2 more; "
     for sources, message in (
         ([folders[0], fewer], f"cache 0 with 11 samples and cache 1 with 4: 1 lacks 7 keys: {many}"),
         ([fewer, folders[0]], "cache 0 with 4 samples and cache 1 with 11: 0 lacks 7 keys: 'k10', 'k4', "),

@@ -202,6 +202,100 @@ def test_nothing_is_lost_without_a_word(tmp_path: Path, samples: list[Any]) -> N
                     tc.nest([cache[i] for i in order], cache.read_tensors(order, collate="list"))
 
 
+@pytest.mark.parametrize("size", [4, 200])  # few skeletons are matched one by one, many at once
+def test_only_none_takes_its_place(tmp_path: Path, size: int) -> None:
+    """Samples that differ only in plain values are read alike, but a value in place of a tensor is always an error."""
+    masks = [torch.zeros(2), None, None, 5]
+    samples = [{"latent": torch.tensor([i]), "mask": mask, "pair": (i, [str(i)])} for i, mask in enumerate(masks)]
+    with tc.open(write(tmp_path, samples, max_samples=len(samples))) as cache:
+        for _ in range(3):  # later with known templates
+            for good in ([0, 1, 2], [1, 2, 0], [2, 0, 1, 1], [1, 2]):
+                numbers = (good * size)[:size]
+                batch = cache.read_batch(numbers, collate="list")
+                assert listed(batch)["mask"] == [None if i else [0, 0] for i in numbers]
+                assert batch["pair"] == [(i, [str(i)]) for i in numbers]
+            for bad in ([0, 1, 3], [1, 0, 3, 2], [3, 0, 1]):
+                with pytest.raises(tc.BatchError, match="their structures differ"):
+                    cache.read_batch((bad * size)[: max(size, len(bad))], collate="list")
+
+
+@pytest.mark.parametrize("chooses", [False, True])
+@pytest.mark.parametrize("joins", [False, True])
+def test_batches_from_shards_that_lack_it(tmp_path: Path, joins: bool, chooses: bool) -> None:
+    """Whichever shards a batch is from, its padded tensors and its names are the same."""
+    samples = [{"x": torch.full((2,), float(i)), "y": torch.ones(2), "mask": None} for i in range(6)]
+    samples[4]["mask"] = torch.ones(3, 2)
+    folder = write(tmp_path, samples, max_samples=2)
+
+    def opened() -> Any:
+        return tc.join([folder]) if joins else tc.open(folder)
+
+    options: dict[str, Any] = {"choose": {"z": ["x", "y"]}} if chooses else {}
+    for collate, shape in (("pad", (2, 0, 2)), ({"mask": tc.pad(to=4)}, (2, 4, 2)), ({"ma*": "pad"}, (2, 0, 2))):
+        with opened() as cache:
+            batch, info = cache.read_batch([0, 1], collate=collate, return_info=True, **options)
+            assert batch["mask"].shape == shape
+            assert info.mask("mask").shape == shape[:2]
+            assert not info.mask("mask").any()
+            if not chooses:
+                assert cache.read_tensors([2, 3], collate=collate)["mask"].shape == shape
+            assert cache.read_batch([3, 4], collate=collate, **options)["mask"].shape[1] >= 3
+        with opened() as cache:
+            for loader in (
+                tc.Loader(cache, 2, collate=collate, **options),
+                tc.torch_loader(cache, 2, collate=collate, **options),
+            ):
+                assert {type(batch["mask"]) for batch in loader} == {torch.Tensor}
+    with opened() as cache:
+        for view in (cache[:4], cache.select(["x", "y", "mask"])[:3]):
+            batches = list(tc.Loader(view, 2, collate={"mask": tc.pad(to=4)}, **options))
+            assert {batch["mask"].shape for batch in batches} == {(2, 4, 2)} | (
+                {(1, 4, 2)} if len(view) == 3 else set()
+            )
+        assert cache.read_batch([0, 1], collate={"mask": "list"}, **options)["mask"] == [None, None]
+        with pytest.raises(tc.BatchError, match="collate has an unknown tensor 'musk'"):
+            cache.read_batch([0, 1], collate={"musk": "list"}, **options)
+
+
+def test_a_batch_does_not_depend_on_earlier_ones(tmp_path: Path) -> None:
+    samples = [{"x": torch.ones(2)} for _ in range(4)] + [{"x": torch.ones(2), "mask": torch.ones(1)}]
+    with tc.open(write(tmp_path, samples, max_samples=2)) as cache:
+        for _ in range(2):
+            assert set(cache.read_batch([0, 1])) == {"x"}
+            assert cache[:2].read_batch([0, 1], collate="pad")["mask"].shape == (2, 0)
+            tc.Loader(cache, 2, collate={"mask": "pad"})
+        _, info = next(iter(tc.Loader(cache[:2], 2, collate={"mask": tc.pad(to=3)}).with_info()))
+        assert info.mask("mask").tolist() == [[False] * 3] * 2
+
+
+def test_a_tensor_of_another_dtype_outside_the_batch(tmp_path: Path) -> None:
+    """Only samples of the batch must have one dtype."""
+    samples = [{"x": torch.ones(2)}, {"x": torch.ones(2), "y": torch.ones(2).half()}]
+    samples += [{"x": torch.ones(2), "y": torch.ones(2), "z": torch.ones(1)}]
+    with tc.open(write(tmp_path, samples, max_samples=3)) as cache:
+        for rows in ([0, 1], [1, 0]):
+            batch = cache.read_batch(rows, collate={"y": "pad"})
+            assert batch["y"].dtype == torch.float16
+            assert batch["y"].tolist() == [[1, 1] if i else [0, 0] for i in rows]
+        with pytest.raises(tc.BatchError, match=r"'y' is tensor of torch.float16 in sample '\d+1', but"):
+            cache.read_batch([0, 1, 2], collate={"y": "pad"})
+
+
+def test_many_optional_tensors(tmp_path: Path) -> None:
+    """All 128 sets of seven optional tensors occur."""
+    names = "abcdefg"
+    samples = [
+        {"x": torch.ones(1), **{name: torch.ones(1) if i >> at & 1 else None for at, name in enumerate(names)}}
+        for i in range(1 << len(names))
+    ]
+    for per_shard in (16, 128):
+        with tc.open(write(tmp_path / str(per_shard), samples, max_samples=per_shard)) as cache:
+            batch = cache.read_batch([0, 0], collate="pad")
+            assert {name: tuple(batch[name].shape) for name in names} == dict.fromkeys(names, (2, 0))
+            batch = cache.read_batch([0, 127, 5], collate="pad")
+            assert {name: tuple(batch[name].shape) for name in names} == dict.fromkeys(names, (3, 1))
+
+
 def test_damaged_samples_outside_the_batch_do_not_disturb_it(tmp_path: Path) -> None:
     samples = [{"latent of the damaged": X, "mask": Y if i == 2 else None} for i in range(4)]
     with tc.open(write(tmp_path, samples)) as cache:
@@ -246,3 +340,9 @@ def test_lists_of_other_tensors_differ_in_length(tmp_path: Path, num_workers: in
                 assert batch["x"].tolist() == [[i] for i in numbers]
                 assert batch["n"].tolist() == numbers
                 assert all(list(one) == [None] * len(numbers) for one in batch["captions"])
+
+
+def test_samples_without_tensors(tmp_path: Path) -> None:
+    with tc.open(write(tmp_path, [{"n": 1}, {"n": 2}, {"n": 3, "x": torch.ones(2)}], max_samples=2)) as cache:
+        assert cache.read_batch([0, 1])["n"] == [1, 2]
+        assert cache.read_batch([1, 0], collate="pad")["x"].shape == (2, 0)

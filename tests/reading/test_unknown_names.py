@@ -79,6 +79,21 @@ def test_thousands_of_long_names() -> None:
         (lambda c: tc.Loader(c, collate={"laten": "pad"}), tc.BatchError, "collate .* 'laten'; there are 'latent', "),
         (lambda c: c.read_batch([0], collate={"latenz": "pad"}), tc.BatchError, "collate .*; there are 'latent', "),
         (lambda c: tc.Loader(c, pad_value={"latenz": 1}), tc.BatchError, "pad_value .*; there are 'latent', "),
+        (
+            lambda c: c.read_batch([0], choose={"x": "txet.*"}),
+            tc.BatchError,
+            "of 'x': 'txet.\\*'; they have 'text', 'latent'",
+        ),
+        (
+            lambda c: tc.Loader(c, choose={"x": "txet.*"}),
+            tc.BatchError,
+            "choose={'x': …}: unknown tensor 'txet.\\*'; there",
+        ),
+        (
+            lambda c: c.read_batch([0], choose={"x": "text.*"}, choices={"y": [0]}),
+            ValueError,
+            "choices has 'y', but choose= has 'x'",
+        ),
         (lambda c: c.nest([0], {"laten": None}), KeyError, "sample '000000' has no tensor 'laten'; it has 'latent', "),
         (lambda c: c.select("text*").nest([0], {"latent": None}), KeyError, "no tensor 'latent'; it has 'text.state'"),
         (lambda c: tc.join({"a": c}).nest([0], {"b.latent": None}), KeyError, "'b.latent'; there are 'a.latent', "),
@@ -155,3 +170,12 @@ def test_shared_datasets(cache: Any, tmp_path: Path) -> None:
             shared.nest([0], {"laten": None})
         with pytest.raises(KeyError, match="sample '0' has no tensor 'laten'; it has 'latent'"):
             shared.filter(lambda entry: entry.shapes["laten"])
+
+
+def test_a_key_in_many_shards(tmp_path: Path) -> None:
+    for number in range(20):
+        with tc.ShardWriter(tmp_path / f"{number:02d}.tar", manifest=False, fsync=False) as sink:
+            sink.write("x", {"n": number})
+    with tc.open(str(tmp_path)) as cache, pytest.raises(KeyError, match=r"several shards, .*03\.tar, …; use") as caught:
+        cache["x"]
+    assert str(caught.value).count(".tar") == 4

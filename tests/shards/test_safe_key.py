@@ -32,6 +32,13 @@ def back(key: str) -> str | None:
     return None
 
 
+@pytest.mark.parametrize("wrong", [None, 5, b"a"])
+def test_only_text(wrong: Any) -> None:
+    for function in (tc.safe_key, tc.original_name):
+        with pytest.raises(TypeError, match=f"as a str, got a {type(wrong).__name__}"):
+            function(wrong)
+
+
 @given(TEXTS, TEXTS)
 @example("%empty", "")
 @example("a" * 38 + "%-" + "0" * 40, "a" * 81)

@@ -498,7 +498,7 @@ def test_repr_loads_nothing(directory: Path) -> None:
     assert "4 samples\n  tensors unknown: " in repr(shared)
 
 
-class Labelled(Numbers):
+class Labeled(Numbers):
     """A dataset with attributes that a SharedDataset lacks, and a property that needs a missing attribute."""
 
     classes = ("cat", "dog")
@@ -516,14 +516,14 @@ class Described(tc.SharedDataset):
 
 
 def test_errors_of_unknown_attributes_name_those_of_the_dataset(directory: Path) -> None:
-    with Described(Labelled(3), "labelled", directory=directory) as shared:
+    with Described(Labeled(3), "labeled", directory=directory) as shared:
         for name in ("classes", "numel", "broken"):
             assert not hasattr(shared, name)
             with pytest.raises(
                 AttributeError, match=f"'Described' object has no attribute '{name}'; use .dataset.{name}"
             ):
                 getattr(shared, name)
-        assert shared.name == "labelled"
+        assert shared.name == "labeled"
         for name in ("unknown", "_fingerprints", "__array__"):
             with pytest.raises(AttributeError, match=f"'Described' object has no attribute '{name}'$"):
                 getattr(shared, name)

@@ -11,7 +11,14 @@ import torch
 import wds_tensorcache as tc
 
 COUNT = 23
-COMBINED = ("weights+buckets", "mix+buckets", "repeats", "repeats+buckets")  # modes of several options
+COMBINED = (
+    "weights+buckets",
+    "mix+buckets",
+    "mix+weights",
+    "mix+weights+buckets",
+    "repeats",
+    "repeats+buckets",
+)  # modes of several options
 
 
 def nested(i: int) -> dict[str, Any]:
@@ -57,6 +64,19 @@ def modes(cache: Any, more: Any) -> dict[str, dict[str, Any]]:
         "mix": {"cache": None, "shuffle": True, "mix": {"a": (cache, 0.7), "b": (more, 0.3)}},
         "weights+buckets": {"cache": cache, "weights": np.arange(COUNT), "bucket_by": "y"},
         "mix+buckets": {"cache": None, "shuffle": True, "mix": {"a": (cache, 0.7), "b": (more, 0.3)}, "bucket_by": "y"},
+        "mix+weights": {
+            "cache": None,
+            "shuffle": True,
+            "mix": {"a": (cache, 0.7), "b": (more, 0.3)},
+            "weights": {"a": np.arange(COUNT)},
+        },
+        "mix+weights+buckets": {
+            "cache": None,
+            "shuffle": True,
+            "mix": {"a": (cache, 0.7), "b": (more, 0.3)},
+            "weights": {"b": np.arange(9) + 1, "a": np.arange(COUNT)},
+            "bucket_by": "y",
+        },
         "repeats": {"cache": None, "shuffle": True, "mix": {"a": cache, "b": more}, "repeats": {"b": 3}},
         "repeats+buckets": {
             "cache": None,

@@ -60,7 +60,7 @@ def test_resumed_from_every_step_by_any_number_of_ranks(cache: Any, more: Any, m
     """Each stream continues with its next sample, so a stream's samples do not depend on ranks, batch sizes and resumes."""
     options = modes(cache, more)[mode]
     single = World(1, 1, **options)
-    reference = by_stream([step for _ in range(6 if mode == "mix+buckets" else 1) for step in single.iterate()])
+    reference = by_stream([step for _ in range(6 if mode.startswith("mix") else 1) for step in single.iterate()])
     others = [World(3, other, **options) for other in WORLDS]
     whole = list(World(2, world_size, **options).iterate())
     for at, (_, _, state) in enumerate(whole):
@@ -73,7 +73,7 @@ def test_resumed_from_every_step_by_any_number_of_ranks(cache: Any, more: Any, m
                     assert len(samples) == least == len(reference[name])
             if not mode.startswith("repeats"):
                 total = sum(len(samples) for _, samples, _ in taken)
-                count = COUNT + (9 if mode == "mix+buckets" else 0)
+                count = COUNT + (9 if mode.startswith("mix") else 0)
                 assert count <= total < count + max(2 * world_size, 3 * len(other.samplers))
 
 
@@ -86,7 +86,7 @@ def test_resumed_several_times(folder: str, other: str, mode: str, runs: list[tu
     with tc.open(folder) as cache, tc.open(other) as more:
         options = modes(cache, more)[mode]
         single = World(1, 1, **options)
-        reference = by_stream([step for _ in range(4 if mode == "mix+buckets" else 1) for step in single.iterate()])
+        reference = by_stream([step for _ in range(4 if mode.startswith("mix") else 1) for step in single.iterate()])
         state, taken = None, []
         for world_size, batch_size, count in [*runs, (2, 2, COUNT * 9)]:
             for step in islice(World(batch_size, world_size, **options).iterate(state), count):
@@ -146,12 +146,23 @@ def test_passes_are_those_of_epochs(cache: Any) -> None:
     assert step.indices.tolist() == (samples(3) + samples(3))[: 5 * COUNT]
 
 
+@pytest.mark.parametrize("mode", ["buckets", "repeats", "repeats+buckets"])
+def test_epochs_that_are_not_shuffled_are_equal(cache: Any, more: Any, mode: str) -> None:
+    """An evaluation of the first batches uses the same samples each time."""
+    loaders = ranks(batch_size=2, world_size=2, **modes(cache, more)[mode] | {"shuffle": False})
+    first, second = ([info.indices.tolist() for loader in loaders for _, info in loader.with_info()] for _ in range(2))
+    assert first == second
+    assert len({info.source for _, info in loaders[0].with_info()}) > 1
+
+
 def test_sources_of_batches(cache: Any, more: Any) -> None:
     options = modes(cache, more)
     for mode, expected in (
         ("repeats", {"a", "b"}),
         ("weights+buckets", {(1,), (2,), (3,)}),
         ("mix+buckets", {(name, (length,)) for name in "ab" for length in (1, 2, 3)}),
+        ("mix+weights", {"a", "b"}),
+        ("mix+weights+buckets", {(name, (length,)) for name in "ab" for length in (1, 2, 3)}),
         ("repeats+buckets", {(name, length) for name in "ab" for length in (1, 2, math.inf)}),
     ):
         found = set()
@@ -163,7 +174,7 @@ def test_sources_of_batches(cache: Any, more: Any) -> None:
                     assert [int(key) for key in info.keys] == batch["i"].tolist()
                     name = info.source[0] if isinstance(info.source, tuple) and len(info.source) == 2 else info.source
                     assert (min(batch["i"].tolist()) >= 100) is (name == "b")
-                    if mode in ("mix+buckets", "weights+buckets"):
+                    if mode in ("mix+buckets", "weights+buckets", "mix+weights+buckets"):
                         assert len({tuple(each.shape) for each in batch["y"]}) == 1
                     found.add(info.source)
             assert found == expected
@@ -239,18 +250,20 @@ def test_rows_are_counted(cache: Any, more: Any, mode: str, last: str) -> None:
         infos = [info for loader in loaders for _, info in loader.with_info()]
         rows = sum(len(info.indices) for info in infos)
         padding = sum(int(info.is_padding.sum()) for info in infos)
-        assert (counts.rows, counts.padding) == (rows, padding)
-        is_drawn = mode in ("weights+buckets", "mix+buckets")
+        assert (counts.num_rows, counts.num_padding) == (rows, padding)
+        is_drawn = mode.startswith(("weights", "mix"))
         if not is_drawn:
-            assert counts.samples == {"all": 23, "buckets": 23, "repeats": 23 + 27, "repeats+buckets": 46 + 27}[mode]
-            extra = rows - padding - counts.samples
-            assert (counts.repeated, counts.dropped) == ((0, -extra) if last == "drop" else (extra, 0))
-            assert last == "wrap" or not counts.repeated
+            assert (
+                counts.num_samples == {"all": 23, "buckets": 23, "repeats": 23 + 27, "repeats+buckets": 46 + 27}[mode]
+            )
+            extra = rows - padding - counts.num_samples
+            assert (counts.num_repeated, counts.num_dropped) == ((0, -extra) if last == "drop" else (extra, 0))
+            assert last == "wrap" or not counts.num_repeated
         for source, part in counts.sources.items():
-            assert part.rows == sum(len(info.indices) for info in infos if info.source == source)
+            assert part.num_rows == sum(len(info.indices) for info in infos if info.source == source)
         assert set(counts.sources) == (set() if is_drawn or mode == "all" else set(loaders[0]._plan._names))
         for name in ("padding", "repeated", "dropped"):
-            assert (f"{name}=" in repr(loaders[0])) is (getattr(counts, name) > 0)
+            assert (f"{name}=" in repr(loaders[0])) is (getattr(counts, f"num_{name}") > 0)
 
 
 def test_by_length(cache: Any) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
+from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
+from tests.training.draws import CHOOSE, COUNT, TRANSFORMS, Row, loaders, nested, rows_of, run, steps_of, write
 from tests.training.loaders import modes
-
-COUNT = 23
-CHOOSE = {"latent": ["latent", "latent_flipped"], "text": "captions.*"}
-EMPTY = torch.full((2,), -1.0)
-
-
-def nested(i: int) -> dict[str, Any]:
-    captions = [torch.full((2,), 100.0 * i + number) for number in range(1 + i % 4)]
-    latent, flipped = torch.full((4,), float(i)), torch.full((4,), -float(i))
-    return {"latent": latent, "latent_flipped": flipped, "captions": captions, "y": torch.zeros(1 + i % 3), "i": i}
-
-
-def write(folder: Path, numbers: range) -> str:
-    with tc.ShardWriter(folder / "%d.tar", fsync=False, max_samples=5) as sink:
-        for i in numbers:
-            sink.write(f"{i:03d}", nested(i))
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -50,45 +37,6 @@ def cache(folders: tuple[str, str]) -> Iterator[Any]:
 def more(folders: tuple[str, str]) -> Iterator[Any]:
     with tc.open(folders[1]) as opened:
         yield opened
-
-
-TRANSFORMS = [tc.sample_moments("latent", to="drawn"), tc.drop_text(0.5, {"text": EMPTY}, mark="is_dropped")]
-Row = tuple[int, int, int, str, str, tuple[float, ...], tuple[float, ...], bool]
-
-
-def loaders(world_size: int, batch_size: int, **options: Any) -> list[tc.Loader]:
-    options = {"choose": CHOOSE, "collate": {"y": "list"}, "num_threads": 0, "prefetch_batches": 0} | options
-    options.setdefault("transform", TRANSFORMS)
-    return [tc.Loader(batch_size=batch_size, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
-
-
-def rows_of(batch: Any, info: tc.BatchInfo) -> list[Row]:
-    """Return all that is random about each row, without padding."""
-    parts = zip(
-        info.keys,
-        [info.epoch] * len(info.keys),
-        info.seeds.tolist(),
-        info.choices.names("latent"),
-        info.choices.names("text"),
-        map(tuple, batch["drawn"].tolist()),
-        map(tuple, batch["text"].tolist()),
-        batch["is_dropped"].tolist(),
-        strict=True,
-    )
-    return [row for row, is_padding in zip(parts, info.is_padding.tolist(), strict=True) if not is_padding]
-
-
-def run(given: list[tc.Loader], num_steps: int) -> list[Row]:
-    """Return the rows of the next steps, over all ranks, in the order of the sequence."""
-    found: list[Row] = []
-    while num_steps:
-        for step in zip(*(loader.with_info() for loader in given), strict=True):
-            ranks = [rows_of(*each) for each in step]
-            found += [rank[at] for at in range(max(map(len, ranks))) for rank in ranks if at < len(rank)]
-            num_steps -= 1
-            if not num_steps:
-                break
-    return found
 
 
 @pytest.mark.parametrize("mode", ["all", "blocks", "buckets", "weights", "mix"])
@@ -115,7 +63,7 @@ def test_no_batch_size_or_rank_changes_a_sample(
     def epoch_of(given: list[tc.Loader]) -> dict[str, Row]:
         for loader in given:
             loader.set_epoch(epoch)
-        return {row[0]: row for loader in given for batch, info in loader.with_info() for row in rows_of(batch, info)}
+        return {row.key: row for loader in given for batch, info in loader.with_info() for row in rows_of(batch, info)}
 
     with tc.open(folders[0]) as cache:
         expected = epoch_of(loaders(1, COUNT, cache=cache, seed=5))
@@ -129,7 +77,7 @@ def test_the_choice_is_what_the_batch_has(cache: Any) -> None:
         for _ in range(20):
             for batch, info in loader.with_info():
                 for key, name, value in zip(
-                    info.keys, info.choices.names("text"), batch["text"][:, 0].tolist(), strict=True
+                    info.keys, info.choices.chosen("text"), batch["text"][:, 0].tolist(), strict=True
                 ):
                     assert value == 100 * int(key) + int(name.removeprefix("captions."))
                     chosen.setdefault(key, set()).add(name)
@@ -181,10 +129,10 @@ def test_torch_loader(cache: Any, num_workers: int) -> None:
     made = tc.torch_loader(
         batch_size=6, num_workers=num_workers, choose=CHOOSE, collate={"y": "list"}, transform=TRANSFORMS, **options
     )
-    assert [row for batch, info in made.with_info() for row in rows_of(batch, info)] == expected
+    assert [(info.epoch, row) for batch, info in made.with_info() for row in rows_of(batch, info)] == expected
     sampler = tc.StepSampler(batch_size=6, **options)
     dataset = tc.StepDataset(sampler, choose=CHOOSE, collate={"y": "list"}, transform=TRANSFORMS, with_info=True)
-    assert [row for step in sampler for row in rows_of(*dataset[step])] == expected
+    assert [(step.epoch, row) for step in sampler for row in rows_of(*dataset[step])] == expected
 
 
 def test_strings_are_drawn(tmp_path: Path) -> None:
@@ -215,9 +163,11 @@ def test_threads_change_nothing(cache: Any) -> None:
 
 def test_a_name_of_another_tensor_or_of_none(cache: Any) -> None:
     for kind in (tc.Loader, tc.torch_loader):
-        with pytest.raises(KeyError, match=r"captoins.*captions"):
+        with pytest.raises(
+            tc.BatchError, match=r"^choose=\{'text': …\}: unknown tensor 'captoins\.\*'; there are 'captions"
+        ):
             kind(cache, 4, choose={"text": "captoins.*"})
-        with pytest.raises(ValueError, match="another tensor of this name"):
+        with pytest.raises(tc.BatchError, match="another tensor of this name"):
             kind(cache, 4, choose={"y": "captions.*"})
         with pytest.raises(tc.BatchError, match="latent_flipped"):
             kind(cache, 4, choose=CHOOSE, collate={"txt": "list"})
@@ -265,3 +215,199 @@ def test_a_transform_gets_what_training_gets(cache: Any) -> None:
         assert batch["step"] == info.step
         assert given[-1] == info
     assert len(given) == 6
+
+
+@pytest.mark.parametrize("last", ["short", "pad", "wrap"])
+def test_rows_that_fill_the_last_step(cache: Any, last: str) -> None:
+    """They are copies of rows of this epoch: the same sample with the same draws."""
+    for epoch in range(2):
+        given = loaders(3, 5, cache=cache, shuffle=True, last_batch=last)
+        for loader in given:
+            loader.set_epoch(epoch)
+        rows: dict[str, set[Row]] = {}
+        counts: Counter[str] = Counter()
+        for loader in given:
+            for batch, info in loader.with_info():
+                for row in rows_of(batch, info, padding=True):
+                    rows.setdefault(row.key, set()).add(row)
+                    counts[row.key] += 1
+        assert len(rows) == COUNT < sum(counts.values())
+        assert all(len(each) == 1 for each in rows.values())
+
+
+def test_a_sample_that_occurs_twice_in_a_batch(cache: Any, more: Any) -> None:
+    """Weights draw it twice in one epoch, with the same draws; in a mix or with repeats, each pass draws anew."""
+    weights = np.zeros(COUNT)
+    weights[[3, 7]] = 1
+    few: Any = more[:2]
+    for options, is_same in (
+        ({"cache": cache, "weights": weights}, True),
+        ({"mix": {"a": (cache, 0.0), "b": (few, 1.0)}}, False),
+        ({"mix": {"b": few}, "repeats": {"b": 4}, "shuffle": True}, False),
+        ({"cache": few, "repeats": 4}, False),
+    ):
+        (loader,) = loaders(1, 8, **options)
+        for _ in range(2):
+            batch, info = next(iter(loader.with_info()))
+            rows = rows_of(batch, info)
+            assert len(rows) == 8
+            assert len(set(info.keys)) == 2
+            distinct = 2 if is_same else 8
+            assert len(set(rows)) == len({row.seed for row in rows}) == len({row.latent for row in rows}) == distinct
+
+
+def test_a_view_has_its_own_sample_indices(cache: Any) -> None:
+    """The sample index that determines draws is that in the loader's cache, which may be a view or a join."""
+
+    def seeds(view: Any, **options: Any) -> list[int]:
+        _, info = next(iter(loaders(1, COUNT, cache=view, **options)[0].with_info()))
+        assert info.keys == list(view.keys())
+        return info.seeds.tolist()
+
+    expected = seeds(cache)
+    assert seeds(cache.select(["latent*", "captions.*", "y"])) == expected
+    for view in (cache[::2], cache[::-1], cache.filter(lambda entry: entry.key > "010"), cache[[5, 5, 5]]):
+        assert seeds(view) == expected[: len(view)]
+    joined = tc.join({"one": cache, "two": cache.select("y")})
+    assert seeds(joined, choose={"one.text": "one.captions.*"}, transform=None, collate="list") == expected
+
+
+@pytest.mark.parametrize("mode", ["weights", "mix", "weights+buckets", "mix+buckets"])
+def test_weights_that_change_in_an_epoch(cache: Any, more: Any, mode: str) -> None:
+    """The draws of a sample in its pass do not depend on weights, so they resume with any of them."""
+    options = modes(cache, more)[mode]
+    changed: Any = {"a": 0.1, "b": 0.9} if mode.startswith("mix") else np.arange(COUNT)[::-1].copy()
+    count = 3 * len(loaders(1, 4, **options)[0])
+
+    def begun(world_size: int, batch_size: int, state: Any = None) -> list[tc.Loader]:
+        made = loaders(world_size, batch_size, **options)
+        for loader in made if state is not None else ():
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        return made
+
+    (loader,) = begun(1, 4)
+    whole = steps_of([loader])
+    expected = [next(whole) for _ in range(3)]
+    assert loader.set_weights(changed) == 3
+    state = loader.state_dict()
+    expected += [next(whole), next(whole)]
+    late = loader.state_dict()
+    expected += islice(whole, count - 5)
+    for world_size in (2, 4):
+        for taken, saved in ((3, state), (5, late)):
+            found = list(islice(steps_of(begun(world_size, 4 // world_size, saved)), count - taken))
+            assert found == expected[taken:]
+    rows = [row for step in expected for row in step]
+    draws = {(epoch, row.key): row for epoch, row in rows}
+    other = run(begun(3, 2, state), count)
+    if mode.startswith("weights"):
+        both = [(row, draws[epoch, row.key]) for epoch, row in other if (epoch, row.key) in draws]
+        assert len(both) > 20
+        assert all(row == again for row, again in both)
+    else:
+        before = [row for step in expected[:3] for _, row in step]
+        assert len({row.seed for row in before} | {row.seed for _, row in other}) == len(before) + len(other)
+        assert len(set(other) & set(rows)) > 20
+
+
+def test_padded_rows_have_the_same_noise_in_any_batch(tmp_path: Path) -> None:
+    """Also if a row is padded to another length, because longer ones are in the batch."""
+    with tc.ShardWriter(tmp_path, fsync=False) as sink:
+        for i in range(COUNT):
+            length = 1 + i * i % 7
+            sink.write(f"{i:03d}", {"mean": torch.full((length, 3), i / 2), "std": torch.full((length, 3), 0.5)})
+    transform = tc.sample_moments("mean", "std", to="latent")
+    found: list[dict[str, bytes]] = []
+    with tc.open(tmp_path) as cache:
+        for batch_size, collate in ((1, "pad"), (4, "pad"), (COUNT, "pad"), (3, "list"), (5, tc.pad(to=9))):
+            loader = tc.Loader(cache, batch_size, shuffle=batch_size > 3, collate=collate, transform=transform)
+            found.append(
+                {
+                    key: row[: 1 + int(key) ** 2 % 7].numpy().tobytes()
+                    for batch, info in loader.with_info()
+                    for key, row in zip(info.keys, batch["latent"], strict=True)
+                }
+            )
+    assert all(each == found[0] for each in found)
+    assert len(set(found[0].values())) == COUNT
+
+
+def test_a_new_version_with_more_captions(tmp_path: Path) -> None:
+    """A state of yesterday's cache resumes: samples that are as they were have the draws that they would have had."""
+    more_captions = range(2, COUNT, 3)
+
+    def build(out: str, counts: dict[int, int], **reused: Any) -> None:
+        items = [{"__key__": f"{i:03d}", "count": counts.get(i)} for i in range(COUNT)]
+        tc.build(
+            items,
+            lambda batch: [nested(int(item["__key__"]), item["count"]) for item in batch],
+            tmp_path / out,
+            batch_size=4,
+            max_samples=8,
+            digest=lambda item: str(item["count"]),
+            fingerprint={"made": "once"},
+            **reused,
+        ).close()
+
+    build("v1", {})
+    build("v2", dict.fromkeys(more_captions, 9), reuse=tmp_path / "v1")
+    added: set[str] = set()
+    with tc.open(tmp_path / "v1") as before, tc.open(tmp_path / "v2") as after:
+        for options in ({"shuffle": True, "bucket_by": "y"}, {"shuffle": True, "repeats": 3}):
+            first = loaders(2, 4, cache=before, **options)
+            count = 2 * len(first[0])
+            whole = steps_of(first)
+            next(whole), next(whole)
+            state = json.loads(json.dumps(first[0].state_dict()))
+            resumed = loaders(4, 2, cache=after, **options)
+            for loader in resumed:
+                loader.load_state_dict(state)
+            rest = [row for step in islice(whole, count) for row in step]
+            for (epoch, row), (resumed_epoch, again) in zip(rest, run(resumed, count), strict=True):
+                assert epoch == resumed_epoch
+                if int(row.key) in more_captions:
+                    added.add(again.names[1])
+                    again = again._replace(names=row.names, text=row.text)
+                assert again == row
+    assert added == {f"captions.{number}" for number in range(9)}
+
+
+def _overwrite(batch: Any, info: tc.BatchInfo) -> Any:
+    info.is_padding.logical_not_()
+    info.seeds[:] = 0
+    info.choices["text"][:] = -1
+    info.shapes["latent"].zero_()
+    info.keys.clear()
+    with pytest.raises(ValueError, match="read-only"):
+        info.indices[:] = 7
+    return batch
+
+
+def _infos(batches: Any) -> list[tc.BatchInfo]:
+    return [info for _, info in batches]
+
+
+def test_a_transform_cannot_change_what_training_gets(cache: Any) -> None:
+    options: dict[str, Any] = {"batch_size": 6, "choose": CHOOSE, "collate": {"y": "list"}, "last_batch": "pad"}
+    expected = _infos(tc.Loader(cache, **options).with_info())
+    assert expected[-1].is_padding.any()
+    for make in (tc.Loader, tc.torch_loader):
+        assert _infos(make(cache, transform=_overwrite, **options).with_info()) == expected
+    sampler = tc.StepSampler(cache, batch_size=6, last_batch="pad")
+    dataset = tc.StepDataset(sampler, choose=CHOOSE, collate={"y": "list"}, transform=_overwrite, with_info=True)
+    assert _infos(dataset[step] for step in sampler) == expected
+
+
+def test_records_are_immutable(cache: Any) -> None:
+    indices = np.array([3, 1, 2])
+    _, info = cache.read_batch(indices, choose=CHOOSE, collate={"y": "list"}, return_info=True)
+    indices[:] = 0  # the caller's own array
+    assert info.keys == ["003", "001", "002"]
+    expected = pickle.loads(pickle.dumps(info))
+    for record in (info, pickle.loads(pickle.dumps(info)), info.to("cpu")):
+        shapes = record.shapes["latent"].tolist()
+        _overwrite({}, record)
+        record.is_padding.logical_not_()
+        assert record == expected
+        assert record.choices["text"].tolist() == expected.choices["text"].tolist()
+        assert record.shapes["latent"].tolist() == shapes

@@ -63,7 +63,9 @@ def test_blocks_are_near_each_other(cache: Any) -> None:
     assert shards != sorted(shards)
 
 
-@pytest.mark.parametrize("mode", ["all", "in order", "blocks", "buckets", "weights", "mix", "mix+buckets"])
+@pytest.mark.parametrize(
+    "mode", ["all", "in order", "blocks", "buckets", "weights", "mix", "mix+buckets", "mix+weights+buckets"]
+)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_resumed_at_every_step(cache: Any, more: Any, mode: str, world_size: int) -> None:
     options = modes(cache, more)[mode] | {"batch_size": 2, "world_size": world_size}
@@ -183,8 +185,16 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
         ({"cache": None}, "a cache, or mix="),
         (
             {"cache": None, "weights": np.ones(COUNT), "mix": {"a": (cache, 1)}},
-            "weights and mix are mutually exclusive",
+            "expected a dict with some of 'a': weights of the samples in these caches of mix; .* open them as one cache",
         ),
+        ({"cache": None, "weights": {"b": [1]}, "mix": {"a": (cache, 1)}}, "expected a dict with some of 'a'"),
+        ({"cache": None, "weights": {}, "mix": {"a": (cache, 1)}}, "expected a dict with some of 'a'"),
+        ({"cache": None, "weights": {"a": [1]}, "mix": {"a": (cache, 1)}}, "expected 23 numbers"),
+        (
+            {"cache": None, "weights": {"a": [1] * 23}, "mix": {"a": cache}},
+            "need a weight of each cache, too: mix={'a'",
+        ),
+        ({"weights": {"a": [1] * 23}}, "expected 23 numbers"),
         ({"weights": np.ones(COUNT), "repeats": 2}, "repeats and weights are mutually exclusive"),
         ({"cache": None, "mix": {"a": (cache, 1)}, "repeats": {"a": 2}}, "leave out the weights"),
         (
@@ -194,8 +204,14 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
         ({"cache": None, "mix": {"a": cache}, "repeats": 2}, "expected a dict with some of 'a'"),
         ({"repeats": {"a": 2}}, "expected a number"),
         ({"repeats": 0}, "repeats=0, expected at least 1"),
+        ({"repeats": 1 << 62}, "repeats=4611686018427387904, expected at most 1,073,741,824"),
         ({"cache": None, "mix": {"a": cache, "b": (cache, 1)}}, "expected {'a': .* or {'a': cache, 'b': other}"),
         ({"batch_size": 0}, "batch_size=0, expected at least 1"),
+        ({"batch_size": 1 << 63}, "batch_size=9223372036854775808, expected .* at most 2,147,483,648"),
+        (
+            {"rank": 0, "world_size": 1 << 62},
+            "world_size=4611686018427387904, expected at most 1,152,921,504,606,846,976",
+        ),
         ({"num_threads": -1}, "num_threads=-1, prefetch_batches=2: expected 0 or more"),
         ({"last_batch": "fill"}, "expected one of short, pad, wrap, drop"),
         ({"shuffle": "yes"}, "expected True, False or 'blocks'"),
@@ -208,7 +224,10 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
         ({"weights": -np.ones(COUNT)}, "none negative"),
         ({"weights": np.zeros(COUNT)}, "not all 0"),
         ({"weights": np.full(COUNT, np.nan)}, "expected 23 numbers"),
+        ({"weights": [2**2000] * COUNT}, "expected 23 numbers"),
+        ({"cache": None, "mix": {"a": (cache, 2**2000)}}, "expected 1 numbers"),
         ({"shuffle": "blocks", "window": 0}, "window=0"),
+        ({"shuffle": "blocks", "window": 1 << 63}, "window=9223372036854775808"),
     ):
         with pytest.raises(ValueError, match=message):
             tc.Loader(**({"cache": cache, "batch_size": 4} | options))
@@ -273,8 +292,27 @@ def test_numbers_of_numpy_and_torch(cache: Any) -> None:
     assert json.loads(json.dumps(loader.state_dict())) == tc.Loader(cache, 4, shuffle=True, seed=5).state_dict()
     assert len(tc.Loader(cache, torch.tensor(4), seed=torch.tensor(5))) == 6
     for options in ({"batch_size": "4"}, {"seed": None}, {"window": 2.5}, {"rank": 0.5, "world_size": 2}):
-        with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        name, value = next(iter(options.items()))
+        with pytest.raises(TypeError, match=rf"^{name}={value!r}, expected an integer$"):
             tc.Loader(cache, **({"batch_size": 4} | options))
+
+
+def test_the_string_of_a_chosen_tensor(tmp_path: Path) -> None:
+    """A transform indexes the strings with `info.choices`, as docs/training.md says."""
+    with tc.ShardWriter(tmp_path, fsync=False) as sink:
+        for i in range(20):
+            texts = [torch.full((2,), k) for k in range(1 + i % 3)]
+            sink.write(f"{i:03d}", {"captions": texts, "prompts": [f"p{k}" for k in range(1 + i % 3)]})
+
+    def add(batch: Any, info: tc.BatchInfo) -> Any:
+        pairs = zip(batch["prompts"], info.choices["text"].tolist(), strict=True)
+        return batch | {"prompt": [each[k] for each, k in pairs]}
+
+    seen: set[str] = set()
+    for batch in tc.Loader(tc.open(tmp_path), 4, shuffle=True, choose={"text": "captions.*"}, transform=add):
+        assert batch["prompt"] == [f"p{k}" for k in batch["text"][:, 0].tolist()]
+        seen.update(batch["prompt"])
+    assert seen == {"p0", "p1", "p2"}
 
 
 def test_states_that_wait(cache: Any) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wds_tensorcache as tc
 from benchmarks.calls import traced
 from wds_tensorcache.reading.batch.batch_memory import Memory
-from wds_tensorcache.reading.transfer import Transfer
+from wds_tensorcache.reading.transfer import Transfer, tensors_in
 
 
 @pytest.fixture
@@ -59,7 +63,7 @@ def test_masks_without_padding_are_on_the_device_too(view: Any) -> None:
             assert {info.is_padding.device.type for _, info in loader.with_info()} == {expected}
 
 
-def test_wait_ends_when_all_batches_ahead_are_read(view: Any) -> None:
+def test_pause_ends_when_all_batches_ahead_are_read(view: Any) -> None:
     read = []
 
     def slow(samples: list[Any]) -> int:
@@ -68,21 +72,75 @@ def test_wait_ends_when_all_batches_ahead_are_read(view: Any) -> None:
         return len(read)
 
     loader = tc.Loader(view, 2, collate=slow, prefetch_batches=3)
-    loader.wait()  # nothing is read yet
+    loader.pause()  # nothing is read yet
     batches = iter(loader)
     for number in range(3):
         next(batches)
-        loader.wait()
+        loader.pause()
         assert len(read) == 4 + number
     loader.close()
-    loader.wait()
+    loader.pause()
 
 
-def test_wait_keeps_no_batch_alive(view: Any) -> None:
+def test_pause_covers_batches_that_new_weights_discard(view: Any) -> None:
+    """A thread still reads a batch when new weights discard it."""
+    began: list[int] = []
+    ended: list[int] = []
+    is_slow = threading.Event()
+
+    def collate(samples: list[Any]) -> int:
+        began.append(len(samples))
+        if len(began) == 2:
+            is_slow.set()
+            time.sleep(0.5)
+        ended.append(len(samples))
+        return len(samples)
+
+    loader = tc.Loader(view, 1, collate=collate, weights=np.ones(len(view)), prefetch_batches=2)
+    batches = iter(loader)
+    next(batches)
+    is_slow.wait()
+    loader.set_weights(np.ones(len(view)), strict=True)
+    next(batches)
+    loader.pause()
+    assert len(began) == len(ended)
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    value: Any
+    more: Any = None
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta state|prototype stage):UserWarning")
+def test_all_tensors_that_a_function_returns_are_handed_over() -> None:
+    """Also those that a sparse or nested tensor consists of, because torch hands over nothing that has no storage."""
+    one, two, eye = torch.ones(3), torch.full((2,), 2.0), torch.eye(3)
+    cyclic = Slotted([one])
+    cyclic.more = cyclic
+    compressed = [[1.0] * 3, [0, 1, 2], [0, 1, 2, 3]]
+    blocks = [eye.flatten().tolist(), [0], [0, 1]]
+    for value, expected in (
+        ({"a": [one], "b": (two, one)}, [[1.0] * 3, [2.0] * 2]),
+        (cyclic, [[1.0] * 3]),
+        (torch.nested.nested_tensor([one, two], layout=torch.jagged), [[1.0] * 3 + [2.0] * 2, [0, 3, 5]]),
+        (torch.nested.nested_tensor([one, two], layout=torch.strided), [[1.0] * 3 + [2.0] * 2]),
+        (eye.to_sparse(), [[1.0] * 3, [0, 1, 2, 0, 1, 2]]),
+        (eye.to_sparse_csr(), compressed),
+        (eye.to_sparse_csc(), compressed),
+        (eye.to_sparse_bsr((3, 3)), blocks),
+        (eye.to_sparse_bsc((3, 3)), blocks),
+    ):
+        found = [tensor for tensor in tensors_in(value) if tensor.numel()]
+        assert all(tensor.untyped_storage().data_ptr() for tensor in found)
+        assert sorted(repr(tensor.flatten().tolist()) for tensor in found) == sorted(map(repr, expected))
+
+
+def test_pause_keeps_no_batch_alive(view: Any) -> None:
     loader = tc.Loader(view, 2)  # 2 batches ahead
     batches = iter(loader)
     next(batches)
-    loader.wait()
+    loader.pause()
     assert view._store.pool.num_leases == 2
     loader.close()
     assert view._store.pool.num_leases == 0

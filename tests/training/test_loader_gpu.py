@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import time
@@ -41,6 +42,27 @@ def stacked(samples: list[Any]) -> dict[str, Any]:
     return {"large": torch.stack([sample["large"] for sample in samples]) * 1}
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    large: torch.Tensor
+
+
+def slotted(samples: list[Any]) -> Slotted:
+    return Slotted(stacked(samples)["large"])
+
+
+def jagged(samples: list[Any]) -> torch.Tensor:
+    large = stacked(samples)["large"]
+    offsets = torch.arange(0, large.numel() + 1, large[0].numel(), device=large.device)
+    return torch.nested.nested_tensor_from_jagged(large.flatten(), offsets, min_seqlen=150_000, max_seqlen=150_000)
+
+
+def sparse(samples: list[Any]) -> torch.Tensor:
+    large = stacked(samples)["large"].flatten()
+    indices = torch.arange(len(large), device=large.device)[None]
+    return torch.sparse_coo_tensor(indices, large, (len(large),), check_invariants=False, is_coalesced=True)
+
+
 def assert_values(found: list[tuple[torch.Tensor, tc.BatchInfo]]) -> None:
     """Check the smallest and the largest value of each row, and the masks of padding."""
     torch.cuda.synchronize()
@@ -52,7 +74,9 @@ def assert_values(found: list[tuple[torch.Tensor, tc.BatchInfo]]) -> None:
 
 
 def extremes_of(batch: Any) -> torch.Tensor:
-    rows = batch["large"].flatten(1)
+    if isinstance(batch, torch.Tensor):
+        batch = {"large": (batch._values() if batch.is_sparse else batch.values()).view(-1, 3, 50_000)}
+    rows = (batch.large if isinstance(batch, Slotted) else batch["large"]).flatten(1)
     return torch.stack([rows.amin(1), rows.amax(1)], 1)
 
 
@@ -74,7 +98,8 @@ def test_a_batch_is_complete_on_the_stream_that_uses_it(cache: Any, num_threads:
     assert_values(found)
 
 
-@pytest.mark.parametrize("collate", ["stack", stacked])
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize("collate", ["stack", stacked, slotted, jagged, sparse])
 def test_memory_is_not_reused_while_a_stream_that_is_behind_needs_it(cache: Any, collate: Any) -> None:
     view = cache.select(["large"])
     loader = tc.Loader(view, 4, device="cuda", prefetch_batches=1, collate=collate, last_batch="pad")
@@ -95,11 +120,11 @@ def test_a_batch_waits_for_its_own_copies_alone(cache: Any) -> None:
     torch.cuda.synchronize()
     batches = iter(loader)
     next(batches)
-    loader.wait()
+    loader.pause()
     torch.cuda.synchronize()
     stall(copying_stream("cuda"), 8)
     batch = next(batches)  # its copies ended before; those of the batch after the next wait
-    loader.wait()
+    loader.pause()
     assert batch["large"].amax().item() == 7
     assert not copying_stream("cuda").query()
     torch.cuda.synchronize()
@@ -173,7 +198,7 @@ def test_graphs_are_captured_while_the_threads_pause(cache: Any) -> None:
     loader = tc.Loader(cache.select(["large"]), 4, device="cuda", collate=slow)
     batches = iter(loader)
     next(batches)
-    loader.wait()
+    loader.pause()
     static, graph = torch.zeros(4, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         time.sleep(0.6)
@@ -195,6 +220,20 @@ for collate in ("stack", lambda samples: torch.stack([sample["large"] for sample
         assert tensor[:, 0, 0].tolist() == info.indices.tolist()
 print("contexts", torch._C._cuda_hasPrimaryContext(0), torch._C._cuda_hasPrimaryContext(1))
 """
+
+
+FROM_THE_FIRST_GPU = """
+import sys, torch, wds_tensorcache as tc
+batch = tc.open(sys.argv[1]).select(["large"]).read_batch([3, 1], device="cuda:1")
+assert batch["large"][:, 0, 0].tolist() == [3, 1]
+print("contexts", torch._C._cuda_hasPrimaryContext(0), torch._C._cuda_hasPrimaryContext(1))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_batch_makes_no_context_on_another_gpu(folder: Path) -> None:
+    found = subprocess.run([sys.executable, "-c", FROM_THE_FIRST_GPU, str(folder)], capture_output=True, text=True)
+    assert found.stdout == "contexts False True\n", found.stderr
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -28,6 +28,7 @@ POSITIONS: list[dict[str, Any]] = [
     {"epoch": -1},
     {"epoch": "1"},
     {"epoch": 10**30},
+    {"epoch": 1 << 61},
     {"step": 10**30},
     {"began": 5},
     {"began": None},
@@ -92,15 +93,70 @@ def test_a_state_that_is_refused_ends_no_iteration(cache: Any, more: Any) -> Non
         assert len(list(iterator)) == len(loader) - 1
 
 
+@pytest.mark.parametrize("last_batch", ["short", "pad", "drop", "wrap"])
+@pytest.mark.parametrize("mode", ["all", "buckets", "repeats", "weights", "mix+buckets"])
+def test_batches_that_are_left(cache: Any, more: Any, mode: str, last_batch: str) -> None:
+    """From every state, a loader with steps of any size returns as many batches as it says, and then a whole epoch."""
+    options: dict[str, Any] = modes(cache, more)[mode] | {"last_batch": last_batch, "collate": "list", "num_threads": 0}
+    first = tc.Loader(batch_size=2, **options)
+    assert first.num_batches_left == len(first)
+    for count, _ in enumerate(first, 1):
+        assert first.num_batches_left == len(first) - count % len(first)
+        for batch_size in (1, 2, 3):
+            ranks = [tc.Loader(batch_size=batch_size, rank=rank, world_size=2, **options) for rank in range(2)]
+            for loader in ranks:
+                loader.load_state_dict(first.state_dict())
+                left = loader.num_batches_left
+                assert 0 < left <= len(loader)
+                assert len(list(loader)) == left
+                assert loader.num_batches_left == len(loader)
+            assert ranks[0].state_dict() == ranks[1].state_dict()
+
+
 @pytest.mark.parametrize("number", [np.int64(3), torch.tensor(3), 3])
 def test_epochs_that_are_numbers_of_others(cache: Any, number: Any) -> None:
     loader = tc.Loader(cache, 4, collate="list")
     loader.set_epoch(number)
     assert json.loads(json.dumps(loader.state_dict()))["position"]["epoch"] == 3
     assert {info.epoch for _, info in loader.with_info()} == {3}
-    for wrong, error in ((-1, ValueError), (1 << 62, ValueError), (float("nan"), TypeError), ("1", TypeError)):
+    for wrong, error in (
+        (-1, ValueError),
+        (1 << 31, ValueError),
+        (1 << 62, ValueError),
+        (float("nan"), TypeError),
+        ("1", TypeError),
+    ):
         with pytest.raises(error):
             loader.set_epoch(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"repeats": 1 << 30}, {"repeats": 1 << 30, "bucket_by": "y"}, {"shuffle": "blocks", "window": 3}],
+    ids=str,
+)
+def test_the_last_epoch(cache: Any, options: dict[str, Any]) -> None:
+    """It can be read, saved and resumed, also with the most passes that an epoch can have."""
+    loader, resumed = (tc.Loader(cache, 4, collate="list", **options) for _ in range(2))
+    loader.set_epoch((1 << 31) - 1)
+    given = iter(loader.with_info())
+    _, info = next(given)
+    assert (len(info.keys), info.epoch) == (4, (1 << 31) - 1)
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    if "repeats" not in options:
+        assert len(list(given)) == len(loader) - 1
+        resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+        assert resumed.epoch == 1 << 31
+    assert len(next(iter(resumed))["i"]) == 4
+
+
+@pytest.mark.parametrize("step", [float("inf"), float("nan"), "x", None])
+def test_weights_from_a_step_that_is_none(cache: Any, step: Any) -> None:
+    loader = tc.Loader(cache, 4, weights=np.ones(COUNT))
+    state = loader.state_dict()
+    state["weights"][0][0] = step
+    with pytest.raises(ValueError, match="the state has no valid weights"):
+        loader.load_state_dict(state)
 
 
 def test_buckets_that_equal_nothing(cache: Any) -> None:

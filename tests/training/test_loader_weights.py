@@ -151,3 +151,118 @@ def test_caches_of_a_mix_have_different_tensors(tmp_path: Path, kind: str) -> No
         load(collate={"texts": "pad"})
     with pytest.raises(tc.BatchError, match="pad_value has an unknown tensor 'y'"):
         load(collate="pad", pad_value={"y": 0})
+
+
+# --- weights of samples in a mix ---
+
+
+def mixed(cache: Any, more: Any, weights: Any, **options: Any) -> tc.Loader:
+    return tc.Loader(
+        None, 4, mix={"a": (cache, 3), "b": (more, 1)}, weights=weights, shuffle=True, collate="list", **options
+    )
+
+
+def numbers_of(info: tc.BatchInfo) -> list[int]:
+    numbers: list[int] = info.indices.tolist()
+    return numbers
+
+
+@pytest.mark.parametrize("bucket_by", [None, "y"])
+def test_samples_of_a_mix_are_drawn(cache: Any, more: Any, bucket_by: str | None) -> None:
+    """In proportion to their weights in one cache; the other cache passes over its samples."""
+    weights = np.zeros(COUNT)
+    weights[[3, 7, 4]] = 1, 3, 4  # two buckets
+    loader = mixed(cache, more, {"a": weights}, bucket_by=bucket_by)
+    assert "drawn by weights in ['a']" in repr(loader)
+    assert "mix of 'a' (75%), 'b' (25%)" in repr(loader)
+    found: dict[str, Counter[int]] = {"a": Counter(), "b": Counter()}
+    for _ in range(300):
+        for _, info in loader.with_info():
+            assert bucket_by is None or len({number % 3 for number in info.indices.tolist()}) == 1
+            found[str(info.source[0])].update(numbers_of(info))
+    assert 2.6 < found["a"].total() / found["b"].total() < 3.5
+    assert set(found["a"]) == {3, 4, 7}
+    for number, weight in ((3, 1), (7, 3), (4, 4)):
+        assert abs(found["a"][number] / found["a"].total() - weight / 8) < 0.05
+    assert len(found["b"]) == 9
+    assert max(found["b"].values()) - min(found["b"].values()) <= 3
+
+
+def test_caches_of_a_mix_are_drawn_independently(cache: Any) -> None:
+    loader = tc.Loader(
+        None,
+        4,
+        mix={"a": (cache, 1), "b": (cache, 1)},
+        weights={"a": np.ones(COUNT), "b": np.ones(COUNT)},
+        collate="list",
+    )
+    found: dict[str, list[int]] = {"a": [], "b": []}
+    for _ in range(20):
+        for _, info in loader.with_info():
+            found[info.source] += numbers_of(info)
+    pairs = list(zip(found["a"], found["b"], strict=False))
+    assert len(pairs) > 100
+    assert sum(a == b for a, b in pairs) < len(pairs) // 4
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_of_samples_in_a_mix_that_change(cache: Any, more: Any, strict: bool) -> None:
+    """Each kind changes by itself, and every state has both."""
+    each = np.eye(COUNT)
+
+    def make() -> tc.Loader:
+        return mixed(cache, more, {"a": each[1]}, prefetch_batches=2)
+
+    one = make()
+    seen, states = [], []
+    changes: list[Any] = [{"a": each[2]}, {"a": 1, "b": 0}, {"a": torch.eye(COUNT)[5]}, {"a": list(each[6])}]
+    begun: list[int] = []
+    for _ in range(2):
+        for _, info in one.with_info():
+            seen.append((info.step, info.source, numbers_of(info)))
+            if info.step in (1, 4, 7, 9):
+                begun.append(one.set_weights(changes[len(begun)], strict=strict))
+            states.append(json.loads(json.dumps(one.state_dict())))
+    assert begun == [2, 5, 8, 10] or not strict
+    for step, source, numbers in seen:
+        wanted = [1, 2, 5, 6][sum(step >= begun[number] for number in (0, 2, 3))]
+        assert source == "b" or set(numbers) == {wanted}
+        assert source == "a" or step < begun[1]
+    for number, state in enumerate(states):
+        again = make()
+        again.load_state_dict(state)
+        rest = [(info.step, info.source, numbers_of(info)) for _, info in again.with_info()]
+        # weights that change later are not in the state
+        until = next((step for step in (1, 4, 7, 9) if step > number), len(seen))
+        expected = [found for found in seen[number + 1 :] if found[0] <= until][: len(rest)]
+        assert rest[: len(expected)] == expected
+
+
+def test_states_of_weights_in_a_mix(cache: Any, more: Any) -> None:
+    one = mixed(cache, more, {"a": np.eye(COUNT)[3]})
+    other = mixed(cache, more, {"a": np.eye(COUNT)[4]})
+    state = json.loads(json.dumps(one.state_dict()))
+    other.load_state_dict(state)
+    assert {number for _, info in other.with_info() for number in numbers_of(info) if info.source == "a"} == {3}
+    before = other.state_dict()
+    plain = tc.Loader(None, 4, mix={"a": (cache, 3), "b": (more, 1)}, shuffle=True, collate="list")
+    for first, second in ((one, plain), (plain, one), (one, mixed(cache, more, {"b": np.ones(9)}))):
+        with pytest.raises(ValueError, match="the state belongs to a loader with"):
+            second.load_state_dict(first.state_dict())
+    good = state["weights"]
+    for weights in (
+        good["mix"],
+        {"mix": good["mix"]},
+        good | {"samples": {}},
+        good | {"samples": {"a": good["mix"]}},
+        good | {"mix": []},
+        None,
+    ):
+        with pytest.raises(ValueError, match="the state has|weights of shape"):
+            other.load_state_dict(state | {"weights": weights})
+    for wrong in ({"b": np.ones(9)}, {"a": np.ones(3)}, {"a": np.ones(COUNT), "b": 1}, {"a": 1}, np.ones(COUNT), {}):
+        with pytest.raises(
+            ValueError, match="expected (a dict with 'a', 'b', or lists of weights of samples for 'a'|23)"
+        ):
+            other.set_weights(wrong)
+    assert other.state_dict() == before

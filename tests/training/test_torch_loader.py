@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -46,7 +48,7 @@ def state_of(loader: Any) -> dict[str, Any]:
 # --- the same as Loader ---
 
 
-@pytest.mark.parametrize("mode", ["all", "blocks", "buckets", "mix+buckets", "weights"])
+@pytest.mark.parametrize("mode", ["all", "blocks", "buckets", "mix+buckets", "mix+weights+buckets", "weights"])
 @pytest.mark.parametrize(("num_workers", "persistent"), KINDS)
 def test_batches_and_states_are_those_of_a_loader(
     cache: Any, more: Any, mode: str, num_workers: int, persistent: bool
@@ -62,8 +64,21 @@ def test_batches_and_states_are_those_of_a_loader(
             assert info.epoch == epoch
             assert info.cache is record.cache
             assert state_of(made) == state_of(loader)
+            assert made.num_batches_left == loader.num_batches_left
     for batch, expected in zip(made, loader, strict=True):
         assert plain(batch) == plain(expected)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_copies(cache: Any, persistent: bool) -> None:
+    """A copy that is made in the middle of an epoch begins the next one, as a new iteration of the loader would."""
+    loader = tc.torch_loader(cache, 4, collate=only_numbers, shuffle=True, **workers(2 * persistent, persistent))
+    given = iter(loader)
+    first = [next(given)]
+    for duplicate in (pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)):
+        assert state_of(duplicate) == state_of(loader)
+        assert [info.epoch for _, info in duplicate.with_info()] == [1] * len(loader)
+    assert sorted(number for batch in [*first, *given] for number in batch) == list(range(COUNT))
 
 
 @pytest.mark.parametrize("last_batch", ["short", "pad", "wrap", "drop"])
@@ -196,6 +211,14 @@ def test_epochs_that_are_set(cache: Any, num_workers: int) -> None:
     made.set_epoch(1)
     assert list(iterator) == []
     assert keys(made) == whole[1]
+    # as Lightning does, after `iter` and before the first batch
+    for each in (loader, made):
+        begun = iter(each.with_info())
+        each.sampler.set_epoch(2)
+        assert [info.keys for _, info in begun] == whole[2]
+        begun = iter(each.with_info())
+        each.load_state_dict(state)
+        assert [info.keys for _, info in begun] == whole[3][2:]
 
 
 def test_an_iterator_that_is_asked_for_nothing_begins_nothing(cache: Any) -> None:
@@ -350,7 +373,8 @@ import sys
 import wds_tensorcache as tc
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background is told to ignore it
 cache = tc.open(sys.argv[1])
-made = tc.torch_loader(cache, 1, shuffle=True, num_workers=2, persistent_workers=sys.argv[2] == "True", collate="list")
+collate = lambda samples: {"i": [sample["i"] for sample in samples]}  # lists: adding one cannot be interrupted
+made = tc.torch_loader(cache, 1, shuffle=True, num_workers=2, persistent_workers=sys.argv[2] == "True", collate=collate)
 seen, num_interrupts = [], 0
 while True:
     try:
@@ -451,3 +475,22 @@ def test_a_state_that_another_data_loader_has(cache: Any) -> None:
         made.state_dict()
     made.set_epoch(3)
     assert made.state_dict()["position"]["epoch"] == 3
+
+
+class Exhausted:
+    """A collate function with a bug: it takes an item of an iterator that has none."""
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return next(iter([])) if any(int(sample["i"]) == 9 for sample in samples) else len(samples)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_function_that_raises_stop_iteration_ends_no_epoch(cache: Any, num_workers: int) -> None:
+    collate = Exhausted()
+    made = tc.torch_loader(cache, 4, collate=collate, **workers(num_workers))
+    sampler = tc.StepSampler(cache, 4)
+    plainly = DataLoader(tc.StepDataset(sampler, collate=collate), None, sampler=sampler, num_workers=num_workers)
+    for loader in (made, tc.Loader(cache, 4, collate=collate), plainly):
+        with pytest.raises(RuntimeError, match=r"raised StopIteration for the samples \[8, 9, 10, 11\]"):
+            list(loader)
+    assert made.epoch == 0

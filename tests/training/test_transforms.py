@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +39,30 @@ def test_golden_bits() -> None:
         [1067461286, 1068943241, -1099893064],
         [1067756724, -1081874311, -1101806165],
     ]
+    table = normal_module._table(torch.device("cpu"), None)
+    assert xxhash.xxh3_64_hexdigest(table.numpy().tobytes()) == "e7dbdf1eeb112939"
+
+
+LONG = """
+import torch, xxhash
+from wds_tensorcache.training.transforms.normal import normal
+print(xxhash.xxh3_64_hexdigest(normal(torch.tensor([5, 6, 2**63 - 1]), (40007,), "x").numpy().tobytes()))
+"""
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_the_same_bits_with_all_vector_instructions(capability: str) -> None:
+    """torch has kernels for each kind of processor; on a processor without such instructions, it takes the best ones it has."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    found = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, env=environment)
+    assert found.stdout == "9b2a59886d106ad2\n", found.stderr
+
+
+@pytest.mark.parametrize("error", [-4e-12, 4e-12])
+def test_the_table_does_not_depend_on_the_last_bits_of_a_c_library(error: float) -> None:
+    """Errors of a thousand times those of the inverse distribution change nothing."""
+    inverse: Callable[[float], float] = NormalDist().inv_cdf
+    assert normal_module._edges(lambda tail: inverse(tail) + error) == normal_module._edges(inverse)
 
 
 @given(
@@ -68,7 +98,7 @@ def test_quantiles_are_exact_up_to_a_hundred_thousandth() -> None:
     integers = torch.cat([torch.arange(1, 20_001, 2), torch.arange(1, 1 << 31, 200_002)])
     integers = torch.cat([integers, -integers])
     found = torch.empty(len(integers))
-    table = normal_module._table(torch.device("cpu"))
+    table = normal_module._table(torch.device("cpu"), None)
     normal_module._write_quantiles(integers.to(torch.int32), table, found)
     expected = -torch.special.ndtri(integers.abs().double() / (1 << 32)) * integers.sign()
     assert (found - expected).abs().max() < 1e-5
@@ -88,16 +118,16 @@ def moments(batch_size: int, channels: int = 3) -> tuple[torch.Tensor, torch.Ten
 
 
 def test_the_forms_of_moments_agree() -> None:
-    mean, deviation = moments(4)
+    mean, std = moments(4)
     info = info_of([3, 1, 2, 1])
-    expected = mean + deviation * normal(torch.from_numpy(info.seeds), (3, 4, 5), "sample_moments|latent")
-    both = torch.cat([mean, deviation], 1)
-    log_variance = 2 * deviation.log()
+    expected = mean + std * normal(torch.from_numpy(info.seeds), (3, 4, 5), "sample_moments|latent")
+    both = torch.cat([mean, std], 1)
+    logvar = 2 * std.log()
     found = [
         tc.sample_moments("m", to="latent")({"m": both.clone()}, info),
-        tc.sample_moments("m", "d", to="latent")({"m": mean.clone(), "d": deviation.clone()}, info),
-        tc.sample_moments("latent", "d")({"latent": mean.clone(), "d": deviation.clone()}, info),
-        tc.sample_moments("m", to="latent", log_variance=True)({"m": torch.cat([mean, log_variance], 1)}, info),
+        tc.sample_moments("m", "d", to="latent")({"m": mean.clone(), "d": std.clone()}, info),
+        tc.sample_moments("latent", "d")({"latent": mean.clone(), "d": std.clone()}, info),
+        tc.sample_moments("m", to="latent", logvar=True)({"m": torch.cat([mean, logvar], 1)}, info),
         tc.sample_moments("m", to="latent")({"m": list(both.clone())}, info),
     ]
     for batch in found:
@@ -116,10 +146,15 @@ def test_rows_of_different_shapes_and_dtypes() -> None:
     whole = torch.stack([rows[0]] * 2)
     assert torch.equal(tc.sample_moments("x.0")({"x": [whole]}, info_of([0, 1]))["x"][0][0], first)
     # limits of diffusers: a deviation of e^10 at most
-    huge = tc.sample_moments("x", "v", log_variance=True)(
+    huge = tc.sample_moments("x", "v", logvar=True)(
         {"x": torch.zeros(1, 9), "v": torch.full((1, 9), 99.0)}, info_of([0])
     )
     assert 0 < huge["x"].abs().max() < 6.3 * np.exp(10)
+
+
+def test_logvar_is_no_name() -> None:
+    with pytest.raises(TypeError, match="logvar='v', expected a bool; std= names the tensor"):
+        tc.sample_moments("m", logvar="v")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +162,8 @@ def test_rows_of_different_shapes_and_dtypes() -> None:
     [
         ({"x": torch.zeros(2, 4)}, ("y",), KeyError, "no 'y'; there are 'x'"),
         ({"x": {"z": 1}}, ("x.y.z",), KeyError, "no 'x.y.z'; there are 'z'"),
+        ({"x": [1]}, ("x.y.z",), KeyError, "no 'x.y.z'; there is a list"),
+        ({f"n{i}": 1 for i in range(999)} | {"mean": 1}, ("maen",), KeyError, "there are 'mean', 'n0', .*and 992 more"),
         ({"x": torch.zeros(2, 3)}, ("x",), ValueError, r"\[2, 3\]"),
         ({"x": torch.zeros(2)}, ("x",), ValueError, r"\[2\]"),
         ({"x": torch.zeros(2, 3), "y": torch.zeros(2, 4)}, ("x", "y"), ValueError, r"\[2, 3\].*\[2, 4\]"),
@@ -177,6 +214,34 @@ def test_always_and_never() -> None:
         assert "is_dropped" not in batch
 
 
+def test_pickled_copies_have_no_copies_of_replacements() -> None:
+    transform = tc.drop_text(1, {"text": torch.ones(3)})
+    transform({"text": torch.zeros(2, 3)}, info_of([0, 1]))
+    copied = pickle.loads(pickle.dumps(transform))
+    assert len(transform._moved) == 1
+    assert copied._moved == {}
+    assert copied({"text": torch.zeros(2, 3)}, info_of([0, 1]))["text"].tolist() == [[1.0] * 3] * 2
+
+
+def test_nothing_is_read_back_from_the_device() -> None:
+    """Tensors of the device `meta` have no values, so it raises an error where a GPU would wait."""
+    transforms: list[Any] = [
+        tc.sample_moments("moments"),
+        tc.sample_moments("listed", logvar=True),
+        tc.drop_text(1, {"text": torch.ones(2, 3), "number": 7, "scalar": torch.tensor(2.0)}, mark="mark"),
+        tc.drop_text(1, {"texts": torch.ones(2, 3), "numbers": 7, "scalars": torch.tensor(2.0)}),
+    ]
+    with torch.device("meta"):
+        batch = {name: torch.empty(2, 4, 3) for name in ("moments", "text", "number", "scalar")}
+        batch |= {name: [torch.empty(4, 3) for _ in range(2)] for name in ("listed", "texts", "numbers", "scalars")}
+    info = tc.BatchInfo(np.arange(2), torch.zeros(2, dtype=torch.bool, device="meta"), 0, 0, None, None)
+    for transform in transforms:
+        batch = transform(batch, info)
+    tensors = [tensor for each in batch.values() for tensor in (each if isinstance(each, list) else [each])]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert batch["mark"].shape == (2,)
+
+
 def test_wrong_replacements() -> None:
     for p, value in ((-0.1, {"x": 0}), (1.1, {"x": 0}), (0.1, {}), (0.1, 0), (0.1, {0: 0})):
         with pytest.raises(ValueError, match="expected"):
@@ -184,8 +249,88 @@ def test_wrong_replacements() -> None:
     for shape in ((4, 2), (2, 3), (2,)):
         with pytest.raises(ValueError, match=r"'x' has shape .* a row \[3, 2\]"):
             tc.drop_text(1, {"x": torch.zeros(shape)})({"x": torch.ones(2, 3, 2)}, info_of([0, 1]))
+    with pytest.raises(ValueError, match=r"a row \[3, 2\]; use collate={'x': tc.pad\(to=4\)} or a greater length$"):
+        tc.drop_text(1, {"x": torch.zeros(4, 2)})({"x": torch.ones(2, 3, 2)}, info_of([0, 1]))
+    with pytest.raises(ValueError, match=r"has shape \[2, 3\], but a row \[3, 2\]$"):
+        tc.drop_text(1, {"x": torch.zeros(2, 3)})({"x": torch.ones(2, 3, 2)}, info_of([0, 1]))
     with pytest.raises(KeyError, match="no 'x'"):
         tc.drop_text(0, {"x": 0})({"y": 1}, info_of([0]))
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(torch.tensor, "float16"), (np.array, "float32"), (np.array, "int64"), (np.array, "U3")]
+)
+def test_arrays_are_replaced_like_tensors(make: Any, dtype: str) -> None:
+    def dropped(value: Any, rows: Any) -> Any:
+        return tc.drop_text(1, {"x": value})({"x": rows}, info_of([0, 1]))["x"]
+
+    rows, empty = np.full((2, 3, 2), 9, dtype), np.zeros((), dtype)
+    value = make([[1.0, 2.0]])
+    expected = np.array([[1.0, 2.0]]).astype(dtype)
+    found = dropped(value, rows)
+    assert found.dtype == dtype
+    assert found.tolist() == [[*expected.tolist(), [empty] * 2, [empty] * 2]] * 2
+    assert (rows == np.array(9, dtype)).all()  # which may be shared
+    assert dropped(7, rows).tolist() == np.full((2, 3, 2), 7, dtype).tolist()
+    for shape in ((2,), (4, 2), (2, 3, 2), (1, 1)):
+        with pytest.raises(ValueError, match=r"'x' has shape .* a row \[3, 2\]"):
+            dropped(make(np.ones(shape).tolist()), rows)
+    # in a list, each row has its own shape
+    listed = dropped(value, [rows[0], rows[1, :2]])
+    assert [(row.dtype, row.tolist()) for row in listed] == [(np.dtype(dtype), expected.tolist())] * 2
+    assert all(row is not value for row in listed)
+    assert [row.tolist() for row in dropped(7, list(rows))] == np.full((2, 3, 2), 7, dtype).tolist()
+    assert dropped(7, rows[:, 0, 0]).tolist() == np.full(2, 7, dtype).tolist()
+
+
+def test_replacements_of_other_dtypes() -> None:
+    info = info_of([0, 1])
+    value = torch.ones(2, requires_grad=True).bfloat16()
+    assert tc.drop_text(1, {"x": value})({"x": np.zeros((2, 2))}, info)["x"].tolist() == [[1.0, 1.0]] * 2
+    found = tc.drop_text(1, {"x": np.ones(2)})({"x": torch.zeros(2, 2).half()}, info)["x"]
+    assert found.dtype == torch.float16
+    assert found.tolist() == [[1.0, 1.0]] * 2
+
+
+def test_rows_of_samples_that_lack_a_tensor(tmp_path: Any) -> None:
+    """They stay None, in the same batch and in one where no sample has the tensor."""
+    with tc.ShardWriter(tmp_path / "x.tar", fsync=False) as sink:
+        for i in range(4):
+            names = ("text", "number", "moments", "mean", "std")
+            tensors = {name: torch.ones(2, 2).half() if i % 2 else None for name in names}
+            sink.write(str(i), {**tensors, "prompt": f"p{i}" if i % 2 else None})
+    transforms: list[Any] = [
+        tc.drop_text(1, {"text": torch.zeros(1, 2), "number": 0, "prompt": ""}),
+        tc.sample_moments("moments"),
+        tc.sample_moments("mean", "std", to="latent"),
+    ]
+    with tc.open(tmp_path) as cache:
+        for some, collate in ((cache, "list"), (cache[[0, 2]], "stack"), (cache[[0, 2]], "list")):
+            info = info_of(range(len(some)))
+            batch = some.read_batch(range(len(some)), collate=collate)
+            for transform in transforms:
+                batch = transform(batch, info)
+            assert list(batch["prompt"]) == ([None, "", None, ""] if some is cache else [None, None])
+            for name in ("text", "number", "moments", "latent"):
+                found = list(batch[name])
+                assert [None if row is None else row.dtype for row in found] == (
+                    [None, torch.float16] * 2 if some is cache else [None] * 2
+                )
+        batch = cache.read_batch([0, 1], collate="list")
+        batch["std"][1] = None
+        with pytest.raises(ValueError, match="'mean': a row has means, but no deviations 'std'"):
+            transforms[2](batch, info_of([0, 1]))
+
+
+def test_training_may_change_replaced_values() -> None:
+    empty = {"text": torch.zeros(2), "words": ["x"]}
+    transform = tc.drop_text(1, empty)
+    for _ in range(2):
+        batch = transform({"text": ["a", "b"], "words": [["y"], ["z"]]}, info_of([0, 1]))
+        assert [row.tolist() for row in batch["text"]] == [[0.0, 0.0]] * 2
+        assert batch["words"] == [["x"], ["x"]]
+        batch["text"][0] += 1
+        batch["words"][0].append("more")
 
 
 def test_dropped_texts_of_batches(tmp_path: Any) -> None:
@@ -231,3 +376,14 @@ def test_damage_in_a_transform_stays_damage(tmp_path: Any) -> None:
         assert caught.value.kind == "damaged"
         if hasattr(caught.value, "__notes__"):
             assert "look failed at step 2 of epoch 0" in caught.value.__notes__[0]
+
+
+def test_new_values_replace_nothing() -> None:
+    batch = {"text": torch.ones(1, 2), "mean": torch.ones(1, 2), "std": torch.ones(1, 2)}
+    for transform in (
+        tc.drop_text(0.5, {"text": 0}, mark="mean"),
+        tc.sample_moments("mean", "std", to="text"),
+    ):
+        with pytest.raises(ValueError, match="the batch has '(mean|text)' already; choose a new name"):
+            transform(dict(batch), info_of([0]))
+    assert set(tc.sample_moments("mean", "std", to="std")(dict(batch), info_of([0]))) == {"text", "std"}

@@ -149,7 +149,10 @@ def test_errors_for_other_keys(cache: Any, more: Any) -> None:
             cache[without],
             "of 16 keys that the state remembers, 1[56] are here; 1 or more keys were removed, 0 or more added",
         ),
-        (cache[[*range(COUNT), 3]], "all 23 keys of the state are here first; 1 added after them, from '003' on$"),
+        (
+            cache[[*range(COUNT), 3]],
+            "all 23 keys of the state are here first; 1 added after them, from '003' on; the view cache.:23. can load",
+        ),
         (
             cache[:20],
             "first 20 keys are the same, and no more follow here; .*3 or more keys were removed, 0 or more added",
@@ -171,6 +174,41 @@ def test_errors_for_other_keys(cache: Any, more: Any) -> None:
     for missing in (None, [], ["23:"], "", "23: 23:"):
         with pytest.raises(ValueError, match=r"this loader has 9 samples, keys \w+$"):
             tc.Loader(more, 4).load_state_dict(state | {"keys": missing})
+
+
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"shuffle": "blocks"}, {"bucket_by": "latent"}], ids=str)
+def test_a_view_without_added_keys_loads_the_state(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The error names this remedy, and only where keys may only have been added."""
+    captions = {f"{i:03d}": f"photo {i}" for i in range(40)}
+    before = build(tmp_path / "v1", captions)
+    appended = build(tmp_path / "v2", captions | {"100": "new", "101": "newer"}, reuse=tmp_path / "v1")
+    pairs = list(captions.items())
+    inserted = build(tmp_path / "v3", dict([*pairs[:8], ("100", "new"), *pairs[8:22], ("101", "newer"), *pairs[22:]]))
+    loader = tc.Loader(before, 4, collate="list", **options)
+    whole = steps([loader], 20)
+    loader.set_epoch(0)
+    steps([loader], 3)
+    state = loader.state_dict()
+    views = [
+        (appended, appended[:40], r"from '100' on; the view cache\[:40\] can load the state$"),
+        (
+            inserted,
+            inserted.filter(lambda entry: entry.key in before),
+            r"; if keys were only added, the view cache.filter",
+        ),
+    ]
+    for after, view, message in views:
+        with pytest.raises(ValueError, match=message):
+            tc.Loader(after, 4, **options).load_state_dict(state)
+        if after is inserted and options.get("shuffle") == "blocks":
+            continue  # the order depends on the shards
+        resumed = tc.Loader(view, 4, collate="list", **options)
+        resumed.load_state_dict(state)
+        assert steps([resumed], 17) == whole[3:]
+    for other in (before[1:], before[::-1]):
+        with pytest.raises(ValueError, match="a different dataset") as raised:
+            tc.Loader(other, 4).load_state_dict(tc.Loader(before, 4).state_dict())
+        assert "cache.filter" not in str(raised.value)
 
 
 def summary(keys: list[str]) -> str:
@@ -226,6 +264,7 @@ def test_the_first_difference_is_told(count: int, data: st.DataObject) -> None:
     text = difference(saved, here)
     if here[:count] == keys:
         added = f"all {count} keys of the state are here first; {len(here) - count} added after them, from 'new' on"
+        added += f"; the view cache[:{count}] can load the state"
         assert text == (added if here != keys else "")
         return
     same, _, rest = text.partition("; ")

@@ -122,7 +122,7 @@ def join(folder: Path, other: Path) -> None:
 
 def train(folder: Path) -> None:
     cache = tc.open(folder)
-    loader = tc.Loader(cache, batch_size=2, shuffle=True, collate={"x": "pad"})
+    loader = tc.Loader(cache, batch_size=2, shuffle=True, collate={"x": tc.pad(to=[64, 128])})
     assert_type(loader, tc.Loader)
     assert_type(iter(loader), Iterator[Any])
     assert_type(loader.with_info(), Iterable[tuple[Any, tc.BatchInfo]])
@@ -137,8 +137,9 @@ def train(folder: Path) -> None:
     assert_type(loader.epoch, int)
     mixed = tc.Loader(mix={"a": cache, "b": cache}, repeats={"a": 2}, bucket_by=tc.by_length("x", [1, 2]))
     assert_type(mixed.count_rows(), tc.RowCounts)
-    assert_type(mixed.count_rows().padding, int)
+    assert_type(mixed.count_rows().num_padding, int)
     assert_type(loader.stats(), tc.LoaderStats)
+    assert_type(torch_loader.stats(), tc.WaitStats)
     assert_type(loader.stats().stages, dict[str, tc.StageStats])
     assert_type(tc.sample_moments("x"), tc.SampleMoments)
     assert_type(tc.drop_text(0.1, {"x": 0}), tc.DropText)
@@ -159,6 +160,9 @@ def build(folder: Path, other: Path) -> None:
         range(8), encode, other, fingerprint={"model": "y"}, keys=[f"{i}" for i in range(8)], progress=False
     )
     assert_type(built, tc.TensorCache)
+    tc.build(
+        range(8), encode, other, fingerprint={"model": "y"}, progress=lambda done, total: print(total and done / total)
+    )
     tc.drop(other, other.with_name("fewer"), ["1"])
     report = tc.verify(folder, progress=lambda done, total: print(done / max(1, total)))
     assert_type(report, tc.Report)

@@ -291,6 +291,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
         build((i for i in range(3)), tmp_path, num_workers=2)
 
 
+def test_one_batch_of_any_size(tmp_path: Path) -> None:
+    for number, source in enumerate((Numbers(), (Numbers()[i] for i in range(COUNT)))):
+        with build(source, tmp_path / str(number), batch_size=1 << 70) as cache:
+            assert len(cache) == COUNT
+
+
 def test_writing_goes_on_behind_the_model(tmp_path: Path) -> None:
     """While a batch is computed, another thread writes the one before."""
     threads: set[str] = set()
@@ -310,6 +316,64 @@ def test_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "23/23" in capsys.readouterr().err
     build(Numbers(count=3), tmp_path / "quiet", progress=False)
     assert not capsys.readouterr().err
+
+
+class Calls(list[tuple[int, Any]]):
+    """A function for `progress=` that records its calls, all of which must come from one thread."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+    def __call__(self, done: int, total: int | None) -> None:
+        assert threading.get_ident() == self.thread
+        self.append((done, total))
+
+    def check(self, first: int, count: int, total: int | None = COUNT) -> None:
+        """Assert that the calls begin with `first` samples, end with `count`, and never go back or repeat."""
+        assert self[0] == (0, total)
+        assert first in [done for done, _ in self]
+        assert self[-1] == (count, total)
+        assert self == sorted(set(self), key=lambda call: call[0])
+        assert {each for _, each in self} == {total}
+
+
+def test_progress_is_a_function(tmp_path: Path) -> None:
+    """It counts samples, also those that are finished, and of a source without a length."""
+    calls = Calls()
+    build(Numbers(), tmp_path / "a", progress=calls).close()
+    calls.check(0, COUNT)
+    assert len(calls) > 3  # also during the build
+    calls = Calls()
+    build(Numbers(), tmp_path / "a", progress=calls).close()
+    calls.check(4, COUNT)
+    calls = Calls()
+    source = [Numbers()[i] for i in range(COUNT)]
+    build(iter(source), tmp_path / "b", progress=calls).close()
+    calls.check(0, COUNT, None)
+
+
+@pytest.mark.parametrize("changed", [(), (20,), (0, 1, 2, 3, 4, 5)], ids=str)
+def test_progress_of_a_version(tmp_path: Path, changed: tuple[int, ...]) -> None:
+    build(Numbers(), tmp_path / "a", digest=digest, keys=key).close()
+    for _ in range(2):  # the second call finds the version complete
+        calls = Calls()
+        source = Numbers(changed)
+        build(source, tmp_path / "b", digest=digest, keys=key, reuse=tmp_path / "a", progress=calls).close()
+        calls.check(0, COUNT)
+        assert len(calls) > 3
+
+
+def test_an_error_of_progress_keeps_the_samples(tmp_path: Path) -> None:
+    def fail(done: int, total: int | None) -> None:
+        if done >= 8:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        build(Numbers(), tmp_path, progress=fail)
+    fn, called = counted()
+    build(Numbers(), tmp_path, fn).close()
+    assert len(called) <= COUNT - 8  # two batches were written, and perhaps those that were computed meanwhile
+    assert len(tc.open(tmp_path)) == COUNT
 
 
 def test_a_sample_without_its_cache_is_not_finished(tmp_path: Path) -> None:

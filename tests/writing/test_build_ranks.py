@@ -350,7 +350,6 @@ def test_items_in_another_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reuse": "x"}, "reuse= builds on one process"),
         ({"out": "single.tar"}, "a pattern with a number such as %06d"),
         ({"footer": False}, "ranks need the footers"),
         ({"rank": 2}, r"rank=2 out of range \[0, 2\)"),

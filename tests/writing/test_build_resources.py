@@ -27,7 +27,7 @@ from tests.writing.test_build import COUNT, Numbers, build, counted, digest, dou
 from wds_tensorcache.writing.build_batch import Batch
 
 
-class Colour(Enum):
+class Color(Enum):
     """A class that samples contain."""
 
     RED = 1
@@ -145,11 +145,6 @@ def test_a_second_interrupt(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_progress_takes_no_function(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="progress is a function, expected True, False or None"):
-        build(Numbers(), tmp_path, double, digest=digest, progress=print)
-
-
 def test_own_keys_that_look_like_numbers(tmp_path: Path) -> None:
     def items(numbers: Any) -> list[dict[str, Any]]:
         return [{"__key__": f"{number:09d}", "value": number} for number in numbers]
@@ -219,8 +214,8 @@ def test_a_shard_that_was_deleted(tmp_path: Path) -> None:
 
 
 def test_classes(tmp_path: Path) -> None:
-    cache = build(range(3), tmp_path, lambda items: [{"c": Colour(i + 1)} for i in items], allow=[Colour])
-    assert cache[2]["c"] is Colour.BLUE
+    cache = build(range(3), tmp_path, lambda items: [{"c": Color(i + 1)} for i in items], allow=[Color])
+    assert cache[2]["c"] is Color.BLUE
 
 
 def test_a_break_says_what_is_there(tmp_path: Path) -> None:

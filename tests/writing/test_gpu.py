@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.stalls import GPU
+from tests.stalls import GPU, stall
 
 pytestmark = GPU
 COUNT, BATCH = 96, 8
@@ -28,11 +28,10 @@ def check(cache: Any) -> None:
 @pytest.mark.parametrize("with_stream", [False, True])
 def test_buffers_that_are_used_again(tmp_path: Path, with_stream: bool) -> None:
     out = torch.empty(BATCH, 16, 128, 128, device="cuda", dtype=torch.bfloat16)
-    heat = torch.randn(2048, 2048, device="cuda")
 
     def fn(items: list[int]) -> dict[str, Any]:
         numbers = torch.tensor(items, device="cuda")
-        (heat @ heat).sum()  # so that what follows is late
+        stall(torch.cuda.current_stream())  # so that what follows is late
         out[: len(items)] = numbers[:, None, None, None].bfloat16()
         return {"latent": out[: len(items)], "more": {"number": numbers}}
 

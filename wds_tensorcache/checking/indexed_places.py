@@ -126,8 +126,8 @@ class Places:
                     found[half] = self._has_digests(cache, number)
                 states[at] = _BY_DIGEST if found[half] else _UNREADABLE
         for at in np.flatnonzero(states == _UNREADABLE)[::-1].tolist():
-            neighbour = at + 1 if at + 1 < len(states) else at - 1
-            is_known = neighbour >= 0 and states.item(neighbour) >= _BY_HEADER
+            neighbor = at + 1 if at + 1 < len(states) else at - 1
+            is_known = neighbor >= 0 and states.item(neighbor) >= _BY_HEADER
             states[at] = _BY_NEXT if is_known else _UNKNOWN
         return states
 

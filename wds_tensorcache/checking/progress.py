@@ -1,22 +1,19 @@
-"""The progress of `verify` and `repair`, in bytes of the shards: shown as a bar, or passed to a function."""
+"""The progress of `verify` and `repair`, in bytes of the shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
 
-from wds_tensorcache.storage.progress import open_bar
+from wds_tensorcache.progress import Progress, ProgressOption
 
-__all__ = ["ByteProgress", "ProgressOption"]
-
-ProgressOption: TypeAlias = "bool | Callable[[int, int], object] | None"
+__all__ = ["ByteProgress"]
 
 
 class ByteProgress:
     """The progress of a call that goes over all shards once, or several times.
 
     Args:
-        show: A function of the bytes that are done and the bytes in all; or, for a `tqdm` bar, as in `open_bar`.
+        show: As for `Progress`, in bytes.
         title: Name of the call, for the bar.
         rounds: Number of times that the call goes over each shard.
 
@@ -25,17 +22,15 @@ class ByteProgress:
 
     def __init__(self, show: ProgressOption, title: str, rounds: int = 1) -> None:
         self._show, self._title, self._rounds = show, title, rounds
-        self._bar: Any = None
+        self._progress: Progress | None = None
         self._nbytes: Mapping[str, int] = {}
         self._reached: dict[str, int] = {}  # bytes done of each shard in this round
         self._before = 0  # bytes of earlier rounds
-        self._total = 0
-        self._shown = -1
 
     @property
     def is_shown(self) -> bool:
-        """True if there is a function or, after `begin`, a bar."""
-        return callable(self._show) or self._bar is not None
+        """True if there is a function or a bar; False before `begin`."""
+        return self._progress is not None and self._progress.is_shown
 
     def begin(self, nbytes: Mapping[str, int]) -> None:
         """Begin the first round, and show it; `nbytes` contains the length of each shard in bytes, by path.
@@ -44,9 +39,8 @@ class ByteProgress:
             ImportError: The caller wants a bar, and `tqdm` is not installed.
         """
         self._nbytes = nbytes
-        self._total = self._rounds * sum(nbytes.values())
-        if not callable(self._show):
-            self._bar = open_bar(self._show, desc=self._title, total=self._total, unit="B", unit_scale=True)
+        total = self._rounds * sum(nbytes.values())
+        self._progress = Progress(self._show, total, desc=self._title, unit="B", unit_scale=True)
         self._reached = dict.fromkeys(nbytes, 0)
         self.show()
 
@@ -71,20 +65,12 @@ class ByteProgress:
 
     def show(self) -> None:
         """Show the bytes that are done, if there are more than before."""
-        if not self.is_shown:
-            return
-        done = self._before + sum(self._reached.values())
-        if done == self._shown:
-            return
-        self._shown = done
-        if callable(self._show):
-            self._show(done, self._total)
-        else:
-            self._bar.update(done - self._bar.n)
+        if self._progress is not None:
+            self._progress.show(self._before + sum(self._reached.values()))
 
     def __enter__(self) -> ByteProgress:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        if self._progress is not None:
+            self._progress.close()

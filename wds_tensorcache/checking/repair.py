@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from wds_tensorcache.checking.progress import ByteProgress, ProgressOption
+from wds_tensorcache.checking.progress import ByteProgress
 from wds_tensorcache.checking.report import RepairReport
 from wds_tensorcache.checking.shard_check import Checked
 from wds_tensorcache.checking.verify import check_all
 from wds_tensorcache.errors import FormatError, InvalidKeyError
+from wds_tensorcache.progress import ProgressOption
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.manifest import MANIFEST, Listing

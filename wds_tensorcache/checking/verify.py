@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.checking.index_check import check_indexes
-from wds_tensorcache.checking.progress import ByteProgress, ProgressOption
+from wds_tensorcache.checking.progress import ByteProgress
 from wds_tensorcache.checking.report import Fault, Report
 from wds_tensorcache.checking.shard_check import Checked, check_shard
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import FormatError, Kind
+from wds_tensorcache.progress import ProgressOption
 from wds_tensorcache.reading.find_shards import Found, are_counts, find_shards
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable

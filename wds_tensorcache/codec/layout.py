@@ -46,7 +46,7 @@ class Form:
 
     Attributes:
         entries: (name, stored dtype, number of dimensions) of each tensor, in the order of their bytes.
-        template: `Template` learnt from an earlier skeleton of this form; None before that.
+        template: `Template` learned from an earlier skeleton of this form; None before that.
         num_interpreted: Number of skeletons that were read without the template.
     """
 

@@ -25,6 +25,7 @@ __all__ = [
     "Holding",
     "Path",
     "Wanted",
+    "children",
     "empty_like",
     "flatten",
     "is_shared",
@@ -267,7 +268,8 @@ def is_shared(sample: Any, wanted: Wanted | None = None) -> bool:
     return False
 
 
-def _children(value: Any) -> Iterable[Any]:
+def children(value: Any) -> Iterable[Any]:
+    """Return the items of a container, or the attributes of an object."""
     if isinstance(value, dict):
         return chain.from_iterable(value.items())
     if isinstance(value, CONTAINERS):
@@ -292,5 +294,5 @@ def walk(value: Any) -> Iterator[tuple[Any, int]]:
         if value.__class__ is not tuple or value:  # CPython has one empty tuple, which counts wherever it occurs
             seen.add(id(value))
         yield value, depth
-        children = [child for child in _children(value) if child.__class__ not in ATOMS]
-        todo.extend((child, depth + 1) for child in reversed(children))
+        inner = [child for child in children(value) if child.__class__ not in ATOMS]
+        todo.extend((child, depth + 1) for child in reversed(inner))

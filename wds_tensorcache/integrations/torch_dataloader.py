@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from wds_tensorcache.arguments import check_options
 from wds_tensorcache.errors import TensorCacheError
 from wds_tensorcache.reading.batch.collate import collate_for
 from wds_tensorcache.reading.choices.alternatives import Choose
 from wds_tensorcache.training.base_loader import BaseLoader, Read
+from wds_tensorcache.training.stats import Clock, WaitStats
 from wds_tensorcache.training.step_reader import Transform, as_transforms, transformed
 from wds_tensorcache.training.step_sampler import StepOptions, StepSampler
 from wds_tensorcache.training.steps import Step
@@ -19,6 +22,15 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["StepDataset", "TorchLoader", "torch_loader"]
+
+_REMEDIES = {  # by names of arguments of torch's DataLoader and of tc.Loader
+    "drop_last": "last_batch='drop'",
+    "num_threads": "num_workers=, or tc.Loader",
+    "prefetch_batches": "prefetch_factor=, or tc.Loader",
+    "device": "tc.Loader",
+    "collate_fn": "collate=",
+    "choices": "choose=",
+}
 
 
 class StepDataset(Dataset[Any]):
@@ -66,7 +78,12 @@ class StepDataset(Dataset[Any]):
             return batch
         info = self._reader.info(step, collate=self._options["collate"])
         batch = transformed(batch, info, self._transforms)
-        return (batch, info) if self._with_info else batch
+        if not self._with_info:
+            return batch
+        # a transform may have changed the mask of the first record
+        info = self._reader.info(step, collate=self._options["collate"])
+        # in a worker, an error during pickling would not reach the caller, and the loop would hang; copy here, as pickle does
+        return batch, info if get_worker_info() is None else copy(info)
 
     __getitems__ = __getitem__  # torch calls this for each item of a batch sampler
 
@@ -103,6 +120,7 @@ def torch_loader(
     Raises:
         ValueError: Arguments are mutually exclusive, or out of range.
     """
+    check_options(torch_loader, steps, StepOptions.__annotations__, _REMEDIES)
     if num_workers == 0 and timeout > 0:
         raise ValueError(f"timeout={timeout} applies only to worker processes, but num_workers=0; leave it out")
     if prefetch_factor is not None and num_workers > 0 and prefetch_factor < 1:
@@ -133,8 +151,8 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
     returned.
 
     Lightning saves and restores the state. On one rank, accelerate's `prepare` makes a new `DataLoader` from the sampler and
-    the dataset; with `use_stateful_dataloader=True`, the state of the new one is exact. On several ranks, `prepare` returns
-    this loader: its batches stay on the CPU.
+    the dataset; it has an exact state with `use_stateful_dataloader=True`, and none otherwise. On several ranks, `prepare`
+    returns this loader: its batches stay on the CPU.
 
     Threads/fork/pickle: used by one thread, in the process that made the loader.
     """
@@ -147,13 +165,25 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         """
         if not isinstance(dataset, StepDataset) or dataset.sampler is None:
             raise TypeError(f"dataset={dataset!r:.200}, expected a StepDataset")
-        self._plan, self._collate = dataset.sampler, dataset._options["collate"]
+        self._plan, self._collate, self._clock = dataset.sampler, dataset._options["collate"], Clock()
         self._reader = self._plan._reader(dataset._reader.alternatives)
         batch_sampler = self._plan if batch_sampler is None else batch_sampler  # or Lightning's, which wraps it
         super().__init__(dataset, batch_sampler=batch_sampler, **{"collate_fn": _same} | options)
         # Lightning and accelerate would distribute the steps of this rank among all ranks once more, unless they find these.
         vars(self)["sampler"] = self._plan  # a DistributedSampler
-        self._is_accelerate_prepared = self._plan._course.world_size > 1
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Tells accelerate's `prepare` to return this loader as it is."""
+        self._plan._find_rank()
+        return self._plan._course.world_size > 1
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        """Accelerate sets it for all loaders that it has returned."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_iterator": None}  # which owns the persistent workers
 
     def __iter__(self) -> Any:
         return self._begin(with_info=False)
@@ -179,6 +209,14 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
             step, after = plan._course.step(plan._position)
             self._planned = after.step + num_ahead
             yield found.pop(), None, step, plan._settled(after)  # no reference here keeps the batch alive
+
+    def stats(self) -> WaitStats:
+        """Return how long training has waited for the batches of this loader.
+
+        The times of reading and of transforms stay in the worker processes, and torch does not tell when a batch was ready.
+        `tc.Loader.stats` has all of them.
+        """
+        return self._clock.waits()
 
     def _end_after(self, exc: BaseException, running: Any) -> None:
         super()._end_after(exc, running)

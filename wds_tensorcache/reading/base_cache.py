@@ -14,16 +14,17 @@ import torch
 from torch.utils.data import Dataset
 
 from wds_tensorcache.errors import TensorCacheError, list_names
-from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue, as_collate
+from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue, as_collate, needs_survey
 from wds_tensorcache.reading.batch.request import columns_of
 from wds_tensorcache.reading.choices.alternatives import Alternatives, Choose
-from wds_tensorcache.reading.choices.chosen import choose as choose_among
-from wds_tensorcache.reading.choices.draw import Choices, Draw, Pick
+from wds_tensorcache.reading.choices.chooser import Choices, Chooser, Randomness
+from wds_tensorcache.reading.choices.chosen import choose_tensors
 from wds_tensorcache.reading.choices.values import choices_of_values, place_in_samples, place_values
 from wds_tensorcache.reading.description import Contents, Description
 from wds_tensorcache.reading.lookup.keys import KeysView, respelled
 from wds_tensorcache.reading.lookup.positions import numbers_of, spread
-from wds_tensorcache.reading.schema import Entry, TensorSchema, format_tensor
+from wds_tensorcache.reading.schema import Entry, TensorSchema, format_tensor, printable
+from wds_tensorcache.shards.names import safe_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypeVar
@@ -251,8 +252,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`.
                 If no tensor has these names, values do, for example a list of captions as strings. They are decoded and
                 chosen on first use.
-            choices: Position of each sample's choice, integers `[B]`, by name in `choose`; by default, the first
-                alternative. Positions count the alternatives that the sample has.
+            choices: Choice of each sample, integers `[B]`, by name in `choose`: the number of one of the alternatives that the
+                sample has. By default 0, the first one.
             return_info: Return a pair of the batch and its `BatchInfo`, which contains the shapes before padding.
 
         Returns:
@@ -266,8 +267,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             ValueError: `indices` is empty, `collate` is unknown, or `choose` and `choices` do not fit each other.
             BatchError: Structures or dtypes differ between samples; with `"stack"`, shapes differ, or some samples lack a
                 tensor; with `"pad"`, shapes differ beyond the first dimension, or a tensor is longer than `to`; or a name in
-                `collate` or `pad_value` matches no tensor. If samples differ, the message names two keys. Or a sample has no
-                alternative to choose.
+                `collate` or `pad_value` matches no tensor. If samples differ, the message names two keys. Or a sample has none
+                of the alternatives in `choose`, for example because a name there is misspelled.
             FormatError: A shard is damaged, or does not match its index.
             RuntimeError: `device` is not available, or there is no GPU to pin memory for.
 
@@ -278,17 +279,18 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         if choose is None and choices is not None:
             raise ValueError("choices without choose=, which says what the alternatives are")
         if not return_info and choose is None:
-            return self._read_batch(self._request(indices), device, pin_memory, collate, pad_value)
+            request = self._request(indices, surveys=needs_survey(collate))
+            return self._read_batch(request, device, pin_memory, collate, pad_value)
         numbers = self._numbers(indices)
-        draw = Draw()
+        randomness = Randomness()
         if choose is not None:
-            draw = Draw(alternatives=Alternatives.of(choose), given={} if choices is None else choices)
-            draw.check_given()
-        batch = self._read_drawn(numbers, draw, device, pin_memory, collate, pad_value)
+            randomness = Randomness(alternatives=Alternatives.of(choose), given={} if choices is None else choices)
+            randomness.check_given()
+        batch = self._read_chosen(numbers, randomness, device, pin_memory, collate, pad_value)
         if not return_info:
             return batch
         is_padding = torch.zeros(len(numbers), dtype=torch.bool, device="cpu" if device is None else device)
-        return batch, BatchInfo(numbers, is_padding, 0, 0, None, self, _collate=collate, draw=draw)
+        return batch, BatchInfo(numbers, is_padding, 0, 0, None, self, _collate=collate, randomness=randomness)
 
     def read_tensors(
         self,
@@ -305,7 +307,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             collate: As in `read_batch`, but not a function. `"auto"` stacks each tensor that has one shape in all samples, and
                 returns a list for any other tensor.
         """
-        return self._read_tensors(self._request(indices), device, pin_memory, collate, pad_value)
+        request = self._request(indices, surveys=needs_survey(collate))
+        return self._read_tensors(request, device, pin_memory, collate, pad_value)
 
     @abstractmethod
     def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
@@ -354,7 +357,9 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         lines = [f"{type(self).__name__}: {counts}{self._shown_nbytes()}"]
         try:
             schema = self[:_SHOWN].schema
-            lines += [f"  {name}: {format_tensor(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)]
+            lines += [
+                f"  {printable(name)}: {format_tensor(tensor)}" for name, tensor in islice(schema.items(), _SHOWN)
+            ]
             if len(self) > _SHOWN:
                 lines.append(f"  (tensors of the first {_SHOWN:,} samples)")
         except (TensorCacheError, OSError, ValueError) as exc:  # the cache is closed or damaged
@@ -378,6 +383,9 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         known = [other for other in respelled(key, len(keys[0]) if len(keys) else 0) if other in self]
         if not known:
             known = [*self._neighbors(key), *(keys[number] for number in spread(len(self), _NUM_KEYS))]
+        safe = safe_key(key)
+        if safe != key and safe in self:
+            return f"{safe!r}, the key that tc.safe_key makes of this name; use cache[tc.safe_key(…)]"
         return list_names(known, key, len(self))
 
     def _neighbors(self, key: str) -> list[str]:
@@ -403,52 +411,66 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     @abstractmethod
     def _take(self, numbers: slice | Array) -> Self: ...
 
+    def _batch_names(self) -> list[str]:
+        """Return the names of all tensors that a batch may have, also those that no sample of this view has."""
+        return list(self.schema)
+
     @abstractmethod
-    def _request(self, indices: Any) -> Any:
-        """Return a request for samples. `indices` are indices or keys, or a request of another view of the same cache."""
+    def _request(self, indices: Any, *, surveys: bool = False) -> Any:
+        """Return a request for samples.
 
-    def _draw(self, numbers: Array, draw: Draw) -> Any:
-        """Return a request for samples by index, with one of the alternatives of `draw` for each."""
-        request = self._request(numbers)
-        return request if draw.alternatives is None else self._choose(request, draw.alternatives, draw.pick(numbers))
+        Args:
+            indices: Indices or keys, or a request of another view of the same cache.
+            surveys: Complete the batch by the tensors that any sample of the cache has, so that a padded tensor has rows also
+                if all samples of the batch lack it. Loads the index of every shard.
+        """
 
-    def _read_drawn(
+    def _request_chosen(self, numbers: Array, randomness: Randomness, *, surveys: bool = False) -> Any:
+        """Return a request for samples by index, with the alternatives that `randomness` chooses, if it has any."""
+        request = self._request(numbers, surveys=surveys)
+        if randomness.alternatives is None:
+            return request
+        return self._choose(request, randomness.alternatives, randomness.chooser(numbers))
+
+    def _read_chosen(
         self,
         numbers: Array,
-        draw: Draw,
+        randomness: Randomness,
         device: Any = None,
         pin_memory: bool = False,
         collate: Any = "stack",
         pad_value: PadValue = 0,
     ) -> Any:
-        """Return the batch of samples by index, with one of the alternatives of `draw` for each; see `read_batch`."""
-        request = self._draw(numbers, draw)
-        if draw.alternatives is None or not request.values:
+        """Return the batch of samples by index, with the chosen alternatives; see `read_batch`."""
+        request = self._request_chosen(numbers, randomness, surveys=needs_survey(collate))
+        if randomness.alternatives is None or not request.values:
             return self._read_batch(request, device, pin_memory, collate, pad_value)
-        groups, pick = request.values, draw.pick(numbers)
+        groups, chooser = request.values, randomness.chooser(numbers)
         keys = [request.key(i) for i in range(len(request))]
         if callable(collate):
             return self._read_batch(
                 request,
                 device,
                 pin_memory,
-                lambda samples: collate(place_in_samples(samples, groups, pick, keys)),
+                lambda samples: collate(place_in_samples(samples, groups, chooser, keys)),
                 pad_value,
             )
-        return place_values(self._read_batch(request, device, pin_memory, collate, pad_value), groups, pick, keys)
+        return place_values(self._read_batch(request, device, pin_memory, collate, pad_value), groups, chooser, keys)
 
-    def _choices(self, numbers: Array, draw: Draw) -> Choices:
+    def _choices(self, numbers: Array, randomness: Randomness) -> Choices:
         """Return the choices of a batch; decodes values that are alternatives."""
-        request = self._draw(numbers, draw)
-        found: Choices = request.choices()
+        request = self._request_chosen(numbers, randomness)
+        found: Choices = request.named_choices()
         if not request.values:
             return found
         keys = [request.key(i) for i in range(len(request))]
-        return found.with_more(choices_of_values(self.nest(request, {}), request.values, draw.pick(numbers), keys), "")
+        return found._with_more(
+            choices_of_values(self.nest(request, {}), request.values, randomness.chooser(numbers), keys), ""
+        )
 
-    def _choose(self, request: Any, alternatives: Alternatives, pick: Pick) -> Any:
+    def _choose(self, request: Any, alternatives: Alternatives, chooser: Chooser) -> Any:
         """Return a request with one of the alternatives for each sample."""
-        return choose_among(request, alternatives, pick)
+        return choose_tensors(request, alternatives, chooser)
 
     def _request_shapes(self, request: Any) -> dict[str, torch.Tensor]:
         """Return shapes by tensor name, int64 `[B, ndim]`, of the tensors of a request; see `_shapes`."""
@@ -501,7 +523,7 @@ class BatchInfo:
     immutable one. They move this record by calling its `to` method, as they move a tensor.
 
     Attributes:
-        indices: Sample indices in the cache, int64 `[B]`.
+        indices: Sample indices in the cache, int64 `[B]`, read-only.
         is_padding: True for each row that is padding, bool `[B]`, on the batch's device. Training should ignore these rows.
         epoch, step: Epoch and step of a loader's batch; steps are numbered through all epochs. With `read_batch`, both are 0.
         source: Name of the batch's cache in `mix`, or value of its bucket in `bucket_by`; with both, a tuple of name and value;
@@ -512,7 +534,7 @@ class BatchInfo:
         Records are equal if everything but the cache is equal.
     """
 
-    __slots__ = ("_collate", "_random", "_sent", "cache", "epoch", "indices", "is_padding", "source", "step")
+    __slots__ = ("_collate", "_randomness", "_sent", "cache", "epoch", "indices", "is_padding", "source", "step")
 
     indices: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     is_padding: torch.Tensor
@@ -521,7 +543,7 @@ class BatchInfo:
     source: object
     cache: Cache | None
     _collate: Collate | None  # None if the batch was collated by a function
-    _random: Draw
+    _randomness: Randomness
     _sent: tuple[tuple[str, ...], dict[str, Array], Choices] | None
 
     def __init__(
@@ -535,11 +557,11 @@ class BatchInfo:
         _sent: Any = None,
         _collate: Any = None,
         *,
-        draw: Draw | None = None,
+        randomness: Randomness | None = None,
     ) -> None:
         _collate = None if _collate is None or callable(_collate) else as_collate(_collate, 0)
-        random = draw or Draw(epochs=epoch)
-        values = (_collate, random, _sent, cache, epoch, indices, is_padding, source, step)
+        randomness = randomness or Randomness(epochs=epoch)
+        values = (_collate, randomness, _sent, cache, epoch, _read_only(indices), is_padding, source, step)
         for name, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, name, value)
 
@@ -564,9 +586,11 @@ class BatchInfo:
         The shape of a tensor that a sample lacks is zeros. Tensors that all samples of the batch lack are left out.
         """
         if self.cache is None:
-            return {name: torch.from_numpy(shapes) for name, shapes in (self._sent[1] if self._sent else {}).items()}
-        if self._random.alternatives is not None:
-            return self.cache._request_shapes(self.cache._draw(self.indices, self._random))
+            return {
+                name: torch.from_numpy(shapes.copy()) for name, shapes in (self._sent[1] if self._sent else {}).items()
+            }
+        if self._randomness.alternatives is not None:
+            return self.cache._request_shapes(self.cache._request_chosen(self.indices, self._randomness))
         return self.cache._shapes(self.indices)
 
     @property
@@ -574,27 +598,30 @@ class BatchInfo:
         """A random seed for each row, int64 `[B]`, in `[0, 2^63)`.
 
         A seed is a pure function of the loader's seed, the epoch and the sample index, so it does not depend on the batch
-        size, the ranks or the position in the batch. With `mix`, the epoch is that of the sample's cache. A sample that
-        `weights` draw twice in an epoch has the same seed twice.
+        size, the ranks or the position in the batch. With `repeats`, and with weights in `mix`, the number of the pass over
+        the sample's cache takes the place of the epoch, so a sample has another seed in each pass. A sample that `weights`
+        draw twice in an epoch has the same seed twice; in a mix with weights of samples, as many draws as the cache or bucket
+        has samples count as one pass. A row that fills an epoch's last step has the seed of the row that it
+        repeats.
         """
-        return self._random.seeds(self.indices)
+        return self._randomness.seeds(self.indices)
 
     @property
     def choices(self) -> Choices:
-        """The choices among the alternatives of `choose=`, by name: positions, int64 `[B]`; `choices.names` gives tensor names.
+        """The choices among the alternatives of `choose=`, by name, int64 `[B]`; see `Choices`.
 
         Empty without `choose`.
         """
         if self.cache is None:
             return self._sent[2] if self._sent is not None else Choices({}, {})
-        if self._random.alternatives is None:
+        if self._randomness.alternatives is None:
             return Choices({}, {})
-        return self.cache._choices(self.indices, self._random)
+        return self.cache._choices(self.indices, self._randomness)
 
     def mask(self, name: str) -> torch.Tensor:
         """Return which elements of a padded tensor's rows are data, bool `[B, T]`, on the batch's device; False is padding.
 
-        T is the length of the rows: that of `tc.pad(to=…)`, otherwise that of the longest row. A sample that lacks the tensor
+        T is the length of the rows: as `tc.pad(to=…)` says, otherwise that of the longest row. A sample that lacks the tensor
         has no data.
 
         Raises:
@@ -611,13 +638,14 @@ class BatchInfo:
             raise ValueError(f"tensor {name!r} has no dimensions, so it is not padded and has no mask")
         lengths = shapes[name][:, :1]
         way = None if self._collate is None else self._collate.ways_for([name])[0]
-        length = way.to if isinstance(way, Pad) and way.to is not None else int(lengths.max())
+        longest = int(lengths.max())
+        length = way.length(longest) if isinstance(way, Pad) else longest
         mask = torch.arange(length, device=lengths.device) < lengths
         return _moved(mask, self.is_padding.device)
 
     def _is_lacking(self, name: str) -> bool:
         """Return whether the cache has a tensor that no sample of the batch has."""
-        if self.cache is None or name not in self.cache.schema:
+        if self.cache is None or name not in self.cache._batch_names():
             return False
         return not any(name in entry.shapes for entry in self.cache._take(self.indices)._entries(selected=True))
 
@@ -625,7 +653,9 @@ class BatchInfo:
         """Return a record whose `is_padding` is on `device`. Lightning and accelerate call this when they move a batch."""
         is_padding = _moved(self.is_padding, device, non_blocking)
         at = self.epoch, self.step, self.source
-        return BatchInfo(self.indices, is_padding, *at, self.cache, self._sent, self._collate, draw=self._random)
+        return BatchInfo(
+            self.indices, is_padding, *at, self.cache, self._sent, self._collate, randomness=self._randomness
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BatchInfo):
@@ -652,15 +682,22 @@ class BatchInfo:
     def __reduce__(self) -> Any:
         # arrays, because torch would send a file descriptor for each tensor
         sent = tuple(self.keys), {name: shapes.numpy() for name, shapes in self.shapes.items()}, self.choices
-        at, draw = (self.epoch, self.step, self.source), (self._random.seed, self._random.epochs)
-        return _received, (self.indices, self.is_padding.cpu().numpy(), *at, sent, self._collate, draw)
+        at, randomness = (self.epoch, self.step, self.source), (self._randomness.seed, self._randomness.epochs)
+        return _received, (self.indices, self.is_padding.cpu().numpy(), *at, sent, self._collate, randomness)
 
 
 def _received(
-    indices: Array, padding: Array, epoch: int, step: int, source: object, sent: Any, collate: Any, draw: Any
+    indices: Array, padding: Array, epoch: int, step: int, source: object, sent: Any, collate: Any, randomness: Any
 ) -> BatchInfo:
     is_padding = torch.from_numpy(padding)
-    return BatchInfo(indices, is_padding, epoch, step, source, None, sent, collate, draw=Draw(*draw))
+    return BatchInfo(indices, is_padding, epoch, step, source, None, sent, collate, randomness=Randomness(*randomness))
+
+
+def _read_only(array: Array) -> Array:
+    """Return a copy that cannot be written."""
+    copied: Array = array.copy()
+    copied.flags.writeable = False
+    return copied
 
 
 def _moved(mask: torch.Tensor, device: torch.device | str | None, non_blocking: bool = False) -> torch.Tensor:

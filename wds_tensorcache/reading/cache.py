@@ -36,6 +36,7 @@ __all__ = ["TensorCache"]
 
 Array = np.ndarray[Any, Any]
 _MAX_VIEWS = 16
+_NUM_PATHS = 4  # shards that an error about a repeated key lists
 _NUM_NEIGHBORS = 8  # keys next to an unknown one that an error compares with it
 
 
@@ -122,12 +123,20 @@ class TensorCache(Cache[_Sample]):
     def close(self) -> None:
         self._store.close()
 
-    def _request(self, indices: Any) -> Request:
+    def _request(self, indices: Any, *, surveys: bool = False) -> Request:
         if isinstance(indices, Request):
             return indices.in_view(self._store, self._structures)
         numbers = numbers_of(indices, len(self._where), self._find)
         positions = numbers if self._order is None else as_array(take(self._where, numbers))
-        return Request(self._store, locate(self._store, positions), self._structures)
+        exemplars = self._store.survey() if surveys else ()
+        return Request(self._store, locate(self._store, positions, exemplars), self._structures)
+
+    def _batch_names(self) -> list[str]:
+        shards = [self._store.shards[number] for number in self._store.survey()]
+        stored = {name: None for shard in shards for names, *_ in shard.variants for name in sorted(names)}
+        return list(
+            dict.fromkeys([*self.schema, *(name for name in stored if self._wanted is None or self._wanted(name))])
+        )
 
     def _take(self, numbers: slice | Array) -> TensorCache[_Sample]:
         return TensorCache(self._store, take(self._where, numbers), self._patterns)
@@ -189,6 +198,7 @@ class TensorCache(Cache[_Sample]):
         if not found:
             raise KeyError(f"no sample {key!r:.100} among the {len(self)} samples; there are {self._near_keys(key)}")
         if len({self._at(number) for number in found}) > 1:
-            paths = ", ".join(self._store.locate(self._at(number))[0].path for number in found)
-            raise KeyError(f"sample {key!r} is in several shards, {paths}; use the sample's index instead")
+            paths = [self._store.locate(self._at(number))[0].path for number in found[:_NUM_PATHS]]
+            shown = ", ".join(paths) + ", …" * (len(found) > _NUM_PATHS)
+            raise KeyError(f"sample {key!r} is in several shards, {shown}; use the sample's index instead")
         return found[0]

@@ -13,7 +13,7 @@ import numpy as np
 from wds_tensorcache.codec.reference import Reference
 from wds_tensorcache.codec.skeleton.tensor_names import component
 from wds_tensorcache.codec.tree import CONTAINERS, Path, map_leaves
-from wds_tensorcache.reading.schema import TensorSchema, format_tensor, merge_schema, schema_from
+from wds_tensorcache.reading.schema import TensorSchema, format_tensor, merge_schema, printable, schema_from
 from wds_tensorcache.reading.structure import value_at
 
 __all__ = ["NUM_EXAMINED", "Contents", "Description", "TensorDescription", "ValueDescription"]
@@ -124,7 +124,7 @@ def _entries(described: Mapping[str, TensorDescription] | Mapping[str, ValueDesc
         for name, each in described.items():
             some = "" if each.num_samples == count else f", in {each.num_samples:,} of {count:,} samples"
             shown = name if len(name) <= _VALUE_CHARS else f"{name[:_VALUE_CHARS]}…"
-            yield f"  {shown or '(the whole sample)'}: {each}{some}"
+            yield f"  {printable(shown) or '(the whole sample)'}: {each}{some}"
 
     return _limited(lines(), len(described))
 

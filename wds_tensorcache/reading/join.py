@@ -19,12 +19,12 @@ from wds_tensorcache.errors import BatchError, list_names, unknown_name
 from wds_tensorcache.reading.base_cache import Cache, _Sample
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, PadValue, as_collate
 from wds_tensorcache.reading.choices.alternatives import Alternatives, Group, split
+from wds_tensorcache.reading.choices.chooser import Choices, Chooser
 from wds_tensorcache.reading.choices.chosen import ChosenRequest
-from wds_tensorcache.reading.choices.draw import Choices, Pick
 from wds_tensorcache.reading.description import Contents
 from wds_tensorcache.reading.find_shards import CachePaths
 from wds_tensorcache.reading.lookup.keys import KeysView
-from wds_tensorcache.reading.lookup.match_keys import KeyMap, match_some
+from wds_tensorcache.reading.match_keys import KeyMap, match_some
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns, make_entry
 from wds_tensorcache.reading.store import Io
@@ -104,7 +104,7 @@ def _matched(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any
             keys = [first.keys()[number] for number in missing[:_NUM_SHOWN]] if len(missing) else sorted(more)
             lacking, count = (name, len(missing)) if len(missing) else (names[0], len(more))
             hint = f"keys= maps none of them to a key of {name!r}" if name in maps else "keys= maps different keys"
-            shown = ", ".join(map(repr, keys[:_NUM_SHOWN])) + ", …" * (count > _NUM_SHOWN)
+            shown = list_names(keys[:_NUM_SHOWN], count=count)
             raise KeyError(
                 f"cache {names[0]!r} with {len(first)} samples and cache {name!r} with {len(other)}: {lacking!r} lacks "
                 f"{count} key{'s' * (count > 1)}: {shown}; {hint}, and how='inner' keeps only the samples that all caches have"
@@ -141,12 +141,12 @@ class _JoinedRequest:
         """Return the key of sample `i` of the batch."""
         return self.parts[0].key(i)  # type: ignore[no-any-return]
 
-    def choices(self) -> Choices:
+    def named_choices(self) -> Choices:
         """Return the choices of all parts by name."""
         found = Choices({}, {})
         for prefix, part in zip(self.prefixes, self.parts, strict=True):
             if isinstance(part, (ChosenRequest, _JoinedRequest)):
-                found = found.with_more(part.choices(), prefix)
+                found = found._with_more(part.named_choices(), prefix)
         return found
 
     def chosen_names(self) -> list[str]:
@@ -264,27 +264,30 @@ class JoinedCache(Cache[_Sample]):
     def _ways(self, collate: Any, pad_value: PadValue, known: tuple[str, ...], request: _JoinedRequest) -> Any:
         ways = as_collate(collate, pad_value, known)
         if ways is not collate and (isinstance(collate, Mapping) or isinstance(pad_value, Mapping)):
-            named = zip(self._prefixes, self._tensor_names, strict=True)
-            ways.check_names([*(prefix + name for prefix, names in named for name in names), *request.chosen_names()])
+            ways.check_names([*self._batch_names(), *request.chosen_names()])
         return ways
 
     @cached_property
     def _tensor_names(self) -> list[list[str]]:
-        return [list(cache.schema) for cache in self._caches]
+        return [cache._batch_names() for cache in self._caches]
 
     def _prefixed(self) -> Iterator[tuple[str, Any]]:
         return zip(self._prefixes, self._caches, strict=True)
 
-    def _request(self, indices: Any) -> _JoinedRequest:
+    def _batch_names(self) -> list[str]:
+        named = zip(self._prefixes, self._tensor_names, strict=True)
+        return list(dict.fromkeys(prefix + name for prefix, names in named for name in names))
+
+    def _request(self, indices: Any, *, surveys: bool = False) -> _JoinedRequest:
         """Return a request for samples, like `TensorCache._request`."""
         if isinstance(indices, _JoinedRequest):
             parts = [cache._request(part) for cache, part in zip(self._caches, indices.parts, strict=True)]
         else:
             numbers = self._numbers(indices)
-            parts = [cache._request(numbers) for cache in self._caches]
+            parts = [cache._request(numbers, surveys=surveys) for cache in self._caches]
         return _JoinedRequest(parts, self._prefixes)
 
-    def _choose(self, request: _JoinedRequest, alternatives: Alternatives, pick: Pick) -> _JoinedRequest:
+    def _choose(self, request: _JoinedRequest, alternatives: Alternatives, chooser: Chooser) -> _JoinedRequest:
         known = self._alternatives.get(alternatives)
         if known is None:
             if len(self._alternatives) >= _MAX_ALTERNATIVES:
@@ -292,22 +295,22 @@ class JoinedCache(Cache[_Sample]):
             known = self._alternatives[alternatives] = split(alternatives, self._prefixes, self._tensor_names)
         all_counts: dict[Group, Array] = {}
 
-        def pick_once(group: Group, counts: Array) -> Array:
+        def choose_once(group: Group, counts: Array) -> Array:
             if not np.array_equal(all_counts.setdefault(group, counts), counts):
                 raise BatchError(
-                    f"{', '.join(map(repr, group.names))} are chosen together from several caches, but samples have different "
+                    f"{list_names(group.names)} are chosen together from several caches, but samples have different "
                     "numbers of alternatives there"
                 )
-            return pick(group, counts)
+            return chooser(group, counts)
 
         parts = list(request.parts)
         for number, groups in enumerate(known):
             if groups:
 
-                def pick_here(group: Group, counts: Array, groups: Mapping[Group, Group] = groups) -> Array:
-                    return pick_once(groups[group], counts)
+                def choose_here(group: Group, counts: Array, groups: Mapping[Group, Group] = groups) -> Array:
+                    return choose_once(groups[group], counts)
 
-                parts[number] = self._caches[number]._choose(parts[number], Alternatives(tuple(groups)), pick_here)
+                parts[number] = self._caches[number]._choose(parts[number], Alternatives(tuple(groups)), choose_here)
         in_caches = {group for groups in known for group in groups.values()}
         return _JoinedRequest(parts, self._prefixes, [each for each in alternatives.groups if each not in in_caches])
 

@@ -138,5 +138,5 @@ def _choose_io(io: str, found: Sequence[Found]) -> Io:
         return Io("pread", f"{nbytes:,} bytes of shards do not fit into {memory:,} bytes of memory")
     reason = f"on {kind or 'a local file system'}: maps for small samples in the page cache, else preadv"
     if overcommit_is_off():
-        reason += "; overcommit is off, but read-only maps do not count towards the memory limit"
+        reason += "; overcommit is off, but read-only maps do not count toward the memory limit"
     return Io("auto", f"{reason}; files outside the page cache are read ahead")

@@ -29,6 +29,7 @@ __all__ = [
     "members_of",
     "merge_schema",
     "name_matcher",
+    "printable",
     "schema_from",
     "schema_of",
     "shapes_of",
@@ -189,6 +190,14 @@ def merge_schema(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
         old.nbytes + new.nbytes,
         old.num_samples + new.num_samples,
     )
+
+
+def printable(name: str) -> str:
+    """Return a name for a summary.
+
+    Hazard: characters that are not printable may reorder or overwrite the text of a terminal.
+    """
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in name)
 
 
 def format_tensor(tensor: TensorSchema) -> str:

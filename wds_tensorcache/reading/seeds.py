@@ -6,17 +6,29 @@ depends only on its arguments, in every process and in every release.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import xxhash
 
-__all__ = ["GOLDEN", "MIX", "finalise", "fractions_of", "random_bits", "round_keys", "salt", "sample_seeds"]
+__all__ = [
+    "GOLDEN",
+    "MIX",
+    "finalize",
+    "fractions_of",
+    "purpose_of",
+    "random_bits",
+    "round_keys",
+    "salt",
+    "sample_seeds",
+]
 
 Array = np.ndarray[Any, Any]
 MIX = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS, _SHIFTS = [np.uint64(factor) for factor in MIX], [np.uint64(shift) for shift in (30, 27, 31)]
 _MASK = (1 << 64) - 1
 _NUM_KEYS = 8
 _SAMPLES = 0x5A3D1E  # makes seeds independent of the order of the samples, which comes from the same seed and epoch
@@ -25,15 +37,19 @@ _SAMPLES = 0x5A3D1E  # makes seeds independent of the order of the samples, whic
 @lru_cache(maxsize=32)
 def round_keys(seed: int, epoch: int) -> Array:
     """Return eight keys, uint64 `[8]`: the sequence of SplitMix64 that starts from a hash of seed and epoch."""
-    states = finalise(np.array([seed * GOLDEN & _MASK, (epoch + 1) * GOLDEN + 1 & _MASK], np.uint64))
-    return finalise((states[0] ^ states[1]) + np.arange(1, _NUM_KEYS + 1, dtype=np.uint64) * np.uint64(GOLDEN))
+    states = finalize(np.array([seed * GOLDEN & _MASK, (epoch + 1) * GOLDEN + 1 & _MASK], np.uint64))
+    return finalize((states[0] ^ states[1]) + np.arange(1, _NUM_KEYS + 1, dtype=np.uint64) * np.uint64(GOLDEN))
 
 
-def finalise(values: Array) -> Array:
-    """Apply the finaliser of SplitMix64 to each value, uint64."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(MIX[0])
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(MIX[1])
-    mixed: Array = values ^ (values >> np.uint64(31))
+def finalize(values: Array) -> Array:
+    """Apply the finalizer of SplitMix64 to each value, uint64."""
+    # hot path: arrays of one batch, so each numpy call counts
+    mixed: Array = values >> _SHIFTS[0]
+    mixed ^= values
+    mixed *= _FACTORS[0]
+    mixed ^= mixed >> _SHIFTS[1]
+    mixed *= _FACTORS[1]
+    mixed ^= mixed >> _SHIFTS[2]
     return mixed
 
 
@@ -41,7 +57,7 @@ def random_bits(seed: int, epoch: int, numbers: Any) -> Array:
     """Return 64 random bits for each number in an epoch, uint64."""
     values = np.array(numbers, np.int64).astype(np.uint64)
     for key in round_keys(seed, epoch)[:2]:
-        values = finalise(values ^ key)
+        values = finalize(values ^ key)
     return values
 
 
@@ -58,6 +74,11 @@ def sample_seeds(seed: int, epochs: int | Array, indices: Array) -> Array:
     return seeds
 
 
+def purpose_of(kind: str, names: Iterable[str]) -> str:
+    """Return a text that differs for different kinds of draws, and for draws for different names."""
+    return "|".join((kind, *(name.replace("\\", "\\\\").replace("|", "\\|") for name in names)))
+
+
 @lru_cache(maxsize=256)
 def salt(purpose: str) -> int:
     """Return a number in `[0, 2^63)` that makes draws for different purposes independent."""
@@ -66,6 +87,6 @@ def salt(purpose: str) -> int:
 
 def fractions_of(seeds: Array, purpose: str) -> Array:
     """Return a random number in [0, 1) for each seed, float64 `[B]`. Draws for different purposes are independent."""
-    bits = finalise(seeds.astype(np.uint64) ^ np.uint64(salt(purpose)))
+    bits = finalize(seeds.astype(np.uint64) ^ np.uint64(salt(purpose)))
     fractions: Array = (bits >> np.uint64(11)).astype(np.float64) / (1 << 53)
     return fractions

@@ -57,6 +57,7 @@ class Store:
         )
         self._starts = self.starts.tolist()
         self.number_dtype = np.min_scalar_type(len(self.shards))
+        self._exemplars: tuple[int, ...] | None = None
         self._table: KeyTable | None = None
         self._executor: tuple[int, ThreadPool] | None = None
 
@@ -68,7 +69,29 @@ class Store:
 
     def with_threads(self, num_threads: int) -> Store:
         """Return a store that reads with `num_threads` threads, and shares the files and memory of this one."""
-        return Store(self.shards, self.files, self.pool, self.io, num_threads, self.fingerprint)
+        store = Store(self.shards, self.files, self.pool, self.io, num_threads, self.fingerprint)
+        store._exemplars = self._exemplars
+        return store
+
+    def survey(self) -> tuple[int, ...]:
+        """Return numbers of shards that together have all tensors; none if all samples have tensors of the same names.
+
+        Raises:
+            FormatError: An index is damaged.
+
+        Cost: loads the index of every shard, once.
+        """
+        if self._exemplars is None:
+            found, covered, different = list[int](), set[str](), set[frozenset[str]]()
+            for number, shard in enumerate(self.shards):
+                for names, *_ in shard.variants if len(shard) else ():
+                    if len(different) < 2:
+                        different.add(names)
+                    if not names <= covered:
+                        covered |= names
+                        found.append(number)
+            self._exemplars = tuple(dict.fromkeys(found)) if len(different) > 1 else ()
+        return self._exemplars
 
     def locate(self, position: int) -> tuple[Shard, int]:
         """Return the shard of the sample at `position`, and the sample's row: its number among the samples with this cache."""

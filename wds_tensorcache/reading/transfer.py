@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from wds_tensorcache.codec.tree import walk
+from wds_tensorcache.codec.tree import ATOMS, children
 
-__all__ = ["Transfer", "copying_stream", "move"]
+__all__ = ["Transfer", "copying_stream", "current_stream", "move", "tensors_in"]
 
 
 class _Local(threading.local):
@@ -65,9 +67,9 @@ class Transfer:
     def add(self, batch: Any) -> None:
         """Add the tensors of a batch that a user's function made inside the `with` block of `copying`."""
         if self._is_gpu:
-            for item, _ in walk(batch):
-                if isinstance(item, torch.Tensor) and item.is_cuda:
-                    self._tensors[item.untyped_storage().data_ptr()] = item
+            for tensor in tensors_in(batch):
+                if tensor.is_cuda:
+                    self._tensors[tensor.untyped_storage().data_ptr()] = tensor
 
     def hand_over(self) -> None:
         """Make the caller's current stream wait for the copies; keep their memory until its work on them is done."""
@@ -101,12 +103,54 @@ def move(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return moved
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in containers and objects; in place of a tensor without a storage, such as a sparse one, its parts."""
+    seen: dict[int, Any] = {}  # the objects are kept so that their ids are not reused
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if item.__class__ in ATOMS or id(item) in seen:
+            continue
+        seen[id(item)] = item
+        todo.extend(children(item))
+        if isinstance(item, torch.Tensor):
+            parts = _parts(item)
+            todo.extend(parts)
+            if not parts:
+                yield item
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            # `children` does not look into `__slots__`
+            todo.extend(getattr(item, each.name, None) for each in dataclasses.fields(item))
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a sparse, nested or wrapping tensor consists of; nothing for any other tensor."""
+    if is_traceable_wrapper_subclass(tensor):  # for example nested tensors of the layout `torch.jagged`
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    if tensor.is_nested:
+        return [tensor.values()]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the current stream of a GPU; None for any other device."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 def copying_stream(device: torch.device | str | None) -> Any:
     """Return the stream on which all copies to a GPU run."""
     key = _with_index(torch.device("cuda" if device is None else device))
     stream = _STREAMS.get(key)
     if stream is None:
-        stream = _STREAMS.setdefault(key, torch.cuda.Stream(key))  # type: ignore[no-untyped-call]
+        # Of each priority, torch has 32 streams, and gives them out in turn. Training seldom uses those of high priority, so
+        # copies share none with it.
+        stream = _STREAMS.setdefault(key, torch.cuda.Stream(key, priority=-1))  # type: ignore[no-untyped-call]
     return stream
 
 

@@ -107,7 +107,10 @@ def original_name(key: str) -> str:
     Raises:
         InvalidKeyError: `safe_key` does not return such a key; or the text was so long that the key contains its hash. Store
             long names in the samples if you need them again.
+        TypeError: `key` is not a str.
     """
+    if not isinstance(key, str):
+        raise TypeError(f"expected the key as a str, got a {type(key).__name__}")
     if _IS_HASHED(key):
         raise InvalidKeyError(f"key {key!r:.100} contains only a hash of its name, which was too long for a key")
     try:
@@ -141,7 +144,7 @@ def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
         if nbytes > MAX_MEMBER_NBYTES:
             raise InvalidKeyError(
                 f"member name {key!r:.100}.{suffix} has {nbytes} bytes: "
-                f"DALI without an index reads at most {MAX_MEMBER_NBYTES}; shorten the key"
+                f"DALI without an index reads at most {MAX_MEMBER_NBYTES}; shorten the key, or use tc.safe_key"
             )
 
 

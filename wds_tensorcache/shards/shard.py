@@ -70,15 +70,19 @@ def _variants_of(index: ShardIndex, columns: CacheColumns) -> tuple[Variant, ...
     table = index.layouts
     if len(table.forms) == 1:
         return ((frozenset(name for name, *_ in table.forms[0].entries), table.forms[0], 0),)
-    found: dict[frozenset[str], Variant] = {}
     numbers, rows = np.unique(table.form[columns.layout], return_index=True)
-    for number, row in zip(numbers.tolist(), rows.tolist(), strict=True):
-        form = table.forms[number]
+    used = [(table.forms[number], row) for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)]
+    found: list[Variant] = []
+    other: list[Variant] = []  # one without further names, which shows that samples differ
+    covered = set[str]()
+    for form, row in sorted(used, key=lambda each: -len(each[0].entries)):
         names = frozenset(name for name, *_ in form.entries)
-        found.setdefault(names, (names, form, row))
-        if len(found) > _MAX_VARIANTS:  # a hostile file could have any number
-            return ()
-    return tuple(found.values())
+        if (not found or not names <= covered) and len(found) < _MAX_VARIANTS:  # a hostile file could have any number
+            covered |= names
+            found.append((names, form, row))
+        elif not other and names != found[0][0]:
+            other = [(names, form, row)]
+    return tuple(found + other if len(found) == 1 else found)
 
 
 class _Loaded(Generic[_T]):
@@ -101,8 +105,8 @@ class Shard:
         columns: Columns of this cache in the index.
         checked: True for each sample that `check_tensors` accepted, bool `[len(shard)]`.
         layout_of_all: Layout of all samples; None unless the shard has exactly one.
-        variants: For each set of tensor names that a sample has: the names, a form with these names, and the row of one sample;
-            empty if there are more than 64.
+        variants: Samples that together have all tensors: names of the sample's tensors, its form, and its row. Several if
+            samples differ in the names of their tensors. At most 64.
 
     Threads/fork/pickle: safe everywhere; pickles as its path, so a copy loads the index again.
     """

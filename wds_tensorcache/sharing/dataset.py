@@ -314,7 +314,7 @@ class SharedDataset(Cache[Any]):
         self._store.close()
         self._samples.close()
 
-    def _request(self, indices: Any) -> Request:
+    def _request(self, indices: Any, *, surveys: bool = False) -> Request:
         if isinstance(indices, Request):
             return indices.in_view(self._store, self._structures)
         numbers = self._indices[numbers_of(indices, len(self), self._find)].tolist()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from wds_tensorcache.storage.threads import call_when_gone
+from wds_tensorcache.storage.threads import NO_FORK, call_when_gone
 
 __all__ = ["Held", "locked_folder", "open_regular"]
 
@@ -42,7 +41,7 @@ class Held:
         self.path, self.fd = path, -1
         self._pid = os.getpid()
         self._is_locked = False
-        with _opening:
+        with NO_FORK:
             self.fd = os.open(path, flags | _FLAGS, 0o666)
             # a single C call, which closes at most once; an interrupt arrives before or after it, not inside it
             self._close: Callable[[], Any] = partial(deque, map(os.close, filter(_OPEN.pop, [self.fd])), 0)
@@ -83,7 +82,6 @@ class Held:
 
 
 _OPEN: dict[int, Any] = {}  # by descriptor, the handle that closes it
-_opening = threading.RLock()  # prevents a fork between opening a descriptor and recording it
 
 
 @contextlib.contextmanager
@@ -141,8 +139,7 @@ def _close_in_child() -> None:
     for fd in _OPEN:
         os.close(fd)
     _OPEN.clear()
-    _opening.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_close_in_child)
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -32,23 +32,38 @@ class BaseLoader(ABC):
     _plan: StepSampler
     _collate: Any = None  # how the batches are collated, for `BatchInfo.mask`
     _reader: StepReader
-    _clock: Clock | None = None  # of a loader that measures waiting times
+    _clock: Clock
     _running: Callable[[], _Batches | None] = staticmethod(lambda: None)  # a weak reference to the current iteration
     _num_threads = 0  # threads of each iteration
     _num_iterations = 0
     _planned = 0  # the first step that the current iteration has not begun to read
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_running"}  # a copy has no iteration
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, which is equal on all ranks."""
         return len(self._plan)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}{repr(self._plan).removeprefix('StepSampler')}"
+        stats = self.stats()
+        shown = f"{type(self).__name__}{repr(self._plan).removeprefix('StepSampler')}"
+        return shown + (f"\n  {stats}" if stats.num_batches else "")
 
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
         return self._plan.epoch
+
+    @property
+    def num_batches_left(self) -> int:
+        """Number of batches from the next one to the end of its epoch, equal on all ranks.
+
+        After the last batch of an epoch, it is the number of batches of the next epoch. After a state that was saved with
+        another batch size, `len(loader) - num_batches_left` is the used part of the epoch in batches of this loader's size.
+        """
+        self._plan._find_rank()
+        return self._plan._course.num_steps(self._plan._position)
 
     def count_rows(self) -> RowCounts:
         """Return how many rows the batches of an epoch have over all ranks, and how many are padded, repeated or dropped."""
@@ -57,7 +72,8 @@ class BaseLoader(ABC):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch; see `StepSampler.set_epoch`.
 
-        This ends the current iteration, unless it is at the beginning of that epoch.
+        This ends the current iteration, unless it is at the beginning of that epoch. An iteration from which no batch was
+        requested yet begins that epoch.
         """
         self._plan.set_epoch(epoch)
 
@@ -78,6 +94,10 @@ class BaseLoader(ABC):
         return running
 
     @abstractmethod
+    def stats(self) -> Any:
+        """Return how long training has waited for batches."""
+
+    @abstractmethod
     def _read_batches(self, pool: ThreadPool | None, *, with_info: bool) -> Iterator[Read]:
         """Yield the batches of an epoch, starting at the sampler's position."""
 
@@ -87,6 +107,8 @@ class BaseLoader(ABC):
 
     def set_weights(self, weights: Any) -> int:
         """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), for all steps that have not begun.
+
+        `{"a": […]}` changes the weights of the samples in a cache of the mix, if the loader was made with such weights.
 
         A step has begun when the reading of its batch is scheduled; this may happen ahead of training.
 
@@ -115,7 +137,10 @@ class BaseLoader(ABC):
                 the state.
         """
         if self._plan._is_elsewhere:
-            raise RuntimeError("another data loader iterates over this loader's sampler: save that data loader's state")
+            raise RuntimeError(
+                "another data loader iterates over this loader's sampler: save that data loader's state. If accelerate made "
+                "it in prepare, that needs DataLoaderConfiguration(use_stateful_dataloader=True); or do not prepare this loader"
+            )
         return self._plan._state(self._plan._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -165,8 +190,7 @@ class _Batches(Iterator[Any]):
         self._read: Iterator[Read] | None = None
         self._is_in_next = self.is_closed = False
         self._clock = loader._clock
-        if self._clock is not None:
-            self._clock.begin()
+        self._clock.begin()
 
     def __next__(self) -> Any:
         loader, plan = self._loader, self._loader._plan
@@ -174,7 +198,8 @@ class _Batches(Iterator[Any]):
             raise RuntimeError("another iteration of this loader has begun, which ended this iteration")
         if self._pid != os.getpid():
             raise RuntimeError("this iteration's threads are in the process that began it; begin an iteration here")
-        if self._num_moves != plan._num_moves:
+        # Lightning calls `iter` before `set_epoch`; until a batch is requested, the iteration has no position
+        if self._num_moves != plan._num_moves and self._read is not None:
             self.close()
         if self.is_closed:
             raise StopIteration
@@ -184,8 +209,7 @@ class _Batches(Iterator[Any]):
             )
         try:
             self._is_in_next = True
-            if self._clock is not None:
-                self._clock.ask()
+            self._clock.ask()
             if self._read is None:
                 # until a batch is returned, another iteration would also begin here
                 plan._move(plan._beginning(), is_resumed=True)
@@ -194,8 +218,7 @@ class _Batches(Iterator[Any]):
             given, is_padding, step, after = next(self._read)
             if self._with_info:
                 given = given, loader._reader.info(step, is_padding, loader._collate)
-            if self._clock is not None:
-                self._clock.give()
+            self._clock.give()
             self._is_in_next = False
         except StopIteration:
             self.close()

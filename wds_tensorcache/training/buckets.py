@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.arguments import as_int
 from wds_tensorcache.errors import unknown_name
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.join import JoinedCache
@@ -69,7 +69,7 @@ def by_length(name: str, bounds: Sequence[int]) -> ByLength:
     Raises:
         ValueError: `bounds` is empty, negative or not ascending.
     """
-    found = tuple(map(operator.index, bounds))
+    found = tuple(as_int("bounds", bound) for bound in (bounds if isinstance(bounds, Iterable) else ()))
     if not found or found[0] < 0 or any(a >= b for a, b in pairwise(found)):
         raise ValueError(f"bounds={bounds!r:.200}, expected ascending lengths, for example [64, 128, 256]")
     return ByLength(name, found)
@@ -86,6 +86,11 @@ def buckets_of(cache: Any, by: str | Callable[[Entry], Any]) -> dict[Any, Array]
     found: dict[Any, list[int]] = {}
     for index, entry in enumerate(cache._entries()):
         label = tuple(entry.shapes[by]) if isinstance(by, str) else by(entry)
+        try:
+            hash(label)
+        except TypeError as exc:
+            what = f"bucket_by returned {label!r:.100} for sample {entry.key!r}"
+            raise TypeError(f"{what}, expected a value that can be a key of a dict, for example a tuple") from exc
         if label != label:
             raise ValueError(
                 f"bucket_by returned {label!r} for sample {entry.key!r}, expected a value that equals itself"

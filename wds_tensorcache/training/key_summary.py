@@ -15,6 +15,10 @@ _PREFIXES = 64  # positions up to which all keys are hashed, which tell where an
 _PREFIX_NBYTES = 2
 _SAMPLED = 16  # keys that are also hashed alone, which tell where keys were added or removed
 _SAMPLED_NBYTES = 4
+_FILTER = (
+    "; if keys were only added, the view cache.filter(lambda entry: entry.key in old), where old is the earlier cache, can "
+    "load the state, except with shuffle='blocks'"
+)
 _CHUNK = 4096  # keys in memory at the same time
 
 
@@ -55,7 +59,8 @@ def difference(saved: str, keys: Sequence[str]) -> str:
             return f"{_first_difference(begin, end, ends)}; {moved}"
     if len(keys) == count:
         return ""
-    return f"all {count} keys of the state are here first; {len(keys) - count} added after them, from {next(remaining)!r} on"
+    added = f"{len(keys) - count} added after them, from {next(remaining)!r} on"
+    return f"all {count} keys of the state are here first; {added}; the view cache[:{count}] can load the state"
 
 
 def _hash_part(remaining: Iterator[str], count: int, *digests: Any) -> list[str]:
@@ -91,7 +96,10 @@ def _moved(sampled: Sequence[int], hashes: Sequence[bytes], count: int, keys: Se
     ends = pairwise([(0, 0), *found, (count, len(keys))])
     changes = [(after[1] - before[1]) - (after[0] - before[0]) for before, after in ends]
     removed, added = -sum(min(0, change) for change in changes), sum(max(0, change) for change in changes)
-    return f"{text}; {removed} or more keys were removed, {added} or more added" if found else text
+    if not found:
+        return text
+    text = f"{text}; {removed} or more keys were removed, {added} or more added"
+    return text if removed else text + _FILTER
 
 
 def _layout(count: int) -> tuple[list[tuple[int, int]], list[int]]:

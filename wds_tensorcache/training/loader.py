@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from wds_tensorcache.arguments import as_int, check_options
 from wds_tensorcache.codec.lazy import check_device
 from wds_tensorcache.reading.batch.batch_memory import SPENT, to_device
 from wds_tensorcache.reading.batch.collate import collate_for
@@ -18,6 +18,7 @@ from wds_tensorcache.reading.choices.alternatives import Choose
 from wds_tensorcache.reading.transfer import Transfer, copying_stream
 from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool, wait_for
 from wds_tensorcache.training.base_loader import BaseLoader, Read
+from wds_tensorcache.training.skipping import LoaderBatches, LoaderPositions
 from wds_tensorcache.training.stats import Clock, LoaderStats, Timing
 from wds_tensorcache.training.step_reader import Transform, as_transforms, transformed
 from wds_tensorcache.training.step_sampler import StepOptions, StepSampler
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 __all__ = ["Loader"]
 
 _Waiting = deque[tuple[Step, Position, "Job[Any] | None"]]
+_REMEDIES = {  # by names of arguments of torch's DataLoader
+    "drop_last": "last_batch='drop'",
+    "num_workers": "num_threads=, since threads read the batches, or tc.torch_loader",
+    "prefetch_factor": "prefetch_batches=",
+    "collate_fn": "collate=",
+    "choices": "choose=",
+}
 
 
 class Loader(BaseLoader):
@@ -40,7 +48,7 @@ class Loader(BaseLoader):
     Args:
         cache, batch_size: As in `StepSampler`.
         device, pin_memory, collate, pad_value: As in `read_batch`.
-        choose: Alternatives as in `read_batch`. One of them is drawn for each sample, with equal probability. The choice is a
+        choose: Alternatives as in `read_batch`. One of them is chosen for each sample, with equal probability. The choice is a
             pure function of seed, epoch and sample index, so it does not depend on batch size and ranks, and resumes
             exactly. `info.choices` says what was chosen.
         transform: Function of a batch and its `BatchInfo` that returns the batch, or a list of such functions, which run in
@@ -51,16 +59,14 @@ class Loader(BaseLoader):
 
     Raises:
         ValueError: Arguments are mutually exclusive, or out of range.
-        BatchError: A name or pattern in `collate` or `pad_value` matches no tensor.
-        KeyError: A name or pattern in `choose` matches no tensor.
+        BatchError: A name or pattern in `collate`, `pad_value` or `choose` matches no tensor.
         RuntimeError (when a batch is requested): A transform failed; the message names the step.
 
-    Memory: `prefetch_batches + 1` batches, besides those that the caller keeps.
+    Memory: `prefetch_batches + 1` batches, besides those that the caller keeps. On a GPU, a batch keeps its memory until the
+        work that was queued on it has ended; if the CPU runs several steps ahead of the GPU, that is as many more batches.
     Threads/fork/pickle: one thread iterates, any thread may call `close`; only in the process that made the loader.
         Abandoning an iteration, or calling `close`, ends its threads; the next iteration begins the next epoch.
     """
-
-    _clock: Clock
 
     def __init__(
         self,
@@ -77,7 +83,9 @@ class Loader(BaseLoader):
         transform: Transform | Sequence[Transform] | None = None,
         **steps: Unpack[StepOptions],
     ) -> None:
-        self._num_threads, self._prefetch_batches = operator.index(num_threads), operator.index(prefetch_batches)
+        check_options(Loader, steps, StepOptions.__annotations__, _REMEDIES)
+        self._num_threads = as_int("num_threads", num_threads)
+        self._prefetch_batches = as_int("prefetch_batches", prefetch_batches)
         if min(self._num_threads, self._prefetch_batches) < 0:
             raise ValueError(f"num_threads={num_threads}, prefetch_batches={prefetch_batches}: expected 0 or more")
         self._plan = StepSampler(cache, batch_size, **steps)
@@ -92,10 +100,6 @@ class Loader(BaseLoader):
         self._waiting: Callable[[], _Waiting | None] = lambda: None  # weak reference to the batches that are read ahead
         self._clock = Clock()
 
-    def __repr__(self) -> str:
-        stats = self.stats()
-        return super().__repr__() + (f"\n  {stats}" if stats.batches else "")
-
     def _read_batches(self, pool: ThreadPool | None, *, with_info: bool) -> Iterator[Read]:
         plan, waiting = self._plan, _Waiting()
         self._waiting = weakref.ref(waiting)
@@ -109,9 +113,8 @@ class Loader(BaseLoader):
         epoch = planned.epoch
         while True:
             if self._is_flushed:
-                for _, _, job in waiting:
-                    if job is not None:
-                        job.cancel()
+                # `pause` does not know these jobs any more, so those that already run end here
+                wait_for([job for *_, job in waiting if job is not None and not job.cancel()])
                 waiting.clear()
                 planned, self._is_flushed = plan._position, False
             while len(waiting) <= self._prefetch_batches and planned.epoch == epoch:
@@ -140,9 +143,11 @@ class Loader(BaseLoader):
             batch = self._thread_reader.read(step, self._read_options)
             read = done = perf_counter()
             needs_mask = with_info or self._transforms
-            is_padding = to_device(torch.from_numpy(step.is_padding), False, device) if needs_mask else None
+            is_padding: Any = to_device(torch.from_numpy(step.is_padding), False, device) if needs_mask else None
             if self._transforms:
-                batch = transformed(batch, self._thread_reader.info(step, is_padding, self._collate), self._transforms)
+                # training gets another mask, because a transform may write into its own
+                info = self._thread_reader.info(step, is_padding.clone(), self._collate)
+                batch = transformed(batch, info, self._transforms)
                 done = perf_counter()
             if self._transforms or callable(self._read_options["collate"]):
                 transfer.add(batch)
@@ -150,12 +155,17 @@ class Loader(BaseLoader):
         timing = Timing(read - began - transfer_s, done - read, transfer_s, SPENT.nbytes - nbytes, done)
         return transfer, batch, is_padding, timing
 
+    @property
+    def sampler(self) -> StepSampler:
+        """The sampler of this loader's steps. Lightning calls its `set_epoch` when an epoch begins."""
+        return self._plan
+
     def stats(self) -> LoaderStats:
         """Return how long training and the loader have waited for each other, with times and bytes of each stage."""
         return self._clock.stats()
 
-    def wait(self) -> None:
-        """Wait until the threads have read all batches that were requested ahead; they then pause until the next batch.
+    def pause(self) -> None:
+        """Pause the threads until the next batch is requested, after waiting until they have read all batches ahead.
 
         Call this before work that other threads disturb, such as the capture of a CUDA graph.
         """
@@ -165,7 +175,7 @@ class Loader(BaseLoader):
         """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), and return the first step with the new weights.
 
         Args:
-            weights: New weights.
+            weights: New weights; `{"a": […]}` for the samples in a cache of the mix.
             strict: Apply the weights to the next batch, and discard batches that were read ahead.
 
         Raises:
@@ -174,6 +184,23 @@ class Loader(BaseLoader):
         step = self._change_weights(weights, 0) if strict else super().set_weights(weights)
         self._is_flushed |= strict
         return step
+
+    prefetch_factor = None  # of a DataLoader that skips batches
+
+    @property
+    def batch_sampler(self) -> LoaderPositions:
+        """The positions of the batches, for trainers that skip batches to resume, as accelerate's `skip_first_batches` does."""
+        return LoaderPositions(self)
+
+    @property
+    def dataset(self) -> LoaderBatches:
+        """The batches by position, for trainers that skip batches to resume."""
+        return LoaderBatches(self)
+
+    @staticmethod
+    def collate_fn(batch: Any) -> Any:
+        """Return the batch, which is collated already."""
+        return batch
 
     def __reduce__(self) -> Any:
         raise TypeError(

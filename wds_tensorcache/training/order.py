@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.reading.seeds import finalise, random_bits, round_keys
+from wds_tensorcache.reading.seeds import finalize, random_bits, round_keys
 
 __all__ = ["BlockOrder", "EpochOrder", "uniform"]
 
@@ -22,7 +22,7 @@ class EpochOrder:
 
     A shuffled epoch is a permutation that is never stored: a Feistel network over the next power of two, applied again to
     results that are out of range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The round function is
-    the finaliser of SplitMix64. Computing one position among 10^9 samples takes a fraction of a millisecond.
+    the finalizer of SplitMix64. Computing one position among 10^9 samples takes a fraction of a millisecond.
 
     Memory: none per sample. Up to 2^24 samples, tables of the round function take at most 8 MB for all orders of a process.
     Threads/fork/pickle: immutable, safe everywhere; the same order on every machine and in every release.
@@ -67,8 +67,8 @@ class BlockOrder:
     """
 
     def __init__(self, sizes: Sequence[int], *, window: int = 4096, seed: int = 0) -> None:
-        if window < 1:
-            raise ValueError(f"window={window}, expected 1 or more")
+        if not 1 <= window < 1 << 63:
+            raise ValueError(f"window={window}, expected 1 or more, and less than 2^63")
         self._sizes = np.array(sizes, np.int64)
         self._starts = np.cumsum(self._sizes) - self._sizes
         self.count = int(self._sizes.sum())
@@ -121,7 +121,7 @@ def _round_tables(seed: int, epoch: int, bits: int) -> list[Array]:
 
 def _round(half: Array, bits: int, key: np.uint64) -> Array:
     """Return the round function of one half of the values, int64: `bits` bits, to combine with the other half."""
-    result: Array = (finalise(half ^ key) & np.uint64((1 << bits) - 1)).astype(np.int64)
+    result: Array = (finalize(half ^ key) & np.uint64((1 << bits) - 1)).astype(np.int64)
     return result
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from wds_tensorcache.training.key_summary import difference, summary_of
-from wds_tensorcache.training.steps import Course, Permuted, Position
+from wds_tensorcache.training.steps import MAX_EPOCHS, Course, Permuted, Position
 
 __all__ = ["identity_of", "order_digest", "position_from", "state_of"]
 
@@ -72,7 +72,8 @@ def position_from(
     if isinstance(at, Mapping) and set(at) == set(Position.__slots__) and isinstance(at["counts"], (list, tuple)):
         position = Position(**{**at, "counts": tuple(at["counts"])})
         numbers = (position.epoch, position.used, position.step, position.began, *position.counts)
-        if all(type(number) is int and 0 <= number < 1 << 62 for number in numbers) and course.has(position):
+        are_valid = all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+        if are_valid and position.epoch < 2 * MAX_EPOCHS and course.has(position):
             return position
     raise ValueError(f"the state has a position that this loader cannot have: {at!r:.200}")
 

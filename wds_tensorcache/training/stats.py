@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 from time import perf_counter
 from typing import NamedTuple
 
-__all__ = ["Clock", "LoaderStats", "StageStats", "Timing"]
+__all__ = ["Clock", "LoaderStats", "StageStats", "Timing", "WaitStats"]
 
 
 class Timing(NamedTuple):
@@ -32,17 +32,17 @@ class StageStats:
     """The work of one stage of a loader.
 
     Attributes:
-        seconds: Time in this stage, summed over all threads.
+        time_s: Time in this stage, summed over all threads.
         nbytes: Bytes of the tensors that went through this stage.
     """
 
-    seconds: float
+    time_s: float
     nbytes: int
 
     @property
     def nbytes_per_s(self) -> float:
         """Bytes per second of one thread in this stage; 0 if it took no time."""
-        return self.nbytes / self.seconds if self.seconds else 0.0
+        return self.nbytes / self.time_s if self.time_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class LoaderStats:
     """Times and bytes of the batches that a loader has returned so far. `later - earlier` gives those in between.
 
     Attributes:
-        batches: Number of batches.
+        num_batches: Number of batches.
         nbytes: Bytes of their tensors in memory, with padding.
         total_s: Time from the request of each epoch's first batch until its last batch was returned.
         training_waited_s: The part of `total_s` in which training waited for a batch.
@@ -59,7 +59,7 @@ class LoaderStats:
             start of a copy to a GPU counts as transfer, because the copy itself runs in the background.
     """
 
-    batches: int = 0
+    num_batches: int = 0
     nbytes: int = 0
     total_s: float = 0.0
     training_waited_s: float = 0.0
@@ -78,16 +78,38 @@ class LoaderStats:
         """The stages by name: `"read"`, `"transform"` and `"transfer"`."""
         times = {"read": self.read_s, "transform": self.transform_s, "transfer": self.transfer_s}
         # a stage that took no time did not run
-        return {name: StageStats(seconds, self.nbytes if seconds else 0) for name, seconds in times.items()}
+        return {name: StageStats(time_s, self.nbytes if time_s else 0) for name, time_s in times.items()}
 
     def __sub__(self, earlier: LoaderStats) -> LoaderStats:
         return LoaderStats(*(mine - other for mine, other in zip(astuple(self), astuple(earlier), strict=True)))
 
     def __str__(self) -> str:
         return (
-            f"{self.batches:,} batches in {self.total_s:.1f} s, {self.nbytes_per_s / 1e6:,.0f} MB/s; training waited "
+            f"{self.num_batches:,} batches in {self.total_s:.1f} s, {self.nbytes_per_s / 1e6:,.0f} MB/s; training waited "
             f"{self.training_waited_s:.1f} s for data, data waited {self.data_waited_s:.1f} s for training"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class WaitStats:
+    """The waiting times of a `tc.torch_loader` so far. `later - earlier` gives those in between.
+
+    Attributes:
+        num_batches: Number of batches that the loader has returned.
+        total_s: Time from the request of each epoch's first batch until its last batch was returned.
+        training_waited_s: The part of `total_s` in which training waited for a batch. Without workers, it includes reading;
+            with workers, also their start.
+    """
+
+    num_batches: int = 0
+    total_s: float = 0.0
+    training_waited_s: float = 0.0
+
+    def __sub__(self, earlier: WaitStats) -> WaitStats:
+        return WaitStats(*(mine - other for mine, other in zip(astuple(self), astuple(earlier), strict=True)))
+
+    def __str__(self) -> str:
+        return f"{self.num_batches:,} batches in {self.total_s:.1f} s; training waited {self.training_waited_s:.1f} s for data"
 
 
 class Clock:
@@ -113,9 +135,8 @@ class Clock:
 
     def give(self) -> None:
         """Note that training receives the batch."""
-        timing, asked_at, now = self._timing, self._asked_at, perf_counter()
-        if timing is None:
-            return
+        asked_at, now = self._asked_at, perf_counter()
+        timing = self._timing or Timing(0.0, 0.0, 0.0, 0, now)  # worker processes send no times
         before = asked_at if self._gave_at is None else self._gave_at
         ready = max(0.0, asked_at - max(timing.done_at, before))
         self._gave_at = now
@@ -125,3 +146,8 @@ class Clock:
     def stats(self) -> LoaderStats:
         """Return the sums so far."""
         return LoaderStats(*self._sums)  # type: ignore[arg-type]
+
+    def waits(self) -> WaitStats:
+        """Return the sums that are known without the times of the batches."""
+        stats = self.stats()
+        return WaitStats(stats.num_batches, stats.total_s, stats.training_waited_s)

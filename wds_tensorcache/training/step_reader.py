@@ -11,7 +11,7 @@ import torch
 from wds_tensorcache.errors import TensorCacheError
 from wds_tensorcache.reading.base_cache import BatchInfo
 from wds_tensorcache.reading.choices.alternatives import Alternatives
-from wds_tensorcache.reading.choices.draw import Draw
+from wds_tensorcache.reading.choices.chooser import Randomness
 from wds_tensorcache.reading.schema import TensorSchema, merge_schema
 from wds_tensorcache.training.steps import Step
 
@@ -64,22 +64,38 @@ class StepReader:
         return found
 
     def read(self, step: Step, options: dict[str, Any]) -> Any:
-        """Return the batch of a step; `options` are those of `Cache.read_batch`."""
+        """Return the batch of a step; `options` are those of `Cache.read_batch`.
+
+        Raises:
+            RuntimeError: A function of the caller raised StopIteration, which would silently end an epoch of torch or DALI.
+        """
+        try:
+            return self._read(step, options)
+        except StopIteration as exc:
+            raise _stopped(step) from exc
+
+    def _read(self, step: Step, options: dict[str, Any]) -> Any:
         cache = step.cache_of(self._caches)
         if self.alternatives is None:
             return cache.read_batch(step.indices, **options)
-        return cache._read_drawn(step.indices, self._draw(step), **options)
+        return cache._read_chosen(step.indices, self._randomness(step), **options)
 
     def request(self, step: Step) -> Any:
-        """Return the request for the samples of a step."""
+        """Return the request for the samples of a step; raises as `read` does."""
+        try:
+            return self._request(step)
+        except StopIteration as exc:
+            raise _stopped(step) from exc
+
+    def _request(self, step: Step) -> Any:
         cache = step.cache_of(self._caches)
         if self.alternatives is None:
             return cache._request(step.indices)
-        return cache._draw(step.indices, self._draw(step))
+        return cache._request_chosen(step.indices, self._randomness(step))
 
     def request_structure(self, indices: Any) -> Any:
         """Return a request for samples of the only cache, of which only the structure matters."""
-        return self._caches[0]._draw(indices, Draw(alternatives=self.alternatives, given={}))
+        return self._caches[0]._request_chosen(indices, Randomness(alternatives=self.alternatives, given={}))
 
     def info(self, step: Step, is_padding: torch.Tensor | None = None, collate: Any = None) -> BatchInfo:
         """Return the record of a step's batch.
@@ -88,15 +104,22 @@ class StepReader:
             is_padding: The step's mask of padding on the device of the batch; on the CPU by default.
             collate: How the batch is collated, as in `read_batch`; None if unknown.
         """
-        is_padding = torch.from_numpy(step.is_padding) if is_padding is None else is_padding
+        is_padding = torch.from_numpy(step.is_padding.copy()) if is_padding is None else is_padding
         cache, source = step.cache_of(self._caches), self._names[step.stream]
-        at, draw = (step.epoch, step.number, source), self._draw(step)
-        return BatchInfo(step.indices, is_padding, *at, cache, _collate=collate, draw=draw)
+        at, randomness = (step.epoch, step.number, source), self._randomness(step)
+        return BatchInfo(step.indices, is_padding, *at, cache, _collate=collate, randomness=randomness)
 
-    def _draw(self, step: Step) -> Draw:
+    def _randomness(self, step: Step) -> Randomness:
         epochs = step.epoch if step.epochs is None else step.epochs
         # equal indices in different caches of a mix are different samples
-        return Draw(self._seed + step.source, epochs, self.alternatives)
+        return Randomness(self._seed + step.source, epochs, self.alternatives)
+
+
+def _stopped(step: Step) -> RuntimeError:
+    """Return the error in place of a StopIteration that a function of the caller raised while it made the batch of a step."""
+    return RuntimeError(
+        f"a dataset or a collate function raised StopIteration for the samples {step.indices[:8].tolist()}"
+    )
 
 
 def as_transforms(transform: Any) -> tuple[Transform, ...]:

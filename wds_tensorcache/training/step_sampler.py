@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import operator
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypedDict
 
 from torch.utils.data import DistributedSampler
 
+from wds_tensorcache.arguments import as_int
 from wds_tensorcache.ranks import find_rank, is_distributed
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.choices.alternatives import Alternatives
 from wds_tensorcache.training.buckets import ByLength, make_streams
 from wds_tensorcache.training.state import identity_of, order_digest, position_from, state_of
 from wds_tensorcache.training.step_reader import StepReader
-from wds_tensorcache.training.steps import Course, Position, RowCounts, Step
-from wds_tensorcache.training.weights import Weights, caches_of, repeats_of, weights_of
+from wds_tensorcache.training.steps import MAX_BATCH, MAX_EPOCHS, MAX_STEP, Course, Position, RowCounts, Step
+from wds_tensorcache.training.weights import Weights, caches_of, repeats_of, sample_weights_of, weights_of
 
 __all__ = ["StepOptions", "StepSampler"]
 
@@ -52,14 +53,15 @@ class StepSampler(DistributedSampler[Step]):
     Each iteration begins the next epoch, even if the previous iteration was abandoned. torchdata's `StatefulDataLoader`
     resumes exactly if it has as many workers as before; with `snapshot_every_n_steps` above 1, only if `batch_size *
     world_size` is also the same. A state that was saved after the last batch of an epoch makes the first loop empty, unless
-    `set_epoch` has chosen a different epoch, which then begins. torch's plain `DataLoader` saves no state: use
+    `set_epoch` has requested a different epoch, which then begins. torch's plain `DataLoader` saves no state: use
     `tc.torch_loader`.
 
     Args:
         cache: Cache from `tc.open` or `tc.join`; None with `mix`.
         batch_size: Number of samples in a batch of one rank.
-        shuffle: True for a new order in each epoch. `"blocks"`, for remote shards, reads shards in random order, and
-            shuffles samples within windows of `window` samples.
+        shuffle: True for a new order in each epoch. With False, all epochs have one order, also with buckets or a mix, unless
+            there are weights. `"blocks"`, for remote shards, reads shards in random order, and shuffles samples within windows
+            of `window` samples.
         seed: Seed of all random choices; the same on all ranks.
         rank, world_size: Rank of this process among the data-parallel processes, and their number. By default, both come
             from torch.distributed, also if a trainer initializes it before the first iteration, or from torchrun's
@@ -72,12 +74,14 @@ class StepSampler(DistributedSampler[Step]):
             samples of the epoch or the bucket, not marked as padding. `"drop"` drops the step. `count_rows` tells the cost.
         weights: One weight for each sample. Samples are drawn with replacement, in proportion to their weights. An epoch
             has as many samples as the cache, rounded up to whole steps (down with `"drop"`), without padding. With
-            `bucket_by`, each step's bucket is drawn in proportion to the sum of the weights in it.
-        mix: `{"a": (cache, 0.7), "b": (other, 0.3)}`: each step has samples of one cache, chosen in proportion to the
+            `bucket_by`, each step's bucket is drawn in proportion to the sum of the weights in it. In a `mix` with weights,
+            a dict from names of caches to weights of their samples, `weights={"a": […]}`; samples of all other caches come
+            in passes.
+        mix: `{"a": (cache, 0.7), "b": (other, 0.3)}`: each step has samples of one cache, drawn in proportion to the
             weights. An exhausted cache starts again. An epoch has as many samples as all caches together, rounded as with
             `weights`. Without weights, `{"a": cache, "b": other}`, an epoch has every sample once, or `repeats` times.
         repeats: Number of times that an epoch has each sample; with `mix`, a dict from names to numbers, where a missing name
-            counts as 1. Not with weights. The samples come in as many passes, with `shuffle` each in a new order.
+            counts as 1. Not with weights. The samples come in that many passes; with `shuffle`, each pass has a new order.
         bucket_by: Name of a tensor, `tc.by_length(…)`, or function of an entry as in `cache.filter`. All samples of a step
             have the same shape of the tensor, or the same result of the function.
         window: Number of samples to shuffle together with `shuffle="blocks"`.
@@ -110,14 +114,9 @@ class StepSampler(DistributedSampler[Step]):
     ) -> None:
         if (cache is None) == (mix is None):
             raise ValueError("expected either a cache, or mix= with several caches")
-        if weights is not None and mix is not None:
-            raise ValueError(
-                "weights and mix are mutually exclusive: mix= has one weight for each cache; to weight samples of several "
-                "caches, open them as one cache with tc.open([…])"
-            )
-        batch_size, seed, window = map(operator.index, (batch_size, seed, window))
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}, expected at least 1")
+        batch_size, seed, window = as_int("batch_size", batch_size), as_int("seed", seed), as_int("window", window)
+        if not 1 <= batch_size <= MAX_BATCH:
+            raise ValueError(f"batch_size={batch_size}, expected at least 1, and at most {MAX_BATCH:,}")
         if last_batch not in LAST_BATCH:
             raise ValueError(f"last_batch={last_batch!r}, expected one of {', '.join(LAST_BATCH)}")
         if shuffle not in (True, False, "blocks"):
@@ -126,6 +125,8 @@ class StepSampler(DistributedSampler[Step]):
         # a trainer may initialize torch.distributed later
         self._is_rank_open = rank is None and group is None and not is_distributed()
         rank, world_size = find_rank(rank, world_size, group, is_final=not self._is_rank_open)
+        if batch_size * world_size > MAX_STEP:
+            raise ValueError(f"world_size={world_size}, expected at most {MAX_STEP // batch_size:,}")
         self._caches: list[Any] = [cache] if mix is None else caches_of(mix)
         for each in self._caches:
             if not isinstance(each, Cache):
@@ -133,6 +134,7 @@ class StepSampler(DistributedSampler[Step]):
             if not len(each):
                 raise ValueError("the cache has no samples: did a filter or a slice leave none?")
         self._seed = seed
+        of_samples = sample_weights_of(weights, mix) if mix is not None else {}
         if mix is not None:
             weights = weights_of(mix)
         if weights is not None and repeats is not None:
@@ -142,11 +144,18 @@ class StepSampler(DistributedSampler[Step]):
         passes = repeats_of(repeats, mix)
         self._streams = make_streams(self._caches, mix, bucket_by, passes, shuffle, window, seed)
         self._names: list[Any] = [stream.name for stream in self._streams]
-        buckets = [stream.members for stream in self._streams if stream.members is not None]
-        self._weights = Weights(weights, None if mix is None else list(mix), len(self._caches[0]), seed, buckets)
-        self._course = Course(self._streams, self._weights, batch_size, rank, world_size, last_batch, seed)
+        names, samples = None if mix is None else list(mix), {}
+        for name, values in of_samples.items():
+            source = (names or []).index(name)
+            first = next(number for number, stream in enumerate(self._streams) if stream.source == source)
+            count, buckets = len(self._caches[source]), self._buckets_of(source)
+            samples[name] = Weights(values, None, count, seed + first, buckets)
+        self._weights = Weights(weights, names, len(self._caches[0]), seed, self._buckets_of(0), samples)
+        self._course = Course(
+            self._streams, self._weights, batch_size, rank, world_size, last_batch, seed, bool(shuffle)
+        )
         modes = {
-            "weights": weights is not None and mix is None,
+            "weights": weights is not None and (mix is None or bool(samples)),
             "mix": mix is not None,
             "buckets": bucket_by is not None,
         }
@@ -158,6 +167,8 @@ class StepSampler(DistributedSampler[Step]):
             "streams": list(map(str, self._names)),
             "order": order_digest(self._streams),
         }
+        if samples:
+            self._settings["weighted"] = sorted(samples)
         if repeats is not None or (mix is not None and weights is None):
             self._settings["repeats"] = passes
         self._count, self._batch_size = sum(map(len, self._streams)), batch_size
@@ -166,7 +177,7 @@ class StepSampler(DistributedSampler[Step]):
         if bucket_by is not None:
             self._shown_options += f", {len(self._streams):,} buckets by {_shown_key(bucket_by)}"
         if mode.startswith("weights"):
-            self._shown_options += ", drawn by weights"
+            self._shown_options += ", drawn by weights" + (f" in {sorted(samples)!r:.200}" if samples else "")
         if "repeats" in self._settings:
             self._shown_options += (
                 f", repeats={passes[0] if mix is None else dict(zip(mix, passes, strict=True))!r:.200}"
@@ -174,10 +185,17 @@ class StepSampler(DistributedSampler[Step]):
         self._identity: dict[str, str] | None = None
         self._position = Position(0, (0,) * len(self._streams))
         self._is_resumed = False  # the next iteration starts at the position, even in the middle of an epoch
-        self._chosen: int | None = None  # the epoch that set_epoch chose since the last iteration began
+        self._requested_epoch: int | None = None  # the epoch that set_epoch requested since the last iteration began
         self._num_moves = 0  # the number of times that the position was set other than by a batch
         self._leader: Any = None  # weak reference to the iteration of a TorchLoader, which moves the position itself
         self._is_elsewhere = False  # another data loader iterates, so the batches that it returned are unknown
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_leader": None}
+
+    def _buckets_of(self, source: int) -> list[Any]:
+        """Return the sample indices of each bucket of a cache; empty without buckets."""
+        return [each.members for each in self._streams if each.source == source and each.members is not None]
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch, which is equal on all ranks."""
@@ -229,7 +247,7 @@ class StepSampler(DistributedSampler[Step]):
         course = self._course
         shown = f"{self._count:,} samples, batch_size={self._batch_size}, {course.num_steps():,} steps per epoch"
         shown += f", rank={course.rank}, world_size={course.world_size}, {self._shown_options}"
-        return shown + course.count_rows().costs()
+        return shown + course.count_rows()._costs()
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
@@ -244,18 +262,24 @@ class StepSampler(DistributedSampler[Step]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch. If a state in that epoch was just loaded, the iteration resumes there.
 
-        With weights in `mix`, each cache continues after its last used sample. If the sampler is at the beginning of that
-        epoch, nothing changes.
+        With weights in `mix`, each cache continues after its last used sample; a loader that has used none warns. If the
+        sampler is at the beginning of that epoch, nothing changes.
 
         Raises:
             ValueError: `epoch` is out of range.
         """
-        epoch = operator.index(epoch)
-        if not 0 <= epoch < 1 << 62:
-            raise ValueError(f"epoch={epoch}, expected 0 or more")
-        self._chosen = epoch
+        epoch = as_int("epoch", epoch)
+        if not 0 <= epoch < MAX_EPOCHS:
+            raise ValueError(f"epoch={epoch} out of range [0, {MAX_EPOCHS:,})")
+        self._requested_epoch = epoch
         is_there = epoch == self._position.epoch and (self._is_resumed or not self._position.used)
         if not is_there:
+            if self._weights.are_of_caches and epoch and not any(self._position.counts):
+                warnings.warn(
+                    f"epoch {epoch} begins with the first samples of each cache, because this loader has used none yet, and "
+                    "epochs of a mix with weights continue each other; to resume training, load the loader's state",
+                    stacklevel=2,
+                )
             self._move(replace(self._course.next_epoch(self._position), epoch=epoch))
 
     def _move(self, position: Position, *, is_resumed: bool = False, is_elsewhere: bool = False) -> None:
@@ -342,7 +366,7 @@ class _StepIterator(Iterator[Step]):
         """Make the sampler's next iteration begin the next epoch."""
         if not self._is_led and self._at is not None:
             self._sampler._move(self._sampler._course.next_epoch(self._at), is_elsewhere=True)
-            self._sampler._chosen = None
+            self._sampler._requested_epoch = None
         self._num_moves = self._sampler._num_moves
 
     def state_dict(self) -> dict[str, Any]:
@@ -366,11 +390,11 @@ class _StepIterator(Iterator[Step]):
                 f"{course.step_size}, so steps do not match the batches returned after the last snapshot; use "
                 "snapshot_every_n_steps=1, or tc.torch_loader"
             )
-        self._at, chosen = position, sampler._chosen
-        if chosen is None or chosen == position.epoch:
+        self._at, requested = position, sampler._requested_epoch
+        if requested is None or requested == position.epoch:
             self._leave()
             return
-        begin = replace(course.next_epoch(position), epoch=chosen)
+        begin = replace(course.next_epoch(position), epoch=requested)
         if course.is_over(position):  # no step of the state's epoch remains
             sampler._move(begin, is_elsewhere=True)
         else:

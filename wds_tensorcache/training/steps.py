@@ -10,11 +10,15 @@ import numpy as np
 
 from wds_tensorcache.training.weights import Drawn, Weights
 
-__all__ = ["Course", "Permuted", "Position", "RowCounts", "Step"]
+__all__ = ["MAX_BATCH", "MAX_EPOCHS", "MAX_STEP", "Course", "Permuted", "Position", "RowCounts", "Step"]
 
 Array = np.ndarray[Any, Any]
+# with these limits and MAX_REPEATS, no position and no number of a pass over a dataset is beyond int64
+MAX_EPOCHS = 1 << 31  # for `set_epoch`; training may continue up to twice as many
+MAX_BATCH = 1 << 31  # samples of one rank
+MAX_STEP = 1 << 62  # samples of all ranks
 _WINDOW = 4096
-_CHOICE = 0x5EED  # makes the choice of a stream independent of the order of its samples
+_STREAMS = 0x5EED  # makes the draws of streams independent of the order of their samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +71,35 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Numbers of rows in the batches of one epoch, over all ranks: `rows = samples - dropped + padding + repeated`.
+    """Numbers of rows in the batches of one epoch, over all ranks.
 
-    With weights, `rows` is `samples` rounded to whole steps, and the other counts are 0.
+    `num_rows` is `num_samples - num_dropped + num_padding + num_repeated`. With weights, it is `num_samples` rounded
+    to whole steps, and the other counts are 0.
 
     Attributes:
-        samples: Number of samples of the epoch; a dataset with `repeats=10` counts 10 times.
-        rows: Number of rows in all batches.
-        padding: Number of rows that `info.is_padding` marks, with `last_batch="short"` or `"pad"`.
-        repeated: Number of rows that `last_batch="wrap"` fills with samples of the same epoch.
-        dropped: Number of samples that `last_batch="drop"` leaves out.
+        num_samples: Number of samples of the epoch; a dataset with `repeats=10` counts 10 times.
+        num_rows: Number of rows in all batches.
+        num_padding: Number of rows that `info.is_padding` marks, with `last_batch="short"` or `"pad"`.
+        num_repeated: Number of rows that `last_batch="wrap"` fills with samples of the same epoch.
+        num_dropped: Number of samples that `last_batch="drop"` leaves out.
         sources: The same counts for each bucket, or each cache of `mix`, by `info.source`. Empty with weights, where steps
             are drawn at random.
     """
 
-    samples: int
-    rows: int
-    padding: int = 0
-    repeated: int = 0
-    dropped: int = 0
+    num_samples: int
+    num_rows: int
+    num_padding: int = 0
+    num_repeated: int = 0
+    num_dropped: int = 0
     sources: dict[Any, RowCounts] = field(default_factory=dict, repr=False)
 
-    def costs(self) -> str:
+    def _costs(self) -> str:
         """Return the padded, repeated and dropped rows as text for a repr, for example `, padding=1188 of 2688 rows (44%)`."""
         text = ""
         for name in ("padding", "repeated", "dropped"):
-            count, of = getattr(self, name), "samples" if name == "dropped" else "rows"
-            text += f", {name}={count} of {getattr(self, of)} {of} ({count / getattr(self, of):.0%})" if count else ""
+            of = "samples" if name == "dropped" else "rows"
+            count, total = getattr(self, f"num_{name}"), getattr(self, f"num_{of}")
+            text += f", {name}={count} of {total} {of} ({count / total:.0%})" if count else ""
         return text
 
 
@@ -160,9 +166,11 @@ class Course:
     A stream is a cache, or one bucket of a cache. The next step's stream is drawn:
 
     - Without weights, in proportion to the numbers of samples that remain. Each epoch exhausts all streams, `repeats` times.
+      Unless samples are shuffled, the draws are the same in each epoch.
     - With weights of samples, in proportion to the sum of the weights of its samples.
     - With weights of caches, first the cache by its weight, then one of its buckets. A cache passes over all its buckets
-      before any of them begins another pass, except that the end of a bucket is filled from its next pass.
+      before any of them begins another pass, except that the end of a bucket is filled from its next pass. If its samples
+      have weights, too, the bucket is drawn in proportion to their sums, and the samples are drawn.
 
     With weights, an epoch has as many samples as all streams together, rounded to whole steps.
     """
@@ -176,6 +184,7 @@ class Course:
         world_size: int,
         last_batch: str,
         seed: int,
+        is_shuffled: bool,
     ) -> None:
         self._streams, self._weights = streams, weights
         self._lengths = [len(stream) * stream.repeats for stream in streams]  # in samples of an epoch
@@ -187,6 +196,7 @@ class Course:
         self._batch_size = batch_size
         self._last_batch = last_batch
         self._seed = seed
+        self._is_shuffled = is_shuffled
         self.set_rank(rank, world_size)
 
     def set_rank(self, rank: int, world_size: int) -> None:
@@ -206,11 +216,11 @@ class Course:
         counts = at.counts if self._weights.are_of_caches else (0,) * len(at.counts)
         return replace(at, epoch=at.epoch + 1, counts=counts, used=0, began=at.step)
 
-    def num_steps(self) -> int:
-        """Return the number of steps in an epoch."""
+    def num_steps(self, at: Position | None = None) -> int:
+        """Return the number of steps in an epoch, or in the rest of a position's epoch."""
         extra = 0 if self._last_batch == "drop" else self.step_size - 1
-        lengths = [self._num_samples] if self._weights.are_used else self._lengths
-        return sum((length + extra) // self.step_size for length in lengths)
+        remaining = self._remaining(Position(0, (0,) * len(self._streams)) if at is None else at)
+        return sum((count + extra) // self.step_size for count in remaining)
 
     def count_rows(self) -> RowCounts:
         """Return the numbers of rows in an epoch."""
@@ -219,7 +229,7 @@ class Course:
         sources = {stream.name: self._rows_of(len(stream) * stream.repeats) for stream in self._streams}
         counts = {
             name: sum(getattr(each, name) for each in sources.values())
-            for name in ("samples", "rows", "padding", "repeated", "dropped")
+            for name in ("num_samples", "num_rows", "num_padding", "num_repeated", "num_dropped")
         }
         return RowCounts(**counts, sources=sources if len(sources) > 1 else {})
 
@@ -230,10 +240,10 @@ class Course:
         if self._last_batch == "short":
             missing = -rest % self.world_size
         if self._last_batch == "drop":
-            return RowCounts(length, length - rest, dropped=rest)
+            return RowCounts(length, length - rest, num_dropped=rest)
         if self._last_batch == "wrap":
-            return RowCounts(length, length + missing, repeated=missing)
-        return RowCounts(length, length + missing, padding=missing)
+            return RowCounts(length, length + missing, num_repeated=missing)
+        return RowCounts(length, length + missing, num_padding=missing)
 
     def is_over(self, at: Position) -> bool:
         """Return whether no step of the position's epoch remains."""
@@ -253,9 +263,10 @@ class Course:
         number, count, rows = self._next_stream(at), self.step_size, self._rows
         stream, begin = self._streams[number], at.counts[number]
         positions, epoch = begin + rows, 0 if self._weights.are_of_caches else at.epoch
-        is_drawn = self._weights.are_used and not self._weights.are_of_caches
-        if is_drawn:
-            drawn = self._weights.drawn(at.step, number).indices(epoch, positions)
+        weights = self._weights.of_samples(stream.source)
+        if weights is not None:
+            bucket = number - self._streams_of[stream.source][0]
+            drawn = weights.drawn(at.step, bucket).indices(epoch, positions)
             indices = drawn if stream.members is None else np.take(stream.members, drawn)
         elif self._weights.are_of_caches or (remaining := self._lengths[number] - begin) >= count:
             indices = stream.indices(epoch, positions)
@@ -267,7 +278,7 @@ class Course:
             positions = np.where(rows < count, begin + rows, filler)
             indices = stream.indices(epoch, positions)
         # samples that occur in several passes of an epoch have other seeds and choices in each
-        has_passes = self._weights.are_of_caches or (stream.repeats > 1 and not is_drawn)
+        has_passes = self._weights.are_of_caches or (stream.repeats > 1 and weights is None)
         epochs = epoch * stream.repeats + positions // len(stream) if has_passes else None
         is_padding = (rows >= count) & (self._last_batch != "wrap")
         counts = (*at.counts[:number], begin + count, *at.counts[number + 1 :])
@@ -279,18 +290,21 @@ class Course:
         if len(self._streams) == 1:
             return 0
         if not self._weights.are_used:
-            return self._choose(self._remaining(at), at.epoch, at.used)
+            return self._draw_stream(self._remaining(at), at.epoch if self._is_shuffled else 0, at.used)
         if not self._weights.are_of_caches:
-            return self._choose(self._weights.sums(at.step), at.epoch, at.used)
-        numbers = self._streams_of[self._choose(self._weights.values(at.step), 0, at.step)]
+            return self._draw_stream(self._weights.sums(at.step), at.epoch, at.used)
+        source = self._draw_stream(self._weights.values(at.step), 0, at.step)
+        numbers, weights = self._streams_of[source], self._weights.of_samples(source)
+        if weights is not None:
+            return numbers[self._draw_stream(weights.sums(at.step), 1, at.step) if len(numbers) > 1 else 0]
         counts, lengths = [at.counts[number] for number in numbers], [len(self._streams[number]) for number in numbers]
         begun = 1 + min(count // length for count, length in zip(counts, lengths, strict=True))
         missing = [max(0, begun * length - count) for count, length in zip(counts, lengths, strict=True)]
-        return numbers[self._choose(missing, 1, at.step)]
+        return numbers[self._draw_stream(missing, 1, at.step)]
 
-    def _choose(self, weights: Sequence[float] | Array, epoch: int, position: int) -> int:
-        """Return the number of a stream, chosen in proportion to the weights."""
+    def _draw_stream(self, weights: Sequence[float] | Array, epoch: int, position: int) -> int:
+        """Return the number of a stream, drawn in proportion to the weights."""
         if len(weights) == 1:
             return 0
-        drawn = Drawn(np.array(weights, np.float64), self._seed ^ _CHOICE)
+        drawn = Drawn(np.array(weights, np.float64), self._seed ^ _STREAMS)
         return int(drawn.indices(epoch, np.array([position])).item(0))

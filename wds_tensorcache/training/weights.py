@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import operator
 import zlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -13,12 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from wds_tensorcache.arguments import as_int
+from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.training.order import uniform
 
-__all__ = ["Drawn", "Weights", "caches_of", "repeats_of", "weights_of"]
+__all__ = ["MAX_REPEATS", "Drawn", "Weights", "caches_of", "repeats_of", "sample_weights_of", "weights_of"]
 
 Array = np.ndarray[Any, Any]
+MAX_REPEATS = 1 << 30
 
 
 class Drawn:
@@ -73,15 +75,23 @@ class Weights:
         are_used: False without weights.
         are_of_caches: True for weights of the caches of `mix`.
         names: Names of the caches; empty without `mix`.
+        samples: Weights of the samples in some caches of `mix`, by name.
     """
 
     def __init__(
-        self, weights: Any, names: Sequence[str] | None, count: int, seed: int, buckets: Sequence[Array] = ()
+        self,
+        weights: Any,
+        names: Sequence[str] | None,
+        count: int,
+        seed: int,
+        buckets: Sequence[Array] = (),
+        samples: Mapping[str, Weights] | None = None,
     ) -> None:
         """Make the weights of `count` samples in buckets, or of the caches `names`; none if `weights` is None."""
         self.are_used = weights is not None
         self.are_of_caches = names is not None and self.are_used
         self.names = list(names or ())
+        self.samples = dict(samples or {})
         self._count = count if names is None else len(names)
         self._seed = seed
         self._buckets = buckets if self.are_used and names is None else ()
@@ -89,20 +99,40 @@ class Weights:
         if self.are_used:
             self.change(0, weights)
 
+    def of_samples(self, source: int) -> Weights | None:
+        """Return the weights of the samples in a cache; None if its samples have none."""
+        if self.are_of_caches:
+            return self.samples.get(self.names[source])
+        return self if self.are_used else None
+
     def change(self, step: int, weights: Any, current: int = 0) -> None:
-        """Set the weights from `step` on, in place of later changes; forget weights that ended before the step `current`."""
+        """Set the weights from `step` on, in place of later changes; forget weights that ended before the step `current`.
+
+        With `mix`, these are the weights of all caches, or lists of the weights of samples for some caches.
+        """
         if not self.are_used:
             raise ValueError("the loader was made without weights= and without weights in mix=")
+        changed: dict[Weights, Any] = {self: weights}
+        if self.names and isinstance(weights, Mapping) and weights and set(weights) <= set(self.samples):
+            lists = {self.samples[name]: each for name, each in weights.items() if _is_list(each)}
+            changed = lists if len(lists) == len(weights) else changed
+        # check all lists before changing any
+        for each, drawn in [(each, each._drawn(values)) for each, values in changed.items()]:
+            kept = [change for change in each._from(current) if change[0] < step]
+            each._changes = [*kept, (step, drawn)]
+
+    def _drawn(self, weights: Any) -> Drawn:
         if self.names:
-            if not isinstance(weights, Mapping) or set(weights) != set(self.names):
-                raise ValueError(f"weights={weights!r:.200}, expected a dict with {', '.join(map(repr, self.names))}")
+            is_dict = isinstance(weights, Mapping) and set(weights) == set(self.names)
+            if not is_dict or any(map(_is_list, weights.values())):
+                lists = f", or lists of weights of samples for {list_names(self.samples)}" if self.samples else ""
+                raise ValueError(f"weights={weights!r:.200}, expected a dict with {list_names(self.names)}{lists}")
             weights = [weights[name] for name in self.names]
         try:
             values = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().numpy().copy()
-        except (TypeError, ValueError, RuntimeError) as exc:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as exc:
             raise ValueError(f"weights={weights!r:.200}: expected {self._count} numbers") from exc
-        kept = [change for change in self._from(current) if change[0] < step]
-        self._changes = [*kept, (step, self._checked(values))]
+        return self._checked(values)
 
     def _checked(self, values: Array) -> Drawn:
         if values.shape != (self._count,) or not np.isfinite(values).all() or (values < 0).any() or not values.any():
@@ -120,31 +150,48 @@ class Weights:
         """Return the weights at a step."""
         return self._from(step)[0][1].weights
 
-    def drawn(self, step: int, stream: int) -> Drawn:
-        """Return the drawn samples of a bucket at a step, or of the only stream."""
+    def drawn(self, step: int, bucket: int) -> Drawn:
+        """Return the drawn samples of a bucket at a step, or of the whole cache if it has no buckets."""
         drawn = self._from(step)[0][1]
-        return drawn.parts[stream] if self._buckets else drawn
+        return drawn.parts[bucket] if self._buckets else drawn
 
     def sums(self, step: int) -> Array:
         """Return the sum of the weights of each bucket at a step, up to a factor."""
         return self._from(step)[0][1].sums
 
-    def state(self, step: int) -> list[list[Any]]:
-        """Return the weights at a step and all later changes, for JSON."""
-        return [[at, drawn.packed] for at, drawn in self._from(step)]
+    def state(self, step: int) -> Any:
+        """Return the weights at a step and all later changes, for JSON; with weights of samples in a mix, a dict of these."""
+        found = [[at, drawn.packed] for at, drawn in self._from(step)]
+        if not self.samples:
+            return found
+        return {"mix": found, "samples": {name: each.state(step) for name, each in self.samples.items()}}
 
-    def load(self, state: Sequence[Sequence[Any]]) -> None:
+    def load(self, state: Any) -> None:
         """Replace the weights by the weights of a state; if these do not match, raise ValueError and change nothing."""
         try:
+            states = {self: state}
+            if self.samples:
+                states = {self: state["mix"]} | {each: state["samples"][name] for name, each in self.samples.items()}
+        except (TypeError, KeyError) as exc:
+            raise ValueError(f"the state has no weights of samples of {list_names(self.samples)}") from exc
+        for each, changes in [(each, each._parsed(found)) for each, found in states.items()]:
+            each._changes = changes
+
+    def _parsed(self, state: Any) -> list[tuple[int, Drawn]]:
+        try:
             found = [(int(at), np.frombuffer(zlib.decompress(base64.b64decode(text)), "<f8")) for at, text in state]
-        except (TypeError, ValueError, zlib.error) as exc:
+        except (TypeError, ValueError, OverflowError, zlib.error) as exc:
             raise ValueError(f"the state has no valid weights: {exc}") from exc
         if bool(found) != self.are_used:
             raise ValueError(f"the state has {'weights' if found else 'no weights'}, unlike this loader")
         steps = [at for at, _ in found]
         if steps != sorted(set(steps)):
             raise ValueError(f"the state has weights from steps {steps} on, expected ascending steps")
-        self._changes = [(at, self._checked(values)) for at, values in found]
+        return [(at, self._checked(values)) for at, values in found]
+
+
+def _is_list(weights: Any) -> bool:
+    return isinstance(weights, Sequence) or getattr(weights, "ndim", 0) > 0
 
 
 def caches_of(mix: Any) -> list[Any]:
@@ -166,14 +213,34 @@ def weights_of(mix: Mapping[str, Any]) -> dict[str, Any] | None:
     return {name: weight for name, (_, weight) in mix.items()}
 
 
+def sample_weights_of(weights: Any, mix: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights of samples in some caches of `mix`, from an argument `weights=`; empty if it is None.
+
+    Raises:
+        ValueError: `weights` is not such a dict, or the caches themselves have no weights.
+    """
+    if weights is None:
+        return {}
+    if not isinstance(weights, Mapping) or not weights or not set(weights) <= set(mix):
+        raise ValueError(
+            f"weights={weights!r:.200}, expected a dict with some of {list_names(mix)}: weights of the samples in these caches "
+            "of mix; to weight the samples of several caches together, open them as one cache with tc.open([…])"
+        )
+    if weights_of(mix) is None:
+        raise ValueError("weights of samples in a mix need a weight of each cache, too: mix={'a': (cache, 0.7), …}")
+    return dict(weights)
+
+
 def repeats_of(repeats: Any, mix: Mapping[str, Any] | None) -> list[int]:
     """Return the number of passes over each cache in an epoch, from a `repeats=` argument."""
     names = [None] if mix is None else list(mix)
     given = {} if repeats is None else repeats if mix is not None else {None: repeats}
     if not isinstance(given, Mapping) or not set(given) <= set(names) or isinstance(given.get(None), Mapping):
-        expected = "a number" if mix is None else f"a dict with some of {', '.join(map(repr, names))}"
+        expected = "a number" if mix is None else f"a dict with some of {list_names(names)}"
         raise ValueError(f"repeats={repeats!r:.200}, expected {expected}")
-    found = [operator.index(given.get(name, 1)) for name in names]
+    found = [as_int("repeats" if name is None else f"repeats[{name!r}]", given.get(name, 1)) for name in names]
     if min(found) < 1:
         raise ValueError(f"repeats={repeats!r:.200}, expected at least 1; leave out samples with cache.filter")
+    if max(found) > MAX_REPEATS:
+        raise ValueError(f"repeats={repeats!r:.200}, expected at most {MAX_REPEATS:,}")
     return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import inspect
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from wds_tensorcache.arguments import check_options
 from wds_tensorcache.errors import FormatError, StaleCacheError
 from wds_tensorcache.ranks import find_rank
 from wds_tensorcache.reading.cache import TensorCache
@@ -17,18 +17,17 @@ from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
 from wds_tensorcache.shards.manifest import Catalog
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.writing.build_batch import DIGEST, Progress, Target, compute
-from wds_tensorcache.writing.build_items import Item, Items, add_note
-from wds_tensorcache.writing.new_folder import check_new
-from wds_tensorcache.writing.pattern import DEFAULT_NAME, ShardPattern
-from wds_tensorcache.writing.pattern_lock import WriterLock
-from wds_tensorcache.writing.resume import FinishedShards, list_new, load_finished
-from wds_tensorcache.writing.versions import OldCache, VersionShard, write_version
+from wds_tensorcache.writing.build_batch import DIGEST, SampleProgress, Target, compute, is_right, resumable
+from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
+from wds_tensorcache.writing.new_folder import check_replaceable, has_entries
+from wds_tensorcache.writing.pattern import ShardPattern
+from wds_tensorcache.writing.resume import FinishedShards, list_new
+from wds_tensorcache.writing.versions.build_version import Outcome, build_version, remove_abandoned
+from wds_tensorcache.writing.versions.write_version import OldCache
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
 __all__ = ["build"]
 
-_NO_ITEMS = "the source has no items"
 _Function = Callable[[list[Any]], Any]
 
 
@@ -45,7 +44,7 @@ def build(
     num_workers: int = 0,
     rank: int | None = None,
     world_size: int | None = None,
-    progress: bool | None = None,
+    progress: bool | Callable[[int, int | None], object] | None = None,
     max_samples: int = MAX_SAMPLES,
     **options: Any,
 ) -> TensorCache:
@@ -61,7 +60,8 @@ def build(
     the same arguments and a shared folder. Each rank computes its part of the batches, writes its own shards, such as
     `r3of8-000000.tar`, and returns when its part is finished. Ranks do not communicate: they may start and end at any time. A
     killed rank loses its unfinished shard. To resume, call `build` on any number of ranks. The cache is complete when every
-    rank has returned: it then has as many samples as there are items.
+    rank has returned: it then has as many samples as there are items. With `reuse`, the rank that finishes last writes the
+    version.
 
     Finished samples are never overwritten. If items change, build a *version* in a new folder:
     `build(items, fn, "v2", reuse="v1", digest=…)` takes samples with the same key and digest from `v1`, and computes all
@@ -85,9 +85,10 @@ def build(
             `tc.open(out, expect=fingerprint)`.
         reuse: Folder of the cache to take samples from. New shards are named like its last shard, with the next numbers,
             unless `out` is a pattern. Until the version is complete, computed samples are kept in the hidden folder
-            `.NAME.building` next to `out`, from which the next call resumes. Without `digest`, that call does not notice that
-            an item has changed since; delete the hidden folder to compute these samples again.
-        batch_size: Number of items per call. With `reuse`, batches contain only items whose samples must be computed.
+            `.NAME.building` next to `out`, from which the next call resumes, on any number of ranks. Without `digest`, that
+            call does not notice that an item has changed since; delete the hidden folder to compute these samples again.
+        batch_size: Number of items per call. With `reuse`, batches contain only the rank's items whose samples must be
+            computed.
         keys: Keys of the samples: a list with one key for each item of a map-style dataset, or a function that returns the
             key of an item. By default, items of a cache keep their keys, and a dict's key is its `"__key__"`. The key of any
             other item is its number, which is correct only if items neither change nor move. If keys come from the items'
@@ -100,13 +101,15 @@ def build(
             items of a map-style dataset, but all of an iterable. If the source of each rank already contains only the
             rank's items, or if only one rank calls `build`, pass `rank=0, world_size=1`.
         progress: Show rate and time left of this rank with `tqdm`; by default only on rank 0, if `tqdm` is installed and
-            stderr is a terminal.
+            stderr is a terminal. Or a function of this rank's samples that are finished and in all, None if the source has no
+            length: `progress=lambda done, total: …`. The caller's thread calls it at the beginning and after each batch.
         max_samples: Maximum number of samples in a shard, as for `ShardWriter`; a killed process loses at most this many
             samples.
         options: Other options of `ShardWriter`; `allow` also applies to the returned cache. A version always has a manifest.
 
     Returns:
-        The cache, opened. On several ranks, it contains the shards that all ranks have finished until now, perhaps none.
+        The cache, opened. On several ranks, it contains the shards that all ranks have finished until now, perhaps none. While
+        a version is incomplete, ranks get an empty cache; the rank that finishes last, and all later calls, get the version.
 
     Raises:
         StaleCacheError: `out` or `reuse` has a different fingerprint; or items have changed, but `out` contains their old
@@ -117,10 +120,11 @@ def build(
         InvalidKeyError: Some reader of shards would misread a key; `safe_key` makes a key of any text.
         ValueError: `fn` returned fewer or more samples than items; two items have the same key; the source is empty; `out`
             contains shards with other names; `reuse` is the same folder as `out`, lists shards outside its folder, or has
-            named caches or samples without a cache; two ranks have computed the same key; or several ranks have `reuse`,
-            `footer=False` or the path of a single shard.
+            named caches or samples without a cache; two ranks have the same key, or different items; or several
+            ranks have `footer=False` or the path of a single shard.
         TypeError: The source is not a dataset, JSON cannot represent the fingerprint, or a digest is not a str.
         FormatError: A finished or reused shard is damaged, or was changed during the call.
+        ImportError: `progress` is True, and `tqdm` is not installed.
         Exception: `source`, `keys`, `digest` or `fn` raised it. From Python 3.11 on, a note names the item, or the batch. All
             samples computed before it are kept, and the next call resumes after them.
 
@@ -132,36 +136,46 @@ def build(
     pattern = ShardPattern(os.fsdecode(out))
     for option in {"resume", "overwrite"} & options.keys():
         raise TypeError(f"build always resumes from the shards in the folder, so it does not accept {option}=")
+    check_options(
+        build,
+        options,
+        [name for name in inspect.signature(ShardWriter).parameters if name not in ("pattern", "resume", "overwrite")],
+    )
     if not options.get("footer", True) and not options.get("manifest", True):
         raise ValueError("footer=False, manifest=False: the fingerprint needs one of the two to be stored in")
-    if callable(progress):
-        raise TypeError("progress is a function, expected True, False or None; functions work in verify and repair")
     rank, world_size = find_rank(rank, world_size)
     if world_size > 1:
-        _check_ranks(rank, world_size, pattern, reuse, options)
+        _check_ranks(rank, world_size, pattern, options)
     items = Items(source, keys, digest, batch_size, num_workers, rank, world_size)
     options |= {"fingerprint": made, "max_samples": max_samples}
     folder = pattern.folder or os.curdir
-    with Progress(items.num_items, False if rank and progress is None else progress) as bar:
+    with SampleProgress(False if rank and progress is None else progress, items.num_items) as bar:
         if reuse is None:
             _extend(items, fn, pattern.of_rank(rank, world_size) if world_size > 1 else pattern, bar, options)
             if world_size > 1 and not pattern.build_shards():
-                return TensorCache(Store([], Files(), Pool(0), Io("pread", "there are no shards yet"), 1, made))
+                return _no_samples(made)
         elif not pattern.is_numbered:
             raise ValueError(f"out={os.fspath(out)!r} with reuse=: expected a folder, or a pattern with a number")
         elif os.path.isdir(folder) and os.path.isdir(reuse) and os.path.samefile(folder, reuse):
             raise ValueError(f"reuse={os.fspath(reuse)!r} is out itself; write the new version to a new folder")
-        elif os.path.isdir(folder) and os.listdir(folder):
-            there = _load_checked(folder, made)
-            compute(_missing(items, there.shards, None, folder, set(), bar), fn, bar)
-            with contextlib.suppress(FileExistsError), _claimed(os.path.realpath(folder)) as waiting:
-                shutil.rmtree(waiting, ignore_errors=True)  # abandoned by a killed call
         else:
-            name = None if pattern.is_default else pattern.name
-            old = _load_checked(reuse, made)
-            _build_version(items, fn, check_new(folder), old, name, bar, options)
+            outcome: Outcome = "found"
+            if not has_entries(folder):
+                name, old = None if pattern.is_default else pattern.name, _load_checked(reuse, made)
+                outcome = build_version(items, fn, check_replaceable(folder), old, name, bar, options)
+            if outcome == "incomplete":
+                return _no_samples(made)
+            if outcome == "found":
+                there = _load_checked(folder, made)
+                compute(_missing(items, there.shards, None, folder, set(), bar), fn, bar)
+                remove_abandoned(os.path.realpath(folder))
     cache: TensorCache = open(folder, expect=made, allow=options.get("allow", ()))
     return cache
+
+
+def _no_samples(made: dict[str, Any]) -> TensorCache:
+    """Return the cache for a rank that returns before any samples can be read."""
+    return TensorCache(Store([], Files(), Pool(0), Io("pread", "there are no shards yet"), 1, made))
 
 
 def _load_checked(folder: str | os.PathLike[str], made: dict[str, Any]) -> OldCache:
@@ -176,18 +190,16 @@ def _load_checked(folder: str | os.PathLike[str], made: dict[str, Any]) -> OldCa
     return old
 
 
-def _check_ranks(rank: int, world_size: int, pattern: ShardPattern, reuse: Any, options: Mapping[str, Any]) -> None:
+def _check_ranks(rank: int, world_size: int, pattern: ShardPattern, options: Mapping[str, Any]) -> None:
     """Raise ValueError if several ranks cannot build together."""
     what = f"rank={rank}, world_size={world_size}"
-    if reuse is not None:
-        raise ValueError(f"{what}: reuse= builds on one process; call it in one of them, with rank=0, world_size=1")
     if not pattern.is_numbered:
         raise ValueError(f"{what}: expected a folder or a pattern with a number such as %06d, got {str(pattern)!r}")
     if not options.get("footer", True):
         raise ValueError(f"{what}, footer=False: ranks need the footers to find the samples of other ranks")
 
 
-def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: Progress, options: dict[str, Any]) -> None:
+def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgress, options: dict[str, Any]) -> None:
     """Write the samples that a pattern's folder does not contain yet."""
     folder = pattern.folder or os.curdir
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
@@ -201,7 +213,7 @@ def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: Progress, o
     except StaleCacheError as exc:
         raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
     seen: set[str] = set()
-    with _noting(sink, folder), sink:
+    with resumable(sink, folder), sink:
         compute(_missing(items, sink.finished, sink, folder, seen, bar), fn, bar, sink)
     if items.world_size > 1:
         catalog = Catalog(folder, options.get("fsync", True)) if options.get("manifest", True) else None
@@ -216,7 +228,7 @@ def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: Progress, o
 
 
 def _missing(
-    items: Items, there: FinishedShards, sink: ShardWriter | None, folder: str, seen: set[str], bar: Progress
+    items: Items, there: FinishedShards, sink: ShardWriter | None, folder: str, seen: set[str], bar: SampleProgress
 ) -> Iterator[list[Target]]:
     """Yield all batches up to the first changed item, each item paired with `sink` if its sample is missing, else with None.
 
@@ -226,7 +238,7 @@ def _missing(
     num_changed = 0
     for batch in items.batches(lambda key: not items.has_digests and there.is_finished(key)):
         targets: list[Target] = []
-        for item in _each_once(batch, seen):
+        for item in each_once(batch, seen):
             places = there.find(item.key)
             for path, row in places:
                 if not there.has_cache(path, row):
@@ -236,10 +248,14 @@ def _missing(
             if places:
                 bar.count(is_old=True)
             if places or sink is None:
-                num_changed += not any(_is_right(there, place, item) for place in places)
+                num_changed += not any(is_right(there, place, item) for place in places)
         if not num_changed:
             yield targets
-    num_gone = 0 if sink is not None else sum(key not in seen for index in there.indexes.values() for key in index.keys)
+    num_gone = 0
+    if sink is None and items.world_size > 1:  # this rank does not know the keys of other ranks
+        num_gone = max(0, len(there) - items.num_all)
+    elif sink is None:
+        num_gone = sum(key not in seen for index in there.indexes.values() for key in index.keys)
     if num_changed or num_gone:
         are_changed = "have changed" if sink is not None else "have changed or are new"
         what = f"{num_changed} of {len(seen)} items {are_changed} since the samples in {folder!r} were made"
@@ -248,120 +264,4 @@ def _missing(
             what += "; the folder has no digests to compare, because it was built without digest="
         raise StaleCacheError(f"{what}; build a new version in another folder, with reuse={folder!r}")
     if items.is_empty and not len(there):
-        raise ValueError(_NO_ITEMS)
-
-
-def _build_version(
-    items: Items, fn: _Function, out: str, old: OldCache, name: str | None, bar: Progress, options: dict[str, Any]
-) -> None:
-    """Compute the samples that cannot be reused, and write the version.
-
-    Computed samples are first written to a hidden cache, from which a call after an interruption resumes.
-    """
-    options = {**options, "manifest": True}  # keeps the fingerprints of shards without a footer
-    with _claimed(out) as folder:
-        pattern = ShardPattern(os.path.join(folder, DEFAULT_NAME))
-        try:
-            check_new(out)  # another call may have built it meanwhile
-            try:
-                sink = ShardWriter(str(pattern), resume=True, **options)
-            except StaleCacheError:  # the hidden cache has a different fingerprint
-                sink = ShardWriter(str(pattern), overwrite=True, **options)
-            seen: set[str] = set()
-            with _noting(sink, folder), sink:
-                there = sink.finished
-                sink.finished = FinishedShards({}, Files())  # stale samples are computed again
-                compute(_stale(items, old, there, sink, seen, bar), fn, bar, sink)
-                if not seen:
-                    raise ValueError(_NO_ITEMS)
-            paths = list(pattern.existing().values())
-            computed = load_finished(paths, dict.fromkeys(paths, options["fingerprint"]), old.shards.files)
-            parts = _put_together(old, computed, seen, name)
-            write_version(out, old, parts, computed, fsync=options.get("fsync", True))
-            pattern.remove(paths)
-        finally:
-            if not pattern.existing():
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _claimed(out: str) -> Iterator[str]:
-    """Make and lock the hidden folder for a version's computed samples; yield its path."""
-    folder = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.building")
-    os.makedirs(folder, exist_ok=True)
-    with contextlib.closing(WriterLock(ShardPattern(os.path.join(folder, "version.tar")))):
-        yield folder
-
-
-def _put_together(old: OldCache, computed: FinishedShards, seen: set[str], name: str | None) -> list[VersionShard]:
-    """Return the shards of a version: the old shards without samples that have no item, then the shards of new items."""
-    for part in old.parts.values():
-        part.dropped_keys.update(key for key in old.shards.indexes[part.path].keys if key not in seen)
-    parts, urls = list(old.parts.values()), old.next_urls(name)
-    for path, index in computed.indexes.items():
-        are_new = [
-            key in seen and key not in old.shards and computed.find(key)[-1] == (path, row)
-            for row, key in enumerate(index.keys)
-        ]
-        if any(are_new):
-            gone = {key for key, is_new in zip(index.keys, are_new, strict=True) if not is_new}
-            parts.append(VersionShard(next(urls), path, computed, gone))
-    return parts
-
-
-def _stale(
-    items: Items, old: OldCache, computed: FinishedShards, sink: ShardWriter, seen: set[str], bar: Progress
-) -> Iterator[list[Target]]:
-    """Yield batches of items that cannot reuse a sample, each item paired with `sink`, or with None if it is already computed.
-
-    Record in `old.parts` which samples to drop and which to replace.
-    """
-    todo: list[Target] = []
-    for batch in items.batches(lambda key: not items.has_digests and key in old.shards):
-        for item in _each_once(batch, seen):
-            places = old.shards.find(item.key)
-            right = next((place for place in places if _is_right(old.shards, place, item)), None)
-            for place in places:  # if several samples have this key, keep one of them
-                if place != (right or places[0]):
-                    old.parts[place[0]].dropped_keys.add(item.key)
-                elif right is None:
-                    old.parts[place[0]].changed_keys.add(item.key)
-            found = computed.find(item.key)
-            is_there = right is not None or (bool(found) and _is_right(computed, found[-1], item))
-            if is_there:
-                bar.count(is_old=True)
-            if right is None:
-                todo.append((item, None if is_there else sink))
-        while len(todo) >= items.batch_size:
-            yield todo[: items.batch_size]
-            del todo[: items.batch_size]
-    if todo:
-        yield todo
-
-
-def _each_once(batch: Iterable[Item], seen: set[str]) -> Iterator[Item]:
-    """Yield items and add their keys to `seen`; raise ValueError if `seen` already contains a key."""
-    for item in batch:
-        if item.key in seen:
-            raise ValueError(f"two items have the key {item.key!r}; expected a different key for each item")
-        seen.add(item.key)
-        yield item
-
-
-def _is_right(finished: FinishedShards, place: tuple[str, int], item: Item) -> bool:
-    return item.digest is None or finished.read_member(*place, DIGEST) == item.digest.encode()
-
-
-@contextlib.contextmanager
-def _noting(sink: ShardWriter, folder: str) -> Iterator[None]:
-    """Add a note to an exception: how many samples are finished, and that the next call resumes after them."""
-    before = sink.num_finished
-    try:
-        yield
-    except BaseException as exc:
-        count = sink.num_finished - before
-        can_resume = count or not isinstance(exc, (StaleCacheError, TypeError, ValueError))
-        if can_resume:
-            what = f"with {count} samples of this call; call it again to resume"
-            add_note(exc, f"finished shards stay in {folder!r}, {what}")
-        raise
+        raise ValueError(NO_ITEMS)

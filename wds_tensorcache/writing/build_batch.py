@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.tree import rebuild
-from wds_tensorcache.errors import EncodeError
-from wds_tensorcache.storage.progress import open_bar
+from wds_tensorcache.errors import EncodeError, StaleCacheError
+from wds_tensorcache.progress import Progress
 from wds_tensorcache.storage.threads import Job, ThreadPool
 from wds_tensorcache.writing.build_items import Item, add_note
+from wds_tensorcache.writing.resume import FinishedShards
 from wds_tensorcache.writing.writer import ShardWriter
 
-__all__ = ["DIGEST", "Batch", "Progress", "Target", "compute"]
+__all__ = ["DIGEST", "Batch", "SampleProgress", "Target", "compute", "is_right", "resumable"]
 
 DIGEST = "digest.txt"  # the member that contains the digest of a sample's item
 Target = tuple[
@@ -27,11 +28,15 @@ _MAX_WRITING = 2  # batches being written or waiting, while the next one is comp
 
 
 def compute(
-    batches: Iterable[list[Target]], fn: Callable[[list[Any]], Any], bar: Progress, sink: ShardWriter | None = None
+    batches: Iterable[list[Target]],
+    fn: Callable[[list[Any]], Any],
+    bar: SampleProgress,
+    sink: ShardWriter | None = None,
 ) -> None:
     """Run `fn` on each batch with a missing sample, and write the missing samples; raise the first error of either thread.
 
-    After an error or an interrupt, the unfinished shard of `sink` is finished early, so that its samples are kept.
+    The caller's thread shows `bar` after each batch. After an error or an interrupt, the unfinished shard of `sink` is
+    finished early, so that its samples are kept.
     """
     failed: list[BaseException] = []
     first_error: BaseException | None = None
@@ -68,8 +73,11 @@ def compute(
                         with _noting(batch):
                             made = fn([item.value for item, _ in batch])
                         submit(made, batch)
+                    bar.show_count()
                 while waiting:
                     waiting.popleft().result()
+                    bar.show_count()
+                bar.show_count()  # samples that were finished before, after the last batch
             except BaseException as exc:
                 first_error = failed[0] if failed else exc
                 if exc is not first_error:
@@ -79,6 +87,26 @@ def compute(
         # Hazard: after a second interrupt, in the pool's `__exit__`, the thread may still be writing into the shard.
         if sink is not None and exc is first_error:
             _keep_samples(sink, exc)
+        raise
+
+
+def is_right(finished: FinishedShards, place: tuple[str, int], item: Item) -> bool:
+    """Return whether the sample at a place was made from this item, as far as its digest tells."""
+    return item.digest is None or finished.read_member(*place, DIGEST) == item.digest.encode()
+
+
+@contextlib.contextmanager
+def resumable(sink: ShardWriter, folder: str) -> Iterator[None]:
+    """Add a note to an exception: how many samples are finished, and that the next call resumes after them."""
+    before = sink.num_finished
+    try:
+        yield
+    except BaseException as exc:
+        count = sink.num_finished - before
+        can_resume = count or not isinstance(exc, (StaleCacheError, TypeError, ValueError))
+        if can_resume:
+            what = f"with {count} samples of this call; call it again to resume"
+            add_note(exc, f"finished shards stay in {folder!r}, {what}")
         raise
 
 
@@ -164,21 +192,30 @@ def _rows(value: Any, count: int) -> Any:
     return value
 
 
-class Progress:
-    """A `tqdm` progress bar, or nothing; `show=None` shows the bar if `tqdm` is installed and stderr is a terminal."""
+class SampleProgress(Progress):
+    """The progress of a build in samples.
 
-    def __init__(self, total: int | None, show: bool | None) -> None:
-        self._bar = open_bar(show, total=total, unit=" samples", smoothing=0.05)
+    Threads: one thread counts old samples and shows; another one may count new samples.
+    """
+
+    def __init__(self, show: bool | Callable[[int, int | None], object] | None, total: int | None) -> None:
+        super().__init__(show, total, unit=" samples", smoothing=0.05)
+        self._num_old = self._num_new = 0
+        self.show_count()
 
     def count(self, *, is_old: bool = False) -> None:
         """Count a sample. If `is_old`, it was finished before this call, and does not change the rate."""
-        if self._bar is not None:
-            self._bar.initial += is_old
-            self._bar.update()
+        if is_old:
+            self._num_old += 1
+        else:
+            self._num_new += 1
 
-    def __enter__(self) -> Progress:
+    def show_count(self) -> None:
+        """Show the samples counted so far."""
+        self.show(self._num_old + self._num_new, self._num_old)
+
+    def __enter__(self) -> SampleProgress:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self.close()

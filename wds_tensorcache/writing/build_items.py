@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from xxhash import xxh3_64_intdigest
 
+from wds_tensorcache.arguments import as_int
 from wds_tensorcache.errors import InvalidKeyError
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.shards.names import check_key
 
-__all__ = ["Item", "Items", "add_note"]
+__all__ = ["NO_ITEMS", "Item", "Items", "add_note", "each_once"]
+
+NO_ITEMS = "the source has no items"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,10 @@ class Items(Dataset[Item]):
 
     Attributes:
         num_items: Number of items of this rank; None if unknown.
+        num_all: Number of items of all ranks; for an iterable, of those found so far.
         batch_size: Number of items in each batch but the last.
         has_digests: True if items have a digest.
-        world_size: Number of ranks.
-        is_empty: True until an item of any rank was found.
+        rank, world_size: Rank of this process, and number of ranks.
 
     Raises:
         InvalidKeyError: Some reader of shards would misread a key.
@@ -60,6 +64,7 @@ class Items(Dataset[Item]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
+        batch_size, num_workers = as_int("batch_size", batch_size), as_int("num_workers", num_workers)
         if batch_size < 1 or num_workers < 0:
             raise ValueError(f"batch_size={batch_size}, num_workers={num_workers}: expected at least 1, and at least 0")
         what = type(items).__name__
@@ -88,16 +93,22 @@ class Items(Dataset[Item]):
                 if num_uses > 1:
                     raise ValueError(f"two items have the key {key!r}; expected a different key for each item")
         self._items, self._keys, self._digest, self._is_map = items, keys, digest, is_map
-        self.batch_size, self._num_workers, self.has_digests = batch_size, num_workers, digest is not None
-        self._rank, self.world_size = rank, world_size
-        self._count, self.is_empty = count or 0, not (is_map and count)
+        self.batch_size = min(batch_size, sys.maxsize)  # which itertools can count
+        self._num_workers, self.has_digests = num_workers, digest is not None
+        self.rank, self.world_size = rank, world_size
+        self._count, self.num_all = count or 0, (count or 0) if is_map else 0
         self.num_items = None if count is None else sum(map(len, self._own_batches()))
+
+    @property
+    def is_empty(self) -> bool:
+        """True until an item of any rank was found."""
+        return not self.num_all
 
     def _owns(self, batch_number: int) -> bool:
         """Return whether a batch is one of this rank's."""
         group, place = divmod(batch_number, self.world_size)
         shift = xxh3_64_intdigest(b"%d %d" % (self.world_size, group)) if self.world_size > 1 else 0
-        return (place + shift) % self.world_size == self._rank
+        return (place + shift) % self.world_size == self.rank
 
     def _own_batches(self) -> Iterator[range]:
         """Yield the numbers of the items in each batch of this rank, for a source of known length."""
@@ -144,7 +155,7 @@ class Items(Dataset[Item]):
                     value = next(values)
                 except StopIteration:
                     return
-            self.is_empty = False
+            self.num_all = number + 1
             if self._owns(number // self.batch_size):
                 yield self._item(number, value)
 
@@ -191,6 +202,15 @@ def add_note(exc: BaseException, note: str) -> None:
     """Add a note to an exception of the caller's code, whose type must stay; without effect before Python 3.11."""
     if hasattr(exc, "add_note"):
         exc.add_note(f"tc.build: {note}")
+
+
+def each_once(batch: Iterable[Item], seen: set[str]) -> Iterator[Item]:
+    """Yield items and add their keys to `seen`; raise ValueError if `seen` already contains a key."""
+    for item in batch:
+        if item.key in seen:
+            raise ValueError(f"two items have the key {item.key!r}; expected a different key for each item")
+        seen.add(item.key)
+        yield item
 
 
 @contextlib.contextmanager

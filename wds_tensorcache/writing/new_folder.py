@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, replace, temporary_path
 from wds_tensorcache.storage.locks import Held
 
-__all__ = ["check_new", "new_folder"]
+__all__ = ["check_new", "check_replaceable", "has_entries", "new_folder"]
 
 _WRITTEN = re.compile(
     r".*\.(tar|idx|index|tmp)|manifest\.json", re.DOTALL
@@ -25,17 +25,38 @@ def check_new(out: str | os.PathLike[str], hint: str = "choose a new folder for 
         FileExistsError: The path is a file, a folder that is not empty, the current folder, or a mount point.
         ValueError: The path is empty.
     """
+    path = check_replaceable(out)
+    if has_entries(path):
+        raise FileExistsError(f"{path} is not empty; {hint}")
+    return path
+
+
+def check_replaceable(out: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a folder that can be made, or replaced when it is empty.
+
+    Raises:
+        FileExistsError: The path is a file, the current folder, or a mount point.
+        ValueError: The path is empty.
+    """
     path = os.fsdecode(out)
     if not path:
         raise ValueError("out='', expected a folder")
     path = os.path.realpath(path)
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise FileExistsError(f"{path} is a file, expected a folder")
+    what = ""
     if os.path.isdir(path) and os.path.samefile(path, os.curdir):
-        raise FileExistsError(f"{path} is the current folder, and cannot be replaced; choose a folder in it")
-    if os.path.exists(path) and (not os.path.isdir(path) or os.listdir(path)):
-        raise FileExistsError(f"{path} is not empty; {hint}")
-    if os.path.ismount(path):
-        raise FileExistsError(f"{path} is a mount point, and cannot be replaced; choose a folder in it")
+        what = "the current folder"
+    elif os.path.ismount(path):
+        what = "a mount point"
+    if what:
+        raise FileExistsError(f"{path} is {what}, and cannot be replaced; choose a folder in it")
     return path
+
+
+def has_entries(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a folder that is not empty."""
+    return os.path.isdir(folder) and bool(os.listdir(folder))
 
 
 @contextlib.contextmanager

@@ -128,6 +128,14 @@ class ShardPattern:
         names = sorted((place, name) for name, place in found.items() if place is not None)
         return [self.locate(name) for _, name in names]
 
+    def shards_by_age(self) -> list[tuple[int, str]]:
+        """Return number and path of the existing shards of the same build, ascending by number.
+
+        In a folder where each call begins with the next number of all, later shards of a key are newer.
+        """
+        found = {path: self._parse(os.path.basename(path)) for path in self.build_shards()}
+        return sorted((place[2], path) for path, place in found.items() if place is not None)
+
     def check_removable(self, paths: list[str]) -> None:
         """Raise FileExistsError if a shard is a folder, or if a file has the name of its index, but is not an index."""
         for path in paths:

@@ -8,6 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 from wds_tensorcache.codec.header import is_bound
@@ -106,6 +107,9 @@ class ShardWriter:
         self._pattern = ShardPattern(os.fsdecode(pattern))
         if overwrite and resume:
             raise ValueError("overwrite=True deletes the shards that resume=True would continue; pass only one of them")
+        for name, value in (("max_samples", max_samples), ("max_nbytes", max_nbytes)):
+            if not isinstance(value, Real):  # infinity is allowed
+                raise TypeError(f"{name}={value!r:.100}, expected a number")
         if max_samples < 1 or max_nbytes < 1:
             raise ValueError(f"max_samples={max_samples}, max_nbytes={max_nbytes}: both expected at least 1")
         self._max_samples, self._max_nbytes = max_samples, max_nbytes

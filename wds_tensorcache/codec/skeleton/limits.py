@@ -49,7 +49,7 @@ SHORT_TEXT = 256  # characters; comparing strings up to this length is as fast a
 SMALL_TABLE = 512  # keys; up to this number, searching slots costs less than reading the keys
 _FEW_KEYS = 8  # up to this number, keys are compared in pairs, without a table
 _MIN_SLOTS = 1024
-_NUM_NEIGHBOURS = 10  # adjacent slots that a set tries before it jumps
+_NUM_NEIGHBORS = 10  # adjacent slots that a set tries before it jumps
 _ALL_BITS = 0xFFFFFFFFFFFFFFFF
 # Comparing a longer number with a number of another type converts it, in time quadratic in its length.
 _LONG_NUMBER_NBYTES = 512
@@ -283,7 +283,7 @@ class _Table:
                     before, steps = steps, steps + chain.steps
                     slot, home, perturb = chain.slot, chain.home, chain.perturb
                 slot += 1
-                if not is_set or home + _NUM_NEIGHBOURS > mask + 1 or slot == home + _NUM_NEIGHBOURS:
+                if not is_set or home + _NUM_NEIGHBORS > mask + 1 or slot == home + _NUM_NEIGHBORS:
                     steps += 1
                     perturb >>= 5
                     home = slot = (5 * home + perturb + 1) & mask

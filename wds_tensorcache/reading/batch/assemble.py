@@ -54,7 +54,7 @@ def nest_batch(
 ) -> Any:
     """Return a batch with the structure of its samples, and with `tensors`, by name. `io` is how skeletons are read."""
     structure = structure or request.structures.structure_for(layouts)
-    decoded = Decoded(request, structure, io)
+    decoded = Decoded(request, layouts, structure, io)
     may_lack = layouts.is_mixed or layouts.exemplars
     if not structure.is_plain or get_worker_info() is not None or (may_lack and lacks_any(layouts, structure.tensors)):
         # In a worker, an error during pickling of the batch would not reach the caller. If a sample lacks a tensor, only its
@@ -130,7 +130,7 @@ def _place(
     for number, way in enumerate(ways):
         first, can_stack = columns.first[number], count <= columns.limits[number]
         if isinstance(way, Pad) and (first.shape or any(columns.references[number])):
-            shapes.append(padded_shape(columns, layouts, number, way.to))
+            shapes.append(padded_shape(columns, layouts, number, way))
             row_nbytes = nbytes_of(first, shapes[-1] or ())
             if (sizes[number] < row_nbytes).any():
                 paddings.append(Padding(number, row_nbytes, *filler_of(first, way.value)))

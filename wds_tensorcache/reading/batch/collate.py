@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from wds_tensorcache.errors import BatchError, unknown_name
 
-__all__ = ["Collate", "Pad", "PadValue", "as_collate", "check_collate", "collate_for", "pad"]
+__all__ = ["Collate", "Pad", "PadValue", "as_collate", "check_collate", "collate_for", "needs_survey", "pad"]
 
 PadValue: TypeAlias = "complex | Mapping[str, complex]"
 WAYS = ("stack", "list", "pad")  # accepted by read_batch
@@ -21,32 +23,43 @@ class Pad:
     """Padding of a tensor's rows, made by `tc.pad`. A row is one sample's part of a batched tensor.
 
     Attributes:
-        to: Length of every row; None for the length of the longest row in the batch.
+        to: Length of every row, or ascending lengths to choose from; None for the length of the longest row in the batch.
         value: Number that fills the rest of each row.
     """
 
-    to: int | None = None
+    to: int | tuple[int, ...] | None = None
     value: complex = 0
 
     def __post_init__(self) -> None:
-        if self.to is not None and (type(self.to) is not int or self.to < 0):
-            raise ValueError(f"to={self.to!r}, expected a length, or None for that of the longest row")
+        lengths = self.to if isinstance(self.to, tuple) else () if self.to is None else (self.to,)
+        are_lengths = all(type(length) is int and length >= 0 for length in lengths)
+        if self.to == () or not are_lengths or any(a >= b for a, b in pairwise(lengths)):
+            raise ValueError(
+                f"to={self.to!r:.200}, expected a length, ascending lengths, or None for that of the longest row"
+            )
+
+    def length(self, longest: int) -> int:
+        """Return the length of the rows of a batch, whose longest tensor may be longer if `to` does not suffice."""
+        if isinstance(self.to, tuple):
+            return self.to[min(bisect_left(self.to, longest), len(self.to) - 1)]
+        return longest if self.to is None else self.to
 
 
-def pad(to: int | None = None, value: complex = 0) -> Pad:
+def pad(to: int | Sequence[int] | None = None, value: complex = 0) -> Pad:
     """Return a value for `collate=` that pads each sample's tensor to one length with `value`.
 
     Only the first dimension is padded; all other dimensions must be equal. A tensor without dimensions is stacked.
 
     Args:
-        to: Length after padding, so that all batches have one shape; by default the length of the longest tensor in the
-            batch. A longer tensor raises BatchError.
+        to: Length after padding, so that all batches have one shape; or ascending lengths such as `[64, 128, 256]`, of which
+            each batch gets the smallest that fits, so that batches have few shapes. By default the length of the longest
+            tensor in the batch. A tensor that is longer than all of these raises BatchError.
         value: Number that fills the rest of each tensor; texts and dates are filled with zero bytes.
 
     Raises:
-        ValueError: `to` is not a length.
+        ValueError: `to` is not a length, and not ascending lengths.
     """
-    return Pad(to, value)
+    return Pad(tuple(to) if isinstance(to, Sequence) and not isinstance(to, str) else to, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +100,17 @@ class Collate:
         return way
 
 
+def needs_survey(collate: Any) -> bool:
+    """Return whether a batch depends on tensors that all its samples may lack: it pads them, or names them."""
+    return (isinstance(collate, str) and collate == "pad") or isinstance(collate, (Pad, Collate, Mapping))
+
+
 def check_collate(collate: Any, ways: tuple[str, ...] = WAYS) -> None:
     """Raise ValueError if `read_batch` does not accept this value of `collate`."""
     for way in collate.values() if isinstance(collate, Mapping) else () if callable(collate) else (collate,):
+        if callable(way):
+            what = f"collate={way!r:.100}, expected {', '.join(map(repr, ways))} or tc.pad(…) for one tensor"
+            raise ValueError(f"{what}; a function collates whole batches: collate=function")
         if not isinstance(way, Pad) and way not in ways:
             shown = f"{', '.join(map(repr, ways[:-1]))} or {ways[-1]!r}"
             if ways is WAYS:
@@ -110,7 +131,7 @@ def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue, more: 
     if callable(collate) or not (isinstance(collate, Mapping) or isinstance(pad_value, Mapping)):
         return collate
     ways = as_collate(collate, pad_value)
-    ways.check_names([*dict.fromkeys(name for cache in caches for name in cache.schema), *more])
+    ways.check_names([*dict.fromkeys(name for cache in caches for name in cache._batch_names()), *more])
     return ways
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from wds_tensorcache.codec.layout import Form, Layout, StoredTensor
 from wds_tensorcache.codec.reference import Reference, resolve
+from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.codec.views import ARRAY_NDIM
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.reading.batch.merge_reads import merge_reads
+from wds_tensorcache.reading.batch.merge_reads import RunTable, merge_reads
 from wds_tensorcache.reading.batch.rows import NO_SAMPLES, Rows
 
 __all__ = ["Columns", "Layouts", "check_same_names", "check_stackable", "lacks_any", "layouts_of"]
@@ -59,11 +61,11 @@ def layouts_of(rows: Rows) -> Layouts:
     numbers: dict[int, int] = {}
     items: list[Layout] = []
     found: list[Any] = []  # for each shard: one index, or one index per sample
-    varied: list[int] = []  # the shards whose samples differ in the names of their tensors
+    varied = list(rows.exemplars)  # and the shards of the batch whose samples differ in the names of their tensors
     for number, _, some in rows.by_shard:
         layout = rows.shards[number].layout_of_all
         layouts, inverse = ([layout], 0) if layout is not None else rows.shards[number].layouts_of(some)
-        if len(rows.shards[number].variants) > 1:
+        if len(rows.shards[number].variants) > 1 and number not in varied:
             varied.append(number)
         present = []
         for layout in layouts:
@@ -158,6 +160,11 @@ class Columns:
         ]
         self.runs = [merge_reads(*each) for each in zip(self.begin.T.tolist(), self.nbytes.T.tolist(), strict=True)]
 
+    @cached_property
+    def run_table(self) -> RunTable:
+        """`runs` as arrays."""
+        return RunTable(self.runs)
+
     def resolve(self, like: dict[str, Any], texts: Sequence[dict[str, str]], layouts: Layouts) -> None:
         """Resolve the reference of each tensor in each layout.
 
@@ -170,17 +177,21 @@ class Columns:
             BatchError: A tensor's kind or dtype differs between layouts.
         """
         for name in self.names:
-            mine = like[name]._reference
             references = [
                 resolve(layout, text[name]) if name in layout.tensors else None
                 for layout, text in zip(layouts.items, texts, strict=True)
             ]
+            mine = like[name]._reference
+            if name not in layouts.items[0].tensors and not all(
+                one is None or _is_alike(one, mine) for one in references
+            ):
+                mine = _reference_in_batch(layouts, name) or mine  # that one may be of a sample outside the batch
             for number, found in enumerate(references):
-                if found is not None and (found.kind != mine.kind or found.dtype != mine.dtype):
+                if found is not None and not _is_alike(found, mine):
                     alike = next(n for n, one in enumerate(references) if one is not None)
                     raise BatchError(
                         f"tensor {name!r} is {mine.kind} of {mine.dtype} in sample {layouts.key(alike)!r}, "
-                        f"but {found.kind} of {found.dtype} in {layouts.key(number)!r}"
+                        f"but {found.kind} of {found.dtype} in {layouts.key(number)!r}" + _remedy_of_texts(mine, found)
                     )
             self.references.append(references)
         self.first = [
@@ -199,12 +210,18 @@ class Columns:
         """Raise BatchError unless all layouts have a tensor, of one shape, and the stacked array stays within size limits."""
         self.check_present(layouts, tensor)
         (at, first), *others = self.present(tensor)
-        for number, other in others:
-            if other.shape != first.shape:
-                raise BatchError(
-                    f"tensor {first.name!r} is {list(first.shape)} in sample {layouts.key(at)!r}, but "
-                    f"{list(other.shape)} in {layouts.key(number)!r}; use collate='pad' or 'list'"
+        unequal = [(number, other) for number, other in others if other.shape != first.shape]
+        # name a shape that padding cannot mend, if there is one
+        for number, other in sorted(unequal, key=lambda each: is_paddable(first.shape, each[1].shape))[:1]:
+            raise BatchError(
+                f"tensor {first.name!r} is {list(first.shape)} in sample {layouts.key(at)!r}, but "
+                f"{list(other.shape)} in {layouts.key(number)!r}; "
+                + (
+                    "use collate='pad' or 'list'"
+                    if is_paddable(first.shape, other.shape)
+                    else remedy_of_shapes(first.name)
                 )
+            )
         check_stackable(first, len(layouts.rows), first.shape, layouts.key(at))
 
     def present(self, tensor: int) -> list[tuple[int, Reference]]:
@@ -223,6 +240,28 @@ class Columns:
                 f"sample {layouts.key(lacking)!r} has no tensor {first.name!r}, but {layouts.key(at)!r} has one; "
                 "use collate='list' or 'pad' for this tensor, or do not select it"
             )
+
+
+def is_paddable(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Return whether two shapes are equal except for the first dimension."""
+    return len(one) == len(other) and one[1:] == other[1:]
+
+
+def remedy_of_shapes(name: str) -> str:
+    """Return what helps if a tensor's shapes differ in ways that padding cannot mend, for a message."""
+    return f"use collate='list', or batches of one shape: Loader(…, bucket_by={name!r})"
+
+
+def _remedy_of_texts(one: Reference, other: Reference) -> str:
+    """Return what helps if two arrays are texts of different widths, for a message; empty for other dtypes."""
+    if (
+        one.kind != "ndarray"
+        or other.kind != "ndarray"
+        or one.dtype.kind != other.dtype.kind
+        or one.dtype.kind not in "US"
+    ):
+        return ""
+    return "; numpy's dtype is as wide as the longest text, so write texts as str: array.item(), or array.tolist()"
 
 
 def check_stackable(reference: Reference, count: int, shape: tuple[int, ...], key: str) -> None:
@@ -248,6 +287,17 @@ def _most(reference: Reference, shape: tuple[int, ...]) -> int:
 
 def _has_too_many_dims(reference: Reference, shape: tuple[int, ...]) -> bool:
     return len(shape) >= ARRAY_NDIM and reference.kind == "ndarray"
+
+
+def _is_alike(one: Reference, other: Reference) -> bool:
+    return one.kind == other.kind and one.dtype == other.dtype
+
+
+def _reference_in_batch(layouts: Layouts, name: str) -> Reference | None:
+    """Return the reference in the skeleton of the first sample that has a tensor of this name; None if it has another name."""
+    having = [number for number, layout in enumerate(layouts.items) if name in layout.tensors]
+    lazy = flatten(layouts.rows.sample(int(np.argmax(np.isin(layouts.which, having))))).get(name)
+    return None if lazy is None else lazy._reference
 
 
 def check_same_names(layouts: Layouts, names: Collection[str], wanted: Callable[[str], bool] | None) -> None:

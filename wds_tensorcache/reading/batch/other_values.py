@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ from wds_tensorcache.codec.skeleton.match_many import match_many
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.tree import Path
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.reading.batch.request import Request, Structure
+from wds_tensorcache.reading.batch.columns import Layouts
+from wds_tensorcache.reading.batch.request import Request, Structure, Variant, keep_known
 from wds_tensorcache.reading.structure import difference, value_at
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.maps import LEASED_SAMPLES, MapLost, Maps
@@ -20,31 +23,36 @@ from wds_tensorcache.storage.maps import LEASED_SAMPLES, MapLost, Maps
 __all__ = ["Decoded"]
 
 Array = np.ndarray[Any, Any]
-_MANY = 160  # fewer skeletons may be matched faster one after another; measured: from 100 to 150 on
+# below this number, matching one after another may be faster; measured break-even: 100 to 150
+_MANY = 160
 # skeletons of up to this length are matched many at once; as many bytes are copied for each as for the longest of them
 _SHORT_NBYTES = 2048
-_NONE: tuple[Any, Any, list[Any]] = None, None, []
+_NONE: tuple[Any, list[Any]] = None, []
 
 
 class Decoded:
-    """The skeletons of a batch, read once. If a skeleton matches the template of the first one, only its values are extracted.
+    """The skeletons of a batch, read once. If a skeleton matches a known template, only its values are extracted.
 
     Args:
         request: The batch.
+        layouts: Layouts of the batch.
         structure: Structure of the batch.
         io: Method that read the batch's tensors; the skeletons are read by the same method.
 
     Threads: any number of threads may use it at once.
     """
 
-    def __init__(self, request: Request, structure: Structure, io: str) -> None:
+    def __init__(self, request: Request, layouts: Layouts, structure: Structure, io: str) -> None:
         self._request = request
+        self._layouts = layouts
         self._structure = structure
         self._io = io
         self._lock = threading.Lock()
-        # for each value of the template, its list of objects, with None for the samples in `_others`
+        # for each value of the first sample's template, its list of objects, with None for samples that do not match
         self._columns: list[Any] = []
-        # samples that do not match the template; None until the skeletons are read
+        # samples that match the template of a variant, with their values
+        self._variants: list[tuple[int, Variant, list[Any]]] = []
+        # samples that match no known template; None until the skeletons are read
         self._others: list[int] | None = None
         self._samples: list[Any] | None = None
 
@@ -60,10 +68,16 @@ class Decoded:
         with self._lock:
             others, slot = self._match(), self._slot(path)
             if slot is not None and not others:
-                return list(self._columns[slot]) if slot >= 0 else [None] * len(self)
+                column = list(self._columns[slot]) if slot >= 0 else [None] * len(self)
+                for i, variant, values in self._variants:
+                    at = _slot_of(variant.template, variant.slots, path)
+                    if at is None:
+                        break
+                    column[i] = values[at] if at >= 0 else None
+                else:
+                    return column
             if self._samples is None:
-                other = set(others)
-                self._samples = [self._build_other(i) if i in other else self._build(i) for i in range(len(self))]
+                self._samples = self._build_all(others)
         return [value_at(sample, path) for sample in self._samples]
 
     def check(self) -> None:
@@ -89,48 +103,80 @@ class Decoded:
         if template is None:
             return list(range(len(self)))
         is_many = len(self) >= _MANY and self._io != "pread"
-        done, matched, columns = _match_mapped(self._request, template, self._io) if is_many else _NONE
+        matched, columns = _match_mapped(self._request, template, self._io) if is_many else _NONE
         found: list[list[Any] | None] = [None] * len(self)
+        other_templates = [layout.form.template for layout in self._layouts.items]
+        variants, unlike = [], []
         # cost per sample in Python: one step for its bytes, one for its values
-        for i, skeleton, begin in rows.skeletons(self._io, done):
+        for i, skeleton, begin in rows.skeletons(self._io, matched):
             values = template.match(skeleton, begin)
             if values is not MISS:
                 found[i] = values
-        if done is None:
-            others = [i for i, values in enumerate(found) if values is None]
+                continue
+            unlike.append(i)
+            other = other_templates[self._layouts.which.item(i)]
+            if other is not None and other is not template:
+                values = other.match(skeleton, begin)
+                if values is not MISS:
+                    variants.append((i, other, values))
+        if matched is None:
             blank = [None] * (len(template.segments) - 1)
-            columns = list(zip(*([values or blank for values in found] if others else found), strict=True))
+            columns = list(zip(*([values or blank for values in found] if unlike else found), strict=True))
         else:
-            for i in np.flatnonzero(~done).tolist():
-                values = found[i]
-                if values is not None:
-                    matched[i] = True
-                    for column, value in zip(columns, values, strict=True):
-                        column[i] = value
-            others = np.flatnonzero(~matched).tolist()
-        if not others:
+            for i in np.flatnonzero(~matched).tolist():
+                for column, value in zip(columns, found[i] or (), strict=False):
+                    column[i] = value
+        if not unlike:
             for number, _, some in rows.by_shard:
                 rows.shards[number].note_template(some, template)
         self._columns = columns
-        return others
+        self._variants = [
+            (i, variant, values) for i, other, values in variants if (variant := self._variant(i, other, values))
+        ]
+        known = {i for i, *_ in self._variants}
+        return [i for i in unlike if i not in known]
 
     def _slot(self, path: Path) -> int | None:
         """Return the index of the template's value at `path`; None if there is a container; -1 for a tensor, or for nothing."""
-        template, slots = self._structure.template, self._structure.slots
-        if template is None:
-            return None
-        if path not in slots:
-            # build a sample with numbers in place of plain values, and None in place of tensors
-            numbered = template.build([*range(len(template.segments) - 1), *(None for _ in template.references)])
-            found = value_at(numbered, path)
-            slots[path] = -1 if found is None else found if isinstance(found, int) else None
-        return slots[path]
-
-    def _build(self, i: int) -> Any:
-        """Return sample `i`, which matches the template, without tensors."""
         template = self._structure.template
-        assert template is not None
-        return template.build([*(column[i] for column in self._columns), *(None for _ in template.references)])
+        return None if template is None else _slot_of(template, self._structure.slots, path)
+
+    def _variant(self, i: int, template: Template, values: list[Any]) -> Variant | None:
+        """Return the variant with the template and the values of sample `i`; None if only the sample itself tells.
+
+        Raises:
+            BatchError: The structure of the sample differs from that of the batch.
+        """
+        known = self._structure.variants
+        variant = known.get(id(template))
+        if variant is None:
+            self._build_other(i)
+            # Other samples of the template differ only in plain values, and only None may stand in place of a tensor.
+            nones = [
+                slot
+                for path, slot in _all_slots(_numbered(template), ())
+                if values[slot] is None
+                and isinstance(value_at(self._structure.sample, path), (NoneType, dict, list, tuple))
+            ]
+            variant = Variant(template, tuple(nones))
+            keep_known(known, id(template), variant)
+        return variant if all(values[slot] is None for slot in variant.nones) else None
+
+    def _build_all(self, others: list[int]) -> list[Any]:
+        """Return all samples, without tensors."""
+        template = self._structure.template
+        samples: list[Any] = [None] * len(self)
+        for i in others:
+            samples[i] = self._build_other(i)
+        for i, variant, values in self._variants:
+            samples[i] = variant.template.build([*values, *(None for _ in variant.template.references)])
+        left = set(range(len(self))).difference(others, (i for i, *_ in self._variants))
+        for i in left:
+            assert template is not None
+            samples[i] = template.build(
+                [*(column[i] for column in self._columns), *(None for _ in template.references)]
+            )
+        return samples
 
     def _build_other(self, i: int) -> Any:
         """Return sample `i`, which does not match the template; raise BatchError if its structure differs."""
@@ -148,12 +194,34 @@ class Decoded:
         )
 
 
-def _match_mapped(request: Request, template: Template, io: str) -> tuple[Any, Any, list[Any]]:
+def _numbered(template: Template) -> Any:
+    """Return a sample with numbers in place of the template's values, and None in place of tensors."""
+    return template.build([*range(len(template.segments) - 1), *(None for _ in template.references)])
+
+
+def _all_slots(numbered: Any, path: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the path of each value of a template, and its number."""
+    if isinstance(numbered, int):
+        yield path, numbered
+    elif numbered is not None:
+        for step, item in numbered.items() if type(numbered) is dict else enumerate(numbered):
+            yield from _all_slots(item, (*path, step))
+
+
+def _slot_of(template: Template, slots: dict[Path, int | None], path: Path) -> int | None:
+    """Return the index of a template's value at `path`, as in `Structure.slots`, where it is kept."""
+    if path not in slots:
+        found = value_at(_numbered(template), path)
+        slots[path] = -1 if found is None else found if isinstance(found, int) else None
+    return slots[path]
+
+
+def _match_mapped(request: Request, template: Template, io: str) -> tuple[Any, list[Any]]:
     """Match the short skeletons of a batch at once, in copies from memory maps, if each shard has enough of its samples.
 
     Returns:
-        Which skeletons were matched with the template, and which of them match, bool `[B]`, or None if none were; and for each
-        value of the template the list of all samples' values.
+        Which skeletons match the template, bool `[B]`, or None if none were compared; and for each value of the template the
+        list of all samples' values.
     """
     count, rows = len(request), request.rows
     shards = [request.store.shards[number] for number, *_ in rows.by_shard]
@@ -183,5 +251,4 @@ def _match_mapped(request: Request, template: Template, io: str) -> tuple[Any, A
         return _NONE
     # a body without bytes matches no template
     bodies = copies + PREAMBLE_NBYTES
-    matched, columns = match_many(stored, bodies, np.where(done, copies + nbytes, bodies), template)
-    return done, matched, columns
+    return match_many(stored, bodies, np.where(done, copies + nbytes, bodies), template)

@@ -12,7 +12,8 @@ import torch
 
 from wds_tensorcache.codec.reference import Reference
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.reading.batch.columns import Columns, Layouts, check_stackable
+from wds_tensorcache.reading.batch.collate import Pad
+from wds_tensorcache.reading.batch.columns import Columns, Layouts, check_stackable, is_paddable, remedy_of_shapes
 from wds_tensorcache.reading.batch.placement import Placement
 
 __all__ = ["Padding", "fill_paddings", "filler_of", "padded_shape"]
@@ -29,37 +30,39 @@ class Padding(NamedTuple):
     bits: Any
 
 
-def padded_shape(columns: Columns, layouts: Layouts, tensor: int, length: int | None) -> tuple[int, ...]:
-    """Return the shape of a tensor's rows after padding the first dimension to `length`, or to the longest row.
+def padded_shape(columns: Columns, layouts: Layouts, tensor: int, way: Pad) -> tuple[int, ...]:
+    """Return the shape of a tensor's rows after padding the first dimension.
 
     The row of a sample that lacks the tensor has length 0.
 
     Raises:
-        BatchError: Shapes differ beyond the first dimension, a row is longer than `length`, a sample lacks a tensor without
+        BatchError: Shapes differ beyond the first dimension, a row is longer than `way.to`, a sample lacks a tensor without
             dimensions, or the batch exceeds size limits.
     """
     first, present = columns.first[tensor], columns.present(tensor)
     at = present[0][0] if present else 0
     for number, other in present:
-        if other.shape[1:] != first.shape[1:] or len(other.shape) != len(first.shape):
+        if not is_paddable(first.shape, other.shape):
             what = f"is {list(first.shape)} in sample {layouts.key(at)!r}, but {list(other.shape)} in"
             if len(other.shape) != len(first.shape):
                 what = f"has {len(first.shape)} dimensions in sample {layouts.key(at)!r}, but {len(other.shape)} in"
             raise BatchError(
-                f"tensor {first.name!r} {what} {layouts.key(number)!r}; use collate='list': "
-                "only the first dimension is padded"
+                f"tensor {first.name!r} {what} {layouts.key(number)!r}, and only the first dimension is padded; "
+                + remedy_of_shapes(first.name)
             )
     if not first.shape:
         columns.check_present(layouts, tensor)
         return ()
     lengths = {number: reference.shape[0] for number, reference in present}
+    length = way.length(max(lengths.values(), default=0))
     for number, found in lengths.items():
-        if length is not None and found > length:
+        if found > length:
+            shown = way.to if isinstance(way.to, int) else list(way.to or ())
             raise BatchError(
                 f"tensor {first.name!r} has length {found} in sample {layouts.key(number)!r}, more than "
-                f"pad(to={length}); pass a larger `to`, or shorten the tensor before writing it"
+                f"pad(to={shown}); pass a larger `to`, or shorten the tensor before writing it"
             )
-    shape = (max(lengths.values(), default=0) if length is None else length, *first.shape[1:])
+    shape = (length, *first.shape[1:])
     check_stackable(first, len(layouts.rows), shape, layouts.key(at))
     return shape
 

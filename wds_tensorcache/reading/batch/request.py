@@ -18,11 +18,26 @@ from wds_tensorcache.reading.batch.rows import Rows
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.reading.structure import merge
 
-__all__ = ["Request", "Structure", "Structures", "columns_of", "keep_known"]
+__all__ = ["Request", "Structure", "Structures", "Variant", "columns_of", "keep_known"]
 
 _MAX_KNOWN = 64
 _MAX_LAYOUTS = 8  # batches of more layouts rarely have the same ones again
 _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Another template than that of a batch's first sample. Its samples have the structure of the batch, but may lack tensors.
+
+    Attributes:
+        template: The template.
+        nones: Numbers of the values that must be None, because the batch may have tensors in their places.
+        slots: As `Structure.slots`.
+    """
+
+    template: Template
+    nones: tuple[int, ...]
+    slots: dict[Path, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +56,7 @@ class Structure:
         forms: Forms of the samples that completed `sample`.
         slots: For each path that was looked up, the index of the template's value at that path; None for a container; -1 for a
             tensor, or if the first sample has nothing there.
+        variants: Other templates of samples that have this structure, by the ids of the templates.
     """
 
     sample: Any
@@ -51,6 +67,7 @@ class Structure:
     nones: tuple[Path, ...] = ()
     forms: tuple[Form, ...] = ()
     slots: dict[Path, int | None] = field(default_factory=dict)
+    variants: dict[int, Variant] = field(default_factory=dict)
 
 
 class Structures:

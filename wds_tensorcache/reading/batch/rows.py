@@ -61,6 +61,7 @@ class Rows:
         shards: All shards of the cache: `Store.shards`; of a cache that is not in files, one place with all samples.
         number, row, begin: Shard number, row in the shard, and byte offset of the tensors of each sample, int64 `[B]`.
         by_shard: `(shard number, positions in the batch, rows)` for each shard that has samples of the batch.
+        exemplars: Numbers of further shards, which have samples with tensors that samples of the batch may lack.
         known_layouts: Result of `layouts_of`, for views that read the same samples; empty before.
     """
 
@@ -69,6 +70,7 @@ class Rows:
     row: Array
     begin: Array
     by_shard: Sequence[tuple[int, Any, Array]]
+    exemplars: Sequence[int] = ()
     known_layouts: list[Any] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -108,8 +110,14 @@ class Rows:
                 yield from zip(which, *self.shards[number].skeletons(rows, io), strict=True)
 
 
-def locate(store: Store, positions: Array) -> Rows:
-    """Return the locations of samples; `positions` are the positions of these samples in `store`, int64 `[B]`."""
+def locate(store: Store, positions: Array, exemplars: Sequence[int] = ()) -> Rows:
+    """Return the locations of samples.
+
+    Args:
+        store: Shards of the cache.
+        positions: Positions of the samples in `store`, int64 `[B]`.
+        exemplars: As in `Rows`.
+    """
     shards = store.shards
     if len(shards) == 1 or not len(positions):
         number, row = np.zeros(len(positions), np.int64), positions
@@ -117,10 +125,11 @@ def locate(store: Store, positions: Array) -> Rows:
         number = np.searchsorted(store.starts, positions, "right") - 1
         row = positions - store.starts[number]
     if not len(positions):
-        return Rows(shards, number, row, number, ())
+        return Rows(shards, number, row, number, (), exemplars)
     at = number.item(0)
     if len(shards) == 1 or (number == at).all():
-        return Rows(shards, number, row, shards[at].columns.tensors_begin[row].astype(np.int64), ((at, _ALL, row),))
+        begin = shards[at].columns.tensors_begin[row].astype(np.int64)
+        return Rows(shards, number, row, begin, ((at, _ALL, row),), exemplars)
     order = np.argsort(number.astype(store.number_dtype), kind="stable")  # numpy uses a radix sort for short integers
     present, rows = number[order], row[order]
     edges = [0, *(np.flatnonzero(np.diff(present)) + 1).tolist(), len(order)]
@@ -129,4 +138,4 @@ def locate(store: Store, positions: Array) -> Rows:
         at = present.item(first)
         by_shard.append((at, order[first:last], rows[first:last]))
         begin[order[first:last]] = shards[at].columns.tensors_begin[rows[first:last]]
-    return Rows(shards, number, row, begin, by_shard)
+    return Rows(shards, number, row, begin, by_shard, exemplars)

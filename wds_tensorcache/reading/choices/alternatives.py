@@ -10,7 +10,9 @@ from functools import cached_property
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
+from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.schema import TensorSchema, merge_schema, name_matcher
+from wds_tensorcache.reading.seeds import purpose_of
 
 __all__ = ["Alternatives", "Choose", "Group", "find_values", "split"]
 
@@ -32,18 +34,21 @@ class Group:
 
     @cached_property
     def purpose(self) -> str:
-        """Text that makes the draws of different groups independent."""
-        return "|".join(("choose", *self.names))
+        """Text that makes the choices of different groups independent."""
+        return purpose_of("choose", self.names)
 
-    def options(self, names: Sequence[str]) -> list[tuple[str, ...]]:
+    def alternatives_in(self, names: Sequence[str]) -> list[tuple[str, ...]]:
         """Return the alternatives among the tensors `names` of a sample: for each, one tensor name per name of the group.
 
+        The tensor name is "" for a name without alternatives, if other names of the group have some: the sample lacks it.
         Patterns expand in the order of the numbers in the names: `captions.2` comes before `captions.10`.
 
         Raises:
             ValueError: The names of the group have different numbers of alternatives.
         """
         found = [_expand(patterns, names) for patterns in self.patterns]
+        count = max(map(len, found))
+        found = [each or [""] * count for each in found]
         if len(set(map(len, found))) > 1:
             counts = ", ".join(f"{len(each)} of {name!r}" for each, name in zip(found, self.names, strict=True))
             raise ValueError(f"has {counts}; names that are chosen together need equal numbers of alternatives")
@@ -102,18 +107,18 @@ class Alternatives:
         """Raise an error unless `cache` has these alternatives.
 
         Raises:
-            KeyError: A name or pattern matches no tensor of the cache.
-            ValueError: A name in the batch is that of a tensor that is not one of its alternatives.
+            BatchError: A name or pattern matches no tensor of the cache; or a name in the batch is that of a tensor that is
+                not one of its alternatives.
         """
         for group in self.groups:
             try:
                 cache.select([pattern for each in group.patterns for pattern in each])
-            except KeyError:
+            except KeyError as exc:
                 if len(group.names) > 1 or not any(find_values(cache._sample(0), group)):
-                    raise
+                    raise BatchError(f"choose={{{group.names[0]!r:.100}: …}}: {exc.args[0]}") from exc
         for name in cache.schema:
             if name in self.names and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns_of(name)):
-                raise ValueError(
+                raise BatchError(
                     f"choose={{{name!r}: …}}: the samples have another tensor of this name; choose a new name"
                 )
 
@@ -187,23 +192,29 @@ def split(
     """
     parts: list[dict[Group, Group]] = [{} for _ in prefixes]
     for group in alternatives.groups:
-        homes: dict[str, int] = {}
+        homes: dict[str, tuple[int, str]] = {}  # the cache of each name, and an alternative there
         for number, (prefix, known) in enumerate(zip(prefixes, names, strict=True)):
             inner, patterns = [], []
             for name, wanted in zip(group.names, group.patterns, strict=True):
                 found = _expand(wanted, [prefix + each for each in known])
                 if not found:
                     continue
-                if homes.setdefault(name, number) != number or not name.startswith(prefix):
-                    expected = f"a name that begins with {prefix!r}" if prefix else "alternatives in one of the caches"
+                home, other = homes.setdefault(name, (number, found[0]))
+                if home != number:
                     raise ValueError(
-                        f"choose={{{name!r}: …}}: {found[0]!r} is an alternative; expected {expected}, because the batch has "
-                        "the chosen tensor among those of its cache"
+                        f"choose={{{name!r}: …}}: {other!r} and {found[0]!r} are tensors of different caches; write all "
+                        "alternatives into one cache and join that, or read both tensors and choose in a transform"
                     )
-                inner.append(name[len(prefix) :])
+                inner.append(name)
                 patterns.append(tuple(glob.escape(each[len(prefix) :]) for each in found))
             if inner:
-                parts[number][Group(tuple(inner), tuple(patterns))] = group
+                parts[number][Group(tuple(name[len(prefix) :] for name in inner), tuple(patterns))] = group
+        for name, (number, found_name) in homes.items():
+            if not name.startswith(prefixes[number]):
+                raise ValueError(
+                    f"choose={{{name!r}: …}}: {found_name!r} is an alternative; expected a name that begins with "
+                    f"{prefixes[number]!r}, because the batch has the chosen tensor among those of its cache"
+                )
     return parts
 
 

@@ -5,7 +5,7 @@ A batch sees each sample as if the chosen tensor had the name under which the ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote
@@ -15,18 +15,18 @@ import numpy as np
 from wds_tensorcache.codec.layout import Form, Layout
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.reference import MemorySource, parse_reference, reference_text, resolve
-from wds_tensorcache.codec.tree import flatten, project, rebuild
+from wds_tensorcache.codec.tree import Wanted, flatten, project, rebuild
 from wds_tensorcache.errors import BatchError, list_names
 from wds_tensorcache.reading.batch.assemble import nest_batch
 from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
 from wds_tensorcache.reading.batch.request import Request, Structures, keep_known
 from wds_tensorcache.reading.choices.alternatives import Alternatives, Group
-from wds_tensorcache.reading.choices.draw import Choices, Pick
+from wds_tensorcache.reading.choices.chooser import Choices, Chooser
 
-__all__ = ["ChosenRequest", "choose", "nest_chosen"]
+__all__ = ["ChosenRequest", "choose_tensors", "nest_chosen"]
 
 Array = np.ndarray[Any, Any]
-_Options = list[list[tuple[str, ...]]]  # for each group, its alternatives in one sample
+_Available = list[list[tuple[str, ...]]]  # for each group, the alternatives that a sample has
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,16 @@ class ChosenRequest(Request):
 
     Attributes:
         alternatives: Alternatives that were chosen from.
-        picks: For each group, the position of each sample's choice, int64 `[B]`.
-        options: Alternatives of each distinct layout.
+        choices: For each group, the choice of each sample, int64 `[B]`.
+        available: Alternatives that the samples of each distinct layout have.
         whole: Layouts of the samples with all their tensors.
         narrowed: Layouts of the samples as the batch sees them.
         values: Groups of alternatives that are not tensors; see `values.py`.
     """
 
     alternatives: Alternatives
-    picks: Sequence[Array]
-    options: Sequence[_Options]
+    choices: Sequence[Array]
+    available: Sequence[_Available]
     whole: Layouts
     narrowed: Layouts
     values: Sequence[Group] = ()
@@ -56,29 +56,34 @@ class ChosenRequest(Request):
         structures: Any = self.structures
         return structures.selected(self.rows.sample(i), self._chosen(i))
 
-    whole_sample = sample
+    def whole_sample(self, i: int) -> Any:
+        structures: Any = self.structures
+        return structures.whole(self.rows.sample(i), self._chosen(i))
 
     def in_view(self, store: Any, structures: Structures) -> Request:
-        picks, wanted = dict(zip(self.alternatives.groups, self.picks, strict=True)), structures.wanted
+        choices, wanted = dict(zip(self.alternatives.groups, self.choices, strict=True)), structures.wanted
         if wanted is not None:  # without the groups that the view lacks
-            names = [{name for each in self.options for one in each[at] for name in one} for at in range(len(picks))]
-            kept = [group for group, each in zip(picks, names, strict=True) if any(map(wanted, each))]
+            names = [
+                {name for each in self.available for one in each[at] for name in one if name}
+                for at in range(len(choices))
+            ]
+            kept = [group for group, each in zip(choices, names, strict=True) if any(map(wanted, each))]
             if not kept:
                 return Request(store, self.rows, structures)
             alternatives = Alternatives(tuple(kept))
         else:
             alternatives = self.alternatives
-        return choose(Request(store, self.rows, structures), alternatives, lambda group, counts: picks[group])
+        return choose_tensors(Request(store, self.rows, structures), alternatives, lambda group, counts: choices[group])
 
-    def choices(self) -> Choices:
+    def named_choices(self) -> Choices:
         """Return the choices by name."""
-        positions: dict[str, Array] = {}
+        found: dict[str, Array] = {}
         chosen: dict[str, list[str]] = {}
         each = list(map(self._chosen, range(len(self))))
-        for group, picks in zip(self.alternatives.groups, self.picks, strict=True):
+        for group, choices in zip(self.alternatives.groups, self.choices, strict=True):
             for name in group.names:
-                positions[name], chosen[name] = picks, [names[name] for names in each]
-        return Choices(positions, chosen)
+                found[name], chosen[name] = choices, [names[name] for names in each]
+        return Choices(found, chosen)
 
     def keeping(self, names: Sequence[str]) -> ChosenRequest:
         """Return this request with only the tensors `names` of the batch."""
@@ -87,15 +92,15 @@ class ChosenRequest(Request):
 
     def _chosen(self, i: int) -> dict[str, str]:
         """Return the name of the chosen tensor of sample `i`, by name in the batch."""
-        options = self.options[self.whole.which.item(i)]
+        available = self.available[self.whole.which.item(i)]
         return {
             name: chosen
-            for group, picks, each in zip(self.alternatives.groups, self.picks, options, strict=True)
-            for name, chosen in zip(group.names, each[picks.item(i)], strict=True)
+            for group, choices, each in zip(self.alternatives.groups, self.choices, available, strict=True)
+            for name, chosen in zip(group.names, each[choices.item(i)], strict=True)
         }
 
 
-def choose(request: Request, alternatives: Alternatives, pick: Pick) -> ChosenRequest:
+def choose_tensors(request: Request, alternatives: Alternatives, chooser: Chooser) -> ChosenRequest:
     """Return a request that has only the chosen alternative of each group.
 
     Raises:
@@ -105,37 +110,40 @@ def choose(request: Request, alternatives: Alternatives, pick: Pick) -> ChosenRe
     structures = _structures_for(request.structures, alternatives)
     listed = layouts_of(request.rows)
     whole = _with_texts(request, listed)
-    options = [structures.options(layout) for layout in whole.items]
+    available = [structures.available(layout) for layout in whole.items]
     values = [
         group
         for at, group in enumerate(alternatives.groups)
-        if len(group.names) == 1 and not any(each[at] for each in options)
+        if len(group.names) == 1 and not any(each[at] for each in available)
     ]
     if values:
         tensors = Alternatives(tuple(group for group in alternatives.groups if group not in values))
-        return replace(choose(request, tensors, pick), values=values)
-    picks = []
+        return replace(choose_tensors(request, tensors, chooser), values=values)
+    choices = []
     for at, group in enumerate(alternatives.groups):
-        for number, each in enumerate(options):
+        for number, each in enumerate(available):
             if not each[at]:
-                patterns = ", ".join(map(repr, (one for patterns in group.patterns for one in patterns)))
+                patterns = [one for patterns in group.patterns for one in patterns]
                 raise BatchError(
-                    f"sample {whole.key(number)!r} has none of the alternatives of {group.names[0]!r}: {patterns}"
+                    f"sample {whole.key(number)!r} has none of the alternatives of {group.names[0]!r:.100}: "
+                    f"{list_names(patterns)}; it has {list_names(whole.items[number].tensors, patterns[0])}"
                 )
-        picks.append(pick(group, np.array([len(each[at]) for each in options])[whole.which]))
+        choices.append(chooser(group, np.array([len(each[at]) for each in available])[whole.which]))
     # cost per sample: one step in Python
-    combined = list(zip(whole.which.tolist(), *(each.tolist() for each in picks), strict=True))
+    combined = list(zip(whole.which.tolist(), *(each.tolist() for each in choices), strict=True))
     distinct = sorted(set(combined))  # in one order, so that other batches find their columns again
     distinct.remove(combined[0])
     numbers = {each: number for number, each in enumerate([combined[0], *distinct])}
     which = np.array([numbers[each] for each in combined], np.int64)
     items = [
-        structures.narrow(whole.items[at], [each[n] for each, n in zip(options[at], chosen, strict=True)])
+        structures.narrow(whole.items[at], [each[n] for each, n in zip(available[at], chosen, strict=True)])
         for at, *chosen in numbers
     ]
     is_mixed = any(item.tensors.keys() != items[0].tensors.keys() for item in items)
-    narrowed = Layouts(request.rows, items, which, listed.exemplars if is_mixed else (), is_mixed)
-    return ChosenRequest(request.store, request.rows, structures, alternatives, picks, options, whole, narrowed)
+    lacking = [name for name in alternatives.names if name not in items[0].tensors]
+    exemplars = [each for each in listed.exemplars if structures.has_more(each[0], whole.items[0], lacking)]
+    narrowed = Layouts(request.rows, items, which, exemplars, is_mixed)
+    return ChosenRequest(request.store, request.rows, structures, alternatives, choices, available, whole, narrowed)
 
 
 def nest_chosen(request: ChosenRequest, tensors: Mapping[str, Any]) -> Any:
@@ -165,7 +173,7 @@ class _ChosenStructures(Structures):
         self._kept = kept
         self._names = tuple(name for name in alternatives.names if kept is None or name in kept)
         # each value refers to the object whose id is in the key, so the id is not reused
-        self._options: dict[Any, tuple[Form, _Options]] = {}
+        self._available: dict[Any, tuple[Form, _Available]] = {}
         self._layouts: dict[Any, tuple[Layout, Layout]] = {}
         self._plans: dict[Any, tuple[Form, list[tuple[str, str]], tuple[str, ...]]] = {}
         self._lazies: dict[Any, tuple[Layout, dict[str, Lazy]]] = {}
@@ -174,21 +182,33 @@ class _ChosenStructures(Structures):
         """Return the structures with only the tensors `names` of the batch."""
         return _structures_for(self._base, self._alternatives, names)
 
-    def options(self, layout: Layout) -> _Options:
+    def available(self, layout: Layout) -> _Available:
         """Return the alternatives of a sample with this layout, by group."""
-        known = self._options.get(id(layout.form))
+        known = self._available.get(id(layout.form))
         if known is None:
             wanted = self._base.wanted
             names = [name for name in layout.tensors if wanted is None or wanted(name)]
-            known = layout.form, self._options_among(names)
-            keep_known(self._options, id(layout.form), known)
+            known = layout.form, self._available_among(names)
+            keep_known(self._available, id(layout.form), known)
         return known[1]
 
-    def _options_among(self, names: Sequence[str]) -> _Options:
+    def has_more(self, form: Form, layout: Layout, lacking: Collection[str]) -> bool:
+        """Return whether samples of a form have tensors that a layout lacks, or alternatives of the names `lacking`."""
+        names = [name for name, *_ in form.entries]
+        if any(name not in layout.tensors and not self._alternatives.covers(name) for name in names):
+            return True
+        found = zip(self._alternatives.groups, self._available_among(names), strict=True) if lacking else ()
+        return any(
+            first and name in lacking
+            for group, each in found
+            for name, first in zip(group.names, each[0] if each else (), strict=False)
+        )
+
+    def _available_among(self, names: Sequence[str]) -> _Available:
         try:
-            return [group.options(names) for group in self._alternatives.groups]
+            return [group.alternatives_in(names) for group in self._alternatives.groups]
         except ValueError as exc:
-            raise BatchError(f"a sample with the tensors {', '.join(map(repr, names))} {exc}") from exc
+            raise BatchError(f"a sample with the tensors {list_names(names)} {exc}") from exc
 
     def narrow(self, layout: Layout, chosen: Sequence[tuple[str, ...]]) -> Layout:
         """Return a layout without alternatives, and with the chosen tensors under their names in the batch."""
@@ -218,6 +238,8 @@ class _ChosenStructures(Structures):
         old = [(name, name) for name in layout.tensors if self.wanted(name)]
         for group, names in zip(self._alternatives.groups, chosen, strict=True):
             for name, each in zip(group.names, names, strict=True):
+                if not each:
+                    continue
                 if name in layout.tensors and self.wanted(name):
                     raise BatchError(
                         f"choose={{{name!r}: …}}: samples have another tensor of this name; choose a new name"
@@ -229,40 +251,50 @@ class _ChosenStructures(Structures):
             found.append(reference_text(kind, name, attribute))
         return old, tuple(found)
 
-    def selected(self, sample: Any, chosen: dict[str, str] | None = None) -> Any:
-        """Return a sample as the batch sees it; without `chosen`, with the first alternative of each name.
+    def whole(self, sample: Any, chosen: dict[str, str] | None = None) -> Any:
+        """Return a sample with the chosen alternatives, and with all tensors that are not alternatives.
+
+        Without `chosen`, it has the first alternative of each name, and nothing for a name without alternatives.
 
         Raises:
             BatchError: There is no place in the sample for a chosen tensor.
         """
         lazies, wanted = flatten(sample), self._base.wanted
         if chosen is None:
-            options = self._options_among([name for name in lazies if wanted is None or wanted(name)])
+            available = self._available_among([name for name in lazies if wanted is None or wanted(name)])
             chosen = {
                 name: first
-                for group, each in zip(self._alternatives.groups, options, strict=True)
-                for name, first in zip(group.names, each[0], strict=True)
+                for group, each in zip(self._alternatives.groups, available, strict=True)
+                for name, first in zip(group.names, each[0] if each else (), strict=bool(each))
             }
-        made = {name: _renamed(lazies[chosen[name]], name) for name in self._names}
-        rest: Any = self.wanted
+        made = {name: _renamed(lazies[chosen[name]], name) for name in self._names if chosen.get(name)}
         covers = self._alternatives.covers
         # a container of alternatives goes with them; any other keeps its place, as with `select`
         kept = project(sample, lambda name: name in made or not covers(name), prunes=True)
         if kept is None and type(sample) is dict:
             kept = {}
-        kept = project(kept, lambda name: name in made or rest(name))
         kept = rebuild(kept, lambda value: made.get(value.name, value) if isinstance(value, Lazy) else value)
+        for pattern in self._alternatives.patterns:
+            _remove_none(kept, pattern.removesuffix(".*"), self._names)  # as the tensor in its place in other samples
         for name, lazy in made.items():
             if name not in lazies:
                 kept = _inserted(kept, name, lazy)
         return kept
 
+    def selected(self, sample: Any, chosen: dict[str, str] | None = None) -> Any:
+        """Return a sample as the batch sees it; `chosen` is as for `whole`."""
+        return project(self.whole(sample, chosen), self._is_in_batch)
+
+    def _is_in_batch(self, name: str) -> bool:
+        assert self.wanted is not None
+        return name in self._names or self.wanted(name)
+
     @property
-    def wanted_in_whole(self) -> None:
-        return None
+    def wanted_in_whole(self) -> Wanted:
+        return self._is_in_batch
 
     def _whole(self, sample: Any) -> Any:
-        return self.selected(sample)
+        return self.whole(sample)
 
     def known_tensors(self, layout: Layout) -> dict[str, Lazy] | None:
         known = self._lazies.get(id(layout))
@@ -270,14 +302,15 @@ class _ChosenStructures(Structures):
 
     def tensors(self, layouts: Layouts) -> dict[str, Lazy]:
         layout = layouts.items[0]
-        tensors = None if layouts.is_mixed else self.known_tensors(layout)
+        is_plain = not layouts.is_mixed and not layouts.exemplars
+        tensors = self.known_tensors(layout) if is_plain else None
         if tensors is None:
             tensors = dict(self.structure_for(layouts).tensors)
             for each in reversed(layouts.items):  # the first layout that has a tensor determines its kind and dtype
                 texts = dict(zip(each.tensors, each.texts or (), strict=True))
                 for name in tensors.keys() & texts.keys():
                     tensors[name] = Lazy(resolve(each, texts[name]), MemorySource(b""))
-            if not layouts.is_mixed:
+            if is_plain:
                 keep_known(self._lazies, id(layout), (layout, tensors))
         return tensors
 
@@ -319,6 +352,15 @@ def _with_texts(request: Request, layouts: Layouts) -> Layouts:
 
 def _renamed(lazy: Any, name: str) -> Any:
     return type(lazy)(replace(lazy._reference, name=name), lazy._source)
+
+
+def _remove_none(sample: Any, name: str, kept: Collection[str]) -> None:
+    """Remove None at the path `name` from its dict, unless the name is one of `kept`."""
+    *path, last = (unquote(part) for part in name.split("."))
+    for part in path:
+        sample = sample.get(part) if type(sample) is dict else None
+    if type(sample) is dict and name not in kept and last in sample and sample[last] is None:
+        del sample[last]
 
 
 def _inserted(sample: Any, name: str, lazy: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Find samples: by key, by index, and in several caches by matching keys."""
+"""Find samples: by key and by index."""

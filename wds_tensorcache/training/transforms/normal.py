@@ -4,24 +4,32 @@ torch's own generators promise neither. Each number comes from 32 bits of SplitM
 (Steele, Lea and Flood, 2014), and from a table of the inverse normal distribution: linear pieces, 128 for each power of two
 of the tail probability (Cheung, Lee, Luk and Villasenor, "Hardware Generation of Arbitrary Random Number Distributions from
 Uniform Distributions via the Inversion Method", 2007). The arithmetic uses integers, and single operations on float32 that
-IEEE 754 rounds exactly. A logarithm or cosine would differ in its last bits between devices.
+IEEE 754 rounds exactly. A logarithm or cosine would differ in its last bits between devices. So would a product and a sum in
+one operation, as in `addcmul`, which is rounded once on some devices, and twice on the rest.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from statistics import NormalDist
+from typing import Any
 
 import torch
 
+from wds_tensorcache.reading.batch.batch_memory import to_device
 from wds_tensorcache.reading.seeds import GOLDEN, MIX, salt
+from wds_tensorcache.reading.transfer import current_stream
 
 __all__ = ["normal"]
 
 _PIECE_BITS = 7  # 2^7 pieces for each power of two
 _INSIDE_BITS = 23 - _PIECE_BITS  # the other bits of a float32's fraction: the place in a piece
-_CHUNK = 1 << 13  # pairs of numbers to compute at once on the CPU, so that they stay in its cache
+_UNIT = 1 << 26  # quantiles are rounded to multiples of 1 / _UNIT
+_CHUNK = (
+    1 << 16
+)  # pairs of numbers to compute at once on the CPU: 0.5 MB stays in its cache, and few calls wait for the GIL
 
 
 def normal(seeds: torch.Tensor, shape: tuple[int, ...], purpose: str) -> torch.Tensor:
@@ -36,8 +44,8 @@ def normal(seeds: torch.Tensor, shape: tuple[int, ...], purpose: str) -> torch.T
     """
     count = math.prod(shape)
     pairs = (count + 1) // 2
-    table = _table(seeds.device)
-    keys = _finalise(seeds ^ salt(purpose))[:, None]
+    table = _table(seeds.device, current_stream(seeds.device))
+    keys = _finalize(seeds ^ salt(purpose))[:, None]
     result = torch.empty((len(seeds), 2 * pairs), dtype=torch.float32, device=seeds.device)
     # a GPU computes all numbers at once, the CPU a part of a row
     is_cpu = seeds.device.type == "cpu"
@@ -46,7 +54,7 @@ def normal(seeds: torch.Tensor, shape: tuple[int, ...], purpose: str) -> torch.T
         end = min(begin + width, pairs)
         counters = torch.arange(begin + 1, end + 1, device=seeds.device).mul_(_signed(GOLDEN))
         for row in range(0, len(seeds), height):
-            bits = _finalise(keys[row : row + height] + counters)
+            bits = _finalize(keys[row : row + height] + counters)
             _write_quantiles(bits.view(torch.int32), table, result[row : row + height, 2 * begin : 2 * end])
     return result[:, :count].reshape(len(seeds), *shape)
 
@@ -62,25 +70,38 @@ def _write_quantiles(bits: torch.Tensor, table: torch.Tensor, out: torch.Tensor)
 
 
 @lru_cache(maxsize=16)
-def _table(device: torch.device) -> torch.Tensor:
-    """Return the number at the start of each piece, and the slope in it per unit of the lower bits, float32 `[2, 2^16]`."""
-    per_octave, inverse = 1 << _PIECE_BITS, NormalDist().inv_cdf
-    tails = [2.0 ** (octave - 32) * (1 + at / per_octave) for octave in range(31) for at in range(per_octave)]
+def _table(device: torch.device, stream: Any) -> torch.Tensor:
+    """Return the number at the start of each piece, and the slope in it per unit of the lower bits, float32 `[2, 2^16]`.
+
+    Each stream of a GPU has its own table, because no other stream waits for the copy to the GPU.
+    """
     # float32 rounds the largest integers up to 2^31, for which the number is 0
-    edges = torch.tensor([*(-inverse(tail) for tail in tails), 0.0, 0.0], dtype=torch.float64, device="cpu")
+    units = [*_edges(NormalDist().inv_cdf), 0, 0]
+    edges = torch.tensor(units, dtype=torch.float64, device="cpu") / _UNIT
     pieces = torch.stack([edges[:-1], (edges[1:] - edges[:-1]) / (1 << _INSIDE_BITS)]).float()
     table = torch.zeros((2, 1 << 16), dtype=torch.float32, device="cpu")
     for sign, first in (1, 127 << _PIECE_BITS), (-1, 1 << 15 | 127 << _PIECE_BITS):
         table[:, first : first + len(edges) - 1] = sign * pieces
-    return table.to(device)
+    return to_device(table, False, device)
+
+
+def _edges(inverse: Callable[[float], float]) -> list[int]:
+    """Return the number at the start of each piece of positive numbers, as a multiple of `1 / _UNIT`.
+
+    Hazard: the last bits of `inverse` depend on the compiler of Python and on its C library. Rounding removes them: no number
+    is within 6e-12 of the point where it would be rounded differently.
+    """
+    per_octave = 1 << _PIECE_BITS
+    tails = [2.0 ** (octave - 32) * (1 + at / per_octave) for octave in range(31) for at in range(per_octave)]
+    return [round(-inverse(tail) * _UNIT) for tail in tails]
 
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _finalise(values: torch.Tensor) -> torch.Tensor:
-    """Apply the finaliser of SplitMix64 to int64 values, whose bits are those of uint64."""
+def _finalize(values: torch.Tensor) -> torch.Tensor:
+    """Apply the finalizer of SplitMix64 to int64 values, whose bits are those of uint64."""
     for shift, factor in (30, MIX[0]), (27, MIX[1]):
         values = (values >> shift).bitwise_and_((1 << 64 - shift) - 1).bitwise_xor_(values).mul_(_signed(factor))
     return (values >> 31).bitwise_and_((1 << 33) - 1).bitwise_xor_(values)

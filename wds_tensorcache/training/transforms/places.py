@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import unquote
 
+from wds_tensorcache.errors import list_names
+
 __all__ = ["place_of", "remove"]
 
 
@@ -13,18 +15,23 @@ def place_of(batch: Any, name: str, *, is_new: bool = False) -> tuple[Any, Any]:
 
     Raises:
         KeyError: The batch has no such value; with `is_new`, no dict in which it could be.
+        ValueError: With `is_new`, the dict has such a value.
     """
     *path, last = name.split(".")
-    target = batch
+    target, wanted = batch, last
     try:
-        for part in path:
-            target = target[_key(target, part)]
+        for wanted in path:
+            target = target[_key(target, wanted)]
+        wanted = last
         key = _key(target, last)
         if not is_new or not isinstance(target, dict):
             target[key]
     except (KeyError, IndexError, TypeError, ValueError) as exc:
-        known = ", ".join(map(repr, target)) if isinstance(target, dict) else f"a {type(target).__name__}"
-        raise KeyError(f"the batch has no {name!r}; there are {known}") from exc
+        is_dict = isinstance(target, dict)
+        known = f"there are {list_names(target, wanted)}" if is_dict else f"there is a {type(target).__name__}"
+        raise KeyError(f"the batch has no {name!r:.100}; {known}") from exc
+    if is_new and isinstance(target, dict) and key in target:
+        raise ValueError(f"the batch has {name!r:.100} already; choose a new name")
     return target, key
 
 

@@ -41,7 +41,9 @@ def match_some(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | 
         twice = next(key for at, key in enumerate(other.keys()) if places[key] != at)
         raise KeyError(f"key {twice!r} occurs twice in a joined cache with {len(other)} samples, expected unique keys")
     get = key_map.get if isinstance(key_map, Mapping) else key_map
-    wanted = first.keys() if get is None else map(get, first.keys())
+    # a generator, in which a StopIteration of the function is an error and does not end the keys
+    keys = first.keys()
+    wanted = keys if get is None else (get(key) for key in keys)
     found = np.fromiter((places.get(key, -1) for key in wanted), np.int64, len(first))
     if key_map is not None or int(np.count_nonzero(found >= 0)) >= len(places):
         return found, []

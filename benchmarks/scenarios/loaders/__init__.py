@@ -1,0 +1,1 @@
+"""Scenarios of loaders, which read batches ahead."""

@@ -1,0 +1,339 @@
+"""All that is random about a row, resumed from every step with other numbers of ranks and other batch sizes.
+
+`Run` makes the batches of all ranks as a data loader does: `StepSampler` gives the steps, and `StepDataset` reads them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import islice
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import wds_tensorcache as tc
+from tests.training.draws import WITH_PROMPTS, Row, interleaved, loaders, rows_of, steps_of, write
+from tests.training.loaders import modes
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores
+WORLDS = (1, 2, 3, 5)
+LAST = ("short", "pad", "wrap", "drop")
+MODES = ("all", "blocks", "buckets", "weights", "mix", "weights+buckets", "mix+buckets", "repeats", "repeats+buckets")
+IS_DRAWN = {"weights", "mix", "weights+buckets", "mix+buckets"}  # modes in which no epoch has each sample once
+SEED = 7
+READ: dict[str, Any] = {"collate": {"y": "list"}, **WITH_PROMPTS}
+
+
+class Taken(NamedTuple):
+    """A step of all ranks: its epoch, the name of its stream, and its rows without padding."""
+
+    epoch: int
+    name: Any
+    rows: list[Row]
+
+    def dated(self) -> list[tuple[int, Row]]:
+        return [(self.epoch, row) for row in self.rows]
+
+
+class Mode:
+    """The options of a mode, the rows of a run that was never interrupted, and the batches that were read."""
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        self.name, self.options = name, options | {"seed": SEED}
+        self.is_mix = name.startswith("mix")
+        sampler = tc.StepSampler(batch_size=1, rank=0, world_size=1, **self.options)
+        self.names = sampler._names
+        self._dataset = tc.StepDataset(sampler, with_info=True, **READ)
+        self._known: dict[Any, list[Row]] = {}
+        (self._single,) = loaders(1, 4, **self.options, **READ)
+        self._references: dict[int, dict[Any, list[Row]]] = {}
+
+    def stream(self, epoch: int, name: Any) -> Any:
+        """Return what identifies a sequence of rows: a mix with weights goes through a cache in all epochs."""
+        return name if self.is_mix else (epoch, name)
+
+    def reference(self, epoch: int) -> dict[Any, list[Row]]:
+        """Return the rows of each stream in an epoch, or of a mix in the first epochs."""
+        epochs = range(8) if self.is_mix else [epoch]
+        found = self._references.get(epochs[0])
+        if found is None:
+            found = self._references[epochs[0]] = defaultdict(list)
+            for number in epochs:
+                self._single.set_epoch(number)
+                for batch, info in self._single.with_info():
+                    found[self.stream(number, info.source)] += rows_of(batch, info)
+        return found
+
+    def read(self, step: Any) -> list[Row]:
+        """Return the rows of a step; an equal batch is read only once."""
+        epochs = b"" if step.epochs is None else step.epochs.tobytes()
+        key = step.epoch, step.stream, step.indices.tobytes(), step.is_padding.tobytes(), epochs
+        if key not in self._known:
+            self._known[key] = rows_of(*self._dataset[step])
+        return self._known[key]
+
+
+class Run:
+    """The batches of all ranks, step by step."""
+
+    def __init__(self, mode: Mode, batch_size: int, world_size: int, **others: Any) -> None:
+        self.mode = mode
+        options = mode.options | others
+        self.samplers = [
+            tc.StepSampler(batch_size=batch_size, rank=rank, world_size=world_size, **options)
+            for rank in range(world_size)
+        ]
+        self.iterators: list[Any] = []
+
+    def iterate(self, num_epochs: int, state: Any = None) -> Iterator[Taken]:
+        """Yield the steps of the next epochs; with a state, of the rest of its epoch first."""
+        for _ in range(num_epochs):
+            self.iterators = [iter(sampler) for sampler in self.samplers]
+            if state is not None:
+                for iterator in self.iterators:
+                    iterator.load_state_dict(state)
+            state = None
+            for ranked in zip(*self.iterators, strict=True):
+                rows = interleaved([self.mode.read(step) for step in ranked])
+                yield Taken(ranked[0].epoch, self.mode.names[ranked[0].stream], rows)
+
+    def iterate_into_next(self, state: Any) -> Iterator[Taken]:
+        """Yield the steps of the rest of a state's epoch, and the first two of the next epoch."""
+        yield from self.iterate(1, state)
+        yield from islice(self.iterate(1), 2)
+
+    def state(self) -> Any:
+        """Return the state after the last step, which is the same on all ranks, as a checkpoint brings it back."""
+        first, *others = [iterator.state_dict() for iterator in self.iterators]
+        assert all(state == first for state in others)
+        return from_files(first)
+
+
+def from_files(state: Any) -> Any:
+    """Return a state that was saved as JSON, and by torch.save."""
+    assert json.loads(json.dumps(state)) == state
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert loaded == state
+    return loaded
+
+
+def check(mode: Mode, taken: list[Taken], pure: Pure, last: str = "short") -> None:
+    """Check the rows since the start of training: none lost or used twice, each with its draws."""
+    streams: dict[Any, list[Row]] = defaultdict(list)
+    for step in taken:
+        streams[mode.stream(step.epoch, step.name)] += step.rows
+    last_epoch = taken[-1].epoch
+    assert {step.epoch for step in taken} == set(range(last_epoch + 1))
+    if mode.name in IS_DRAWN:
+        for stream, rows in streams.items():
+            reference = mode.reference(0 if mode.is_mix else stream[0])[stream]
+            least = min(len(rows), len(reference))
+            assert rows[:least] == reference[:least]
+            if len(rows) > least:
+                assert rows == [pure[number] for number in numbered(mode, stream, rows)]
+        return
+    for epoch in range(last_epoch + 1):
+        for stream, reference in mode.reference(epoch).items():
+            rows = streams[stream]
+            if last == "wrap":
+                assert rows == [reference[number % len(reference)] for number in range(len(rows))]
+            else:
+                assert rows == reference[: len(rows)]
+            assert len(rows) >= len(reference) or last == "drop" or epoch == last_epoch
+
+
+def numbered(mode: Mode, stream: Any, rows: list[Row]) -> Iterator[tuple[str, int, str]]:
+    """Yield cache, pass over the cache, and key of each row of a stream."""
+    seen: Counter[str] = Counter()
+    for row in rows:
+        source = "b" if int(row.key) >= 100 else "a"
+        repeats = mode.options.get("repeats", {}).get(source, 1)
+        drawn_again = mode.name.startswith("weights")  # has the draws that it had before
+        number = 0 if drawn_again else seen[row.key]
+        yield source, number if mode.is_mix else stream[0] * repeats + number, row.key
+        seen[row.key] += 1
+
+
+class Pure(dict[tuple[str, int, str], Row]):
+    """The draws of each sample in each pass over its cache, from batches of the whole cache in order."""
+
+    def __init__(self, a: Any, b: Any) -> None:
+        (self._loader,) = loaders(1, 100, mix={"a": a, "b": b}, seed=SEED, **READ)
+
+    def __missing__(self, wanted: tuple[str, int, str]) -> Row:
+        self._loader.set_epoch(wanted[1])
+        for batch, info in self._loader.with_info():
+            self.update({(str(info.source), info.epoch, row.key): row for row in rows_of(batch, info)})
+        return self[wanted]
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    folder = tmp_path_factory.mktemp("elastic")
+    with ExitStack() as stack:
+        yield tuple(  # type: ignore[misc]
+            stack.enter_context(tc.open(write(folder / name, numbers)))
+            for name, numbers in (("a", range(23)), ("b", range(100, 109)))
+        )
+
+
+@pytest.fixture(scope="module")
+def all_modes(caches: tuple[Any, Any]) -> dict[str, Mode]:
+    options = modes(*caches)
+    return {name: Mode(name, options[name]) for name in MODES}
+
+
+@pytest.fixture(scope="module")
+def pure(caches: tuple[Any, Any]) -> Pure:
+    return Pure(*caches)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_draws_belong_to_passes(all_modes: dict[str, Mode], pure: Pure, mode: str) -> None:
+    """In every mode, a sample has the draws of its pass over its cache: of the epoch, unless an epoch has several passes."""
+    for epoch in range(3):
+        for stream, rows in all_modes[mode].reference(epoch).items():
+            assert rows == [pure[number] for number in numbered(all_modes[mode], stream, rows)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_from_every_step(all_modes: dict[str, Mode], pure: Pure, mode: str, world_size: int) -> None:
+    """Of an epoch; resumed with another batch size to the end of the epoch, and into the next one."""
+    options = all_modes[mode]
+    others = [Run(options, 3, other) for other in WORLDS]
+    first, head = Run(options, 4, world_size), []
+    for step in first.iterate(1):
+        head.append(step)
+        state = first.state()
+        for other in others:
+            check(options, [*head, *other.iterate_into_next(state)], pure)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("last", LAST)
+def test_last_steps(all_modes: dict[str, Mode], pure: Pure, mode: str, last: str) -> None:
+    """A larger or smaller batch, which other rows of the last steps fill, from every step."""
+    options = all_modes[mode]
+    others = [Run(options, *sizes, last_batch=last) for sizes in ((1, 1), (5, 1), (2, 3))]
+    first, head = Run(options, 3, 2, last_batch=last), []
+    for step in first.iterate(1):
+        head.append(step)
+        state = first.state()
+        for other in others:
+            tail = list(other.iterate_into_next(state))
+            check(options, [*head, *tail], pure, last)
+            if last == "drop" and mode not in IS_DRAWN:
+                size = max(6, len(tail[0].rows))
+                used = Counter((each.epoch, each.name) for each in [*head, *tail] for _ in each.rows)
+                assert all(len(rows) - used[stream] < size for stream, rows in options.reference(0).items())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(MODES),
+    st.sampled_from(LAST),
+    st.lists(st.tuples(st.sampled_from(WORLDS), st.integers(1, 6), st.integers(1, 8)), max_size=6),
+)
+def test_chains(all_modes: dict[str, Mode], pure: Pure, mode: str, last: str, runs: list[tuple[int, int, int]]) -> None:
+    assume(last != "drop" or all(world_size * batch_size < 7 for world_size, batch_size, _ in runs))
+    options, taken, state = all_modes[mode], [], None
+    for world_size, batch_size, count in runs:
+        one = Run(options, batch_size, world_size, last_batch=last)
+        taken += islice(one.iterate(3, state), count)
+        state = one.state()
+    taken += Run(options, 2, 3, last_batch=last).iterate(1, state)
+    check(options, taken, pure, last)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["Loader", "torch_loader"])
+def test_loaders(all_modes: dict[str, Mode], mode: str, kind: str) -> None:
+    """Loaders have the states and batches of the steps above, before and after they resume."""
+    options = all_modes[mode]
+
+    def begun(batch_size: int, world_size: int) -> list[Any]:
+        if kind == "Loader":
+            threads = {"num_threads": 2, "prefetch_batches": 3}
+            return list(loaders(world_size, batch_size, **threads, **options.options, **READ))
+        ranks = [{"rank": rank, "world_size": world_size} for rank in range(world_size)]
+        return [tc.torch_loader(batch_size=batch_size, **rank, **options.options, **READ) for rank in ranks]
+
+    first, steps = begun(3, 2), Run(options, 3, 2)
+    count = len(first[0])
+    worlds = WORLDS if kind == "Loader" else (1, 3)
+    resumed_at = {count * number // len(worlds) + 1: world_size for number, world_size in enumerate(worlds)}
+    for at, (rows, step) in enumerate(zip(islice(steps_of(first), count), steps.iterate(1), strict=True), 1):
+        assert rows == step.dated()
+        states = [from_files(loader.state_dict()) for loader in first]
+        assert states[0] == states[1]
+        expected = steps.state()
+        assert at == count or states[0] == {name: expected[name] for name in states[0]}
+        if at not in resumed_at and at < count:
+            continue
+        world_size = resumed_at.get(at, 2)
+        resumed = begun(4, world_size)
+        for loader in resumed:
+            loader.load_state_dict(states[0])
+        tail = [step.dated() for step in Run(options, 4, world_size).iterate_into_next(expected)]
+        assert list(islice(steps_of(resumed), len(tail))) == tail
+
+
+@pytest.mark.parametrize("mode", ["blocks", "repeats+buckets"])
+def test_worker_processes(all_modes: dict[str, Mode], mode: str) -> None:
+    options = all_modes[mode]
+
+    def begun(num_workers: int, batch_size: int, rank: int, world_size: int) -> Any:
+        sizes = {"batch_size": batch_size, "rank": rank, "world_size": world_size}
+        return tc.torch_loader(num_workers=num_workers, **sizes, **options.options, **READ)
+
+    first, steps = [begun(1, 3, rank, 2) for rank in range(2)], Run(options, 3, 2)
+    head = list(islice(steps.iterate(1), 3))
+    assert list(islice(steps_of(first), 3)) == [step.dated() for step in head]
+    resumed = begun(2, 4, 0, 1)
+    resumed.load_state_dict(from_files(first[1].state_dict()))
+    tail = [step.dated() for step in Run(options, 4, 1).iterate_into_next(steps.state())]
+    assert list(islice(steps_of([resumed]), len(tail))) == tail
+    for loader in (*first, resumed):
+        loader.close()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata looks at all of torch
+@pytest.mark.parametrize(
+    ("mode", "num_workers"), [("blocks", 0), ("weights+buckets", 0), ("mix+buckets", 0), ("repeats", 0), ("repeats", 2)]
+)
+def test_stateful_data_loader(all_modes: dict[str, Mode], pure: Pure, mode: str, num_workers: int) -> None:
+    options = all_modes[mode]
+
+    def begun(batch_size: int, rank: int, world_size: int) -> Any:
+        sampler = tc.StepSampler(batch_size=batch_size, rank=rank, world_size=world_size, **options.options)
+        dataset = tc.StepDataset(sampler, with_info=True, **READ)
+        return StatefulDataLoader(dataset, batch_size=None, sampler=sampler, num_workers=num_workers)
+
+    def taken(ranked: Any) -> Taken:
+        info = ranked[0][1]
+        return Taken(info.epoch, info.source, interleaved([rows_of(*each) for each in ranked]))
+
+    first = [begun(3, rank, 2) for rank in range(2)]
+    head, states = [], []
+    for ranked in zip(*first, strict=True):
+        head.append(taken(ranked))
+        states.append([from_files(made.state_dict()) for made in first])
+    chosen = (2,) if num_workers else (0, 2, len(head) - 2)
+    for at, world_size in zip(chosen, (1, 3, 5), strict=False):
+        resumed = [begun(4, rank, world_size) for rank in range(world_size)]
+        for rank, made in enumerate(resumed):
+            made.load_state_dict(states[at][rank % 2])
+        tail = [taken(ranked) for _ in range(2) for ranked in zip(*resumed, strict=True)]
+        check(options, [*head[: at + 1], *tail], pure)

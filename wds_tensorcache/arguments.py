@@ -1,0 +1,45 @@
+"""Checks of arguments: integers, and names of options that are passed on."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from wds_tensorcache.errors import list_names
+
+__all__ = ["as_int", "check_options"]
+
+
+def as_int(name: str, value: Any) -> int:
+    """Return an argument as an int; `name` is the argument's name.
+
+    Raises:
+        TypeError: `value` is not an integer of Python, numpy or torch.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r:.100}, expected an integer") from None
+
+
+def check_options(
+    call: Callable[..., Any], given: Iterable[str], known: Iterable[str], remedies: Mapping[str, str] | None = None
+) -> None:
+    """Raise TypeError if `call` got an unknown option.
+
+    Args:
+        call: Class or function that the user called.
+        given: Names of the options in its `**options`.
+        known: Names of the options that it accepts there.
+        remedies: Arguments to pass instead, by the name of an unknown option; other messages list known names.
+    """
+    known = list(known)
+    for name in given:
+        if name in known:
+            continue
+        remedy = (remedies or {}).get(name)
+        own = [each.name for each in inspect.signature(call).parameters.values() if each.kind != each.VAR_KEYWORD]
+        hint = f"use {remedy}" if remedy else f"there are {list_names(list(dict.fromkeys([*own, *known])), name)}"
+        raise TypeError(f"{call.__name__} has no argument {name!r:.100}; {hint}")

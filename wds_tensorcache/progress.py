@@ -1,0 +1,62 @@
+"""The progress of long calls: shown as a bar of `tqdm`, or passed to a function."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+__all__ = ["Progress", "ProgressOption"]
+
+ProgressOption: TypeAlias = "bool | Callable[[int, int], object] | None"  # the argument `progress=`
+
+
+class Progress:
+    """The progress of a call.
+
+    Args:
+        show: A function of the work that is done and of the total; or whether to show a bar. None shows the bar if `tqdm` is
+            installed and stderr is a terminal.
+        total: The whole work; None if unknown.
+        options: Options of the bar.
+
+    Raises:
+        ImportError: `show` is True, and `tqdm` is not installed.
+
+    Threads: one thread calls `show`.
+    """
+
+    def __init__(self, show: bool | Callable[[int, Any], object] | None, total: int | None, **options: Any) -> None:
+        self._function = show if callable(show) else None
+        self._bar = None if callable(show) else _open_bar(show, total=total, **options)
+        self._total = total
+        self._shown = -1
+        self.is_shown = self._function is not None or self._bar is not None
+
+    def show(self, done: int, initial: int = 0) -> None:
+        """Show the work that is done, unless it was just shown; `initial` of it does not count for the rate."""
+        if done == self._shown:
+            return
+        self._shown = done
+        if self._function is not None:
+            self._function(done, self._total)
+        elif self._bar is not None:
+            self._bar.initial = initial
+            self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _open_bar(show: bool | None, **options: Any) -> Any:
+    if not (sys.stderr.isatty() if show is None else show):
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError as exc:
+        if show:
+            raise ImportError("progress=True needs tqdm: pip install tqdm") from exc
+        return None
+    return tqdm(**options)
