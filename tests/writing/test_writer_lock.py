@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import wds_tensorcache as tc
+from tests.children import finish, start
 from wds_tensorcache.storage import locks
 from wds_tensorcache.writing import pattern_lock
 from wds_tensorcache.writing.pattern import ShardPattern
@@ -549,3 +550,36 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with tc.ShardWriter(tmp_path / "%d.tar", resume=True), pytest.raises(FileExistsError, match="is writing"):
         tc.ShardWriter(tmp_path / "%d.tar", resume=True)
     assert not pattern_lock._MINE
+
+
+def test_a_lock_file_that_is_filled_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without locks, a writer that has created its file, but not filled it yet, counts as active."""
+    monkeypatch.setattr(locks, "fcntl", None)
+    path = tmp_path / ".tensorcache.00000000.lock"
+    path.touch()
+    content = json.dumps({"pattern": "%d.tar", "pid": os.getppid(), "host": platform.node()})
+    later = threading.Timer(0.2, path.write_text, [content])
+    later.start()
+    with pytest.raises(FileExistsError, match=f"process {os.getppid()} on .* is writing"):
+        write_one(tmp_path / "%d.tar", "a")
+    later.join()
+    assert path.read_text() == content
+
+
+def test_one_at_a_time_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "fcntl", None)
+    pattern, inside = ShardPattern(str(tmp_path / "%d.tar")), tmp_path / "inside"
+
+    def work() -> None:
+        for _ in range(60):
+            while True:
+                with contextlib.suppress(FileExistsError):
+                    lock = pattern_lock.WriterLock(pattern)
+                    break
+                time.sleep(0.001)
+            os.close(os.open(inside, os.O_CREAT | os.O_EXCL))  # raises if another process is inside
+            time.sleep(0.0005)
+            inside.unlink()
+            lock.close()
+
+    assert finish([start(work) for _ in range(6)]) == [0] * 6

@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import secrets
+import time
 import weakref
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = ["WriterLock"]
 
 _NAME = re.compile(r"\.tensorcache\.[0-9a-f]{8}\.lock").fullmatch
 _MAX_NBYTES = 1 << 13
+_STARTS_S = 2.0  # the longest time that a living process needs to fill its new lock file
 _MINE: set[str] = set()  # tokens of the locks that this process holds
 
 
@@ -92,7 +94,8 @@ def _refuse_others(pattern: ShardPattern, folder: str, mine: str) -> None:
         if file is None:
             continue
         with file:
-            is_free, writer = file.lock(), _parse(os.read(file.fd, _MAX_NBYTES))
+            is_free = file.lock()
+            writer = _read_writer(file, wait=is_free is None)
             if is_free or (is_free is None and (writer is None or not _may_be_alive(name, *writer[1:]))):
                 with contextlib.suppress(OSError):
                     os.unlink(path)
@@ -103,8 +106,22 @@ def _refuse_others(pattern: ShardPattern, folder: str, mine: str) -> None:
                 raise FileExistsError(f"{pattern}: {what}; wait until it ends, or write to another folder{gone}")
 
 
+def _read_writer(file: Held, wait: bool) -> tuple[str, int, str] | None:
+    """Return pattern, pid and host of the writer that holds a lock; None if the file does not contain them.
+
+    If `wait`, give the writer time to write them.
+    """
+    until = time.monotonic() + _STARTS_S
+    while True:
+        os.lseek(file.fd, 0, os.SEEK_SET)
+        writer = _parse(os.read(file.fd, _MAX_NBYTES))
+        if writer is not None or not wait or not os.path.exists(file.path) or time.monotonic() >= until:
+            return writer
+        time.sleep(0.001)
+
+
 def _parse(content: bytes) -> tuple[str, int, str] | None:
-    """Return pattern, pid and host of the writer that holds a lock; None if the file does not contain them (yet)."""
+    """Return pattern, pid and host of a writer; None if these bytes are not the content of a lock file."""
     try:
         found: Any = json.loads(content)
         pattern, pid, host = found["pattern"], found["pid"], found["host"]
