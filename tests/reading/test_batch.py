@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import tempfile
@@ -20,6 +21,7 @@ from tests.reading.batches import COUNT, LARGE, SMALL, assert_all_same, assert_b
 from tests.same import tensor_bytes
 from wds_tensorcache.reading.batch import read_rows as rows_module
 from wds_tensorcache.reading.batch.merge_reads import SCRATCH_NBYTES
+from wds_tensorcache.storage import aio
 from wds_tensorcache.storage.files import ShardFile
 
 
@@ -231,12 +233,35 @@ def test_files_that_are_not_in_memory(
     advised: list[tuple[int, int]] = []
     monkeypatch.setattr(ShardFile, "read_resident", lambda *args: False)
     monkeypatch.setattr(ShardFile, "is_resident", lambda *args: False)
+    monkeypatch.setattr(rows_module, "read_many", lambda reads, begin, end: np.full(end - begin, -errno.EAGAIN))
     monkeypatch.setattr(ShardFile, "will_need", lambda self, begin, end: advised.append((begin, end)))
     with tc.open(small if samples is SMALL else large, io=io, num_threads=2) as cache:
         for numbers in (range(COUNT), [5, 3, 5] * 15):
             assert_batch([samples[i] for i in numbers], cache.read_batch(numbers))
     assert advised
     assert not any(gathers)
+
+
+@pytest.mark.parametrize("io", ["auto", "pread"])
+@pytest.mark.parametrize("samples", [SMALL, LARGE], ids=["small", "large"])
+def test_files_that_were_dropped_from_memory(small: str, large: str, io: str, samples: list[Any]) -> None:
+    folder = small if samples is SMALL else large
+    with tc.open(folder, io=io, num_threads=2) as cache:
+        for numbers in (range(COUNT), [5, 3, 5] * 15):
+            for path in Path(folder).glob("*.tar"):
+                fd = os.open(path, os.O_RDONLY)
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+            assert_batch([samples[i] for i in numbers], cache.read_batch(numbers))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_system_without_reads_of_many_samples(large: str, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "_number", None)
+    with tc.open(large, num_threads=num_threads, io="pread") as cache:
+        for numbers in (range(COUNT), [5, 3, 5] * 15):
+            assert_batch([LARGE[i] for i in numbers], cache.read_batch(numbers))
 
 
 def test_short_reads(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,6 +277,7 @@ def test_short_reads(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return original(fd, parts, *args)
 
     monkeypatch.setattr(os, "preadv", short)
+    monkeypatch.setattr(aio, "_number", None)  # whose short reads are read again by `preadv`
     for threads in (1, 2):
         with tc.open(large, num_threads=threads, io="pread") as cache:
             assert_batch(LARGE[::-1], cache.read_batch(range(COUNT)[::-1]))

@@ -19,6 +19,7 @@ import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
 from wds_tensorcache.reading import open_cache as opening
+from wds_tensorcache.storage import aio
 from wds_tensorcache.storage import files as storage
 
 COUNT = 12
@@ -325,5 +326,6 @@ def test_systems_that_lack_calls(folder: Path, monkeypatch: pytest.MonkeyPatch, 
         if name != "posix_fadvise":
             monkeypatch.setattr(storage, f"_HAS_{name.upper()}", False)
             monkeypatch.setattr(storage, "_NOWAIT", 0)
+            monkeypatch.setattr(aio, "_number", None)
     for io in ("auto", "mmap", "pread"):
         check(folder, io=io)

@@ -132,6 +132,11 @@ class ShardFile:
             self._fill(buffers, begin)
         return True
 
+    @property
+    def nowait(self) -> int:
+        """Flag for reads that must not wait for a disk; 0 if this file is known to have no such reads."""
+        return _NOWAIT if self._can_tell else 0
+
     def _is_unable(self, error: OSError) -> bool:
         """Return True if the file system lacks reads that do not wait, False if this read would wait; raise any other error."""
         if error.errno in _UNKNOWN:

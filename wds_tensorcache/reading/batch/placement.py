@@ -27,12 +27,14 @@ class Placement:
     Attributes:
         begins: Offset of each tensor's first row.
         rows: Offset of each row, `[tensors][samples]`; a range if rows are at equal distances.
+        row_array: The same, int64 `[tensors, samples]`.
         nbytes: Length of the whole memory.
         row_nbytes: Distance between the rows of each tensor; None if rows of any tensor differ in length.
     """
 
     begins: Sequence[int]
     rows: Sequence[Sequence[int]]
+    row_array: Array
     nbytes: int
     row_nbytes: tuple[int, ...] | None = None
 
@@ -45,14 +47,15 @@ def place_equal(row_nbytes: tuple[int, ...], count: int) -> Placement:
         range(at, at + size * count, size) if size else [at] * count
         for at, size in zip(begins, row_nbytes, strict=True)
     ]
-    return Placement(begins, rows, nbytes, row_nbytes)
+    row_array = np.array(begins, np.int64)[:, None] + np.outer(np.array(row_nbytes, np.int64), np.arange(count))
+    return Placement(begins, rows, row_array, nbytes, row_nbytes)
 
 
 def place_in_turn(sizes: Array) -> Placement:
     """Return the placement of rows of the lengths `sizes`, int64 `[tensors, samples]`, without gaps within a tensor."""
     begins, nbytes = _in_turn(sizes.sum(1).tolist())
-    rows = np.array(begins)[:, None] + sizes.cumsum(1) - sizes
-    return Placement(begins, rows.tolist(), nbytes)
+    rows = np.array(begins, np.int64)[:, None] + sizes.cumsum(1) - sizes
+    return Placement(begins, rows.tolist(), rows, nbytes)
 
 
 def _in_turn(sizes: list[int]) -> tuple[list[int], int]:

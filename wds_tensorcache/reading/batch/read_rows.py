@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from wds_tensorcache.reading.batch.columns import Columns, Layouts
-from wds_tensorcache.reading.batch.merge_reads import SCRATCH_NBYTES, Runs
+from wds_tensorcache.reading.batch.merge_reads import SCRATCH_NBYTES, Runs, ranges
 from wds_tensorcache.reading.batch.placement import Placement
 from wds_tensorcache.reading.batch.rows import RowFile, Rows
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.shards.tar.headers import BLOCK
+from wds_tensorcache.storage.aio import Reads, address_of, read_many
+from wds_tensorcache.storage.files import MAX_BUFFERS
 from wds_tensorcache.storage.maps import MapLost, Maps
 from wds_tensorcache.storage.threads import Job, wait_for
 
@@ -56,12 +59,13 @@ def read_rows(store: Store, layouts: Layouts, columns: Columns, placement: Place
     # a thread for less than 256 KiB costs more than it saves
     threads = max(1, min(store.num_threads, count, total >> 18))
     executor = store.executor() if threads > 1 else None
-    parts = np.array_split(order, threads) if executor is not None else [order]
+    plan = _Plan(layouts, columns, placement, memory, order)
+    edges = [count * number // threads for number in range(threads + 1)] if executor is not None else [0, count]
     jobs: list[Job[None]] = []
     try:
-        for part in parts[1:]:
-            jobs.append(executor.submit(_scatter, layouts, columns, placement, memory, part))  # type: ignore[union-attr]
-        _scatter(layouts, columns, placement, memory, parts[0])
+        for begin, end in pairwise(edges[1:]):
+            jobs.append(executor.submit(plan.read, begin, end))  # type: ignore[union-attr]
+        plan.read(0, edges[1])
     finally:
         # Hazard: a thread that still runs would write into memory that another batch may use.
         wait_for(jobs)
@@ -106,6 +110,70 @@ def _is_resident(shards: Sequence[Shard], rows: Rows, begins: Array) -> bool:
         shards[rows.number.item(i)].file.is_resident(where.item(i))
         for i in range(0, len(rows), max(1, len(rows) // _NUM_PROBES))
     )
+
+
+class _Plan:
+    """The reads of a batch, directly into its rows: one read for each sample and run. Samples are numbered in reading order.
+
+    Args:
+        order: Position in the batch of each sample, int64 `[B]`.
+    """
+
+    def __init__(self, layouts: Layouts, columns: Columns, placement: Placement, memory: Array, order: Array) -> None:
+        self._batch = layouts, columns, placement, memory
+        self._order = order
+        rows, table = layouts.rows, columns.run_table
+        shards: Any = rows.shards
+        # Samples of a `SharedDataset` are not in files. One system call reads one sample as fast.
+        self._is_joint = (
+            isinstance(shards[0], Shard)
+            and len(order) > 1
+            and table.most_parts <= MAX_BUFFERS
+            and len(rows.by_shard) <= max(8, shards[0].files.max_open // 4)
+        )
+        if not self._is_joint:
+            return
+        run, self._sample_of = ranges(table.first_run, layouts.which[order])
+        part, read_of = ranges(table.first_part, run)
+        at, tensor = order[self._sample_of], table.tensor[part]
+        address = placement.row_array[tensor, at[read_of]] + address_of(memory)
+        if (tensor < 0).any():
+            self._scratch = np.empty(SCRATCH_NBYTES, np.uint8)
+            address[tensor < 0] = address_of(self._scratch)
+        self._files = []  # they stay open as long as this object refers to them
+        fd, flags = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+        self._is_unchecked = np.empty(len(rows), np.bool_)
+        for number, some, its_rows in rows.by_shard:
+            file = shards[number].file
+            self._files.append(file)
+            fd[some], flags[some] = file.fd, file.nowait
+            self._is_unchecked[some] = ~shards[number].checked[its_rows]
+        self._nbytes = table.nbytes[run]
+        self._first_read = np.searchsorted(self._sample_of, np.arange(len(order) + 1))
+        self._reads = Reads(
+            fd[at],
+            rows.begin[at] + table.begin[run],
+            flags[at],
+            np.stack([address, table.part_nbytes[part]], 1).astype(np.uint64),
+            np.searchsorted(read_of, np.arange(len(run) + 1)),
+        )
+
+    def read(self, begin: int, end: int) -> None:
+        """Read the samples `[begin, end)`.
+
+        Raises:
+            FormatError: A shard does not match its index, or was truncated.
+        """
+        left = self._order[begin:end]
+        if self._is_joint:
+            rows = self._batch[0].rows
+            some = slice(*self._first_read[[begin, end]].tolist())
+            is_short = read_many(self._reads, some.start, some.stop) != self._nbytes[some]
+            for i in left[self._is_unchecked[left]].tolist():
+                rows.shards[rows.number.item(i)].check_tensors(rows.row.item(i))
+            left = self._order[np.unique(self._sample_of[some][is_short])]
+        if len(left):
+            _scatter(*self._batch, left)
 
 
 def _scatter(layouts: Layouts, columns: Columns, placement: Placement, memory: Array, order: Array) -> None:
