@@ -2,9 +2,9 @@
 
 It prints a markdown table with a row for each operation: writing a sample, reading a batch, a batch by DALI, decoding a
 sample. The columns count calls, functions and files of `wds_tensorcache` and `dali_plugin`, and the calls and functions
-before the first `preadv`. Times depend on the machine and its load; these counts depend on the code alone. Only the calling
-thread is traced. A comprehension counts as a function up to Python 3.11. A generator counts as a function, and each
-resumption as a call.
+before the first read: `os.preadv`, or `read_many` of `storage/aio.py`. Times depend on the machine and its load; these counts
+depend on the code alone. Only the calling thread is traced. A comprehension counts as a function up to Python 3.11. A
+generator counts as a function, and each resumption as a call.
 
 `python -m benchmarks.calls --functions read_batch` lists the functions of an operation in the order of their first calls.
 """
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import wds_tensorcache as tc
+from wds_tensorcache.storage.aio import read_many
 
 __all__ = ["Trace", "acts", "traced"]
 
@@ -36,11 +37,11 @@ _PACKAGES = tuple(str(_ROOT / name) + os.sep for name in ("wds_tensorcache", "da
 
 
 class Trace:
-    """Calls of our packages' functions, and how many of them came before the first `os.preadv`.
+    """Calls of our packages' functions, and how many of them came before the first read.
 
     Attributes:
         calls: How often each function was called, in the order of their first calls.
-        before: The same before the first `preadv`; None if there was none.
+        before: The same before the first read; None if there was none.
     """
 
     def __init__(self) -> None:
@@ -48,16 +49,17 @@ class Trace:
         self.before: Counter[CodeType] | None = None
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        is_read = frame.f_code is read_many.__code__ if event == "call" else event == "c_call" and arg is os.preadv
+        if is_read and self.before is None:
+            self.before = self.calls.copy()
         if event == "call" and frame.f_code.co_filename.startswith(_PACKAGES):
             self.calls[frame.f_code] += 1
-        elif event == "c_call" and arg is os.preadv and self.before is None:
-            self.before = self.calls.copy()
 
     def functions(self) -> Iterator[str]:
         """Yield a line for each function, in the order of their first calls."""
         for number, (code, count) in enumerate(self.calls.items(), start=1):
             place = Path(code.co_filename).relative_to(_ROOT)
-            early = "before the first preadv" if self.before and code in self.before else ""
+            early = "before the first read" if self.before and code in self.before else ""
             name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the short one alone
             yield f"{number:4} {count:5} {name:44} {place}:{code.co_firstlineno} {early}".rstrip()
 
@@ -144,7 +146,7 @@ def main() -> None:
             return
         for name, act in found.items():
             rows.append([name, *traced(act).cells()])
-    print("| | calls | functions | files | calls before `preadv` | functions before `preadv` |")
+    print("| | calls | functions | files | calls before the read | functions before the read |")
     print("| --- | --- | --- | --- | --- | --- |")
     for row in rows:
         print(f"| {' | '.join(row)} |")

@@ -72,7 +72,7 @@ class ShardFile:
         self._array: np.ndarray[Any, Any] | None = None
         self._address = 0  # of the map, once it exists
         self._tensor: torch.Tensor | None = None
-        self._can_tell = bool(_NOWAIT)  # whether reads can report that bytes are not in memory
+        self.nowait = _NOWAIT  # flag for reads that must not wait for a disk; 0 if this file has no such reads
         self._is_memory: bool | None = None  # whether the file is on tmpfs or ramfs; determined when needed
         self.may_lease: bool | None = None  # whether a read lease is worth trying; determined when needed
 
@@ -117,11 +117,11 @@ class ShardFile:
         Return False if some of the bytes are not in memory; `buffers` then have undefined contents. If the system cannot report
         this, read as usual, even if that waits, and return True. Reason: after False, the caller reads all bytes again.
         """
-        while self._can_tell and buffers:
+        while self.nowait and buffers:
             some, buffers = buffers[:MAX_BUFFERS], buffers[MAX_BUFFERS:]
             try:
                 nbytes = sum(map(len, some))
-                if os.preadv(self.fd, some, begin, _NOWAIT) != nbytes:
+                if os.preadv(self.fd, some, begin, self.nowait) != nbytes:
                     return False
                 begin += nbytes
             except OSError as exc:
@@ -132,15 +132,10 @@ class ShardFile:
             self._fill(buffers, begin)
         return True
 
-    @property
-    def nowait(self) -> int:
-        """Flag for reads that must not wait for a disk; 0 if this file is known to have no such reads."""
-        return _NOWAIT if self._can_tell else 0
-
     def _is_unable(self, error: OSError) -> bool:
         """Return True if the file system lacks reads that do not wait, False if this read would wait; raise any other error."""
         if error.errno in _UNKNOWN:
-            self._can_tell = False
+            self.nowait = 0
             return True
         if not isinstance(error, BlockingIOError):
             raise error
@@ -148,9 +143,9 @@ class ShardFile:
 
     def is_resident(self, begin: int) -> bool:
         """Return whether the byte at offset `begin` is in memory; without system support, True only on tmpfs and ramfs."""
-        if self._can_tell:
+        if self.nowait:
             try:
-                return os.preadv(self.fd, [bytearray(1)], begin, _NOWAIT) == 1
+                return os.preadv(self.fd, [bytearray(1)], begin, self.nowait) == 1
             except OSError as exc:
                 if not self._is_unable(exc):
                     return False

@@ -141,8 +141,8 @@ class _Plan:
             self._scratch = np.empty(SCRATCH_NBYTES, np.uint8)
             address[tensor < 0] = address_of(self._scratch)
         self._files = []  # they stay open as long as this object refers to them
-        fd, flags = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
-        self._is_unchecked = np.empty(len(rows), np.bool_)
+        fd, flags = np.empty(len(order), np.int64), np.empty(len(order), np.int64)
+        self._is_unchecked = np.empty(len(order), np.bool_)
         for number, some, its_rows in rows.by_shard:
             file = shards[number].file
             self._files.append(file)
