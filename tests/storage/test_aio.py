@@ -138,12 +138,13 @@ def test_eight_threads_and_their_forks(files: list[int]) -> None:
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.ENOSYS])
 def test_contexts_that_the_system_refuses(files: list[int], monkeypatch: pytest.MonkeyPatch, error: int) -> None:
-    """If there are too many contexts, a later call tries again."""
+    """If there are too many contexts, a call tries again a second later."""
     wanted = random_reads(files, 10, 3)
     reads, buffers = reads_of(wanted)
     call, number = aio._call, aio._number
     monkeypatch.setattr(aio, "_idle", [])
     monkeypatch.setattr(aio, "_number", number)
+    monkeypatch.setattr(aio, "_refused_until", 0.0)
 
     def refused(*arguments: Any) -> int:
         raise OSError(error, "no context")
@@ -151,6 +152,8 @@ def test_contexts_that_the_system_refuses(files: list[int], monkeypatch: pytest.
     monkeypatch.setattr(aio, "_call", refused)
     assert (read_many(reads, 0, 10) < 0).all()
     monkeypatch.setattr(aio, "_call", call)
+    assert (read_many(reads, 0, 10) < 0).all()
+    monkeypatch.setattr(aio, "_refused_until", 0.0)
     found = read_many(reads, 0, 10)
     if error == errno.EAGAIN:
         check(wanted, found, buffers)
@@ -180,7 +183,43 @@ def test_interrupts(files: list[int]) -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
     assert num_interrupted > 0
-    assert sum(isinstance(each, aio._Context) and bool(each._handle) for each in gc.get_objects()) == len(aio._idle)
+    assert sum(isinstance(each, aio._Context) for each in gc.get_objects()) == len(aio._idle)
+
+
+def test_an_interrupt_handler_that_forks(files: list[int]) -> None:
+    """The child continues with reads of its parent's context; they fail, and all later ones are right."""
+    wanted, children, chance = random_reads(files, 120, 6), [], random.Random(7)
+
+    def fork(*_: Any) -> None:
+        child = os.fork()
+        if child:
+            children.append(child)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            is_child.append(True)
+
+    is_child: list[bool] = []
+    before = signal.signal(signal.SIGALRM, fork)
+    try:
+        for _ in range(60):
+            reads, buffers = reads_of(wanted)
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, 1e-3))
+            found = read_many(reads, 0, len(wanted))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if is_child:
+                status = 1
+                try:
+                    assert (found < 0).all() or (found == [sum(sizes) for *_, sizes in wanted]).all()
+                    again, more = reads_of(wanted)
+                    check(wanted, read_many(again, 0, len(wanted)), more)
+                    status = 0
+                finally:
+                    os._exit(status)
+            check(wanted, found, buffers)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * len(children)
+    assert children
 
 
 SANDBOX = """

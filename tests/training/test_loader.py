@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
+from tests.children import limit_descriptors, run_in_child
 from tests.same import assert_same
 from tests.training.loaders import COUNT, modes, ranks, steps, write_numbers
 
@@ -414,3 +415,19 @@ def test_reprs_of_records(cache: Any) -> None:
     shown = repr(info)
     assert shown.startswith("BatchInfo(20,000 samples, 0 of them padding, indices=[0, 1, 2, 3, 4, 5, 6, 7, …], epoch=0")
     assert len(shown) < 400
+
+
+def test_many_threads_over_many_shards_keep_few_files_open(tmp_path: Path) -> None:
+    """A call that reads several shards keeps their files open, on each thread."""
+    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=1, fsync=False) as sink:
+        for i in range(120):
+            sink.write(str(i), {"x": torch.full((10_000,), float(i))})
+
+    def read() -> None:
+        with tc.open(tmp_path, io="pread", max_open_files=8) as cache:
+            limit_descriptors(18)
+            loader = tc.Loader(cache, 8, shuffle=True, num_threads=8, prefetch_batches=16)
+            for _ in range(4):
+                assert sorted(i for batch in loader for i in batch["x"][:, 0].tolist()) == list(range(120))
+
+    assert run_in_child(read) == 0

@@ -1,7 +1,8 @@
 """Many positioned reads in one system call: Linux's native asynchronous I/O, `io_submit`.
 
-For ordinary files, the kernel copies all bytes before `io_submit` returns, so one call replaces a loop of `preadv`. Between
-two calls of a loop, a thread waits for the GIL. With eight threads, that takes longer than the copies.
+One call replaces a loop of `preadv`. Between two calls of a loop, a thread waits for the GIL. With eight threads, that takes
+longer than the copies. On most file systems, the kernel copies all bytes before `io_submit` returns; on FUSE, for example, it
+may still be writing them later.
 
 Source: io_submit(2), io_getevents(2), and linux/aio_abi.h.
 """
@@ -14,9 +15,13 @@ import os
 import platform
 import sys
 from dataclasses import dataclass
+from functools import partial
+from time import monotonic
 from typing import Any
 
 import numpy as np
+
+from wds_tensorcache.storage.threads import call_when_gone
 
 __all__ = ["Reads", "address_of", "read_many"]
 
@@ -31,7 +36,10 @@ _EVENT = np.dtype([("data", "<u8"), ("iocb", "<u8"), ("result", "<i8"), ("unused
 # numbers of io_setup, io_submit, io_getevents and io_destroy
 _NUMBERS = {"x86_64": (206, 209, 208, 207), "aarch64": (0, 2, 4, 1), "riscv64": (0, 2, 4, 1)}
 _number = _NUMBERS.get(platform.machine()) if sys.platform == "linux" and sys.maxsize > 1 << 32 else None
+_RETRY_S = 1.0
 _idle: list[_Context] = []  # kept, because it takes the kernel up to 50 ms to destroy one
+_nets: list[Any] = []  # destroy the contexts that are freed; cleared in a forked child, in which they are invalid
+_refused_until = 0.0  # time of `monotonic`, after too many contexts on this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,9 @@ class Reads:
         flags: `RWF_NOWAIT` for reads that must not wait for a disk, else 0, int64 `[n]`.
         buffers: Address and length in bytes of all buffers, uint64 `[m, 2]`.
         first_buffer: Index of each read's first buffer, and last `m`, int64 `[n + 1]`.
+        memory: Owner of the buffers.
+
+    Memory: `memory` stays alive until the kernel writes no more, also after an interrupt.
     """
 
     fd: Array
@@ -50,6 +61,7 @@ class Reads:
     flags: Array
     buffers: Array
     first_buffer: Array
+    memory: Any = None
 
 
 def read_many(reads: Reads, begin: int, end: int) -> Array:
@@ -58,26 +70,28 @@ def read_many(reads: Reads, begin: int, end: int) -> Array:
     All reads fail if the system has no `io_submit`, or does not allow it. The GIL is released while bytes are copied.
     """
     result = np.full(end - begin, -1, np.int64)
-    if _number is None:
+    numbers = _number  # another thread may find out that the system does not allow it
+    if numbers is None or (not _idle and monotonic() < _refused_until):
         return result
     try:
-        context = _idle.pop() if _idle else _Context()
+        context = _idle.pop() if _idle else _Context(numbers)
     except IndexError:  # another thread took the last one
-        context = _Context()
+        return result
     except OSError:
         return result
-    try:
-        for at in range(begin, end, _MAX_READS):
-            context.read(reads, at, result[at - begin : at - begin + _MAX_READS])
-    except BaseException:  # an interrupt
-        context.close()
-        raise
-    _idle.append(context)
+    for at in range(begin, end, _MAX_READS):
+        if not context.read(reads, at, result[at - begin : at - begin + _MAX_READS]):
+            return np.full(end - begin, -1, np.int64)
+    if context.pid == os.getpid():  # else an interrupt handler has forked
+        _idle.append(context)
     return result
 
 
 class _Context:
     """A context of the kernel, with memory for the arguments and results of its system calls.
+
+    Hazard: the kernel may still be writing when an interrupt arrives. The context then keeps the memory of its reads; when it
+    is freed, a call in C first waits for the kernel and destroys the context.
 
     Raises:
         OSError: The system does not allow a context.
@@ -85,59 +99,65 @@ class _Context:
     Threads/fork: one thread at a time; invalid in a forked child.
     """
 
-    _handle: ctypes.c_ulong | None = None
-    _pid = -1
-
-    def __init__(self) -> None:
-        global _number
-        self._handle, self._pid = ctypes.c_ulong(0), os.getpid()
-        try:
-            _call(0, _MAX_READS, ctypes.byref(self._handle))
-        except OSError as exc:
-            if exc.errno not in (errno.EAGAIN, errno.ENOMEM):  # other processes may give contexts back
-                _number = None
-            raise
-        self._iocbs = np.zeros(_MAX_READS, _IOCB)
+    def __init__(self, numbers: tuple[int, int, int, int]) -> None:
+        global _number, _refused_until
+        self.pid, self._numbers = os.getpid(), numbers
+        self._handle = ctypes.c_ulong(0)
+        # bytes at first: numpy describes the address of a structured array in Python code, in which it loses interrupts
+        memory = np.zeros(_MAX_READS * (_IOCB.itemsize + _EVENT.itemsize), np.uint8)
+        iocbs_at = address_of(memory)
+        events_at = iocbs_at + _MAX_READS * _IOCB.itemsize
+        self._iocbs = memory[: _MAX_READS * _IOCB.itemsize].view(_IOCB)
+        self._events = memory[_MAX_READS * _IOCB.itemsize :].view(_EVENT)
         self._iocbs["opcode"] = _PREADV
         self._iocbs["data"] = np.arange(_MAX_READS)
-        self._pointers = (address_of(self._iocbs) + np.arange(_MAX_READS) * _IOCB.itemsize).astype(np.uint64)
-        self._events = np.zeros(_MAX_READS, _EVENT)
-        self._pointers_at, self._events_at = (
-            ctypes.c_void_p(address_of(each)) for each in (self._pointers, self._events)
-        )
+        self._pointers = (iocbs_at + np.arange(_MAX_READS) * _IOCB.itemsize).astype(np.uint64)
+        self._pointers_at, self._events_at = ctypes.c_void_p(address_of(self._pointers)), ctypes.c_void_p(events_at)
+        self._reads: Reads | None = None
+        # made before the context, so that an interrupt cannot come between the two; a context of 0 does not exist
+        _nets.append(call_when_gone(self, partial(_syscall, ctypes.c_long(numbers[3]), self._handle)))
+        try:
+            _call(numbers[0], ctypes.c_long(_MAX_READS), ctypes.byref(self._handle))
+        except OSError as exc:
+            if exc.errno in (errno.EAGAIN, errno.ENOMEM):  # other processes may give contexts back
+                _refused_until = monotonic() + _RETRY_S
+            else:
+                _number = None
+            raise
 
-    def read(self, reads: Reads, begin: int, result: Array) -> None:
-        """Execute `len(result)` reads from `begin` on, and write how many bytes each has read into `result`."""
+    def read(self, reads: Reads, begin: int, result: Array) -> bool:
+        """Execute `len(result)` reads from `begin` on, and write how many bytes each has read into `result`.
+
+        Return False if the context is invalid, as in a forked child.
+        """
         count, some = len(result), slice(begin, begin + len(result))
         iocbs = self._iocbs[:count]
         iocbs["fd"], iocbs["offset"], iocbs["flags"] = reads.fd[some], reads.offset[some], reads.flags[some]
         first = reads.first_buffer[begin : begin + count + 1]
         iocbs["buffers"] = address_of(reads.buffers) + first[:-1] * reads.buffers.itemsize * 2
         iocbs["num_buffers"] = np.diff(first)
+        self._reads = reads
         try:
             # fewer than `count` if the kernel refuses one of them
-            count = _call(1, self._handle, count, self._pointers_at)
+            count = _call(self._numbers[1], self._handle, ctypes.c_long(count), self._pointers_at)
         except OSError:
-            return
+            self._reads = None
+            return self.pid == os.getpid()
         left = count
         while left:
             try:
-                num = _call(2, self._handle, left, left, self._events_at, None)
+                num = _call(
+                    self._numbers[2], self._handle, ctypes.c_long(left), ctypes.c_long(left), self._events_at, None
+                )
             except InterruptedError:
                 continue
+            except OSError:
+                return False
             events = self._events[:num]
             result[events["data"].astype(np.int64)] = events["result"]
             left -= num
-
-    def close(self) -> None:
-        """Wait for all reads that are being executed, and destroy the context."""
-        handle, self._handle = self._handle, None
-        if handle and self._pid == os.getpid():
-            _call(3, handle)
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # the end of the process destroys all contexts, and faster
-            self.close()
+        self._reads = None
+        return True
 
 
 def address_of(array: Array) -> int:
@@ -146,16 +166,20 @@ def address_of(array: Array) -> int:
     return address
 
 
-def _call(which: int, *arguments: Any) -> int:
+def _call(number: int, *arguments: Any) -> int:
     """Execute a system call; raise OSError if it fails."""
-    numbers = (ctypes.c_long(each) if isinstance(each, int) else each for each in (_number[which], *arguments))  # type: ignore[index]
-    result: int = _syscall(*numbers)
+    result: int = _syscall(ctypes.c_long(number), *arguments)
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
 
 
+def _forget() -> None:
+    _nets.clear()
+    _idle.clear()
+
+
 if _number is not None:
     _syscall: Any = ctypes.CDLL(None, use_errno=True).syscall
     _syscall.restype = ctypes.c_long
-    os.register_at_fork(after_in_child=_idle.clear)
+    os.register_at_fork(after_in_child=_forget)

@@ -28,6 +28,7 @@ Array = np.ndarray[Any, Any]
 GATHER_NBYTES = 1 << 14  # samples of up to this size are copied from maps faster than by one system call each
 IN_FLIGHT = 32  # the number of reads in flight that keeps a disk busy
 _NUM_PROBES = 4
+_MAX_FILES = 16  # of one system call
 _PID = os.getpid()
 
 
@@ -116,7 +117,7 @@ class _Plan:
     """The reads of a batch, directly into its rows: one read for each sample and run. Samples are numbered in reading order.
 
     Args:
-        order: Position in the batch of each sample, int64 `[B]`.
+        order: Position in the batch of each sample, int64 `[B]`; samples of a shard are adjacent.
     """
 
     def __init__(self, layouts: Layouts, columns: Columns, placement: Placement, memory: Array, order: Array) -> None:
@@ -125,38 +126,22 @@ class _Plan:
         rows, table = layouts.rows, columns.run_table
         shards: Any = rows.shards
         # Samples of a `SharedDataset` are not in files. One system call reads one sample as fast.
-        self._is_joint = (
-            isinstance(shards[0], Shard)
-            and len(order) > 1
-            and table.most_parts <= MAX_BUFFERS
-            and len(rows.by_shard) <= max(8, shards[0].files.max_open // 4)
-        )
+        self._is_joint = isinstance(shards[0], Shard) and len(order) > 1 and table.most_parts <= MAX_BUFFERS
         if not self._is_joint:
             return
+        # Hazard: the files of a system call stay open, also if their cache has no room for them. Many threads may read at once.
+        self._max_files = max(1, min(_MAX_FILES, shards[0].files.max_open // _MAX_FILES))
         run, self._sample_of = ranges(table.first_run, layouts.which[order])
         part, read_of = ranges(table.first_part, run)
         at, tensor = order[self._sample_of], table.tensor[part]
         address = placement.row_array[tensor, at[read_of]] + address_of(memory)
-        if (tensor < 0).any():
-            self._scratch = np.empty(SCRATCH_NBYTES, np.uint8)
-            address[tensor < 0] = address_of(self._scratch)
-        self._files = []  # they stay open as long as this object refers to them
-        fd, flags = np.empty(len(order), np.int64), np.empty(len(order), np.int64)
-        self._is_unchecked = np.empty(len(order), np.bool_)
-        for number, some, its_rows in rows.by_shard:
-            file = shards[number].file
-            self._files.append(file)
-            fd[some], flags[some] = file.fd, file.nowait
-            self._is_unchecked[some] = ~shards[number].checked[its_rows]
-        self._nbytes = table.nbytes[run]
+        scratch = np.empty(SCRATCH_NBYTES if (tensor < 0).any() else 0, np.uint8)
+        address[tensor < 0] = address_of(scratch)
+        self._begin, self._nbytes = rows.begin[at] + table.begin[run], table.nbytes[run]
         self._first_read = np.searchsorted(self._sample_of, np.arange(len(order) + 1))
-        self._reads = Reads(
-            fd[at],
-            rows.begin[at] + table.begin[run],
-            flags[at],
-            np.stack([address, table.part_nbytes[part]], 1).astype(np.uint64),
-            np.searchsorted(read_of, np.arange(len(run) + 1)),
-        )
+        self._buffers = np.stack([address, table.part_nbytes[part]], 1).astype(np.uint64)
+        self._first_buffer = np.searchsorted(read_of, np.arange(len(run) + 1))
+        self._memory = memory, scratch
 
     def read(self, begin: int, end: int) -> None:
         """Read the samples `[begin, end)`.
@@ -166,12 +151,28 @@ class _Plan:
         """
         left = self._order[begin:end]
         if self._is_joint:
-            rows = self._batch[0].rows
-            some = slice(*self._first_read[[begin, end]].tolist())
-            is_short = read_many(self._reads, some.start, some.stop) != self._nbytes[some]
-            for i in left[self._is_unchecked[left]].tolist():
-                rows.shards[rows.number.item(i)].check_tensors(rows.row.item(i))
-            left = self._order[np.unique(self._sample_of[some][is_short])]
+            rows, short = self._batch[0].rows, []
+            shards: Any = rows.shards
+            edges = [begin, *(begin + 1 + np.diff(rows.number[left]).nonzero()[0]).tolist()]  # of the shards
+            for first, last in pairwise([*edges[:: self._max_files], end]):  # one system call each
+                order = self._order[first:last]
+                numbers, fd, flags = rows.number[order], np.empty(len(order), np.int64), np.empty(len(order), np.int64)
+                files = []  # they stay open as long as this list refers to them
+                unchecked: list[int] = []
+                for number in np.unique(numbers).tolist():
+                    shard, mine = shards[number], numbers == number
+                    files.append(file := shard.file)
+                    fd[mine], flags[mine] = file.fd, file.nowait
+                    unchecked += order[mine][~shard.checked[rows.row[order[mine]]]].tolist()
+                some = slice(*self._first_read[[first, last]].tolist())
+                sample, parts = self._sample_of[some] - first, self._first_buffer[some.start : some.stop + 1]
+                owners = self._memory, files
+                reads = Reads(fd[sample], self._begin[some], flags[sample], self._buffers, parts, owners)
+                is_short: Array = read_many(reads, 0, len(sample)) != self._nbytes[some]
+                for i in unchecked:
+                    shards[rows.number.item(i)].check_tensors(rows.row.item(i))
+                short.append(order[np.unique(sample[is_short])])
+            left = np.concatenate(short)
         if len(left):
             _scatter(*self._batch, left)
 
