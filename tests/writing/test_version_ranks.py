@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -335,3 +336,43 @@ def test_two_world_sizes_at_once_are_refused(tmp_path: Path, others: int) -> Non
         os.close(write)
     assert make_rank(values, out, 0, 3, reuse=tmp_path / "0") == 60
     check_version(out, values, tmp_path / "0")
+
+
+PARTS = {
+    "empty": b"",
+    "cut": b'{"version": "',
+    "null": b"null",
+    "not ASCII": b"\xff",
+    "nested": b"[" * 100_000,
+    "a field less": b'{"version": "x", "keys": [], "old": {}}',
+    "number as text": b'{"version": "x", "num_items": "20", "keys": [], "old": {}}',
+    "keys as text": b'{"version": "x", "num_items": 20, "keys": "abc", "old": {}}',
+}
+
+
+@pytest.mark.parametrize("content", PARTS.values(), ids=PARTS)
+def test_a_damaged_part(tmp_path: Path, content: bytes) -> None:
+    """Its rank counts as not finished."""
+    make(numbered(), tmp_path / "0")
+    values, options = GENERATIONS[0], {"reuse": tmp_path / "0"}
+    assert make_rank(values, tmp_path / "1", 0, 2, **options) == 0
+    (part,) = (tmp_path / ".1.building").glob("r0of2.json")
+    part.write_bytes(content)
+    assert make_rank(values, tmp_path / "1", 1, 2, **options) == 0
+    assert make_rank(values, tmp_path / "1", 0, 2, **options) == len(values)
+    check_version(tmp_path / "1", values, tmp_path / "0")
+
+
+def test_a_part_that_lacks_a_key(tmp_path: Path) -> None:
+    """The version is refused, not made without the sample."""
+    make(numbered(), tmp_path / "0")
+    values, options = GENERATIONS[0], {"reuse": tmp_path / "0"}
+    make_rank(values, tmp_path / "1", 0, 2, **options)
+    (part,) = (tmp_path / ".1.building").glob("r0of2.json")
+    found = json.loads(part.read_text())
+    found["keys"].pop()
+    part.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=rf"the ranks have {len(values) - 1} items, of {len(values)}"):
+        make_rank(values, tmp_path / "1", 1, 2, **options)
+    assert not (tmp_path / "1").exists()
+    assert make_all(values, tmp_path / "1", 2, **options)[-1] == len(values)

@@ -583,3 +583,32 @@ def test_one_at_a_time_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
             lock.close()
 
     assert finish([start(work) for _ in range(6)]) == [0] * 6
+
+
+def test_a_process_of_another_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without locks: its number means nothing here, even if the host has the same name."""
+    monkeypatch.setattr(locks, "fcntl", None)
+    over = subprocess.Popen([sys.executable, "-c", ""])
+    over.wait(60)
+    path = tmp_path / ".tensorcache.00000000.lock"
+    for space, is_refused in ((pattern_lock._pid_space(), False), ("boot pid:[1]", True)):
+        found = {"pattern": "%d.tar", "pid": over.pid, "host": platform.node(), "space": space}
+        path.write_text(json.dumps(found))
+        with pytest.raises(FileExistsError) if is_refused else contextlib.nullcontext():
+            write_one(tmp_path / "%d.tar", "a")
+        assert path.exists() == is_refused
+
+
+def test_a_lock_file_that_another_writer_has_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a long pause between creating and filling it, without locks."""
+    monkeypatch.setattr(locks, "fcntl", None)
+    refuse = pattern_lock._refuse_others
+
+    def deleted(pattern: ShardPattern, folder: str, mine: str) -> None:
+        os.unlink(os.path.join(folder, mine))
+        refuse(pattern, folder, mine)
+
+    monkeypatch.setattr(pattern_lock, "_refuse_others", deleted)
+    with pytest.raises(FileExistsError, match="try again"):
+        write_one(tmp_path / "%d.tar", "a")
+    assert not lock_files(tmp_path)

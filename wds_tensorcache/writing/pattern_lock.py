@@ -61,6 +61,8 @@ class WriterLock:
                 os.write(self._file.fd, _content(pattern))
                 # Hazard: two writers may start at once. Each creates its file before it searches, so one finds the other's.
                 _refuse_others(pattern, folder, os.path.basename(self._path))
+                if not os.path.exists(self._path):
+                    raise FileExistsError(f"{pattern}: another writer has started at the same moment; try again")
             except BaseException:
                 self.close()
                 raise
@@ -83,7 +85,17 @@ def _give_back(file: Held, path: str, pid: int) -> None:
 
 def _content(pattern: ShardPattern) -> bytes:
     name = os.path.basename(str(pattern))
-    return json.dumps({"pattern": name, "pid": os.getpid(), "host": platform.node()}).encode()
+    return json.dumps({"pattern": name, "pid": os.getpid(), "host": platform.node(), "space": _pid_space()}).encode()
+
+
+def _pid_space() -> str:
+    """Return a text that differs for processes whose numbers cannot be compared: of other machines, boots and containers."""
+    parts = []
+    with contextlib.suppress(OSError):
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            parts.append(file.read().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
 
 
 def _refuse_others(pattern: ShardPattern, folder: str, mine: str) -> None:
@@ -100,14 +112,14 @@ def _refuse_others(pattern: ShardPattern, folder: str, mine: str) -> None:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
             elif writer is not None and pattern.overlaps(writer[0]):
-                other, pid, host = writer
+                other, pid, host, _ = writer
                 what = f"process {pid} on {host} is writing {os.path.join(folder, other)}"
                 gone = f"; if that process has ended, delete {path}" if is_free is None else ""
                 raise FileExistsError(f"{pattern}: {what}; wait until it ends, or write to another folder{gone}")
 
 
-def _read_writer(file: Held, wait: bool) -> tuple[str, int, str] | None:
-    """Return pattern, pid and host of the writer that holds a lock; None if the file does not contain them.
+def _read_writer(file: Held, wait: bool) -> tuple[str, int, str, str] | None:
+    """Return pattern, pid, host and space of pids of the writer that holds a lock; None if the file does not contain them.
 
     If `wait`, give the writer time to write them.
     """
@@ -120,19 +132,20 @@ def _read_writer(file: Held, wait: bool) -> tuple[str, int, str] | None:
         time.sleep(0.001)
 
 
-def _parse(content: bytes) -> tuple[str, int, str] | None:
-    """Return pattern, pid and host of a writer; None if these bytes are not the content of a lock file."""
+def _parse(content: bytes) -> tuple[str, int, str, str] | None:
+    """Return pattern, pid, host and space of pids of a writer; None if these bytes are not the content of a lock file."""
     try:
         found: Any = json.loads(content)
         pattern, pid, host = found["pattern"], found["pid"], found["host"]
+        space = found.get("space", _pid_space())
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     are_right = isinstance(pattern, str) and type(pid) is int and 0 < pid < 1 << 31 and isinstance(host, str)
-    return (pattern, pid, host[:255]) if are_right else None
+    return (pattern, pid, host[:255], str(space)) if are_right else None
 
 
-def _may_be_alive(name: str, pid: int, host: str) -> bool:
-    if host != platform.node() or os.name != "posix":
+def _may_be_alive(name: str, pid: int, host: str, space: str) -> bool:
+    if host != platform.node() or space != _pid_space() or os.name != "posix":
         return True
     if pid == os.getpid():
         return name.split(".")[-2] in _MINE

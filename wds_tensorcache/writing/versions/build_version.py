@@ -14,6 +14,7 @@ from xxhash import xxh3_64_hexdigest
 
 from wds_tensorcache.shards.index_paths import DALI_SUFFIX
 from wds_tensorcache.shards.manifest import MANIFEST, Catalog
+from wds_tensorcache.storage.atomic import remove_stray
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.writing.build_batch import SampleProgress, Target, compute, is_right, resumable
 from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
@@ -131,8 +132,12 @@ def _remove_others(folder: str, prefix: str) -> None:
     if names:
         Catalog(folder).remove(*names)
     for name in names:
-        with contextlib.suppress(OSError):  # a temporary file that is gone
-            os.remove(os.path.join(folder, name))
+        path = os.path.join(folder, name)
+        if name.endswith(".tmp"):
+            remove_stray(path)  # keeps a file that another rank is writing
+        else:
+            with contextlib.suppress(OSError):
+                os.remove(path)
 
 
 def _compute(

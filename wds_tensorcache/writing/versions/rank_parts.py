@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -81,10 +82,9 @@ class RankParts:
             return None
         parts, whole = {part.url: part for part in self._old.parts.values()}, set(seen)
         for rank in others:
-            with open(self._path(rank), encoding="ascii") as file:
-                found = json.load(file)
-            if found["version"] != self._identity:
-                return None  # of an earlier call, with another cache to reuse or another fingerprint
+            found = self._load(rank)
+            if found is None or found["version"] != self._identity:
+                return None  # damaged, or of an earlier call with another cache to reuse or another fingerprint
             if found["num_items"] != num_items:
                 self._refuse(f"rank {rank} has {found['num_items']} items in all, and this rank has {num_items}")
             num_before = len(whole)
@@ -95,8 +95,32 @@ class RankParts:
             for url, (dropped, changed) in found["old"].items():
                 parts[url].dropped_keys.update(dropped)
                 parts[url].changed_keys.update(changed)
+        if len(whole) != num_items:
+            self._refuse(f"the ranks have {len(whole)} items, of {num_items}")
         return whole
+
+    def _load(self, rank: int) -> dict[str, Any] | None:
+        """Return the part of a rank; delete it and return None if it is damaged."""
+        path, urls = self._path(rank), {part.url for part in self._old.parts.values()}
+        with contextlib.suppress(ValueError, RecursionError):
+            with open(path, encoding="ascii") as file:
+                found: Any = json.load(file)
+            if _is_part(found) and found["old"].keys() <= urls:
+                return dict(found)
+        os.remove(path)
+        return None
 
     def _refuse(self, what: str) -> NoReturn:
         self._remove(lambda name, world_size: True)
         raise ValueError(f"{what}; mend that, and call build on all ranks again")
+
+
+def _is_part(found: Any) -> bool:
+    """Return whether this is what `RankParts.save` writes."""
+    if not isinstance(found, dict) or found.keys() != {"version", "num_items", "keys", "old"}:
+        return False
+    has_types = isinstance(found["version"], str) and type(found["num_items"]) is int and isinstance(found["old"], dict)
+    if not has_types or not all(isinstance(both, list) and len(both) == 2 for both in found["old"].values()):
+        return False
+    lists = [found["keys"], *(keys for both in found["old"].values() for keys in both)]
+    return all(isinstance(keys, list) and all(isinstance(key, str) for key in keys) for keys in lists)
