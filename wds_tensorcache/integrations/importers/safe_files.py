@@ -1,0 +1,186 @@
+"""Files of numpy, torch and safetensors as tensors. No pickle runs, and a small file never takes much memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import zipfile
+import zlib
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from wds_tensorcache.codec.header import parse_header
+from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
+from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.integrations.pth import decode_pth
+from wds_tensorcache.integrations.safe_members import check_npy
+
+__all__ = ["as_tensor", "load_npy", "load_npz", "load_safetensors", "load_torch", "parse_npy"]
+
+_MAX_RATIO, _MIN_LIMIT = 64, 1 << 26  # a file may expand to 64 times its length, or to 64 MiB
+_GZIP, _ZIP = b"\x1f\x8b", b"PK\x03\x04"
+_IS_ENCRYPTED = 1
+_REMEDY = "; if you trust the files, import them with --trust (trust=True)"
+
+
+def load_npz(folder: SourceFolder, name: str) -> dict[str, torch.Tensor | np.ndarray[Any, Any]]:
+    """Return the arrays of an `.npz` file by name, as `as_tensor` returns them.
+
+    Raises:
+        FormatError: The file is damaged, contains pickled objects or other files than arrays, or expands too much.
+        OSError: The file cannot be read.
+    """
+    raw = memoryview(folder.read(name))
+    try:
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            files = archive.infolist()
+        if len({file.filename for file in files}) < len(files):
+            raise FormatError("two files in the npz have the same name")
+        expanded = sum(file.file_size for file in files)
+        if expanded > max(_MAX_RATIO * len(raw), _MIN_LIMIT):
+            raise FormatError(f"{len(raw):,} bytes expand to {expanded:,}")
+        arrays = {}
+        for file in files:
+            if not file.filename.endswith(".npy"):
+                raise FormatError(f"{file.filename!r:.100} in the npz is not an array")
+            try:
+                arrays[file.filename[:-4]] = as_tensor(parse_npy(_extract(raw, file)))
+            except FormatError as exc:
+                raise exc.at(f"array {file.filename[:-4]!r:.100}") from exc
+        return arrays
+    except TensorCacheError as exc:
+        raise exc.at(name) from exc
+    except Exception as exc:  # zipfile and numpy raise many kinds of exceptions
+        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+
+
+def load_npy(folder: SourceFolder, name: str) -> torch.Tensor | np.ndarray[Any, Any]:
+    """Return the array in an `.npy` file, as `as_tensor` returns it.
+
+    Raises:
+        FormatError: The file is damaged, or contains pickled objects.
+        OSError: The file cannot be read.
+    """
+    try:
+        return as_tensor(parse_npy(memoryview(folder.read(name))))
+    except TensorCacheError as exc:
+        raise exc.at(name) from exc
+    except Exception as exc:  # numpy raises many kinds of exceptions
+        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+
+
+def load_torch(folder: SourceFolder, name: str) -> Any:
+    """Return the object in a file of `torch.save`, which may be compressed by gzip; tensors are on the CPU.
+
+    If the folder is trusted, a file that contains other classes, or has an older format, is read by `torch.load`.
+
+    Raises:
+        UnsafeSkeletonError: The file names other classes than those of tensors and plain values.
+        FormatError: The file is damaged, has another format, or expands too much.
+        OSError: The file cannot be read.
+    """
+    raw = folder.read(name)
+    try:
+        if raw.startswith(_GZIP):
+            raw = _gunzip(raw)
+        try:
+            return decode_pth(raw, max(_MAX_RATIO * len(raw), _MIN_LIMIT), {}, _REMEDY)
+        except FormatError as exc:
+            if not folder.trust or (raw.startswith(_ZIP) and not isinstance(exc, UnsafeSkeletonError)):
+                raise
+        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False)
+    except TensorCacheError as exc:
+        raise exc.at(name) from exc
+    except Exception as exc:  # whatever a trusted pickle raises
+        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+
+
+def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a `.safetensors` file.
+
+    Raises:
+        FormatError: The file is damaged.
+        OSError: The file cannot be read.
+    """
+    raw = folder.read(name)
+    try:
+        layout, _ = parse_header(raw)
+        header = json.loads(raw[8 : layout.data_begin])
+        return safetensors.torch.load(raw), dict(header.get("__metadata__") or {})
+    except TensorCacheError as exc:
+        raise exc.at(name) from exc
+    except (SafetensorError, ValueError) as exc:
+        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+
+
+def parse_npy(content: memoryview) -> np.ndarray[Any, Any]:
+    """Return the array in the content of an `.npy` file.
+
+    Raises:
+        FormatError: The content is too short, or contains pickled objects.
+        ValueError: It is not the content of an `.npy` file.
+
+    Memory: aliases `content`, and may be unaligned.
+    """
+    stream = io.BytesIO(content[: 1 << 16])
+    check_npy(io.BytesIO(content[: 1 << 16]), len(content))
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = read(stream)
+    if dtype.hasobject:
+        raise FormatError(f"an array of {dtype} contains pickled objects, which are never read; store plain arrays")
+    count, begin = math.prod(shape), stream.tell()
+    if begin + count * dtype.itemsize > len(content):
+        raise FormatError(f"an array of {dtype} {list(shape)!r:.200} exceeds its file of {len(content):,} bytes")
+    flat = np.frombuffer(content, dtype, count, begin) if count * dtype.itemsize else np.empty(count, dtype)
+    return flat.reshape(shape, order="F" if is_fortran else "C")
+
+
+def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | np.ndarray[Any, Any]:
+    """Return a tensor with the same values; the array itself if torch has no such dtype, as for texts.
+
+    Memory: newly allocated.
+    """
+    array = array.astype(array.dtype.newbyteorder("="))  # copies, so that the memory is aligned and writable
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        return array
+
+
+def _extract(raw: memoryview, file: zipfile.ZipInfo) -> memoryview:
+    """Return the content of a file in a zip, after a check of its CRC; a view if it is not compressed."""
+    at = file.header_offset
+    begin = (
+        at + 30 + int.from_bytes(raw[at + 26 : at + 28], "little") + int.from_bytes(raw[at + 28 : at + 30], "little")
+    )
+    content = raw[begin : begin + file.compress_size]
+    if raw[at : at + 4] != _ZIP or len(content) < file.compress_size or file.flag_bits & _IS_ENCRYPTED:
+        raise FormatError("is cut short or encrypted")
+    if file.compress_type == zipfile.ZIP_DEFLATED:
+        content = memoryview(zlib.decompressobj(-15).decompress(content, file.file_size + 1))
+    elif file.compress_type != zipfile.ZIP_STORED:
+        raise FormatError("is compressed, but not by deflate, as numpy does")
+    if len(content) != file.file_size or zlib.crc32(content) != file.CRC:
+        raise FormatError("is damaged: its length or CRC is not as listed")
+    return content
+
+
+def _gunzip(raw: bytes) -> bytes:
+    limit = max(_MAX_RATIO * len(raw), _MIN_LIMIT)
+    parts: list[bytes] = []
+    while raw:
+        stream = zlib.decompressobj(31)
+        parts.append(stream.decompress(raw, limit + 1))
+        limit -= len(parts[-1])
+        if limit < 0:
+            raise FormatError("the gzip file expands to more than 64 times its length")
+        if not stream.eof:
+            raise FormatError("the gzip file is cut short")
+        raw = stream.unused_data.lstrip(b"\0")
+    return b"".join(parts)
