@@ -18,4 +18,4 @@ def imported(source: Path, out: Path, **options: Any) -> tuple[dict[str, Any], I
     assert tc.verify(out).ok
     assert report.num_read == report.num_written + report.num_present + report.num_skipped
     with tc.open(out) as cache:
-        return {tc.original_name(key): tc.realize(cache[key]) for key in cache.keys()}, report
+        return {tc.original_name(key): tc.realize(cache[key]) for key in list(cache.keys())}, report

@@ -101,7 +101,7 @@ def load_torch(folder: SourceFolder, name: str) -> Any:
 
 
 def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a `.safetensors` file.
+    """Return the tensors of a `.safetensors` file, in the order of its header, and its metadata.
 
     Raises:
         FormatError: The file is damaged.
@@ -111,7 +111,8 @@ def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.T
     try:
         layout, _ = parse_header(raw)
         header = json.loads(raw[8 : layout.data_begin])
-        return safetensors.torch.load(raw), dict(header.get("__metadata__") or {})
+        tensors = safetensors.torch.load(raw)  # in random order
+        return {name: tensors[name] for name in layout.tensors}, dict(header.get("__metadata__") or {})
     except TensorCacheError as exc:
         raise exc.at(name) from exc
     except (SafetensorError, ValueError) as exc:

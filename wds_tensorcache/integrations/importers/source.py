@@ -1,4 +1,4 @@
-"""What an importer finds in a folder: samples that are read on request, and how they were made."""
+"""The samples that an importer finds in a folder, which are read on request, and how they were made."""
 
 from __future__ import annotations
 

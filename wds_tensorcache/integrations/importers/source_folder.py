@@ -12,6 +12,8 @@ from wds_tensorcache.errors import FormatError
 
 __all__ = ["SourceFolder"]
 
+_APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the same suffix
+
 
 @dataclass(frozen=True)
 class SourceFolder:
@@ -109,7 +111,8 @@ def _list(path: str) -> tuple[list[str], list[str]]:
                     if real not in above:  # Hazard: a link to a folder that contains it would be followed forever
                         todo.append((name + "/", above | {real}))
                 elif entry.is_file():
-                    names.append(name)
+                    if not entry.name.startswith(_APPLE_DOUBLE):
+                        names.append(name)
                 elif real is not None and not os.path.exists(entry.path):
                     links.append(name)
     return sorted(names), sorted(links)

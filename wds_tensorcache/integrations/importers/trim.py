@@ -21,7 +21,7 @@ def trim(sample: Any, masks: dict[str, str], drop_padding: bool) -> tuple[Any, i
     in both, as a batch of one sample has.
 
     Args:
-        masks: Name of the mask of each tensor to trim. A tensor that is its own mask is trimmed where all values are 0.
+        masks: Name of the mask of each tensor to trim; the mask keeps its length.
         drop_padding: Leave out rows even if they are not all equal: the model never uses them.
 
     Raises:
