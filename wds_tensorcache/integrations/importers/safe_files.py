@@ -7,6 +7,7 @@ import json
 import math
 import zipfile
 import zlib
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,13 @@ from wds_tensorcache.codec.header import parse_header
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.pth import decode_pth
-from wds_tensorcache.integrations.safe_members import check_npy
 
 __all__ = ["as_tensor", "load_npy", "load_npz", "load_safetensors", "load_torch", "parse_npy"]
 
 _MAX_RATIO, _MIN_LIMIT = 64, 1 << 26  # a file may expand to 64 times its length, or to 64 MiB
 _GZIP, _ZIP = b"\x1f\x8b", b"PK\x03\x04"
 _IS_ENCRYPTED = 1
+_MAX_NPY_HEADER = 1 << 14
 _REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
 
@@ -128,18 +129,29 @@ def parse_npy(content: memoryview) -> np.ndarray[Any, Any]:
 
     Memory: aliases `content`, and may be unaligned.
     """
-    stream = io.BytesIO(content[: 1 << 16])
-    check_npy(io.BytesIO(content[: 1 << 16]), len(content))
-    version = np.lib.format.read_magic(stream)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, is_fortran, dtype = read(stream)
+    is_short = content[6:7] == b"\x01"
+    begin = 10 + int.from_bytes(content[8:10], "little") if is_short else 12 + int.from_bytes(content[8:12], "little")
+    if begin > min(len(content), _MAX_NPY_HEADER):
+        raise FormatError(f"the header of the array has {begin:,} bytes, in a file of {len(content):,} bytes")
+    shape, is_fortran, dtype = _parse_npy_header(bytes(content[:begin]))
     if dtype.hasobject:
         raise FormatError(f"an array of {dtype} contains pickled objects, which are never read; store plain arrays")
-    count, begin = math.prod(shape), stream.tell()
-    if begin + count * dtype.itemsize > len(content):
+    count = math.prod(shape)
+    if min(shape, default=0) < 0 or begin + count * dtype.itemsize > len(content):
         raise FormatError(f"an array of {dtype} {list(shape)!r:.200} exceeds its file of {len(content):,} bytes")
     flat = np.frombuffer(content, dtype, count, begin) if count * dtype.itemsize else np.empty(count, dtype)
     return flat.reshape(shape, order="F" if is_fortran else "C")
+
+
+@lru_cache(256)  # the arrays of a trainer have few different shapes
+def _parse_npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return shape, order and dtype; True for Fortran's order."""
+    stream = io.BytesIO(head)
+    # version 3 is version 2 with non-ASCII field names
+    is_short = np.lib.format.read_magic(stream) == (1, 0)
+    read = np.lib.format.read_array_header_1_0 if is_short else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = read(stream)
+    return shape, is_fortran, dtype
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | np.ndarray[Any, Any]:
