@@ -130,7 +130,7 @@ def parse_npy(content: memoryview) -> np.ndarray[Any, Any]:
 
     Memory: aliases `content`, and may be unaligned.
     """
-    is_short = content[6:7] == b"\x01"
+    is_short = len(content) > 6 and content[6] == 1
     begin = 10 + int.from_bytes(content[8:10], "little") if is_short else 12 + int.from_bytes(content[8:12], "little")
     if begin > min(len(content), _MAX_NPY_HEADER):
         raise FormatError(f"the header of the array has {begin:,} bytes, in a file of {len(content):,} bytes")

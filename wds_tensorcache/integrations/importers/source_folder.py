@@ -96,7 +96,7 @@ class SourceFolder:
         """
         with self._open(name) as file:
             nbytes = os.fstat(file.fileno()).st_size
-            memory, end = memoryview(POOL.lease(nbytes)), 0
+            memory, end = POOL.lease(nbytes).data, 0
             while end < nbytes and (count := file.readinto(memory[end:])):
                 end += count
             if end < nbytes:
