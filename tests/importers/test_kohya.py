@@ -180,6 +180,29 @@ def test_old_and_new_keys_in_one_file(tmp_path: Path) -> None:
     assert report.fingerprint["keys"] == ["latents", "latents_HxW"]
 
 
+def test_an_image_named_like_a_resolution(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    for size in (8, 16):
+        save_latents(folder / "a_0512x0512_flux.npz", (16, size, size), end=f"_{size}x{size}")
+    save_latents(folder / "a_8x8_0512x0512_flux.npz", (16, 8, 8), end="_8x8")
+    found, _ = imported(folder, tmp_path / "out")
+    assert found.keys() == {"a_16x16", "a_0512x0512_flux_8x8", "a_8x8_0512x0512_flux_8x8"}
+    assert_complete(all_arrays(folder), found.values())
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
+def test_an_array_twice_in_a_file(tmp_path: Path) -> None:
+    """The file is bad, and the other one is imported."""
+    folder = tmp_path / "in"
+    for name in ("a", "b"):
+        save_latents(folder / f"{name}_0512x0512_flux.npz", (16, 8, 8), end="_8x8")
+    with zipfile.ZipFile(folder / "a_0512x0512_flux.npz", "a") as archive:
+        archive.writestr("latents_8x8.npy", archive.read("latents_8x8.npy"))
+    found, report = imported(folder, tmp_path / "out", on_error="skip")
+    assert found.keys() == {"b"}
+    assert "a_0512x0512_flux.npz: two files in the npz have the same name" in report.skipped[0].what
+
+
 def test_arrays_of_other_programs_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "in" / "a_0512x0512_sd3.npz"
     save_latents(path, (16, 8, 8), end="_8x8")
@@ -440,13 +463,21 @@ def test_safetensors_with_wrong_metadata(tmp_path: Path, changes: dict[str, str]
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("keys", [["pool2_1_float32"], ["pool2_0_float32", "pool2_2_float32"]])
-def test_safetensors_with_missing_prompts(tmp_path: Path, keys: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["pool2_1_float32"], "expected numbers from 0 on"),
+        (["pool2_0_float32", "pool2_2_float32"], "expected numbers from 0 on"),
+        # the trainer takes the keys in the file for the names of the outputs
+        (["pool2_0_float32", "pool2_0_float32_1_float32"], "prompts 0 and 1 have different tensors"),
+    ],
+)
+def test_safetensors_with_wrong_prompts(tmp_path: Path, keys: list[str], message: str) -> None:
     (tmp_path / "in").mkdir()
     safetensors.torch.save_file(
         {key: torch.ones(2) for key in keys},
         tmp_path / "in" / "a_sdxl_77_te.safetensors",
         metadata={"architecture": "sdxl", "format_version": "1.0.0"},
     )
-    with pytest.raises(tc.FormatError, match="expected numbers from 0 on"):
+    with pytest.raises(tc.FormatError, match=message):
         import_cache(tmp_path / "in", tmp_path / "out")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +41,8 @@ def join_files(
     """Return a sample for each resolution in each file of latents, and for each image that has only files of text states.
 
     The name of a sample is the stem. If an image has several files of latents, their labels are added; if a file has several
-    resolutions, their endings are added. If the files are of several models, the model is the first part of the path.
+    resolutions, their endings are added. Samples that would have equal names are named like their files instead. If the files
+    are of several models, the model is the first part of the path.
 
     Args:
         latents: Files of latents.
@@ -49,26 +52,28 @@ def join_files(
         text_stem: Function that returns the stem of the text for a stem of latents, if no text has the same stem.
     """
     images: dict[tuple[str, str], list[ImageFile]] = {}
-    by_image: dict[tuple[str, str], list[ImageFile]] = {}
-    for files, found in ((latents, images), (texts, by_image)):
+    texts_of: dict[tuple[str, str], list[ImageFile]] = {}
+    for files, found in ((latents, images), (texts, texts_of)):
         for file in files:
             found.setdefault((file.model, file.stem), []).append(file)
-    alone = set(by_image)
-    prefixed = len({model for model, _ in (*images, *by_image)}) > 1
-    samples = []
+    has_many_models = len({model for model, _ in (*images, *texts_of)}) > 1
+    alone = set(texts_of)
+    samples: list[tuple[str, str, ImageFile | None, str, list[ImageFile]]] = []
     for (model, stem), same in images.items():
-        key = (model, stem) if (model, stem) in by_image else (model, text_stem(stem))
+        key = (model, stem) if (model, stem) in texts_of else (model, text_stem(stem))
         alone.discard(key)
-        text = by_image.get(key, [])
         for file in same:
+            label = f"_{file.label}" if len(same) > 1 and file.label else ""
             for resolution in file.resolutions:
-                name = f"{model}/{stem}" if prefixed else stem
-                name += f"_{file.label}" if len(same) > 1 and file.label else ""
-                name += resolution if len(file.resolutions) > 1 else ""
-                paths = (file.name, *(each.name for each in text))
-                samples.append(SourceSample(name, paths, partial(load, file, resolution, text)))
-    for model, stem in alone:
-        text = by_image[model, stem]
-        name = f"{model}/{stem}" if prefixed else stem
-        samples.append(SourceSample(name, tuple(each.name for each in text), partial(load, None, "", text)))
-    return sorted(samples, key=lambda sample: sample.name)
+                end = resolution if len(file.resolutions) > 1 else ""
+                samples.append((model, stem + label + end, file, resolution, texts_of.get(key, [])))
+    samples += [(model, stem, None, "", texts_of[model, stem]) for model, stem in sorted(alone)]
+    counts = Counter((model, name) for model, name, *_ in samples)
+    made = []
+    for model, name, image, resolution, text in samples:
+        paths = tuple(file.name for file in (image, *text) if file is not None)
+        if counts[model, name] > 1:  # the image `a_64x64`, and the resolution 64x64 of the image `a`
+            name = os.path.splitext(paths[0])[0] + resolution
+        name = f"{model}/{name}" if has_many_models else name
+        made.append(SourceSample(name, paths, partial(load, image, resolution, text)))
+    return sorted(made, key=lambda sample: sample.name)

@@ -90,27 +90,29 @@ class CommonMetadata:
     """The metadata that all files of one kind have in common, and the scheme of their tensor names.
 
     Attributes:
-        own: Pattern of the keys that belong to one file, which are never common.
-        common: Entries that all files have, so far.
+        per_file: Pattern of the keys that belong to one file, which are never shared.
+        shared: Entries that all files have, so far.
         scheme: Tensor names with placeholders: `latents_FxHxW_dtype`.
     """
 
-    own: re.Pattern[str]
-    common: dict[str, str] = field(default_factory=dict)
+    per_file: re.Pattern[str]
+    shared: dict[str, str] = field(default_factory=dict)
     scheme: set[str] = field(default_factory=set)
     _is_empty: bool = True
 
     def add(self, keys: Iterable[str], metadata: dict[str, str]) -> None:
         """Take the header of one more file into account."""
-        entries = {key: text for key, text in metadata.items() if not self.own.fullmatch(key)}
-        self.common = entries if self._is_empty else dict(sorted(self.common.items() & entries.items()))
+        entries = {key: text for key, text in sorted(metadata.items()) if not self.per_file.fullmatch(key)}
+        self.shared = entries if self._is_empty else dict(sorted(self.shared.items() & entries.items()))
         self._is_empty = False
         for content, resolution, dtype in map(parse_key, keys):
             size = ("", "_HxW", "_FxHxW")[resolution.count("x")]
             self.scheme.add(re.sub(r"_\d+(?=_|$)", "_N", content) + size + ("_dtype" if dtype else ""))
 
     def rest_of(self, metadata: dict[str, str]) -> dict[str, str]:
-        """Return the entries that are neither common nor of a known meaning."""
+        """Return the entries that are neither shared nor of a known meaning."""
         return {
-            key: text for key, text in metadata.items() if not self.own.fullmatch(key) and self.common.get(key) != text
+            key: text
+            for key, text in sorted(metadata.items())
+            if not self.per_file.fullmatch(key) and self.shared.get(key) != text
         }

@@ -60,15 +60,14 @@ def _recognize(folder: SourceFolder) -> int:
     names = folder.by_suffix.get(".npz", [])
     unnamed = [name for name in names if not (_LATENTS.fullmatch(name) or _TEXT.fullmatch(name))]
     count = len(names) - len(unnamed)
-    if unnamed and all(_is_old(folder, name) for name in unnamed[:: -(-len(unnamed) // _NUM_PROBED)]):
+    if unnamed and all(_is_old(_arrays(folder, name)) for name in unnamed[:: -(-len(unnamed) // _NUM_PROBED)]):
         count = len(names)
     return count if 2 * count >= len(names) else 0
 
 
-def _is_old(folder: SourceFolder, name: str) -> bool:
+def _is_old(arrays: list[str] | None) -> bool:
     """Return whether a file with any name contains the arrays that sd-scripts writes for an image."""
-    found = {_split(array)[0] for array in _arrays(folder, name) or ()}
-    return {"latents", "original_size", "crop_ltrb"} <= found
+    return {"latents", "original_size", "crop_ltrb"} <= {_split(array)[0] for array in arrays or ()}
 
 
 def _arrays(folder: SourceFolder, name: str) -> list[str] | None:
@@ -91,10 +90,11 @@ def _open(folder: SourceFolder) -> Source:
             texts.append(ImageFile(name, match[1], "sdxl" if match[2] else match[3]))
             continue
         arrays = _arrays(folder, name)
-        resolutions = tuple(end for entry, end in map(_split, arrays or ()) if entry == "latents") or ("",)
+        ends = [end for entry, end in map(_split, arrays or ()) if entry == "latents"]
+        resolutions = tuple(dict.fromkeys(ends)) or ("",)
         if match := _LATENTS.fullmatch(name):
             latents.append(ImageFile(name, match[1], match[3], match[2], resolutions))
-        elif arrays is None or _is_old(folder, name):
+        elif arrays is None or _is_old(arrays):
             old.append(ImageFile(name, name[: -len(".npz")], "", "", resolutions))
         else:
             bad[name] = "is not a file of sd-scripts: neither its name nor its arrays are"

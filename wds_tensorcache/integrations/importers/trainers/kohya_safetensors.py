@@ -15,7 +15,8 @@ They become the samples that `kohya` makes of `.npz` files, with the dtypes of t
 
 If any image has more than one caption, all samples have `texts` and `captions` in place of `text` and `caption`: lists with an
 item for each caption. `choose={("t5", "pool"): ("texts.*.t5_out", "texts.*.l_pooled")}` of `tc.Loader` draws one of them. If
-texts were encoded with several numbers of tokens, the names are `text_256` and `text_512_m`.
+texts were encoded with several numbers of tokens, the names are `text_256` and `text_512_m`. A file in which the captions have
+different tensors is an error: the branch as of commit f3a85060 mixes them up when it adds a caption to a file.
 
 Each resolution in a file becomes a sample, and the names of samples are made as for `kohya`. If a file has a tensor in several
 dtypes, the widest one has the name, and the other ones have their whole keys. `metadata` contains the other entries of the
@@ -90,7 +91,7 @@ def _open(folder: SourceFolder) -> Source:
     load = partial(_load, folder, of_latents, of_texts, len(labels) > 1, num_captions > 1)
     provenance = {
         "architecture": next(iter(architectures)) if len(architectures) == 1 else sorted(architectures),
-        "metadata": {"latents": of_latents.common, "text": of_texts.common},
+        "metadata": {"latents": of_latents.shared, "text": of_texts.shared},
         "tokens": sorted(labels),
         "keys": sorted(of_latents.scheme | of_texts.scheme),
     }
@@ -166,11 +167,17 @@ def _prompts(tensors: dict[str, Any], metadata: dict[str, str]) -> list[dict[str
         prompts[number][name] = tensor
     if prompts.keys() != set(range(len(prompts))) or not prompts:
         raise FormatError(f"has prompts {sorted(prompts)}, expected numbers from 0 on")
-    named = (prompts[number] for number in sorted(prompts))
-    return [
-        dict(sorted((name, each[key]) for key, name in short_names({key: parse_key(key) for key in each}).items()))
-        for each in named
-    ]
+    named = []
+    for number in sorted(prompts):
+        names = short_names({key: parse_key(key) for key in prompts[number]})
+        named.append(dict(sorted((name, prompts[number][key]) for key, name in names.items())))
+        contents = [{parse_key(key).content for key in prompts[each]} for each in (0, number)]
+        if contents[0] != contents[1]:
+            raise FormatError(
+                f"prompts 0 and {number} have different tensors, {sorted(contents[0])} and {sorted(contents[1])}, as some "
+                "versions of the branch new_cache wrote them; encode the texts again"
+            )
+    return named
 
 
 FORMAT = Format(

@@ -102,7 +102,7 @@ def _open(folder: SourceFolder) -> Source:
     load = partial(_load, folder, of_latents, of_texts)
     provenance = {
         "architecture": next(iter(architectures)) if len(architectures) == 1 else sorted(architectures),
-        "metadata": {"latents": of_latents.common, "text": of_texts.common},
+        "metadata": {"latents": of_latents.shared, "text": of_texts.shared},
         "keys": sorted(of_latents.scheme | of_texts.scheme),
     }
     return Source(join_files(latents, texts, load, _stem_of_video), provenance, bad)
