@@ -6,10 +6,11 @@ from wds_tensorcache.errors import unknown_name
 from wds_tensorcache.integrations.importers.generic import file_folder
 from wds_tensorcache.integrations.importers.source import Format
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.integrations.importers.trainers import kohya, kohya_safetensors, musubi
 
 __all__ = ["FORMATS", "choose_format"]
 
-FORMATS: tuple[Format, ...] = (file_folder.FORMAT,)
+FORMATS: tuple[Format, ...] = (file_folder.FORMAT, kohya.FORMAT, kohya_safetensors.FORMAT, musubi.FORMAT)
 
 
 def choose_format(folder: SourceFolder, name: str = "auto") -> Format:

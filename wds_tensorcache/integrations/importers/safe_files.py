@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import zipfile
 import zlib
 from functools import lru_cache
@@ -15,12 +16,21 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from wds_tensorcache.codec.header import parse_header
+from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, parse_header
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 from wds_tensorcache.integrations.importers.source_folder import POOL, SourceFolder
 from wds_tensorcache.integrations.pth import decode_pth
 
-__all__ = ["as_tensor", "load_npy", "load_npz", "load_safetensors", "load_torch", "parse_npy"]
+__all__ = [
+    "as_tensor",
+    "list_npz",
+    "load_npy",
+    "load_npz",
+    "load_safetensors",
+    "load_torch",
+    "parse_npy",
+    "read_safetensors_header",
+]
 
 _MAX_RATIO, _MIN_LIMIT = 64, 1 << 26  # a file may expand to 64 times its length, or to 64 MiB
 _GZIP, _ZIP = b"\x1f\x8b", b"PK\x03\x04"
@@ -58,6 +68,22 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, torch.Tensor | np.nda
     except TensorCacheError as exc:
         raise exc.at(name) from exc
     except Exception as exc:  # zipfile and numpy raise many kinds of exceptions
+        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+
+
+def list_npz(folder: SourceFolder, name: str) -> list[str]:
+    """Return the names of the arrays in an `.npz` file, in the order of the file. No array is read.
+
+    Raises:
+        FormatError: The list at the end of the file is damaged.
+        OSError: The file cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(folder.locate(name)) as archive:
+            return [file.removesuffix(".npy") for file in archive.namelist()]
+    except OSError:
+        raise
+    except Exception as exc:  # zipfile raises many kinds of exceptions
         raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
 
 
@@ -118,6 +144,28 @@ def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.T
     except TensorCacheError as exc:
         raise exc.at(name) from exc
     except (SafetensorError, ValueError) as exc:
+        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+
+
+def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the tensors in a `.safetensors` file, in the order of their bytes, and its metadata.
+
+    Raises:
+        FormatError: The header is damaged.
+        OSError: The file cannot be read.
+    """
+    try:
+        with open(folder.locate(name), "rb", buffering=0) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            begin = file.read(8)
+            begin += file.read(min(int.from_bytes(begin, "little"), nbytes, MAX_HEADER_NBYTES))
+            layout, _ = parse_header(begin, nbytes)
+        metadata = json.loads(begin[8 : layout.data_begin]).get("__metadata__") or {}
+        "".join(metadata.values()).encode()  # raises if a value has a surrogate, from an escape in the JSON
+        return list(layout.tensors), metadata
+    except TensorCacheError as exc:
+        raise exc.at(name) from exc
+    except ValueError as exc:
         raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
 
 
