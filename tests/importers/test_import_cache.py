@@ -290,6 +290,20 @@ def test_folders_without_samples(tmp_path: Path) -> None:
         import_cache(tmp_path / "in" / "a.txt", tmp_path / "out")
 
 
+def test_files_of_several_formats(tmp_path: Path) -> None:
+    """One of them must be named; the report lists the files of the other."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    np.savez(folder / "a_0064x0064_flux.npz", latents_8x8=np.ones((16, 8, 8), np.float32))
+    name = "b_0064x0064_fk.safetensors"
+    metadata = {"architecture": "flux_kontext", "width": "64", "height": "64", "format_version": "1.0.1"}
+    safetensors.torch.save_file({"latents_1x8x8_bfloat16": torch.ones(16, 8, 8).bfloat16()}, folder / name, metadata)
+    with pytest.raises(ValueError, match=r"kohya \(1 files\), musubi \(1 files\)"):
+        import_cache(folder, tmp_path / "out")
+    _, report = imported(folder, tmp_path / "out", format="kohya")
+    assert report.unused == [name]
+
+
 def test_the_formats() -> None:
     names = [each.name for each in FORMATS]
     assert names == sorted(set(names))

@@ -322,9 +322,10 @@ def test_files_of_both_programs_in_one_folder(tmp_path: Path) -> None:
         save_text(folder, f"m{i}", "wan")
     save_new(folder / "k_0512x0512_flux.safetensors", (512, 512), torch.randn(4, 8, 8))
     save_new_text(folder / "k_flux_256_te.safetensors", "hello")
-    assert recognized(folder) == "musubi"
-    with pytest.raises(tc.FormatError, match="k_0512x0512_flux.safetensors: is not a file of musubi-tuner"):
+    with pytest.raises(ValueError, match=r"kohya_safetensors \(1 files\), musubi \(6 files\)"):
         import_cache(folder, tmp_path / "stopped")
+    with pytest.raises(tc.FormatError, match="k_0512x0512_flux.safetensors: is not a file of musubi-tuner"):
+        import_cache(folder, tmp_path / "stopped", format="musubi")
     for name, count, bad in (("musubi", 3, 2), ("kohya_safetensors", 1, 6)):
         found, report = imported(folder, tmp_path / name, format=name, on_error="skip")
         assert (len(found), len(report.skipped)) == (count, bad)

@@ -93,6 +93,8 @@ def import_cache(
     report = ImportReport(chosen.name, num_read=len(found.samples), fingerprint=made)
     report.skipped += [Skipped(name, (name,), what) for name, what in found.bad.items()]
     report.skipped += [Skipped(name, (name,), "is a link out of the folder, or to no file") for name in folder.links]
+    used = {file for sample in found.samples for file in sample.files} | found.bad.keys()
+    report.unused += [file for file in folder.names if file not in used]
     if report.skipped and on_error == "stop":
         first = report.skipped[0]
         raise FormatError(f"{first.what}; --on-error skip (on_error='skip') imports the other files").at(first.name)
