@@ -20,7 +20,7 @@ from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.pth import decode_pth
 from wds_tensorcache.integrations.safe_members import check_npy
 
-__all__ = ["as_tensor", "load_npy", "load_npz", "load_safetensors", "load_torch", "parse_npy"]
+__all__ = ["as_tensor", "load_npy", "load_npz", "load_safetensors", "load_torch", "parse_npy", "parse_torch"]
 
 _MAX_RATIO, _MIN_LIMIT = 64, 1 << 26  # a file may expand to 64 times its length, or to 64 MiB
 _GZIP, _ZIP = b"\x1f\x8b", b"PK\x03\x04"
@@ -84,20 +84,34 @@ def load_torch(folder: SourceFolder, name: str) -> Any:
         FormatError: The file is damaged, has another format, or expands too much.
         OSError: The file cannot be read.
     """
-    raw = folder.read(name)
     try:
-        if raw.startswith(_GZIP):
-            raw = _gunzip(raw)
-        try:
-            return decode_pth(raw, max(_MAX_RATIO * len(raw), _MIN_LIMIT), {}, _REMEDY)
-        except FormatError as exc:
-            if not folder.trust or (raw.startswith(_ZIP) and not isinstance(exc, UnsafeSkeletonError)):
-                raise
-        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False)
+        return parse_torch(folder.read(name), folder.trust)
     except TensorCacheError as exc:
         raise exc.at(name) from exc
+
+
+def parse_torch(raw: bytes, trust: bool) -> Any:
+    """Return the object in the content of a file of `torch.save`, as `load_torch` does.
+
+    Args:
+        raw: Content of the file, which may be compressed by gzip.
+        trust: Read content that contains other classes, or has an older format, by `torch.load`.
+
+    Raises:
+        UnsafeSkeletonError: The content names other classes than those of tensors and plain values.
+        FormatError: The content is damaged, has another format, or expands too much.
+    """
+    if raw.startswith(_GZIP):
+        raw = _gunzip(raw)
+    try:
+        return decode_pth(raw, max(_MAX_RATIO * len(raw), _MIN_LIMIT), {}, _REMEDY)
+    except FormatError as exc:
+        if not trust or (raw.startswith(_ZIP) and not isinstance(exc, UnsafeSkeletonError)):
+            raise
+    try:
+        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False)
     except Exception as exc:  # whatever a trusted pickle raises
-        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+        raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
 
 
 def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
