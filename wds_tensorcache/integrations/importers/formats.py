@@ -6,10 +6,18 @@ from wds_tensorcache.errors import unknown_name
 from wds_tensorcache.integrations.importers.generic import file_folder
 from wds_tensorcache.integrations.importers.source import Format
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.integrations.importers.trainers import diffusion_pipe, ltx, nemo, onetrainer, simpletuner
 
 __all__ = ["FORMATS", "choose_format"]
 
-FORMATS: tuple[Format, ...] = (file_folder.FORMAT,)
+FORMATS: tuple[Format, ...] = (
+    diffusion_pipe.FORMAT,
+    file_folder.FORMAT,
+    ltx.FORMAT,
+    nemo.FORMAT,
+    onetrainer.FORMAT,
+    simpletuner.FORMAT,
+)
 
 
 def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
