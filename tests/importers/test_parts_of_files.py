@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import pickle
 import random
 from collections import OrderedDict
 from pathlib import Path
@@ -89,3 +90,13 @@ def test_bytes_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert Path("hacked").exists()
     with pytest.raises(tc.FormatError, match="cannot be decoded"):
         parse_torch(b"hello", True)
+
+
+def test_old_torch_files_and_pickles_need_trust() -> None:
+    item = {"latents": ITEM["latents"], "caption": ITEM["caption"]}
+    old = io.BytesIO()
+    torch.save(item, old, _use_new_zipfile_serialization=False)
+    for raw in (old.getvalue(), pickle.dumps(item)):
+        with pytest.raises(tc.FormatError, match="--trust"):
+            parse_torch(raw, False)
+        assert_same(item, parse_torch(raw, True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import pickle
 import zipfile
 import zlib
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = ["as_tensor", "load_npy", "load_npz", "load_safetensors", "load_torch"
 
 _MAX_RATIO, _MIN_LIMIT = 64, 1 << 26  # a file may expand to 64 times its length, or to 64 MiB
 _GZIP, _ZIP = b"\x1f\x8b", b"PK\x03\x04"
+_OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle in files of torch before 1.6
 _IS_ENCRYPTED = 1
 _REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
@@ -77,7 +79,8 @@ def load_npy(folder: SourceFolder, name: str) -> torch.Tensor | np.ndarray[Any, 
 def load_torch(folder: SourceFolder, name: str) -> Any:
     """Return the object in a file of `torch.save`, which may be compressed by gzip; tensors are on the CPU.
 
-    If the folder is trusted, a file that contains other classes, or has an older format, is read by `torch.load`.
+    If the folder is trusted, a file that contains other classes, has an older format or is a pickle, is read by `torch.load` or
+    `pickle.loads`.
 
     Raises:
         UnsafeSkeletonError: The file names other classes than those of tensors and plain values.
@@ -95,7 +98,7 @@ def parse_torch(raw: bytes, trust: bool) -> Any:
 
     Args:
         raw: Content of the file, which may be compressed by gzip.
-        trust: Read content that contains other classes, or has an older format, by `torch.load`.
+        trust: Read content that contains other classes, has an older format or is a pickle, by `torch.load` or `pickle.loads`.
 
     Raises:
         UnsafeSkeletonError: The content names other classes than those of tensors and plain values.
@@ -109,6 +112,8 @@ def parse_torch(raw: bytes, trust: bool) -> Any:
         if not trust or (raw.startswith(_ZIP) and not isinstance(exc, UnsafeSkeletonError)):
             raise
     try:
+        if not raw.startswith((_ZIP, _OLD_TORCH)):
+            return pickle.loads(raw)  # noqa: S301 (the user trusts the file)
         return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False)
     except Exception as exc:  # whatever a trusted pickle raises
         raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc

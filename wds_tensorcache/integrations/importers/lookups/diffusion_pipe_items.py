@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sqlite3
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,7 @@ __all__ = ["DATABASE", "SHARD", "Item", "Spec", "read_database"]
 DATABASE = "metadata.db"
 SHARD = re.compile(r"shard_(0|[1-9]\d{0,8})", re.ASCII)
 Spec = tuple[Any, ...]  # `image_spec`, the tar (or None) and the name of the media file
+_MIN_ROW_NBYTES = 4
 _PEEK_NBYTES = 1 << 13  # most pickles are shorter, unless their captions are long
 
 
@@ -85,14 +88,17 @@ def read_database(folder: SourceFolder, name: str) -> tuple[str, list[Item]]:
             tables = _list_tables(database)
             database.set_authorizer(lambda action, *_: _ALLOWED.get(action, sqlite3.SQLITE_DENY))
             fingerprints = database.execute("SELECT value FROM fingerprint LIMIT 1").fetchall()
-            rows = database.execute("SELECT shard, shard_index FROM items ORDER BY rowid").fetchall()
+            limit = os.path.getsize(folder.locate(name)) // _MIN_ROW_NBYTES
+            rows = _read_rows(database.execute("SELECT shard, shard_index FROM items ORDER BY rowid"), limit)
             shards = {
-                f"{path}{table}.bin": database.execute(f"SELECT offset, size FROM {table} ORDER BY rowid").fetchall()
+                table: _read_rows(database.execute(f"SELECT offset, size FROM {table} ORDER BY rowid"), limit)
                 for table in tables
                 if SHARD.fullmatch(table)
             }
-        items = {file: _items(folder, file, each) for file, each in shards.items()}
-        return str(fingerprints[0][0] if fingerprints else ""), _ordered(path, rows, items)
+        items = {
+            int(table[len("shard_") :]): _items(folder, f"{path}{table}.bin", each) for table, each in shards.items()
+        }
+        return str(fingerprints[0][0] if fingerprints else ""), _ordered(rows, items)
     except sqlite3.Error as exc:
         raise FormatError(f"cannot be read: {exc!r:.300}").at(name) from exc
     except FormatError as exc:
@@ -113,31 +119,42 @@ def _list_tables(database: sqlite3.Connection) -> list[str]:
     return [str(name) for _, name, _ in found]
 
 
-def _items(folder: SourceFolder, file: str, rows: list[tuple[Any, Any]]) -> list[Item]:
+def _read_rows(rows: Iterable[tuple[Any, ...]], limit: int) -> list[tuple[int, int]]:
+    """Return rows of two integers that are not negative.
+
+    Hazard: a small damaged file can contain the same page many times, so that it has billions of rows.
+    """
+    result: list[tuple[int, int]] = []
+    for left, right in rows:
+        if left.__class__ is not int or right.__class__ is not int or min(left, right) < 0 or len(result) >= limit:
+            raise FormatError(f"row {len(result)} is ({left!r:.40}, {right!r:.40}), expected two offsets or numbers")
+        result.append((left, right))
+    return result
+
+
+def _items(folder: SourceFolder, file: str, rows: list[tuple[int, int]]) -> list[Item]:
     """Return the items of one `.bin` file, whose rows must follow each other without gaps."""
     if file not in folder:
         raise FormatError(f"{file} is missing")
     items = []
     end = 0
     for begin, nbytes in rows:
-        if begin.__class__ is not int or nbytes.__class__ is not int or begin != end or nbytes < 1:
-            raise FormatError(f"{file}: the item of {nbytes!r:.40} bytes at {begin!r:.40} does not start at byte {end}")
+        if begin != end or not nbytes:
+            raise FormatError(f"{file}: the item of {nbytes:,} bytes at byte {begin:,} does not start at byte {end:,}")
         end = begin + nbytes
         items.append(Item(file, begin, end))
     folder.read_range(file, end, end)  # raises FormatError if the file is shorter
     return items
 
 
-def _ordered(path: str, rows: list[tuple[Any, Any]], items: dict[str, list[Item]]) -> list[Item]:
+def _ordered(rows: list[tuple[int, int]], items: dict[int, list[Item]]) -> list[Item]:
     """Return the items in the order of the table `items`, which must contain each once."""
     ordered = []
     for shard, number in rows:
-        each = items.get(f"{path}shard_{shard}.bin", []) if shard.__class__ is int else []
-        if number.__class__ is not int or not 0 <= number < len(each):
-            raise FormatError(f"item {number!r:.40} of shard {shard!r:.40} does not exist")
+        each = items.get(shard, [])
+        if number >= len(each):
+            raise FormatError(f"item {number} of shard {shard} does not exist")
         ordered.append(each[number])
     if not len(ordered) == len(set(ordered)) == sum(map(len, items.values())):
-        raise FormatError(
-            f"the table 'items' has {len(ordered)} rows, expected one for each of the items in the shards"
-        )
+        raise FormatError(f"the table 'items' has {len(ordered)} rows, expected one for each item in the shards")
     return ordered

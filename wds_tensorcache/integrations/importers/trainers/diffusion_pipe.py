@@ -20,9 +20,9 @@ The items are joined by `image_spec`, the media file. To train with one of sever
 ("text.*.clip_embed", "text.*.t5_embed")}` to the loader. The name of a sample is the folder of its size, and the path of the
 media file relative to the folder that contains all of them.
 
-The sample `uncond` of a model has only `text`. Leave it out of training: `cache.filter(lambda entry: not
-entry.key.endswith("uncond"))`. Without text folders, samples have no `text`. Without `latents` folders, each item of a text
-folder is a sample, named by its position.
+The sample `uncond` of a model has only `text`. Leave it out of training: `cache.filter(lambda entry: "latents" in
+entry.shapes)`. Without text folders, samples have no `text`. Without `latents` folders, each item of a text folder is a
+sample, named by its position.
 
 The fingerprints of all folders become the provenance. Each `metadata.db` is opened read-only, and only plain tables of
 integers are read, which must describe the `.bin` files without gaps. If there is a `metadata.db-journal`, caching was
@@ -88,7 +88,8 @@ def _open(folder: SourceFolder) -> Source:
         else:
             latents[path] = items
     for name in folder.by_suffix.get(".bin", ()):
-        if name not in listed and f"{_split(name)[0]}/{DATABASE}".lstrip("/") in folder:
+        path, file = _split(name)
+        if name not in listed and file.startswith("shard_") and f"{path}/{DATABASE}".lstrip("/") in folder:
             bad[name] = f"is not in {DATABASE}, or that is bad"
     samples = list(_latent_samples(folder, latents, texts, bad) if latents else _text_samples(folder, texts))
     for place, each in unconds.items():

@@ -15,6 +15,8 @@ the file without suffix, `512x768/0cc175b9c0f1b6a8`. Tensors keep the batch dime
 no file out of the folder is read. Files that `metadata.json` does not list are reported. Without `metadata.json`, all `.meta`
 files are samples, and all `.pt` files in `{W}x{H}` folders.
 
+`.meta` files of old versions are pickles, and contain arrays of numpy: they need `--trust`.
+
 The processor, model and options in `metadata.json` become the provenance.
 """
 

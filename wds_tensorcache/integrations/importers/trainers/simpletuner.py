@@ -25,8 +25,8 @@ So import the folder that contains the images' JSON and `.txt` files and both ca
 of them separately: the VAE cache gives samples `{"latents": …}`, the text cache gives samples `{"text": [{…}]}`.
 
 Text embeddings of no image, such as that of the empty caption, also become samples `{"text": [{…}]}`. Leave them out of
-training: `cache.filter(lambda entry: not re.search("[0-9a-f]{32}-", entry.key))`. Text is not joined if the folder has
-embeddings of several models. Folders whose names contain `image_embeds` have samples `{"image_embeds": …}`.
+training: `cache.filter(lambda entry: "latents" in entry.shapes)`. Text is not joined if the folder has embeddings of several
+models. Folders whose names contain `image_embeds` have samples `{"image_embeds": …}`.
 """
 
 from __future__ import annotations
