@@ -194,6 +194,25 @@ def test_bad_json(tmp_path: Path, content: str) -> None:
     assert "metadata.json" in {each.name for each in report.skipped}
 
 
+def test_hostile_metadata(tmp_path: Path) -> None:
+    """Metadata cannot change the format in the fingerprint, and deep nesting or NaN does not end the import."""
+    deep = json.loads("[" * 900 + "]" * 900)
+    expected = write_cache(tmp_path / "in", 2, format="kohya", source="elsewhere", loss=float("nan"), text="\ud800")
+    shard = tmp_path / "in" / "metadata_shard_0000.json"
+    items = json.loads(shard.read_text())
+    items[0]["more"] = deep
+    shard.write_text(json.dumps(items))
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert list(found) == list(expected)[1:]
+    assert "nest more than" in report.skipped[0].what
+    assert report.fingerprint["format"] == "nemo"
+    assert report.fingerprint["source"] == str(tmp_path / "in")
+    assert report.fingerprint["loss"] == "NaN"
+    write_cache(tmp_path / "deep", 2, more=deep)
+    with pytest.raises(tc.FormatError, match=r"metadata\.json: containers nest more than"):
+        import_cache(tmp_path / "deep", tmp_path / "none")
+
+
 def test_bad_files_are_named_and_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = list(write_cache(Path("in"), 4))

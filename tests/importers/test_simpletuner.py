@@ -266,6 +266,17 @@ def test_bad_json(tmp_path: Path, kind: str, content: str) -> None:
     assert [each.name for each in report.skipped] == [f"aspect_ratio_bucket_{kind}_x.json"]
 
 
+def test_deep_metadata(tmp_path: Path) -> None:
+    deep = json.loads("[" * 900 + "]" * 900)
+    for stem in "ab":
+        save(torch.ones(2), tmp_path / "in" / vae_name(stem))
+    write_backend(tmp_path / "in", "set", {"/a.png": {"more": deep}, "/b.png": {"loss": 0.5}}, loss=float("nan"))
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert list(found) == ["b"]
+    assert "nest more than" in report.skipped[0].what
+    assert report.fingerprint["data_backends"] == {"set": {"loss": "NaN"}}
+
+
 def test_bad_files_are_named_and_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = [f"in/vae/{vae_name(f'{i}.png')}" for i in range(5)]

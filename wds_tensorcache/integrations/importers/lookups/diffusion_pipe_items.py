@@ -126,8 +126,10 @@ def _read_rows(rows: Iterable[tuple[Any, ...]], limit: int) -> list[tuple[int, i
     """
     result: list[tuple[int, int]] = []
     for left, right in rows:
-        if left.__class__ is not int or right.__class__ is not int or min(left, right) < 0 or len(result) >= limit:
+        if left.__class__ is not int or right.__class__ is not int or min(left, right) < 0:
             raise FormatError(f"row {len(result)} is ({left!r:.40}, {right!r:.40}), expected two offsets or numbers")
+        if len(result) >= limit:
+            raise FormatError(f"has more rows than fit into its pages, {limit:,}")
         result.append((left, right))
     return result
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from hashlib import md5, sha256
 from typing import Any
 
+from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
@@ -61,11 +62,15 @@ def read_backends(folder: SourceFolder) -> tuple[list[Backend], dict[str, str]]:
             continue
         backend = backends.setdefault((path, match[2] or ""), Backend(match[2] or "", f"{path}/".lstrip("/")))
         try:
-            content = json.loads(folder.read_text(name, _MAX_NBYTES))
+            # the fingerprint of a cache, to which the settings belong, has no NaN
+            constant = str if match[1] == "indices" else None
+            content = json.loads(folder.read_text(name, _MAX_NBYTES), parse_constant=constant)
             if match[1] == "metadata":
                 found = content
             else:
-                backend.config = {str(key): value for key, value in (content.get("config") or {}).items()}
+                config = dict(content.get("config") or {})
+                check_depth(config)
+                backend.config = config
                 buckets = content.get("aspect_ratio_bucket_indices") or {}
                 found = {path: {} for paths in buckets.values() for path in paths}
             for image, metadata in found.items():

@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.safe_files import load_torch
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
@@ -60,6 +61,7 @@ def _open(folder: SourceFolder) -> Source:
     for root in _roots(folder):
         try:
             described = _read_json(folder, root + _METADATA, dict)
+            check_depth(described)
         except FormatError as exc:
             bad[root + _METADATA] = exc.reason
             continue
@@ -109,7 +111,9 @@ def _files(folder: SourceFolder) -> Iterator[str]:
 
 def _read_json(folder: SourceFolder, name: str, expected: type) -> Any:
     try:
-        content = json.loads(folder.read_text(name, _MAX_NBYTES))
+        # the fingerprint of a cache has no NaN
+        constant = str if expected is dict else None
+        content = json.loads(folder.read_text(name, _MAX_NBYTES), parse_constant=constant)
     except (FormatError, ValueError, RecursionError) as exc:
         raise FormatError(f"is not JSON: {exc!r:.200}") from exc
     if not isinstance(content, expected):
@@ -129,6 +133,10 @@ def _load(folder: SourceFolder, name: str, item: dict[str, Any]) -> Loaded:
     if not isinstance(value, dict):
         raise FormatError(f"contains {type(value).__name__}, expected a dict").at(name)
     more = {key: part for key, part in item.items() if key not in value and key != "cache_file"}
+    try:
+        check_depth(more)
+    except FormatError as exc:
+        raise exc.at(f"metadata of {name}") from exc
     return Loaded({**value, **more})
 
 

@@ -37,6 +37,7 @@ from functools import partial
 
 import torch
 
+from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.lookups.simpletuner_images import (
     Image,
@@ -103,6 +104,10 @@ def _load(folder: SourceFolder, image: Image | None, files: dict[str, str | None
     if not isinstance(value, dict) or not value.keys() & {"latents", "image_embeds"}:
         raise FormatError(f"contains {type(value).__name__}, expected a tensor, or a dict with 'latents'").at(name)
     if image:
+        try:
+            check_depth(image.metadata)
+        except FormatError as exc:
+            raise exc.at(f"metadata of {name}") from exc
         value = {**value, "image_path": image.path, "image_metadata": dict(image.metadata)}
     if needs_text and not texts:
         raise FormatError("the cache has no text embeddings of the caption in the .txt file of its image").at(name)
