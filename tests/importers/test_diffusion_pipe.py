@@ -165,7 +165,7 @@ def test_missing_and_ambiguous_captions(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     files = ["a", "b", "c", "d"]
     write_cache(folder / "cache_8x8x1" / "latents", [latent_item(file, ["x"] * (1 + (file == "b"))) for file in files])
-    write_cache(folder / "ar_frames_1.000_1" / "text_embeddings_1", [text_item(file, "e") for file in "abd"])
+    write_cache(folder / "ar_frames_1.000_1" / "text_embeddings_1", [text_item(file, "e") for file in ("a", "b", "d")])
     write_cache(folder / "ar_frames_1.500_1" / "text_embeddings_1", [text_item(file, "e") for file in "d"])
     found, report = imported(folder, tmp_path / "out", on_error="skip")
     assert list(found) == ["cache_8x8x1/a"]

@@ -16,12 +16,15 @@ caption contains the tensors of all text encoders:
     {"latents": …, "mask": …, "image_spec": [None, "/photos/harbor.jpg"], "caption": ["a harbor"],
      "text": [{"clip_embed": …, "t5_embed": …}]}
 
-The items are joined by `image_spec`, the media file. To train with one of several captions, pass `choose={("clip", "t5"):
-("text.*.clip_embed", "text.*.t5_embed")}` to the loader. The name of a sample is the folder of its size, and the path of the
-media file relative to the folder that contains all of them.
+The items are joined by `image_spec`, the media file. The name of a sample is the folder of its size, and the path of the media
+file relative to the folder that contains all of them.
 
-The sample `uncond` of a model has only `text`. Leave it out of training: `cache.filter(lambda entry: "latents" in
-entry.shapes)`. Without text folders, samples have no `text`. Without `latents` folders, each item of a text folder is a
+The sample `uncond` of a model has only `text`. Leave it out of training, and choose one of several captions:
+
+    cache = tc.open(path).filter(lambda entry: "latents" in entry.shapes)
+    loader = tc.Loader(cache, batch_size=4, choose={("clip", "t5"): ("text.*.clip_embed", "text.*.t5_embed")})
+
+Without text folders, samples have no `text`. Without `latents` folders, each item of a text folder is a
 sample, named by its position.
 
 The fingerprints of all folders become the provenance. Each `metadata.db` is opened read-only, and only plain tables of
