@@ -14,8 +14,10 @@ Each sample is one file of a concept. It has both parts as dicts:
      "text": {"tokens_1": …, "text_encoder_1_hidden_state": …}}
 
 If any concept has several variations of its text, such as random captions, `text` is a list of dicts in all samples; and
-likewise `image`, for random crops and flips. In training, choose one of them: `choose={("tokens", "state"):
-("text.*.tokens_1", "text.*.text_encoder_1_hidden_state")}`.
+likewise `image`, for random crops and flips. In training, choose one of them:
+
+    choose = {("tokens", "state"): ("text.*.tokens_1", "text.*.text_encoder_1_hidden_state")}
+    loader = tc.Loader(cache, batch_size=4, choose=choose)
 
 The name of a sample is the path of its image, relative to the folder that contains all images.
 
