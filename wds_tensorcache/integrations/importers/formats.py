@@ -6,11 +6,30 @@ from wds_tensorcache.errors import unknown_name
 from wds_tensorcache.integrations.importers.generic import file_folder
 from wds_tensorcache.integrations.importers.source import Format
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
-from wds_tensorcache.integrations.importers.trainers import kohya, kohya_safetensors, musubi
+from wds_tensorcache.integrations.importers.trainers import (
+    diffusion_pipe,
+    kohya,
+    kohya_safetensors,
+    ltx,
+    musubi,
+    nemo,
+    onetrainer,
+    simpletuner,
+)
 
 __all__ = ["FORMATS", "choose_format"]
 
-FORMATS: tuple[Format, ...] = (file_folder.FORMAT, kohya.FORMAT, kohya_safetensors.FORMAT, musubi.FORMAT)
+FORMATS: tuple[Format, ...] = (
+    diffusion_pipe.FORMAT,
+    file_folder.FORMAT,
+    kohya.FORMAT,
+    kohya_safetensors.FORMAT,
+    ltx.FORMAT,
+    musubi.FORMAT,
+    nemo.FORMAT,
+    onetrainer.FORMAT,
+    simpletuner.FORMAT,
+)
 
 
 def choose_format(folder: SourceFolder, name: str = "auto") -> Format:

@@ -87,7 +87,7 @@ def import_cache(
     chosen = choose_format(folder, format)
     found = chosen.open(folder)
     keys = _keys_of(found, folder, chosen.name)
-    made = {"format": chosen.name, "source": os.path.abspath(folder.path), **found.provenance}
+    made = {**found.provenance, "format": chosen.name, "source": os.path.abspath(folder.path)}
     options = {"narrow": narrow, "trim": dict(trim or {}), "drop_padding": drop_padding}
     made |= {name: value for name, value in options.items() if value} | dict(fingerprint or {})
     report = ImportReport(chosen.name, num_read=len(found.samples), fingerprint=made)

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import pickle
 import zipfile
 import zlib
 from functools import lru_cache
@@ -29,11 +30,13 @@ __all__ = [
     "load_safetensors",
     "load_torch",
     "parse_npy",
+    "parse_torch",
     "read_safetensors_header",
 ]
 
 _MAX_RATIO, _MIN_LIMIT = 64, 1 << 26  # a file may expand to 64 times its length, or to 64 MiB
 _GZIP, _ZIP = b"\x1f\x8b", b"PK\x03\x04"
+_OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle in files of torch before 1.6
 _IS_ENCRYPTED = 1
 _RECYCLED = 1 << 16  # smaller arrays get ordinary memory
 _MAX_NPY_HEADER = 1 << 14
@@ -105,27 +108,44 @@ def load_npy(folder: SourceFolder, name: str) -> torch.Tensor | np.ndarray[Any, 
 def load_torch(folder: SourceFolder, name: str) -> Any:
     """Return the object in a file of `torch.save`, which may be compressed by gzip; tensors are on the CPU.
 
-    If the folder is trusted, a file that contains other classes, or has an older format, is read by `torch.load`.
+    If the folder is trusted, a file that contains other classes, has an older format or is a pickle, is read by `torch.load` or
+    `pickle.loads`.
 
     Raises:
         UnsafeSkeletonError: The file names other classes than those of tensors and plain values.
         FormatError: The file is damaged, has another format, or expands too much.
         OSError: The file cannot be read.
     """
-    raw = folder.read(name)
     try:
-        if raw.startswith(_GZIP):
-            raw = _gunzip(raw)
-        try:
-            return decode_pth(raw, max(_MAX_RATIO * len(raw), _MIN_LIMIT), {}, _REMEDY)
-        except FormatError as exc:
-            if not folder.trust or (raw.startswith(_ZIP) and not isinstance(exc, UnsafeSkeletonError)):
-                raise
-        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False)
+        return parse_torch(folder.read(name), folder.trust)
     except TensorCacheError as exc:
         raise exc.at(name) from exc
+
+
+def parse_torch(raw: bytes, trust: bool) -> Any:
+    """Return the object in the content of a file of `torch.save`, as `load_torch` does.
+
+    Args:
+        raw: Content of the file, which may be compressed by gzip.
+        trust: Read content that contains other classes, has an older format or is a pickle, by `torch.load` or `pickle.loads`.
+
+    Raises:
+        UnsafeSkeletonError: The content names other classes than those of tensors and plain values.
+        FormatError: The content is damaged, has another format, or expands too much.
+    """
+    if raw.startswith(_GZIP):
+        raw = _gunzip(raw)
+    try:
+        return decode_pth(raw, max(_MAX_RATIO * len(raw), _MIN_LIMIT), {}, _REMEDY)
+    except FormatError as exc:
+        if not trust or (raw.startswith(_ZIP) and not isinstance(exc, UnsafeSkeletonError)):
+            raise
+    try:
+        if not raw.startswith((_ZIP, _OLD_TORCH)):
+            return pickle.loads(raw)  # noqa: S301 (the user trusts the file)
+        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False)
     except Exception as exc:  # whatever a trusted pickle raises
-        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+        raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
 
 
 def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
