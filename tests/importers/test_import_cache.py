@@ -141,6 +141,21 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str, monk
     assert not Path("hacked").exists()
 
 
+def test_values_that_are_nested_deeply(tmp_path: Path) -> None:
+    """Whether reading or writing finds them."""
+    expected = write_files(tmp_path / "in", 2)
+    value: Any = torch.ones(1)
+    for _ in range(400):
+        value = [value]
+    torch.save(value, tmp_path / "in" / "deep.pt")
+    (tmp_path / "in" / "deeper.pt").write_bytes(
+        npz_with("archive/data.pkl", b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".")
+    )
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert expected.keys() <= found.keys()
+    assert {each.name for each in report.skipped} | found.keys() == {*expected, "deep", "deeper"}
+
+
 def test_two_arrays_of_one_name(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     with pytest.warns(UserWarning, match="Duplicate name"):

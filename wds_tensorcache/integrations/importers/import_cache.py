@@ -112,8 +112,9 @@ def import_cache(
                 if isinstance(result, Exception):
                     raise result
                 writer.write(key, result.value, **result.members)
-            except (TensorCacheError, _LoadError) as exc:
-                error = exc.at(sample.name) if isinstance(exc, TensorCacheError) else exc.error
+            except (TensorCacheError, _LoadError, RecursionError) as exc:
+                bad = FormatError("the values are nested too deeply") if isinstance(exc, RecursionError) else exc
+                error = bad.at(sample.name) if isinstance(bad, TensorCacheError) else bad.error
                 if on_error == "stop":
                     raise error from exc.__cause__
                 report.num_skipped += 1
@@ -175,7 +176,7 @@ class _Conversion:
         key, sample, is_probed = item
         try:
             return key, sample, self._convert(sample, is_probed)
-        except TensorCacheError as exc:
+        except (TensorCacheError, RecursionError) as exc:
             return key, sample, exc
         except OSError as exc:
             return key, sample, _LoadError(exc)
