@@ -352,3 +352,9 @@ def test_the_result_as_json(tmp_path: Path) -> None:
     result = json.loads(found.stdout)
     assert (result["format"], result["num_read"], result["num_written"], result["skipped"]) == ("files", 2, 2, [])
     assert found.stderr == ""
+
+
+def test_the_page_lists_the_formats() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "importing.md").read_text()
+    rows = [f"| `{each.name}` | {each.title} |" for each in FORMATS]
+    assert "\n".join(rows) in page, "\n".join(rows)
