@@ -225,7 +225,7 @@ def test_resuming_reads_only_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "in" / "z.npy").write_bytes(b"bad")
     with pytest.raises(tc.FormatError):
         import_cache(tmp_path / "in", tmp_path / "out", max_samples=4)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="--resume"):
         import_cache(tmp_path / "in", tmp_path / "out", max_samples=4)
     (tmp_path / "in" / "z.npy").write_bytes(ARRAY)
     report = import_cache(tmp_path / "in", tmp_path / "out", max_samples=4, resume=True)
