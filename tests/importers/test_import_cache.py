@@ -142,7 +142,7 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str, monk
 
 
 def test_values_that_are_nested_deeply(tmp_path: Path) -> None:
-    """Whether reading or writing finds them."""
+    """Reading finds one of them, and writing the other."""
     expected = write_files(tmp_path / "in", 2)
     value: Any = torch.ones(1)
     for _ in range(400):
