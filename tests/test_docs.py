@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,19 @@ def _name(path: Path) -> str:
 
 
 def _blocks(text: str) -> list[str]:
-    """Return the python blocks of a page, each moved down to its line so that errors name the right one."""
+    """Return the python blocks of a page, and its bash blocks that call `tensorcache`, as python code.
+
+    Each is moved down to its line so that errors name the right one.
+    """
     return [
-        "\n" * text.count("\n", 0, match.start(1)) + match[1]
-        for match in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        "\n" * text.count("\n", 0, match.start(2)) + (match[2] if match[1] == "python" else _COMMANDS.format(match[2]))
+        for match in re.finditer(r"^```(python|bash)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        if match[1] == "python" or match[2].startswith("tensorcache ")
     ]
+
+
+_COMMANDS = """import subprocess
+subprocess.run(["bash", "-euc", {!r}], check=True)"""
 
 
 def _anchors(text: str) -> set[str]:
@@ -50,6 +60,7 @@ def test_python_blocks_run(
     for needed in NEEDS.get(path.name, []):
         pytest.importorskip(needed)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
     namespace: dict[str, Any] = {}
     everything = ""
     for block in _blocks(path.read_text()):

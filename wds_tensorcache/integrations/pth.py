@@ -31,7 +31,7 @@ from wds_tensorcache.codec.tree import shown, walk
 from wds_tensorcache.codec.views import check_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
-__all__ = ["decode_pth"]
+__all__ = ["decode_pth", "peek_pth"]
 
 _ZIP = b"PK\x03\x04"
 _IS_ENCRYPTED = 1
@@ -43,16 +43,17 @@ _STORAGES = {
     "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool,
     "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
 }  # fmt: skip
-_OTHERWISE = "; if you trust the file, call torch.load in a handler: tc.decode(wds.handle_extension('pth', …))"
+_REMEDY = "; if you trust the file, call torch.load in a handler: tc.decode(wds.handle_extension('pth', …))"
 
 
-def decode_pth(raw: bytes, limit: int, allow: Allowed) -> Any:
+def decode_pth(raw: bytes, limit: int, allow: Allowed, remedy: str = _REMEDY) -> Any:
     """Return the object in a file of `torch.save`, with all tensors on the CPU; `_metadata` of state dicts is dropped.
 
     Args:
         raw: Content of the file, a zip from torch 1.6 or later.
         limit: Limit for the total bytes of all tensors; elements that tensors share count once per tensor.
         allow: As for `unpickle`.
+        remedy: Advice for users that trust the file, at the end of messages.
 
     Raises:
         UnsafeSkeletonError: The file contains more than dense tensors, parameters, plain values and types of FORMAT.md.
@@ -61,24 +62,48 @@ def decode_pth(raw: bytes, limit: int, allow: Allowed) -> Any:
     Memory: newly allocated, one block for each storage; all tensors of a storage share its block.
     """
     if not raw.startswith(_ZIP):
-        raise FormatError(f"expected a zip file, the format of torch.save since torch 1.6{_OTHERWISE}")
+        raise FormatError(f"expected a zip file, the format of torch.save since torch 1.6{remedy}")
     try:
         records = _list_records(raw)
         body = _translate(bytes(records["data.pkl"]))
         if records.get("byteorder", b"little") != b"little":
-            raise FormatError(f"the tensors are not little-endian{_OTHERWISE}")
-        reader = _Reader(records, len(body), limit)
+            raise FormatError(f"the tensors are not little-endian{remedy}")
+        reader = _Reader(records, len(body), limit, remedy)
         result = unpickle(body, 0, None, reader.builders, allow, reader.opcodes)
     except UnsafeSkeletonError as exc:
-        exc.reason += _OTHERWISE
+        exc.reason += remedy
         raise
     except TensorCacheError:
         raise
     except Exception as exc:  # zipfile and pickletools raise many kinds of exceptions
         raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
     if any(part.__class__ is _Storage for part, _ in walk(result)):
-        raise UnsafeSkeletonError(f"the object contains a storage itself, expected only tensors{_OTHERWISE}")
+        raise UnsafeSkeletonError(f"the object contains a storage itself, expected only tensors{remedy}")
     return result
+
+
+def peek_pth(begin: bytes) -> Any:
+    """Return the object in a file of `torch.save` with None in place of each tensor.
+
+    Args:
+        begin: First bytes of the file, with its whole pickle, which torch writes before the tensors.
+
+    Raises:
+        UnsafeSkeletonError: The file contains more than `decode_pth` reads.
+        FormatError: `begin` is damaged, or ends inside the pickle.
+    """
+    try:
+        name_nbytes, extra_nbytes = struct.unpack_from("<HH", begin, 26)
+        name, pickled = begin[30 : 30 + name_nbytes], begin[30 + name_nbytes + extra_nbytes :]
+        if not begin.startswith(_ZIP) or not name.endswith(b"/data.pkl"):
+            raise FormatError("expected a file of torch.save, whose first record is its pickle")
+        *_, (_, _, last) = pickletools.genops(pickled)
+        body = _translate(pickled[: (last or 0) + 1])
+    except TensorCacheError:
+        raise
+    except Exception as exc:  # pickletools raises many kinds of exceptions
+        raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
+    return unpickle(body, 0, None, _WITHOUT_TENSORS, {}, {**ALLOW_ONLY, _BINPERSID: _skip_storage})
 
 
 def _list_records(raw: bytes) -> dict[str, memoryview]:
@@ -134,8 +159,8 @@ class _Storage:
 class _Reader:
     """The opcodes and builders that decode one file, with the budgets that limit their work."""
 
-    def __init__(self, records: dict[str, memoryview], nbytes: int, limit: int) -> None:
-        self._records = records
+    def __init__(self, records: dict[str, memoryview], nbytes: int, limit: int, remedy: str) -> None:
+        self._records, self._remedy = records, remedy
         self._memory: dict[str, torch.Tensor] = {}
         self._limit = self._nbytes_left = limit
         self._key_costs = KeyCosts(nbytes)
@@ -172,7 +197,9 @@ class _Reader:
         if storage.__class__ is not _Storage or dtype.__class__ is not torch.dtype or len(size) > _MAX_NDIM:
             raise FormatError(f"a tensor has no storage, no dtype, or more than {_MAX_NDIM} dimensions")
         if hooks or any(rest) or dtype not in TORCH_TRUE:
-            raise FormatError(f"a tensor of {dtype} has hooks, is conjugated, or has an unsupported dtype{_OTHERWISE}")
+            raise FormatError(
+                f"a tensor of {dtype} has hooks, is conjugated, or has an unsupported dtype{self._remedy}"
+            )
         if any(n.__class__ is not int or not 0 <= n < _MAX_SIZE for n in (offset, *size, *stride)):
             raise FormatError("a tensor has an impossible shape, stride or offset")
         count = math.prod(size)
@@ -208,6 +235,11 @@ def _set_state(stack: list[Any], allow: Allowed, callables: int) -> int:
     return ALLOW_ONLY[op.BUILD](stack, allow, callables)
 
 
+def _skip_storage(stack: list[Any], allow: Allowed, callables: int) -> int:
+    stack[-1] = None
+    return 0
+
+
 def _build_parameter(args: tuple[Any, ...]) -> torch.nn.Parameter:
     tensor, requires_grad, hooks = args
     if tensor.__class__ is not torch.Tensor or hooks:
@@ -234,4 +266,10 @@ _BUILDERS: dict[tuple[str, str], object] = {
     ("__builtin__", "complex"): BUILDERS["builtins", "complex"],
     ("torch.storage", "UntypedStorage"): torch.uint8,
     **{("torch", f"{name}Storage"): dtype for name, dtype in _STORAGES.items()},
+}
+_WITHOUT_TENSORS: dict[tuple[str, str], object] = {
+    **_BUILDERS,
+    ("torch._utils", "_rebuild_tensor_v2"): Builder(lambda args: None),
+    ("torch._utils", "_rebuild_tensor_v3"): Builder(lambda args: None),
+    ("torch._utils", "_rebuild_parameter"): Builder(lambda args: None),
 }

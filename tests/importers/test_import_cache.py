@@ -1,0 +1,360 @@
+"""An import loses nothing silently, whatever is bad, interrupted or hostile, and is the same for any number of threads."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import wds_tensorcache as tc
+from tests.importers.folders import imported
+from tests.same import assert_same
+from wds_tensorcache.integrations.importers.formats import FORMATS, choose_format
+from wds_tensorcache.integrations.importers.import_cache import import_cache
+from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+
+
+def write_files(folder: Path, count: int = 6) -> dict[str, Any]:
+    """Write files of each kind with one sample each; return the samples by name."""
+    samples: dict[str, Any] = {}
+    for i in range(count):
+        arrays = {"latent": torch.randn(4, 3 + i), "size": torch.tensor([i, 7])}
+        name = f"sub dir/photo ({i}).v2"
+        path = folder / f"{name}.{('npz', 'pt', 'safetensors', 'npy', 'pth')[i % 5]}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".npz":
+            np.savez(path, **{key: value.numpy() for key, value in arrays.items()})
+        elif path.suffix == ".npy":
+            np.save(path, arrays["latent"].numpy())
+        elif path.suffix == ".safetensors":
+            safetensors.torch.save_file(arrays, path)
+        else:
+            torch.save(arrays, path)
+        samples[name] = arrays["latent"] if path.suffix == ".npy" else arrays
+    return samples
+
+
+def test_every_file_is_a_sample(tmp_path: Path) -> None:
+    expected = write_files(tmp_path / "in")
+    found, report = imported(tmp_path / "in", tmp_path / "out")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, dict):  # safetensors orders tensors by their dtypes
+            assert found[name].keys() == value.keys()
+            value = {key: value[key] for key in found[name]}
+        assert_same(value, found[name])
+    assert report.ok
+    assert report.fingerprint == {"format": "files", "source": str(tmp_path / "in")}
+    assert tc.open(tmp_path / "out").fingerprint == report.fingerprint
+
+
+@pytest.mark.parametrize("num_workers", [2, 5])
+def test_any_number_of_threads_writes_the_same_bytes(tmp_path: Path, num_workers: int) -> None:
+    write_files(tmp_path / "in", 40)
+    for number in (1, num_workers):
+        import_cache(tmp_path / "in", tmp_path / f"out{number}", num_workers=number, max_samples=7)
+    shards = sorted(path.name for path in (tmp_path / "out1").glob("*.tar"))
+    assert len(shards) == 6
+    for name in shards:
+        assert (tmp_path / "out1" / name).read_bytes() == (tmp_path / f"out{num_workers}" / name).read_bytes()
+
+
+class Gadget:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch hacked",)
+
+
+def bomb() -> bytes:
+    """Return an npz of 100 KB that expands to 100 MB."""
+    raw, out = io.BytesIO(), io.BytesIO()
+    np.save(raw, np.zeros(100_000_000, np.uint8))
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", raw.getvalue())
+    return out.getvalue()
+
+
+def npz_with(name: str, content: bytes, number: int = 1) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for _ in range(number):
+            archive.writestr(name, content)
+    return out.getvalue()
+
+
+def saved(value: Any, save: Any = torch.save) -> bytes:
+    out = io.BytesIO()
+    save(value, out) if save is torch.save else save(out, value)
+    return out.getvalue()
+
+
+ARRAY = saved(np.arange(100.0), np.save)
+BAD: dict[str, tuple[str, bytes, str]] = {
+    "empty npz": ("a.npz", b"", "cannot be decoded"),
+    "text as npz": ("a.npz", b"hello", "cannot be decoded"),
+    "cut npz": ("a.npz", npz_with("x.npy", ARRAY)[:-30], "cannot be decoded"),
+    "object array": ("a.npz", npz_with("x.npy", saved(np.array([Gadget()]), np.save)), "pickled objects"),
+    "object npy": ("a.npy", saved(np.array([Gadget()]), np.save), "pickled objects"),
+    "short array": ("a.npz", npz_with("x.npy", ARRAY[:-8]), "exceeds its file"),
+    "huge array": ("a.npy", ARRAY.replace(b"(100,)", b"(9" + b"9" * 15 + b",)")[:200], "a.npy"),
+    "not an array": ("a.npz", npz_with("../x.txt", b"hello"), "is not an array"),
+    "bomb": ("a.npz", bomb(), "expand to"),
+    "gzip bomb": ("a.pt", gzip.compress(bytes(100_000_000)), "expands to more than"),
+    "cut gzip": ("a.pt", gzip.compress(saved({"x": torch.ones(100)}))[:-20], "cut short"),
+    "pickle as pt": ("a.pt", pickle.dumps(Gadget()), "expected a zip file"),
+    "gadget in a zip": ("a.pt", saved({"x": torch.ones(2), "y": Gadget()}), "--trust"),
+    "gadget in gzip": ("a.pth", gzip.compress(saved([Gadget()])), "--trust"),
+    "module": ("a.pt", saved(torch.nn.Linear(2, 2)), "--trust"),
+    "text as safetensors": ("a.safetensors", b"hello, world", "a.safetensors"),
+    "cut safetensors": ("a.safetensors", safetensors.torch.save({"x": torch.ones(9)})[:-4], "a.safetensors"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
+@pytest.mark.parametrize(("name", "content", "message"), BAD.values(), ids=BAD)
+def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = write_files(tmp_path / "in")
+    (tmp_path / "in" / "more").mkdir()
+    (tmp_path / "in" / "more" / name).write_bytes(content)
+    with pytest.raises(tc.FormatError, match=message) as caught:
+        import_cache("in", "stopped")
+    assert f"more/{name}" in str(caught.value)
+    found, report = imported(Path("in"), Path("out"), on_error="skip")
+    assert found.keys() == expected.keys()
+    assert (report.num_read, report.num_written, report.num_skipped) == (7, 6, 1)
+    (skipped,) = report.skipped
+    assert skipped.files == (f"more/{name}",)
+    assert not Path("hacked").exists()
+
+
+def test_values_that_are_nested_deeply(tmp_path: Path) -> None:
+    """Reading finds one of them, and writing the other."""
+    expected = write_files(tmp_path / "in", 2)
+    value: Any = torch.ones(1)
+    for _ in range(400):
+        value = [value]
+    torch.save(value, tmp_path / "in" / "deep.pt")
+    (tmp_path / "in" / "deeper.pt").write_bytes(
+        npz_with("archive/data.pkl", b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".")
+    )
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert expected.keys() <= found.keys()
+    assert {each.name for each in report.skipped} | found.keys() == {*expected, "deep", "deeper"}
+
+
+def test_two_arrays_of_one_name(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    with pytest.warns(UserWarning, match="Duplicate name"):
+        (tmp_path / "in" / "a.npz").write_bytes(npz_with("x.npy", ARRAY, 2))
+    with pytest.raises(tc.FormatError, match="two files in the npz have the same name"):
+        import_cache(tmp_path / "in", tmp_path / "out")
+
+
+def test_a_flipped_bit_in_an_npz(tmp_path: Path) -> None:
+    raw = bytearray(npz_with("x.npy", ARRAY))
+    raw[raw.index(np.arange(100.0).tobytes()) + 50] ^= 1
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.npz").write_bytes(raw)
+    with pytest.raises(tc.FormatError, match=r"a.npz: array 'x': is damaged"):
+        import_cache(tmp_path / "in", tmp_path / "out")
+
+
+def test_a_trusted_pickle_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    torch.save({"x": torch.ones(2), "run": Gadget()}, "in/a.pt")
+    found, _ = imported(Path("in"), Path("out"), trust=True)
+    assert Path("hacked").exists()
+    assert found["a"]["x"].tolist() == [1, 1]
+
+
+def test_links(tmp_path: Path) -> None:
+    """Links inside the folder are followed, links out of it are not; a circle ends."""
+    expected = write_files(tmp_path / "in", 2)
+    (tmp_path / "secret.npy").write_bytes(ARRAY)
+    (tmp_path / "in" / "secret.npy").symlink_to("../secret.npy")
+    (tmp_path / "in" / "all").symlink_to("/")
+    (tmp_path / "in" / "none.npy").symlink_to("nowhere.npy")
+    (tmp_path / "in" / "circle").symlink_to(".")
+    (tmp_path / "in" / "again").symlink_to("sub dir")
+    with pytest.raises(tc.FormatError, match="is a link out of the folder"):
+        import_cache(tmp_path / "in", tmp_path / "stopped")
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert {each.name for each in report.skipped} == {"all", "none.npy", "secret.npy"}
+    assert set(found) == {*expected, *(name.replace("sub dir", "again") for name in expected)}
+
+
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    write_files(tmp_path / "in", 1)
+    os.mkfifo(tmp_path / "in" / "pipe.npy")
+    (tmp_path / "in" / "._photo.npy").write_bytes(b"AppleDouble")
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb", "\x1b[2Jx", "..x", "ä" * 60, "x" * 250, "-rf", "CON", "a\\b", "\udcff", " ", "a|b;c"]
+)
+def test_strange_names(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / os.fsencode(f"{name}.npy").decode("utf-8", "surrogateescape")).write_bytes(ARRAY)
+    report = import_cache(folder, tmp_path / "out")
+    assert report.num_written == 1
+    with tc.open(tmp_path / "out") as cache:
+        assert list(cache.keys()) == [tc.safe_key(name)]
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+def test_resuming_reads_only_what_is_missing(tmp_path: Path) -> None:
+    write_files(tmp_path / "in", 10)
+    (tmp_path / "in" / "z.npy").write_bytes(b"bad")
+    with pytest.raises(tc.FormatError):
+        import_cache(tmp_path / "in", tmp_path / "out", max_samples=4)
+    with pytest.raises(FileExistsError, match="--resume"):
+        import_cache(tmp_path / "in", tmp_path / "out", max_samples=4)
+    (tmp_path / "in" / "z.npy").write_bytes(ARRAY)
+    report = import_cache(tmp_path / "in", tmp_path / "out", max_samples=4, resume=True)
+    assert (report.num_read, report.num_present, report.num_written) == (11, 8, 3)
+    assert len(tc.open(tmp_path / "out")) == 11
+    with pytest.raises(tc.StaleCacheError, match="narrow"):
+        import_cache(tmp_path / "in", tmp_path / "out", resume=True, narrow=True)
+
+
+def test_a_killed_import_resumes(tmp_path: Path) -> None:
+    write_files(tmp_path / "in", 60)
+    script = (
+        "import sys\nfrom wds_tensorcache.integrations.importers.import_cache import import_cache\n"
+        "import_cache(sys.argv[1], sys.argv[2], max_samples=3, resume=True)\n"
+    )
+    out = tmp_path / "out"
+    child = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "in"), str(out)])
+    while child.poll() is None and not list(out.glob("000002.tar")):
+        time.sleep(0.001)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    _, report = imported(tmp_path / "in", out, max_samples=3, resume=True)
+    assert report.num_present >= 9 or child.returncode == 0
+    import_cache(tmp_path / "in", tmp_path / "whole", max_samples=3)
+    for path in (tmp_path / "whole").glob("*.tar"):
+        assert path.read_bytes() == (out / path.name).read_bytes()
+
+
+def test_narrowing(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    arrays = {"a": torch.randn(1000).bfloat16(), "b": torch.randn(1000).half(), "c": torch.randn(1000)}
+    np.savez(tmp_path / "in" / "x.npz", **{name: value.float().numpy() for name, value in arrays.items()})
+    before, report = imported(tmp_path / "in", tmp_path / "wide")
+    assert {value.dtype for value in before["x"].values()} == {torch.float32}
+    assert (report.nbytes, report.nbytes_narrowable, report.nbytes_narrowed) == (12_000, 4000, 0)
+    after, report = imported(tmp_path / "in", tmp_path / "narrow", narrow=True)
+    assert_same(arrays, after["x"])
+    assert (report.nbytes, report.nbytes_narrowable, report.nbytes_narrowed) == (8000, 0, 4000)
+    assert report.fingerprint["narrow"] is True
+
+
+def test_trimming(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    states = np.ones((77, 4), np.float32)
+    states[20:] = 0
+    np.savez(tmp_path / "in" / "x.npz", states=states, mask=np.arange(77) < 20)
+    found, report = imported(tmp_path / "in", tmp_path / "out", trim={"states": "mask"})
+    assert found["x"]["states"].shape == (20, 4)
+    assert report.nbytes_trimmed == 57 * 16
+    with pytest.raises(tc.FormatError, match="x: trim: unknown tensor 'text'"):
+        import_cache(tmp_path / "in", tmp_path / "other", trim={"text": "mask"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "koya"}, "unknown format 'koya'; there are"),
+        ({"on_error": "ignore"}, "expected 'stop' or 'skip'"),
+        ({"num_workers": 0}, "expected at least 1"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    write_files(tmp_path / "in", 1)
+    with pytest.raises(ValueError, match=message):
+        import_cache(tmp_path / "in", tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_without_samples(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("hello")
+    with pytest.raises(ValueError, match="none of its 1 files belongs to a known format"):
+        import_cache(tmp_path / "in", tmp_path / "out")
+    with pytest.raises(ValueError, match="has no samples of the format 'files'"):
+        import_cache(tmp_path / "in", tmp_path / "out", format="files")
+    with pytest.raises(NotADirectoryError):
+        import_cache(tmp_path / "in" / "a.txt", tmp_path / "out")
+
+
+def test_files_of_several_formats(tmp_path: Path) -> None:
+    """One of them must be named; the report lists the files of the other."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    np.savez(folder / "a_0064x0064_flux.npz", latents_8x8=np.ones((16, 8, 8), np.float32))
+    name = "b_0064x0064_fk.safetensors"
+    metadata = {"architecture": "flux_kontext", "width": "64", "height": "64", "format_version": "1.0.1"}
+    safetensors.torch.save_file({"latents_1x8x8_bfloat16": torch.ones(16, 8, 8).bfloat16()}, folder / name, metadata)
+    with pytest.raises(ValueError, match=r"kohya \(1 files\), musubi \(1 files\)"):
+        import_cache(folder, tmp_path / "out")
+    _, report = imported(folder, tmp_path / "out", format="kohya")
+    assert report.unused == [name]
+
+
+def test_the_formats() -> None:
+    names = [each.name for each in FORMATS]
+    assert names == sorted(set(names))
+    for each in FORMATS:
+        assert each.title
+        assert "\n" not in each.title
+
+
+@pytest.mark.parametrize("name", [each.name for each in FORMATS])
+def test_no_format_recognizes_other_files(tmp_path: Path, name: str) -> None:
+    """A README and pictures; an empty folder."""
+    for count in (0, 3):
+        for i in range(count):
+            (tmp_path / f"{i}.md").write_text("# hello")
+            (tmp_path / f"{i}.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+        assert choose_format(SourceFolder(str(tmp_path)), name).recognize(SourceFolder(str(tmp_path))) == 0
+
+
+def test_the_result_as_json(tmp_path: Path) -> None:
+    write_files(tmp_path / "in", 2)
+    command = [
+        sys.executable,
+        "-m",
+        "wds_tensorcache.cli",
+        "import",
+        str(tmp_path / "in"),
+        str(tmp_path / "out"),
+        "--json",
+    ]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = json.loads(found.stdout)
+    assert (result["format"], result["num_read"], result["num_written"], result["skipped"]) == ("files", 2, 2, [])
+    assert found.stderr == ""
+
+
+def test_the_page_lists_the_formats() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "importing.md").read_text()
+    rows = [f"| `{each.name}` | {each.title} |" for each in FORMATS]
+    assert "\n".join(rows) in page, "\n".join(rows)

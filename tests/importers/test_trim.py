@@ -1,0 +1,85 @@
+"""Trimming leaves out what a mask excludes, if padding can give it back, and refuses otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from wds_tensorcache.integrations.importers.trim import trim
+
+
+def sample(fill: float = 0.0, length: int = 3, rows: int = 8) -> dict[str, Any]:
+    states = torch.randn(rows, 4)
+    states[length:] = fill
+    return {"text": {"states": states, "mask": (torch.arange(rows) < length).long()}, "latent": torch.ones(2)}
+
+
+MASKS = {"text.states": "text.mask"}
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 8])
+@pytest.mark.parametrize("fill", [0.0, 1.5, float("nan")])
+def test_rows_after_the_mask(length: int, fill: float) -> None:
+    before = sample(fill, length)
+    after, saved = trim(before, MASKS, False)
+    assert torch.equal(after["text"]["states"], before["text"]["states"][:length])
+    assert after["text"]["mask"] is not None
+    assert saved == (8 - length) * 16
+    assert after["latent"] is before["latent"]
+    assert len(before["text"]["states"]) == 8
+
+
+def test_holes_in_the_mask_stay() -> None:
+    before = sample(length=5)
+    before["text"]["mask"][1] = 0
+    assert len(trim(before, MASKS, False)[0]["text"]["states"]) == 5
+
+
+def test_a_batch_of_one() -> None:
+    before = {"states": torch.zeros(1, 6, 2), "mask": torch.tensor([[1, 1, 0, 0, 0, 0]])}
+    after, _ = trim(before, {"states": "mask"}, False)
+    assert after["states"].shape == (1, 2, 2)
+
+
+def test_padding_that_is_not_equal_is_refused() -> None:
+    before = sample()
+    before["text"]["states"][7, 3] = 1.0
+    with pytest.raises(tc.FormatError, match=r"5 rows of 'text.states' .* not all equal"):
+        trim(before, MASKS, False)
+    assert len(trim(before, MASKS, True)[0]["text"]["states"]) == 3
+
+
+def test_negative_zeros_are_not_zeros() -> None:
+    """`states * mask` makes them; padding with zeros would not give them back."""
+    before = sample()
+    before["text"]["states"][5, 0] = -0.0
+    with pytest.raises(tc.FormatError, match="not all equal"):
+        trim(before, MASKS, False)
+
+
+@pytest.mark.parametrize(
+    ("masks", "message"),
+    [
+        ({"text.stats": "text.mask"}, "unknown tensor 'text.stats'.*'text.states'"),
+        ({"text.states": "mask"}, "unknown tensor 'mask'.*'text.mask'"),
+        ({"text.states": "latent"}, r"\[8, 4\], but its mask 'latent' is \[2\]"),
+        ({"text.mask": "text.states"}, "but its mask"),
+    ],
+)
+def test_wrong_names_and_shapes(masks: dict[str, str], message: str) -> None:
+    with pytest.raises(tc.FormatError, match=message):
+        trim(sample(), masks, False)
+
+
+def test_padding_gives_the_length_back(tmp_path: Any) -> None:
+    samples = [sample(length=length) for length in (2, 5, 3)]
+    with tc.ShardWriter(tmp_path) as sink:
+        for number, each in enumerate(samples):
+            sink.write(str(number), trim(each, MASKS, False)[0])
+    with tc.open(tmp_path) as cache:
+        batch = cache.read_batch([0, 1, 2], collate={"text.states": tc.pad(to=8)})
+    for states, each in zip(batch["text"]["states"], samples, strict=True):
+        assert torch.equal(states, each["text"]["states"])

@@ -1,0 +1,20 @@
+"""The command `tensorcache`; it needs `pip install 'wds-tensorcache[cli]'`."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command, and exit with its status: 0 for success, 1 for bad data, 2 for wrong usage."""
+    try:
+        import click  # noqa: F401
+        import rich  # noqa: F401
+    except ImportError as exc:
+        print(f"tensorcache needs {exc.name}: pip install 'wds-tensorcache[cli]'", file=sys.stderr)
+        sys.exit(2)
+    from wds_tensorcache.cli.app import run
+
+    sys.exit(run(sys.argv[1:]))

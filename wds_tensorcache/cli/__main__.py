@@ -1,0 +1,5 @@
+"""`python -m wds_tensorcache.cli` is the command `tensorcache`."""
+
+from wds_tensorcache.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""Looking at caches: structure, statistics, differences, and pages that show them."""

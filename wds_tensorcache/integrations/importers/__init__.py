@@ -1,0 +1,1 @@
+"""Importers: the caches that trainers and other programs write, as samples to store in shards."""

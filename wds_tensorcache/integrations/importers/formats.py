@@ -1,0 +1,61 @@
+"""All formats that can be imported, and the choice of the one that fits a folder."""
+
+from __future__ import annotations
+
+from wds_tensorcache.errors import unknown_name
+from wds_tensorcache.integrations.importers.generic import file_folder, webdataset_members
+from wds_tensorcache.integrations.importers.source import Format
+from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.integrations.importers.trainers import (
+    diffusion_pipe,
+    kohya,
+    kohya_safetensors,
+    ltx,
+    musubi,
+    nemo,
+    onetrainer,
+    simpletuner,
+)
+
+__all__ = ["FORMATS", "choose_format"]
+
+FORMATS: tuple[Format, ...] = (
+    diffusion_pipe.FORMAT,
+    file_folder.FORMAT,
+    kohya.FORMAT,
+    kohya_safetensors.FORMAT,
+    ltx.FORMAT,
+    musubi.FORMAT,
+    nemo.FORMAT,
+    onetrainer.FORMAT,
+    simpletuner.FORMAT,
+    webdataset_members.FORMAT,
+)
+
+
+def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
+    """Return the format with a name; for "auto", the only one that recognizes files of a folder.
+
+    Formats that fit the files of many programs count only if no other format fits.
+
+    Raises:
+        ValueError: There is no such format; or no format, or more than one, fits the folder.
+    """
+    if name != "auto":
+        found = next((each for each in FORMATS if each.name == name), None)
+        if found is None:
+            raise ValueError(unknown_name("format", name, [each.name for each in FORMATS]))
+        return found
+    counts = {each.name: count for each in FORMATS if (count := each.recognize(folder))}
+    for is_generic in (False, True):
+        fitting = [each for each in FORMATS if each.name in counts and each.is_generic == is_generic]
+        if len(fitting) > 1:
+            listed = ", ".join(f"{each.name} ({counts[each.name]:,} files)" for each in fitting)
+            raise ValueError(
+                f"{folder.path} has files of several formats: {listed}; pass one of them as --format (format=)"
+            )
+        if fitting:
+            return fitting[0]
+    raise ValueError(
+        f"{folder.path}: none of its {len(folder.names):,} files belongs to a known format; --list-formats lists them"
+    )

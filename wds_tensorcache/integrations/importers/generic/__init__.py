@@ -1,0 +1,1 @@
+"""Formats that many programs write: folders of arrays, tars, tables."""

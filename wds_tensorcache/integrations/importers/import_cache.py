@@ -1,0 +1,211 @@
+"""Import the files that a program has written: read them by threads, and write shards in the order of the source."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wds_tensorcache.arguments import as_int
+from wds_tensorcache.codec.tree import rebuild
+from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.integrations.importers.formats import choose_format
+from wds_tensorcache.integrations.importers.narrow import narrow as narrow_tensor
+from wds_tensorcache.integrations.importers.report import ImportReport, Skipped
+from wds_tensorcache.integrations.importers.source import Source, SourceSample
+from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.integrations.importers.trim import trim as trim_sample
+from wds_tensorcache.progress import Progress
+from wds_tensorcache.shards.names import safe_key
+from wds_tensorcache.storage.threads import ThreadPool, run_in_order
+from wds_tensorcache.writing.pattern import ShardPattern
+from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
+
+__all__ = ["import_cache"]
+
+_NUM_PROBED = 64  # samples in which to look for tensors that could be narrowed
+
+
+def import_cache(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    format: str = "auto",
+    fingerprint: Mapping[str, Any] | None = None,
+    narrow: bool = False,
+    trim: Mapping[str, str] | None = None,
+    drop_padding: bool = False,
+    on_error: str = "stop",
+    trust: bool = False,
+    num_workers: int = 2,
+    resume: bool = False,
+    max_samples: int = MAX_SAMPLES,
+    max_nbytes: int = 1 << 30,
+    progress: bool | Callable[[int, int | None], object] | None = None,
+) -> ImportReport:
+    """Import a folder of files that a trainer or another program has written into shards.
+
+    The shards contain the same samples in the same order, whatever `num_workers` is. `tc.safe_key` makes the keys from the
+    names of the samples, and `tc.original_name` returns these names.
+
+    Args:
+        source: Folder with the files.
+        out: Folder or pattern of the shards, as for `ShardWriter`.
+        format: Name of the format, or "auto".
+        fingerprint: More entries for the fingerprint, which contains the format, the provenance of the files and the options
+            that change samples.
+        narrow: Store each float32 tensor as bfloat16 or float16 if no bit of any number is lost.
+        trim: Masks by name of the tensor: rows after the last true element of the mask are not stored.
+        drop_padding: Trim rows even if they are not all equal.
+        on_error: `"stop"` raises the error of a bad sample; `"skip"` leaves the sample out, and reports it.
+        trust: Read pickles that may run code.
+        num_workers: Number of threads that read files.
+        resume: Continue after an interruption: samples whose keys are in finished shards are not read again.
+        max_samples, max_nbytes: As for `ShardWriter`.
+        progress: As for `tc.build`.
+
+    Returns:
+        The counts, and every sample or file that was skipped.
+
+    Raises:
+        ValueError: The format is unknown or cannot be chosen; the folder has no samples; or two samples have one name.
+        FormatError: A file is bad, and `on_error` is "stop".
+        FileExistsError: `out` contains shards, and `resume` is False.
+        StaleCacheError: `out` contains shards with another fingerprint.
+        NotADirectoryError: `source` is not a folder.
+    """
+    if on_error not in ("stop", "skip"):
+        raise ValueError(f"on_error={on_error!r}, expected 'stop' or 'skip'")
+    num_workers = as_int("num_workers", num_workers)
+    if num_workers < 1:
+        raise ValueError(f"num_workers={num_workers}, expected at least 1")
+    folder = SourceFolder(os.fsdecode(source), trust)
+    chosen = choose_format(folder, format)
+    found = chosen.open(folder)
+    keys = _keys_of(found, folder, chosen.name)
+    made = {**found.provenance, "format": chosen.name, "source": os.path.abspath(folder.path)}
+    options = {"narrow": narrow, "trim": dict(trim or {}), "drop_padding": drop_padding}
+    made |= {name: value for name, value in options.items() if value} | dict(fingerprint or {})
+    report = ImportReport(chosen.name, num_read=len(found.samples), fingerprint=made)
+    report.skipped += [Skipped(name, (name,), what) for name, what in found.bad.items()]
+    report.skipped += [Skipped(name, (name,), "is a link out of the folder, or to no file") for name in folder.links]
+    used = {file for sample in found.samples for file in sample.files} | found.bad.keys()
+    report.unused += [file for file in folder.names if file not in used]
+    if report.skipped and on_error == "stop":
+        first = report.skipped[0]
+        raise FormatError(f"{first.what}; --on-error skip (on_error='skip') imports the other files").at(first.name)
+    pattern = ShardPattern(os.fsdecode(out))
+    existing = pattern.existing() if os.path.isdir(pattern.folder or os.curdir) and not resume else {}
+    for there in existing.values():
+        what = "continue an interrupted import with --resume (resume=True), or choose another folder"
+        raise FileExistsError(f"{there} exists; {what}")
+    convert = _Conversion(narrow, dict(trim or {}), drop_padding)
+    writer = ShardWriter(out, resume=resume, fingerprint=made, max_samples=max_samples, max_nbytes=max_nbytes)
+    bar = Progress(progress, report.num_read, unit=" samples", smoothing=0)
+    num_probed = num_narrowable = 0
+    with writer, closing(bar), ThreadPool(num_workers, "import") as pool:
+        todo = [(key, sample) for key, sample in zip(keys, found.samples, strict=True) if key not in writer]
+        report.num_present = len(keys) - len(todo)
+        bar.show(report.num_present, report.num_present)
+        items = [(key, sample, number < _NUM_PROBED) for number, (key, sample) in enumerate(todo)]
+        for key, sample, result in run_in_order(items, convert, pool, num_workers):
+            try:
+                if isinstance(result, Exception):
+                    raise result
+                writer.write(key, result.value, **result.members)
+            except (TensorCacheError, _LoadError, RecursionError) as exc:
+                bad = FormatError("the values are nested too deeply") if isinstance(exc, RecursionError) else exc
+                error = bad.at(sample.name) if isinstance(bad, TensorCacheError) else bad.error
+                if on_error == "stop":
+                    raise error from exc.__cause__
+                report.num_skipped += 1
+                report.skipped.append(Skipped(sample.name, sample.files, str(error)))
+            else:
+                report.num_written += 1
+                report.nbytes += result.nbytes
+                report.nbytes_narrowed += result.nbytes_narrowed
+                report.nbytes_trimmed += result.nbytes_trimmed
+                num_probed += result.nbytes * (result.nbytes_narrowable is not None)
+                num_narrowable += result.nbytes_narrowable or 0
+            bar.show(report.num_present + report.num_written + report.num_skipped, report.num_present)
+    if num_probed:
+        report.nbytes_narrowable = report.nbytes * num_narrowable // num_probed
+    return report
+
+
+def _keys_of(found: Source, folder: SourceFolder, name: str) -> list[str]:
+    """Return the keys of all samples."""
+    if not found.samples:
+        bad = next((f": {name}: {what}" for name, what in found.bad.items()), "")
+        raise ValueError(f"{folder.path} has no samples of the format {name!r}{bad}")
+    keys = [safe_key(sample.name) for sample in found.samples]
+    if len(set(keys)) < len(keys):
+        (twice, _), *_ = Counter(sample.name for sample in found.samples).most_common(1)
+        raise ValueError(f"{folder.path}: two samples have the name {twice!r:.200}")
+    return keys
+
+
+class _LoadError(Exception):
+    """A file that cannot be read, unlike an OSError of the writer, which always ends the import."""
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+
+@dataclass(slots=True)
+class _Converted:
+    """A sample to write, and the bytes of its tensors: stored, and saved by each conversion."""
+
+    value: Any
+    members: Mapping[str, bytes]
+    nbytes: int = 0
+    nbytes_narrowed: int = 0
+    nbytes_trimmed: int = 0
+    nbytes_narrowable: int | None = None  # None if it was not tested
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """Reads a sample, trims and narrows its tensors, and counts their bytes."""
+
+    narrow: bool
+    masks: dict[str, str]
+    drop_padding: bool
+
+    def __call__(self, item: tuple[str, SourceSample, bool]) -> tuple[str, SourceSample, _Converted | Exception]:
+        """Read a sample; return its key, the sample, and the result or the error."""
+        key, sample, is_probed = item
+        try:
+            return key, sample, self._convert(sample, is_probed)
+        except (TensorCacheError, RecursionError) as exc:
+            return key, sample, exc
+        except OSError as exc:
+            return key, sample, _LoadError(exc)
+
+    def _convert(self, sample: SourceSample, is_probed: bool) -> _Converted:
+        loaded = sample.load()
+        made = _Converted(loaded.value, loaded.members)
+        if self.masks:
+            made.value, made.nbytes_trimmed = trim_sample(made.value, self.masks, self.drop_padding)
+        if is_probed and not self.narrow:
+            made.nbytes_narrowable = 0
+
+        def convert(leaf: Any) -> Any:
+            kept = leaf
+            if isinstance(leaf, torch.Tensor) and (self.narrow or is_probed):
+                narrowed = narrow_tensor(leaf)
+                saved = leaf.nbytes - narrowed.nbytes
+                if self.narrow:
+                    kept, made.nbytes_narrowed = narrowed, made.nbytes_narrowed + saved
+                else:
+                    made.nbytes_narrowable = (made.nbytes_narrowable or 0) + saved
+            made.nbytes += getattr(kept, "nbytes", 0)
+            return kept
+
+        made.value = rebuild(made.value, convert)
+        return made

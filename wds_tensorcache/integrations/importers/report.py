@@ -1,0 +1,64 @@
+"""The result of an import: how many samples were read, written and skipped, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["ImportReport", "Skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A sample or file that was not imported.
+
+    Attributes:
+        name: Name of the sample, or of the file.
+        files: Relative paths of its files.
+        what: Description of the fault, for people.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    what: str
+
+
+@dataclass(slots=True)
+class ImportReport:
+    """The counts of an import; `num_read == num_written + num_present + num_skipped`.
+
+    Attributes:
+        format: Name of the format.
+        num_read: Number of samples that the source has.
+        num_written: Number of samples that this call has written.
+        num_present: Number of samples that an earlier call had written (`resume=True`).
+        num_skipped: Number of samples that were not written because they are bad.
+        skipped: Each skipped sample, bad file and link out of the folder.
+        unused: Relative paths of files that no sample has, for example pictures.
+        nbytes: Bytes of the written tensors.
+        nbytes_narrowed: Bytes that `narrow=True` has saved.
+        nbytes_narrowable: Bytes that `narrow=True` would save, estimated from some samples; 0 with `narrow=True`.
+        nbytes_trimmed: Bytes that `trim=` has saved.
+        fingerprint: Fingerprint of the cache.
+    """
+
+    format: str
+    num_read: int = 0
+    num_written: int = 0
+    num_present: int = 0
+    num_skipped: int = 0
+    skipped: list[Skipped] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    nbytes: int = 0
+    nbytes_narrowed: int = 0
+    nbytes_narrowable: int = 0
+    nbytes_trimmed: int = 0
+    fingerprint: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """True if nothing was skipped."""
+        return not self.skipped
+
+    def __str__(self) -> str:
+        present = f", {self.num_present:,} were there" if self.num_present else ""
+        return f"{self.num_read:,} samples read, {self.num_written:,} written, {self.num_skipped:,} skipped{present}"

@@ -1,0 +1,275 @@
+"""Files of numpy, torch and safetensors as tensors. No pickle runs, and a small file never takes much memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pickle
+import zipfile
+import zlib
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, parse_header
+from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
+from wds_tensorcache.integrations.importers.source_folder import POOL, SourceFolder
+from wds_tensorcache.integrations.pth import decode_pth
+
+__all__ = [
+    "as_tensor",
+    "list_npz",
+    "load_npy",
+    "load_npz",
+    "load_safetensors",
+    "load_torch",
+    "parse_npy",
+    "parse_torch",
+    "read_safetensors_header",
+]
+
+_MAX_RATIO, _MIN_LIMIT = 64, 1 << 26  # a file may expand to 64 times its length, or to 64 MiB
+_GZIP, _ZIP = b"\x1f\x8b", b"PK\x03\x04"
+_OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle in files of torch before 1.6
+_IS_ENCRYPTED = 1
+_RECYCLED = 1 << 16  # smaller arrays get ordinary memory
+_MAX_NPY_HEADER = 1 << 14
+_REMEDY = "; if you trust the files, import them with --trust (trust=True)"
+
+
+def load_npz(folder: SourceFolder, name: str) -> dict[str, torch.Tensor | np.ndarray[Any, Any]]:
+    """Return the arrays of an `.npz` file by name, as `as_tensor` returns them.
+
+    Raises:
+        FormatError: The file is damaged, contains pickled objects or other files than arrays, or expands too much.
+        OSError: The file cannot be read.
+    """
+    raw = folder.view(name)
+    try:
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            files = archive.infolist()
+        if len({file.filename for file in files}) < len(files):
+            raise FormatError("two files in the npz have the same name")
+        expanded = sum(file.file_size for file in files)
+        if expanded > max(_MAX_RATIO * len(raw), _MIN_LIMIT):
+            raise FormatError(f"{len(raw):,} bytes expand to {expanded:,}")
+        arrays = {}
+        for file in files:
+            if not file.filename.endswith(".npy"):
+                raise FormatError(f"{file.filename!r:.100} in the npz is not an array")
+            try:
+                arrays[file.filename[:-4]] = as_tensor(parse_npy(_extract(raw, file)))
+            except FormatError as exc:
+                raise exc.at(f"array {file.filename[:-4]!r:.100}") from exc
+        return arrays
+    except TensorCacheError as exc:
+        raise exc.at(name) from exc
+    except Exception as exc:  # zipfile and numpy raise many kinds of exceptions
+        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+
+
+def list_npz(folder: SourceFolder, name: str) -> list[str]:
+    """Return the names of the arrays in an `.npz` file, in the order of the file. No array is read.
+
+    Raises:
+        FormatError: The list at the end of the file is damaged.
+        OSError: The file cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(folder.locate(name)) as archive:
+            return [file.removesuffix(".npy") for file in archive.namelist()]
+    except OSError:
+        raise
+    except Exception as exc:  # zipfile raises many kinds of exceptions
+        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+
+
+def load_npy(folder: SourceFolder, name: str) -> torch.Tensor | np.ndarray[Any, Any]:
+    """Return the array in an `.npy` file, as `as_tensor` returns it.
+
+    Raises:
+        FormatError: The file is damaged, or contains pickled objects.
+        OSError: The file cannot be read.
+    """
+    try:
+        return as_tensor(parse_npy(folder.view(name)))
+    except TensorCacheError as exc:
+        raise exc.at(name) from exc
+    except Exception as exc:  # numpy raises many kinds of exceptions
+        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+
+
+def load_torch(folder: SourceFolder, name: str) -> Any:
+    """Return the object in a file of `torch.save`, which may be compressed by gzip; tensors are on the CPU.
+
+    If the folder is trusted, a file that contains other classes, has an older format or is a pickle, is read by `torch.load` or
+    `pickle.loads`.
+
+    Raises:
+        UnsafeSkeletonError: The file names other classes than those of tensors and plain values.
+        FormatError: The file is damaged, has another format, or expands too much.
+        OSError: The file cannot be read.
+    """
+    try:
+        return parse_torch(folder.read(name), folder.trust)
+    except TensorCacheError as exc:
+        raise exc.at(name) from exc
+
+
+def parse_torch(raw: bytes, trust: bool) -> Any:
+    """Return the object in the content of a file of `torch.save`, as `load_torch` does.
+
+    Args:
+        raw: Content of the file, which may be compressed by gzip.
+        trust: Read content that contains other classes, has an older format or is a pickle, by `torch.load` or `pickle.loads`.
+
+    Raises:
+        UnsafeSkeletonError: The content names other classes than those of tensors and plain values.
+        FormatError: The content is damaged, has another format, or expands too much.
+    """
+    if raw.startswith(_GZIP):
+        raw = _gunzip(raw)
+    try:
+        return decode_pth(raw, max(_MAX_RATIO * len(raw), _MIN_LIMIT), {}, _REMEDY)
+    except FormatError as exc:
+        if not trust or (raw.startswith(_ZIP) and not isinstance(exc, UnsafeSkeletonError)):
+            raise
+    try:
+        if not raw.startswith((_ZIP, _OLD_TORCH)):
+            return pickle.loads(raw)  # noqa: S301 (the user trusts the file)
+        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False)
+    except Exception as exc:  # whatever a trusted pickle raises
+        raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
+
+
+def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors of a `.safetensors` file, in the order of its header, and its metadata.
+
+    Raises:
+        FormatError: The file is damaged.
+        OSError: The file cannot be read.
+    """
+    raw = folder.read(name)
+    try:
+        layout, _ = parse_header(raw)
+        header = json.loads(raw[8 : layout.data_begin])
+        tensors = safetensors.torch.load(raw)  # in random order
+        return {name: tensors[name] for name in layout.tensors}, dict(header.get("__metadata__") or {})
+    except TensorCacheError as exc:
+        raise exc.at(name) from exc
+    except (SafetensorError, ValueError) as exc:
+        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+
+
+def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the tensors in a `.safetensors` file, in the order of their bytes, and its metadata.
+
+    Raises:
+        FormatError: The header is damaged.
+        OSError: The file cannot be read.
+    """
+    try:
+        with open(folder.locate(name), "rb", buffering=0) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            begin = file.read(8)
+            begin += file.read(min(int.from_bytes(begin, "little"), nbytes, MAX_HEADER_NBYTES))
+            layout, _ = parse_header(begin, nbytes)
+        metadata = json.loads(begin[8 : layout.data_begin]).get("__metadata__") or {}
+        "".join(metadata.values()).encode()  # raises if a value has a surrogate, from an escape in the JSON
+        return list(layout.tensors), metadata
+    except TensorCacheError as exc:
+        raise exc.at(name) from exc
+    except ValueError as exc:
+        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+
+
+def parse_npy(content: memoryview) -> np.ndarray[Any, Any]:
+    """Return the array in the content of an `.npy` file.
+
+    Raises:
+        FormatError: The content is too short, or contains pickled objects.
+        ValueError: It is not the content of an `.npy` file.
+
+    Memory: aliases `content`, and may be unaligned.
+    """
+    is_short = len(content) > 6 and content[6] == 1
+    begin = 10 + int.from_bytes(content[8:10], "little") if is_short else 12 + int.from_bytes(content[8:12], "little")
+    if begin > min(len(content), _MAX_NPY_HEADER):
+        raise FormatError(f"the header of the array has {begin:,} bytes, in a file of {len(content):,} bytes")
+    shape, is_fortran, dtype = _parse_npy_header(bytes(content[:begin]))
+    if dtype.hasobject:
+        raise FormatError(f"an array of {dtype} contains pickled objects, which are never read; store plain arrays")
+    count = math.prod(shape)
+    if min(shape, default=0) < 0 or begin + count * dtype.itemsize > len(content):
+        raise FormatError(f"an array of {dtype} {list(shape)!r:.200} exceeds its file of {len(content):,} bytes")
+    flat = np.frombuffer(content, dtype, count, begin) if count * dtype.itemsize else np.empty(count, dtype)
+    return flat.reshape(shape, order="F" if is_fortran else "C")
+
+
+@lru_cache(256)  # the arrays of a trainer have few different shapes
+def _parse_npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return shape, order and dtype; True for Fortran's order."""
+    stream = io.BytesIO(head)
+    # version 3 is version 2 with non-ASCII field names
+    is_short = np.lib.format.read_magic(stream) == (1, 0)
+    read = np.lib.format.read_array_header_1_0 if is_short else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = read(stream)
+    return shape, is_fortran, dtype
+
+
+def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | np.ndarray[Any, Any]:
+    """Return a tensor with the same values; the array itself if torch has no such dtype, as for texts.
+
+    Memory: recycled when the last reference to the tensor is gone.
+    """
+    dtype = array.dtype.newbyteorder("=")
+    # aligned and writable, which `array` may not be
+    copied = (
+        POOL.lease(array.nbytes).view(dtype).reshape(array.shape)
+        if array.nbytes >= _RECYCLED
+        else np.empty(array.shape, dtype)
+    )
+    np.copyto(copied, array)
+    try:
+        return torch.from_numpy(copied)
+    except TypeError:
+        return copied
+
+
+def _extract(raw: memoryview, file: zipfile.ZipInfo) -> memoryview:
+    """Return the content of a file in a zip, after a check of its CRC; a view if it is not compressed."""
+    at = file.header_offset
+    begin = (
+        at + 30 + int.from_bytes(raw[at + 26 : at + 28], "little") + int.from_bytes(raw[at + 28 : at + 30], "little")
+    )
+    content = raw[begin : begin + file.compress_size]
+    if raw[at : at + 4] != _ZIP or len(content) < file.compress_size or file.flag_bits & _IS_ENCRYPTED:
+        raise FormatError("is cut short or encrypted")
+    if file.compress_type == zipfile.ZIP_DEFLATED:
+        content = memoryview(zlib.decompressobj(-15).decompress(content, file.file_size + 1))
+    elif file.compress_type != zipfile.ZIP_STORED:
+        raise FormatError("is compressed, but not by deflate, as numpy does")
+    if len(content) != file.file_size or zlib.crc32(content) != file.CRC:
+        raise FormatError("is damaged: its length or CRC is not as listed")
+    return content
+
+
+def _gunzip(raw: bytes) -> bytes:
+    limit = max(_MAX_RATIO * len(raw), _MIN_LIMIT)
+    parts: list[bytes] = []
+    while raw:
+        stream = zlib.decompressobj(31)
+        parts.append(stream.decompress(raw, limit + 1))
+        limit -= len(parts[-1])
+        if limit < 0:
+            raise FormatError("the gzip file expands to more than 64 times its length")
+        if not stream.eof:
+            raise FormatError("the gzip file is cut short")
+        raw = stream.unused_data.lstrip(b"\0")
+    return b"".join(parts)

@@ -1,0 +1,157 @@
+"""The files of a folder to import: listed without following links out of it, and read without running anything."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.storage.memory_pool import Pool
+
+__all__ = ["POOL", "SourceFolder"]
+
+POOL = Pool(1 << 28)  # new memory for each file would take longer than reading it
+_APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the same suffix
+
+
+@dataclass(frozen=True)
+class SourceFolder:
+    """The ordinary files in a folder and its subfolders.
+
+    A symbolic link is followed if it leads to a file or folder inside the folder; links out of it are listed in `links`.
+
+    Args:
+        path: The folder.
+        trust: The user trusts the files: files of `torch.save` may name any class, and then run code.
+
+    Raises:
+        NotADirectoryError: `path` is not a folder.
+
+    Threads/fork/pickle: safe everywhere.
+    """
+
+    path: str
+    trust: bool = False
+    _found: tuple[list[str], list[str]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not os.path.isdir(self.path):
+            raise NotADirectoryError(f"{self.path}: expected a folder with files to import")
+        object.__setattr__(self, "_found", _list(self.path))
+
+    @property
+    def names(self) -> list[str]:
+        """The paths of all files, relative to the folder, with `/` as separator, sorted."""
+        return self._found[0]
+
+    @property
+    def links(self) -> list[str]:
+        """The relative paths of symbolic links that lead out of the folder, or nowhere."""
+        return self._found[1]
+
+    @cached_property
+    def by_suffix(self) -> dict[str, list[str]]:
+        """The names by their last suffix, in lower case and with its dot; sorted."""
+        found: dict[str, list[str]] = {}
+        for name in self.names:
+            found.setdefault(os.path.splitext(name)[1].lower(), []).append(name)
+        return found
+
+    @cached_property
+    def _known(self) -> Collection[str]:
+        return frozenset(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known
+
+    def locate(self, name: str) -> str:
+        """Return the path of a listed file."""
+        return os.path.join(self.path, *name.split("/"))
+
+    def read(self, name: str, max_nbytes: int | None = None) -> bytes:
+        """Return the content of a listed file.
+
+        Raises:
+            FormatError: The file has more than `max_nbytes`.
+            OSError: The file cannot be read.
+        """
+        with self._open(name) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if max_nbytes is not None and nbytes > max_nbytes:
+                raise FormatError(f"the file has {nbytes:,} bytes, expected at most {max_nbytes:,}").at(name)
+            return bytes(file.read())
+
+    def view(self, name: str) -> memoryview:
+        """Return the content of a listed file.
+
+        Memory: recycled when the last reference to the view is gone.
+
+        Raises:
+            FormatError: The file was changed while it was read.
+            OSError: The file cannot be read.
+        """
+        with self._open(name) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            memory, end = POOL.lease(nbytes).data, 0
+            while end < nbytes and (count := file.readinto(memory[end:])):
+                end += count
+            if end < nbytes:
+                raise FormatError("the file was cut short while it was read").at(name)
+            return memory
+
+    def _open(self, name: str) -> io.FileIO:
+        file = io.FileIO(self.locate(name))
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise FormatError("is not an ordinary file").at(name)
+        return file
+
+    def read_range(self, name: str, begin: int, end: int) -> bytes:
+        """Return the bytes `[begin, end)` of a listed file.
+
+        Raises:
+            FormatError: The file ends before byte `end`.
+            OSError: The file cannot be read.
+        """
+        with open(self.locate(name), "rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if end > nbytes or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise FormatError(f"the file has {nbytes:,} bytes, expected at least {end:,}").at(name)
+            file.seek(begin)
+            return file.read(end - begin)
+
+    def read_text(self, name: str, max_nbytes: int = 1 << 20) -> str:
+        """Return the text in a listed file: UTF-8, without a byte order mark and without white space around it."""
+        try:
+            return self.read(name, max_nbytes).decode("utf-8-sig").strip()
+        except UnicodeDecodeError as exc:
+            raise FormatError(f"is not UTF-8: {exc}").at(name) from exc
+
+
+def _list(path: str) -> tuple[list[str], list[str]]:
+    root = os.path.realpath(path)
+    names: list[str] = []
+    links: list[str] = []
+    todo = [("", frozenset([root]))]  # folders, each with the real paths of the folders that contain it
+    while todo:
+        prefix, above = todo.pop()
+        with os.scandir(os.path.join(path, *prefix.split("/")) if prefix else path) as entries:
+            for entry in entries:
+                name = prefix + entry.name
+                real = os.path.realpath(entry.path) if entry.is_symlink() else None
+                if real is not None and not (real == root or real.startswith(os.path.join(root, ""))):
+                    links.append(name)
+                elif entry.is_dir():
+                    real = real or os.path.realpath(entry.path)
+                    if real not in above:  # Hazard: a link to a folder that contains it would be followed forever
+                        todo.append((name + "/", above | {real}))
+                elif entry.is_file():
+                    if not entry.name.startswith(_APPLE_DOUBLE):
+                        names.append(name)
+                elif real is not None and not os.path.exists(entry.path):
+                    links.append(name)
+    return sorted(names), sorted(links)

@@ -1,0 +1,1 @@
+"""Formats of trainers: one module for each program."""

@@ -1,0 +1,71 @@
+"""Leave out the padding of a tensor: the rows after the last one that its mask marks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from wds_tensorcache.codec.skeleton.tensor_names import component, join_path
+from wds_tensorcache.codec.tree import rebuild
+from wds_tensorcache.errors import FormatError, unknown_name
+
+__all__ = ["trim"]
+
+
+def trim(sample: Any, masks: dict[str, str], drop_padding: bool) -> tuple[Any, int]:
+    """Return a sample without the rows of tensors that follow the last true row of their masks, and the number of bytes saved.
+
+    A tensor and its mask have the same number of rows, in their first dimension; or in their second, if the first has length 1
+    in both, as a batch of one sample has.
+
+    Args:
+        masks: Name of the mask of each tensor to trim; the mask keeps its length.
+        drop_padding: Leave out rows even if they are not all equal: the model never uses them.
+
+    Raises:
+        FormatError: The sample lacks a tensor or mask, their lengths differ, or the rows are not all equal.
+    """
+    tensors = dict(_named(sample, ""))
+    cut: dict[int, torch.Tensor] = {}
+    num_saved = 0
+    for name, mask_name in masks.items():
+        for each in (name, mask_name):
+            if not isinstance(tensors.get(each), torch.Tensor):
+                raise FormatError(f"trim: {unknown_name('tensor', each, tensors)}")
+        tensor, mask = tensors[name], tensors[mask_name]
+        dim = 1 if tensor.ndim > 1 and mask.ndim > 1 and tensor.shape[0] == mask.shape[0] == 1 else 0
+        if tensor.ndim <= dim or mask.ndim != dim + 1 or tensor.shape[dim] != mask.shape[dim]:
+            raise FormatError(
+                f"trim: tensor {name!r} is {list(tensor.shape)}, but its mask {mask_name!r} is {list(mask.shape)}; expected "
+                "as many elements in the mask as the tensor has rows"
+            )
+        marked = mask.reshape(-1).nonzero()
+        length = int(marked[-1]) + 1 if len(marked) else 0
+        kept, left_out = tensor.narrow(dim, 0, length), tensor.narrow(dim, length, tensor.shape[dim] - length)
+        if not drop_padding and left_out.numel() and not _is_fill(left_out.reshape(left_out.shape[dim], -1)):
+            raise FormatError(
+                f"trim: the {left_out.shape[dim]} rows of {name!r} after the mask are not all equal, so they cannot be padded "
+                "again; --drop-padding (drop_padding=True) drops them, if the model never uses them"
+            )
+        cut[id(tensor)] = kept.clone()
+        num_saved += left_out.numel() * left_out.itemsize
+    return rebuild(sample, lambda leaf: cut.get(id(leaf), leaf)), num_saved
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for position, (key, item) in enumerate(value.items()):
+            yield from _named(item, join_path(name, component(key, position)))
+    elif isinstance(value, (list, tuple)):
+        for position, item in enumerate(value):
+            yield from _named(item, join_path(name, str(position)))
+
+
+def _is_fill(rows: torch.Tensor) -> bool:
+    """Return whether all elements have the same bits."""
+    flat = rows.contiguous().view(torch.uint8).reshape(-1, rows.itemsize)
+    return bool((flat == flat[0]).all())
