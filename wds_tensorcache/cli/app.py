@@ -19,6 +19,7 @@ __all__ = ["app", "run"]
 # command -> module of `wds_tensorcache.cli` and the name of the click command in it
 _COMMANDS: dict[str, str] = {
     "import": "import_command:import_command",
+    "view": "view_command:view_command",
 }
 
 
