@@ -19,7 +19,7 @@ from webdataset.autodecode import Continue, Decoder
 
 from wds_tensorcache.errors import FormatError, TensorCacheError
 
-__all__ = ["MAX_EXPANDED_NBYTES", "MemberDecoder", "check_npy"]
+__all__ = ["MAX_EXPANDED_NBYTES", "MemberDecoder"]
 
 MAX_EXPANDED_NBYTES = 1 << 26
 _MAX_RATIO = 64
@@ -90,7 +90,7 @@ def _decode_stock(handler: Any, extension: str, content: bytes, limit: int) -> A
             if kind == "npz":
                 _check_npz(content, limit)
             elif kind == "npy":
-                check_npy(io.BytesIO(content), len(content))
+                _check_npy(io.BytesIO(content), len(content))
             elif kind in ("ten", "tb"):
                 _check_ten(content)
             elif kind == "cbor":
@@ -142,7 +142,7 @@ def _check_npz(content: bytes, limit: int) -> None:
                 # other methods may allocate gigabytes before the first byte, for example LZMA for its dictionary
                 raise FormatError(f"{file.filename!r:.100} is compressed, but not by deflate, as numpy does")
             with archive.open(file) as stream:
-                check_npy(stream, file.file_size)
+                _check_npy(stream, file.file_size)
 
 
 def _check_picture(content: bytes) -> None:
@@ -172,7 +172,7 @@ def _check_ten(content: bytes) -> None:
         at += 16 + nbytes + -nbytes % 64
 
 
-def check_npy(stream: Any, nbytes: int) -> None:
+def _check_npy(stream: Any, nbytes: int) -> None:
     """Raise FormatError if there are not enough bytes for an array: numpy would allocate its memory before reading them."""
     head = stream.read(8)
     if not head.startswith(b"\x93NUMPY") or len(head) < 8:

@@ -7,6 +7,7 @@ import json
 import math
 import zipfile
 import zlib
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,16 @@ from safetensors import SafetensorError
 
 from wds_tensorcache.codec.header import parse_header
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
-from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.integrations.importers.source_folder import POOL, SourceFolder
 from wds_tensorcache.integrations.pth import decode_pth
-from wds_tensorcache.integrations.safe_members import check_npy
 
 __all__ = ["as_tensor", "load_npy", "load_npz", "load_safetensors", "load_torch", "parse_npy"]
 
 _MAX_RATIO, _MIN_LIMIT = 64, 1 << 26  # a file may expand to 64 times its length, or to 64 MiB
 _GZIP, _ZIP = b"\x1f\x8b", b"PK\x03\x04"
 _IS_ENCRYPTED = 1
+_RECYCLED = 1 << 16  # smaller arrays get ordinary memory
+_MAX_NPY_HEADER = 1 << 14
 _REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
 
@@ -35,7 +37,7 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, torch.Tensor | np.nda
         FormatError: The file is damaged, contains pickled objects or other files than arrays, or expands too much.
         OSError: The file cannot be read.
     """
-    raw = memoryview(folder.read(name))
+    raw = folder.view(name)
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             files = archive.infolist()
@@ -67,7 +69,7 @@ def load_npy(folder: SourceFolder, name: str) -> torch.Tensor | np.ndarray[Any, 
         OSError: The file cannot be read.
     """
     try:
-        return as_tensor(parse_npy(memoryview(folder.read(name))))
+        return as_tensor(parse_npy(folder.view(name)))
     except TensorCacheError as exc:
         raise exc.at(name) from exc
     except Exception as exc:  # numpy raises many kinds of exceptions
@@ -128,30 +130,48 @@ def parse_npy(content: memoryview) -> np.ndarray[Any, Any]:
 
     Memory: aliases `content`, and may be unaligned.
     """
-    stream = io.BytesIO(content[: 1 << 16])
-    check_npy(io.BytesIO(content[: 1 << 16]), len(content))
-    version = np.lib.format.read_magic(stream)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, is_fortran, dtype = read(stream)
+    is_short = len(content) > 6 and content[6] == 1
+    begin = 10 + int.from_bytes(content[8:10], "little") if is_short else 12 + int.from_bytes(content[8:12], "little")
+    if begin > min(len(content), _MAX_NPY_HEADER):
+        raise FormatError(f"the header of the array has {begin:,} bytes, in a file of {len(content):,} bytes")
+    shape, is_fortran, dtype = _parse_npy_header(bytes(content[:begin]))
     if dtype.hasobject:
         raise FormatError(f"an array of {dtype} contains pickled objects, which are never read; store plain arrays")
-    count, begin = math.prod(shape), stream.tell()
-    if begin + count * dtype.itemsize > len(content):
+    count = math.prod(shape)
+    if min(shape, default=0) < 0 or begin + count * dtype.itemsize > len(content):
         raise FormatError(f"an array of {dtype} {list(shape)!r:.200} exceeds its file of {len(content):,} bytes")
     flat = np.frombuffer(content, dtype, count, begin) if count * dtype.itemsize else np.empty(count, dtype)
     return flat.reshape(shape, order="F" if is_fortran else "C")
 
 
+@lru_cache(256)  # the arrays of a trainer have few different shapes
+def _parse_npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return shape, order and dtype; True for Fortran's order."""
+    stream = io.BytesIO(head)
+    # version 3 is version 2 with non-ASCII field names
+    is_short = np.lib.format.read_magic(stream) == (1, 0)
+    read = np.lib.format.read_array_header_1_0 if is_short else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = read(stream)
+    return shape, is_fortran, dtype
+
+
 def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | np.ndarray[Any, Any]:
     """Return a tensor with the same values; the array itself if torch has no such dtype, as for texts.
 
-    Memory: newly allocated.
+    Memory: recycled when the last reference to the tensor is gone.
     """
-    array = array.astype(array.dtype.newbyteorder("="))  # copies, so that the memory is aligned and writable
+    dtype = array.dtype.newbyteorder("=")
+    # aligned and writable, which `array` may not be
+    copied = (
+        POOL.lease(array.nbytes).view(dtype).reshape(array.shape)
+        if array.nbytes >= _RECYCLED
+        else np.empty(array.shape, dtype)
+    )
+    np.copyto(copied, array)
     try:
-        return torch.from_numpy(array)
+        return torch.from_numpy(copied)
     except TypeError:
-        return array
+        return copied
 
 
 def _extract(raw: memoryview, file: zipfile.ZipInfo) -> memoryview:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 from collections.abc import Collection
@@ -9,9 +10,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from wds_tensorcache.errors import FormatError
+from wds_tensorcache.storage.memory_pool import Pool
 
-__all__ = ["SourceFolder"]
+__all__ = ["POOL", "SourceFolder"]
 
+POOL = Pool(1 << 28)  # new memory for each file would take longer than reading it
 _APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the same suffix
 
 
@@ -76,14 +79,36 @@ class SourceFolder:
             FormatError: The file has more than `max_nbytes`.
             OSError: The file cannot be read.
         """
-        with open(self.locate(name), "rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise FormatError("is not an ordinary file").at(name)
-            if max_nbytes is not None and status.st_size > max_nbytes:
-                raise FormatError(f"the file has {status.st_size:,} bytes, expected at most {max_nbytes:,}").at(name)
-            content = file.read()
-            return b"" if content is None else content
+        with self._open(name) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if max_nbytes is not None and nbytes > max_nbytes:
+                raise FormatError(f"the file has {nbytes:,} bytes, expected at most {max_nbytes:,}").at(name)
+            return bytes(file.read())
+
+    def view(self, name: str) -> memoryview:
+        """Return the content of a listed file.
+
+        Memory: recycled when the last reference to the view is gone.
+
+        Raises:
+            FormatError: The file was changed while it was read.
+            OSError: The file cannot be read.
+        """
+        with self._open(name) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            memory, end = POOL.lease(nbytes).data, 0
+            while end < nbytes and (count := file.readinto(memory[end:])):
+                end += count
+            if end < nbytes:
+                raise FormatError("the file was cut short while it was read").at(name)
+            return memory
+
+    def _open(self, name: str) -> io.FileIO:
+        file = io.FileIO(self.locate(name))
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise FormatError("is not an ordinary file").at(name)
+        return file
 
     def read_text(self, name: str, max_nbytes: int = 1 << 20) -> str:
         """Return the text in a listed file: UTF-8, without a byte order mark and without white space around it."""
