@@ -129,7 +129,7 @@ class Browser:
     def press(self, *keys: str) -> None:
         """Press keys, each down and up: a character, or a name such as `Enter`."""
         for key in keys:
-            code, number = _CODES.get(key, (f"Key{key.upper()}", ord(key.upper())))
+            code, number = _CODES[key] if key in _CODES else (f"Key{key.upper()}", ord(key.upper()))
             text = {"text": "\r" if key == "Enter" else key} if len(key) == 1 or key == "Enter" else {}
             which = {"key": key, "code": code, "windowsVirtualKeyCode": number}
             self.send("Input.dispatchKeyEvent", type="keyDown", **which, **text)

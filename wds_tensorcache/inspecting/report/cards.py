@@ -15,7 +15,7 @@ from wds_tensorcache.codec.tree import flatten, map_leaves
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.inspecting.report.pictures import Planes, fit_png, planes_of
 from wds_tensorcache.inspecting.report.survey import READ_ERRORS, Mark, Survey, Values, load_planes
-from wds_tensorcache.inspecting.report.texts import number, visible, words
+from wds_tensorcache.inspecting.report.texts import cut, num_stored, number, visible, words
 from wds_tensorcache.inspecting.statistics import dtype_name
 from wds_tensorcache.inspecting.values import ValueStatistics
 from wds_tensorcache.reading.structure import value_at
@@ -34,14 +34,14 @@ class Limits:
     """How much of a sample is shown.
 
     Attributes:
-        num_chars: Characters of all small values together.
+        text_nbytes: Bytes of all small values together, as they are in the page.
         num_pictures: Number of pictures.
         picture_side: Maximum of width and height of a picture in pixels.
         picture_nbytes: Bytes of the PNG of the first picture; each other one has half of them.
         num_tensors: Number of tensors whose statistics are listed.
     """
 
-    num_chars: int
+    text_nbytes: int
     num_pictures: int
     picture_side: int
     picture_nbytes: int
@@ -55,7 +55,7 @@ def make_card(survey: Survey, at: int, limits: Limits) -> dict[str, Any]:
     card |= {"values": [], "tensors": [], "num_more": 0, "pictures": [], "marks": [], "error": survey.errors.get(at, "")}
     try:
         sample = survey.cache[at]
-        _add_values(card, survey, at, sample, limits.num_chars)
+        _add_values(card, survey, at, sample, limits.text_nbytes)
         lazies = flatten(sample)
         values = survey.values[at] if at in survey.values else survey.measure(lazies)
         card["marks"] = [_mark(mark) for mark in islice(survey.marks(values), 20)]
@@ -70,12 +70,12 @@ def make_card(survey: Survey, at: int, limits: Limits) -> dict[str, Any]:
     return card
 
 
-def text_of_sample(survey: Survey, at: int, num_chars: int) -> str:
+def text_of_sample(survey: Survey, at: int, max_nbytes: int) -> str:
     """Return the key and the small values of a sample as one text, in which to search. No tensor is read."""
     key = survey.cache.keys()[at]
     card: dict[str, Any] = {"text": "", "values": []}
     try:
-        _add_values(card, survey, at, survey.cache[at], num_chars)
+        _add_values(card, survey, at, survey.cache[at], max_nbytes)
     except READ_ERRORS:
         return key
     return "\n".join([key, _name_of(key), card["text"], *(text for _, text in card["values"])])
@@ -93,7 +93,7 @@ def _mark(mark: Mark) -> dict[str, str]:
     return {"short": mark.short, "text": mark.text}
 
 
-def _add_values(card: dict[str, Any], survey: Survey, at: int, sample: Any, num_chars: int) -> None:
+def _add_values(card: dict[str, Any], survey: Survey, at: int, sample: Any, max_nbytes: int) -> None:
     """Add the small values, and the one that is shown as the text of the sample."""
     found: list[tuple[str, Any]] = []
 
@@ -104,18 +104,18 @@ def _add_values(card: dict[str, Any], survey: Survey, at: int, sample: Any, num_
     map_leaves(sample, lambda lazy: None, leaf)
     found += list(_member_texts(survey, at))
     text = max(found, key=lambda pair: _text_rank(*pair), default=("", ""))
-    left = num_chars
+    left = max_nbytes
     if _text_rank(*text) > (0,):
         written = text[1] if isinstance(text[1], str) else "\n".join(each for each in text[1] if isinstance(each, str))
-        card["text"], card["text_name"] = visible(written, left), visible(text[0], 120)
-        left -= len(card["text"])
+        card["text"], card["text_name"] = cut(visible(written, left), left), visible(text[0], 120)
+        left -= num_stored(card["text"])
     for name, value in found:
         if name == text[0] and card["text"] and isinstance(value, str):
             continue
         if value is not None and left > 0:
-            shown = words(value, min(left, max(200, num_chars // 4)))
-            card["values"].append([visible(name, 120), shown])
-            left -= len(shown) + len(name)
+            most = min(left, max(200, max_nbytes // 4))
+            card["values"].append([visible(name, 120), cut(words(value, most), most)])
+            left -= sum(map(num_stored, card["values"][-1])) + 8
 
 
 def _part(step: Any) -> str:
@@ -165,8 +165,8 @@ def _pictures(survey: Survey, lazies: dict[str, Lazy], limits: Limits) -> Iterat
         colors = survey.colors_of(name, lazy, planes, loaded)
         png, width, height = fit_png(loaded, colors, planes.kind, limits.picture_side, nbytes)
         encoded = base64.b64encode(png).decode("ascii")
-        note = planes.note + (", sizes squeezed" if planes.kind == "map" and (height, width) != loaded.shape[1:] else "")
-        yield {"tensor": survey.positions[name], "png": encoded, "width": width, "height": height, "note": note}
+        place = {"tensor": survey.positions[name], "kind": planes.kind, "note": planes.note}
+        yield {**place, "png": encoded, "width": width, "height": height}
         nbytes = limits.picture_nbytes // 2
 
 

@@ -26,8 +26,8 @@ _NUM_STRUCTURES = 64  # samples whose structures are merged
 _NUM_SIZES, _NUM_BARS = 20_000, 48  # samples whose sizes are counted, and bars that show them
 _NUM_SHARDS = 24
 _NUM_FIELDS = 100
-_PICTURES_NBYTES, _TEXTS_NBYTES = 5_500_000, 2_000_000  # of all samples of a file, in Base64 and as JSON
-_MOST_TENSORS = 400_000  # lines of statistics in a file, about 130 bytes each, with one of them for each sample and tensor
+_PICTURES_NBYTES, _TEXTS_NBYTES = 4_800_000, 1_800_000  # of all samples of a file, in Base64 and as JSON
+_NUM_LINES = 16_000  # lines of statistics in a file, one for each sample and tensor; each takes about 130 bytes
 
 
 def overview(survey: Survey, title: str) -> dict[str, Any]:
@@ -149,11 +149,11 @@ def file_limits(survey: Survey, num_samples: int) -> Limits:
     """Return limits with which `num_samples` samples take less than 10 MB in a file."""
     num_samples = max(num_samples, 1)
     share = _PICTURES_NBYTES * 3 // 4 // num_samples
-    num_tensors = min(MAX_TENSORS, max(4, _MOST_TENSORS // 25 // num_samples))
+    num_tensors = min(MAX_TENSORS, max(4, _NUM_LINES // num_samples))
     # the first picture has twice the bytes of each of the other ones
     num_pictures = 3 if share > 12_000 else 1
     return Limits(
-        num_chars=min(8000, max(300, _TEXTS_NBYTES // num_samples)),
+        text_nbytes=min(8000, max(300, _TEXTS_NBYTES // num_samples)),
         num_pictures=num_pictures,
         picture_side=256,
         picture_nbytes=min(120_000, 2 * share // (num_pictures + 1)),

@@ -101,7 +101,7 @@
   function showOverview() {
     $("overview-title").textContent = report.title;
     const some = report.num_examined === report.num_samples ? "all of its samples" : `${counted(report.num_examined, "sample")} spread over it`;
-    $("lead").textContent = `A cache of nested tensors. Statistics are those of ${some}.`;
+    $("lead").textContent = report.num_samples ? `A cache of nested tensors. Statistics are those of ${some}.` : "A cache without samples.";
     const tiles = [
       [integer(report.num_samples), report.num_samples === 1 ? "sample" : "samples"],
       [integer(report.num_shards), report.num_shards === 1 ? "shard" : "shards"],
@@ -115,7 +115,7 @@
       $("tiles").append(make("div", { class: "tile warn" }, make("b", {}, integer(report.num_marked)), make("span", {}, label)));
     }
     $("notes").append(...report.notes.map((note) => make("p", { class: "notice" }, note)));
-    $("structure").append(tree(report.structure, 0, true));
+    $("structure").append(report.structure.num_samples ? tree(report.structure, 0, true) : make("p", { class: "empty" }, "none"));
     const pairs = report.fingerprint;
     $("fingerprint").append(...(pairs.length ? pairs.flatMap(pair) : [make("dd", { class: "empty" }, "none")]));
     $("shards").append(
@@ -145,7 +145,7 @@
     }
     if (node.tensor !== undefined) {
       const shown = tensor ? `${tensor.dtype}${tensor.shape}` : "tensor";
-      const type = node.types.filter((each) => !each.startsWith("Lazy"));
+      const type = node.types.filter((each) => each !== "tensor");
       return make("div", { class: "leaf" }, ...name, make("span", { class: "tensor" }, shown), make("span", { class: "type" }, `${type.map((each) => ` or ${each}`).join("")}${lacking}`));
     }
     return make("div", { class: "leaf" }, ...name, make("span", { class: "type" }, `${node.types.join(" or ")}${lacking} `), make("span", { class: "example", dir: "auto" }, node.example || ""));
@@ -169,11 +169,13 @@
       charts.push(panel("Samples by bytes of their tensors", make("p", { class: "hint" }, `Each sample has ${bytes(sizes.low)} of tensors.`)));
     }
     for (const each of report.tensors.filter((tensor) => tensor.num_shapes > 1).slice(0, 6)) {
-      const rows = each.shapes.slice(0, 10).map(([label, count]) => ({ label, count, text: integer(count) }));
+      const common = each.shapes.slice(0, 10).sort(([one], [two]) => one.localeCompare(two, "en", { numeric: true }));
+      const rows = common.map(([label, count]) => ({ label, count, text: integer(count) }));
       const more = each.num_shapes > rows.length ? [make("p", { class: "hint" }, `and ${counted(each.num_shapes - rows.length, "more shape")}`)] : [];
       charts.push(panel(`Shapes of ${each.name || "the tensor"}`, barList(rows), ...more));
     }
     $("charts").append(...charts);
+    $("sizes").hidden = !charts.length;
   }
 
   function showTensors() {
@@ -315,17 +317,17 @@
 
   function picture(image, card) {
     const tensor = report.tensors[image.tensor];
-    return make("img", { src: `data:image/png;base64,${image.png}`, width: image.width, height: image.height, class: "pixels", decoding: "async",
+    return make("img", { src: `data:image/png;base64,${image.png}`, width: image.width, height: image.height, class: `pixels ${image.kind}`, decoding: "async",
       alt: `${tensor ? tensor.name : "tensor"} of ${card.name || card.key}` });
   }
 
   function item(card, at) {
     const inner = card.pictures.length ? picture(card.pictures[0], card) : make("span", { class: "none" }, card.error ? "cannot be read" : "no picture");
     const badges = make("span", { class: "badges" }, card.marks.slice(0, 2).map((mark) => make("span", { class: "badge" }, mark.short)));
-    const chips = card.values.filter((each) => each[0] !== card.text_name).slice(0, 3).map(([name, text]) => make("span", { class: "chip" }, `${name} ${text}`));
+    const chips = card.values.filter((each) => each[0] !== card.text_name).slice(0, 4).map(([name, text]) => `${name} ${text.slice(0, 60)}`);
     const body = [make("span", { class: "key" }, ...marked(card.name || card.key, words))];
     if (card.text) body.push(make("span", { class: "text", dir: "auto" }, ...marked(card.text.slice(0, 400), words)));
-    if (chips.length) body.push(make("span", { class: "chips" }, ...chips));
+    if (chips.length) body.push(make("span", { class: "small" }, chips.join(" · ")));
     const label = `${card.name || card.key}. ${(card.text || "").slice(0, 200)} ${card.marks.map((mark) => mark.short).join(", ")}`;
     const button = make("button", { type: "button", class: `card${card.marks.length ? " has-marks" : ""}`, tabindex: -1, "aria-label": label, onclick: () => open(at), onfocus: () => setCurrent(at) },
       make("span", { class: "picture" }, inner, badges), make("span", { class: "body" }, ...body));
@@ -378,7 +380,10 @@
     setCurrent(at);
     const card = shown[at];
     showDetail(card, at);
-    if (!detail.open) detail.showModal();
+    if (!detail.open) {
+      detail.showModal();
+      detail.querySelector('[data-role="close"]').focus();
+    }
     if (report.mode !== "server") return;
     try {
       const full = await source.detail(card);
@@ -399,7 +404,7 @@
     const right = make("div", {});
     if (card.marks.length) right.append(make("ul", { class: "marks" }, card.marks.map((mark) => make("li", {}, mark.text))));
     if (card.text) right.append(make("p", { class: "detail-text", dir: "auto" }, ...marked(card.text, words)));
-    const pairs = [["key", card.key], ["sample", `${integer(card.number)} of ${integer(report.num_samples)}`], ...card.values.filter((each) => each[0] !== card.text_name)];
+    const pairs = [["key", card.key], ["index", integer(card.number)], ...card.values.filter((each) => each[0] !== card.text_name)];
     right.append(make("h3", {}, "Values"), make("dl", { class: "pairs" }, ...pairs.flatMap(pair)));
     if (card.tensors.length) right.append(make("h3", {}, "Tensors"), tensorTable(card));
     const body = make("div", { class: `detail-body${pictures.length ? "" : " no-pictures"}` }, ...(pictures.length ? [make("div", { class: "detail-pictures" }, pictures)] : []), right);
@@ -417,12 +422,15 @@
     const head = ["", "Min", "Mean", "Max", "Std", "NaN", "Inf"].map((label) => make("th", { scope: "col", class: label ? "num" : null }, label));
     const rows = card.tensors.map(([number, dtype, shape, stats]) => {
       const tensor = report.tensors[number];
-      const cell = (key, isCount) => make("td", { class: "num" + (isCount && stats && stats[key] > 0 ? " bad" : "") }, stats ? short(stats[key]) : "–");
-      return make("tr", {}, make("td", {}, make("div", { class: "name" }, tensor.name || "(the sample)"), make("div", { class: "dtype" }, dtype + shape)),
-        cell("min"), cell("mean"), cell("max"), cell("std"), cell("num_nan", true), cell("num_inf", true));
+      const cell = (label, key) => {
+        const isBad = /NaN|Inf/.test(label) && stats && stats[key] > 0;
+        return make("td", { class: `num${isBad ? " bad" : ""}`, "data-label": label }, stats ? short(stats[key]) : "–");
+      };
+      const name = make("td", { class: "wide" }, make("div", { class: "name" }, tensor.name || "(the sample)"), make("div", { class: "dtype" }, dtype + shape));
+      return make("tr", {}, name, cell("Min", "min"), cell("Mean", "mean"), cell("Max", "max"), cell("Std", "std"), cell("NaN", "num_nan"), cell("Inf", "num_inf"));
     });
-    const more = card.num_more ? [make("p", { class: "hint" }, `and ${counted(card.num_more, "more tensor")}, not examined`)] : [];
-    return make("div", { class: "detail-tensors", tabindex: 0, role: "region", "aria-label": "Tensors of this sample" }, make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows)), ...more);
+    const more = card.num_more ? [make("p", { class: "hint" }, `and ${counted(card.num_more, "more tensor")}, not listed`)] : [];
+    return make("div", { class: "stats plain" }, make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows)), ...more);
   }
 
   async function go(at) {

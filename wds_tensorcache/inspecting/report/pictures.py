@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from wds_tensorcache.inspecting.values import as_numbers
+
 __all__ = ["Colors", "Planes", "encode_png", "fit_colors", "fit_png", "paint", "planes_of", "shrink"]
 
 Array = np.ndarray[Any, Any]
@@ -19,6 +21,8 @@ _MOMENTS = re.compile(r"moment|mean.?(?:std|var|logvar)|posterior|latent.?dist",
 _MASK = re.compile(r"mask|alpha|image|depth|canny|pixel|digit", re.IGNORECASE)
 _NUM_FITTED = 1024  # pixels of each sample from which colors are computed
 _MAX_ELEMENTS = 1 << 26  # larger tensors are not drawn
+_HUE = 0.3  # share of the two hues, against brightness
+_HUGE = 1e30
 _BAD = (255, 0, 200)  # color of NaN and Inf
 # black, purple, red, orange, pale yellow: brightness ascends evenly, so the map also reads in gray
 _HEAT = np.array([[4, 4, 24], [87, 16, 110], [188, 55, 84], [249, 142, 9], [252, 255, 164]], np.float32)
@@ -45,18 +49,26 @@ class Planes:
     _frame: int | None
     _is_channels_last: bool
 
-    def take(self, tensor: torch.Tensor) -> Array:
-        """Return the planes of a tensor; float32 [C, H, W]. Complex numbers become their absolute values."""
-        tensor = tensor.reshape(self._dims)
+    def take(self, value: Any) -> Array:
+        """Return the planes of a tensor or array; float32 [C, H, W]. Complex numbers become their absolute values."""
+        numbers = as_numbers(value)
+        if numbers is None:
+            raise TypeError(f"elements of dtype {value.dtype} are not numbers")
+        if numbers.ndim > value.ndim:
+            numbers = np.hypot(numbers[..., 0], numbers[..., 1])
+        numbers = numbers.reshape(self._dims)
         if self._is_channels_last:
-            tensor = tensor.movedim(-1, 0)
+            numbers = np.moveaxis(numbers, -1, 0)
         if self._frame is not None:
-            tensor = tensor[:, self._frame]
-        if tensor.ndim == 2:
-            tensor = tensor[None]
-        tensor = tensor[: self.num_channels]
-        tensor = tensor.abs() if tensor.is_complex() else tensor
-        planes: Array = tensor.to(torch.float32).numpy()
+            numbers = numbers[:, self._frame]
+        if numbers.ndim == 2:
+            numbers = numbers[None]
+        numbers = numbers[: self.num_channels]
+        with np.errstate(over="ignore"):
+            planes = numbers.astype(np.float32)
+        # numbers beyond float32 are not infinities
+        too_large = np.isinf(planes) & np.isfinite(numbers)
+        planes[too_large] = np.copysign(_HUGE, planes[too_large])
         return planes
 
 
@@ -150,9 +162,9 @@ def fit_colors(planes: Sequence[Array], num_bits: int = 0) -> Colors:
     _, vectors = np.linalg.eigh(centered @ centered.T / centered.shape[1])
     basis = np.zeros((3, len(pixels)))
     found = vectors[:, ::-1][:, :3].T
-    # the sign of a component is arbitrary: the largest of its weights becomes positive, so that equal caches look the same
-    largest = np.abs(found).argmax(1)
-    basis[: len(found)] = found * np.sign(found[np.arange(len(found)), largest])[:, None]
+    # the sign of a component is arbitrary: photos have few bright highlights on a darker ground, so the longer tail becomes bright
+    tails = ((found @ centered) ** 3).sum(1)
+    basis[: len(found)] = found * np.where(tails < 0, -1, 1)[:, None]
     low, high = np.percentile(basis @ (pixels - mean[:, None]), [1, 99], axis=1)
     return Colors(*(each.astype(np.float32) for each in (mean, basis, low, high)))
 
@@ -183,7 +195,7 @@ def paint(planes: Array, colors: Colors, kind: str) -> Array:
         low, high = colors.low[:, None, None], colors.high[:, None, None]
         unit = np.clip(np.nan_to_num((planes - low) / np.maximum(high - low, 1e-30), nan=0.5), 0, 1)
     if colors.basis is not None:
-        light, red, blue = unit[0], 0.42 * (unit[1] - 0.5), 0.42 * (unit[2] - 0.5)
+        light, red, blue = unit[0], _HUE * (unit[1] - 0.5), _HUE * (unit[2] - 0.5)
         light = 0.06 + 0.88 * light
         unit = np.stack([light + 1.402 * red, light - 0.344 * blue - 0.714 * red, light + 1.772 * blue])
     if kind == "map":

@@ -20,8 +20,8 @@ __all__ = ["PageServer"]
 
 _HOST = "127.0.0.1"
 _NAMES = re.compile(r"(?:127\.0\.0\.1|localhost)(?::\d{1,5})?", re.ASCII)
-_CARD = Limits(num_chars=4000, num_pictures=1, picture_side=128, picture_nbytes=30_000, num_tensors=0)
-_DETAIL = Limits(num_chars=200_000, num_pictures=12, picture_side=512, picture_nbytes=600_000, num_tensors=300)
+_CARD = Limits(text_nbytes=4000, num_pictures=1, picture_side=128, picture_nbytes=30_000, num_tensors=0)
+_DETAIL = Limits(text_nbytes=200_000, num_pictures=12, picture_side=512, picture_nbytes=600_000, num_tensors=300)
 _MAX_COUNT, _MAX_QUERY = 200, 1000
 _SEARCH_S = 0.7  # seconds after which a search answers with what it has found
 _TIMEOUT_S = 30  # seconds after which a silent client is disconnected
@@ -92,7 +92,7 @@ class PageServer(ThreadingHTTPServer):
         return {"samples": found, "next": at if at < total else None, "searched": at}
 
     def _matches(self, at: int, words: list[str]) -> bool:
-        text = text_of_sample(self.survey, at, _DETAIL.num_chars).lower()
+        text = text_of_sample(self.survey, at, _DETAIL.text_nbytes).lower()
         return all(word in text for word in words)
 
     def detail(self, at: int) -> dict[str, Any]:

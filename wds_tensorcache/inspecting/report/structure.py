@@ -53,7 +53,7 @@ class _Tree:
 
     def add(self, node: _Node, value: Any, above: tuple[int, ...], depth: int) -> None:
         node.num_samples += 1
-        node.types["None" if value is None else type(value).__name__] += 1
+        node.types[_type_name(value)] += 1
         if isinstance(value, Lazy):
             node.tensor = value.name
             return
@@ -76,6 +76,12 @@ class _Tree:
                 self._num_nodes += 1
                 node.children[key] = _Node()
             self.add(node.children[key], item, (*above, id(value)), depth + 1)
+
+
+def _type_name(value: Any) -> str:
+    if isinstance(value, Lazy):
+        return "tensor"
+    return "None" if value is None else type(value).__name__
 
 
 def _as_json(name: str, node: _Node) -> dict[str, Any]:

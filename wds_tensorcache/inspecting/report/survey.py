@@ -138,6 +138,9 @@ class Survey:
                 continue
             for what in ("mean", "std"):
                 numbers = np.array([getattr(each, what) for each in measured])
+                numbers = numbers[np.isfinite(numbers)]
+                if not len(numbers):
+                    continue
                 median = float(np.median(numbers))
                 spread = 1.4826 * float(np.median(np.abs(numbers - median)))
                 if spread > 0:

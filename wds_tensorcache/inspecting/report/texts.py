@@ -10,7 +10,7 @@ from typing import Any
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import CONTAINERS
 
-__all__ = ["number", "visible", "words"]
+__all__ = ["cut", "number", "num_stored", "visible", "words"]
 
 # controls but tab and line feed, embeddings and overrides of the direction of text, isolates, and halves of characters
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -23,6 +23,21 @@ def visible(text: str, limit: int = 200) -> str:
     """Return at most `limit` characters of a text; control characters are escapes such as `\\x1b`."""
     cut = text[:limit] + "…" * (len(text) > limit)
     return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), cut)
+
+
+def num_stored(text: str) -> int:
+    """Return how many bytes a visible text takes in the page, at least."""
+    return len(text.encode()) + 5 * sum(map(text.count, "<>&")) + sum(map(text.count, '\n\t\\"'))
+
+
+def cut(text: str, max_nbytes: int) -> str:
+    """Return a visible text, or a beginning of it and `…`, that takes at most `max_nbytes` in the page."""
+    if len(text) <= max_nbytes and num_stored(text) <= max_nbytes:
+        return text
+    text = text[: max(0, max_nbytes - 3)]
+    while text and (nbytes := num_stored(text)) > max_nbytes - 3:
+        text = text[: len(text) * max(0, max_nbytes - 3) // nbytes]
+    return text + "…"
 
 
 def words(value: Any, limit: int = 200) -> str:
@@ -63,6 +78,7 @@ def _written(value: Any, limit: int, depth: int) -> str:
 def number(value: float) -> float | int | str:
     """Return a number for JSON with six digits; NaN and infinities as text, because JSON has none."""
     if isinstance(value, int):
+        value = int(value)  # of a bool
         return value if abs(value) < 1 << 53 else f"{value:.6g}" if value.bit_length() < 1000 else "huge"
     value = float(f"{value:.6g}")
     if value != value or value in (float("inf"), float("-inf")):
