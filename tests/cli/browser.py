@@ -25,9 +25,18 @@ _FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --remote-debugging-pipe"
 ).split()
-_TIMEOUT_S = 60
-_CODES = {"/": ("Slash", 191), "Enter": ("Enter", 13), "Escape": ("Escape", 27), "Home": ("Home", 36), "End": ("End", 35)}
-_CODES |= {f"Arrow{way}": (f"Arrow{way}", code) for way, code in zip(("Left", "Up", "Right", "Down"), range(37, 41), strict=True)}
+_TIMEOUT_S = 10
+_CODES = {
+    "/": ("Slash", 191),
+    "Enter": ("Enter", 13),
+    "Escape": ("Escape", 27),
+    "Home": ("Home", 36),
+    "End": ("End", 35),
+}
+_CODES |= {
+    f"Arrow{way}": (f"Arrow{way}", code)
+    for way, code in zip(("Left", "Up", "Right", "Down"), range(37, 41), strict=True)
+}
 
 
 def chromium() -> str:

@@ -49,7 +49,13 @@ def write_hostile(folder: Path) -> None:
         deep = [deep, deep]
     with tc.ShardWriter(f"{folder}/a-%05d.tar", fingerprint={"<b>": EVIL[:60], "x": {"y": ["</script>"]}}) as sink:
         sink.write(tc.safe_key(EVIL[:17]), {EVIL: torch.randn(4, 8, 8), "prompt": EVIL, "q": {'"><svg onload=x>': 1}})
-        large = {"prompt": "<i></script>" * 100_000, "int": 10**5000, "bytes": b"\xff" * 1_000_000, "cycle": cycle, "deep": deep}
+        large = {
+            "prompt": "<i></script>" * 100_000,
+            "int": 10**5000,
+            "bytes": b"\xff" * 1_000_000,
+            "cycle": cycle,
+            "deep": deep,
+        }
         sink.write("large", {**large, "t": torch.full((4, 16, 16), float("nan"))})
         inf = {"t": torch.full((4, 16, 16), float("inf")), "u": torch.tensor(float("-inf")), "z": torch.zeros(0)}
         sink.write("inf", {**inf, "zz": torch.zeros(3, 0, 5), "zzz": torch.zeros(0, 8, 8)})
@@ -63,5 +69,5 @@ def write_hostile(folder: Path) -> None:
         sink.write("values", {f"v{i}": "x" * 50 for i in range(10_000)})
         sink.write("bare", torch.randn(8, 8, 8))
         sink.write("none", None)
-        sink.write("text", "\u202eשלום\u202c <b>")
+        sink.write("text", "\u202eשלם\u202c <b>")
         sink.write("video", {"video": torch.randn(16, 9, 8, 8)}, txt=b"\xff</script> a caption")

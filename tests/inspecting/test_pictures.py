@@ -42,7 +42,12 @@ def test_png_has_the_same_pixels(shape: tuple[int, ...]) -> None:
         ("video", torch.float16, (16, 9, 8, 8), ("picture", 16, 8, 8, "frame 5 of 9, 16 channels as colors")),
         ("latents", torch.float32, (16, 1, 8, 8), ("picture", 16, 8, 8, "16 channels as colors")),
         ("x", torch.float16, (1, 16, 9, 8, 8), ("picture", 16, 8, 8, "frame 5 of 9, 16 channels as colors")),
-        ("x", torch.float32, (8, 32, 32), ("picture", 4, 32, 32, "first 4 of 8 channels: the means, 4 channels as colors")),
+        (
+            "x",
+            torch.float32,
+            (8, 32, 32),
+            ("picture", 4, 32, 32, "first 4 of 8 channels: the means, 4 channels as colors"),
+        ),
         ("moments", torch.float32, (6, 8, 8), ("picture", 3, 8, 8, "first 3 of 6 channels: the means")),
         ("alpha_mask", torch.float32, (64, 64), ("picture", 1, 64, 64, "")),
         ("mask", torch.bool, (1, 64, 64), ("picture", 1, 64, 64, "")),
@@ -128,7 +133,9 @@ def test_numbers_that_are_not_finite_are_magenta(channels: int, kind: str) -> No
     for value in (np.nan, np.inf, 0.0, 1e30):
         full = np.full((channels, 8, 8), value, np.float32)
         picture = paint(full, fit_colors([full]), kind)
-        assert bool((picture == 255).any() and picture.ndim == 3 and (picture == (255, 0, 200)).all()) == (not np.isfinite(value))
+        assert bool((picture == 255).any() and picture.ndim == 3 and (picture == (255, 0, 200)).all()) == (
+            not np.isfinite(value)
+        )
 
 
 @pytest.mark.parametrize("max_nbytes", [900, 4000, 20_000])

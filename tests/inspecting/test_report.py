@@ -48,10 +48,12 @@ def test_the_cache_is_described(tmp_path: Path) -> None:
         assert [shard[2] for shard in report["shards"]] == [16, 16, 8]
         latent, text = report["tensors"]
         assert (latent["name"], latent["dtype"], latent["shape"]) == ("latent", "bfloat16", "[16, 16, 16]")
-        assert (text["name"], text["shape"], text["num_shapes"]) == ("text.states", "[3–7, 32]", 5)
+        assert (text["name"], text["shape"], text["num_shapes"]) == ("text.states", "[3..7, 32]", 5)
         assert dict(map(tuple, text["shapes"])) == {f"[{n}, 32]": 8 for n in range(3, 8)}
         assert latent["stats"]["num_nan"] == 3
-        assert sum(latent["stats"]["histogram"]["counts"]) + latent["stats"]["histogram"]["num_outside"] == 40 * 4096 - 3
+        assert (
+            sum(latent["stats"]["histogram"]["counts"]) + latent["stats"]["histogram"]["num_outside"] == 40 * 4096 - 3
+        )
         tree = report["structure"]
         assert [(each["name"], each["types"]) for each in tree["children"]] == [
             ("latent", ["tensor"]),
@@ -68,14 +70,23 @@ def test_samples_have_texts_pictures_and_marks(tmp_path: Path) -> None:
     with tc.open(tmp_path) as cache:
         survey, report = _report(cache)
         assert report["num_marked"] == 2
-        marks = {card["number"]: [mark["short"] for mark in card["marks"]] for card in report["samples"] if card["marks"]}
+        marks = {
+            card["number"]: [mark["short"] for mark in card["marks"]] for card in report["samples"] if card["marks"]
+        }
         assert marks[7] == ["3 NaN"]
         assert "unusual std" in marks[11]
         assert set(marks) == {7, 11}
         card = report["samples"][13]
-        assert (card["key"], card["text"], card["text_name"]) == ("photo-00013", "a fox in the snow, number 13", "prompt")
+        assert (card["key"], card["text"], card["text_name"]) == (
+            "photo-00013",
+            "a fox in the snow, number 13",
+            "prompt",
+        )
         assert card["values"] == [["size", "(128, 128)"]]
-        assert [(each["tensor"], each["kind"], each["width"]) for each in card["pictures"]] == [(0, "picture", 16), (1, "map", 32)]
+        assert [(each["tensor"], each["kind"], each["width"]) for each in card["pictures"]] == [
+            (0, "picture", 16),
+            (1, "map", 32),
+        ]
         assert base64.b64decode(card["pictures"][0]["png"]).startswith(b"\x89PNG")
         expected = measure(cache[13]["latent"])
         assert expected is not None
@@ -90,12 +101,15 @@ def test_samples_have_texts_pictures_and_marks(tmp_path: Path) -> None:
 def test_constant_tensors_are_marked_where_they_are_rare(tmp_path: Path) -> None:
     with tc.ShardWriter(f"{tmp_path}/%05d.tar") as sink:
         for i in range(30):
-            sink.write(f"{i}", {"latent": torch.randn(4, 8, 8) * (i != 5), "ones": torch.ones(8, 8), "size": torch.tensor([i] * 20)})
+            sink.write(
+                f"{i}",
+                {"latent": torch.randn(4, 8, 8) * (i != 5), "ones": torch.ones(8, 8), "size": torch.tensor([i] * 20)},
+            )
     with tc.open(tmp_path) as cache:
         survey, _ = _report(cache)
-        assert {at: [mark.short for mark in found] for at in range(30) if (found := survey.marks(survey.values[at]))} == {
-            5: ["constant"]
-        }
+        assert {
+            at: [mark.short for mark in found] for at in range(30) if (found := survey.marks(survey.values[at]))
+        } == {5: ["constant"]}
 
 
 def test_hostile_content_stays_text(tmp_path: Path) -> None:
@@ -109,12 +123,14 @@ def test_hostile_content_stays_text(tmp_path: Path) -> None:
     # each script element is the page's own
     assert page.lower().count(b"<script") == page.lower().count(b"</script") == 2
     assert b"\0" not in page
-    assert page.count(b"{{") == page.count(b"}}") == 0 or b"{{report}}" in page  # a text of a sample, not a place of the page
+    assert (
+        page.count(b"{{") == page.count(b"}}") == 0 or b"{{report}}" in page
+    )  # a text of a sample, not a place of the page
     assert not re.search("[\u202a-\u202e\u2066-\u2069\ud800-\udfff\x1b]", json.dumps(embedded, ensure_ascii=False))
     by_key = {card["key"]: card for card in embedded["samples"]}
     assert visible(EVIL) in {card["text"] for card in embedded["samples"]}
     assert by_key["none"]["tensors"] == []
-    assert by_key["text"]["text"] == "\\u202eשלום\\u202c <b>"
+    assert by_key["text"]["text"] == "\\u202eשלם\\u202c <b>"
     assert by_key["video"]["text"] == "\ufffd</script> a caption"
     assert by_key["large"]["marks"] == [{"short": "1,024 NaN", "text": "t: 1,024 of 1,024 numbers are NaN"}]
     assert [mark["short"] for mark in by_key["inf"]["marks"]] == ["1,024 Inf", "1 Inf"]
@@ -231,7 +247,15 @@ def test_cuts(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(True, 1), (1.0, 1), (0.1 + 0.2, 0.3), (float("nan"), "nan"), (float("-inf"), "-inf"), (2**60, "1.15292e+18"), (-3, -3)],
+    [
+        (True, 1),
+        (1.0, 1),
+        (0.1 + 0.2, 0.3),
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+        (2**60, "1.15292e+18"),
+        (-3, -3),
+    ],
 )
 def test_numbers(value: float, expected: Any) -> None:
     assert number(value) == expected

@@ -28,7 +28,9 @@ _NUM_SURVEYED = 256  # samples that the server examines before it starts
 @click.argument("out", type=click.Path(exists=True))
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the page to this file.")
 @click.option("--serve", is_flag=True, help="Show the whole cache from a server on this machine, until Ctrl-C.")
-@click.option("--samples", type=click.IntRange(1), help="Number of samples in the file [1000], or to examine first [256].")
+@click.option(
+    "--samples", type=click.IntRange(1), help="Number of samples in the file [1000], or to examine first [256]."
+)
 @click.option("--cache", "name", help="Name of the cache, if the samples have several.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the server; by default a free one.")
 @click.option("--no-open", is_flag=True, help="Do not open a browser.")

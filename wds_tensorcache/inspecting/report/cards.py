@@ -52,7 +52,14 @@ def make_card(survey: Survey, at: int, limits: Limits) -> dict[str, Any]:
     """Return the sample with index `at` for JSON. A sample that cannot be read has the message in `error`, and a mark."""
     key = survey.cache.keys()[at]
     card: dict[str, Any] = {"number": at, "key": visible(key), "name": _name_of(key), "text": "", "text_name": ""}
-    card |= {"values": [], "tensors": [], "num_more": 0, "pictures": [], "marks": [], "error": survey.errors.get(at, "")}
+    card |= {
+        "values": [],
+        "tensors": [],
+        "num_more": 0,
+        "pictures": [],
+        "marks": [],
+        "error": survey.errors.get(at, ""),
+    }
     try:
         sample = survey.cache[at]
         _add_values(card, survey, at, sample, limits.text_nbytes)
@@ -124,7 +131,9 @@ def _part(step: Any) -> str:
 
 def _text_rank(name: str, value: Any) -> tuple[int, ...]:
     """Return how well a value serves as the text of a sample; `(0,)` if it does not."""
-    is_list = isinstance(value, (list, tuple)) and bool(value) and all(isinstance(each, str) for each in islice(value, 8))
+    is_list = (
+        isinstance(value, (list, tuple)) and bool(value) and all(isinstance(each, str) for each in islice(value, 8))
+    )
     if not (isinstance(value, str) and value) and not is_list:
         return (0,)
     ranks = [len(_TEXT_NAMES) - at for at, pattern in enumerate(_TEXT_NAMES) if pattern.search(name)]

@@ -80,7 +80,9 @@ def _field(value: object) -> str:
 def _shards(cache: Any) -> list[list[Any]]:
     counts = [len(shard) for shard in cache._store.shards]
     paths = [shard.path for shard in cache._store.shards]
-    return [[visible(os.path.basename(path)), _file_nbytes(path), count] for path, count in zip(paths, counts, strict=True)]
+    return [
+        [visible(os.path.basename(path)), _file_nbytes(path), count] for path, count in zip(paths, counts, strict=True)
+    ]
 
 
 def _file_nbytes(path: str) -> int:
@@ -127,7 +129,7 @@ def _tensor(described: TensorDescription, values: ValueStatistics | None) -> dic
 def _range_of_shapes(shape: tuple[int | tuple[int, int], ...] | None) -> str:
     if shape is None:
         return "[…]"
-    return f"[{', '.join(f'{size[0]}–{size[1]}' if isinstance(size, tuple) else str(size) for size in shape)}]"
+    return f"[{', '.join(f'{size[0]}..{size[1]}' if isinstance(size, tuple) else str(size) for size in shape)}]"
 
 
 def _sample_sizes(survey: Survey) -> dict[str, Any] | None:

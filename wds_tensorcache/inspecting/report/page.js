@@ -310,7 +310,7 @@
     const filtered = words.length || onlyMarked;
     const all = report.num_samples > source.total ? ` shown of ${integer(report.num_samples)} in the cache` : "";
     let found = `${counted(source.total, "sample")}${all}`;
-    if (filtered && next !== null) found = `${counted(shown.length, "match").replace("matchs", "matches")} in the first ${counted(searched, "sample")}`;
+    if (filtered && next !== null) found = `${integer(shown.length)} found in the first ${counted(searched, "sample")}`;
     else if (filtered) found = `${integer(shown.length)} of ${counted(source.total, "sample")}${all}`;
     $("status").textContent = text || found;
   }

@@ -39,7 +39,7 @@ def build_page(report: dict[str, Any], *, is_served: bool = False) -> bytes:
         "title": html.escape(str(report["title"])),
         "style": style,
         "script": script,
-        "report": as_json({**report, "mode": "server" if is_served else "file"}),
+        "report": as_json({"samples": [], **report, "mode": "server" if is_served else "file"}),
     }
     # one pass, so that no part is searched for the places of another
     page = _PLACE.sub(lambda match: parts[match[1]], _file("page.html"))

@@ -37,7 +37,7 @@ class Planes:
         kind: `"picture"` for channels, `"map"` for the elements of a matrix.
         num_channels: Number of channels that are drawn.
         height, width: Size of the picture in elements.
-        note: What is drawn, for people; empty if it is the whole tensor.
+        note: Description of the part that is drawn, for people; empty for the whole tensor.
     """
 
     kind: str
@@ -162,7 +162,7 @@ def fit_colors(planes: Sequence[Array], num_bits: int = 0) -> Colors:
     _, vectors = np.linalg.eigh(centered @ centered.T / centered.shape[1])
     basis = np.zeros((3, len(pixels)))
     found = vectors[:, ::-1][:, :3].T
-    # the sign of a component is arbitrary: photos have few bright highlights on a darker ground, so the longer tail becomes bright
+    # the sign of a component is arbitrary: photos have few highlights on a darker ground, so the longer tail becomes bright
     tails = ((found @ centered) ** 3).sum(1)
     basis[: len(found)] = found * np.where(tails < 0, -1, 1)[:, None]
     low, high = np.percentile(basis @ (pixels - mean[:, None]), [1, 99], axis=1)
@@ -215,7 +215,8 @@ def paint(planes: Array, colors: Colors, kind: str) -> Array:
 def shrink(planes: Array, max_side: int, kind: str) -> Array:
     """Return planes `[C, H, W]` of at most `max_side` in both directions, each element the mean of a rectangle.
 
-    The shape of a picture is kept. A map is squeezed to at most 128 columns and 48 rows. Each rectangle with a NaN or Inf is one.
+    The shape of a picture is kept. A map is squeezed to at most 128 columns and 48 rows. The mean of a rectangle with
+    a NaN or Inf is not finite.
     """
     height, width = planes.shape[1:]
     scale = min(1.0, max_side / max(height, width))
@@ -224,8 +225,11 @@ def shrink(planes: Array, max_side: int, kind: str) -> Array:
         columns, rows = (min(size, most, max_side) for size, most in zip((width, height), _MAX_MAP, strict=True))
     if (rows, columns) == (height, width):
         return planes
-    found = torch.nn.functional.adaptive_avg_pool2d(torch.from_numpy(np.ascontiguousarray(planes))[None], (rows, columns))
-    return found[0].numpy()
+    found = torch.nn.functional.adaptive_avg_pool2d(
+        torch.from_numpy(np.ascontiguousarray(planes))[None], (rows, columns)
+    )
+    result: Array = found[0].numpy()
+    return result
 
 
 def fit_png(planes: Array, colors: Colors, kind: str, max_side: int, max_nbytes: int) -> tuple[bytes, int, int]:

@@ -39,8 +39,8 @@ _HEADERS = {
 class PageServer(ThreadingHTTPServer):
     """A server of one page and its samples, on 127.0.0.1 only.
 
-    Each request must have a random token: the page in its address, and the requests of its script in the header `X-Token`, which
-    no other page can send. So must the header `Host` be a name of this machine, because a hostile page can let its own name
+    Each request must have a random token: the page in its address, and the requests of its script in the header `X-Token`,
+    which no other page can send. The header `Host` must name this machine, because a hostile site can make its own name
     point here. No part of a request reaches the file system.
 
     Args:
@@ -109,8 +109,12 @@ class _Handler(BaseHTTPRequestHandler):
         if not _NAMES.fullmatch(self.headers.get("Host", "")):
             self._answer(403, b"unknown host name\n")
             return
-        parts = urlsplit(self.path)
-        fields = {name: values[-1] for name, values in parse_qs(parts.query, max_num_fields=10).items()}
+        try:
+            parts = urlsplit(self.path)
+            fields = {name: values[-1] for name, values in parse_qs(parts.query, max_num_fields=10).items()}
+        except ValueError:
+            self._answer(400, b"the address is not valid\n")
+            return
         given = fields.get("token", "") if parts.path == "/" else self.headers.get("X-Token", "")
         if not self.server.is_allowed(given):
             self._answer(403, b"the address needs the token that `tensorcache view --serve` prints\n")

@@ -21,7 +21,9 @@ from wds_tensorcache.reading.description import Description
 __all__ = ["MAX_TENSORS", "READ_ERRORS", "Mark", "Survey", "Values", "load_planes"]
 
 Array = np.ndarray[Any, Any]
-Values = Mapping[str, ValueStatistics | None]  # statistics of the tensors of one sample, by name; None if these are not numbers
+Values = Mapping[
+    str, ValueStatistics | None
+]  # statistics of the tensors of one sample, by name; None if these are not numbers
 MAX_TENSORS = 300  # tensors of a cache that are examined and shown
 READ_ERRORS = TensorCacheError, OSError
 _MAX_FITTED = 48  # samples from which the colors of a tensor are computed
@@ -173,7 +175,7 @@ class Survey:
 
 
 def load_planes(lazy: Lazy, planes: Planes) -> Array:
-    """Read a tensor or array, and return the planes to draw, float32 `[C, H, W]`. Memory: the whole tensor, while it is read."""
+    """Read a tensor or array, and return the planes to draw, float32 `[C, H, W]`."""
     return planes.take(lazy.load())
 
 
