@@ -21,7 +21,7 @@ from wds_tensorcache.inspecting import values as values_module
 from wds_tensorcache.inspecting.histogram import Bins, Histogram
 from wds_tensorcache.inspecting.repeats import RepeatCounter
 from wds_tensorcache.inspecting.statistics import TensorStatistics, collect_statistics
-from wds_tensorcache.inspecting.values import measure
+from wds_tensorcache.inspecting.values import Moments, measure
 
 _FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -110,6 +110,15 @@ def test_values_of_every_dtype(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
         assert found.std == pytest.approx(finite.astype(np.float64).std())
     assert found.histogram is not None
     assert found.histogram.num_below + sum(found.histogram.counts) + found.histogram.num_above == finite.size
+
+
+def test_moments_without_a_histogram() -> None:
+    with_bins, without = Moments(), Moments(has_histogram=False)
+    for part in (np.array([1.5, np.nan, -3.0]), np.array([2.0])):
+        with_bins.add(part)
+        without.add(part)
+    assert with_bins.result().histogram is not None
+    assert without.result() == dataclasses.replace(with_bins.result(), histogram=None)
 
 
 def test_integers_are_exact() -> None:
