@@ -202,7 +202,7 @@ def paint(planes: Array, colors: Colors, kind: str) -> Array:
         at = unit[0] * (len(_HEAT) - 1)
         below = np.minimum(at.astype(np.int64), len(_HEAT) - 2)
         rest = (at - below)[..., None]
-        picture = _HEAT[below] * (1 - rest) + _HEAT[below + 1] * rest
+        picture: Array = _HEAT[below] * (1 - rest) + _HEAT[below + 1] * rest
     else:
         picture = np.moveaxis(np.clip(unit, 0, 1) * 255, 0, -1)
     picture = np.rint(picture).astype(np.uint8)

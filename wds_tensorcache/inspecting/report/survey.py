@@ -103,7 +103,7 @@ class Survey:
         for name, lazy in lazies.items():
             if name not in self.positions:
                 continue
-            moments = Moments()
+            moments = Moments(has_histogram=False)
             for _, part in read_parts(lazy):
                 numbers = as_numbers(part)
                 if numbers is None:

@@ -16,7 +16,7 @@ __all__ = ["cut", "num_stored", "number", "visible", "words"]
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _MAX_DEPTH = 4
 _MAX_BITS = 4096  # a larger int takes long to print, or is refused
-_BRACKETS: dict[Any, str] = {list: "[]", tuple: "()", dict: "{}", set: "{}"}
+_BRACKETS: dict[Any, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}"), set: ("{", "}")}
 
 
 def visible(text: str, limit: int = 200) -> str:
@@ -60,7 +60,7 @@ def _written(value: Any, limit: int, depth: int) -> str:
     is_dict = isinstance(value, Mapping)
     if not is_dict and not isinstance(value, CONTAINERS):
         return f"{value!r:.{limit}}"
-    begin, end = _BRACKETS.get(type(value)) or (f"{type(value).__name__}([", "])")
+    begin, end = _BRACKETS.get(type(value), (f"{type(value).__name__}([", "])"))
     if not depth:
         return f"{begin}…{end}"
     parts: list[str] = []
