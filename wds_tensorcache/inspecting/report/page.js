@@ -55,13 +55,14 @@
 
   function histogram(counts, low, high, label) {
     const most = Math.max(1, ...counts);
-    const step = 100 / counts.length;
+    const step = 100 / Math.max(counts.length, 12);
+    const left = (100 - step * counts.length) / 2;
     const picture = draw("svg", { viewBox: "0 0 100 40", preserveAspectRatio: "none", role: "img", "aria-label": label });
     const width = (high - low) / counts.length;
     counts.forEach((count, at) => {
       const height = count ? Math.max((count / most) * 40, 0.8) : 0;
       const range = `${short(low + at * width)} to ${short(low + (at + 1) * width)}: ${integer(count)}`;
-      const place = { x: at * step + step * 0.06, width: step * 0.88 };
+      const place = { x: left + at * step + step * 0.06, width: step * 0.88 };
       picture.append(draw("rect", { class: "bar", ...place, y: 40 - height, height }, draw("title", {}, range)));
     });
     return picture;
@@ -107,19 +108,18 @@
       [integer(report.num_shards), report.num_shards === 1 ? "shard" : "shards"],
       [bytes(report.nbytes), "of tensors"],
       [bytes(report.file_nbytes), "on disk"],
-      [integer(report.num_tensors), report.num_tensors === 1 ? "tensor in a sample" : "tensors in a sample"],
+      [integer(report.num_tensors), report.num_tensors === 1 ? "tensor" : "tensors"],
     ];
     $("tiles").append(...tiles.map(([value, label]) => make("div", { class: "tile" }, make("b", {}, value), make("span", {}, label))));
     if (report.num_marked) {
-      const label = report.num_marked === 1 ? "sample is marked" : "samples are marked";
-      $("tiles").append(make("div", { class: "tile warn" }, make("b", {}, integer(report.num_marked)), make("span", {}, label)));
+      $("tiles").append(make("div", { class: "tile warn" }, make("b", {}, integer(report.num_marked)), make("span", {}, "marked")));
     }
     $("notes").append(...report.notes.map((note) => make("p", { class: "notice" }, note)));
     $("structure").append(report.structure.num_samples ? tree(report.structure, 0, true) : make("p", { class: "empty" }, "none"));
     const pairs = report.fingerprint;
     $("fingerprint").append(...(pairs.length ? pairs.flatMap(pair) : [make("dd", { class: "empty" }, "none")]));
     $("shards").append(
-      barList(report.shards.map(([label, count, samples]) => ({ label, count, text: `${bytes(count)}, ${integer(samples)}` }))),
+      barList(report.shards.map(([label, count, samples]) => ({ label, count, text: `${integer(samples)} in ${bytes(count)}` }))),
     );
     if (report.num_shards > report.shards.length) {
       $("shards").append(make("p", { class: "hint" }, `and ${integer(report.num_shards - report.shards.length)} more`));
@@ -168,11 +168,16 @@
     } else if (sizes) {
       charts.push(panel("Samples by bytes of their tensors", make("p", { class: "hint" }, `Each sample has ${bytes(sizes.low)} of tensors.`)));
     }
-    for (const each of report.tensors.filter((tensor) => tensor.num_shapes > 1).slice(0, 6)) {
-      const common = each.shapes.slice(0, 10).sort(([one], [two]) => one.localeCompare(two, "en", { numeric: true }));
+    const ragged = new Map(); // tensors whose first dimensions vary alike, such as a text and its mask, have one chart
+    for (const each of report.tensors.filter((tensor) => tensor.num_shapes > 1)) {
+      const key = each.shapes.map(([shape, count]) => `${shape.match(/\d*/g).find(Boolean)} ${count}`).join();
+      ragged.set(key, [...(ragged.get(key) || []), each]);
+    }
+    for (const [each, ...alike] of [...ragged.values()].slice(0, 6)) {
+      const common = each.shapes.slice(0, 8).sort(([one], [two]) => one.localeCompare(two, "en", { numeric: true }));
       const rows = common.map(([label, count]) => ({ label, count, text: integer(count) }));
       const more = each.num_shapes > rows.length ? [make("p", { class: "hint" }, `and ${counted(each.num_shapes - rows.length, "more shape")}`)] : [];
-      charts.push(panel(`Shapes of ${each.name || "the tensor"}`, barList(rows), ...more));
+      charts.push(panel(`Shapes of ${[each, ...alike].slice(0, 3).map((one) => one.name || "the tensor").join(", ")}`, barList(rows), ...more));
     }
     $("charts").append(...charts);
     $("sizes").hidden = !charts.length;
@@ -459,7 +464,7 @@
     if (found.join(" ") === words.join(" ")) return;
     words = found;
     const done = restart();
-    if (words.length && $("samples").getBoundingClientRect().top > innerHeight * 0.6) $("samples").scrollIntoView();
+    if (words.length && $("samples").getBoundingClientRect().top > innerHeight * 0.3) $("samples").scrollIntoView();
     return done;
   }
 
