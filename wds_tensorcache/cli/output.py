@@ -125,7 +125,7 @@ class Output:
         if self.as_json:
             return
         cells = [[cell if isinstance(cell, Text) else Text(plain(cell)) for cell in row] for row in rows]
-        table = Table(box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False, show_header=any(columns))
         for column in columns:
             table.add_column(column, justify="right" if column in right else "left", overflow="fold")
         for row in cells:

@@ -64,7 +64,13 @@ def heat_map(plane: Any, console: Console, width: int, height: int) -> list[Text
         plane: Numbers, float64 `[H, W]`.
         width: Largest width in characters.
         height: Largest number of lines. With colors, each line shows two rows of the plane.
+
+    An image keeps its proportions; a plane that is more than four times as long in one direction does not.
     """
+    rows, columns = plane.shape
+    if rows <= 4 * columns and columns <= 4 * rows:  # a character is about twice as high as it is wide
+        scale = min(width / columns, 2 * height / rows, 1)
+        width, height = max(1, round(columns * scale)), max(1, round(rows * scale / 2))
     if not has_colors(console):
         shades = _SHADES if is_unicode(console) else _ASCII_SHADES
         levels = levels_of(shrink(plane, height, width))

@@ -41,7 +41,7 @@ _FEW_NUMBERS = 8  # numbers of a tensor that are shown instead of their statisti
 _MEMBER_CHARS = 200
 _MAX_NBYTES_PRINTED = 1 << 28
 _BAR_WIDTH = 40
-_STYLES = {"tensor": "cyan", "ndarray": "cyan", "value": "not bold"}
+_STYLES = {"tensor": "cyan", "ndarray": "cyan", "value": ""}
 
 
 @click.command("show")
@@ -93,9 +93,9 @@ def _show_sample(output: Output, cache: tc.TensorCache, key: str, sample: Any, m
         return
     drawing = _Drawing(output, tensors, measured, frozenset(list(tensors)[:_NUM_MAPS] if maps else ()))
     name = sample_name(key)
-    title = Text(f"sample {plain(repr(key))}", "bold")
+    title = Text().append(f"sample {plain(repr(key))}", "bold")
     title.append(f" ({plain(name)})" if name not in (None, key) else "").append(
-        f"  {nbytes:,} bytes of tensors", "not bold"
+        f"  {nbytes:,} bytes of tensors"
     )
     tree = Tree(title, guide_style="dim")
     drawing.grow(tree, root.children or (root,))
@@ -116,7 +116,7 @@ class _Drawing:
     def grow(self, tree: Tree, nodes: Iterable[Node]) -> None:
         """Add nodes to a branch of a tree."""
         for node in nodes:
-            label = Text(f"{plain(node.name)}  " if node.name else "", "bold")
+            label = Text().append(f"{plain(node.name)}  " if node.name else "", "bold")
             if node.tensor in self.tensors:
                 tree.add(Group(*self._lines(label, node, self.tensors[node.tensor])))
             else:  # a tensor in a set, or in the key of a dict, has no name
@@ -127,14 +127,14 @@ class _Drawing:
         label.append(plain(node.text), "cyan").append(" (numpy)" if node.kind == "ndarray" else "", "dim")
         few, values = _few_values(lazy), self.measured.get(lazy.name)
         if few:
-            return [label.append(f"  {plain(few)}", "not bold")]
+            return [label.append(f"  {plain(few)}")]
         if values is not None:
             label.append("  ").append_text(values_text(values))
         plane = read_plane(lazy) if lazy.name in self.drawn else None
         if plane is None:
             return [label]
         console = self.output.console
-        return [label, *heat_map(plane, console, min(48, max(8, console.width - 16)), 6)]
+        return [label, *heat_map(plane, console, min(48, max(8, console.width - 16)), 8)]
 
 
 def _measured(key: str, lazy: Lazy) -> ValueStatistics | None:
