@@ -18,7 +18,9 @@ pytest.importorskip("click")
 pytest.importorskip("rich")
 
 # all that a terminal might obey, or that could forge a line
-HOSTILE = "red \x1b[31m title \x1b]0;owned\x07 up \x9b1A line\nforged: line\r back\x08 \u202egnp.\u2066 zero\u200bwidth \x7f"
+HOSTILE = (
+    "red \x1b[31m title \x1b]0;owned\x07 up \x9b1A line\nforged: line\r back\x08 \u202egnp.\u2066 zero\u200bwidth \x7f"
+)
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +59,9 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("caches") / "cache"
     with tc.ShardWriter(folder / "%d.tar", max_samples=4, fsync=False, fingerprint={"model": "vae"}) as sink:
         for i in range(10):
-            sink.write(tc.safe_key(f"photos/{i:03d} a"), make_sample(i), json={"label": i}, jpg=b"\xff\xd8\xff" + bytes(20))
+            sink.write(
+                tc.safe_key(f"photos/{i:03d} a"), make_sample(i), json={"label": i}, jpg=b"\xff\xd8\xff" + bytes(20)
+            )
     return folder
 
 

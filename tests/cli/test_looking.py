@@ -162,7 +162,13 @@ def test_cat_every_dtype(run: Run, tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "c.tar", fsync=False) as sink:
         sink.write("a", values)
     for name, value in values.items():
-        plain = value if isinstance(value, np.ndarray) else value.view(torch.uint8).numpy() if name == "f8" else value.numpy()
+        plain = (
+            value
+            if isinstance(value, np.ndarray)
+            else value.view(torch.uint8).numpy()
+            if name == "f8"
+            else value.numpy()
+        )
         assert run("cat", "c.tar", "a", name, "--as", "raw").stdout == plain.tobytes()
         npy = run("cat", "c.tar", "a", name)
         if name == "f8":

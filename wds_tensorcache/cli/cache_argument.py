@@ -40,7 +40,8 @@ def open_cache(path: str, name: str | None = None) -> Iterator[tc.TensorCache]:
     try:
         cache = tc.open(path, cache=name)
     except (FileNotFoundError, ValueError) as exc:
-        is_usage = not isinstance(exc, (tc.TensorCacheError, FileNotFoundError))
+        # an InvalidKeyError is about the name of the cache
+        is_usage = isinstance(exc, tc.InvalidKeyError) or not isinstance(exc, (tc.TensorCacheError, FileNotFoundError))
         if is_usage or (type(exc) is FileNotFoundError and not os.path.exists(path)):
             raise click.BadParameter(str(exc), param_hint="OUT") from exc
         raise

@@ -11,10 +11,10 @@ __all__ = ["completion_command"]
 
 
 @click.command("completion")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", metavar="SHELL", type=click.Choice(["bash", "zsh", "fish"]))
 @json_option
 def completion_command(shell: str, as_json: bool) -> None:
-    """Print the script that completes commands, options, keys and names of tensors in SHELL.
+    """Print the script that completes commands, options, keys and names in SHELL.
 
     \b
     bash: add to ~/.bashrc:                      eval "$(tensorcache completion bash)"

@@ -48,7 +48,7 @@ __all__ = ["cat_command"]
 def cat_command(
     out: str, key: str, name: str | None, form: str, member: str | None, cache_name: str | None, as_json: bool
 ) -> None:
-    """Write the tensor NAME of the sample KEY in OUT to stdout: tensorcache cat OUT KEY NAME > x.npy
+    """Write the tensor NAME of the sample KEY in OUT to stdout, as in `cat OUT KEY NAME > x.npy`.
 
     numpy has no bfloat16 and float8; write these with --as safetensors. Nothing binary is written to a terminal. With --json,
     values are numbers in nested arrays, and a member is base64.

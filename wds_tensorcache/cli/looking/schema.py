@@ -19,7 +19,7 @@ __all__ = ["schema_command", "shape_text"]
 @cache_option
 @json_option
 def schema_command(out: str, cache_name: str | None, as_json: bool) -> None:
-    """Show names, dtypes and shapes of the tensors in OUT, and the types of small values.
+    """Show names, dtypes and shapes of the tensors in OUT, and types of other values.
 
     Tensors of all samples are counted in the indexes; values are those of at most 64 samples. No tensor is read.
     """

@@ -22,7 +22,6 @@ from wds_tensorcache.cli.cache_argument import (
     open_cache,
     sample_key,
     sample_name,
-    tensor_names,
 )
 from wds_tensorcache.cli.looking.marks import heat_map, number, values_text
 from wds_tensorcache.cli.output import Output, json_option, plain
@@ -47,7 +46,7 @@ _STYLES = {"tensor": "cyan", "ndarray": "cyan", "value": ""}
 @click.command("show")
 @cache_argument
 @key_argument
-@click.option("--tensor", metavar="NAME", shell_complete=tensor_names, help="Show only this tensor, in full.")
+@click.option("--tensor", metavar="NAME", help="Show only this tensor, in full.")
 @click.option(
     "--heat-map/--no-heat-map", "maps", default=None, help="Draw tensors; by default, if stdout is a terminal."
 )
@@ -56,7 +55,7 @@ _STYLES = {"tensor": "cyan", "ndarray": "cyan", "value": ""}
 def show_command(
     out: str, key: str, tensor: str | None, maps: bool | None, cache_name: str | None, as_json: bool
 ) -> None:
-    """Show the sample KEY in OUT: its structure, small values, the range of each tensor, and other members.
+    """Show the sample KEY in OUT: its structure, values, tensors and other members.
 
     A heat map shows the first plane of a tensor, such as the first channel of a latent: dark for low values, bright for high
     values, red for NaN and infinity. Colors range from the 2nd to the 98th percentile. --tensor shows more planes.
@@ -94,9 +93,7 @@ def _show_sample(output: Output, cache: tc.TensorCache, key: str, sample: Any, m
     drawing = _Drawing(output, tensors, measured, frozenset(list(tensors)[:_NUM_MAPS] if maps else ()))
     name = sample_name(key)
     title = Text().append(f"sample {plain(repr(key))}", "bold")
-    title.append(f" ({plain(name)})" if name not in (None, key) else "").append(
-        f"  {nbytes:,} bytes of tensors"
-    )
+    title.append(f" ({plain(name)})" if name not in (None, key) else "").append(f"  {nbytes:,} bytes of tensors")
     tree = Tree(title, guide_style="dim")
     drawing.grow(tree, root.children or (root,))
     output.show(tree)

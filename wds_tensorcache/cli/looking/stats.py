@@ -46,7 +46,7 @@ class _Samples(click.ParamType):  # type: ignore[type-arg]
 @cache_option
 @json_option
 def stats_command(out: str, samples: int | None, cache_name: str | None, as_json: bool) -> None:
-    """Show statistics of OUT: sizes, shapes, dtypes, ranges, NaN, histograms, and tensors that are stored several times.
+    """Show statistics of OUT: sizes, shapes, numbers, histograms and repeated tensors.
 
     Sizes, shapes and dtypes are those of all samples. Numbers are those of --samples samples at equal distances from each
     other, read once and in bounded memory.
