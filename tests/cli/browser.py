@@ -25,7 +25,7 @@ _FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --remote-debugging-pipe"
 ).split()
-_TIMEOUT_S = 10
+_TIMEOUT_S = 30
 _CODES = {
     "/": ("Slash", 191),
     "Enter": ("Enter", 13),

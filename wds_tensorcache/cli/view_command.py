@@ -9,7 +9,7 @@ import webbrowser
 
 import click
 
-import wds_tensorcache as tc
+from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
 from wds_tensorcache.cli.output import Output, json_option
 from wds_tensorcache.inspecting.report.data import cards_of, file_limits, overview
 from wds_tensorcache.inspecting.report.page import build_page
@@ -25,13 +25,13 @@ _NUM_SURVEYED = 256  # samples that the server examines before it starts
 
 
 @click.command("view")
-@click.argument("out", type=click.Path(exists=True))
+@cache_argument
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the page to this file.")
 @click.option("--serve", is_flag=True, help="Show the whole cache from a server on this machine, until Ctrl-C.")
 @click.option(
     "--samples", type=click.IntRange(1), help="Number of samples in the file [1000], or to examine first [256]."
 )
-@click.option("--cache", "name", help="Name of the cache, if the samples have several.")
+@cache_option
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the server; by default a free one.")
 @click.option("--no-open", is_flag=True, help="Do not open a browser.")
 @json_option
@@ -40,14 +40,16 @@ def view_command(
     output: str | None,
     serve: bool,
     samples: int | None,
-    name: str | None,
+    cache_name: str | None,
     port: int,
     no_open: bool,
     as_json: bool,
 ) -> int:
-    """Show the cache OUT as a page: structure, sizes, statistics, and samples with their latents drawn as pictures.
+    """Show OUT as a page: structure, sizes, statistics, and samples with their latents drawn as pictures.
 
-    With -o, the page is one file that needs no network. Its samples are spread evenly over the cache.
+    With -o, the page is one file that needs no network. It shows up to --samples samples at equal distances from each other;
+    1,000 of them take less than 10 MB. With --serve, a server on this machine shows all samples, and reads them when they
+    are scrolled to.
     """
     if serve == (output is not None):
         raise click.UsageError("pass either -o FILE or --serve")
@@ -55,7 +57,7 @@ def view_command(
         _check_output(output)
     shown = Output(as_json)
     title = os.path.basename(os.path.abspath(out))
-    with tc.open(out, cache=name) as cache:
+    with open_cache(out, cache_name) as cache:
         numbers = spread(len(cache), samples or (_NUM_SURVEYED if serve else 1000))
         with shown.progress("examining samples") as progress:
             survey = Survey(cache, numbers, progress)
@@ -104,10 +106,15 @@ def _serve(server: PageServer, shown: Output, no_open: bool) -> int:
         shown.text(server.url)
         sys.stdout.flush()
         shown.note("Ctrl-C ends the server. The address contains a password: pass it to no other person.")
-        if not no_open:
+        if not no_open and _has_display():
             webbrowser.open(server.url)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
             shown.note("ended")
     return 0
+
+
+def _has_display() -> bool:
+    """Return whether a browser can have a window; without one, Python might start a browser that takes over the terminal."""
+    return sys.platform != "linux" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))

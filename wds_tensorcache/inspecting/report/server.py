@@ -6,6 +6,7 @@ import hmac
 import os
 import re
 import secrets
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -68,6 +69,11 @@ class PageServer(ThreadingHTTPServer):
         # hazard: each request decodes samples, so many at once would take much memory
         self.turn = threading.Semaphore(2)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the error of a request, unless the browser has only gone away."""
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
+
     def is_allowed(self, token: str) -> bool:
         """Return whether a request has the token, in a time that does not tell how much of it is right."""
         return hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode())
@@ -75,14 +81,13 @@ class PageServer(ThreadingHTTPServer):
     def find(self, words: list[str], is_marked: bool, begin: int, count: int) -> dict[str, Any]:
         """Return at most `count` samples from index `begin` on that have all words, and where to continue.
 
-        Answers after 0.7 s with what was found by then.
+        Answers after 0.7 s with what was found by then, but examines at least one sample.
         """
         found: list[dict[str, Any]] = []
         deadline = time.monotonic() + _SEARCH_S
         at, total = begin, len(self.survey.cache)
         while at < total and len(found) < count:
-            # an unfiltered page is complete, however long it takes
-            if (words or is_marked) and at > begin and time.monotonic() > deadline:
+            if at > begin and time.monotonic() > deadline:
                 break
             if not words or self._matches(at, words):
                 card = make_card(self.survey, at, _CARD)
