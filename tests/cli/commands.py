@@ -1,7 +1,7 @@
-"""Run `tensorcache` in a test as a process of its own: real files, pipes, terminals, signals and exit statuses.
+"""Run `tensorcache` in a test as a separate process: real files, pipes, terminals, signals and exit statuses.
 
-A server imports the package once, and forks for each command, which then runs as the console script does. Importing torch for each
-command would take seconds. `tests/cli/test_frame.py` also runs the script itself.
+A server imports the package once, and forks for each command, which then runs as the console script does. Importing torch for
+each command would take seconds. `tests/cli/test_frame.py` also runs the script itself.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What holds for every command: exit statuses, terminals that obey nothing, closed pipes, interruptions, colors, completion."""
+"""Rules for every command: exit statuses, terminals that obey nothing, closed pipes, interruptions, colors, completion."""
 
 from __future__ import annotations
 
 import configparser
 import os
+import random
 import re
 import signal
 import subprocess
@@ -49,9 +50,8 @@ def _script(folder: Path) -> Path:
     name, _, target = config["options.entry_points"]["console_scripts"].strip().partition(" = ")
     module, _, function = target.partition(":")
     path = folder / name
-    path.write_text(
-        f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\nif __name__ == '__main__':\n    sys.exit({function}())\n"
-    )
+    lines = [f"#!{sys.executable}", "import sys", f"from {module} import {function}", f"sys.exit({function}())", ""]
+    path.write_text("\n".join(lines))
     path.chmod(0o755)
     return path
 
@@ -77,7 +77,7 @@ def test_the_console_script(cache: Path, tmp_path: Path) -> None:
 
 def test_python_without_click(tmp_path: Path) -> None:
     """A missing extra says the command that installs it."""
-    script = "import sys; sys.modules['click'] = None; sys.argv = ['tensorcache']; import wds_tensorcache.cli as cli; cli.main()"
+    script = "import sys; sys.modules['click'] = None; import wds_tensorcache.cli as cli; cli.main()"
     found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout) == (2, "")
     assert "pip install 'wds-tensorcache[cli]'" in found.stderr
@@ -90,7 +90,7 @@ def test_python_without_click(tmp_path: Path) -> None:
     ("arguments", "word"),
     [
         (["frob"], "unknown command 'frob'"),
-        (["shwo"], "'show'"),
+        (["sho"], "'show'"),
         (["ls"], "OUT"),
         (["ls", "cache", "--frob"], "--frob"),
         (["ls", "cache", "--limit", "-1"], "--limit"),
@@ -103,7 +103,7 @@ def test_python_without_click(tmp_path: Path) -> None:
         (["ls", "cache", "--cache", "not a name"], "not a name"),
         (["show", "cache", "photos/03 a"], "photos/003%20a"),
         (["show", "cache", KEY, "--tensor", "latnets"], "there are 'latents'"),
-        (["cat", "cache", KEY, "text.sates"], "there are 'text.states'"),
+        (["cat", "cache", KEY, "text.state"], "there are 'text.states'"),
         (["cat", "cache", KEY, "--member", "png"], "'jpg'"),
         (["cat", "cache", KEY], "either the NAME of a tensor or --member"),
         (["cat", "cache", KEY, "latents", "--member", "jpg"], "either the NAME of a tensor or --member"),
@@ -471,3 +471,24 @@ def test_every_module_of_a_command_exists() -> None:
 
 def test_signals_are_those_of_a_shell() -> None:
     assert (128 + signal.SIGINT, 128 + signal.SIGPIPE) == (130, 141)
+
+
+def test_any_damage_is_an_error(run: Run, cache: Path) -> None:
+    """Whatever bytes of a shard change: a result, or one line about the shard."""
+    shard, chance = cache / "0.tar", random.Random(5)
+    content = shard.read_bytes()
+    statuses = []
+    for _ in range(25):
+        damaged = bytearray(content)
+        for _ in range(chance.randrange(1, 200)):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        shard.write_bytes(damaged[: chance.choice([len(damaged), len(damaged), chance.randrange(len(damaged))])])
+        (cache / "manifest.json").unlink(missing_ok=True)
+        for command, *options in [("ls", "--long"), ("schema",), ("stats",), ("show", "photos/001%20a")]:
+            found = run(command, cache, *options)
+            assert found.status in (0, 1, 2)
+            assert found.err.count("\n") == (found.status != 0), found.err
+            assert _is_safe(found.out)
+            assert _is_safe(found.err)
+            statuses.append(found.status)
+    assert 1 in statuses

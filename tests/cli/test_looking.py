@@ -148,7 +148,7 @@ def test_cat(run: Run, cache: Path) -> None:
 
 
 def test_cat_every_dtype(run: Run, tmp_path: Path) -> None:
-    """Each dtype is a `.npy` or `.safetensors` file with the same bytes, or the error says what to use instead; raw always works."""
+    """Each dtype becomes a file with the same bytes, or the error says which format can have it."""
     values = {
         "f8": torch.arange(4).to(torch.float8_e4m3fn),
         "c": torch.tensor([1 + 2j]),

@@ -14,7 +14,7 @@ from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import CONTAINERS
 from wds_tensorcache.reading.description import shown_value
 
-__all__ = ["Node", "sample_tree", "short_dtype", "tensor_text", "walk_nodes"]
+__all__ = ["Node", "sample_tree", "short_dtype", "tensor_text"]
 
 _MAX_ITEMS = 100  # of one container
 _MAX_NODES = 2000
@@ -51,13 +51,6 @@ def sample_tree(sample: Any) -> Node:
     At most 2,000 values, 100 items of a container and 40 levels are shown. A container that occurs again is shown only once.
     """
     return _Builder().visit("", sample, 0)
-
-
-def walk_nodes(node: Node) -> Iterator[Node]:
-    """Yield a node and all nodes in it, in order."""
-    yield node
-    for child in node.children:
-        yield from walk_nodes(child)
 
 
 class _Builder:

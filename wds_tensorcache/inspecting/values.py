@@ -93,8 +93,7 @@ class Moments:
             # Chan's method: no difference of large sums
             mean = float(numbers.mean())
             apart = numbers - mean
-            # not `@`: threads of BLAS that wait for busy cores take ten times as long
-            squares = float(np.einsum("i,i->", apart, apart))
+            squares = float(np.square(apart, out=apart).sum())
             total, delta = self._num_finite + len(numbers), mean - self._mean
             self._squares += squares + delta * delta * (self._num_finite * len(numbers) / total)
             self._mean += delta * len(numbers) / total
@@ -140,20 +139,25 @@ def read_parts(lazy: Lazy) -> Iterator[tuple[Any, Any]]:
 def as_numbers(part: Any) -> Array | None:
     """Return a tensor or array as an array of bools, integers or floats; None if its elements are not numbers (text, dates).
 
-    The real and imaginary parts of complex numbers form a further dimension of size 2. Dtypes that numpy lacks become float32.
+    The real and imaginary parts of complex numbers form a further dimension of size 2. Floats of less than 32 bits
+    become float32.
     """
-    if isinstance(part, np.ndarray):
-        if part.dtype.kind == "c":
-            part = np.stack([part.real, part.imag], -1)
-        return part if part.dtype.kind in "biuf" else None
-    if "float4" in str(part.dtype):  # two numbers in each byte, which torch does not convert
-        return None
-    if part.dtype.is_complex:
-        part = torch.view_as_real(part)
-    if part.dtype.is_floating_point and part.dtype not in (torch.float16, torch.float32, torch.float64):
-        part = part.float()
-    array: Array = part.numpy()
-    return array
+    if isinstance(part, torch.Tensor):
+        if "float4" in str(part.dtype):  # two numbers in each byte, which torch does not convert
+            return None
+        if part.dtype.is_complex:
+            part = torch.view_as_real(part)
+        if part.dtype == torch.bfloat16:  # torch would start threads, which take longer than the conversion
+            high = part.view(torch.int16).numpy().view(np.uint16)
+            part = np.left_shift(high, 16, dtype=np.uint32).view(np.float32)
+        else:
+            part = (part.float() if part.dtype.is_floating_point and part.dtype.itemsize == 1 else part).numpy()
+    elif part.dtype.kind == "c":
+        part = np.stack([part.real, part.imag], -1)
+    if part.dtype == np.float16:  # numpy computes with it ten times slower
+        part = part.astype(np.float32)
+    array: Array = part
+    return array if array.dtype.kind in "biuf" else None
 
 
 def measure(lazy: Lazy) -> ValueStatistics | None:
