@@ -65,13 +65,14 @@ class Browser:
     """
 
     def __init__(self, profile: Path) -> None:
+        path = chromium()
         self.problems: list[str] = []
         self.requests: list[str] = []
         self._numbers, self._buffer, self._answers = itertools.count(1), b"", dict[int, Any]()
         self._is_loaded = False
         commands, self._write = os.pipe()
         self._read, answers = os.pipe()
-        command = [chromium(), *_FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        command = [path, *_FLAGS, f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _WIRE, str(commands), str(answers), *command],
             pass_fds=(commands, answers),
