@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import click
+from click.shell_completion import shell_complete
 
 import wds_tensorcache as tc
 from wds_tensorcache.cli.output import plain
 
-__all__ = ["app", "run"]
+__all__ = ["COMPLETE_VARIABLE", "app", "run"]
 
 # command -> module of `wds_tensorcache.cli` and the name of the click command in it
 _COMMANDS: dict[str, str] = {
+    "import": "import_command:import_command",
+    "ls": "looking.ls:ls_command",
+    "show": "looking.show:show_command",
+    "schema": "looking.schema:schema_command",
+    "stats": "looking.stats:stats_command",
+    "view": "view_command:view_command",
+    "cat": "looking.cat:cat_command",
+    "verify": "check_commands:verify",
+    "repair": "check_commands:repair",
+    "index": "check_commands:index",
     "drop": "check_commands:drop",
     "export": "export_command:export",
-    "import": "import_command:import_command",
-    "index": "check_commands:index",
-    "repair": "check_commands:repair",
-    "verify": "check_commands:verify",
+    "completion": "completion:completion_command",
 }
+COMPLETE_VARIABLE = "_TENSORCACHE_COMPLETE"  # set by the scripts that `tensorcache completion` prints
 
 
 class _Commands(click.Group):
@@ -38,6 +49,11 @@ class _Commands(click.Group):
         found: click.Command = getattr(importlib.import_module(f"wds_tensorcache.cli.{module}"), attribute)
         return found
 
+    def resolve_command(self, context: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(tc.errors.unknown_name("command", args[0], _COMMANDS), context)
+        return super().resolve_command(context, args)
+
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(tc.__version__, prog_name="tensorcache")
@@ -50,30 +66,75 @@ def app() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command, and return its exit status."""
+    """Run a command, and return its exit status.
+
+    0 means success, 1 bad data, 2 wrong usage, 130 an interruption, and 141 that the reader of the output has ended.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # a terminal may lack characters; a program without a stdout has none to set up
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        result: Any = app.main(list(arguments), prog_name="tensorcache", standalone_mode=False)
-        sys.stdout.flush()
-    except click.exceptions.Exit as exc:
-        return exc.exit_code
-    except click.ClickException as exc:
-        exc.show()
-        return exc.exit_code if isinstance(exc, click.UsageError) else 1
-    except (click.Abort, KeyboardInterrupt):
+        status = _status(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the program that reads our output, such as `head`, has ended
+        _discard_output()
+        return 128 + signal.SIGPIPE
+    except OSError as exc:  # a full disk
+        _discard_output()
+        return _fail(exc, 1)
+    except KeyboardInterrupt:
+        _discard_output()
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _status(arguments: Sequence[str]) -> int:
+    """Run a command, print what is wrong, and return the exit status. BrokenPipeError and KeyboardInterrupt are raised."""
+    try:
+        instruction = os.environ.get(COMPLETE_VARIABLE)
+        if instruction:
+            return shell_complete(app, {}, "tensorcache", COMPLETE_VARIABLE, instruction)
+        # `app.main` would turn a closed pipe, an EOFError and an interruption into its own exit
+        with app.make_context("tensorcache", list(arguments)) as context:
+            result = app.invoke(context)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as exc:
+        return exc.exit_code
+    except click.Abort as exc:
+        raise KeyboardInterrupt from exc
+    except click.ClickException as exc:
+        return _refuse(exc)
     except BrokenPipeError:
-        # the program that reads our output, such as `head`, has ended; nothing may be flushed to it when the interpreter ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except ImportError as exc:  # an extra that is not installed; the message has the command that installs it
+        raise
+    except (KeyError, ImportError) as exc:  # an unknown name, or an extra that is not installed
         return _fail(exc, 2)
-    except (tc.TensorCacheError, OSError, ValueError, KeyError) as exc:
+    except (tc.TensorCacheError, OSError, ValueError, EOFError) as exc:
         return _fail(exc, 1)
-    return result if isinstance(result, int) else 0
+    except Exception:
+        # The text of an error may contain anything that a shard does, so it must not reach the terminal as it is.
+        for line in traceback.format_exc().splitlines():
+            print(plain(line), file=sys.stderr)
+        return _fail("this is a fault of tensorcache; please report it", 1)
 
 
-def _fail(exc: Exception, status: int) -> int:
+def _refuse(exc: click.ClickException) -> int:
+    is_usage = isinstance(exc, click.UsageError)
+    if isinstance(exc, click.UsageError) and exc.ctx is not None:
+        print(plain(exc.ctx.get_usage()), file=sys.stderr)
+        print(f"Try '{plain(exc.ctx.command_path)} --help'.", file=sys.stderr)
+    return _fail(exc.format_message(), 2 if is_usage else 1)
+
+
+def _fail(exc: object, status: int) -> int:
     text = exc.args[0] if isinstance(exc, KeyError) and exc.args else exc
     print(f"tensorcache: {plain(text)}", file=sys.stderr)
     return status
+
+
+def _discard_output() -> None:
+    """Let nothing be written to stdout any more, so that the interpreter does not fail again when it ends."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,27 +2,71 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import re
+import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import click
-from rich.console import Console
+import numpy as np
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Output", "json_option", "plain"]
+__all__ = ["Output", "counted", "json_option", "plain", "to_json"]
 
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+_WIDEST = 100_000  # of a table in a file, in columns
 
 
 def plain(text: object) -> str:
-    """Return a text in which control characters and marks that reorder text are escapes, such as `\\x1b`."""
-    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), str(text))
+    """Return a text in which characters that do not print, or that reorder text, are escapes such as `\\x1b`.
+
+    These are control characters, line breaks, surrogates, marks of direction, characters without width, and white space other
+    than the space.
+    """
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in text
+    )
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number of things, such as `1 sample` or `1,200 samples`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def to_json(value: Any) -> Any:
+    """Return a value as JSON has it: records are objects, sequences arrays, and everything unknown its text.
+
+    JSON has no numbers that are not finite; they become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [to_json(item) for item in value]
+    return str(value)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        # rich would exit; `app.run` knows the status
+        raise BrokenPipeError
 
 
 class Output:
@@ -34,31 +78,82 @@ class Output:
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
-        self.console = Console(highlight=False, markup=False, emoji=False)
-        self._errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self.console = _console()
+        self._errors = _console(stderr=True)
+
+    @property
+    def is_terminal(self) -> bool:
+        """True if people read the result on a terminal."""
+        return self.console.is_terminal and not self.as_json
 
     def result(self, value: Any) -> None:
-        """Print the result as JSON, if that was requested."""
+        """Print the result as JSON, if that was requested; see `to_json`."""
         if self.as_json:
-            json.dump(value, sys.stdout, indent=2, ensure_ascii=True, allow_nan=False, default=str)
-            sys.stdout.write("\n")
+            _write(json.dumps(to_json(value), indent=2, allow_nan=False) + "\n")
+
+    def results(self, values: Iterable[Any]) -> None:
+        """Print a JSON array item by item, if that was requested. Memory: one item."""
+        if self.as_json:
+            mark = "["
+            for value in values:
+                _write(f"{mark}\n{json.dumps(to_json(value), allow_nan=False)}")
+                mark = ","
+            _write("[]\n" if mark == "[" else "\n]\n")
+
+    def line(self, text: object = "", style: str = "") -> None:
+        """Print one line for people, unless JSON was requested. A line break in the text is an escape."""
+        if not self.as_json:
+            if style:
+                self.console.print(Text(plain(text), style), soft_wrap=True)
+            else:  # much faster
+                _write(f"{plain(text)}\n")
 
     def text(self, text: object, style: str = "") -> None:
-        """Print lines for people, unless JSON was requested."""
-        if not self.as_json:
-            for line in str(text).split("\n"):
-                self.console.print(Text(plain(line), style), soft_wrap=True)
+        """Print lines for people, unless JSON was requested.
+
+        Hazard: a line break in a name would begin a line that looks like ours; make names `plain` first, or call `line`.
+        """
+        for line in str(text).split("\n"):
+            self.line(line, style)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()) -> None:
-        """Print a table for people, unless JSON was requested; the columns `right` are aligned to the right."""
+        """Print a table for people, unless JSON was requested; the columns `right` are aligned to the right.
+
+        A cell is a `Text`, whose parts must be `plain`, or any object. If a terminal is too narrow for four columns or more,
+        each cell has its own line. In a file, no cell is wrapped.
+        """
         if self.as_json:
             return
-        table = Table(box=None, pad_edge=False)
+        cells = [[cell if isinstance(cell, Text) else Text(plain(cell)) for cell in row] for row in rows]
+        table = Table(box=None, pad_edge=False, show_header=any(columns))
         for column in columns:
             table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(plain(cell)) for cell in row))
-        self.console.print(table)
+        for row in cells:
+            table.add_row(*row)
+        if self.console.measure(table, options=self._unlimited()).maximum <= self.console.width or len(columns) < 4:
+            self.show(table)
+            return
+        for row in cells:  # the terminal is too narrow for a line
+            self.show(row[0])
+            for column, cell in zip(columns[1:], row[1:], strict=True):
+                self.show(Text.assemble(f"  {column} ", cell))
+
+    def _unlimited(self) -> ConsoleOptions:
+        return self.console.options.update(width=_WIDEST)
+
+    def show(self, renderable: RenderableType) -> None:
+        """Print an object of `rich` for people, unless JSON was requested; its texts must be `plain`.
+
+        Lines are wrapped at the width of a terminal, and not in a file.
+        """
+        if self.as_json:
+            return
+        if self.console.is_terminal:
+            self.console.print(renderable)
+            return
+        with self.console.capture() as captured:
+            self.console.print(renderable)
+        _write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
     def note(self, text: object) -> None:
         """Print a message on stderr."""
@@ -74,6 +169,18 @@ class Output:
         with Progress(*columns, console=self._errors, transient=True) as bar:
             task = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _console(stderr: bool = False) -> Console:
+    console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _WIDEST
+    return console
+
+
+def _write(text: str) -> None:
+    if sys.stdout is not None:
+        sys.stdout.write(text)
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

@@ -16,7 +16,7 @@ from wds_tensorcache.codec.tree import CONTAINERS, Path, map_leaves
 from wds_tensorcache.reading.schema import TensorSchema, format_tensor, merge_schema, printable, schema_from
 from wds_tensorcache.reading.structure import value_at
 
-__all__ = ["NUM_EXAMINED", "Contents", "Description", "TensorDescription", "ValueDescription"]
+__all__ = ["NUM_EXAMINED", "Contents", "Description", "TensorDescription", "ValueDescription", "shown_value"]
 
 Array = np.ndarray[Any, Any]
 NUM_EXAMINED = 64  # samples whose small values are examined
@@ -66,7 +66,7 @@ class ValueDescription:
 
     def __str__(self) -> str:
         each = (f"{text} ({count:,})" if len(self.types) > 1 else text for text, count in self.types.items())
-        return f"{', '.join(each)}" + f", for example {_shown(self.example)}" * (self.example is not None)
+        return f"{', '.join(each)}" + f", for example {shown_value(self.example)}" * (self.example is not None)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -140,7 +140,7 @@ def _count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
-def _shown(value: Any, depth: int = 3) -> str:
+def shown_value(value: Any, depth: int = 3) -> str:
     """Return a value as text of bounded length.
 
     Hazard: a hostile container may contain itself, or one list many times over, so that its own repr is far larger than it.
@@ -155,9 +155,9 @@ def _shown(value: Any, depth: int = 3) -> str:
     begin, end = _BRACKETS.get(type(value), (f"{type(value).__name__}([", "])"))
     if not depth:
         return f"{begin}…{end}"
-    items = [_shown(item, depth - 1) for item in islice(value, _SHOWN_ITEMS)]
+    items = [shown_value(item, depth - 1) for item in islice(value, _SHOWN_ITEMS)]
     if is_dict:
-        items = [f"{key}: {_shown(item, depth - 1)}" for key, item in zip(items, value.values(), strict=False)]
+        items = [f"{key}: {shown_value(item, depth - 1)}" for key, item in zip(items, value.values(), strict=False)]
     items += ["…"] * (len(value) > _SHOWN_ITEMS)
     return f"{begin}{', '.join(items)}{',' * (type(value) is tuple and len(value) == 1)}{end}"
 
@@ -266,7 +266,7 @@ class Contents:
             paths: deque[Path] = deque()
             map_leaves(sample, lambda lazy: None, paths.append)
             for path in islice(paths, _MAX_VALUES):
-                parts = (component(key, 0) if type(key) in (str, int) else _shown(key) for key in path)
+                parts = (component(key, 0) if type(key) in (str, int) else shown_value(key) for key in path)
                 name = prefix + ".".join(parts) if path else prefix.removesuffix(".")
                 if name in self._values or len(self._values) < _MAX_VALUES:
                     self._values.setdefault(name, _Value()).add(value_at(sample, path))

@@ -1,0 +1,494 @@
+"""Rules for every command: exit statuses, terminals that obey nothing, closed pipes, interruptions, colors, completion."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.cli.commands import Result, Server
+from tests.cli.conftest import HOSTILE
+from wds_tensorcache.cli.app import app
+from wds_tensorcache.cli.output import plain, to_json
+
+Run = Callable[..., Result]
+ROOT = Path(__file__).parent.parent.parent
+KEY = "photos/003%20a"
+LOOKING = [("ls",), ("ls", "--long"), ("schema",), ("stats",)]
+MODULE = [sys.executable, "-m", "wds_tensorcache.cli"]
+
+
+def _is_safe(text: str) -> bool:
+    """Return whether each line of a text is printable."""
+    return all(line.isprintable() for line in text.split("\n"))
+
+
+def _without_styles(content: bytes) -> str:
+    """Return the text of a terminal without the colors and styles that `tensorcache` itself sends."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", content.decode()).replace("\r\n", "\n")
+
+
+# --- the script itself
+
+
+def _script(folder: Path) -> Path:
+    """Write the console script of setup.cfg, as pip does, and return its path."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    name, _, target = config["options.entry_points"]["console_scripts"].strip().partition(" = ")
+    module, _, function = target.partition(":")
+    path = folder / name
+    lines = [f"#!{sys.executable}", "import sys", f"from {module} import {function}", f"sys.exit({function}())", ""]
+    path.write_text("\n".join(lines))
+    path.chmod(0o755)
+    return path
+
+
+def test_the_console_script(cache: Path, tmp_path: Path) -> None:
+    """It ends quietly when the reader of its output has ended; the module is the same command."""
+    script = _script(tmp_path)
+    assert script.name == "tensorcache"
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    commands = [[str(script), "ls", "cache"], [*MODULE, "ls", "nowhere"]]
+    running = [
+        subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=writing, stderr=subprocess.PIPE)
+        for command in commands
+    ]
+    os.close(writing)
+    errors = [process.communicate(timeout=120)[1] for process in running]
+    assert [process.returncode for process in running] == [141, 2]
+    assert errors[0] == b""
+    assert errors[1].endswith(b"Invalid value for OUT: nowhere does not exist\n")
+
+
+def test_python_without_click(tmp_path: Path) -> None:
+    """A missing extra says the command that installs it."""
+    script = "import sys; sys.modules['click'] = None; import wds_tensorcache.cli as cli; cli.main()"
+    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "pip install 'wds-tensorcache[cli]'" in found.stderr
+
+
+# --- exit statuses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["frob"], "unknown command 'frob'"),
+        (["sho"], "'show'"),
+        (["ls"], "OUT"),
+        (["ls", "cache", "--frob"], "--frob"),
+        (["ls", "cache", "--limit", "-1"], "--limit"),
+        (["stats", "cache", "--samples", "0"], "at least 1, or 'all'"),
+        (["stats", "cache", "--samples", "few"], "at least 1, or 'all'"),
+        (["ls", "nowhere"], "nowhere does not exist"),
+        (["ls", "nowhere/*.tar"], "matches no file"),
+        (["ls", "s3://bucket/cache"], "not a local path"),
+        (["ls", "cache", "--cache", "none"], "no cache 'none'"),
+        (["ls", "cache", "--cache", "not a name"], "not a name"),
+        (["show", "cache", "photos/03 a"], "photos/003%20a"),
+        (["show", "cache", KEY, "--tensor", "latnets"], "there are 'latents'"),
+        (["cat", "cache", KEY, "text.state"], "there are 'text.states'"),
+        (["cat", "cache", KEY, "--member", "png"], "'jpg'"),
+        (["cat", "cache", KEY], "either the NAME of a tensor or --member"),
+        (["cat", "cache", KEY, "latents", "--member", "jpg"], "either the NAME of a tensor or --member"),
+        (["completion", "tcsh"], "bash"),
+        (["import", "nowhere", "out"], "nowhere"),
+    ],
+)
+def test_wrong_usage(run: Run, cache: Path, arguments: list[str], word: str) -> None:
+    found = run(*arguments)
+    assert (found.status, found.out) == (2, "")
+    assert word in found.err
+    assert "Traceback" not in found.err
+
+
+def test_help(run: Run) -> None:
+    for arguments in ([], ["--help"], ["-h"]):
+        found = run(*arguments)
+        assert "import" in found.out + found.err
+        assert "show" in found.out + found.err
+        assert found.status == (0 if arguments else 2)
+    for name in app.list_commands(None):  # type: ignore[arg-type]
+        found = run(name, "--help")
+        assert (found.status, found.err) == (0, "")
+        assert found.out.startswith(f"Usage: tensorcache {name}")
+        assert "--json" in found.out
+    assert run("--version").out == f"tensorcache, version {tc.__version__}\n"
+
+
+def _cut(cache: Path) -> None:
+    shard = cache / "1.tar"
+    shard.write_bytes(shard.read_bytes()[:-3000])
+
+
+def _damage_a_sample(cache: Path) -> None:
+    shard = cache / "1.tar"
+    content = bytearray(shard.read_bytes())
+    at = content.index(b"tensor:latents")
+    content[at : at + 6] = b"nosens"
+    shard.write_bytes(content)
+
+
+def _empty(cache: Path) -> None:
+    for path in cache.iterdir():
+        path.unlink()
+
+
+def _no_shard(cache: Path) -> None:
+    (cache / "1.tar").unlink()
+
+
+def _not_a_tar(cache: Path) -> None:
+    _empty(cache)
+    (cache / "0.tar").write_bytes(b"not a tar at all" * 100)
+
+
+def _only_members(cache: Path) -> None:
+    import io
+    import tarfile
+
+    _empty(cache)
+    with tarfile.open(cache / "0.tar", "w") as archive:
+        member = tarfile.TarInfo("a.jpg")
+        member.size = 3
+        archive.addfile(member, io.BytesIO(b"abc"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "word", "status"),
+    [
+        (_cut, "1.tar", 1),
+        (_empty, "neither manifest.json nor any *.tar", 1),
+        (_no_shard, "1.tar", 1),
+        (_not_a_tar, "0.tar", 1),
+        (_only_members, "only other members", 2),
+    ],
+)
+def test_bad_data(run: Run, cache: Path, damage: Callable[[Path], None], word: str, status: int) -> None:
+    damage(cache)
+    for command, *options in [*LOOKING, ("show", KEY), ("cat", KEY, "latents")]:
+        for as_json in ([], ["--json"]):
+            found = run(command, cache, *options, *as_json)
+            assert found.status == status, command
+            assert word in found.err
+            assert found.err.count("\n") == 1
+            assert found.err.startswith("tensorcache: ")
+            assert found.out == ""
+
+
+def test_a_damaged_sample(run: Run, cache: Path) -> None:
+    """The index is intact, so keys and shapes are known; reading the sample is refused, and names it."""
+    _damage_a_sample(cache)
+    assert run("ls", cache).status == 0
+    for arguments in (["show", cache, "photos/004%20a"], ["cat", cache, "photos/004%20a", "latents"], ["stats", cache]):
+        found = run(*arguments)
+        assert (found.status, found.out) == (1, "")
+        assert "1.tar" in found.err
+        assert "photos/004%20a" in found.err
+    assert run("show", cache, KEY).status == 0
+
+
+# --- terminals obey nothing
+
+
+def test_hostile_texts(run: Run, on_terminal: Run, hostile: Path) -> None:
+    for command, *options in [*LOOKING, ("show", "a"), ("show", "a", "--tensor", "array"), ("ls", "--glob", HOSTILE)]:
+        piped = run(command, hostile, *options)
+        assert (piped.status, piped.err) == (0, "")
+        assert _is_safe(piped.out), command
+        assert "forged: line" not in piped.out.split("\n")
+        for settings in ({}, {"columns": 30, "NO_COLOR": "1"}):
+            seen = on_terminal(command, hostile, *options, stderr=False, **settings)
+            assert seen.status == 0
+            assert _is_safe(_without_styles(seen.stdout)), command
+            assert b"\x1b[31m title" not in seen.stdout
+        as_json = run(command, hostile, *options, "--json")
+        assert _is_safe(as_json.out)
+        as_json.json  # noqa: B018
+    names = {child["name"] for child in run("show", hostile, "a", "--json").json["structure"]["children"]}
+    assert names == {HOSTILE, "prompt", "list", "array"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["ls", HOSTILE], ["show", "hostile", HOSTILE], ["show", "hostile", "a", "--tensor", HOSTILE + "x"], [HOSTILE],
+     ["cat", "hostile", "a", "--member", HOSTILE], ["ls", "hostile", f"--{HOSTILE}"], ["import", HOSTILE, "x"],
+     ["completion", HOSTILE], ["ls", "hostile", "--cache", HOSTILE], ["stats", "hostile", "--samples", HOSTILE]],
+)  # fmt: skip
+def test_hostile_arguments(run: Run, hostile: Path, arguments: list[str]) -> None:
+    """A file name that a shell expands may contain anything, too."""
+    found = run(*arguments)
+    assert (found.status, found.out) == (2, "")
+    assert _is_safe(found.err)
+    assert "\nforged" not in found.err
+
+
+def test_hostile_file_names(run: Run, hostile: Path, tmp_path: Path) -> None:
+    folder = tmp_path / ("x" + HOSTILE.replace("/", ""))
+    folder.mkdir()
+    (folder / "0.tar").write_bytes((hostile / "0.tar").read_bytes()[:2000])
+    found = run("stats", folder)
+    assert found.status == 1
+    assert _is_safe(found.err)
+    assert found.err.count("\n") == 1
+
+
+def test_a_member_that_is_not_text_stays_off_the_terminal(
+    on_terminal: Run, run: Run, cache: Path, hostile: Path
+) -> None:
+    for arguments in (
+        ["cat", cache, KEY, "latents"],
+        ["cat", cache, KEY, "latents", "--as", "raw"],
+        ["cat", cache, KEY, "latents", "--as", "safetensors"],
+        ["cat", cache, KEY, "--member", "jpg"],
+        ["cat", hostile, "a", "--member", "txt"],
+    ):
+        found = on_terminal(*arguments)
+        assert found.status == 2
+        assert b"redirect it to a file" in found.stdout
+        assert _is_safe(_without_styles(found.stdout))
+        assert run(*arguments).status in (0, 2)
+    assert on_terminal("cat", cache, KEY, "--member", "json").stdout == b'{"label": 3}'
+    assert run("cat", hostile, "a", "--member", "txt").stdout.decode() == HOSTILE
+
+
+def test_plain() -> None:
+    assert plain("plain text, é 字 🙂") == "plain text, é 字 🙂"
+    assert plain("a\x1b\n\u202e\u200b\ud800\x85") == r"a\x1b\n\u202e\u200b\ud800\x85"
+    assert plain("".join(map(chr, range(0x110000)))).isprintable()
+
+
+def test_numbers_that_json_lacks() -> None:
+    found = to_json({1: float("nan"), "a": (float("inf"), -float("inf"), 1.5, True, None), "b": {Path("x")}})
+    assert found == {"1": "NaN", "a": ["Infinity", "-Infinity", 1.5, True, None], "b": ["x"]}
+
+
+# --- pipes, files and signals
+
+
+def test_a_closed_pipe(server: Server, tmp_path: Path) -> None:
+    """Each command ends quietly, with the status that a shell shows for SIGPIPE."""
+    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
+        for i in range(3000):
+            sink.write(f"{i:040d}", {"x": torch.zeros(1), "long": f"{i}" * 50})
+        sink.write("a", {f"{i}": torch.zeros(300) for i in range(180)} | {"x": torch.zeros(1 << 18)})
+    for arguments in (
+        ["ls", "0.tar"], ["ls", "0.tar", "--json"], ["show", "0.tar", "a"], ["show", "0.tar", "a", "--json"],
+        ["schema", "0.tar", "--json"], ["cat", "0.tar", "a", "x"], ["cat", "0.tar", "a", "x", "--as", "raw"],
+        ["--help"], ["ls", "--help"], ["completion", "bash"],
+    ):  # fmt: skip
+        reading, writing = os.pipe()
+        os.close(reading)
+        error = os.memfd_create("error")
+        with open(os.devnull) as null:
+            process = server.start(arguments, (null.fileno(), writing, error), tmp_path)
+        os.close(writing)
+        assert process.wait() == 141, arguments
+        assert os.lseek(error, 0, os.SEEK_END) == 0, os.pread(error, 1000, 0)
+        os.close(error)
+
+
+def test_both_outputs_closed(server: Server, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(os.devnull) as null:
+        process = server.start(["ls", "nowhere"], (null.fileno(), writing, writing), tmp_path)
+    os.close(writing)
+    assert process.wait() == 141
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk(server: Server, cache: Path, tmp_path: Path) -> None:
+    for arguments in (["ls", "cache"], ["show", "cache", KEY], ["cat", "cache", KEY, "zeros"], ["--help"]):
+        error = os.memfd_create("error")
+        with open(os.devnull) as null, open("/dev/full", "wb") as full:
+            status = server.start(arguments, (null.fileno(), full.fileno(), error), tmp_path).wait()
+        said = os.pread(error, 1000, 0).decode()
+        os.close(error)
+        assert status == 1, arguments
+        assert "No space left" in said
+        assert "Traceback" not in said
+
+
+def test_a_closed_stdout(server: Server, cache: Path, tmp_path: Path) -> None:
+    for arguments, status in ((["ls", "cache"], 0), (["show", "cache", KEY], 0), (["cat", "cache", KEY, "zeros"], 1)):
+        error = os.memfd_create("error")
+        with open(os.devnull) as null:
+            assert server.start(arguments, (null.fileno(), -1, error), tmp_path).wait() == status, arguments
+        assert b"Traceback" not in os.pread(error, 1000, 0)
+        os.close(error)
+
+
+def test_interrupted(server: Server, tmp_path: Path) -> None:
+    """SIGINT while a command waits for the reader of its output, or reads: status 130, and one line."""
+    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
+        for i in range(4000):
+            sink.write(f"{i:050d}", {"x": torch.zeros(4000)})
+    for arguments in (["ls", "0.tar"], ["ls", "0.tar", "--json"], ["stats", "0.tar", "--samples", "all"]):
+        reading, writing = os.pipe()
+        error = os.memfd_create("error")
+        with open(os.devnull) as null:
+            process = server.start(arguments, (null.fileno(), writing, error), tmp_path)
+        os.close(writing)
+        time.sleep(0.3)
+        process.interrupt()
+        status = process.wait()
+        os.close(reading)
+        said = os.pread(error, 1000, 0)
+        os.close(error)
+        assert (status, said) == (130, b"interrupted\n"), arguments
+
+
+def test_ansi_is_for_terminals(run: Run, on_terminal: Run, cache: Path) -> None:
+    assert b"\x1b" not in run("show", cache, KEY, TERM="xterm-256color", COLORTERM="truecolor").stdout
+    assert b"\x1b" in on_terminal("show", cache, KEY).stdout
+
+
+# --- heat maps and widths
+
+
+def test_heat_maps(on_terminal: Run, run: Run, cache: Path) -> None:
+    true_color = on_terminal("show", cache, KEY, COLORTERM="truecolor").stdout
+    assert "▀" in true_color.decode()
+    assert b"\x1b[38;2;" in true_color
+    few_colors = on_terminal("show", cache, KEY).stdout
+    assert "▀" in few_colors.decode()
+    assert b"38;5;" in few_colors
+    assert b"38;2;" not in few_colors
+    for options in ({"NO_COLOR": "1"}, {"TERM": "dumb"}, {"TERM": "xterm"}):
+        found = on_terminal("show", cache, KEY, **options).stdout.decode()
+        assert "▀" not in found
+        assert "░" in found, options
+        assert not re.search(r"\x1b\[[0-9;]*(3[0-7]|38|48)", found) or options == {"TERM": "xterm"}
+    ascii_only = on_terminal("show", cache, KEY, NO_COLOR="1", PYTHONIOENCODING="ascii").stdout
+    assert ascii_only.isascii()
+    assert b"@" in ascii_only
+    assert "░" not in run("show", cache, KEY).out
+    assert "░" in run("show", cache, KEY, "--heat-map").out
+    assert "▀" not in on_terminal("show", cache, KEY, "--no-heat-map").out
+    assert "2 planes" in on_terminal("show", cache, KEY, "--tensor", "latents").out
+
+
+def test_a_dark_and_a_bright_end(on_terminal: Run, tmp_path: Path) -> None:
+    """The first pixel of a ramp has the darkest color, the last one the brightest, NaN is red."""
+    ramp = torch.arange(8.0).repeat(2, 1)
+    ramp[0, 3] = float("nan")
+    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
+        sink.write("a", {"x": torch.cat([ramp] * 4)})
+    found = on_terminal("show", "0.tar", "a", COLORTERM="truecolor").stdout.decode()
+    pixels = re.findall(r"\x1b\[38;2;(\d+);(\d+);(\d+)(?:;48;2;[\d;]+)?m▀", found)
+    assert pixels[0] == ("68", "1", "84")
+    assert pixels[3] == ("255", "0", "90")
+    assert pixels[7] == ("253", "231", "37")
+
+
+def test_a_narrow_terminal(on_terminal: Run, cache: Path) -> None:
+    for command, *options in [("schema",), ("stats",), ("show", KEY), ("show", KEY, "--tensor", "text.states")]:
+        found = _without_styles(on_terminal(command, cache, *options, columns=40).stdout)
+        if command != "show":
+            for word in ("latents", "bf16", "text.states", "histogram" if command == "stats" else "samples"):
+                assert word in found, found
+        for line in found.split("\n"):
+            # tables and trees fit; texts are wrapped by the terminal
+            assert len(line) <= 40 or not re.search("[▀░│▁█]", line), line
+        assert on_terminal(command, cache, *options, columns=4).status == 0
+
+
+def test_ascii_output(run: Run, cache: Path) -> None:
+    for command, *options in [*LOOKING, ("show", KEY)]:
+        found = run(command, cache, *options, PYTHONIOENCODING="ascii")
+        assert (found.status, found.err) == (0, "")
+        assert found.stdout.isascii()
+    assert "histogram" not in run("stats", cache, PYTHONIOENCODING="ascii").out
+
+
+def test_progress_is_on_stderr(on_terminal: Run, run: Run, cache: Path) -> None:
+    found = on_terminal("stats", cache, stderr=False)
+    assert found.stderr == b""
+    assert run("stats", cache).stderr == b""
+
+
+# --- completion
+
+
+def _completions(run: Run, *words: str) -> list[str]:
+    return [
+        line.partition(",")[2]
+        for line in run(
+            _TENSORCACHE_COMPLETE="bash_complete",
+            COMP_WORDS=" ".join(["tensorcache", *words]),
+            COMP_CWORD=str(len(words)),
+        ).out.split()
+    ]
+
+
+def test_completion(run: Run, cache: Path, hostile: Path) -> None:
+    assert _completions(run, "s") == ["show", "schema", "stats"]
+    assert "--samples" in _completions(run, "stats", "--")
+    assert _completions(run, "show", "cache", "photos/00") == [f"photos/{i:03d}%20a" for i in range(10)]
+    assert _completions(run, "cat", "cache", KEY, "text.") == ["text.states", "text.mask"]
+    assert _completions(run, "cat", "hostile", "a", "") == ["array"]  # no name that a terminal would obey
+    assert _completions(run, "show", "nowhere", "") == []
+    assert _completions(run, "cat", "cache", "nothing", "") == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(run: Run, shell: str) -> None:
+    found = run("completion", shell)
+    assert (found.status, found.err) == (0, "")
+    assert "_TENSORCACHE_COMPLETE" in found.out
+    assert f"{shell}_complete" in found.out
+    if shell == "bash":
+        assert subprocess.run(["bash", "-n"], input=found.stdout, check=False).returncode == 0
+    assert run("completion", shell, "--json").json["script"].rstrip() == found.out.rstrip()
+
+
+def test_every_module_of_a_command_exists() -> None:
+    from wds_tensorcache.cli.app import _COMMANDS
+
+    for name, place in _COMMANDS.items():
+        module, _, attribute = place.partition(":")
+        command = getattr(import_module(f"wds_tensorcache.cli.{module}"), attribute)
+        assert command.name == name
+        assert command.help
+
+
+def test_signals_are_those_of_a_shell() -> None:
+    assert (128 + signal.SIGINT, 128 + signal.SIGPIPE) == (130, 141)
+
+
+def test_any_damage_is_an_error(run: Run, cache: Path) -> None:
+    """Whatever bytes of a shard change: a result, or one line about the shard."""
+    shard, chance = cache / "0.tar", random.Random(5)
+    content = shard.read_bytes()
+    statuses = []
+    for _ in range(25):
+        damaged = bytearray(content)
+        for _ in range(chance.randrange(1, 200)):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        shard.write_bytes(damaged[: chance.choice([len(damaged), len(damaged), chance.randrange(len(damaged))])])
+        (cache / "manifest.json").unlink(missing_ok=True)
+        for command, *options in [("ls", "--long"), ("schema",), ("stats",), ("show", "photos/001%20a")]:
+            found = run(command, cache, *options)
+            assert found.status in (0, 1, 2)
+            assert found.err.count("\n") == (found.status != 0), found.err
+            assert _is_safe(found.out)
+            assert _is_safe(found.err)
+            statuses.append(found.status)
+    assert 1 in statuses

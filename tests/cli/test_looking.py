@@ -1,0 +1,207 @@
+"""`ls`, `show`, `schema`, `stats` and `cat` show what is in a cache."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+import wds_tensorcache as tc
+from tests.cli.commands import Result
+from tests.cli.conftest import make_sample
+
+Run = Callable[..., Result]
+KEY = "photos/003%20a"
+NBYTES = 2 * 16 * 16 * 2 + 4 * 40 * 4 + 6 + 32 + 400
+
+
+def test_ls(run: Run, cache: Path) -> None:
+    lines = run("ls", cache).out.splitlines()
+    assert len(lines) == 10
+    assert lines[3].split() == [f"{NBYTES:,}", KEY]
+    assert run("ls", cache, "--limit", "2").out.splitlines() == lines[:2]
+    assert run("ls", cache, "--limit", "0").out == ""
+    for pattern in ("photos/003*", "photos/003 a", "*3%20a"):  # keys, and names
+        assert run("ls", cache, "--glob", pattern).out.splitlines() == [lines[3]]
+    assert run("ls", cache, "--glob", "nothing") == Result(0, b"", b"")
+    long = run("ls", cache, "--long", "--glob", KEY).out
+    assert "(photos/003 a)" in long
+    assert all(part in long for part in ("latents [2, 16, 16]", "text.states [4, 40]", ".jpg", ".json"))
+    found = run("ls", cache, "--json").json
+    assert found[3] == {"key": KEY, "nbytes": NBYTES}
+    assert len(found) == 10
+    (record,) = run("ls", cache, "--json", "--long", "--glob", KEY).json
+    assert record["name"] == "photos/003 a"
+    assert record["shapes"]["text.mask"] == [6]
+    assert sorted(record["members"]) == ["jpg", "json"]
+    assert run("ls", cache, "--json", "--glob", "nothing").json == []
+
+
+@pytest.mark.parametrize("source", ["cache", "cache/0.tar", "cache/*.tar", "cache/manifest.json", "cache/{0..0}.tar"])
+def test_every_source(run: Run, cache: Path, source: str) -> None:
+    found = run("ls", source, "--json")
+    assert found.status == 0
+    assert len(found.json) == (4 if "0" in source else 10)
+
+
+def test_show(run: Run, cache: Path) -> None:
+    found = run("show", cache, KEY)
+    assert (found.status, found.err) == (0, "")
+    lines = found.out.splitlines()
+    assert lines[0] == f"sample '{KEY}' (photos/003 a)  {NBYTES:,} bytes of tensors"
+    shown = {line.strip("│├└─ "): line for line in lines[1:]}
+    assert "latents  bf16[2, 16, 16]  min -4  mean 0  max 4  0 NaN" in shown
+    assert "states  f32[4, 40]  min 3.5  mean 3.5  max 3.5  0 NaN" in shown
+    assert "mask  bool[6]  [True, True, True, True, False, False]" in shown
+    assert "crop  i64[4] (numpy)  [0, 1, 2, 3]" in shown
+    assert "size  (64, 48)" in shown
+    assert "prompt  'photo 3'" in shown
+    assert shown["states  f32[4, 40]  min 3.5  mean 3.5  max 3.5  0 NaN"].startswith("│")
+    assert 'member .json: 12 bytes: {"label": 3}' in lines
+    assert "member .jpg: 23 bytes" in lines
+    assert run("show", cache, "photos/003 a").out == found.out  # the name in place of the key
+    as_json = run("show", cache, KEY, "--json").json
+    assert as_json["members"]["jpg"] == {"nbytes": 23}
+    by_name = {each["name"]: each for each in as_json["tensors"]}
+    assert by_name["latents"]["values"]["max"] == 4
+    assert by_name["text.mask"]["values"]["num_zero"] == 2
+    assert [child["name"] for child in as_json["structure"]["children"]] == list(make_sample(0))
+
+
+def test_show_a_tensor(run: Run, cache: Path) -> None:
+    found = run("show", cache, KEY, "--tensor", "latents")
+    assert found.status == 0
+    assert "latents  bf16[2, 16, 16]  1,024 bytes" in found.out
+    assert "[[-4." in found.out
+    assert "█" in found.out
+    as_json = run("show", cache, KEY, "--tensor", "latents", "--json").json
+    assert (as_json["dtype"], as_json["shape"], as_json["values"]["min"]) == ("bfloat16", [2, 16, 16], -4)
+    assert sum(as_json["values"]["histogram"]["counts"]) == 512
+
+
+def test_schema(run: Run, cache: Path) -> None:
+    found = run("schema", cache).out
+    rows = {line.split()[0]: line for line in found.splitlines() if line}
+    assert rows["text.states"].split()[1:] == ["f32", "[3..4,", "40]", "10", "5,600"]
+    assert rows["crop"].split()[1:3] == ["i64", "(numpy)"]
+    assert rows["prompt"].split()[1:] == ["str,", "for", "example", "'photo", "0'", "10"]
+    assert rows[".jpg"].split() == [".jpg", "10"]
+    assert "fingerprint model = 'vae'" in found
+    as_json = run("schema", cache, "--json").json
+    by_name = {each["name"]: each for each in as_json["tensors"]}
+    assert by_name["text.states"]["shape"] == [[3, 4], 40]
+    assert by_name["text.states"]["dtypes"] == ["float32"]
+    assert {"shape": [3, 40], "num_samples": 5} in by_name["text.states"]["shapes"]
+    assert (as_json["num_samples"], as_json["members"]) == (10, {"json": 10, "jpg": 10})
+
+
+def test_stats(run: Run, cache: Path) -> None:
+    found = run("stats", cache)
+    assert (found.status, found.err) == (0, "")
+    rows = {line.split()[0]: line.split() for line in found.out.splitlines() if line}
+    assert rows["latents"][1:9] == ["bf16", "[2,", "16,", "16]", "10,240", "-10", "0", "10"]
+    assert "text.states: 2 shapes: [3, 40] in 5, [4, 40] in 5" in found.out
+    # nine copies each of the mask, the crop and the zeros
+    assert f"27 tensors; storing each once would save {9 * (6 + 32 + 400):,} bytes" in found.out
+    assert "9 times" not in found.out
+    assert "10 times 400 bytes: zeros, first in sample 'photos/000%20a'" in found.out
+    as_json = run("stats", cache, "--json", "--samples", "2").json
+    assert as_json["num_examined"] == 2
+    assert as_json["repeats"]["nbytes"] == 6 + 32 + 400
+    assert run("stats", cache, "--json", "--samples", "all").json["num_examined"] == 10
+
+
+def test_stats_of_numbers_that_are_not_finite(run: Run, hostile: Path) -> None:
+    found = run("stats", hostile, "--json").json
+    values = {each["kind"]: each for each in found["tensors"]}
+    assert (values["tensor"]["num_not_finite"], values["tensor"]["not_finite"]) == (2, ["a", "b"])
+    assert values["ndarray"]["values"] is None
+    assert "NaN or Inf in 2 samples: 'a', 'b'" in run("stats", hostile).out
+
+
+def test_cat(run: Run, cache: Path) -> None:
+    sample = make_sample(3)
+    states = sample["text"]["states"]
+    assert np.array_equal(np.load(io.BytesIO(run("cat", cache, KEY, "text.states").stdout)), states.numpy())
+    crop = np.load(io.BytesIO(run("cat", cache, KEY, "crop").stdout))
+    assert (crop.dtype, crop.tolist()) == (np.int64, [0, 1, 2, 3])
+    saved = safetensors.torch.load(run("cat", cache, KEY, "latents", "--as", "safetensors").stdout)
+    assert list(saved) == ["latents"]
+    assert torch.equal(saved["latents"], sample["latents"])
+    saved = safetensors.numpy.load(run("cat", cache, KEY, "crop", "--as", "safetensors").stdout)
+    assert saved["crop"].tolist() == [0, 1, 2, 3]
+    raw = run("cat", cache, KEY, "latents", "--as", "raw").stdout
+    assert raw == sample["latents"].view(torch.uint8).numpy().tobytes()
+    assert run("cat", cache, KEY, "--member", "jpg").stdout == b"\xff\xd8\xff" + bytes(20)
+    assert json.loads(run("cat", cache, KEY, "--member", ".JSON").stdout) == {"label": 3}
+    as_json = run("cat", cache, KEY, "latents", "--json").json
+    assert torch.equal(torch.tensor(as_json["values"]).bfloat16(), sample["latents"])
+    assert base64.b64decode(run("cat", cache, KEY, "--member", "jpg", "--json").json["base64"])[:2] == b"\xff\xd8"
+
+
+def test_cat_every_dtype(run: Run, tmp_path: Path) -> None:
+    """Each dtype becomes a file with the same bytes, or the error says which format can have it."""
+    values = {
+        "f8": torch.arange(4).to(torch.float8_e4m3fn),
+        "c": torch.tensor([1 + 2j]),
+        "text": np.array(["ab", "c"]),
+        "date": np.array(["2020-01-01"], "M8[D]"),
+        "u64": torch.tensor([2**64 - 1], dtype=torch.uint64),
+        "zero": torch.zeros(0, 3),
+        "scalar": torch.tensor(1.5),
+        "nan": torch.tensor([float("nan"), -float("inf")]),
+    }
+    with tc.ShardWriter(tmp_path / "c.tar", fsync=False) as sink:
+        sink.write("a", values)
+    for name, value in values.items():
+        plain = (
+            value
+            if isinstance(value, np.ndarray)
+            else value.view(torch.uint8).numpy()
+            if name == "f8"
+            else value.numpy()
+        )
+        assert run("cat", "c.tar", "a", name, "--as", "raw").stdout == plain.tobytes()
+        npy = run("cat", "c.tar", "a", name)
+        if name == "f8":
+            assert (npy.status, npy.stdout) == (2, b"")
+            assert "use --as safetensors" in npy.err
+        else:
+            loaded = np.load(io.BytesIO(npy.stdout))
+            assert (loaded.dtype, loaded.shape, loaded.tobytes()) == (plain.dtype, plain.shape, plain.tobytes())
+        stored = run("cat", "c.tar", "a", name, "--as", "safetensors")
+        if name in ("text", "date"):
+            assert (stored.status, stored.stdout) == (2, b"")
+            assert "--as raw" in stored.err
+        elif isinstance(value, torch.Tensor):
+            found = safetensors.torch.load(stored.stdout)[name]
+            assert (found.dtype, found.shape) == (value.dtype, value.shape)
+    assert run("cat", "c.tar", "a", "nan", "--json").json["values"] == ["NaN", "-Infinity"]
+    assert run("cat", "c.tar", "a", "text", "--json").json["values"] == ["ab", "c"]
+    assert run("cat", "c.tar", "a", "scalar", "--json").json["values"] == 1.5
+
+
+def test_several_caches_in_a_shard(run: Run, tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
+        sink.write("a", {"x": torch.zeros(2)}, **{"text.tensorcache": {"y": torch.ones(3)}})
+    refused = run("ls", "0.tar")
+    assert refused.status == 2
+    assert "'text'" in refused.err
+    assert run("ls", "0.tar", "--cache", "text", "--json").json == [{"key": "a", "nbytes": 12}]
+    assert run("ls", "0.tar", "--cache", "", "--json").json == [{"key": "a", "nbytes": 8}]
+
+
+def test_a_sample_without_a_container(run: Run, tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
+        sink.write("a", torch.zeros(20, 20))
+    found = run("show", "0.tar", "a")
+    assert found.status == 0
+    assert "f32[20, 20]" in found.out

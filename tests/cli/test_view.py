@@ -1,0 +1,464 @@
+"""`tensorcache view`: the page in a browser, as a file and from the local server, and the server on its own."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.cli.browser import Browser
+from tests.inspecting.caches import EVIL, write_hostile, write_photos
+from wds_tensorcache.cli.app import run
+from wds_tensorcache.inspecting.report.data import overview
+from wds_tensorcache.inspecting.report.server import PageServer
+from wds_tensorcache.inspecting.report.survey import Survey
+
+_COMMAND = [sys.executable, "-m", "wds_tensorcache.cli", "view"]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("caches") / "photos"
+    write_photos(folder, 150)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("caches") / "<i>hostile"
+    write_hostile(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Browser]:
+    """The browser; the test fails if the page has errors, or makes a request that leaves it."""
+    browser.problems.clear()
+    browser.requests.clear()
+    browser.look(1200, 900)
+    yield browser
+    assert not browser.problems
+    assert not [url for url in browser.requests if not url.startswith(("file:///", "data:", "http://127.0.0.1:"))]
+
+
+@contextmanager
+def _served(folder: Path) -> Iterator[PageServer]:
+    with tc.open(folder) as cache:
+        survey = Survey(cache, range(0, len(cache), 2))
+        with PageServer(survey, overview(survey, folder.name)) as page_server:
+            thread = threading.Thread(target=page_server.serve_forever, kwargs={"poll_interval": 0.05})
+            thread.start()
+            try:
+                yield page_server
+            finally:
+                page_server.shutdown()
+                thread.join()
+
+
+@pytest.fixture(scope="module")
+def page_server(photos: Path) -> Iterator[PageServer]:
+    with _served(photos) as found:
+        yield found
+
+
+def _ask(page_server: PageServer, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection(*page_server.server_address[:2], timeout=30)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read(), dict(answer.getheaders())
+    finally:
+        connection.close()
+
+
+def _status(page: Browser) -> str:
+    found: str = page.run("document.getElementById('status').textContent")
+    return found
+
+
+# --- the command -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_console_script_writes_a_page(photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    command = [*_COMMAND, str(photos), "-o", str(out), "--samples", "20", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["num_samples"], found["num_shown"], found["nbytes"]) == (150, 20, out.stat().st_size)
+    assert found["output"] == str(out)
+    assert out.read_bytes().startswith(b"<!doctype html>")
+    assert os.listdir(tmp_path) == ["report.html"]
+
+
+def test_a_page_is_replaced_but_no_other_file(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "report.html"
+    assert run(["view", str(photos), "-o", str(out), "--samples", "2"]) == 0
+    assert run(["view", str(photos), "-o", str(out), "--samples", "3"]) == 0
+    assert "3 of 150 samples" in capsys.readouterr().out
+    shard = next(photos.glob("*.tar"))
+    content = shard.read_bytes()
+    assert run(["view", str(photos), "-o", str(shard)]) == 2
+    assert "not a page" in capsys.readouterr().err
+    assert shard.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ([], 2),
+        (["-o", "x.html", "--serve"], 2),
+        (["-o", "."], 2),
+        (["-o", "nowhere/x.html"], 1),
+        (["-o", "x.html", "--cache", "unknown"], 2),
+        (["-o", "x.html", "--samples", "0"], 2),
+        (["--serve", "--port", "70000"], 2),
+    ],
+    ids=str,
+)
+def test_wrong_usage(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], status: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["view", str(photos), *arguments]) == status
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_without_a_cache(tmp_path: Path) -> None:
+    assert run(["view", str(tmp_path), "-o", str(tmp_path / "x.html")]) == 1
+    assert run(["view", str(tmp_path / "missing"), "-o", str(tmp_path / "x.html")]) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_damage_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_photos(tmp_path, 20)
+    shard = tmp_path / "train-00000.tar"
+    content = shard.read_bytes()
+    at = content.index(b"photo-00003.skel.pyd") + 512
+    shard.write_bytes(content[:at] + b"\xff" * 64 + content[at + 64 :])
+    assert run(["view", str(tmp_path), "-o", str(tmp_path / "x.html"), "--json"]) == 1
+    captured = capsys.readouterr()
+    assert list(json.loads(captured.out)["errors"]) == ["3"]
+    assert "sample 3 cannot be read" in captured.err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs signals")
+def test_control_c_ends_the_server(photos: Path) -> None:
+    command = [*_COMMAND, str(photos), "--serve", "--no-open", "--samples", "4", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"]
+        address = re.fullmatch(r"http://(127\.0\.0\.1):(\d+)/\?token=[\w-]{32}", url)
+        assert address
+        connection = http.client.HTTPConnection(address[1], int(address[2]), timeout=30)
+        connection.request("GET", url[url.index("/?") :])
+        assert connection.getresponse().status == 200
+        connection.close()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+    assert "GET" not in errors
+
+
+# --- the server ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_server_listens_on_this_machine_alone(page_server: PageServer) -> None:
+    assert page_server.server_address[0] == "127.0.0.1"
+    with pytest.raises(OSError, match="refused|unreachable|timed out"):
+        socket.create_connection(("127.0.0.2", page_server.server_address[1]), timeout=2)
+
+
+def test_a_request_needs_the_token(page_server: PageServer) -> None:
+    token = page_server.token
+    assert _ask(page_server, f"/?token={token}")[0] == 200
+    assert _ask(page_server, "/samples?begin=0&count=1", **{"X-Token": token})[0] == 200
+    for path in (
+        "/",
+        "/?token=",
+        "/?token=x",
+        f"/?token={token}x",
+        f"/?token={token[:-1]}",
+        f"/?Token={token}",
+        "/?token=%ff%00é",
+    ):
+        status, content, _ = _ask(page_server, path.encode("ascii", "ignore").decode())
+        assert (status, b"photo" in content, token.encode() in content) == (403, False, False)
+    # a page of another site can make a browser send an address, but no header
+    for path in ("/samples?begin=0&count=1", "/sample?number=0"):
+        assert (
+            _ask(page_server, path)[0]
+            == _ask(page_server, f"{path}&token={token}")[0]
+            == _ask(page_server, path, **{"X-Token": "x"})[0]
+            == 403
+        )
+        assert _ask(page_server, path, Cookie=f"token={token}")[0] == 403
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "evil.example:80", "", "127.0.0.1@evil", "localhost.", "[::1]"]
+)
+def test_host_names_of_other_machines_are_refused(page_server: PageServer, host: str) -> None:
+    assert _ask(page_server, f"/?token={page_server.token}", Host=host)[0] == 403
+    assert _ask(page_server, "/sample?number=0", Host=host, **{"X-Token": page_server.token})[0] == 403
+    assert _ask(page_server, f"/?token={page_server.token}", Host="localhost:99")[0] == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "FOO", "__init__"])
+def test_only_get_is_answered(page_server: PageServer, method: str) -> None:
+    assert _ask(page_server, f"/?token={page_server.token}", method)[0] == 405
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../../etc/passwd",
+        "/%2e%2e/etc/passwd",
+        "//etc/passwd",
+        "/train-00000.tar",
+        "/page.js",
+        "/samples/",
+        "/sample/0",
+        "/favicon.ico",
+    ],
+)
+def test_no_path_reaches_a_file(page_server: PageServer, path: str) -> None:
+    assert _ask(page_server, path, **{"X-Token": page_server.token})[:2] == (404, b"not found\n")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/sample",
+        "/sample?number=-1",
+        "/sample?number=150",
+        "/sample?number=1e9",
+        "/sample?number=" + "9" * 5000,
+        "/sample?number=%D9%A1",
+        "/samples?begin=0",
+        "/samples?begin=0&count=0",
+        "/samples?begin=0&count=201",
+        "/samples?begin=151&count=1",
+    ],
+    ids=lambda path: path[:40],
+)
+def test_numbers_out_of_range_are_refused(page_server: PageServer, path: str) -> None:
+    assert _ask(page_server, path, **{"X-Token": page_server.token})[0] == 400
+
+
+def test_broken_requests_leave_the_server_alive(page_server: PageServer, capfd: pytest.CaptureFixture[str]) -> None:
+    for raw in (
+        b"\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"\xff\xfe\0" * 50 + b"\r\n\r\n",
+        b"GET " + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ):
+        with socket.create_connection(page_server.server_address[:2], timeout=30) as one:
+            one.sendall(raw)
+            one.shutdown(socket.SHUT_WR)
+            while one.recv(4096):
+                pass
+    with socket.create_connection(page_server.server_address[:2], timeout=30) as one:  # and does not wait for the page
+        one.sendall(f"GET /?token={page_server.token} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert _ask(page_server, "/?" + "&".join(["a=b"] * 20), Host="localhost")[0] in (400, 403)
+    assert _ask(page_server, f"/?token={page_server.token}")[0] == 200
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_answers_have_safe_headers(page_server: PageServer) -> None:
+    _, content, headers = _ask(page_server, f"/?token={page_server.token}")
+    assert headers["Content-Type"] == "text/html; charset=utf-8"
+    assert headers["Content-Security-Policy"] == "frame-ancestors 'none'"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Referrer-Policy"] == "no-referrer"
+    assert headers["Cache-Control"] == "no-store"
+    assert "Python" not in headers["Server"]
+    assert "Access-Control-Allow-Origin" not in headers
+    assert page_server.token.encode() not in content
+    policy = re.search(rb'http-equiv="Content-Security-Policy" content="([^"]*)"', content)
+    assert policy
+    assert b"default-src &#x27;none&#x27;" in policy[1]
+    assert b"unsafe" not in policy[1]
+
+
+def test_samples_come_in_pages(page_server: PageServer) -> None:
+    def pages(query: str) -> Iterator[dict[str, Any]]:
+        begin: int | None = 0
+        while begin is not None:
+            found = json.loads(
+                _ask(page_server, f"/samples?begin={begin}&{query}", **{"X-Token": page_server.token})[1]
+            )
+            yield from found["samples"]
+            begin = found["next"]
+
+    assert [card["number"] for card in pages("count=60")] == list(range(150))
+    assert [card["number"] for card in pages("count=60&query=HARBOR+photo-0012")] == [120, 123, 126, 129]
+    assert [card["number"] for card in pages("count=200&query=photo-00149")] == [149]
+    assert [card["number"] for card in pages("count=60&marked=1")] == [7, 11]
+    assert not list(pages("count=60&query=%3Cscript%3E"))
+    detail = json.loads(_ask(page_server, "/sample?number=33", **{"X-Token": page_server.token})[1])
+    assert (detail["key"], len(detail["tensors"]), len(detail["pictures"])) == ("photo-00033", 2, 2)
+
+
+# --- in a browser ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def photos_page(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("pages") / "photos.html"
+    assert run(["view", str(photos), "-o", str(out)]) == 0
+    return out.as_uri()
+
+
+def _drive(page: Browser) -> None:
+    """Search, move and open with keys alone; alike for a file and a server."""
+    page.until("document.querySelectorAll('.card').length >= 12")
+    page.press("/", *"fox 0004", "Enter")
+    page.until("document.getElementById('status').textContent.startsWith('5 of 150')")
+    page.until("document.activeElement.classList.contains('card')")
+    assert "fox" in page.run("document.activeElement.textContent")
+    assert page.run("document.activeElement.querySelectorAll('mark').length") >= 2
+    first = page.run("document.activeElement.querySelector('.key').textContent")
+    page.press("ArrowRight")
+    second = page.run("document.activeElement.querySelector('.key').textContent")
+    assert first != second
+    page.press("Enter")
+    page.until("document.getElementById('detail').open")
+    assert page.until("document.getElementById('detail-title').textContent") == second
+    assert "number" in page.run("document.querySelector('.detail-text').textContent")
+    page.until("document.querySelectorAll('#detail figure').length == 2")
+    page.press("ArrowLeft")
+    page.until(f"document.getElementById('detail-title').textContent == '{first}'")
+    page.press("Escape")
+    page.until("!document.getElementById('detail').open")
+    page.until(f"document.activeElement.textContent.includes('{first}')")
+    page.press("ArrowUp")
+    assert page.run("document.activeElement.id") == "search"
+    page.press("Escape")
+    page.until("document.querySelectorAll('.card').length >= 12")
+    page.press("Escape", "/")
+    assert page.run("document.activeElement.id") == "search"
+    page.run("document.getElementById('marked').click()")
+    page.until("document.getElementById('status').textContent == '2 of 150 samples'")
+    assert page.run("[...document.querySelectorAll('.badge')].map(each => each.textContent)")[0] == "3 NaN"
+
+
+def test_keys_and_search_in_a_file(page: Browser, photos_page: str) -> None:
+    page.open(photos_page)
+    assert page.until("document.getElementById('status').textContent") == "150 samples"
+    assert page.run("document.title") == "photos"
+    _drive(page)
+
+
+def test_keys_and_search_with_a_server(page: Browser, page_server: PageServer) -> None:
+    page.open(page_server.url)
+    _drive(page)
+
+
+def test_the_rest_of_the_samples_comes_while_scrolling(
+    page: Browser, photos_page: str, page_server: PageServer
+) -> None:
+    for url in (photos_page, page_server.url):
+        page.open(url)
+        page.until("document.querySelectorAll('.card').length >= 12")
+        assert page.run("document.querySelectorAll('.card').length") < 150
+        page.until("window.scrollTo(0, 1e6), document.querySelectorAll('.card').length == 150")
+        assert page.run("new Set([...document.querySelectorAll('.key')].map(each => each.textContent)).size") == 150
+
+
+@pytest.mark.parametrize("width", [320, 400, 820, 1400])
+def test_the_page_fits_the_window(page: Browser, photos_page: str, width: int) -> None:
+    page.look(width, 900, "dark" if width == 400 else "light")
+    page.open(photos_page)
+    page.until("document.querySelectorAll('.card').length >= 12")
+    assert page.run("document.documentElement.scrollWidth") == width
+    dark = page.run("getComputedStyle(document.body).backgroundColor").startswith("rgb(16,")
+    assert dark == (width == 400)
+    page.run("document.querySelector('.card').click()")
+    page.until("document.getElementById('detail').open")
+    assert page.run("document.getElementById('detail').scrollWidth") <= width
+
+
+def test_controls_have_names_and_the_page_has_landmarks(page: Browser, photos_page: str) -> None:
+    page.open(photos_page)
+    page.until("document.querySelectorAll('.card').length >= 12")
+    assert page.run(
+        "['header', 'nav', 'main', 'footer', '[role=search]', 'h1'].every(name => document.querySelectorAll(name).length == 1)"
+    )
+    page.send("Accessibility.enable")
+    nodes = page.send("Accessibility.getFullAXTree")["nodes"]
+    page.send("Accessibility.disable")
+    controls = [node for node in nodes if node.get("role", {}).get("value") in ("button", "link", "searchbox", "image")]
+    assert len(controls) > 20
+    assert all(node["name"]["value"].strip() for node in controls)
+    # one card is in the order of the Tab key
+    assert page.run("document.querySelectorAll('.card[tabindex=\"0\"]').length") == 1
+    assert page.run("document.querySelectorAll('.card:not([tabindex=\"-1\"])').length") == 1
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_hostile_content_does_nothing(page: Browser, hostile: Path, tmp_path: Path, served: bool) -> None:
+    def look(url: str) -> None:
+        page.open(url)
+        page.until("document.querySelectorAll('.card').length == 11")
+        assert page.run("document.title") == "<i>hostile"
+        for number in range(11):
+            page.run(f"document.querySelectorAll('.card')[{number}].click()")
+            page.until("document.getElementById('detail').open")
+            page.press("Escape")
+            page.until("!document.getElementById('detail').open")
+        assert page.run("document.title") == "<i>hostile"
+        assert page.run("document.querySelectorAll('script').length") == 2
+        assert (
+            page.run("document.querySelectorAll('i, img:not([src^=\"data:image/png;base64,\"]), svg[onload]').length")
+            == 0
+        )
+        assert page.run("document.documentElement.textContent.includes('\\u202e')") is False
+        page.run("document.querySelectorAll('.card')[0].click()")
+        assert EVIL[:40] in page.run("document.querySelector('.detail-text').textContent")
+
+    if served:
+        with _served(hostile) as page_server:
+            look(page_server.url)
+            page.open("about:blank")
+    else:
+        out = tmp_path / "report.html"
+        assert run(["view", str(hostile), "-o", str(out)]) == 0
+        look(out.as_uri())
+
+
+def test_the_policy_stops_scripts_and_requests(page: Browser, photos_page: str) -> None:
+    """The page would be safe even if a text became HTML: each attempt is blocked, and reported."""
+    page.open(photos_page)
+    page.until("document.querySelectorAll('.card').length >= 12")
+    attempt = "(() => {{ try {{ {}; return 'done' }} catch (error) {{ return error.name }} }})()"
+    assert page.run(attempt.format("document.body.innerHTML = '<b>x</b>'")) == "TypeError"
+    assert page.run(attempt.format("document.body.setAttribute('onclick', 'alert(1)')")) == "TypeError"
+    assert page.run("fetch('http://127.0.0.1:1/').then(() => 'sent', () => 'blocked')") == "blocked"
+    image = "const one = new Image(); one.onload = () => done('sent'); one.onerror = () => done('blocked'); "
+    assert page.run(f"new Promise((done) => {{ {image} one.src = 'http://127.0.0.1:1/x.png' }})") == "blocked"
+    assert page.problems
+    page.problems.clear()

@@ -1,0 +1,111 @@
+"""The arguments that name a cache, a sample and a tensor: opened, looked up, and completed by the shell."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import click
+
+import wds_tensorcache as tc
+from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.codec.tree import flatten
+from wds_tensorcache.errors import unknown_name
+
+__all__ = [
+    "cache_argument",
+    "cache_option",
+    "find_tensor",
+    "key_argument",
+    "open_cache",
+    "sample_key",
+    "sample_name",
+    "tensor_names",
+]
+
+_MAX_COMPLETIONS = 200
+
+
+@contextmanager
+def open_cache(path: str, name: str | None = None) -> Iterator[tc.TensorCache]:
+    """Open a cache from the command line, and close it at the end.
+
+    Raises:
+        click.BadParameter: There is nothing at `path`, or it cannot be the path of a cache.
+        FileNotFoundError, FormatError, KeyError: As `tc.open`.
+    """
+    try:
+        cache = tc.open(path, cache=name)
+    except (FileNotFoundError, ValueError) as exc:
+        # an InvalidKeyError is about the name of the cache
+        is_usage = isinstance(exc, tc.InvalidKeyError) or not isinstance(exc, (tc.TensorCacheError, FileNotFoundError))
+        if is_usage or (type(exc) is FileNotFoundError and not os.path.exists(path)):
+            raise click.BadParameter(str(exc), param_hint="OUT") from exc
+        raise
+    with cache:
+        yield cache
+
+
+def sample_key(cache: tc.TensorCache, name: str) -> str:
+    """Return the key of a sample from its key, or from the name of which `tc.safe_key` made the key.
+
+    Raises:
+        KeyError: There is no such sample; the message lists similar keys.
+    """
+    if name not in cache and (safe := tc.safe_key(name)) in cache:
+        return safe
+    cache[name]
+    return name
+
+
+def sample_name(key: str) -> str | None:
+    """Return the name of which a key was made; None if it was not made of a name, or of one that is too long."""
+    try:
+        return tc.original_name(key)
+    except tc.InvalidKeyError:
+        return None
+
+
+def find_tensor(sample: Any, key: str, name: str) -> Lazy:
+    """Return a tensor of a sample; raise KeyError, which lists similar names, if there is no such tensor."""
+    tensors = flatten(sample)
+    if name not in tensors:
+        raise KeyError(f"sample {key!r}: {unknown_name('tensor', name, tensors)}")
+    found: Lazy = tensors[name]
+    return found
+
+
+def _complete_key(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    return _matching(context, incomplete, lambda cache: cache.keys())
+
+
+def tensor_names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Return the names of the tensors of the sample on an incomplete command line, for a shell."""
+
+    def names(cache: tc.TensorCache) -> Iterable[str]:
+        return flatten(cache[sample_key(cache, context.params["key"])])
+
+    return _matching(context, incomplete, names)
+
+
+def _matching(context: click.Context, incomplete: str, names: Any) -> list[str]:
+    try:
+        with open_cache(context.params["out"], context.params.get("cache_name")) as cache:
+            # a shell reads one name a line
+            found = (name for name in names(cache) if name.startswith(incomplete) and name.isprintable())
+            return list(islice(found, _MAX_COMPLETIONS))
+    except (click.ClickException, tc.TensorCacheError, OSError, KeyError, TypeError):
+        return []  # an incomplete or wrong command line has no completions
+
+
+cache_argument = click.argument("out", metavar="OUT", type=click.Path())
+key_argument = click.argument("key", metavar="KEY", shell_complete=_complete_key)
+cache_option = click.option(
+    "--cache",
+    "cache_name",
+    metavar="NAME",
+    help="Name of the cache, if the samples have several; '' for the unnamed one.",
+)

@@ -1,0 +1,133 @@
+"""`tensorcache cat`: one tensor or one member as a file."""
+
+from __future__ import annotations
+
+import base64
+import io
+import sys
+from typing import Any
+
+import click
+import numpy as np
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+import wds_tensorcache as tc
+from wds_tensorcache.cli.cache_argument import (
+    cache_argument,
+    cache_option,
+    find_tensor,
+    key_argument,
+    open_cache,
+    sample_key,
+    tensor_names,
+)
+from wds_tensorcache.cli.output import Output, json_option
+from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.inspecting.values import as_numbers, read_parts
+
+__all__ = ["cat_command"]
+
+
+@click.command("cat")
+@cache_argument
+@key_argument
+@click.argument("name", metavar="[NAME]", required=False, shell_complete=tensor_names)
+@click.option(
+    "--as",
+    "form",
+    type=click.Choice(["npy", "safetensors", "raw"]),
+    default="npy",
+    show_default=True,
+    help="Format of the file; raw is the bytes of the elements, in C order, little-endian.",
+)
+@click.option("--member", metavar="SUFFIX", help="Write the member KEY.SUFFIX, such as jpg, instead of a tensor.")
+@cache_option
+@json_option
+def cat_command(
+    out: str, key: str, name: str | None, form: str, member: str | None, cache_name: str | None, as_json: bool
+) -> None:
+    """Write the tensor NAME of the sample KEY in OUT to stdout, as in `cat OUT KEY NAME > x.npy`.
+
+    numpy has no bfloat16 and float8; write these with --as safetensors. Nothing binary is written to a terminal. With --json,
+    values are numbers in nested arrays, and a member is base64.
+    """
+    if (name is None) == (member is None):
+        raise click.UsageError("expected either the NAME of a tensor or --member")
+    output = Output(as_json)
+    with open_cache(out, cache_name) as cache:
+        key = sample_key(cache, key)
+        if member is not None:
+            (content,) = cache.read_members([key], member)
+            output.result({"key": key, "member": member, "base64": base64.b64encode(content).decode()})
+            if not as_json:
+                _open_stdout(_is_text(content)).write(content)
+            return
+        lazy = find_tensor(cache[key], key, str(name))
+        try:
+            if as_json:
+                output.result(_as_json(key, lazy))
+            else:
+                _write(lazy, form)
+        except tc.TensorCacheError as exc:
+            raise exc.at(f"sample {key!r}") from exc
+
+
+def _write(lazy: Lazy, form: str) -> None:
+    stdout = _open_stdout()
+    if form == "raw":
+        for buffer, _ in read_parts(lazy):
+            stdout.write(buffer)
+        return
+    value = lazy.load()
+    if form == "safetensors":
+        save: Any = safetensors.torch.save if isinstance(value, torch.Tensor) else safetensors.numpy.save
+        try:
+            content = save({lazy.name: value})
+        except (KeyError, TypeError, ValueError, safetensors.SafetensorError) as exc:
+            raise click.UsageError(f"safetensors cannot store {_dtype(lazy)}; use --as raw, or --json") from exc
+        stdout.write(content)
+        return
+    array = value
+    if isinstance(value, torch.Tensor):
+        try:
+            array = value.numpy()
+        except TypeError as exc:
+            raise click.UsageError(f"numpy has no {_dtype(lazy)}; use --as safetensors") from exc
+    header = io.BytesIO()
+    # a pipe has no position, so numpy cannot write the elements itself
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+    stdout.write(header.getvalue())
+    stdout.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _as_json(key: str, lazy: Lazy) -> dict[str, Any]:
+    value = lazy.load()
+    numbers = value if isinstance(value, np.ndarray) and value.dtype.kind in "USMm" else as_numbers(value)
+    if numbers is None:
+        raise click.UsageError(f"{_dtype(lazy)} has no numbers for JSON; use --as raw")
+    values = numbers.astype(str) if numbers.dtype.kind in "Mm" else numbers
+    values = np.char.decode(values, "latin-1") if values.dtype.kind == "S" else values
+    return {"key": key, "name": lazy.name, "dtype": _dtype(lazy), "shape": tuple(lazy.shape), "values": values.tolist()}
+
+
+def _dtype(lazy: Lazy) -> str:
+    return str(lazy.dtype).removeprefix("torch.")
+
+
+def _is_text(content: bytes) -> bool:
+    """Return whether a terminal may get these bytes: printable text, perhaps with line breaks and tabs."""
+    try:
+        return content.decode().replace("\n", "").replace("\t", "").isprintable()
+    except UnicodeDecodeError:
+        return False
+
+
+def _open_stdout(is_text: bool = False) -> Any:
+    """Return the binary stdout; raise UsageError if it is a terminal and the content is not text."""
+    if sys.stdout is None:
+        raise OSError("stdout is closed")
+    if sys.stdout.isatty() and not is_text:
+        raise click.UsageError("this is binary: redirect it to a file, as in `> FILE`")
+    return sys.stdout.buffer

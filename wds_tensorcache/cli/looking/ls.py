@@ -1,0 +1,70 @@
+"""`tensorcache ls`: keys and sizes."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import click
+
+import wds_tensorcache as tc
+from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache, sample_name
+from wds_tensorcache.cli.output import Output, json_option, plain
+from wds_tensorcache.reading.schema import Entry
+
+__all__ = ["ls_command"]
+
+
+@click.command("ls")
+@cache_argument
+@click.option("--glob", "pattern", metavar="PATTERN", help="Only keys, or names, that match, such as 'photos/*'.")
+@click.option("--limit", type=click.IntRange(0), metavar="N", help="At most N samples.")
+@click.option("--long", "-l", "is_long", is_flag=True, help="Also names, shapes and other members.")
+@cache_option
+@json_option
+def ls_command(
+    out: str, pattern: str | None, limit: int | None, is_long: bool, cache_name: str | None, as_json: bool
+) -> None:
+    """List the samples in OUT: bytes of their tensors, and keys.
+
+    OUT is a folder, a shard, a manifest, or a pattern in quotes such as 'cache/train-*.tar'. With --long, the name of which a
+    key was made, such as the path of a photo, follows the key. No tensor is read.
+    """
+    output = Output(as_json)
+    with open_cache(out, cache_name) as cache:
+        found = islice(_matching(cache, pattern), limit)
+        having = cache._having() if is_long else {}
+        if as_json:
+            output.results(_record(number, entry, having, is_long) for number, entry in found)
+            return
+        count = nbytes = 0
+        for number, entry in found:
+            count, nbytes = count + 1, nbytes + entry.nbytes
+            line = f"{entry.nbytes:>15,}  {plain(entry.key)}"
+            if is_long:
+                record = _record(number, entry, having, True)
+                name = "" if record["name"] in (None, entry.key) else f"  ({plain(record['name'])})"
+                shapes = (f"{plain(name)} {list(shape)}" for name, shape in entry.shapes.items())
+                line += "  ".join([name, *shapes, *(f".{plain(suffix)}" for suffix in record["members"])])
+            output.line(line)
+        if output.is_terminal:
+            output.line(f"{nbytes:>15,}  bytes in {count:,} of {len(cache):,} samples", "dim")
+
+
+def _matching(cache: tc.TensorCache, pattern: str | None) -> Iterator[tuple[int, Entry]]:
+    is_match = re.compile(fnmatch.translate(pattern)).match if pattern is not None else None
+    for number, entry in enumerate(cache._entries()):
+        if is_match is None or is_match(entry.key) or is_match(sample_name(entry.key) or ""):
+            yield number, entry
+
+
+def _record(number: int, entry: Entry, having: dict[str, Any], is_long: bool) -> dict[str, Any]:
+    record: dict[str, Any] = {"key": entry.key, "nbytes": entry.nbytes}
+    if is_long:
+        record["name"] = sample_name(entry.key)
+        record["shapes"] = entry.shapes
+        record["members"] = [suffix for suffix, mask in having.items() if mask[number]]
+    return record

@@ -1,0 +1,248 @@
+"""`tensorcache show`: one sample as a tree, or one of its tensors in full."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Group
+from rich.text import Text
+from rich.tree import Tree
+
+import wds_tensorcache as tc
+from wds_tensorcache.cli.cache_argument import (
+    cache_argument,
+    cache_option,
+    find_tensor,
+    key_argument,
+    open_cache,
+    sample_key,
+    sample_name,
+)
+from wds_tensorcache.cli.looking.marks import heat_map, number, values_text
+from wds_tensorcache.cli.output import Output, json_option, plain
+from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.codec.tree import flatten
+from wds_tensorcache.inspecting.heat_map import num_planes, read_plane
+from wds_tensorcache.inspecting.histogram import Histogram
+from wds_tensorcache.inspecting.tree import Node, sample_tree, tensor_text
+from wds_tensorcache.inspecting.values import ValueStatistics, as_numbers, measure
+
+__all__ = ["show_command"]
+
+_NUM_MEASURED = 200  # tensors of a sample
+_NUM_MAPS = 8
+_FEW_NUMBERS = 8  # numbers of a tensor that are shown instead of their statistics
+_MEMBER_CHARS = 200
+_MAX_NBYTES_PRINTED = 1 << 28
+_BAR_WIDTH = 40
+_STYLES = {"tensor": "cyan", "ndarray": "cyan", "value": ""}
+
+
+@click.command("show")
+@cache_argument
+@key_argument
+@click.option("--tensor", metavar="NAME", help="Show only this tensor, in full.")
+@click.option(
+    "--heat-map/--no-heat-map", "maps", default=None, help="Draw tensors; by default, if stdout is a terminal."
+)
+@cache_option
+@json_option
+def show_command(
+    out: str, key: str, tensor: str | None, maps: bool | None, cache_name: str | None, as_json: bool
+) -> None:
+    """Show the sample KEY in OUT: its structure, values, tensors and other members.
+
+    A heat map shows the first plane of a tensor, such as the first channel of a latent: dark for low values, bright for high
+    values, red for NaN and infinity. Colors range from the 2nd to the 98th percentile. --tensor shows more planes.
+    """
+    output = Output(as_json)
+    maps = output.is_terminal if maps is None else maps
+    with open_cache(out, cache_name) as cache:
+        key = sample_key(cache, key)
+        sample = cache[key]
+        if tensor is not None:
+            _show_tensor(output, key, find_tensor(sample, key, tensor), maps)
+        else:
+            _show_sample(output, cache, key, sample, maps)
+
+
+def _show_sample(output: Output, cache: tc.TensorCache, key: str, sample: Any, maps: bool) -> None:
+    root, tensors = sample_tree(sample), flatten(sample)
+    measured = {name: _measured(key, lazy) for name, lazy in list(tensors.items())[:_NUM_MEASURED]}
+    members = {suffix: cache.read_members([key], suffix)[0] for suffix in cache[[key]].members}
+    nbytes = sum(lazy.nbytes for lazy in tensors.values())
+    output.result(
+        {
+            "key": key,
+            "nbytes": nbytes,
+            "structure": root,
+            "tensors": [
+                {"name": name, "text": tensor_text(lazy), "nbytes": lazy.nbytes, "values": measured.get(name)}
+                for name, lazy in tensors.items()
+            ],
+            "members": {suffix: {"nbytes": len(content)} for suffix, content in members.items()},
+        }
+    )
+    if output.as_json:
+        return
+    drawing = _Drawing(output, tensors, measured, frozenset(list(tensors)[:_NUM_MAPS] if maps else ()))
+    name = sample_name(key)
+    title = Text().append(f"sample {plain(repr(key))}", "bold")
+    title.append(f" ({plain(name)})" if name not in (None, key) else "").append(f"  {nbytes:,} bytes of tensors")
+    tree = Tree(title, guide_style="dim")
+    drawing.grow(tree, root.children or (root,))
+    output.show(tree)
+    for suffix, content in members.items():
+        output.line(f"member .{suffix}: {len(content):,} bytes{_preview(content)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """The tensors of a sample, their statistics, and the names of those to draw."""
+
+    output: Output
+    tensors: dict[str, Lazy]
+    measured: dict[str, ValueStatistics | None]
+    drawn: frozenset[str]
+
+    def grow(self, tree: Tree, nodes: Iterable[Node]) -> None:
+        """Add nodes to a branch of a tree."""
+        for node in nodes:
+            label = Text().append(f"{plain(node.name)}  " if node.name else "", "bold")
+            if node.tensor in self.tensors:
+                tree.add(Group(*self._lines(label, node, self.tensors[node.tensor])))
+            else:  # a tensor in a set, or in the key of a dict, has no name
+                self.grow(tree.add(label.append(plain(node.text), _STYLES.get(node.kind, "dim"))), node.children)
+
+    def _lines(self, label: Text, node: Node, lazy: Lazy) -> list[Text]:
+        """Return the line about a tensor, and its heat map."""
+        label.append(plain(node.text), "cyan").append(" (numpy)" if node.kind == "ndarray" else "", "dim")
+        few, values = _few_values(lazy), self.measured.get(lazy.name)
+        if few:
+            return [label.append(f"  {plain(few)}")]
+        if values is not None:
+            label.append("  ").append_text(values_text(values))
+        plane = read_plane(lazy) if lazy.name in self.drawn else None
+        if plane is None:
+            return [label]
+        console = self.output.console
+        return [label, *heat_map(plane, console, min(48, max(8, console.width - 16)), 8)]
+
+
+def _measured(key: str, lazy: Lazy) -> ValueStatistics | None:
+    try:
+        return measure(lazy)
+    except tc.TensorCacheError as exc:
+        raise exc.at(f"sample {key!r}") from exc
+
+
+def _few_values(lazy: Lazy) -> str:
+    """Return the values of a tensor with a few elements as text; `""` if it has none, or too many."""
+    if not 0 < int(np.prod(lazy.shape, dtype=np.int64)) <= _FEW_NUMBERS:
+        return ""
+    value = lazy.load()
+    if not isinstance(value, np.ndarray):
+        numbers = as_numbers(value)
+        if numbers is None:
+            return ""
+        if value.is_complex():
+            return f"{value.tolist()}"
+        value = numbers
+    return re.sub(r"\s+", " ", np.array2string(value, separator=", ", threshold=_FEW_NUMBERS)).replace("[ ", "[")
+
+
+def _preview(content: bytes) -> str:
+    """Return the beginning of a text; `""` for other bytes."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        return ""
+    return f": {plain(text[:_MEMBER_CHARS].strip())}{'…' if len(text) > _MEMBER_CHARS else ''}"
+
+
+def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
+    values = _measured(key, lazy)
+    output.result(
+        {
+            "key": key,
+            "name": lazy.name,
+            "kind": lazy._reference.kind,
+            "dtype": str(lazy.dtype).removeprefix("torch."),
+            "shape": tuple(lazy.shape),
+            "nbytes": lazy.nbytes,
+            "values": values,
+        }
+    )
+    if output.as_json:
+        return
+    numpy = " (numpy)" if lazy._reference.kind == "ndarray" else ""
+    output.line(f"{plain(lazy.name)}  {tensor_text(lazy)}{numpy}  {lazy.nbytes:,} bytes", "bold")
+    if values is not None:
+        rows = {
+            "values": f"{values.num_values:,}",
+            "min": repr(values.min),
+            "max": repr(values.max),
+            "mean": number(values.mean),
+            "std": number(values.std),
+            "zeros": f"{values.num_zero:,}",
+            "NaN": f"{values.num_nan:,}",
+            "Inf": f"{values.num_inf:,}",
+        }
+        output.table(["", ""], list(rows.items()))
+        if values.histogram is not None:
+            _show_histogram(output, values.histogram)
+    if maps:
+        _show_maps(output, lazy)
+    if lazy.nbytes <= _MAX_NBYTES_PRINTED:
+        value = lazy.load()
+        array = value if isinstance(value, np.ndarray) else as_numbers(value)
+        if array is not None:
+            output.text(
+                np.array2string(array, threshold=200, precision=4, max_line_width=min(output.console.width, 128))
+            )
+
+
+def _show_histogram(output: Output, histogram: Histogram) -> None:
+    rows = []
+    most, counts = max(histogram.counts), np.array(histogram.counts)
+    merged = -(-len(counts) // 16)
+    counts = np.add.reduceat(counts, np.arange(0, len(counts), merged))
+    most = int(counts.max())
+    if histogram.num_below:
+        rows.append(("below", f"{histogram.num_below:,}", ""))
+    for at, count in enumerate(counts.tolist()):
+        begin = histogram.begin + at * merged * histogram.width
+        rows.append((number(begin), f"{count:,}", "█" * -(-count * _BAR_WIDTH // most)))
+    if histogram.num_above:
+        rows.append(("above", f"{histogram.num_above:,}", ""))
+    output.table(["from", "values", ""], rows, right=["from", "values"])
+
+
+def _show_maps(output: Output, lazy: Lazy) -> None:
+    """Draw the planes of a tensor, as many next to each other as the terminal has room for."""
+    width = output.console.width
+    size = min(32, max(8, width - 2))
+    planes = []
+    for at in range(min(num_planes(lazy), 16)):
+        plane = read_plane(lazy, at)
+        if plane is not None:
+            planes.append(heat_map(plane, output.console, size, size // 2))
+    if not planes:
+        return
+    columns = max(1, width // (size + 2))
+    if len(planes) == 1:
+        plane = read_plane(lazy)
+        planes = [heat_map(plane, output.console, min(width - 2, 128), 24)]
+    output.line(f"the first {len(planes):,} of {num_planes(lazy):,} planes" if num_planes(lazy) > 1 else "")
+    for begin in range(0, len(planes), columns):
+        for lines in zip(*planes[begin : begin + columns], strict=True):
+            joined = Text()
+            for line in lines:
+                joined.append_text(line).append("  ")
+            output.console.print(joined, soft_wrap=True)
+        output.line()

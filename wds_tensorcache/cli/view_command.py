@@ -1,0 +1,120 @@
+"""`tensorcache view`: a page that shows a cache, as one file or from a local server."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import webbrowser
+
+import click
+
+from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
+from wds_tensorcache.cli.output import Output, json_option
+from wds_tensorcache.inspecting.report.data import cards_of, file_limits, overview
+from wds_tensorcache.inspecting.report.page import build_page
+from wds_tensorcache.inspecting.report.server import PageServer
+from wds_tensorcache.inspecting.report.survey import Survey
+from wds_tensorcache.reading.lookup.positions import spread
+from wds_tensorcache.storage.atomic import write_atomically
+
+__all__ = ["view_command"]
+
+_DOCTYPE = b"<!doctype html>"
+_NUM_SURVEYED = 256  # samples that the server examines before it starts
+
+
+@click.command("view")
+@cache_argument
+@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the page to this file.")
+@click.option("--serve", is_flag=True, help="Show the whole cache from a server on this machine, until Ctrl-C.")
+@click.option(
+    "--samples", type=click.IntRange(1), help="Number of samples in the file [1000], or to examine first [256]."
+)
+@cache_option
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the server; by default a free one.")
+@click.option("--no-open", is_flag=True, help="Do not open a browser.")
+@json_option
+def view_command(
+    out: str,
+    output: str | None,
+    serve: bool,
+    samples: int | None,
+    cache_name: str | None,
+    port: int,
+    no_open: bool,
+    as_json: bool,
+) -> int:
+    """Show OUT as a page: structure, sizes, statistics, and samples with their latents drawn as pictures.
+
+    With -o, the page is one file that needs no network. It shows up to --samples samples at equal distances from each other;
+    1,000 of them take less than 10 MB. With --serve, a server on this machine shows all samples, and reads them when they
+    are scrolled to.
+    """
+    if serve == (output is not None):
+        raise click.UsageError("pass either -o FILE or --serve")
+    if output is not None:
+        _check_output(output)
+    shown = Output(as_json)
+    title = os.path.basename(os.path.abspath(out))
+    with open_cache(out, cache_name) as cache:
+        numbers = spread(len(cache), samples or (_NUM_SURVEYED if serve else 1000))
+        with shown.progress("examining samples") as progress:
+            survey = Survey(cache, numbers, progress)
+        report = overview(survey, title)
+        if output is None:
+            return _serve(PageServer(survey, report, port), shown, no_open)
+        with shown.progress("drawing samples") as progress:
+            report["samples"] = cards_of(survey, numbers, file_limits(survey, len(numbers)), progress)
+    page = build_page(report)
+    write_atomically(output, [page])
+    num_marked = sum(bool(card["marks"]) for card in report["samples"])
+    shown.text(f"{output}: {len(numbers):,} of {report['num_samples']:,} samples, {len(page):,} bytes")
+    if num_marked:
+        shown.text(f"{num_marked:,} of these samples are marked: NaN, infinities, unusual numbers, or damage")
+    shown.result(
+        {
+            "output": os.path.abspath(output),
+            "nbytes": len(page),
+            "num_samples": report["num_samples"],
+            "num_shown": len(numbers),
+            "num_marked": num_marked,
+            "errors": {str(at): text for at, text in survey.errors.items()},
+        }
+    )
+    for at, text in survey.errors.items():
+        shown.note(f"sample {at} cannot be read: {text}")
+    return 1 if survey.errors else 0
+
+
+def _check_output(path: str) -> None:
+    """Raise a usage error rather than replace a file that is not a page, for example a shard."""
+    try:
+        with open(path, "rb") as file:
+            is_page = file.read(len(_DOCTYPE)).lower() == _DOCTYPE
+    except FileNotFoundError:
+        return
+    if not is_page:
+        raise click.UsageError(f"{path} exists and is not a page; choose another name for -o")
+
+
+def _serve(server: PageServer, shown: Output, no_open: bool) -> int:
+    """Answer requests until Ctrl-C."""
+    with server:
+        if shown.as_json:
+            sys.stdout.write(json.dumps({"url": server.url}) + "\n")
+        shown.text(server.url)
+        sys.stdout.flush()
+        shown.note("Ctrl-C ends the server. The address contains a password: pass it to no other person.")
+        if not no_open and _has_display():
+            webbrowser.open(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            shown.note("ended")
+    return 0
+
+
+def _has_display() -> bool:
+    """Return whether a browser can have a window; without one, Python might start a browser that takes over the terminal."""
+    return sys.platform != "linux" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))

@@ -1,0 +1,73 @@
+"""The page: one HTML file with its style, script and data, which loads nothing and whose policy forbids that it does."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from importlib import resources
+from typing import Any
+
+__all__ = ["as_json", "build_page", "policy_of"]
+
+_PLACE = re.compile(r"\{\{(\w+)\}\}")
+_SURROGATES = re.compile("[\ud800-\udfff]")
+# "<" so that no text ends the script element; the separators for scripts that are older than JSON
+_ESCAPED = re.compile("[<>&\u2028\u2029\x7f]")
+
+
+def as_json(value: Any) -> str:
+    """Return a value as JSON that may be in a script element: no text in it can end the element."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for pattern in (_ESCAPED, _SURROGATES):
+        text = pattern.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    return text
+
+
+def build_page(report: dict[str, Any], *, is_served: bool = False) -> bytes:
+    """Return the page as UTF-8.
+
+    Args:
+        report: Result of `overview`, with `samples` unless a server provides them.
+        is_served: The script may ask the server of the page for samples.
+    """
+    style, script = _file("page.css"), _file("page.js")
+    parts = {
+        "policy": html.escape(policy_of(style, script, is_served)),
+        "title": html.escape(str(report["title"])),
+        "style": style,
+        "script": script,
+        "report": as_json({"samples": [], **report, "mode": "server" if is_served else "file"}),
+    }
+    # one pass, so that no part is searched for the places of another
+    page = _PLACE.sub(lambda match: parts[match[1]], _file("page.html"))
+    return page.encode("utf-8")
+
+
+def policy_of(style: str, script: str, is_served: bool) -> str:
+    """Return the Content-Security-Policy: this style, this script, pictures in the page, and nothing else.
+
+    Trusted Types without a policy forbid the script to make HTML from text.
+    """
+    rules = {
+        "default-src": "'none'",
+        "script-src": _digest(script),
+        "style-src": _digest(style),
+        "img-src": "data:",
+        "connect-src": "'self'" if is_served else "'none'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _file(name: str) -> str:
+    return resources.files("wds_tensorcache.inspecting.report").joinpath(name).read_text(encoding="utf-8")
