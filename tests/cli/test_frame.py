@@ -73,7 +73,7 @@ def test_the_console_script(cache: Path, tmp_path: Path) -> None:
     errors = [process.communicate(timeout=120)[1] for process in running]
     assert [process.returncode for process in running] == [141, 2]
     assert errors[0] == b""
-    assert errors[1].endswith(b"Invalid value for OUT: nowhere does not exist\n")
+    assert errors[1].endswith(b"tensorcache: nowhere does not exist\n")
 
 
 def test_python_without_click(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def _only_members(cache: Path) -> None:
     ("damage", "word", "status"),
     [
         (_cut, "1.tar", 1),
-        (_empty, "neither manifest.json nor any *.tar", 1),
+        (_empty, "neither manifest.json nor any *.tar", 2),
         (_no_shard, "1.tar", 1),
         (_not_a_tar, "0.tar", 1),
         (_only_members, "only other members", 2),
@@ -461,7 +461,7 @@ def _completions(run: Run, *words: str) -> list[str]:
 
 
 def test_completion(run: Run, cache: Path, hostile: Path) -> None:
-    assert _completions(run, "s") == ["show", "schema", "stats"]
+    assert _completions(run, "s") == ["schema", "show", "stats"]
     assert "--samples" in _completions(run, "stats", "--")
     assert _completions(run, "show", "cache", "photos/00") == [f"photos/{i:03d}%20a" for i in range(10)]
     assert _completions(run, "cat", "cache", KEY, "text.") == ["text.states", "text.mask"]

@@ -141,6 +141,21 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str, monk
     assert not Path("hacked").exists()
 
 
+def test_values_that_are_nested_deeply(tmp_path: Path) -> None:
+    """Reading finds one of them, and writing the other."""
+    expected = write_files(tmp_path / "in", 2)
+    value: Any = torch.ones(1)
+    for _ in range(400):
+        value = [value]
+    torch.save(value, tmp_path / "in" / "deep.pt")
+    (tmp_path / "in" / "deeper.pt").write_bytes(
+        npz_with("archive/data.pkl", b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".")
+    )
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert expected.keys() <= found.keys()
+    assert {each.name for each in report.skipped} | found.keys() == {*expected, "deep", "deeper"}
+
+
 def test_two_arrays_of_one_name(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     with pytest.warns(UserWarning, match="Duplicate name"):
@@ -210,7 +225,7 @@ def test_resuming_reads_only_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "in" / "z.npy").write_bytes(b"bad")
     with pytest.raises(tc.FormatError):
         import_cache(tmp_path / "in", tmp_path / "out", max_samples=4)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="--resume"):
         import_cache(tmp_path / "in", tmp_path / "out", max_samples=4)
     (tmp_path / "in" / "z.npy").write_bytes(ARRAY)
     report = import_cache(tmp_path / "in", tmp_path / "out", max_samples=4, resume=True)
@@ -290,6 +305,20 @@ def test_folders_without_samples(tmp_path: Path) -> None:
         import_cache(tmp_path / "in" / "a.txt", tmp_path / "out")
 
 
+def test_files_of_several_formats(tmp_path: Path) -> None:
+    """One of them must be named; the report lists the files of the other."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    np.savez(folder / "a_0064x0064_flux.npz", latents_8x8=np.ones((16, 8, 8), np.float32))
+    name = "b_0064x0064_fk.safetensors"
+    metadata = {"architecture": "flux_kontext", "width": "64", "height": "64", "format_version": "1.0.1"}
+    safetensors.torch.save_file({"latents_1x8x8_bfloat16": torch.ones(16, 8, 8).bfloat16()}, folder / name, metadata)
+    with pytest.raises(ValueError, match=r"kohya \(1 files\), musubi \(1 files\)"):
+        import_cache(folder, tmp_path / "out")
+    _, report = imported(folder, tmp_path / "out", format="kohya")
+    assert report.unused == [name]
+
+
 def test_the_formats() -> None:
     names = [each.name for each in FORMATS]
     assert names == sorted(set(names))
@@ -323,3 +352,9 @@ def test_the_result_as_json(tmp_path: Path) -> None:
     result = json.loads(found.stdout)
     assert (result["format"], result["num_read"], result["num_written"], result["skipped"]) == ("files", 2, 2, [])
     assert found.stderr == ""
+
+
+def test_the_page_lists_the_formats() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "importing.md").read_text()
+    rows = [f"| `{each.name}` | {each.title} |" for each in FORMATS]
+    assert "\n".join(rows) in page, "\n".join(rows)

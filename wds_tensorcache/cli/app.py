@@ -20,13 +20,18 @@ __all__ = ["COMPLETE_VARIABLE", "app", "run"]
 
 # command -> module of `wds_tensorcache.cli` and the name of the click command in it
 _COMMANDS: dict[str, str] = {
-    "import": "import_command:import_command",
-    "ls": "looking.ls:ls_command",
-    "show": "looking.show:show_command",
-    "schema": "looking.schema:schema_command",
-    "stats": "looking.stats:stats_command",
     "cat": "looking.cat:cat_command",
     "completion": "completion:completion_command",
+    "drop": "check_commands:drop",
+    "export": "export_command:export",
+    "import": "import_command:import_command",
+    "index": "check_commands:index",
+    "ls": "looking.ls:ls_command",
+    "repair": "check_commands:repair",
+    "schema": "looking.schema:schema_command",
+    "show": "looking.show:show_command",
+    "stats": "looking.stats:stats_command",
+    "verify": "check_commands:verify",
 }
 _INTERRUPTED, _CLOSED_PIPE = 130, 141  # as a shell shows SIGINT and SIGPIPE
 COMPLETE_VARIABLE = "_TENSORCACHE_COMPLETE"  # set by the scripts that `tensorcache completion` prints
@@ -109,7 +114,9 @@ def _status(arguments: Sequence[str]) -> int:
     except ImportError as exc:  # an extra that is not installed; the message has the command that installs it
         return _fail(exc, 2)
     except (tc.TensorCacheError, OSError, ValueError, EOFError) as exc:
-        return _fail(exc, 1)
+        # without an errno: there is nothing where the caller says that shards are
+        is_usage = type(exc) is FileNotFoundError and exc.errno is None
+        return _fail(exc, 2 if is_usage else 1)
     except Exception as exc:
         if isinstance(exc, KeyError) and exc.args and " " in str(exc.args[0]):  # the message about an unknown name
             return _fail(exc, 2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+from collections import Counter
 from typing import Any
 
 import click
@@ -68,6 +70,10 @@ def import_command(source: str, out: str, format_name: str, as_json: bool, worke
         report = import_cache(source, out, format=format_name, num_workers=workers, progress=show, **options)
     for each in report.skipped:
         output.note(f"skipped {each.name}: {each.what}")
+    if report.unused:
+        counts = Counter(os.path.splitext(name)[1].lower() or "no suffix" for name in report.unused)
+        listed = ", ".join(f"{count:,} of {suffix}" for suffix, count in counts.most_common(8))
+        output.text(f"{len(report.unused):,} files were not used: {listed}")
     if report.nbytes_narrowable:
         share = report.nbytes_narrowable / report.nbytes
         output.text(f"--narrow would save about {share:.0%} of {report.nbytes:,} bytes, and lose no bit of any number")

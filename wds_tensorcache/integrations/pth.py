@@ -31,7 +31,7 @@ from wds_tensorcache.codec.tree import shown, walk
 from wds_tensorcache.codec.views import check_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
-__all__ = ["decode_pth"]
+__all__ = ["decode_pth", "peek_pth"]
 
 _ZIP = b"PK\x03\x04"
 _IS_ENCRYPTED = 1
@@ -80,6 +80,30 @@ def decode_pth(raw: bytes, limit: int, allow: Allowed, remedy: str = _REMEDY) ->
     if any(part.__class__ is _Storage for part, _ in walk(result)):
         raise UnsafeSkeletonError(f"the object contains a storage itself, expected only tensors{remedy}")
     return result
+
+
+def peek_pth(begin: bytes) -> Any:
+    """Return the object in a file of `torch.save` with None in place of each tensor.
+
+    Args:
+        begin: First bytes of the file, with its whole pickle, which torch writes before the tensors.
+
+    Raises:
+        UnsafeSkeletonError: The file contains more than `decode_pth` reads.
+        FormatError: `begin` is damaged, or ends inside the pickle.
+    """
+    try:
+        name_nbytes, extra_nbytes = struct.unpack_from("<HH", begin, 26)
+        name, pickled = begin[30 : 30 + name_nbytes], begin[30 + name_nbytes + extra_nbytes :]
+        if not begin.startswith(_ZIP) or not name.endswith(b"/data.pkl"):
+            raise FormatError("expected a file of torch.save, whose first record is its pickle")
+        *_, (_, _, last) = pickletools.genops(pickled)
+        body = _translate(pickled[: (last or 0) + 1])
+    except TensorCacheError:
+        raise
+    except Exception as exc:  # pickletools raises many kinds of exceptions
+        raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
+    return unpickle(body, 0, None, _WITHOUT_TENSORS, {}, {**ALLOW_ONLY, _BINPERSID: _skip_storage})
 
 
 def _list_records(raw: bytes) -> dict[str, memoryview]:
@@ -211,6 +235,11 @@ def _set_state(stack: list[Any], allow: Allowed, callables: int) -> int:
     return ALLOW_ONLY[op.BUILD](stack, allow, callables)
 
 
+def _skip_storage(stack: list[Any], allow: Allowed, callables: int) -> int:
+    stack[-1] = None
+    return 0
+
+
 def _build_parameter(args: tuple[Any, ...]) -> torch.nn.Parameter:
     tensor, requires_grad, hooks = args
     if tensor.__class__ is not torch.Tensor or hooks:
@@ -237,4 +266,10 @@ _BUILDERS: dict[tuple[str, str], object] = {
     ("__builtin__", "complex"): BUILDERS["builtins", "complex"],
     ("torch.storage", "UntypedStorage"): torch.uint8,
     **{("torch", f"{name}Storage"): dtype for name, dtype in _STORAGES.items()},
+}
+_WITHOUT_TENSORS: dict[tuple[str, str], object] = {
+    **_BUILDERS,
+    ("torch._utils", "_rebuild_tensor_v2"): Builder(lambda args: None),
+    ("torch._utils", "_rebuild_tensor_v3"): Builder(lambda args: None),
+    ("torch._utils", "_rebuild_parameter"): Builder(lambda args: None),
 }

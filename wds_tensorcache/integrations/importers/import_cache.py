@@ -23,6 +23,7 @@ from wds_tensorcache.integrations.importers.trim import trim as trim_sample
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.names import safe_key
 from wds_tensorcache.storage.threads import ThreadPool, run_in_order
+from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
 __all__ = ["import_cache"]
@@ -87,15 +88,22 @@ def import_cache(
     chosen = choose_format(folder, format)
     found = chosen.open(folder)
     keys = _keys_of(found, folder, chosen.name)
-    made = {"format": chosen.name, "source": os.path.abspath(folder.path), **found.provenance}
+    made = {**found.provenance, "format": chosen.name, "source": os.path.abspath(folder.path)}
     options = {"narrow": narrow, "trim": dict(trim or {}), "drop_padding": drop_padding}
     made |= {name: value for name, value in options.items() if value} | dict(fingerprint or {})
     report = ImportReport(chosen.name, num_read=len(found.samples), fingerprint=made)
     report.skipped += [Skipped(name, (name,), what) for name, what in found.bad.items()]
     report.skipped += [Skipped(name, (name,), "is a link out of the folder, or to no file") for name in folder.links]
+    used = {file for sample in found.samples for file in sample.files} | found.bad.keys()
+    report.unused += [file for file in folder.names if file not in used]
     if report.skipped and on_error == "stop":
         first = report.skipped[0]
         raise FormatError(f"{first.what}; --on-error skip (on_error='skip') imports the other files").at(first.name)
+    pattern = ShardPattern(os.fsdecode(out))
+    existing = pattern.existing() if os.path.isdir(pattern.folder or os.curdir) and not resume else {}
+    for there in existing.values():
+        what = "continue an interrupted import with --resume (resume=True), or choose another folder"
+        raise FileExistsError(f"{there} exists; {what}")
     convert = _Conversion(narrow, dict(trim or {}), drop_padding)
     writer = ShardWriter(out, resume=resume, fingerprint=made, max_samples=max_samples, max_nbytes=max_nbytes)
     bar = Progress(progress, report.num_read, unit=" samples", smoothing=0)
@@ -110,8 +118,9 @@ def import_cache(
                 if isinstance(result, Exception):
                     raise result
                 writer.write(key, result.value, **result.members)
-            except (TensorCacheError, _LoadError) as exc:
-                error = exc.at(sample.name) if isinstance(exc, TensorCacheError) else exc.error
+            except (TensorCacheError, _LoadError, RecursionError) as exc:
+                bad = FormatError("the values are nested too deeply") if isinstance(exc, RecursionError) else exc
+                error = bad.at(sample.name) if isinstance(bad, TensorCacheError) else bad.error
                 if on_error == "stop":
                     raise error from exc.__cause__
                 report.num_skipped += 1
@@ -173,7 +182,7 @@ class _Conversion:
         key, sample, is_probed = item
         try:
             return key, sample, self._convert(sample, is_probed)
-        except TensorCacheError as exc:
+        except (TensorCacheError, RecursionError) as exc:
             return key, sample, exc
         except OSError as exc:
             return key, sample, _LoadError(exc)

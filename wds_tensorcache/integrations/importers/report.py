@@ -33,6 +33,7 @@ class ImportReport:
         num_present: Number of samples that an earlier call had written (`resume=True`).
         num_skipped: Number of samples that were not written because they are bad.
         skipped: Each skipped sample, bad file and link out of the folder.
+        unused: Relative paths of files that no sample has, for example pictures.
         nbytes: Bytes of the written tensors.
         nbytes_narrowed: Bytes that `narrow=True` has saved.
         nbytes_narrowable: Bytes that `narrow=True` would save, estimated from some samples; 0 with `narrow=True`.
@@ -46,6 +47,7 @@ class ImportReport:
     num_present: int = 0
     num_skipped: int = 0
     skipped: list[Skipped] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
     nbytes: int = 0
     nbytes_narrowed: int = 0
     nbytes_narrowable: int = 0

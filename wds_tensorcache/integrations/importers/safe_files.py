@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import pickle
 import zipfile
 import zlib
 from functools import lru_cache
@@ -15,15 +17,26 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from wds_tensorcache.codec.header import parse_header
+from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, parse_header
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 from wds_tensorcache.integrations.importers.source_folder import POOL, SourceFolder
 from wds_tensorcache.integrations.pth import decode_pth
 
-__all__ = ["as_tensor", "load_npy", "load_npz", "load_safetensors", "load_torch", "parse_npy"]
+__all__ = [
+    "as_tensor",
+    "list_npz",
+    "load_npy",
+    "load_npz",
+    "load_safetensors",
+    "load_torch",
+    "parse_npy",
+    "parse_torch",
+    "read_safetensors_header",
+]
 
 _MAX_RATIO, _MIN_LIMIT = 64, 1 << 26  # a file may expand to 64 times its length, or to 64 MiB
 _GZIP, _ZIP = b"\x1f\x8b", b"PK\x03\x04"
+_OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle in files of torch before 1.6
 _IS_ENCRYPTED = 1
 _RECYCLED = 1 << 16  # smaller arrays get ordinary memory
 _MAX_NPY_HEADER = 1 << 14
@@ -61,6 +74,22 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, torch.Tensor | np.nda
         raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
 
 
+def list_npz(folder: SourceFolder, name: str) -> list[str]:
+    """Return the names of the arrays in an `.npz` file, in the order of the file. No array is read.
+
+    Raises:
+        FormatError: The list at the end of the file is damaged.
+        OSError: The file cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(folder.locate(name)) as archive:
+            return [file.removesuffix(".npy") for file in archive.namelist()]
+    except OSError:
+        raise
+    except Exception as exc:  # zipfile raises many kinds of exceptions
+        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+
+
 def load_npy(folder: SourceFolder, name: str) -> torch.Tensor | np.ndarray[Any, Any]:
     """Return the array in an `.npy` file, as `as_tensor` returns it.
 
@@ -79,27 +108,44 @@ def load_npy(folder: SourceFolder, name: str) -> torch.Tensor | np.ndarray[Any, 
 def load_torch(folder: SourceFolder, name: str) -> Any:
     """Return the object in a file of `torch.save`, which may be compressed by gzip; tensors are on the CPU.
 
-    If the folder is trusted, a file that contains other classes, or has an older format, is read by `torch.load`.
+    If the folder is trusted, a file that contains other classes, has an older format or is a pickle, is read by `torch.load` or
+    `pickle.loads`.
 
     Raises:
         UnsafeSkeletonError: The file names other classes than those of tensors and plain values.
         FormatError: The file is damaged, has another format, or expands too much.
         OSError: The file cannot be read.
     """
-    raw = folder.read(name)
     try:
-        if raw.startswith(_GZIP):
-            raw = _gunzip(raw)
-        try:
-            return decode_pth(raw, max(_MAX_RATIO * len(raw), _MIN_LIMIT), {}, _REMEDY)
-        except FormatError as exc:
-            if not folder.trust or (raw.startswith(_ZIP) and not isinstance(exc, UnsafeSkeletonError)):
-                raise
-        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False)
+        return parse_torch(folder.read(name), folder.trust)
     except TensorCacheError as exc:
         raise exc.at(name) from exc
+
+
+def parse_torch(raw: bytes, trust: bool) -> Any:
+    """Return the object in the content of a file of `torch.save`, as `load_torch` does.
+
+    Args:
+        raw: Content of the file, which may be compressed by gzip.
+        trust: Read content that contains other classes, has an older format or is a pickle, by `torch.load` or `pickle.loads`.
+
+    Raises:
+        UnsafeSkeletonError: The content names other classes than those of tensors and plain values.
+        FormatError: The content is damaged, has another format, or expands too much.
+    """
+    if raw.startswith(_GZIP):
+        raw = _gunzip(raw)
+    try:
+        return decode_pth(raw, max(_MAX_RATIO * len(raw), _MIN_LIMIT), {}, _REMEDY)
+    except FormatError as exc:
+        if not trust or (raw.startswith(_ZIP) and not isinstance(exc, UnsafeSkeletonError)):
+            raise
+    try:
+        if not raw.startswith((_ZIP, _OLD_TORCH)):
+            return pickle.loads(raw)  # noqa: S301 (the user trusts the file)
+        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False)
     except Exception as exc:  # whatever a trusted pickle raises
-        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+        raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
 
 
 def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -118,6 +164,28 @@ def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.T
     except TensorCacheError as exc:
         raise exc.at(name) from exc
     except (SafetensorError, ValueError) as exc:
+        raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+
+
+def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the tensors in a `.safetensors` file, in the order of their bytes, and its metadata.
+
+    Raises:
+        FormatError: The header is damaged.
+        OSError: The file cannot be read.
+    """
+    try:
+        with open(folder.locate(name), "rb", buffering=0) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            begin = file.read(8)
+            begin += file.read(min(int.from_bytes(begin, "little"), nbytes, MAX_HEADER_NBYTES))
+            layout, _ = parse_header(begin, nbytes)
+        metadata = json.loads(begin[8 : layout.data_begin]).get("__metadata__") or {}
+        "".join(metadata.values()).encode()  # raises if a value has a surrogate, from an escape in the JSON
+        return list(layout.tensors), metadata
+    except TensorCacheError as exc:
+        raise exc.at(name) from exc
+    except ValueError as exc:
         raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
 
 

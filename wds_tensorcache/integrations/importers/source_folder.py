@@ -110,6 +110,20 @@ class SourceFolder:
             raise FormatError("is not an ordinary file").at(name)
         return file
 
+    def read_range(self, name: str, begin: int, end: int) -> bytes:
+        """Return the bytes `[begin, end)` of a listed file.
+
+        Raises:
+            FormatError: The file ends before byte `end`.
+            OSError: The file cannot be read.
+        """
+        with open(self.locate(name), "rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if end > nbytes or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise FormatError(f"the file has {nbytes:,} bytes, expected at least {end:,}").at(name)
+            file.seek(begin)
+            return file.read(end - begin)
+
     def read_text(self, name: str, max_nbytes: int = 1 << 20) -> str:
         """Return the text in a listed file: UTF-8, without a byte order mark and without white space around it."""
         try:

@@ -1,0 +1,115 @@
+"""index, verify, repair and drop, as a process: results, exit statuses and messages."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.cli.command import json_of, run
+from wds_tensorcache.cli import main
+
+KEYS = [f"k{i}" for i in range(6)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with tc.ShardWriter(tmp_path / "in", max_samples=2, fsync=False) as sink:
+        for i, key in enumerate(KEYS):
+            sink.write(key, {"x": torch.full((1000,), float(i)), "i": i})
+    return tmp_path / "in"
+
+
+def damage(shard: Path) -> None:
+    raw = bytearray(shard.read_bytes())
+    raw[raw.index(torch.full((1000,), 2.0).numpy().tobytes()) + 5] ^= 1
+    shard.write_bytes(raw)
+
+
+def test_an_intact_cache(folder: Path) -> None:
+    assert run("verify", folder).stdout.startswith("3 shards, 6 samples,")
+    report = json_of("verify", folder, "--threads", 1)
+    assert (report["ok"], report["num_samples"], report["faults"]) == (True, 6, [])
+
+
+def test_a_damaged_cache(folder: Path, tmp_path: Path) -> None:
+    damage(folder / "000001.tar")
+    assert "000001.tar: sample 'k2'" in run("verify", folder, status=1).stdout
+    (fault,) = json_of("verify", folder, status=1)["faults"]
+    assert (fault["key"], fault["kind"]) == ("k2", "damaged")
+    assert "k2" in run("repair", folder, tmp_path / "strict", "--strict", status=1).stderr
+    assert not (tmp_path / "strict").exists()
+    assert "written: 3 shards, 5 samples" in run("repair", folder, tmp_path / "out", status=1).stdout
+    assert list(tc.open(tmp_path / "out").keys()) == ["k0", "k1", "k3", "k4", "k5"]
+    assert run("verify", tmp_path / "out").stderr == ""
+    again = run("repair", folder, tmp_path / "out", status=1)
+    assert again.stdout == ""
+    assert "is not empty" in again.stderr
+
+
+def test_index(tmp_path: Path) -> None:
+    """Shards that another program made."""
+    skeleton, tensors = tc.encode_sample({"x": torch.ones(3)})
+    for name in ("a.tar", "b.tar"):
+        with tarfile.open(tmp_path / name, "w") as tar:
+            for suffix, content in (("skel.pyd", skeleton), ("safetensors", tensors)):
+                (tmp_path / "member").write_bytes(content)
+                tar.add(tmp_path / "member", f"{name[0]}0.{suffix}")
+    (tmp_path / "member").unlink()
+    found = json_of("index", tmp_path / "a.tar", tmp_path / "b.tar")
+    assert [each["num_samples"] for each in found] == [1, 1]
+    assert sorted(os.listdir(tmp_path)) == ["a.idx", "a.tar", "a.tar.index", "b.idx", "b.tar", "b.tar.index"]
+    assert run("index", tmp_path / "a.tar", "--footer", "--no-dali-index").stdout == f"{tmp_path}/a.tar: 1 samples\n"
+    assert tc.verify(tmp_path / "a.tar").ok
+
+
+def test_drop(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("k5\nk0\n")
+    assert json_of("drop", folder, tmp_path / "out", "k3", "--keys-from", tmp_path / "keys")["dropped"] == [
+        "k0",
+        "k3",
+        "k5",
+    ]
+    assert list(tc.open(tmp_path / "out").keys()) == ["k1", "k2", "k4"]
+    run("drop", folder, tmp_path / "more", "--keys-from", "-", stdin="k1\n")
+    assert len(tc.open(tmp_path / "more")) == 5
+    unknown = run("drop", folder, tmp_path / "none", "k33", status=2)
+    assert "'k33'" in unknown.stderr
+    assert "'k3'" in unknown.stderr
+    run("drop", folder, tmp_path / "none", status=2)
+    assert not (tmp_path / "none").exists()
+
+
+def test_drop_by_original_name(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "in", fsync=False) as sink:
+        for name in ("photo (1).v2", "photo (2).v2"):
+            sink.write(tc.safe_key(name), {"x": 1})
+    run("drop", tmp_path / "in", tmp_path / "out", "photo (1).v2")
+    assert list(tc.open(tmp_path / "out").keys()) == [tc.safe_key("photo (2).v2")]
+
+
+@pytest.mark.parametrize("command", ["verify", "repair"])
+def test_sources_that_are_missing(tmp_path: Path, command: str) -> None:
+    out = [tmp_path / "out"] if command == "repair" else []
+    for source in (tmp_path / "nowhere", tmp_path):
+        found = run(command, source, *out, status=2)
+        assert found.stderr.startswith("tensorcache: ")
+        assert found.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_usage() -> None:
+    assert "Missing argument" in run("verify", status=2).stderr
+    assert "unknown command" in run("verfy", status=2).stderr
+    assert "Invalid value" in run("index", "nowhere.tar", status=2).stderr
+
+
+def test_the_command_is_installed() -> None:
+    from importlib.metadata import entry_points
+
+    (found,) = entry_points(group="console_scripts", name="tensorcache")
+    assert found.load() is main

@@ -1,0 +1,484 @@
+"""Caches of sd-scripts: every array of every model, file name and resolution becomes part of the right sample."""
+
+from __future__ import annotations
+
+import io
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import wds_tensorcache as tc
+from tests.importers.folders import assert_complete, imported
+from tests.same import assert_same
+from wds_tensorcache.integrations.importers.formats import choose_format
+from wds_tensorcache.integrations.importers.import_cache import import_cache
+from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+
+RNG = np.random.default_rng(0)
+
+
+def floats(*shape: int) -> Any:
+    """Return float32 that was bfloat16, as sd-scripts stores it."""
+    return torch.from_numpy(RNG.normal(size=shape)).bfloat16().float().numpy()
+
+
+def save_latents(
+    path: Path,
+    shape: tuple[int, ...],
+    size: tuple[int, int] = (512, 512),
+    end: str = "",
+    flipped: bool = False,
+    alpha: bool = False,
+) -> dict[str, Any]:
+    """Add a resolution to a file as sd-scripts does: read all arrays, then write all; return the new ones."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    present = dict(np.load(path)) if path.exists() else {}
+    new = {"latents": floats(*shape), "original_size": np.array(size), "crop_ltrb": np.array([0, 3, *size])}
+    if flipped:
+        new["latents_flipped"] = floats(*shape)
+    if alpha:
+        new["alpha_mask"] = RNG.random((shape[-2] * 8, shape[-1] * 8), np.float32)
+    np.savez(path, **(present | {name + end: array for name, array in new.items()}))
+    return new
+
+
+TEXTS: dict[str, Any] = {
+    "sdxl": lambda: {"hidden_state1": floats(77, 8), "hidden_state2": floats(77, 12), "pool2": floats(12)},
+    "sd3": lambda: {
+        "lg_out": floats(77, 8),
+        "lg_pooled": floats(8),
+        "t5_out": floats(20, 8),
+        "clip_l_attn_mask": np.ones(77, np.int64),
+        "clip_g_attn_mask": np.ones(77, np.int64),
+        "t5_attn_mask": np.ones(20, np.int64),
+        "apply_lg_attn_mask": np.array(False),
+        "apply_t5_attn_mask": np.array(True),
+    },
+    "flux": lambda: {
+        "l_pooled": floats(8),
+        "t5_out": floats(20, 8),
+        "txt_ids": np.zeros((20, 3), np.float32),
+        "t5_attn_mask": np.arange(20) < 7,
+        "apply_t5_attn_mask": np.array(True),
+    },
+    "lumina": lambda: {"hidden_state": floats(9, 8), "attention_mask": np.ones(9, np.int64), "input_ids": np.arange(9)},
+    "anima": lambda: {
+        "prompt_embeds": floats(9, 8),
+        "attn_mask": np.ones(9, np.int64),
+        "t5_input_ids": np.arange(9),
+        "t5_attn_mask": np.ones(9, np.int64),
+        "caption_dropout_rate": np.array(0.1, np.float32),
+    },
+    "hi": lambda: {
+        "vlm_embed": floats(9, 8),
+        "vlm_mask": np.ones(9, np.int64),
+        "byt5_embed": floats(4, 8),
+        "byt5_mask": np.ones(4, np.int64),
+        "ocr_mask": np.array([False]),
+    },
+}
+SHAPES = {"sd": (4, 8, 6), "sdxl": (4, 8, 6), "sd3": (16, 8, 6), "flux": (16, 8, 6), "lumina": (16, 8, 6)}
+SHAPES |= {"anima": (16, 1, 8, 6), "hi": (64, 8, 6)}
+
+
+def save_text(folder: Path, stem: str, model: str) -> dict[str, Any]:
+    arrays: dict[str, Any] = TEXTS[model]()
+    np.savez(folder / f"{stem}_{'te_outputs' if model == 'sdxl' else f'{model}_te'}.npz", **arrays)
+    return arrays
+
+
+def tensors(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def all_arrays(folder: Path) -> list[Any]:
+    return [array for path in folder.rglob("*.npz") for array in dict(np.load(path)).values()]
+
+
+@pytest.mark.parametrize("end", ["", "_8x6"])
+@pytest.mark.parametrize("model", SHAPES)
+def test_all_models(tmp_path: Path, model: str, end: str) -> None:
+    """Old and new keys, with and without flips and masks; names of images with spaces, dots, underscores and letters."""
+    folder, expected = tmp_path / "in", {}
+    for i, stem in enumerate(["a", "b_c", "sub dir/日本.v2", "x_0512x0512", "y_te"]):
+        entries = save_latents(
+            folder / f"{stem}_0512x0768_{model}.npz", SHAPES[model], (512, 768), end, i % 2 == 1, i >= 2
+        )
+        sample: dict[str, Any] = tensors(entries)
+        if model in TEXTS:
+            sample["text"] = tensors(save_text(folder, stem, model))
+        (folder / f"{stem}{'.txt' if i % 2 else '.caption'}").write_text(f"\ufeffcaption {i}\nline\n", encoding="utf-8")
+        expected[stem] = sample | {"caption": f"caption {i}\nline"}
+    found, report = imported(folder, tmp_path / "out")
+    assert found.keys() == expected.keys()
+    order = ["latents", "latents_flipped", "original_size", "crop_ltrb", "alpha_mask", "text", "caption"]
+    for stem, sample in expected.items():
+        assert_same({name: sample[name] for name in order if name in sample}, found[stem])
+    assert_complete(all_arrays(folder), found.values())
+    assert report.ok
+    assert report.fingerprint == {
+        "format": "kohya",
+        "source": str(folder),
+        "architecture": model,
+        "keys": "latents_HxW" if end else "latents",
+    }
+
+
+@pytest.mark.parametrize(("model", "name"), [("sdxl", "sdxl"), (None, "sd_or_sdxl"), ("sd", "sd")])
+def test_old_file_names(tmp_path: Path, model: str | None, name: str) -> None:
+    """`photo.npz` in place of `photo_0512x0512_sdxl.npz`, whose model other files tell; a new key in a file of old name."""
+    folder = tmp_path / "in"
+    one = save_latents(folder / "photo.npz", (4, 8, 8), flipped=True)
+    two = save_latents(folder / "photo 2.npz", (4, 8, 6), end="_8x6")
+    text = tensors(save_text(folder, "photo", "sdxl")) if model == "sdxl" else None
+    if model == "sd":
+        save_latents(folder / "new_0512x0512_sd.npz", (4, 8, 8))
+    found, report = imported(folder, tmp_path / "out")
+    assert report.fingerprint["architecture"] == name
+    assert found["photo"].get("text", {}).keys() == (text or {}).keys()
+    assert_same(tensors(two), found["photo 2"])
+    assert_same(torch.from_numpy(one["latents_flipped"]), found["photo"]["latents_flipped"])
+    assert_complete(all_arrays(folder), found.values())
+
+
+def test_each_resolution_is_a_sample(tmp_path: Path) -> None:
+    """Resolutions in use and dead ones cannot be told apart: none is lost, and batches and buckets work."""
+    folder = tmp_path / "in"
+    path = folder / "a_1024x1024_flux.npz"
+    expected = {"_64x64": save_latents(path, (16, 64, 64), end="_64x64", alpha=True)}
+    expected["_8x32"] = save_latents(path, (16, 8, 32), end="_8x32", flipped=True)
+    expected["_128x128"] = save_latents(path, (16, 128, 128), end="_128x128")
+    expected["_64x64"] |= save_latents(path, (16, 64, 64), end="_64x64")  # again, in the same place of the file
+    save_latents(folder / "b_1024x1024_flux.npz", (16, 64, 64), end="_64x64")
+    text = save_text(folder, "a", "flux")
+    save_text(folder, "b", "flux")
+    found, _ = imported(folder, tmp_path / "out")
+    assert found.keys() == {"a_64x64", "a_8x32", "a_128x128", "b"}
+    for end, entries in expected.items():
+        assert found[f"a{end}"].keys() == {*entries, "text"}
+        assert_same(tensors(entries), {name: found[f"a{end}"][name] for name in entries})
+        assert_same(tensors(text), found[f"a{end}"]["text"])
+    assert_complete(all_arrays(folder), found.values(), copies=True)
+    cache = tc.open(tmp_path / "out").select(["latents", "text.t5_out"])
+    shapes = {batch["latents"].shape[1:] for batch in tc.Loader(cache, 2, bucket_by="latents", collate="pad")}
+    assert shapes == {(16, 64, 64), (16, 8, 32), (16, 128, 128)}
+    assert len(cache.filter(lambda entry: entry.shapes["latents"][-2] == 64)) == 2
+
+
+def test_old_and_new_keys_in_one_file(tmp_path: Path) -> None:
+    """An SDXL file that a version before and one after the change of keys have written."""
+    path = tmp_path / "in" / "a_0512x0512_sdxl.npz"
+    old, new = save_latents(path, (4, 8, 8)), save_latents(path, (4, 8, 6), end="_8x6")
+    found, report = imported(tmp_path / "in", tmp_path / "out")
+    assert_same({"a": tensors(old), "a_8x6": tensors(new)}, {name: found[name] for name in ("a", "a_8x6")})
+    assert report.fingerprint["keys"] == ["latents", "latents_HxW"]
+
+
+def test_an_image_named_like_a_resolution(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    for size in (8, 16):
+        save_latents(folder / "a_0512x0512_flux.npz", (16, size, size), end=f"_{size}x{size}")
+    save_latents(folder / "a_8x8_0512x0512_flux.npz", (16, 8, 8), end="_8x8")
+    found, _ = imported(folder, tmp_path / "out")
+    assert found.keys() == {"a_16x16", "a_0512x0512_flux_8x8", "a_8x8_0512x0512_flux_8x8"}
+    assert_complete(all_arrays(folder), found.values())
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
+def test_an_array_twice_in_a_file(tmp_path: Path) -> None:
+    """The file is bad, and the other one is imported."""
+    folder = tmp_path / "in"
+    for name in ("a", "b"):
+        save_latents(folder / f"{name}_0512x0512_flux.npz", (16, 8, 8), end="_8x8")
+    with zipfile.ZipFile(folder / "a_0512x0512_flux.npz", "a") as archive:
+        archive.writestr("latents_8x8.npy", archive.read("latents_8x8.npy"))
+    found, report = imported(folder, tmp_path / "out", on_error="skip")
+    assert found.keys() == {"b"}
+    assert "a_0512x0512_flux.npz: two files in the npz have the same name" in report.skipped[0].what
+
+
+def test_arrays_of_other_programs_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "in" / "a_0512x0512_sd3.npz"
+    save_latents(path, (16, 8, 8), end="_8x8")
+    arrays = dict(np.load(path)) | {"score": np.array(0.5), "latents_flipped_4x4": floats(2), "alpha_mask": floats(3)}
+    np.savez(path, **arrays)
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert found["a"]["other"].keys() == {"score", "latents_flipped_4x4", "alpha_mask"}
+    assert_complete(arrays.values(), found.values())
+
+
+def test_several_files_of_one_image(tmp_path: Path) -> None:
+    """The old name and the new one, and an image that was resized: each is a sample with the same text."""
+    folder = tmp_path / "in"
+    save_latents(folder / "a.npz", (4, 8, 8))
+    save_latents(folder / "a_0512x0512_sdxl.npz", (4, 8, 8))
+    save_latents(folder / "a_1024x0768_sdxl.npz", (4, 8, 8), end="_8x8")
+    save_latents(folder / "a_1024x0768_sdxl.npz", (4, 9, 9), end="_9x9")
+    save_text(folder, "a", "sdxl")
+    found, _ = imported(folder, tmp_path / "out")
+    assert found.keys() == {"a", "a_0512x0512", "a_1024x0768_8x8", "a_1024x0768_9x9"}
+    assert all("text" in sample for sample in found.values())
+    assert_complete(all_arrays(folder), found.values(), copies=True)
+
+
+def test_several_models_in_one_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    for model in ("sdxl", "flux"):
+        save_latents(folder / "sub" / f"a_0512x0512_{model}.npz", SHAPES[model])
+        save_text(folder / "sub", "a", model)
+    (folder / "sub" / "a.txt").write_text("hello")
+    found, report = imported(folder, tmp_path / "out")
+    assert found.keys() == {"flux/sub/a", "sdxl/sub/a"}
+    assert found["flux/sub/a"]["text"].keys() == TEXTS["flux"]().keys()
+    assert {sample["caption"] for sample in found.values()} == {"hello"}
+    assert_complete(all_arrays(folder), found.values())
+    assert report.fingerprint["architecture"] == ["flux", "sdxl"]
+
+
+def test_text_alone_and_latents_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    save_latents(folder / "a_0512x0512_sd3.npz", (16, 8, 8))
+    save_text(folder, "b", "sd3")
+    (folder / "b.txt").write_text("tags, of b")
+    (folder / "b.caption").write_text("a sentence on b")
+    (folder / "c.txt").write_text("no cache has this")
+    found, report = imported(folder, tmp_path / "out")
+    assert found["a"].keys() == {"latents", "original_size", "crop_ltrb"}
+    assert found["b"].keys() == {"text", "caption", "tags"}
+    assert (found["b"]["caption"], found["b"]["tags"]) == ("a sentence on b", "tags, of b")
+    assert report.unused == ["c.txt"]
+    assert_complete(all_arrays(folder), found.values())
+
+
+def recognized(folder: Path, name: str = "auto") -> str:
+    return choose_format(SourceFolder(str(folder)), name).name
+
+
+def test_recognition(tmp_path: Path) -> None:
+    for i in range(9):
+        save_latents(tmp_path / "old" / f"{i}.npz", (4, 8, 8))
+        (tmp_path / "plain").mkdir(exist_ok=True)
+        np.savez(tmp_path / "plain" / f"{i}.npz", latents=floats(4), crop_ltrb=floats(4))
+        np.savez(tmp_path / "plain" / f"x_0512x0512_{i}.npz", x=floats(4))
+    save_latents(tmp_path / "plain" / "a_0512x0512_sd3.npz", (4, 8, 8))  # one file among many of another origin
+    assert recognized(tmp_path / "old") == "kohya"
+    assert recognized(tmp_path / "plain") == "files"
+    (tmp_path / "old" / "0.npz").write_bytes(b"bad")
+    assert recognized(tmp_path / "old") == "files"  # the first file is always one of those looked into
+    save_text(tmp_path / "old", "0", "sdxl")
+    found, report = imported(tmp_path / "old", tmp_path / "out", format="kohya", on_error="skip")
+    assert report.num_skipped == 1
+    assert "0.npz" in report.skipped[0].what
+    assert len(found) == 8
+
+
+def test_foreign_files_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    for i in range(3):
+        save_latents(folder / f"{i}_0512x0512_flux.npz", (16, 8, 8))
+    np.savez(folder / "depth.npz", depth=floats(4))
+    with pytest.raises(tc.FormatError, match=r"depth\.npz: is not a file of sd-scripts"):
+        import_cache(folder, tmp_path / "stopped")
+    found, report = imported(folder, tmp_path / "out", on_error="skip")
+    assert [each.name for each in report.skipped] == ["depth.npz"]
+    assert found.keys() == {"0", "1", "2"}
+
+
+def test_bad_captions_are_named(tmp_path: Path) -> None:
+    save_latents(tmp_path / "in" / "a_0512x0512_flux.npz", (16, 8, 8))
+    (tmp_path / "in" / "a.txt").write_bytes("日本".encode("cp932"))
+    with pytest.raises(tc.FormatError, match=r"a\.txt: is not UTF-8"):
+        import_cache(tmp_path / "in", tmp_path / "out")
+
+
+def test_without_latents(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    np.savez(tmp_path / "in" / "a_0512x0512_flux.npz", original_size=np.array([1, 2]))
+    with pytest.raises(tc.FormatError, match=r"a_0512x0512_flux\.npz: has no array 'latents'"):
+        import_cache(tmp_path / "in", tmp_path / "out")
+
+
+def test_mutated_files(tmp_path: Path) -> None:
+    """Whatever bytes change: the result is the same arrays, or FormatError; and the good file is always imported."""
+    folder = tmp_path / "in"
+    save_latents(folder / "a_0512x0512_flux.npz", (2, 3, 3), end="_3x3")
+    good = save_latents(folder / "b_0512x0512_flux.npz", (2, 3, 3), end="_3x3")
+    whole = (folder / "a_0512x0512_flux.npz").read_bytes()
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+        heads = [file.header_offset for file in archive.infolist()]
+        directory = archive.start_dir
+    rng = random.Random(0)
+    num_bad = 0
+    for number in range(120):
+        raw = bytearray(whole)
+        at = rng.choice(
+            [rng.randrange(len(raw)), directory + rng.randrange(len(raw) - directory), rng.choice(heads) + 10]
+        )
+        raw[at] ^= 1 << rng.randrange(8)
+        if number % 10 == 0:
+            del raw[rng.randrange(len(raw)) :]
+        (folder / "a_0512x0512_flux.npz").write_bytes(raw)
+        samples = choose_format(SourceFolder(str(folder)), "kohya").open(SourceFolder(str(folder))).samples
+        for sample in samples:
+            if "b_0512x0512_flux.npz" in sample.files:
+                assert_same(tensors(good), sample.load().value)
+                continue
+            try:
+                sample.load()
+            except tc.FormatError as exc:
+                assert "a_0512x0512_flux.npz" in str(exc)  # noqa: PT017
+                num_bad += 1
+    assert num_bad > 40
+
+
+# The `.safetensors` files of the branch new_cache
+
+
+def save_new(
+    path: Path,
+    size: tuple[int, int],
+    *latents: torch.Tensor,
+    flipped: bool = False,
+    alpha: bool = False,
+    **metadata: str,
+) -> dict[str, torch.Tensor]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries, facts = (
+        {},
+        {"architecture": "sdxl", "width": str(size[0]), "height": str(size[1]), "format_version": "1.0.0"},
+    )
+    for tensor in latents:
+        end = "{}x{}".format(*tensor.shape[1:3])
+        entries[f"latents_{end}_{str(tensor.dtype)[6:]}"] = tensor
+        facts[f"crop_ltrb_{end}"] = f"0,{tensor.shape[1]},0,10"
+        if flipped:
+            entries[f"latents_flipped_{end}_{str(tensor.dtype)[6:]}"] = tensor.float().flip(-1).to(tensor.dtype)
+        if alpha:
+            entries[f"alpha_mask_{end}"] = torch.rand(tensor.shape[1] * 8, tensor.shape[2] * 8)
+    safetensors.torch.save_file(entries, path, metadata=facts | metadata)
+    return entries
+
+
+def save_new_text(path: Path, *captions: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = {}
+    for number in range(len(captions)):
+        end = f"_{number}_{str(dtype)[6:]}"
+        entries |= {f"hidden_state1{end}": torch.randn(7, 4).to(dtype), f"pool2{end}": torch.randn(4).to(dtype)}
+        entries[f"t5_attn_mask_{number}"] = torch.arange(7)
+    facts = {f"caption{number + 1}": text for number, text in enumerate(captions)}
+    safetensors.torch.save_file(entries, path, metadata={"architecture": "sdxl", "format_version": "1.0.0"} | facts)
+    return entries
+
+
+def all_tensors(folder: Path) -> list[torch.Tensor]:
+    return [tensor for path in folder.rglob("*.safetensors") for tensor in safetensors.torch.load_file(path).values()]
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+    for i, dtype in enumerate(dtypes):
+        latents = torch.randn(4, 8, 6).to(dtype)
+        save_new(folder / "sub" / f"{i}_0512x0768_sdxl.safetensors", (512, 768), latents, flipped=i < 2, alpha=i == 2)
+        save_new_text(folder / "sub" / f"{i}_sdxl_225_te.safetensors", f"caption {i}")
+    found, report = imported(folder, tmp_path / "out")
+    assert [found[f"sub/{i}"]["latents"].dtype for i in range(5)] == dtypes
+    assert found["sub/0"].keys() == {"latents", "latents_flipped", "original_size", "crop_ltrb", "text", "caption"}
+    assert found["sub/2"]["alpha_mask"].shape == (64, 48)
+    assert (found["sub/3"]["original_size"], found["sub/3"]["crop_ltrb"]) == ((512, 768), (0, 8, 0, 10))
+    assert found["sub/4"]["text"].keys() == {"hidden_state1", "pool2", "t5_attn_mask"}
+    assert found["sub/4"]["caption"] == "caption 4"
+    assert_complete(all_tensors(folder), found.values())
+    assert report.fingerprint["format"] == "kohya_safetensors"
+    assert report.fingerprint["architecture"] == "sdxl"
+    assert report.fingerprint["metadata"]["text"] == {"architecture": "sdxl", "format_version": "1.0.0"}
+    assert report.fingerprint["keys"] == [
+        "alpha_mask_HxW",
+        "hidden_state1_N_dtype",
+        "latents_HxW_dtype",
+        "latents_flipped_HxW_dtype",
+        "pool2_N_dtype",
+        "t5_attn_mask_N",
+    ]
+
+
+def test_safetensors_of_several_resolutions_dtypes_and_captions(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    small, large = torch.randn(4, 8, 8), torch.randn(4, 16, 16)
+    save_new(folder / "a_0512x0512_sdxl.safetensors", (512, 512), small.half(), small.bfloat16(), large, note="mine")
+    save_new(folder / "b_0512x0512_sdxl.safetensors", (512, 512), small + 1)
+    states = save_new_text(folder / "a_sdxl_225_te.safetensors", "first", "second", "third")
+    save_new_text(folder / "b_sdxl_225_te.safetensors", "only")
+    found, report = imported(folder, tmp_path / "out")
+    assert found.keys() == {"a_8x8", "a_16x16", "b"}
+    assert_same(small.bfloat16(), found["a_8x8"]["latents"])
+    assert_same(small.half(), found["a_8x8"]["latents_8x8_float16"])
+    assert_same(large, found["a_16x16"]["latents"])
+    assert found["a_16x16"]["captions"] == ["first", "second", "third"]
+    assert_same(states["pool2_1_bfloat16"], found["a_16x16"]["texts"][1]["pool2"])
+    assert (len(found["b"]["texts"]), found["b"]["captions"]) == (1, ["only"])
+    assert found["a_8x8"]["metadata"] == {"latents": {"note": "mine"}}
+    assert "metadata" not in found["b"]
+    assert_complete(all_tensors(folder), found.values(), copies=True)
+    assert "note" not in str(report.fingerprint)
+    names = ("hidden_state1", "pool2", "t5_attn_mask")
+    cache = tc.open(tmp_path / "out").select("texts.*")
+    loader = tc.Loader(
+        cache, 3, choose={tuple(f"text_{name}" for name in names): tuple(f"texts.*.{name}" for name in names)}
+    )
+    assert next(iter(loader))["text_pool2"].shape == (3, 4)
+
+
+def test_safetensors_of_several_lengths(tmp_path: Path) -> None:
+    save_new_text(tmp_path / "in" / "a_flux_256_te.safetensors", "hello")
+    save_new_text(tmp_path / "in" / "a_flux_512_m_te.safetensors", "hello", dtype=torch.float32)
+    found, report = imported(tmp_path / "in", tmp_path / "out")
+    assert found["a"].keys() == {"text_256", "text_512_m", "caption"}
+    assert report.fingerprint["tokens"] == ["256", "512_m"]
+    assert_complete(all_tensors(tmp_path / "in"), found.values())
+    save_new_text(tmp_path / "in" / "a_flux_512_m_te.safetensors", "hello, new")
+    with pytest.raises(tc.FormatError, match="has another caption"):
+        import_cache(tmp_path / "in", tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": "x"}, "expected 2 integers"),
+        ({"crop_ltrb_8x8": "0,1,2," + "9" * 5000}, "expected 4 integers"),
+        ({"height": "\x1b[2J"}, "expected 2 integers"),
+    ],
+)
+def test_safetensors_with_wrong_metadata(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    save_new(tmp_path / "in" / "a_0512x0512_sdxl.safetensors", (512, 512), torch.randn(4, 8, 8), **changes)
+    with pytest.raises(tc.FormatError, match=message) as caught:
+        import_cache(tmp_path / "in", tmp_path / "out")
+    assert "a_0512x0512_sdxl.safetensors" in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["pool2_1_float32"], "expected numbers from 0 on"),
+        (["pool2_0_float32", "pool2_2_float32"], "expected numbers from 0 on"),
+        # the trainer takes the keys in the file for the names of the outputs
+        (["pool2_0_float32", "pool2_0_float32_1_float32"], "prompts 0 and 1 have different tensors"),
+    ],
+)
+def test_safetensors_with_wrong_prompts(tmp_path: Path, keys: list[str], message: str) -> None:
+    (tmp_path / "in").mkdir()
+    safetensors.torch.save_file(
+        {key: torch.ones(2) for key in keys},
+        tmp_path / "in" / "a_sdxl_77_te.safetensors",
+        metadata={"architecture": "sdxl", "format_version": "1.0.0"},
+    )
+    with pytest.raises(tc.FormatError, match=message):
+        import_cache(tmp_path / "in", tmp_path / "out")

@@ -1,0 +1,146 @@
+"""Caches of LTX-Video-Trainer and LTX-2, written as their scripts write them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.importers.folders import imported
+from tests.same import assert_same
+from wds_tensorcache.integrations.importers.formats import choose_format
+from wds_tensorcache.integrations.importers.import_cache import import_cache
+from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+
+
+class Gadget:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch hacked",)
+
+
+def save(value: Any, path: Path) -> Any:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(value, path)
+    return value
+
+
+def latents(i: int) -> dict[str, Any]:
+    return {
+        "latents": torch.randn(128, 1 + i, 4, 6).bfloat16(),
+        "num_frames": 1 + i,
+        "height": 4,
+        "width": 6,
+        "fps": 24.5 + i,
+    }
+
+
+def old_latents(i: int) -> dict[str, Any]:
+    return {**latents(i), "latents": torch.randn((1 + i) * 24, 128).bfloat16(), "fps": 25}
+
+
+def conditions(i: int) -> dict[str, Any]:
+    return {
+        "video_prompt_embeds": torch.randn(3 + i, 64).bfloat16(),
+        "prompt_attention_mask": torch.ones(3 + i, dtype=torch.bool),
+        "audio_prompt_embeds": torch.randn(3 + i, 32).bfloat16(),
+    }
+
+
+def old_conditions(i: int) -> dict[str, Any]:
+    return {"prompt_embeds": torch.randn(16, 8), "prompt_attention_mask": torch.arange(16) > 10 - i}
+
+
+def test_parallel_folders(tmp_path: Path) -> None:
+    """Audio is missing for a clip without sound; a temporary file of a killed run is not a sample."""
+    root = tmp_path / "data" / ".precomputed"
+    expected: dict[str, Any] = {}
+    for i, stem in enumerate(["clips/a", "clips/b.v2", "c"]):
+        expected[f"data/{stem}"] = sample = {
+            "latents": save(latents(i), root / "latents" / f"{stem}.pt"),
+            "conditions": save(conditions(i), root / "conditions" / f"{stem}.pt"),
+            "reference_latents": save(latents(i), root / "reference_latents" / f"{stem}.pt"),
+            "mask": save({"mask": torch.rand(4, 6)}, root / "mask" / f"{stem}.pt"),
+        }
+        if i:
+            audio = {"latents": torch.randn(8, 5, 16), "num_time_steps": 5, "frequency_bins": 16, "duration": 1.5}
+            sample["audio_latents"] = save(audio, root / "audio_latents" / f"{stem}.pt")
+    (root / "latents" / "d.pt.tmp.1234").write_bytes(b"half")
+    found, report = imported(tmp_path, tmp_path / "out")
+    assert report.format == "ltx"
+    assert report.ok
+    assert found.keys() == expected.keys()
+    for name, sample in expected.items():
+        assert_same({key: sample[key] for key in found[name]}, found[name])
+    assert report.fingerprint["folders"] == ["audio_latents", "conditions", "latents", "mask", "reference_latents"]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_old_names_and_shapes(tmp_path: Path, inside: bool) -> None:
+    root = tmp_path / ".precomputed"
+    expected = {
+        f"latent_{i}": {
+            "latents": save(old_latents(i), root / "latents" / f"latent_{i}.pt"),
+            "conditions": save(old_conditions(i), root / "conditions" / f"condition_{i}.pt"),
+        }
+        for i in range(3)
+    }
+    found, report = imported(root if inside else tmp_path, tmp_path / "out")
+    assert report.format == "ltx"
+    assert report.ok
+    assert found.keys() == expected.keys()
+    for name, sample in expected.items():
+        assert_same({key: sample[key] for key in found[name]}, found[name])
+
+
+def test_several_data_sets_and_custom_folders(tmp_path: Path) -> None:
+    for name in ("one/.precomputed", "two"):
+        for stem in ("latents/x", "y"):  # a folder of clips that is called latents
+            save(latents(0), tmp_path / "in" / name / "latents" / f"{stem}.pt")
+            save(conditions(0), tmp_path / "in" / name / "conditions" / f"{stem}.pt")
+    found, report = imported(tmp_path / "in", tmp_path / "out")
+    assert report.ok
+    assert sorted(found) == ["one/latents/x", "one/y", "two/latents/x", "two/y"]
+
+
+def test_latents_alone(tmp_path: Path) -> None:
+    expected = save(latents(1), tmp_path / ".precomputed" / "latents" / "a.pt")
+    found, _ = imported(tmp_path, tmp_path / "out")
+    assert_same({"a": {"latents": expected}}, found)
+    found, report = imported(tmp_path / ".precomputed", tmp_path / "again")
+    assert report.format == "ltx"
+    assert list(found) == ["a"]
+    save(latents(1), tmp_path / "other" / "latents" / "a.pt")  # such folders exist in other formats
+    assert choose_format(SourceFolder(str(tmp_path / "other"))).name != "ltx"
+
+
+def test_incomplete_samples_are_named(tmp_path: Path) -> None:
+    for name in ("latents/a", "conditions/a", "latents/b", "audio_latents/b", "conditions/c"):
+        save(latents(0), tmp_path / ".precomputed" / f"{name}.pt")
+    with pytest.raises(tc.FormatError, match="has no file in"):
+        import_cache(tmp_path, tmp_path / "stopped")
+    found, report = imported(tmp_path, tmp_path / "out", on_error="skip")
+    assert list(found) == ["a"]
+    assert {each.name: each.what for each in report.skipped} == {
+        ".precomputed/latents/b.pt": "has no file in .precomputed/conditions/",
+        ".precomputed/audio_latents/b.pt": "has no file in .precomputed/conditions/",
+        ".precomputed/conditions/c.pt": "has no file in .precomputed/latents/",
+    }
+
+
+def test_bad_files_are_named_and_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for i in range(3):
+        save({**latents(i), **({"run": Gadget()} if i == 0 else {})}, Path(f".precomputed/latents/{i}.pt"))
+        save(conditions(i), Path(f".precomputed/conditions/{i}.pt"))
+    raw = Path(".precomputed/conditions/1.pt").read_bytes()
+    Path(".precomputed/conditions/1.pt").write_bytes(raw[: len(raw) // 2])
+    found, report = imported(Path("."), Path("out"), on_error="skip")
+    assert list(found) == ["2"]
+    assert ".precomputed/latents/0.pt" in report.skipped[0].what
+    assert "--trust" in report.skipped[0].what
+    assert ".precomputed/conditions/1.pt" in report.skipped[1].what
+    assert not Path("hacked").exists()

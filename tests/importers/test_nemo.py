@@ -1,0 +1,228 @@
+"""Caches of NeMo Automodel, written as its preprocessing writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from hashlib import md5
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.importers.folders import imported
+from tests.same import assert_same
+from wds_tensorcache.integrations.importers.formats import choose_format
+from wds_tensorcache.integrations.importers.import_cache import import_cache
+from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+
+
+class Gadget:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch hacked",)
+
+
+def flux_data(i: int) -> dict[str, Any]:
+    return {
+        "latent": torch.randn(16, 4 + i, 6).half(),
+        "clip_tokens": torch.arange(77)[None],
+        "clip_hidden": torch.randn(1, 768).bfloat16(),
+        "pooled_prompt_embeds": torch.randn(1, 768).bfloat16(),
+        "t5_tokens": torch.arange(9)[None],
+        "prompt_embeds": torch.randn(1, 9, 32).bfloat16(),
+        "original_resolution": (640 + i, 480),
+        "bucket_resolution": (512, 256 * (1 + i % 2)),
+        "crop_offset": (i, 0),
+        "prompt": f"photo {i}",
+        "image_path": f"/data/{i}.jpg",
+        "bucket_id": i,
+    }
+
+
+def write_cache(root: Path, count: int = 5, shard_size: int = 2, **options: Any) -> dict[str, Any]:
+    """Write a cache of pictures with absolute paths; return the samples by name."""
+    samples: dict[str, Any] = {}
+    items = []
+    for i in range(count):
+        data = flux_data(i)
+        size = "{}x{}".format(*data["bucket_resolution"])
+        digest = md5("{}_{}".format(data["image_path"], size).encode()).hexdigest()
+        name = f"{size}/{digest}"
+        (root / size).mkdir(parents=True, exist_ok=True)
+        torch.save(data, root / f"{name}.pt")
+        more = {"aspect_ratio": 0.5 * (1 + i), "pixels": 1000 + i, "model_type": "flux"}
+        item = {"cache_file": str(root / f"{name}.pt"), "bucket_resolution": list(data["bucket_resolution"])}
+        items.append({**item, "prompt": data["prompt"], "image_path": data["image_path"], **more})
+        samples[name] = {**data, **more}
+    shards = []
+    for at in range(0, count, shard_size):
+        shards.append(f"metadata_shard_{at // shard_size:04d}.json")
+        (root / shards[-1]).write_text(json.dumps(items[at : at + shard_size], indent=2))
+    described = {"processor": "flux", "model_name": "black-forest-labs/FLUX.1-dev", "model_type": "flux", **options}
+    counts = {"total_items": count, "num_shards": len(shards), "shard_size": shard_size, "shards": shards}
+    (root / "metadata.json").write_text(json.dumps({**described, **counts}, indent=2))
+    return samples
+
+
+def test_pictures(tmp_path: Path) -> None:
+    expected = write_cache(tmp_path / "in", max_pixels=65536)
+    found, report = imported(tmp_path / "in", tmp_path / "out")
+    assert report.format == "nemo"
+    assert report.ok
+    assert list(found) == list(expected)
+    for name, sample in expected.items():
+        assert_same(sample, found[name])
+    assert report.fingerprint == {
+        "format": "nemo",
+        "source": str(tmp_path / "in"),
+        "processor": "flux",
+        "model_name": "black-forest-labs/FLUX.1-dev",
+        "model_type": "flux",
+        "max_pixels": 65536,
+    }
+
+
+def test_moved_caches(tmp_path: Path) -> None:
+    """Two caches in one folder, whose absolute paths no longer exist."""
+    expected = {}
+    for name in ("one", "two/deep"):
+        written = write_cache(tmp_path / "old" / name)
+        expected |= {f"{name}/{key}": sample for key, sample in written.items()}
+    (tmp_path / "old").rename(tmp_path / "in")
+    found, report = imported(tmp_path / "in", tmp_path / "out")
+    assert report.ok
+    assert found.keys() == expected.keys()
+    for name, sample in expected.items():
+        assert_same(sample, found[name])
+    assert report.fingerprint["caches"] == {
+        name: {"processor": "flux", "model_name": "black-forest-labs/FLUX.1-dev", "model_type": "flux"}
+        for name in ("one", "two/deep")
+    }
+
+
+def video_data(i: int) -> dict[str, Any]:
+    return {
+        "text_embeddings": torch.randn(1, 5 + i, 32).bfloat16(),
+        "video_latents": torch.randn(1, 16, 2, 4, 4).bfloat16(),
+        "first_frame": torch.randint(0, 255, (4, 4, 3), dtype=torch.uint8),
+        "metadata": {"caption": f"clip {i}", "sizes": [1, 2]},
+        "original_filename": f"{i}.mp4",
+        "deterministic_latents": True,
+        "num_frames": 9,
+    }
+
+
+def test_meta_files(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    expected = {f"{i}": video_data(i) for i in range(3)}
+    for name, data in expected.items():
+        torch.save(data, tmp_path / "in" / f"{name}.meta")
+    found, report = imported(tmp_path / "in", tmp_path / "out")
+    assert report.format == "nemo"
+    assert report.ok
+    for name, data in expected.items():
+        assert_same(data, found[name])
+
+
+def test_old_meta_files_need_trust(tmp_path: Path) -> None:
+    """They are pickles, or their first frame is an array of numpy, whose pickle names functions of numpy."""
+    (tmp_path / "in").mkdir()
+    expected = {**video_data(0), "first_frame": torch.arange(12, dtype=torch.uint8).view(2, 2, 3).numpy()}
+    torch.save(expected, tmp_path / "in" / "0.meta")
+    (tmp_path / "in" / "1.meta").write_bytes(pickle.dumps(expected))
+    report = import_cache(tmp_path / "in", tmp_path / "safe", on_error="skip")
+    assert report.num_written == 0
+    assert [each.name for each in report.skipped] == ["0", "1"]
+    assert all(f"{each.name}.meta: " in each.what and "--trust" in each.what for each in report.skipped)
+    found, report = imported(tmp_path / "in", tmp_path / "out", trust=True)
+    assert report.ok
+    assert_same(expected, found["0"])
+    assert_same(expected, found["1"])
+
+
+def test_meta_files_of_other_programs(tmp_path: Path) -> None:
+    (tmp_path / "a.meta").write_text("fileFormatVersion: 2")
+    with pytest.raises(ValueError, match="none of its 1 files"):
+        choose_format(SourceFolder(str(tmp_path)))
+
+
+def test_files_out_of_the_folder_are_not_read(tmp_path: Path) -> None:
+    expected = write_cache(tmp_path / "in", 2)
+    secret = tmp_path / "secret.pt"
+    torch.save({"latent": torch.ones(2)}, secret)
+    paths = [str(secret), "../secret.pt", "/etc/passwd", "512x256/../../secret.pt", "", "metadata.json", 7, None]
+    shard = tmp_path / "in" / "metadata_shard_0000.json"
+    items = json.loads(shard.read_text())
+    shard.write_text(json.dumps([*({"cache_file": path} for path in paths), *items, "text"]))
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert found.keys() == expected.keys()
+    assert len(report.skipped) == len(paths) + 1
+    assert all("is not in the folder" in each.what for each in report.skipped)
+    assert "metadata_shard_0000.json, item 0" in {each.name for each in report.skipped}
+
+
+def test_files_that_are_missing_or_not_listed(tmp_path: Path) -> None:
+    expected = write_cache(tmp_path / "in")
+    names = list(expected)
+    (tmp_path / "in" / f"{names[0]}.pt").unlink()
+    shutil.copy(tmp_path / "in" / f"{names[1]}.pt", tmp_path / "in" / "512x256" / "more.pt")
+    (tmp_path / "in" / "metadata_shard_0001.json").unlink()
+    with pytest.raises(tc.FormatError):
+        import_cache(tmp_path / "in", tmp_path / "stopped")
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert found.keys() == {names[1], names[4]}
+    assert {each.name for each in report.skipped} == {
+        "metadata_shard_0000.json, item 0",
+        "metadata_shard_0001.json",
+        f"{names[2]}.pt",
+        f"{names[3]}.pt",
+        "512x256/more.pt",
+    }
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100_000, '{"a": ', "7", "\ud800", '{"shards": ["metadata.json"]}'])
+def test_bad_json(tmp_path: Path, content: str) -> None:
+    write_cache(tmp_path / "in")
+    good = write_cache(tmp_path / "in" / "good")
+    (tmp_path / "in" / "metadata.json").write_text(content, errors="surrogatepass")
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip", format="nemo")
+    assert {f"good/{name}" for name in good} <= found.keys()
+    assert "metadata.json" in {each.name for each in report.skipped}
+
+
+def test_hostile_metadata(tmp_path: Path) -> None:
+    """Metadata cannot change the format in the fingerprint, and deep nesting or NaN does not end the import."""
+    deep = json.loads("[" * 900 + "]" * 900)
+    expected = write_cache(tmp_path / "in", 2, format="kohya", source="elsewhere", loss=float("nan"), text="\ud800")
+    shard = tmp_path / "in" / "metadata_shard_0000.json"
+    items = json.loads(shard.read_text())
+    items[0]["more"] = deep
+    shard.write_text(json.dumps(items))
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert list(found) == list(expected)[1:]
+    assert "nest more than" in report.skipped[0].what
+    assert report.fingerprint["format"] == "nemo"
+    assert report.fingerprint["source"] == str(tmp_path / "in")
+    assert report.fingerprint["loss"] == "NaN"
+    write_cache(tmp_path / "deep", 2, more=deep)
+    with pytest.raises(tc.FormatError, match=r"metadata\.json: containers nest more than"):
+        import_cache(tmp_path / "deep", tmp_path / "none")
+
+
+def test_bad_files_are_named_and_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = list(write_cache(Path("in"), 4))
+    torch.save({"latent": torch.ones(1), "run": Gadget()}, f"in/{names[0]}.pt")
+    torch.save(torch.ones(1), f"in/{names[1]}.pt")
+    Path(f"in/{names[2]}.pt").write_bytes(b"PK\x03\x04 hello")
+    found, report = imported(Path("in"), Path("out"), on_error="skip")
+    assert list(found) == [names[3]]
+    assert "--trust" in report.skipped[0].what
+    assert "expected a dict" in report.skipped[1].what
+    for name, skipped in zip(names, report.skipped, strict=False):
+        assert f"{name}.pt" in skipped.what
+    assert not Path("hacked").exists()

@@ -1,0 +1,295 @@
+"""Caches of SimpleTuner, written as its caching and data backends write them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+from hashlib import md5, sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.importers.folders import imported
+from tests.same import assert_same
+from wds_tensorcache.integrations.importers.import_cache import import_cache
+
+
+class Gadget:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch hacked",)
+
+
+def save(value: Any, path: Path, compress: bool = False) -> Any:
+    """Write a file as the local data backend does, with or without compress_cache."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    out = io.BytesIO()
+    torch.save(value, out)
+    if not compress:
+        path.write_bytes(out.getvalue())
+        return value
+    with io.BytesIO() as compressed:
+        with gzip.GzipFile(fileobj=compressed, mode="wb") as file:
+            file.write(out.getvalue())
+        path.write_bytes(compressed.getvalue())
+    return value
+
+
+def vae_name(image: str) -> str:
+    return sha256(os.path.splitext(os.path.basename(image))[0].encode()).hexdigest() + ".pt"
+
+
+def text_name(key: str, model: str = "flux", prompt: str | None = None) -> str:
+    return md5(key.encode() + (b"" if prompt is None else b"\0prompt\0" + prompt.encode())).hexdigest() + f"-{model}.pt"
+
+
+def text_embeds(seed: int = 0) -> dict[str, Any]:
+    return {
+        "prompt_embeds": torch.randn(1, 5 + seed, 64).bfloat16(),
+        "pooled_prompt_embeds": torch.randn(1, 32).bfloat16(),
+        "time_ids": torch.zeros(5, 3),
+        "attention_masks": torch.ones(1, 5, dtype=torch.int64),
+    }
+
+
+def metadata(i: int) -> dict[str, Any]:
+    return {
+        "original_size": [640 + i, 480],
+        "crop_coordinates": [0, i],
+        "target_size": [512, 512],
+        "intermediary_size": [683, 512],
+        "aspect_ratio": 1.0,
+        "luminance": 100.5,
+    }
+
+
+def write_backend(folder: Path, name: str, images: dict[str, dict[str, Any]], **config: Any) -> None:
+    """Write the JSON files of a data backend into the folder of its images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    indices = {"config": config, "aspect_ratio_bucket_indices": {"1.0": list(images)}}
+    (folder / f"aspect_ratio_bucket_indices_{name}.json").write_text(json.dumps(indices))
+    (folder / f"aspect_ratio_bucket_metadata_{name}.json").write_text(json.dumps(images))
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_each_cache_alone(tmp_path: Path, compress: bool) -> None:
+    """Without the JSON files, the names are hashes."""
+    vae, text = tmp_path / "vae", tmp_path / "text"
+    stems = {vae_name(f"{i}.png")[:-3]: torch.randn(16, 1 + i, 8).bfloat16() for i in range(3)}
+    for name, latents in stems.items():
+        save(latents, vae / "sub" / f"{name}.pt", compress)
+    found, report = imported(vae, tmp_path / "out")
+    assert report.format == "simpletuner"
+    assert report.ok
+    for name, latents in stems.items():
+        assert_same({"latents": latents}, found[f"sub/{name}"])
+    texts = {text_name(f"caption {i}")[:-3]: text_embeds(i) for i in range(3)}
+    for name, embeds in texts.items():
+        save(embeds, text / f"{name}.pt", compress)
+    found, report = imported(text, tmp_path / "texts")
+    assert report.ok
+    assert report.fingerprint["models"] == ["flux"]
+    for name, embeds in texts.items():
+        assert_same({"text": [embeds]}, found[name])
+
+
+def test_images_captions_and_both_caches(tmp_path: Path) -> None:
+    """A caption file of two lines gives two captions; the empty caption belongs to no image."""
+    root = tmp_path / "in"
+    expected: dict[str, Any] = {}
+    images: dict[str, dict[str, Any]] = {}
+    for i, stem in enumerate(["a", "sub/b", "sub/c d", "ä"]):
+        path = f"/moved/photos/{stem}.png"
+        images[path] = metadata(i)
+        captions = [f"a photo, {i}", f"line two of {stem} "][: 1 + i % 2]
+        caption_file = root / "photos" / f"{stem}.txt"
+        caption_file.parent.mkdir(parents=True, exist_ok=True)
+        caption_file.write_text("\n".join(captions))
+        latents = save(
+            torch.randn(16, 8, 8 + i).half(), root / "cache/vae/set" / os.path.dirname(stem) / vae_name(path), True
+        )
+        texts = [save(text_embeds(i), root / "cache/text" / text_name(caption)) for caption in captions]
+        expected[f"cache/vae/set/{stem}"] = {
+            "latents": latents,
+            "image_path": path,
+            "image_metadata": images[path],
+            "caption": captions,
+            "text": texts,
+        }
+    empty = save(text_embeds(), root / "cache/text" / text_name(""))
+    write_backend(root / "photos", "set", images, resolution=512, crop=True)
+    found, report = imported(root, tmp_path / "out")
+    assert report.ok
+    assert_same({"text": [empty]}, found.pop(f"cache/text/{text_name('')[:-3]}"))
+    assert found.keys() == expected.keys()
+    for name, sample in expected.items():
+        assert_same(sample, found[name])
+    assert report.fingerprint["data_backends"] == {"set": {"resolution": 512, "crop": True}}
+    with tc.open(tmp_path / "out") as cache:
+        images_only = cache.filter(lambda entry: "latents" in entry.shapes)
+        choose = {("prompt", "pooled"): ("text.*.prompt_embeds", "text.*.pooled_prompt_embeds"), "caption": "caption.*"}
+        batch = next(iter(tc.Loader(images_only, batch_size=1, choose=choose)))
+    assert batch["pooled"].shape == (1, 1, 32)
+
+
+def test_captions_in_settings_names_and_hashes_of_paths(tmp_path: Path) -> None:
+    root = tmp_path / "in"
+    keys = {
+        "a_red_cat": text_name("a red cat"),
+        "b": text_name("sks dog"),
+        "c": text_name("/data/c.png"),
+        "d": text_name("set:/data/d.png", prompt="sks dog"),
+        "e": text_name("sks dog e"),
+    }
+    captions: dict[str, str | None] = {
+        "a_red_cat": "a red cat",
+        "b": "sks dog",
+        "c": None,
+        "d": "sks dog",
+        "e": "sks dog e",
+    }
+    for i, name in enumerate(keys.values()):
+        save(text_embeds(i), root / "text" / name)
+    images = {f"/data/{stem}.png": metadata(i) for i, stem in enumerate(keys)}
+    for path in images:
+        save(torch.randn(4, 8, 8), root / "vae" / vae_name(path))
+    write_backend(root, "set", images, instance_prompt="sks dog")
+    found, report = imported(root, tmp_path / "out")
+    assert report.ok
+    assert found.keys() == {f"vae/{stem}" for stem in keys}
+    for stem, caption in captions.items():
+        assert caption in found[f"vae/{stem}"]["caption"]
+
+
+def test_resolutions_and_equal_file_names(tmp_path: Path) -> None:
+    """Two backends cache the same images, some of which have the same name in different folders."""
+    root = tmp_path / "in"
+    expected = {}
+    for number, size in enumerate((512, 1024)):
+        images = {}
+        for i, stem in enumerate(["x/1", "y/1", "2"]):
+            path = f"/data/{stem}.jpg"
+            images[path] = {**metadata(i), "target_size": [size, size]}
+            latents = save(
+                torch.randn(4, 2 + number, 2), root / f"vae/set-{size}" / os.path.dirname(stem) / vae_name(path)
+            )
+            expected[f"vae/set-{size}/{stem}"] = {
+                "latents": latents,
+                "image_path": path,
+                "image_metadata": images[path],
+            }
+        write_backend(root / "json", f"id{size}", images, cache_dir_vae=f"/old/cache/vae/set-{size}")
+    found, report = imported(root, tmp_path / "out")
+    assert report.ok
+    assert found.keys() == expected.keys()
+    for name, sample in expected.items():
+        assert_same(sample, found[name])
+
+
+def test_metadata_that_may_be_of_another_image_is_left_out(tmp_path: Path) -> None:
+    """One cached file stands for two images whose names differ only in their suffix."""
+    latents = save(torch.randn(4, 2, 2), tmp_path / "in" / "vae" / vae_name("a.png"))
+    write_backend(tmp_path / "in", "set", {"/data/a.png": metadata(0), "/data/a.jpg": metadata(1)})
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert_same({"vae/a": {"latents": latents}}, found)
+
+
+def test_audio_video_and_image_embeds(tmp_path: Path) -> None:
+    audio = {
+        "latents": torch.randn(8, 16, 20),
+        "latent_lengths": torch.tensor(20),
+        "lyrics": ["la", None],
+        "tags": {"bpm": 90},
+    }
+    video = torch.randn(16, 3, 4, 4).bfloat16()
+    embeds = torch.randn(1, 257, 32)
+    save(audio, tmp_path / "in" / "vae" / vae_name("song.wav"))
+    save(video, tmp_path / "in" / "vae" / vae_name("clip.mp4"))
+    save(embeds, tmp_path / "in" / "conditioning_image_embeds" / vae_name("clip.mp4"))
+    save({**audio, "extra": 1}, tmp_path / "in" / "vae" / "unhashed.pt")
+    assert import_cache(tmp_path / "in", tmp_path / "out").ok
+    with tc.open(tmp_path / "out") as cache:
+        assert len(cache) == 4
+        song, clip = vae_name("song.wav")[:-3], vae_name("clip.mp4")[:-3]
+        assert_same(audio, cache[tc.safe_key(f"vae/{song}")])
+        assert_same({"latents": video}, cache[tc.safe_key(f"vae/{clip}")])
+        assert_same({"image_embeds": embeds}, cache[tc.safe_key(f"conditioning_image_embeds/{clip}")])
+        assert cache["vae/unhashed"]["extra"] == 1
+
+
+def test_text_of_several_models_is_not_joined(tmp_path: Path) -> None:
+    root = tmp_path / "in"
+    save(torch.randn(4, 2, 2), root / "vae" / vae_name("a.png"))
+    save(text_embeds(), root / "text" / text_name("a", "flux"))
+    save(text_embeds(), root / "text" / text_name("a", "sdxl"))
+    write_backend(root, "set", {"/data/a.png": metadata(0)})
+    found, report = imported(root, tmp_path / "out")
+    assert report.ok
+    assert len(found) == 3
+    assert "text" not in found["vae/a"]
+    assert report.fingerprint["models"] == ["flux", "sdxl"]
+
+
+def test_changed_captions_are_reported(tmp_path: Path) -> None:
+    root = tmp_path / "in"
+    for stem in "abc":
+        save(torch.randn(4, 2, 2), root / "vae" / vae_name(stem))
+    save(text_embeds(), root / "text" / text_name("a cat"))
+    save(text_embeds(), root / "text" / text_name("old"))
+    (root / "a.txt").write_text("a cat")
+    (root / "b.txt").write_text("changed")
+    write_backend(root, "set", {f"/data/{stem}.png": metadata(0) for stem in "abc"})
+    with pytest.raises(tc.FormatError, match=r"vae/b: .*no text embeddings of the caption"):
+        import_cache(root, tmp_path / "stopped")
+    found, report = imported(root, tmp_path / "out", on_error="skip")
+    assert found.keys() == {"vae/a", "vae/c", f"text/{text_name('old')[:-3]}"}
+    assert [each.name for each in report.skipped] == ["vae/b"]
+
+
+BAD_JSON = ["", "7", "[" * 100_000, '{"a": 7}', '{"/data/a.png": [1]}', '["/data/a.png"]', "null"]
+
+
+@pytest.mark.parametrize("kind", ["indices", "metadata"])
+@pytest.mark.parametrize("content", BAD_JSON, ids=range(len(BAD_JSON)))
+def test_bad_json(tmp_path: Path, kind: str, content: str) -> None:
+    save(torch.randn(4, 2, 2), tmp_path / "in" / "vae" / vae_name("a.png"))
+    content = f'{{"aspect_ratio_bucket_indices": {content}}}' if kind == "indices" and content[:1] in "[{" else content
+    if content == '{"aspect_ratio_bucket_indices": {"/data/a.png": [1]}}':
+        content = '{"config": 7}'
+    (tmp_path / "in" / f"aspect_ratio_bucket_{kind}_x.json").write_text(content)
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert len(found) == 1
+    assert [each.name for each in report.skipped] == [f"aspect_ratio_bucket_{kind}_x.json"]
+
+
+def test_deep_metadata(tmp_path: Path) -> None:
+    deep = json.loads("[" * 900 + "]" * 900)
+    for stem in "ab":
+        save(torch.ones(2), tmp_path / "in" / vae_name(stem))
+    write_backend(tmp_path / "in", "set", {"/a.png": {"more": deep}, "/b.png": {"loss": 0.5}}, loss=float("nan"))
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert list(found) == ["b"]
+    assert "nest more than" in report.skipped[0].what
+    assert report.fingerprint["data_backends"] == {"set": {"loss": "NaN"}}
+
+
+def test_bad_files_are_named_and_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = [f"in/vae/{vae_name(f'{i}.png')}" for i in range(5)]
+    save([Gadget()], Path(names[0]), True)
+    save({"prompt": torch.ones(2)}, Path(names[1]))
+    save(torch.ones(2), Path(names[2]))
+    save(torch.randn(4, 8, 8), Path(names[3]), True)
+    Path(names[3]).write_bytes(Path(names[3]).read_bytes()[:-50])
+    Path(names[4]).write_bytes(gzip.compress(bytes(200_000_000)))
+    found, report = imported(Path("in"), Path("out"), on_error="skip")
+    assert [f"in/{name}.pt" for name in found] == [names[2]]
+    what = {f"in/{each.files[0]}": each.what for each in report.skipped}
+    for i, word in ((0, "--trust"), (1, "expected a tensor"), (3, "cut short"), (4, "expands to more than")):
+        assert word in what[names[i]]
+        assert names[i].removeprefix("in/") in what[names[i]]
+    assert not Path("hacked").exists()

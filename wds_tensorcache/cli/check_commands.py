@@ -1,0 +1,103 @@
+"""`tensorcache index`, `verify`, `repair` and `drop`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import click
+
+import wds_tensorcache as tc
+from wds_tensorcache.checking.report import Report
+from wds_tensorcache.cli.output import Output, json_option
+from wds_tensorcache.shards.names import safe_key
+
+__all__ = ["drop", "index", "repair", "verify"]
+
+_threads_option = click.option(
+    "--threads", type=click.IntRange(1), help="Number of threads; by default the number of cores."
+)
+
+
+@click.command()
+@click.argument("shards", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
+@click.option("--footer", is_flag=True, help="Append the index to the shard instead of writing PATH.index.")
+@click.option("--no-dali-index", is_flag=True, help="Do not write the .idx file for DALI.")
+@json_option
+def index(shards: tuple[str, ...], footer: bool, no_dali_index: bool, as_json: bool) -> None:
+    """Index SHARDS that another program made, so that opening them needs no scan."""
+    output, found = Output(as_json), []
+    with output.progress("indexing") as show:
+        for number, path in enumerate(shards):
+            show(number, len(shards))
+            made = tc.write_index(path, footer=footer, dali_index=not no_dali_index)
+            found.append({"shard": path, "num_samples": len(made.keys)})
+    for each in found:
+        output.text(f"{each['shard']}: {each['num_samples']:,} samples")
+    output.result(found)
+
+
+@click.command()
+@click.argument("source")
+@_threads_option
+@json_option
+def verify(source: str, threads: int | None, as_json: bool) -> int:
+    """Check every byte, index and manifest of SOURCE: a folder, a shard, a manifest or a pattern.
+
+    The exit status is 1 if there is a fault.
+    """
+    output = Output(as_json)
+    with output.progress("verifying") as show:
+        report = tc.verify(source, num_threads=threads, progress=show)
+    return _print(output, report)
+
+
+@click.command()
+@click.argument("source")
+@click.argument("out", type=click.Path())
+@click.option("--strict", is_flag=True, help="Write nothing if a sample is damaged or lost.")
+@_threads_option
+@json_option
+def repair(source: str, out: str, strict: bool, threads: int | None, as_json: bool) -> int:
+    """Write the intact samples of SOURCE into the new folder OUT, with new indexes.
+
+    The exit status is 1 if SOURCE has a fault.
+    """
+    output = Output(as_json)
+    with output.progress("repairing") as show:
+        report = tc.repair(source, out, drop=not strict, num_threads=threads, progress=show)
+    return _print(output, report)
+
+
+@click.command()
+@click.argument("source", type=click.Path(exists=True, file_okay=False))
+@click.argument("out", type=click.Path())
+@click.argument("keys", nargs=-1)
+@click.option(
+    "--keys-from", type=click.File("r", encoding="utf-8"), help="File with one key in each line; - for stdin."
+)
+@json_option
+def drop(source: str, out: str, keys: tuple[str, ...], keys_from: Any, as_json: bool) -> None:
+    """Write the new folder OUT with the samples of the folder SOURCE, but without KEYS.
+
+    A key may also be the original name of a sample, such as 'photo (1)'. Shards that lose no sample are linked, not copied.
+    """
+    wanted = [*keys, *(line.rstrip("\r\n") for line in keys_from or ())]
+    if not wanted:
+        raise click.UsageError("expected keys, or --keys-from")
+    with tc.open(source) as cache:
+        known = cache.keys()
+        # an unknown key stays, so that the error names similar ones
+        found = [key if key in known or safe_key(key) not in known else safe_key(key) for key in wanted]
+    tc.drop(source, out, found)
+    output = Output(as_json)
+    output.text(f"{os.fspath(out)}: without {len(set(found)):,} samples")
+    output.result({"out": os.fspath(out), "dropped": sorted(set(found))})
+
+
+def _print(output: Output, report: Report) -> int:
+    """Print a report, and return the exit status."""
+    output.text(report)
+    output.result({**dataclasses.asdict(report), "needs": sorted(report.needs), "ok": report.ok})
+    return 0 if report.ok else 1
