@@ -104,7 +104,7 @@ def test_sources_that_are_missing(tmp_path: Path, command: str) -> None:
 
 def test_wrong_usage() -> None:
     assert "Missing argument" in run("verify", status=2).stderr
-    assert "unknown command" in run("verfy", status=2).stderr
+    assert "unknown command" in run("verif", status=2).stderr
     assert "Invalid value" in run("index", "nowhere.tar", status=2).stderr
 
 
