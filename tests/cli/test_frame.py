@@ -267,6 +267,10 @@ def test_hostile_file_names(run: Run, hostile: Path, tmp_path: Path) -> None:
     assert found.status == 1
     assert _is_safe(found.err)
     assert found.err.count("\n") == 1
+    found = run("verify", folder)
+    assert found.status == 1
+    assert _is_safe(found.out + found.err)
+    assert "\nforged" not in found.out
 
 
 def test_a_member_that_is_not_text_stays_off_the_terminal(
