@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-__all__ = ["json_of", "run"]
+from tests.cli.commands import Output, the_server
+
+__all__ = ["Completed", "json_of", "run"]
 
 
-def run(*arguments: object, status: int = 0, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class Completed:
+    """Exit status, and texts on stdout and stderr."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(*arguments: object, status: int = 0, stdin: str | None = None) -> Completed:
     """Run `tensorcache`, and assert its exit status."""
-    command = [sys.executable, "-m", "wds_tensorcache.cli", *map(str, arguments)]
-    found = subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=60)
-    assert found.returncode == status, found.stdout + found.stderr
-    assert "Traceback" not in found.stderr
-    return found
+    with Output() as given, Output() as out, Output() as err:
+        os.write(given.fileno, (stdin or "").encode())
+        os.lseek(given.fileno, 0, os.SEEK_SET)
+        files = given.fileno, out.fileno, err.fileno
+        found = the_server().start(list(map(str, arguments)), files, Path.cwd()).wait()
+        completed = Completed(found, out.read().decode(), err.read().decode())
+    assert completed.returncode == status, completed.stdout + completed.stderr
+    assert "Traceback" not in completed.stderr
+    return completed
 
 
 def json_of(*arguments: object, status: int = 0) -> Any:

@@ -7,8 +7,10 @@ each command would take seconds. `tests/cli/test_frame.py` also runs the script 
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import fcntl
+import functools
 import gc
 import json
 import os
@@ -27,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Process", "Result", "Server"]
+__all__ = ["Output", "Process", "Result", "Server", "the_server"]
 
 _TIMEOUT_S = 60
 _UNSET = ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "LINES", "TTY_COMPATIBLE", "PYTHONIOENCODING")
@@ -71,7 +73,7 @@ class Process:
 
 
 class Server:
-    """The server, as a context; one for a session of tests."""
+    """The server, as a context; see `the_server`."""
 
     def __enter__(self) -> Server:
         self._ours, theirs = socket.socketpair()
@@ -106,7 +108,7 @@ class Server:
         """Run a command whose output is read through pipes."""
         with contextlib.ExitStack() as stack:
             null = stack.enter_context(open(os.devnull))
-            out, err = (stack.enter_context(_File()) for _ in range(2))
+            out, err = (stack.enter_context(Output()) for _ in range(2))
             files = null.fileno(), out.fileno, err.fileno
             status = self.start(list(map(str, arguments)), files, cwd, environment).wait()
             return Result(status, out.read(), err.read())
@@ -118,7 +120,7 @@ class Server:
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         environment = {"TERM": "xterm-256color", **environment}
-        with _File() as err:
+        with Output() as err:
             process = self.start(
                 list(map(str, arguments)), (theirs, theirs, theirs if stderr else err.fileno), cwd, environment
             )
@@ -134,10 +136,10 @@ class Server:
             return Result(process.wait(), b"".join(parts), err.read())
 
 
-class _File:
+class Output:
     """A temporary file without a name."""
 
-    def __enter__(self) -> _File:
+    def __enter__(self) -> Output:
         self.fileno = os.memfd_create("output")
         return self
 
@@ -148,6 +150,14 @@ class _File:
         os.lseek(self.fileno, 0, os.SEEK_SET)
         with open(self.fileno, "rb", closefd=False) as file:
             return file.read()
+
+
+@functools.cache
+def the_server() -> Server:
+    """Return the server of this test session."""
+    server = Server().__enter__()
+    atexit.register(server.__exit__)
+    return server
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.cli.commands import Result, Server
+from tests.cli.commands import Result, Server, the_server
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
@@ -24,9 +24,8 @@ HOSTILE = (
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    with Server() as running:
-        yield running
+def server() -> Server:
+    return the_server()
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def test_index(tmp_path: Path) -> None:
     found = json_of("index", tmp_path / "a.tar", tmp_path / "b.tar")
     assert [each["num_samples"] for each in found] == [1, 1]
     assert sorted(os.listdir(tmp_path)) == ["a.idx", "a.tar", "a.tar.index", "b.idx", "b.tar", "b.tar.index"]
-    assert run("index", tmp_path / "a.tar", "--footer", "--no-dali-index").stdout == f"{tmp_path}/a.tar: 1 samples\n"
+    assert run("index", tmp_path / "a.tar", "--footer", "--no-dali-index").stdout == f"{tmp_path}/a.tar: 1 sample\n"
     assert tc.verify(tmp_path / "a.tar").ok
 
 
@@ -77,7 +77,7 @@ def test_drop(folder: Path, tmp_path: Path) -> None:
     assert list(tc.open(tmp_path / "out").keys()) == ["k1", "k2", "k4"]
     run("drop", folder, tmp_path / "more", "--keys-from", "-", stdin="k1\n")
     assert len(tc.open(tmp_path / "more")) == 5
-    unknown = run("drop", folder, tmp_path / "none", "k33", status=1)
+    unknown = run("drop", folder, tmp_path / "none", "k33", status=2)
     assert "'k33'" in unknown.stderr
     assert "'k3'" in unknown.stderr
     run("drop", folder, tmp_path / "none", status=2)
@@ -96,7 +96,7 @@ def test_drop_by_original_name(tmp_path: Path) -> None:
 def test_sources_that_are_missing(tmp_path: Path, command: str) -> None:
     out = [tmp_path / "out"] if command == "repair" else []
     for source in (tmp_path / "nowhere", tmp_path):
-        found = run(command, source, *out, status=1)
+        found = run(command, source, *out, status=2)
         assert found.stderr.startswith("tensorcache: ")
         assert found.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -104,7 +104,7 @@ def test_sources_that_are_missing(tmp_path: Path, command: str) -> None:
 
 def test_wrong_usage() -> None:
     assert "Missing argument" in run("verify", status=2).stderr
-    assert "No such command" in run("verfy", status=2).stderr
+    assert "unknown command" in run("verif", status=2).stderr
     assert "Invalid value" in run("index", "nowhere.tar", status=2).stderr
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.reading.batches import write
-from wds_tensorcache.reading.description import Contents, _shown
+from wds_tensorcache.reading.description import Contents, shown_value
 
 LINES, CHARS = 330, 260  # bounds of a summary: lines, and characters of a line but the last
 
@@ -254,7 +254,7 @@ NESTED = st.recursive(
 
 @given(NESTED)
 def test_any_value_is_shown(value: Any) -> None:
-    shown = _shown(value)
+    shown = shown_value(value)
     assert len(shown) < 40_000
     is_small = len(repr(value)) <= 10 and not isinstance(value, (list, dict, tuple))
     assert shown == repr(value) or not is_small

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -81,14 +80,14 @@ def run(arguments: Sequence[str]) -> int:
         return status
     except BrokenPipeError:  # the program that reads our output, such as `head`, has ended
         _discard_output()
-        return 128 + signal.SIGPIPE
+        return _CLOSED_PIPE
     except OSError as exc:  # a full disk
         _discard_output()
         return _fail(exc, 1)
     except KeyboardInterrupt:
         _discard_output()
         print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return _INTERRUPTED
 
 
 def _status(arguments: Sequence[str]) -> int:
@@ -97,6 +96,9 @@ def _status(arguments: Sequence[str]) -> int:
         instruction = os.environ.get(COMPLETE_VARIABLE)
         if instruction:
             return shell_complete(app, {}, "tensorcache", COMPLETE_VARIABLE, instruction)
+        if not arguments:
+            print(app.get_help(app.make_context("tensorcache", [], resilient_parsing=True)), file=sys.stderr)
+            return 2
         # `app.main` would turn a closed pipe, an EOFError and an interruption into its own exit
         with app.make_context("tensorcache", list(arguments)) as context:
             result = app.invoke(context)
@@ -109,11 +111,15 @@ def _status(arguments: Sequence[str]) -> int:
         return _refuse(exc)
     except BrokenPipeError:
         raise
-    except (KeyError, ImportError) as exc:  # an unknown name, or an extra that is not installed
+    except ImportError as exc:  # an extra that is not installed; the message has the command that installs it
         return _fail(exc, 2)
     except (tc.TensorCacheError, OSError, ValueError, EOFError) as exc:
-        return _fail(exc, 1)
-    except Exception:
+        # without an errno: there is nothing where the caller says that shards are
+        is_usage = type(exc) is FileNotFoundError and exc.errno is None
+        return _fail(exc, 2 if is_usage else 1)
+    except Exception as exc:
+        if isinstance(exc, KeyError) and exc.args and " " in str(exc.args[0]):  # the message about an unknown name
+            return _fail(exc, 2)
         # The text of an error may contain anything that a shard does, so it must not reach the terminal as it is.
         for line in traceback.format_exc().splitlines():
             print(plain(line), file=sys.stderr)

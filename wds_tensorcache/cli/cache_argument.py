@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -34,17 +33,17 @@ def open_cache(path: str, name: str | None = None) -> Iterator[tc.TensorCache]:
     """Open a cache from the command line, and close it at the end.
 
     Raises:
-        click.BadParameter: There is nothing at `path`, or it cannot be the path of a cache.
+        click.BadParameter: `path` or `name` cannot be those of a cache.
         FileNotFoundError, FormatError, KeyError: As `tc.open`.
     """
     try:
         cache = tc.open(path, cache=name)
-    except (FileNotFoundError, ValueError) as exc:
-        # an InvalidKeyError is about the name of the cache
-        is_usage = isinstance(exc, tc.InvalidKeyError) or not isinstance(exc, (tc.TensorCacheError, FileNotFoundError))
-        if is_usage or (type(exc) is FileNotFoundError and not os.path.exists(path)):
-            raise click.BadParameter(str(exc), param_hint="OUT") from exc
+    except tc.InvalidKeyError as exc:
+        raise click.BadParameter(str(exc), param_hint="--cache") from exc
+    except tc.TensorCacheError:
         raise
+    except ValueError as exc:  # not a local path
+        raise click.BadParameter(str(exc), param_hint="OUT") from exc
     with cache:
         yield cache
 

@@ -10,7 +10,7 @@ import click
 
 import wds_tensorcache as tc
 from wds_tensorcache.checking.report import Report
-from wds_tensorcache.cli.output import Output, json_option
+from wds_tensorcache.cli.output import Output, counted, json_option, plain
 from wds_tensorcache.shards.names import safe_key
 
 __all__ = ["drop", "index", "repair", "verify"]
@@ -27,14 +27,15 @@ _threads_option = click.option(
 @json_option
 def index(shards: tuple[str, ...], footer: bool, no_dali_index: bool, as_json: bool) -> None:
     """Index SHARDS that another program made, so that opening them needs no scan."""
-    output, found = Output(as_json), []
+    output = Output(as_json)
+    found: list[dict[str, Any]] = []
     with output.progress("indexing") as show:
         for number, path in enumerate(shards):
             show(number, len(shards))
             made = tc.write_index(path, footer=footer, dali_index=not no_dali_index)
             found.append({"shard": path, "num_samples": len(made.keys)})
     for each in found:
-        output.text(f"{each['shard']}: {each['num_samples']:,} samples")
+        output.line(f"{each['shard']}: {counted(each['num_samples'], 'sample')}")
     output.result(found)
 
 
@@ -92,12 +93,14 @@ def drop(source: str, out: str, keys: tuple[str, ...], keys_from: Any, as_json: 
         found = [key if key in known or safe_key(key) not in known else safe_key(key) for key in wanted]
     tc.drop(source, out, found)
     output = Output(as_json)
-    output.text(f"{os.fspath(out)}: without {len(set(found)):,} samples")
+    output.line(f"{os.fspath(out)}: without {counted(len(set(found)), 'sample')}")
     output.result({"out": os.fspath(out), "dropped": sorted(set(found))})
 
 
 def _print(output: Output, report: Report) -> int:
     """Print a report, and return the exit status."""
-    output.text(report)
+    # a line break in the name of a shard must not begin a line that looks like ours
+    faults = [dataclasses.replace(each, shard=plain(each.shard), what=plain(each.what)) for each in report.faults]
+    output.text(dataclasses.replace(report, faults=faults))
     output.result({**dataclasses.asdict(report), "needs": sorted(report.needs), "ok": report.ok})
     return 0 if report.ok else 1
