@@ -465,7 +465,7 @@ def _completions(run: Run, *words: str) -> list[str]:
 
 
 def test_completion(run: Run, cache: Path, hostile: Path) -> None:
-    assert _completions(run, "s") == ["schema", "show", "stats"]
+    assert _completions(run, "s") == ["show", "schema", "stats"]
     assert "--samples" in _completions(run, "stats", "--")
     assert _completions(run, "show", "cache", "photos/00") == [f"photos/{i:03d}%20a" for i in range(10)]
     assert _completions(run, "cat", "cache", KEY, "text.") == ["text.states", "text.mask"]

@@ -145,7 +145,7 @@ def test_wrong_usage(
 
 
 def test_folders_without_a_cache(tmp_path: Path) -> None:
-    assert run(["view", str(tmp_path), "-o", str(tmp_path / "x.html")]) == 1
+    assert run(["view", str(tmp_path), "-o", str(tmp_path / "x.html")]) == 2
     assert run(["view", str(tmp_path / "missing"), "-o", str(tmp_path / "x.html")]) == 2
     assert not list(tmp_path.iterdir())
 

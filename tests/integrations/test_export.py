@@ -189,4 +189,4 @@ def test_wrong_arguments(tmp_path: Path, samples: dict[str, Any]) -> None:
             export_cache(cache, tmp_path / "out", "pickle")
         with pytest.raises(ValueError, match="export it again"):
             export_cache(cache, tmp_path / "out", "webdataset", resume=True)
-    run("export", tmp_path / "nowhere", tmp_path / "out", status=1)
+    run("export", tmp_path / "nowhere", tmp_path / "out", status=2)

@@ -34,6 +34,7 @@ _COMMANDS: dict[str, str] = {
     "export": "export_command:export",
     "completion": "completion:completion_command",
 }
+_INTERRUPTED, _CLOSED_PIPE = 130, 141  # as a shell shows SIGINT and SIGPIPE
 COMPLETE_VARIABLE = "_TENSORCACHE_COMPLETE"  # set by the scripts that `tensorcache completion` prints
 
 
