@@ -188,7 +188,7 @@ def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[list[str],
 
 
 def read_safetensors_tensors(folder: SourceFolder, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors of a `.safetensors` file by name, in the order of their bytes, and its metadata. Only its header is read.
+    """Return the tensors of a `.safetensors` file by name, in the order of their bytes, and its metadata; read only the header.
 
     Raises:
         FormatError: The header is damaged.
