@@ -136,7 +136,8 @@ def _open_draft(folder: SourceFolder, name: str) -> list[SourceSample]:
         if match is None or len(path) > _MAX_DEPTH:
             raise FormatError(f"tensor {tensor.name!r:.100} is not named like a part of a training set").at(name)
         kind = "latents" if match[1].startswith("latent") else "conditioning"
-        found.setdefault(int(match[2]), {}).setdefault(kind, {})[tuple(path)] = tensor
+        if found.setdefault(int(match[2]), {}).setdefault(kind, {}).setdefault(tuple(path), tensor) is not tensor:
+            raise FormatError(f"two tensors have the place of {tensor.name!r:.100}").at(name)
     for number, kinds in found.items():
         if len(kinds) < 2:
             raise FormatError(f"sample {number} has {next(iter(kinds))}, but not both latents and conditioning").at(
