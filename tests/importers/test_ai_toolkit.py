@@ -42,7 +42,9 @@ def save_latent(image: Path, tensors: dict[str, torch.Tensor], **more: Any) -> d
     return info
 
 
-def save_text(image: Path, tensors: dict[str, torch.Tensor], caption: str, metadata: Any = None, model: str = "flux") -> str:
+def save_text(
+    image: Path, tensors: dict[str, torch.Tensor], caption: str, metadata: Any = None, model: str = "flux"
+) -> str:
     """Save the states of a caption that the trainer has normalized; return the hash in the file's name."""
     hashed = hash_of({"caption": caption, "text_embedding_space_version": model, "text_embedding_version": 1})
     path = image.parent / "_t_e_cache" / f"{image.stem}_{hashed}.safetensors"
@@ -67,10 +69,16 @@ def test_latents_texts_and_captions(tmp_path: Path) -> None:
         for flips in ({}, {"flip_x": True}, {"flip_x": True, "flip_y": True}):
             latent = torch.randn(16, 8, 8).bfloat16()
             info = save_latent(image, {"latent": latent}, **flips)
-            sample = {"latent": latent, "info": dict(sorted(info.items())), "text": text, "caption": f"a photo of {name}"}
+            sample = {
+                "latent": latent,
+                "info": dict(sorted(info.items())),
+                "text": text,
+                "caption": f"a photo of {name}",
+            }
             expected[f"{name}{''.join(f'_{flip}' for flip in flips)}"] = sample
     found, report = imported(folder, tmp_path / "out")
-    assert report.format == "ai_toolkit" and report.ok
+    assert report.format == "ai_toolkit"
+    assert report.ok
     assert report.fingerprint["latent_space_version"] == "flux1"
     assert found.keys() == expected.keys()
     for name, sample in expected.items():
@@ -124,7 +132,8 @@ def test_videos_pixels_and_sound(tmp_path: Path) -> None:
     info = save_latent(tmp_path / "in" / "12.mp4", tensors, num_frames=41, fps=16.0, do_i2v=True)
     found, _ = imported(tmp_path / "in", tmp_path / "out")
     sample = found["12"]
-    assert sample.pop("info") == info and info["filename"] == "12.mp4"
+    assert sample.pop("info") == info
+    assert info["filename"] == "12.mp4"
     assert sample.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert_same(tensor, sample[name])
@@ -173,7 +182,11 @@ def test_clip_vision(tmp_path: Path) -> None:
         safetensors.torch.save_file(tensors, tmp_path / name)
     save_latent(tmp_path / "in" / "a.jpg", {"latent": torch.randn(4, 8, 8)})
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
-    assert set(found) == {"a", "_clip_vision_cache/a_" + "x" * 22, Path(names[1]).relative_to("in").with_suffix("").as_posix()}
+    assert set(found) == {
+        "a",
+        "_clip_vision_cache/a_" + "x" * 22,
+        Path(names[1]).relative_to("in").with_suffix("").as_posix(),
+    }
     assert_same(tensors["image_embeds"], found["_clip_vision_cache/a_" + "x" * 22]["clip_vision"]["image_embeds"])
     assert report.ok
 
@@ -182,8 +195,16 @@ BAD = {
     "no latent": ("_latent_cache", safetensors.torch.save({"latents": torch.ones(2)}), "expected a tensor 'latent'"),
     "cut latent": ("_latent_cache", safetensors.torch.save({"latent": torch.ones(9)})[:-4], "safetensors"),
     "text as latent": ("_latent_cache", b"hello, world", "safetensors"),
-    "gap": ("_t_e_cache", safetensors.torch.save({"text_embed_0": torch.ones(2), "text_embed_2": torch.ones(2)}), "complete"),
-    "both": ("_t_e_cache", safetensors.torch.save({"text_embed_0": torch.ones(2), "text_embed": torch.ones(2)}), "complete"),
+    "gap": (
+        "_t_e_cache",
+        safetensors.torch.save({"text_embed_0": torch.ones(2), "text_embed_2": torch.ones(2)}),
+        "complete",
+    ),
+    "both": (
+        "_t_e_cache",
+        safetensors.torch.save({"text_embed_0": torch.ones(2), "text_embed": torch.ones(2)}),
+        "complete",
+    ),
     "cut text": ("_t_e_cache", safetensors.torch.save({"text_embed": torch.ones(9)})[:-4], "safetensors"),
 }
 
@@ -204,7 +225,14 @@ def test_bad_files(tmp_path: Path, kind: str, content: bytes, message: str) -> N
 
 def test_metadata_that_is_not_the_trainers(tmp_path: Path) -> None:
     """Texts that look like other values, or nest too deeply, stay texts."""
-    more = {"filename": "12", "fps": "1e5", "a": "[" * 90_000, "b": "[" * 5000 + "]" * 5000, "class_name": "null", "c": ""}
+    more = {
+        "filename": "12",
+        "fps": "1e5",
+        "a": "[" * 90_000,
+        "b": "[" * 5000 + "]" * 5000,
+        "class_name": "null",
+        "c": "",
+    }
     path = tmp_path / "in" / "_latent_cache" / f"12_{'A' * 22}.safetensors"
     path.parent.mkdir(parents=True)
     safetensors.torch.save_file({"latent": torch.ones(2)}, path, more)

@@ -25,10 +25,14 @@ def make_set(count: int) -> tuple[list[Any], list[Any]]:
     for number in range(count):
         tokens = 77 * (1 + number % 2)
         latents.append({"samples": torch.randn(1, 4, 8, 8 + number % 3)})
-        more: dict[str, Any] = {"pooled_output": torch.randn(1, 6), "guidance": 3.5, "attention_mask": torch.ones(1, tokens).bool()}
+        more: dict[str, Any] = {
+            "pooled_output": torch.randn(1, 6),
+            "guidance": 3.5,
+            "attention_mask": torch.ones(1, tokens).bool(),
+        }
         if number % 4 == 1:
             latents[-1] |= {"noise_mask": torch.rand(1, 1, 64, 64), "batch_index": [0]}
-            more |= {"pooled_output": None, "hooks": None, "area": (8, 8, 0, 4)}
+            more |= {"pooled_output": None, "hooks": None, "area": (8, 8, 0, number)}
             more["reference_latents"] = [torch.randn(1, 4, 4, 4).bfloat16()]
         conditioning.append([[torch.randn(1, tokens, 5), more]])
     conditioning[0].append([torch.randn(1, 77, 5).half(), {}])  # scheduled prompts have several parts
@@ -58,7 +62,12 @@ def test_samples_keep_the_structure_of_the_nodes(tmp_path: Path) -> None:
         assert_same({"latents": latent, "conditioning": condition}, found[name])
     with tc.open(tmp_path / "out") as cache:
         names = list(tc.flatten(cache["shard_0000/000002"]))
-    assert names == ["latents.samples", "conditioning.0.0", "conditioning.0.1.pooled_output", "conditioning.0.1.attention_mask"]
+    assert names == [
+        "latents.samples",
+        "conditioning.0.0",
+        "conditioning.0.1.pooled_output",
+        "conditioning.0.1.attention_mask",
+    ]
 
 
 def test_several_sets_and_odd_tensors(tmp_path: Path) -> None:
@@ -159,7 +168,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "no conditioning": ({"latents": LATENTS}, "a dict of two lists"),
     "no lists": ({"latents": LATENTS[0], "conditioning": CONDITIONING}, "a dict of two lists"),
     "fewer": ({"latents": LATENTS, "conditioning": CONDITIONING[:1]}, "2 latents, but 1 conditionings"),
-    "a parameter": ({"latents": [{"samples": torch.nn.Parameter(torch.ones(2))}], "conditioning": [1]}, "shard_0007.pkl"),
+    "a parameter": (
+        {"latents": [{"samples": torch.nn.Parameter(torch.ones(2))}], "conditioning": [1]},
+        "shard_0007.pkl",
+    ),
 }
 
 
@@ -219,9 +231,15 @@ def test_the_draft_layout(tmp_path: Path) -> None:
     safetensors.torch.save_file(tensors, tmp_path / "in" / "shard_0000.safetensors")
     (tmp_path / "in" / "metadata.json").write_text('{"num_samples": 12}')
     found, report = imported(tmp_path / "in", tmp_path / "out")
-    assert report.format == "comfyui" and len(found) == 12
+    assert report.format == "comfyui"
+    assert len(found) == 12
     for number in range(12):
-        condition = [[tensors[f"conditioning.{number}.0.0"], {"pooled_output": tensors[f"conditioning.{number}.0.1.pooled_output"]}]]
+        condition = [
+            [
+                tensors[f"conditioning.{number}.0.0"],
+                {"pooled_output": tensors[f"conditioning.{number}.0.1.pooled_output"]},
+            ]
+        ]
         expected = {"latents": {"samples": tensors[f"latents.{number}.samples"]}, "conditioning": condition}
         assert_same(expected, found[f"shard_0000/{number:06d}"])
     (tmp_path / "in" / "shard_0000.pkl").write_bytes(pickle.dumps({"latents": ["a placeholder"], "more": Hooks()}))
@@ -235,7 +253,9 @@ def test_other_names_in_the_draft_layout(tmp_path: Path) -> None:
     x = torch.randn(2, 2)
     names = ["latents/0/samples", "conds[0][0][0]", "latent_1_samples", "cond:1:0", "cond:1:2"]
     (tmp_path / "in").mkdir()
-    safetensors.torch.save_file({name: x + number for number, name in enumerate(names)}, tmp_path / "in" / "a.safetensors")
+    safetensors.torch.save_file(
+        {name: x + number for number, name in enumerate(names)}, tmp_path / "in" / "a.safetensors"
+    )
     found, _ = imported(tmp_path / "in", tmp_path / "out")
     assert_same({"latents": {"samples": x}, "conditioning": [[x + 1]]}, found["a/000000"])
     assert_same({"latents": {"samples": x + 2}, "conditioning": {"0": x + 3, "2": x + 4}}, found["a/000001"])

@@ -31,7 +31,11 @@ def save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def sample_of(tensors: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
-    return {"latents": tensors["latents"][row], "latents_flip": tensors["latents_flip"][row], "label": tensors["labels"][row]}
+    return {
+        "latents": tensors["latents"][row],
+        "latents_flip": tensors["latents_flip"][row],
+        "label": tensors["labels"][row],
+    }
 
 
 def test_each_row_is_a_sample(tmp_path: Path) -> None:
@@ -80,7 +84,11 @@ def test_only_the_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_other_dtypes_and_no_flips(tmp_path: Path) -> None:
-    tensors = {"latents": torch.randn(2, 4, 3, 3).bfloat16(), "labels": torch.tensor([3, 5]), "seen": torch.tensor([True, False])}
+    tensors = {
+        "latents": torch.randn(2, 4, 3, 3).bfloat16(),
+        "labels": torch.tensor([3, 5]),
+        "seen": torch.tensor([True, False]),
+    }
     save(tmp_path / "in" / NAME.format(0, 0), tensors)
     found, _ = imported(tmp_path / "in", tmp_path / "out")
     assert_same(
@@ -119,7 +127,9 @@ def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
 
 
 def test_a_bool_of_two_is_found_when_its_row_is_read(tmp_path: Path) -> None:
-    content = bytearray(raw({"latents": torch.ones(2, 4, 3, 3), "labels": torch.tensor([3, 5]), "x": torch.tensor([True, True])}))
+    content = bytearray(
+        raw({"latents": torch.ones(2, 4, 3, 3), "labels": torch.tensor([3, 5]), "x": torch.tensor([True, True])})
+    )
     content[-1] = 2
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / NAME.format(0, 0)).write_bytes(content)
@@ -129,7 +139,15 @@ def test_a_bool_of_two_is_found_when_its_row_is_read(tmp_path: Path) -> None:
     assert (len(found), report.num_skipped) == (1, 1)
 
 
-@pytest.mark.parametrize("stats", [{"mean": torch.ones(2)}, {"mean": torch.ones(2), "std": 3}, [1], {"mean": torch.ones(2), "std": torch.tensor(float("nan"))}])
+@pytest.mark.parametrize(
+    "stats",
+    [
+        {"mean": torch.ones(2)},
+        {"mean": torch.ones(2), "std": 3},
+        [1],
+        {"mean": torch.ones(2), "std": torch.tensor(float("nan"))},
+    ],
+)
 def test_bad_statistics(tmp_path: Path, stats: Any) -> None:
     save(tmp_path / "in" / NAME.format(0, 0), ROWS)
     torch.save(stats, tmp_path / "in" / "latents_stats.pt")

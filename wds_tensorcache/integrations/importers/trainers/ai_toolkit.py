@@ -165,7 +165,7 @@ def _load_vision(folder: SourceFolder, name: str) -> Loaded:
 
 
 def _info(metadata: dict[str, str]) -> dict[str, Any]:
-    """Return the metadata, sorted, with values other than texts decoded: `{"crop_x": "12"}` is written, `{"crop_x": 12}` meant."""
+    """Return the metadata, sorted, with values other than texts decoded: `{"crop_x": "12"}` becomes `{"crop_x": 12}`."""
     info: dict[str, Any] = {}
     for key in sorted(metadata.keys() - _NOT_INFO):
         info[key] = text = metadata[key]
