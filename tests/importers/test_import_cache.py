@@ -142,7 +142,7 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str, monk
 
 
 def test_values_that_are_nested_deeply(tmp_path: Path) -> None:
-    """Whether reading or writing finds them."""
+    """Reading finds one of them, and writing the other."""
     expected = write_files(tmp_path / "in", 2)
     value: Any = torch.ones(1)
     for _ in range(400):
@@ -225,7 +225,7 @@ def test_resuming_reads_only_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "in" / "z.npy").write_bytes(b"bad")
     with pytest.raises(tc.FormatError):
         import_cache(tmp_path / "in", tmp_path / "out", max_samples=4)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="--resume"):
         import_cache(tmp_path / "in", tmp_path / "out", max_samples=4)
     (tmp_path / "in" / "z.npy").write_bytes(ARRAY)
     report = import_cache(tmp_path / "in", tmp_path / "out", max_samples=4, resume=True)
@@ -352,3 +352,9 @@ def test_the_result_as_json(tmp_path: Path) -> None:
     result = json.loads(found.stdout)
     assert (result["format"], result["num_read"], result["num_written"], result["skipped"]) == ("files", 2, 2, [])
     assert found.stderr == ""
+
+
+def test_the_page_lists_the_formats() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "importing.md").read_text()
+    rows = [f"| `{each.name}` | {each.title} |" for each in FORMATS]
+    assert "\n".join(rows) in page, "\n".join(rows)

@@ -248,10 +248,11 @@ def test_text_alone_and_latents_alone(tmp_path: Path) -> None:
     (folder / "b.txt").write_text("tags, of b")
     (folder / "b.caption").write_text("a sentence on b")
     (folder / "c.txt").write_text("no cache has this")
-    found, _ = imported(folder, tmp_path / "out")
+    found, report = imported(folder, tmp_path / "out")
     assert found["a"].keys() == {"latents", "original_size", "crop_ltrb"}
     assert found["b"].keys() == {"text", "caption", "tags"}
     assert (found["b"]["caption"], found["b"]["tags"]) == ("a sentence on b", "tags, of b")
+    assert report.unused == ["c.txt"]
     assert_complete(all_arrays(folder), found.values())
 
 

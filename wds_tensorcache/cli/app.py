@@ -19,6 +19,7 @@ __all__ = ["app", "run"]
 # command -> module of `wds_tensorcache.cli` and the name of the click command in it
 _COMMANDS: dict[str, str] = {
     "drop": "check_commands:drop",
+    "export": "export_command:export",
     "import": "import_command:import_command",
     "index": "check_commands:index",
     "repair": "check_commands:repair",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wds_tensorcache.errors import unknown_name
-from wds_tensorcache.integrations.importers.generic import file_folder
+from wds_tensorcache.integrations.importers.generic import file_folder, webdataset_members
 from wds_tensorcache.integrations.importers.source import Format
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.importers.trainers import (
@@ -37,6 +37,7 @@ FORMATS: tuple[Format, ...] = (
     nemo.FORMAT,
     onetrainer.FORMAT,
     simpletuner.FORMAT,
+    webdataset_members.FORMAT,
 )
 
 

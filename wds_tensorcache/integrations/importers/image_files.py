@@ -37,6 +37,7 @@ def join_files(
     texts: Iterable[ImageFile],
     load: Callable[[ImageFile | None, str, Sequence[ImageFile]], Loaded],
     text_stem: Callable[[str], str] = str,
+    captions: Callable[[str], Sequence[str]] = lambda stem: (),
 ) -> list[SourceSample]:
     """Return a sample for each resolution in each file of latents, and for each image that has only files of text states.
 
@@ -50,6 +51,7 @@ def join_files(
         load: Function that reads a sample. It receives the file of latents or None, the resolution, and the files of text
             states.
         text_stem: Function that returns the stem of the text for a stem of latents, if no text has the same stem.
+        captions: Function that returns the names of an image's caption files for its stem.
     """
     images: dict[tuple[str, str], list[ImageFile]] = {}
     texts_of: dict[tuple[str, str], list[ImageFile]] = {}
@@ -71,7 +73,8 @@ def join_files(
     counts = Counter((model, name) for model, name, *_ in samples)
     made = []
     for model, name, image, resolution, text in samples:
-        paths = tuple(file.name for file in (image, *text) if file is not None)
+        files = [file for file in (image, *text) if file is not None]
+        paths = (*(file.name for file in files), *captions(files[0].stem))
         if counts[model, name] > 1:  # the image `a_64x64`, and the resolution 64x64 of the image `a`
             name = os.path.splitext(paths[0])[0] + resolution
         name = f"{model}/{name}" if has_many_models else name

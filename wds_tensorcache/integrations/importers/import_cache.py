@@ -23,6 +23,7 @@ from wds_tensorcache.integrations.importers.trim import trim as trim_sample
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.names import safe_key
 from wds_tensorcache.storage.threads import ThreadPool, run_in_order
+from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
 __all__ = ["import_cache"]
@@ -98,6 +99,11 @@ def import_cache(
     if report.skipped and on_error == "stop":
         first = report.skipped[0]
         raise FormatError(f"{first.what}; --on-error skip (on_error='skip') imports the other files").at(first.name)
+    pattern = ShardPattern(os.fsdecode(out))
+    existing = pattern.existing() if os.path.isdir(pattern.folder or os.curdir) and not resume else {}
+    for there in existing.values():
+        what = "continue an interrupted import with --resume (resume=True), or choose another folder"
+        raise FileExistsError(f"{there} exists; {what}")
     convert = _Conversion(narrow, dict(trim or {}), drop_padding)
     writer = ShardWriter(out, resume=resume, fingerprint=made, max_samples=max_samples, max_nbytes=max_nbytes)
     bar = Progress(progress, report.num_read, unit=" samples", smoothing=0)

@@ -106,7 +106,9 @@ def _open(folder: SourceFolder) -> Source:
     latents += [ImageFile(file.name, file.stem, of_old, "", file.resolutions) for file in old]
     models |= {of_old} if old else set()
     provenance = {"architecture": _one_or_all(models), "keys": _one_or_all(schemes)} if models else {}
-    return Source(join_files(latents, texts, partial(_load, folder)), provenance, bad)
+    return Source(
+        join_files(latents, texts, partial(_load, folder), captions=partial(_captions, folder)), provenance, bad
+    )
 
 
 def _load(folder: SourceFolder, latents: ImageFile | None, resolution: str, texts: Sequence[ImageFile]) -> Loaded:
@@ -124,9 +126,12 @@ def _load(folder: SourceFolder, latents: ImageFile | None, resolution: str, text
         sample |= {"other": other} if other else {}
     for text in texts:
         sample["text"] = load_npz(folder, text.name)
-    captions = [(latents or texts[0]).stem + suffix for suffix in (".caption", ".txt")]
-    found = [folder.read_text(name) for name in captions if name in folder]
+    found = [folder.read_text(name) for name in _captions(folder, (latents or texts[0]).stem)]
     return Loaded(sample | dict(zip(("caption", "tags"), found, strict=False)))
+
+
+def _captions(folder: SourceFolder, stem: str) -> list[str]:
+    return [name for name in (f"{stem}.caption", f"{stem}.txt") if name in folder]
 
 
 def _one_or_all(names: set[str]) -> str | list[str]:

@@ -1,0 +1,138 @@
+"""WebDataset shards with pickled or numpy members: `.pyd`, `.pickle`, `.pkl`, `.pth`, `.npy`, `.npz`, `.ten` and `.tb`.
+
+Each sample of the tars becomes a sample of the same key; if two tars have a key in common, all keys begin with the path of
+the tar. The members with tensors are decoded:
+
+    000000.latent.npy, 000000.text.pth    ->  {"latent": …, "text": …}, by the names before the suffix
+    000000.pyd                            ->  the pickled object itself, if this is the only member with tensors
+    000000.npy, 000000.pth                ->  {"npy": …, "pth": …}
+
+All other members, such as `.jpg`, `.json` and `.txt`, stay members as they are. Compressed tars are refused. So are pickles
+with more than plain values, and `.pth` members with more than tensors and plain values, unless the files are trusted.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import Counter
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from wds_tensorcache.codec.tree import rebuild
+from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
+from wds_tensorcache.integrations.importers.safe_files import as_tensor, parse_torch
+from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.integrations.webdataset import decode
+from wds_tensorcache.shards.names import SKELETON, TENSORS, split_member
+from wds_tensorcache.shards.tar.headers import Scanner
+
+__all__ = ["FORMAT"]
+
+_DECODED = frozenset({"pyd", "pickle", "pkl", "pth", "npy", "npz", "ten", "tb"})
+_PICKLES = frozenset({"pyd", "pickle", "pkl"})
+_NUM_PROBED = 64  # members of a tar to look at, before it counts as one without tensors
+_Extent = tuple[int, int]  # begin and end of a member's content in the tar, in bytes
+_DECODE = decode(lazy=False)
+
+
+def _recognize(folder: SourceFolder) -> int:
+    return sum(_has_tensors(folder, name) for name in folder.by_suffix.get(".tar", ()))
+
+
+def _has_tensors(folder: SourceFolder, name: str) -> bool:
+    """Return whether the first members of a tar include one to decode, and none of our caches."""
+    try:
+        suffixes = [_split(member)[1] for member, *_ in islice(_scanner(folder, name), _NUM_PROBED)]
+    except (FormatError, OSError):
+        return False
+    is_cache = any(suffix.endswith((SKELETON, TENSORS)) for suffix in suffixes)
+    return not is_cache and any(_kind(suffix) in _DECODED for suffix in suffixes)
+
+
+def _scanner(folder: SourceFolder, name: str) -> Scanner:
+    return Scanner(partial(folder.read_range, name), os.path.getsize(folder.locate(name)))
+
+
+def _split(member: str) -> tuple[str, str]:
+    """Return key and suffix of a member; the suffix is empty if its name has no dot."""
+    return split_member(member) or (member, "")
+
+
+def _kind(suffix: str) -> str:
+    return suffix.rpartition(".")[2].lower()
+
+
+def _open(folder: SourceFolder) -> Source:
+    found: list[tuple[str, str, dict[str, _Extent]]] = []  # tar, key, members by suffix
+    bad: dict[str, str] = {}
+    for name in folder.by_suffix.get(".tar", ()):
+        samples: dict[str, dict[str, _Extent]] = {}
+        try:
+            for member, begin, nbytes in _scanner(folder, name):
+                key, suffix = _split(member)
+                members = samples.setdefault(key, {})
+                if suffix in members:
+                    raise FormatError(f"member {member!r:.100} occurs twice", kind="duplicate")
+                members[suffix] = begin, begin + nbytes
+        except (FormatError, OSError) as exc:
+            bad[name] = str(exc)
+        found += [(name, key, members) for key, members in samples.items()]
+    is_unique = max(Counter(key for _, key, _ in found).values(), default=0) <= 1
+    return Source(
+        [
+            SourceSample(
+                key if is_unique else f"{name[:-4]}/{key}", (name,), partial(_load, folder, name, key, members)
+            )
+            for name, key, members in found
+        ],
+        bad=bad,
+    )
+
+
+def _load(folder: SourceFolder, name: str, key: str, extents: dict[str, _Extent]) -> Loaded:
+    raw = {suffix: folder.read_range(name, *extent) for suffix, extent in extents.items()}
+    values: dict[str, Any] = {}
+    for suffix in [suffix for suffix in raw if _kind(suffix) in _DECODED]:
+        try:
+            value = _decode(suffix, raw.pop(suffix), folder.trust)
+        except TensorCacheError as exc:
+            raise exc.at(f"{name}: sample {key!r:.100}") from exc
+        values[suffix] = rebuild(value, lambda leaf: as_tensor(leaf) if hasattr(leaf, "__array_interface__") else leaf)
+    if "" in raw:
+        raise FormatError(f"member {key!r:.100} has no suffix").at(name)
+    if len(values) == 1 and "." not in next(iter(values)):
+        return Loaded(next(iter(values.values())), raw)
+    names = {suffix: suffix.rpartition(".")[0] or suffix for suffix in values}
+    is_clear = len(set(names.values())) == len(names)
+    return Loaded({names[suffix] if is_clear else suffix: value for suffix, value in values.items()}, raw)
+
+
+def _decode(suffix: str, raw: bytes, trust: bool) -> Any:
+    kind = _kind(suffix)
+    if kind == "pth":
+        try:
+            return parse_torch(raw, trust)
+        except TensorCacheError as exc:
+            raise exc.at(f"member {suffix!r}") from exc
+    try:
+        return _DECODE({"__key__": "", kind: raw})[kind]
+    except UnsafeSkeletonError as exc:
+        if not (trust and kind in _PICKLES):
+            exc.reason += "; if you trust the files, import them with --trust (trust=True)"
+            raise
+    try:
+        return pickle.loads(raw)  # noqa: S301 — the user trusts the files
+    except Exception as exc:  # whatever a trusted pickle raises
+        raise FormatError(f"member {suffix!r} cannot be decoded: {exc!r:.300}") from exc
+
+
+FORMAT = Format(
+    "webdataset",
+    "WebDataset tars with .pyd, .pickle, .pkl, .pth, .npy, .npz and .ten members; other members stay as they are",
+    _recognize,
+    _open,
+    True,
+)
