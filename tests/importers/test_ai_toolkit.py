@@ -77,7 +77,7 @@ def test_latents_texts_and_captions(tmp_path: Path) -> None:
             }
             expected[f"{name}{''.join(f'_{flip}' for flip in flips)}"] = sample
     found, report = imported(folder, tmp_path / "out")
-    assert report.format == "ai_toolkit"
+    assert report.format == "ai-toolkit"
     assert report.ok
     assert report.fingerprint["latent_space_version"] == "flux1"
     assert found.keys() == expected.keys()
@@ -88,7 +88,7 @@ def test_latents_texts_and_captions(tmp_path: Path) -> None:
     with tc.open(tmp_path / "out") as cache:
         assert_same(expected["a_b"]["text"]["text_embed"], cache["a_b"]["text"]["text_embed"])
         assert_same(expected["a_b"]["text"]["pooled_embed"], cache["a_b"]["text"]["pooled_embed"])
-    assert sorted(report.unused) == ["a.jpg", "a.txt", "a_b.jpg", "a_b.txt", "set 2/c.jpg", "set 2/c.txt"]
+    assert sorted(report.unused) == ["a.jpg", "a_b.jpg", "set 2/c.jpg"]
 
 
 def test_numbered_tensors_become_lists(tmp_path: Path) -> None:

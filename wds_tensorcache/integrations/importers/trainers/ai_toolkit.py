@@ -96,7 +96,7 @@ def _open(folder: SourceFolder) -> Source:
             versions |= {str(info["latent_space_version"])} if "latent_space_version" in info else set()
             latents.append(replace(file, label=flips))
     models = tuple(dict.fromkeys((*sorted(versions), *_MODELS)))
-    samples += join_files(latents, texts, partial(_load, folder, models))
+    samples += join_files(latents, texts, partial(_load, folder, models), captions=partial(_captions, folder))
     made = (
         {"latent_space_version": next(iter(versions)) if len(versions) == 1 else sorted(versions)} if versions else {}
     )
@@ -113,11 +113,11 @@ def _load(
             raise FormatError(f"expected a tensor 'latent', found {list(tensors)!r:.300}").at(latent.name)
         order = sorted(tensors, key=lambda tensor: tensor != "latent")
         sample = {tensor: tensors[tensor] for tensor in order} | {"info": _info(metadata)}
-    caption_file = (latent or texts[0]).stem + ".txt"
-    caption = folder.read_text(caption_file) if caption_file in folder else None
+    caption_file = next(iter(_captions(folder, (latent or texts[0]).stem)), None)
+    caption = folder.read_text(caption_file) if caption_file else None
     found = {text.label: _load_text(folder, text.name) for text in texts}
     fitting = None
-    if caption is not None and len(found) > 1:
+    if caption_file and len(found) > 1:
         raw = folder.read(caption_file).decode()
         fitting = next((name for name in _hashes(raw, models) if name in found), None)
     if fitting is not None or len(found) == 1:
@@ -126,6 +126,10 @@ def _load(
     if found:
         sample["other_texts"] = {name: text for name, (text, _) in found.items()}
     return Loaded(sample | ({} if caption is None else {"caption": caption}))
+
+
+def _captions(folder: SourceFolder, stem: str) -> list[str]:
+    return [f"{stem}.txt"] if f"{stem}.txt" in folder else []
 
 
 def _hashes(caption: str, models: tuple[str, ...]) -> Iterator[str]:
@@ -181,5 +185,5 @@ def _info(metadata: dict[str, str]) -> dict[str, Any]:
 
 
 FORMAT = Format(
-    "ai_toolkit", "ai-toolkit: _latent_cache and _t_e_cache, joined by the names of the images", _recognize, _open
+    "ai-toolkit", "ai-toolkit: _latent_cache and _t_e_cache, joined by the names of the images", _recognize, _open
 )
