@@ -15,6 +15,7 @@ import torch
 import wds_tensorcache as tc
 from tests.importers.folders import imported
 from tests.same import assert_same
+from wds_tensorcache.integrations.importers.formats import choose_format
 from wds_tensorcache.integrations.importers.import_cache import import_cache
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
@@ -259,6 +260,15 @@ def test_other_names_in_the_draft_layout(tmp_path: Path) -> None:
     found, _ = imported(tmp_path / "in", tmp_path / "out")
     assert_same({"latents": {"samples": x}, "conditioning": [[x + 1]]}, found["a/000000"])
     assert_same({"latents": {"samples": x + 2}, "conditioning": {"0": x + 3, "2": x + 4}}, found["a/000001"])
+
+
+@pytest.mark.parametrize(
+    "names", [["latents_8x8_fp32", "cond_1"], ["latents.0.samples"], ["latents.0", "cond.0", "more"], []]
+)
+def test_safetensors_of_other_programs(tmp_path: Path, names: list[str]) -> None:
+    (tmp_path / "in").mkdir()
+    safetensors.torch.save_file({name: torch.ones(2) for name in names}, tmp_path / "in" / "a.safetensors")
+    assert choose_format(SourceFolder(str(tmp_path / "in"))).name == "files"
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.memory_pool import Pool
 
 __all__ = ["POOL", "SourceFolder"]
 
 POOL = Pool(1 << 28)  # new memory for each file would take longer than reading it
+_RECYCLED = 1 << 16  # smaller contents get ordinary memory
 _APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the same suffix
 
 
@@ -100,7 +103,8 @@ class SourceFolder:
                 raise FormatError(f"the file has {file_nbytes:,} bytes, but [{begin:,}, {end:,}) is needed").at(name)
             nbytes = (file_nbytes if end is None else end) - begin
             file.seek(begin)
-            memory, position = POOL.lease(nbytes).data, 0
+            memory = (POOL.lease(nbytes) if nbytes >= _RECYCLED else np.empty(nbytes, np.uint8)).data
+            position = 0
             while position < nbytes and (count := file.readinto(memory[position:])):
                 position += count
             if position < nbytes:

@@ -20,7 +20,7 @@ folder, and ComfyUI would load them too.
 
 A draft of a newer layout (ComfyUI's pull request 14599, not merged) has tensors in `.safetensors` files, and all other values
 in pickles. Tensors with names such as `latents.0.samples` and `conditioning.0.0.0` become samples; dots, slashes, colons and
-brackets separate the parts of a name. Pickles of the draft are never read. They are reported, so `--on-error skip` is needed.
+brackets separate the parts of a name. Pickles of the draft are reported and not imported, so `--on-error skip` is needed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from wds_tensorcache.integrations.importers.suffixed_keys import peek_header
 __all__ = ["FORMAT"]
 
 _SHARD = re.compile(r"(?:.*/)?shard_[^/]*\.pkl", re.DOTALL)
-_TENSOR = re.compile(r"(latents?|conditionings?|conds?)[./:\[_]+(\d{1,9})(?!\d)_?(.*)", re.DOTALL | re.ASCII)
+_TENSOR = re.compile(r"(latents?|conditionings?|conds?)[./:\[_]+(\d{1,9})(?=[./:\[\]_]|$)_?(.*)", re.DOTALL | re.ASCII)
 _METADATA = "metadata.json"
 _MAX_DEPTH = 32
 _NUM_PROBED = 4
@@ -54,8 +54,12 @@ def _recognize(folder: SourceFolder) -> int:
     shards = sum(_SHARD.fullmatch(name) is not None for name in folder.by_suffix.get(".pkl", ()))
     names = [] if shards else folder.by_suffix.get(".safetensors", [])
     probed = [peek_header(folder, name)[0] for name in names[:_NUM_PROBED]]
-    is_draft = bool(probed) and all(tensors and all(map(_TENSOR.fullmatch, tensors)) for tensors in probed)
-    return shards + len(names) * is_draft
+    return shards + len(names) * (bool(probed) and all(map(_is_draft, probed)))
+
+
+def _is_draft(tensors: list[str]) -> bool:
+    matches = [_TENSOR.fullmatch(tensor) for tensor in tensors]
+    return {match and match[1][0] for match in matches} == {"l", "c"}
 
 
 def _open(folder: SourceFolder) -> Source:
