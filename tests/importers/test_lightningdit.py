@@ -109,6 +109,10 @@ BAD = {
     "no labels": (raw({"latents": ROWS["latents"]}), "no tensors 'latents' and 'labels'"),
     "label too": (raw({**ROWS, "label": torch.tensor([1, 2, 3])}), "both a tensor 'label'"),
     "fewer labels": (raw({**ROWS, "labels": ROWS["labels"][:2].clone()}), "different numbers of rows"),
+    "empty rows": (
+        raw({"latents": torch.ones(10**12, 0), "labels": torch.ones(10**12, 0)}),
+        r"labels are \[1000000000000, 0\]",
+    ),
     "one label": (raw({**ROWS, "labels": torch.tensor(3)}), "different numbers of rows"),
 }
 

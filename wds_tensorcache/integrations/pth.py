@@ -99,10 +99,12 @@ class TensorPart:
         Raises:
             FormatError: A bool is a byte other than 0 or 1.
 
-        Memory: aliases `buffer` and keeps it alive.
+        Memory: aliases `buffer` and keeps it alive, unless it has elements of other tensors.
         """
         flat = view_tensor(buffer, self.dtype, ((self.end - self.begin) // self.dtype.itemsize,))
-        return check_tensor(flat.as_strided(self.size, self.stride))
+        tensor = check_tensor(flat.as_strided(self.size, self.stride))
+        # Hazard: a small file can describe many tensors of few elements, each at both ends of a large storage
+        return tensor.clone() if len(flat) > tensor.numel() else tensor
 
 
 def _decode(file: BinaryIO, nbytes: int, limit: int, allow: Allowed, remedy: str, reader_class: type[_Reader]) -> Any:
