@@ -100,7 +100,7 @@ def test_tensors_of_torch_files_equal_those_of_the_whole_file(tmp_path: Path) ->
     expected = load_torch(folder, "a.pt")
     assert found["shared"][0] is found["shared"][1] is found["shared"][2][0]
     assert_same(expected, found)
-    for view in found["views"]:  # `base[:, ::3]` would keep what lies between its elements
+    for view in found["views"]:  # `base[:, ::3]` would keep the elements between its own
         assert view.untyped_storage().nbytes() <= max(view.numel() * view.itemsize, 1)
     assert_same(expected["views"][1], read_parts(folder, "a.pt", index["views"][1]))
     (tmp_path / "a.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:700])
