@@ -79,11 +79,15 @@ def realize(obj: Any, device: torch.device | str | None = None) -> Any:
     return rebuild(obj, load)
 
 
-def rebuild(obj: Any, replace: Callable[[Any], Any]) -> Any:
-    """Copy containers as `realize` does; call `replace` once for each tensor, array (lazy or not) and bytearray in them."""
-    return _Copier(lambda value, path: replace(value) if isinstance(value, _LEAVES) else _INNER, _LEAVES, True).visit(
-        obj
-    )
+def rebuild(obj: Any, replace: Callable[[Any], Any], leaves: Any = _LEAVES) -> Any:
+    """Copy containers as `realize` does; call `replace` once for each of the leaves in them.
+
+    Args:
+        obj: Any nesting of containers.
+        replace: Function of a leaf that returns what takes its place.
+        leaves: Type or types of the leaves; by default, tensors, arrays (lazy or not) and bytearrays.
+    """
+    return _Copier(lambda value, path: replace(value) if isinstance(value, leaves) else _INNER, leaves, True).visit(obj)
 
 
 class _Copier:

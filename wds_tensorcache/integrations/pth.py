@@ -17,9 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import TORCH_TRUE
@@ -28,10 +27,10 @@ from wds_tensorcache.codec.skeleton.limits import KeyCosts, call_budget
 from wds_tensorcache.codec.skeleton.reader import unpickle
 from wds_tensorcache.codec.skeleton.types import ALLOW_ONLY, BUILDERS, Allowed, Builder
 from wds_tensorcache.codec.tree import shown, walk
-from wds_tensorcache.codec.views import check_tensor
+from wds_tensorcache.codec.views import check_tensor, view_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
-__all__ = ["decode_pth", "peek_pth"]
+__all__ = ["TensorPart", "decode_pth", "index_pth", "peek_pth"]
 
 _ZIP = b"PK\x03\x04"
 _IS_ENCRYPTED = 1
@@ -61,14 +60,63 @@ def decode_pth(raw: bytes, limit: int, allow: Allowed, remedy: str = _REMEDY) ->
 
     Memory: newly allocated, one block for each storage; all tensors of a storage share its block.
     """
-    if not raw.startswith(_ZIP):
+    return _decode(io.BytesIO(raw), len(raw), limit, allow, remedy, _Reader)
+
+
+def index_pth(file: BinaryIO, limit: int, remedy: str = _REMEDY) -> Any:
+    """Return the object in a file of `torch.save` with a `TensorPart` in place of each tensor. No tensor is read.
+
+    Args:
+        file: The open file. Only its pickle, and the names and positions of its tensors, are read.
+        limit, remedy: As for `decode_pth`.
+
+    Raises:
+        UnsafeSkeletonError: The file contains more than `decode_pth` reads, or a parameter.
+        FormatError: The file is damaged, in a different format, or exceeds `limit`.
+    """
+    return _decode(file, file.seek(0, io.SEEK_END), limit, {}, remedy, _Indexer)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorPart:
+    """A tensor in a file of `torch.save`, not read yet.
+
+    Attributes:
+        dtype: Dtype of the tensor.
+        begin, end: Range of bytes in the file that contains all its elements.
+        size, stride: Shape and strides in elements; its first element is at `begin`.
+    """
+
+    dtype: torch.dtype
+    begin: int
+    end: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def view(self, buffer: Any) -> torch.Tensor:
+        """Return the tensor whose elements are in the writable `buffer`, the bytes `[begin, end)` of the file.
+
+        Raises:
+            FormatError: A bool is a byte other than 0 or 1.
+
+        Memory: aliases `buffer` and keeps it alive, unless it has elements of other tensors.
+        """
+        flat = view_tensor(buffer, self.dtype, ((self.end - self.begin) // self.dtype.itemsize,))
+        tensor = check_tensor(flat.as_strided(self.size, self.stride))
+        # Hazard: a small file can describe many tensors of few elements, each at both ends of a large storage
+        return tensor.clone() if len(flat) > tensor.numel() else tensor
+
+
+def _decode(file: BinaryIO, nbytes: int, limit: int, allow: Allowed, remedy: str, reader_class: type[_Reader]) -> Any:
+    file.seek(0)
+    if file.read(4) != _ZIP:
         raise FormatError(f"expected a zip file, the format of torch.save since torch 1.6{remedy}")
     try:
-        records = _list_records(raw)
-        body = _translate(bytes(records["data.pkl"]))
-        if records.get("byteorder", b"little") != b"little":
+        records = _list_records(file, nbytes)
+        body = _translate(_read(file, records["data.pkl"]))
+        if "byteorder" in records and _read(file, records["byteorder"]) != b"little":
             raise FormatError(f"the tensors are not little-endian{remedy}")
-        reader = _Reader(records, len(body), limit, remedy)
+        reader = reader_class(file, records, len(body), limit, remedy)
         result = unpickle(body, 0, None, reader.builders, allow, reader.opcodes)
     except UnsafeSkeletonError as exc:
         exc.reason += remedy
@@ -106,23 +154,28 @@ def peek_pth(begin: bytes) -> Any:
     return unpickle(body, 0, None, _WITHOUT_TENSORS, {}, {**ALLOW_ONLY, _BINPERSID: _skip_storage})
 
 
-def _list_records(raw: bytes) -> dict[str, memoryview]:
-    """Return views of the files in the zip, by their names in the folder that contains them all."""
-    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+def _list_records(file: BinaryIO, nbytes: int) -> dict[str, range]:
+    """Return the positions of the bytes of each file in the zip, by their names in the folder that contains them all."""
+    with zipfile.ZipFile(file) as archive:
         files = archive.infolist()
     folder = files[0].filename.partition("/")[0] + "/"
     records = {}
-    for file in files:
+    for each in files:
         # checksums are not compared: torch does not compare them either, and may omit them when it writes
-        name_nbytes, extra_nbytes = struct.unpack_from("<HH", raw, file.header_offset + 26)
-        begin = file.header_offset + 30 + name_nbytes + extra_nbytes
-        is_plain = file.compress_type == zipfile.ZIP_STORED and not file.flag_bits & _IS_ENCRYPTED
-        if not is_plain or begin + file.file_size > len(raw):
-            raise FormatError(f"{file.filename!r:.100} is compressed, encrypted or cut short, expected a plain file")
-        records[file.filename.removeprefix(folder)] = memoryview(raw)[begin : begin + file.file_size]
-    if len(records) < len(files) or sum(map(len, records.values())) > len(raw):
+        file.seek(each.header_offset + 26)
+        begin = each.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))  # after its name and extra fields
+        is_plain = each.compress_type == zipfile.ZIP_STORED and not each.flag_bits & _IS_ENCRYPTED
+        if not is_plain or begin + each.file_size > nbytes:
+            raise FormatError(f"{each.filename!r:.100} is compressed, encrypted or cut short, expected a plain file")
+        records[each.filename.removeprefix(folder)] = range(begin, begin + each.file_size)
+    if len(records) < len(files) or sum(map(len, records.values())) > nbytes:
         raise FormatError("files in the zip overlap or have the same name")
     return records
+
+
+def _read(file: BinaryIO, record: range) -> bytes:
+    file.seek(record.start)
+    return file.read(len(record))
 
 
 def _translate(pickled: bytes) -> bytes:
@@ -152,16 +205,16 @@ def _translate(pickled: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Storage:
-    memory: torch.Tensor  # uint8
+    memory: Any  # uint8 tensor; for `_Indexer`, the range of bytes
     dtype: torch.dtype
 
 
 class _Reader:
     """The opcodes and builders that decode one file, with the budgets that limit their work."""
 
-    def __init__(self, records: dict[str, memoryview], nbytes: int, limit: int, remedy: str) -> None:
-        self._records, self._remedy = records, remedy
-        self._memory: dict[str, torch.Tensor] = {}
+    def __init__(self, file: BinaryIO, records: dict[str, range], nbytes: int, limit: int, remedy: str) -> None:
+        self._file, self._records, self._remedy = file, records, remedy
+        self._memory: dict[str, Any] = {}
         self._limit = self._nbytes_left = limit
         self._key_costs = KeyCosts(nbytes)
         self._elements_left = call_budget(nbytes)
@@ -184,14 +237,26 @@ class _Reader:
             record = self._records.get(f"data/{key}")
             if record is None:
                 raise FormatError(f"storage {key!r:.80} is not in the zip")
-            memory = self._memory[key] = torch.empty(len(record), dtype=torch.uint8, device="cpu")
-            memory.numpy()[:] = np.asarray(record)
+            memory = self._memory[key] = self._load(record)
         if not 0 <= count * dtype.itemsize <= len(memory):
             raise FormatError(f"storage {key!r:.80} declares {count} elements of {dtype} in {len(memory)} bytes")
         stack.append(_Storage(memory, dtype))
         return 0
 
-    def _build_tensor(self, args: tuple[Any, ...], *, has_dtype: bool) -> torch.Tensor:
+    def _load(self, record: range) -> Any:
+        memory = torch.empty(len(record), dtype=torch.uint8, device="cpu")
+        self._file.seek(record.start)
+        if self._file.readinto(memory.numpy()) != len(record):  # type: ignore[attr-defined]
+            raise FormatError("the file was cut short while it was read")
+        return memory
+
+    def _view(self, storage: _Storage, dtype: torch.dtype, offset: int, size: Any, stride: Any, count: int) -> Any:
+        """Return a checked tensor; `count` is the number of elements from its first to its last in the storage."""
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
+        tensor.set_(storage.memory.untyped_storage(), offset, size, stride)
+        return check_tensor(tensor)
+
+    def _build_tensor(self, args: tuple[Any, ...], *, has_dtype: bool) -> Any:
         storage, offset, size, stride, requires_grad, hooks, *rest = args
         dtype = rest.pop(0) if has_dtype else storage.dtype
         if storage.__class__ is not _Storage or dtype.__class__ is not torch.dtype or len(size) > _MAX_NDIM:
@@ -212,9 +277,8 @@ class _Reader:
                 f"the tensors together need more than {self._limit} bytes; if you trust the file, use "
                 "tc.decode(max_expanded_nbytes=…)"
             )
-        tensor = torch.empty(0, dtype=dtype, device="cpu")
-        tensor.set_(storage.memory.untyped_storage(), offset, size, stride)
-        return check_tensor(tensor).requires_grad_(requires_grad)
+        tensor = self._view(storage, dtype, offset, size, stride, end - offset if count else 0)
+        return tensor.requires_grad_(requires_grad) if tensor.__class__ is torch.Tensor else tensor
 
     def _build_set(self, args: tuple[Any, ...]) -> set[Any]:
         (items,) = args
@@ -226,6 +290,17 @@ class _Reader:
             raise FormatError("the sets have too many elements together, because they are built from the same lists")
         self._key_costs.add(None, items, True)
         return set(items)
+
+
+class _Indexer(_Reader):
+    """A reader that returns parts of the file in place of tensors."""
+
+    def _load(self, record: range) -> Any:
+        return record
+
+    def _view(self, storage: _Storage, dtype: torch.dtype, offset: int, size: Any, stride: Any, count: int) -> Any:
+        begin = storage.memory.start + offset * dtype.itemsize if count else storage.memory.start
+        return TensorPart(dtype, begin, begin + count * dtype.itemsize, tuple(size), tuple(stride))
 
 
 def _set_state(stack: list[Any], allow: Allowed, callables: int) -> int:

@@ -7,9 +7,13 @@ from wds_tensorcache.integrations.importers.generic import file_folder, webdatas
 from wds_tensorcache.integrations.importers.source import Format
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.importers.trainers import (
+    ai_toolkit,
+    comfyui,
     diffusion_pipe,
+    edm2,
     kohya,
     kohya_safetensors,
+    lightningdit,
     ltx,
     musubi,
     nemo,
@@ -20,10 +24,14 @@ from wds_tensorcache.integrations.importers.trainers import (
 __all__ = ["FORMATS", "choose_format"]
 
 FORMATS: tuple[Format, ...] = (
+    ai_toolkit.FORMAT,
+    comfyui.FORMAT,
     diffusion_pipe.FORMAT,
+    edm2.FORMAT,
     file_folder.FORMAT,
     kohya.FORMAT,
     kohya_safetensors.FORMAT,
+    lightningdit.FORMAT,
     ltx.FORMAT,
     musubi.FORMAT,
     nemo.FORMAT,

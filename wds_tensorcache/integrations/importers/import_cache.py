@@ -94,7 +94,7 @@ def import_cache(
     report = ImportReport(chosen.name, num_read=len(found.samples), fingerprint=made)
     report.skipped += [Skipped(name, (name,), what) for name, what in found.bad.items()]
     report.skipped += [Skipped(name, (name,), "is a link out of the folder, or to no file") for name in folder.links]
-    used = {file for sample in found.samples for file in sample.files} | found.bad.keys()
+    used = {file for sample in found.samples for file in sample.files} | found.bad.keys() | set(found.metadata_files)
     report.unused += [file for file in folder.names if file not in used]
     if report.skipped and on_error == "stop":
         first = report.skipped[0]

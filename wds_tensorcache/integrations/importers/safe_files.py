@@ -18,20 +18,24 @@ import torch
 from safetensors import SafetensorError
 
 from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, parse_header
+from wds_tensorcache.codec.layout import StoredTensor
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 from wds_tensorcache.integrations.importers.source_folder import POOL, SourceFolder
 from wds_tensorcache.integrations.pth import decode_pth
 
 __all__ = [
+    "REMEDY",
     "as_tensor",
     "list_npz",
     "load_npy",
     "load_npz",
     "load_safetensors",
     "load_torch",
+    "max_expanded",
     "parse_npy",
     "parse_torch",
     "read_safetensors_header",
+    "read_safetensors_tensors",
 ]
 
 _MAX_RATIO, _MIN_LIMIT = 64, 1 << 26  # a file may expand to 64 times its length, or to 64 MiB
@@ -40,7 +44,12 @@ _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle in 
 _IS_ENCRYPTED = 1
 _RECYCLED = 1 << 16  # smaller arrays get ordinary memory
 _MAX_NPY_HEADER = 1 << 14
-_REMEDY = "; if you trust the files, import them with --trust (trust=True)"
+REMEDY = "; if you trust the files, import them with --trust (trust=True)"
+
+
+def max_expanded(nbytes: int) -> int:
+    """Return the most bytes of tensors that a file of `nbytes` may contain."""
+    return max(_MAX_RATIO * nbytes, _MIN_LIMIT)
 
 
 def load_npz(folder: SourceFolder, name: str) -> dict[str, torch.Tensor | np.ndarray[Any, Any]]:
@@ -57,7 +66,7 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, torch.Tensor | np.nda
         if len({file.filename for file in files}) < len(files):
             raise FormatError("two files in the npz have the same name")
         expanded = sum(file.file_size for file in files)
-        if expanded > max(_MAX_RATIO * len(raw), _MIN_LIMIT):
+        if expanded > max_expanded(len(raw)):
             raise FormatError(f"{len(raw):,} bytes expand to {expanded:,}")
         arrays = {}
         for file in files:
@@ -136,7 +145,7 @@ def parse_torch(raw: bytes, trust: bool) -> Any:
     if raw.startswith(_GZIP):
         raw = _gunzip(raw)
     try:
-        return decode_pth(raw, max(_MAX_RATIO * len(raw), _MIN_LIMIT), {}, _REMEDY)
+        return decode_pth(raw, max_expanded(len(raw)), {}, REMEDY)
     except FormatError as exc:
         if not trust or (raw.startswith(_ZIP) and not isinstance(exc, UnsafeSkeletonError)):
             raise
@@ -174,6 +183,17 @@ def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[list[str],
         FormatError: The header is damaged.
         OSError: The file cannot be read.
     """
+    tensors, metadata = read_safetensors_tensors(folder, name)
+    return list(tensors), metadata
+
+
+def read_safetensors_tensors(folder: SourceFolder, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the tensors of a `.safetensors` file by name, in the order of their bytes, and its metadata; read only the header.
+
+    Raises:
+        FormatError: The header is damaged.
+        OSError: The file cannot be read.
+    """
     try:
         with open(folder.locate(name), "rb", buffering=0) as file:
             nbytes = os.fstat(file.fileno()).st_size
@@ -182,7 +202,7 @@ def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[list[str],
             layout, _ = parse_header(begin, nbytes)
         metadata = json.loads(begin[8 : layout.data_begin]).get("__metadata__") or {}
         "".join(metadata.values()).encode()  # raises if a value has a surrogate, from an escape in the JSON
-        return list(layout.tensors), metadata
+        return layout.tensors, metadata
     except TensorCacheError as exc:
         raise exc.at(name) from exc
     except ValueError as exc:
@@ -261,7 +281,7 @@ def _extract(raw: memoryview, file: zipfile.ZipInfo) -> memoryview:
 
 
 def _gunzip(raw: bytes) -> bytes:
-    limit = max(_MAX_RATIO * len(raw), _MIN_LIMIT)
+    limit = max_expanded(len(raw))
     parts: list[bytes] = []
     while raw:
         stream = zlib.decompressobj(31)

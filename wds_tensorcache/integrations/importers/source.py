@@ -48,11 +48,13 @@ class Source:
         provenance: How the samples were made, as JSON values: model, architecture, version, the trainer's metadata. It becomes
             part of the fingerprint.
         bad: Files that belong to the format but to no sample, with the reason: `{"a.npz": "no image size in the name"}`.
+        metadata_files: Files from which the provenance was read, if they belong to no sample.
     """
 
     samples: Sequence[SourceSample]
     provenance: Mapping[str, Any] = field(default_factory=dict)
     bad: Mapping[str, str] = field(default_factory=dict)
+    metadata_files: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

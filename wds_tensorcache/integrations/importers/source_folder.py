@@ -9,12 +9,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.memory_pool import Pool
 
 __all__ = ["POOL", "SourceFolder"]
 
 POOL = Pool(1 << 28)  # new memory for each file would take longer than reading it
+_RECYCLED = 1 << 16  # smaller contents get ordinary memory
 _APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the same suffix
 
 
@@ -85,21 +88,26 @@ class SourceFolder:
                 raise FormatError(f"the file has {nbytes:,} bytes, expected at most {max_nbytes:,}").at(name)
             return bytes(file.read())
 
-    def view(self, name: str) -> memoryview:
-        """Return the content of a listed file.
+    def view(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        """Return the bytes `[begin, end)` of a listed file, by default the whole content, as writable memory.
 
         Memory: recycled when the last reference to the view is gone.
 
         Raises:
-            FormatError: The file was changed while it was read.
+            FormatError: The file ends before byte `end`, or was changed while it was read.
             OSError: The file cannot be read.
         """
         with self._open(name) as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            memory, end = POOL.lease(nbytes).data, 0
-            while end < nbytes and (count := file.readinto(memory[end:])):
-                end += count
-            if end < nbytes:
+            file_nbytes = os.fstat(file.fileno()).st_size
+            if begin < 0 or (end is not None and end > file_nbytes):
+                raise FormatError(f"the file has {file_nbytes:,} bytes, but [{begin:,}, {end:,}) is needed").at(name)
+            nbytes = (file_nbytes if end is None else end) - begin
+            file.seek(begin)
+            memory = (POOL.lease(nbytes) if nbytes >= _RECYCLED else np.empty(nbytes, np.uint8)).data
+            position = 0
+            while position < nbytes and (count := file.readinto(memory[position:])):
+                position += count
+            if position < nbytes:
                 raise FormatError("the file was cut short while it was read").at(name)
             return memory
 

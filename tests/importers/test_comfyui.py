@@ -1,0 +1,294 @@
+"""ComfyUI's training sets, saved as its node saves them: samples come back bit for bit, and no object is ever made unasked."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import wds_tensorcache as tc
+from tests.importers.folders import imported
+from tests.same import assert_same
+from wds_tensorcache.integrations.importers.formats import choose_format
+from wds_tensorcache.integrations.importers.import_cache import import_cache
+from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+
+
+def make_set(count: int) -> tuple[list[Any], list[Any]]:
+    """Return latents and conditioning as the node Make Training Dataset does, with the oddities that models add."""
+    latents, conditioning = [], []
+    for number in range(count):
+        tokens = 77 * (1 + number % 2)
+        latents.append({"samples": torch.randn(1, 4, 8, 8 + number % 3)})
+        more: dict[str, Any] = {
+            "pooled_output": torch.randn(1, 6),
+            "guidance": 3.5,
+            "attention_mask": torch.ones(1, tokens).bool(),
+        }
+        if number % 4 == 1:
+            latents[-1] |= {"noise_mask": torch.rand(1, 1, 64, 64), "batch_index": [0]}
+            more |= {"pooled_output": None, "hooks": None, "area": (8, 8, 0, number)}
+            more["reference_latents"] = [torch.randn(1, 4, 4, 4).bfloat16()]
+        conditioning.append([[torch.randn(1, tokens, 5), more]])
+    conditioning[0].append([torch.randn(1, 77, 5).half(), {}])  # scheduled prompts have several parts
+    return latents, conditioning
+
+
+def save_set(folder: Path, latents: list[Any], conditioning: list[Any], shard_size: int = 1000) -> None:
+    """Write what the node Save Training Dataset writes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    begins = range(0, len(latents), shard_size)
+    for number, begin in enumerate(begins):
+        end = begin + shard_size
+        with open(folder / f"shard_{number:04d}.pkl", "wb") as file:
+            torch.save({"latents": latents[begin:end], "conditioning": conditioning[begin:end]}, file)
+    metadata = {"num_samples": len(latents), "num_shards": len(begins), "shard_size": shard_size}
+    (folder / "metadata.json").write_text(json.dumps(metadata, indent=2))
+
+
+def test_samples_keep_the_structure_of_the_nodes(tmp_path: Path) -> None:
+    latents, conditioning = make_set(11)
+    save_set(tmp_path / "in", latents, conditioning, shard_size=4)
+    found, report = imported(tmp_path / "in", tmp_path / "out")
+    assert (report.format, report.ok, report.unused) == ("comfyui", True, [])
+    names = [f"shard_{number // 4:04d}/{number % 4:06d}" for number in range(11)]
+    assert list(found) == names
+    for name, latent, condition in zip(names, latents, conditioning, strict=True):
+        assert_same({"latents": latent, "conditioning": condition}, found[name])
+    with tc.open(tmp_path / "out") as cache:
+        names = list(tc.flatten(cache["shard_0000/000002"]))
+    assert names == [
+        "latents.samples",
+        "conditioning.0.0",
+        "conditioning.0.1.pooled_output",
+        "conditioning.0.1.attention_mask",
+    ]
+
+
+def test_several_sets_and_odd_tensors(tmp_path: Path) -> None:
+    """Tensors may be views of one storage, transposed, expanded, empty or one object; the bytes are those of the values."""
+    base = torch.randn(6, 4, 8, 8)
+    shared = torch.randn(1, 3, 5)
+    latents = [{"samples": base[number : number + 1]} for number in range(5)]
+    conditioning: list[Any] = [[[shared, {"again": shared}]] for _ in range(5)]
+    conditioning[1][0][0] = torch.randn(5, 3).t()[None]
+    conditioning[2][0][0] = torch.randn(1, 1, 5).expand(1, 4, 5)
+    conditioning[3][0][0] = torch.zeros(1, 0, 5)
+    conditioning[4][0][0] = torch.tensor(True)
+    for name in ("a", "sub/b"):
+        save_set(tmp_path / "in" / name, latents, conditioning)
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert len(found) == 10
+    for number in range(5):
+        expected = {"latents": latents[number], "conditioning": conditioning[number]}
+        assert_same(expected, found[f"sub/b/shard_0000/{number:06d}"])
+
+
+def test_tensors_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard of 1,000 samples may have gigabytes."""
+    latents = [{"samples": torch.randn(1, 4, 8, 8)} for _ in range(30)]
+    save_set(tmp_path / "in", latents, [[[torch.randn(1, 7, 5), {}]] for _ in latents])
+    lengths = []
+    view = SourceFolder.view
+
+    def spy(self: SourceFolder, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        found = view(self, name, begin, end)
+        lengths.append(len(found))
+        return found
+
+    monkeypatch.setattr(SourceFolder, "view", spy)
+    found, _ = imported(tmp_path / "in", tmp_path / "out", num_workers=4)
+    assert len(found) == 30
+    assert sorted(lengths) == [7 * 5 * 4] * 30 + [4 * 8 * 8 * 4] * 30
+
+
+@pytest.mark.parametrize(("num_samples", "is_bad"), [(5, False), (4, True), (1005, True), ("5", True), (None, True)])
+def test_metadata_lists_the_samples(tmp_path: Path, num_samples: Any, is_bad: bool) -> None:
+    """A set that was saved over a larger one has old shards; a copy may lack shards."""
+    save_set(tmp_path / "in", *make_set(5), shard_size=2)
+    (tmp_path / "in" / "metadata.json").write_text(json.dumps({"num_samples": num_samples}))
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert len(found) == 5
+    assert [each.name for each in report.skipped] == ["metadata.json"] * is_bad
+    if is_bad:
+        with pytest.raises(tc.FormatError, match=r"metadata.json: lists"):
+            import_cache(tmp_path / "in", tmp_path / "stopped")
+
+
+class Hooks:
+    """Like ComfyUI's `HookGroup`, an object that only a pickle can store."""
+
+    def __init__(self) -> None:
+        self.hooks = [1, 2]
+
+
+class Gadget:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch hacked",)
+
+
+def test_objects_need_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    latents, conditioning = make_set(3)
+    save_set(Path("in"), latents, conditioning)
+    conditioning[1][0][1]["hooks"] = Gadget()
+    save_set(Path("in2"), latents, conditioning)
+    os.rename("in2/shard_0000.pkl", "in/shard_0001.pkl")
+    os.remove("in/metadata.json")
+    with pytest.raises(tc.FormatError, match=r"shard_0001.pkl.*system.*--trust"):
+        import_cache("in", "stopped")
+    found, report = imported(Path("in"), Path("out"), on_error="skip")
+    assert len(found) == 3
+    assert [each.name for each in report.skipped] == ["shard_0001.pkl"]
+    assert not Path("hacked").exists()
+    found, _ = imported(Path("in"), Path("trusted"), trust=True)
+    assert Path("hacked").exists()
+    assert len(found) == 6
+    assert_same(conditioning[2], found["shard_0001/000002"]["conditioning"])
+
+
+def test_trusted_objects_that_no_cache_stores(tmp_path: Path) -> None:
+    latents, conditioning = make_set(2)
+    conditioning[1][0][1]["hooks"] = Hooks()
+    save_set(tmp_path / "in", latents, conditioning)
+    found, report = imported(tmp_path / "in", tmp_path / "out", trust=True, on_error="skip")
+    assert list(found) == ["shard_0000/000000"]
+    assert [each.name for each in report.skipped] == ["shard_0000/000001"]
+    assert "Hooks" in report.skipped[0].what
+
+
+LATENTS, CONDITIONING = make_set(2)
+BAD: dict[str, tuple[Any, str]] = {
+    "a list": ([1, 2], "a dict of two lists"),
+    "no conditioning": ({"latents": LATENTS}, "a dict of two lists"),
+    "no lists": ({"latents": LATENTS[0], "conditioning": CONDITIONING}, "a dict of two lists"),
+    "fewer": ({"latents": LATENTS, "conditioning": CONDITIONING[:1]}, "2 latents, but 1 conditionings"),
+    "a parameter": (
+        {"latents": [{"samples": torch.nn.Parameter(torch.ones(2))}], "conditioning": [1]},
+        "shard_0007.pkl",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD.values(), ids=BAD)
+def test_bad_shards(tmp_path: Path, content: Any, message: str) -> None:
+    save_set(tmp_path / "in", LATENTS, CONDITIONING)
+    torch.save(content, tmp_path / "in" / "shard_0007.pkl")
+    with pytest.raises(tc.FormatError, match=message) as caught:
+        import_cache(tmp_path / "in", tmp_path / "stopped")
+    assert "shard_0007.pkl" in str(caught.value)
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert (len(found), [each.name for each in report.skipped]) == (2, ["shard_0007.pkl"])
+
+
+def test_old_pickles_and_damaged_shards(tmp_path: Path) -> None:
+    """Before the node was merged, it wrote plain pickles."""
+    content = {"latents": LATENTS, "conditioning": CONDITIONING}
+    save_set(tmp_path / "in", LATENTS, CONDITIONING)
+    good = (tmp_path / "in" / "shard_0000.pkl").read_bytes()
+    (tmp_path / "in" / "metadata.json").unlink()
+    for number, raw in enumerate((pickle.dumps(content), good[:-100], good[:300], b"", b"PK\x03\x04", b"hello"), 1):
+        (tmp_path / "in" / f"shard_{number:04d}.pkl").write_bytes(raw)
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert len(found) == 2
+    assert [each.name for each in report.skipped] == [f"shard_{number:04d}.pkl" for number in range(1, 7)]
+    found, report = imported(tmp_path / "in", tmp_path / "trusted", on_error="skip", trust=True)
+    assert_same({"latents": LATENTS[1], "conditioning": CONDITIONING[1]}, found["shard_0001/000001"])
+    assert len(report.skipped) == 5
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_mutated_shards(tmp_path: Path, seed: int) -> None:
+    """Samples, or errors that the import reports."""
+    generator = torch.Generator().manual_seed(seed)
+    save_set(tmp_path / "in", LATENTS, CONDITIONING)
+    path = tmp_path / "in" / "shard_0000.pkl"
+    (tmp_path / "in" / "metadata.json").unlink()
+    torch.save({"latents": LATENTS, "conditioning": CONDITIONING}, tmp_path / "in" / "shard_0001.pkl")
+    raw = bytearray(path.read_bytes())
+    begin, end = (0, 2500) if seed % 2 else (len(raw) - 1500, len(raw))
+    for at in torch.randint(begin, end, (3,), generator=generator).tolist():
+        raw[at] = int(torch.randint(256, (), generator=generator))
+    path.write_bytes(raw)
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert len(found) >= 2
+    assert len(found) == 4 or report.skipped or seed % 2  # a length in the pickle may have changed
+
+
+def test_the_draft_layout(tmp_path: Path) -> None:
+    """Tensors by name; a skeleton, a pickle of unknown classes, is reported and not read."""
+    tensors = {}
+    for number in range(12):
+        tensors[f"latents.{number}.samples"] = torch.randn(1, 4, 8, 8)
+        tensors[f"conditioning.{number}.0.0"] = torch.randn(1, 7, 5).bfloat16()
+        tensors[f"conditioning.{number}.0.1.pooled_output"] = torch.randn(1, 6)
+    (tmp_path / "in").mkdir()
+    safetensors.torch.save_file(tensors, tmp_path / "in" / "shard_0000.safetensors")
+    (tmp_path / "in" / "metadata.json").write_text('{"num_samples": 12}')
+    found, report = imported(tmp_path / "in", tmp_path / "out")
+    assert report.format == "comfyui"
+    assert len(found) == 12
+    for number in range(12):
+        condition = [
+            [
+                tensors[f"conditioning.{number}.0.0"],
+                {"pooled_output": tensors[f"conditioning.{number}.0.1.pooled_output"]},
+            ]
+        ]
+        expected = {"latents": {"samples": tensors[f"latents.{number}.samples"]}, "conditioning": condition}
+        assert_same(expected, found[f"shard_0000/{number:06d}"])
+    (tmp_path / "in" / "shard_0000.pkl").write_bytes(pickle.dumps({"latents": ["a placeholder"], "more": Hooks()}))
+    with pytest.raises(tc.FormatError, match=r"shard_0000.pkl"):
+        import_cache(tmp_path / "in", tmp_path / "stopped")
+    found, report = imported(tmp_path / "in", tmp_path / "skipped", on_error="skip")
+    assert (len(found), [each.name for each in report.skipped]) == (12, ["shard_0000.pkl"])
+
+
+def test_other_names_in_the_draft_layout(tmp_path: Path) -> None:
+    x = torch.randn(2, 2)
+    names = ["latents/0/samples", "conds[0][0][0]", "latent_1_samples", "cond:1:0", "cond:1:2"]
+    (tmp_path / "in").mkdir()
+    safetensors.torch.save_file(
+        {name: x + number for number, name in enumerate(names)}, tmp_path / "in" / "a.safetensors"
+    )
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert_same({"latents": {"samples": x}, "conditioning": [[x + 1]]}, found["a/000000"])
+    assert_same({"latents": {"samples": x + 2}, "conditioning": {"0": x + 3, "2": x + 4}}, found["a/000001"])
+
+
+@pytest.mark.parametrize(
+    "names", [["latents_8x8_fp32", "cond_1"], ["latents.0.samples"], ["latents.0", "cond.0", "more"], []]
+)
+def test_safetensors_of_other_programs(tmp_path: Path, names: list[str]) -> None:
+    (tmp_path / "in").mkdir()
+    safetensors.torch.save_file({name: torch.ones(2) for name in names}, tmp_path / "in" / "a.safetensors")
+    assert choose_format(SourceFolder(str(tmp_path / "in"))).name == "files"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["latents.0.samples"], "not both latents and conditioning"),
+        (["latents.0", "conditioning.0", "unet.weight"], "unet.weight"),
+        (["latents.0", "latents.0.samples", "conditioning.0"], "inside another tensor|have the place"),
+        (["latents.0.samples", "latents.0", "conditioning.0"], "inside another tensor|have the place"),
+        (["latents.0.samples", "latents/0/samples", "conditioning.0"], "have the place"),
+        (["latents.0", "conditioning.0" + ".0" * 33], "not named"),
+    ],
+)
+def test_bad_names_in_the_draft_layout(tmp_path: Path, names: list[str], message: str) -> None:
+    (tmp_path / "in").mkdir()
+    for file, wanted in (("bad", names), ("good", ["latents.0", "conditioning.0"])):
+        tensors = {name: torch.ones(number + 1) for number, name in enumerate(wanted)}
+        safetensors.torch.save_file(tensors, tmp_path / "in" / f"{file}.safetensors")
+    with pytest.raises(tc.FormatError, match=message) as caught:
+        import_cache(tmp_path / "in", tmp_path / "stopped", format="comfyui")
+    assert "bad.safetensors" in str(caught.value)
+    found, report = imported(tmp_path / "in", tmp_path / "out", format="comfyui", on_error="skip")
+    assert (list(found), len(report.skipped)) == (["good/000000"], 1)

@@ -1,0 +1,238 @@
+"""EDM2's and REPA's latents, in a folder or a stored zip, as `dataset_tool.py encode` writes them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.importers.folders import imported
+from tests.same import assert_same
+from wds_tensorcache.integrations.importers.import_cache import import_cache
+from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+
+
+def moments_of(count: int) -> list[torch.Tensor]:
+    """Return means and positive deviations."""
+    return [torch.cat([torch.randn(4, 6, 6), torch.rand(4, 6, 6) + 0.1]) for _ in range(count)]
+
+
+def npy(tensor: torch.Tensor) -> bytes:
+    out = io.BytesIO()
+    np.save(out, tensor)  # the program passes a tensor
+    return out.getvalue()
+
+
+def files_of(moments: list[torch.Tensor], labels: list[Any] | None) -> dict[str, bytes]:
+    """Return the files that `encode` writes, in its order."""
+    names = [f"{f'{number:08d}'[:5]}/img-mean-std-{number:08d}.npy" for number in range(len(moments))]
+    files = {name: npy(each) for name, each in zip(names, moments, strict=True)}
+    listed = None if labels is None else [[name, label] for name, label in zip(names, labels, strict=True)]
+    return {**files, "dataset.json": json.dumps({"labels": listed}).encode()}
+
+
+def write(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def write_zip(path: Path, files: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+
+
+def name_of(number: int) -> str:
+    return f"{f'{number:08d}'[:5]}/img-mean-std-{number:08d}"
+
+
+@pytest.mark.parametrize("prefix", ["", "sets/imagenet/"], ids=["folder", "zip"])
+def test_moments_and_labels(tmp_path: Path, prefix: str) -> None:
+    moments, labels = moments_of(12), [(7 * number) % 1000 for number in range(12)]
+    if prefix:
+        write_zip(tmp_path / "in" / "sets" / "imagenet.zip", files_of(moments, labels))
+    else:
+        write(tmp_path / "in", files_of(moments, labels))
+    found, report = imported(tmp_path / "in", tmp_path / "out")
+    assert (report.format, report.ok, report.unused) == ("edm2", True, [])
+    assert list(found) == [prefix + name_of(number) for number in range(12)]
+    for number, (each, label) in enumerate(zip(moments, labels, strict=True)):
+        assert_same({"moments": each, "label": torch.tensor(label)}, found[prefix + name_of(number)])
+
+
+def test_latents_are_drawn_in_the_loader(tmp_path: Path) -> None:
+    """The layout is that of `tc.sample_moments`: means, then deviations."""
+    moments = [torch.cat([torch.full((4, 3, 3), float(number)), torch.full((4, 3, 3), 1e-6)]) for number in range(4)]
+    write_zip(tmp_path / "in" / "a.zip", files_of(moments, [3, 1, 2, 0]))
+    import_cache(tmp_path / "in", tmp_path / "out")
+    draw = tc.sample_moments("moments", to="latent")
+    (batch,) = tc.Loader(tc.open(tmp_path / "out"), batch_size=4, shuffle=False, transform=draw)
+    assert batch["latent"].shape == (4, 4, 3, 3)
+    assert torch.allclose(batch["latent"].mean(dim=(1, 2, 3)), torch.arange(4.0), atol=1e-4)
+    assert_same(torch.tensor([3, 1, 2, 0]), batch["label"])
+
+
+def test_other_labels(tmp_path: Path) -> None:
+    moments = moments_of(2)
+    write_zip(tmp_path / "in" / "none.zip", files_of(moments, None))
+    write_zip(tmp_path / "in" / "vectors.zip", files_of(moments, [[0.5, 1.0], [2, -0.1]]))
+    files = files_of(moments, None)
+    del files["dataset.json"]
+    write(tmp_path / "in" / "folder", files)
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert len(found) == 6
+    for number in range(2):
+        for prefix in ("none", "folder"):
+            assert_same({"moments": moments[number]}, found[f"{prefix}/{name_of(number)}"])
+    expected = torch.from_numpy(
+        np.array([[0.5, 1.0], [2, -0.1]]).astype(np.float32)
+    )  # as the dataset of the program does
+    assert_same(expected[1].clone(), found[f"vectors/{name_of(1)}"]["label"])
+
+
+def test_pictures_of_repa(tmp_path: Path) -> None:
+    """They belong to the latents in sorted order, whatever their numbers are: the tool leaves some out."""
+    moments = moments_of(3)
+    write(tmp_path / "in" / "vae-sd", files_of(moments, [5, 6, 7]))
+    pictures = {f"00000/img{number:08d}.png": b"png %d" % number for number in (0, 2, 3)}
+    write(tmp_path / "in" / "images", {**pictures, "dataset.json": b'{"labels": null}'})
+    found, report = imported(tmp_path / "in", tmp_path / "out")
+    assert report.ok
+    assert report.unused == ["images/dataset.json"]
+    assert list(found) == [f"vae-sd/{name_of(number)}" for number in range(3)]
+    with tc.open(tmp_path / "out") as cache:
+        assert cache.read_members([0, 1, 2], "png") == list(pictures.values())
+    os.remove(tmp_path / "in" / "images" / "00000" / "img00000002.png")
+    with pytest.raises(tc.FormatError, match="2 pictures for 3 latents"):
+        import_cache(tmp_path / "in", tmp_path / "stopped")
+    found, report = imported(tmp_path / "in", tmp_path / "without", on_error="skip")
+    assert len(found) == 3
+    assert [each.name for each in report.skipped] == ["images/"]
+
+
+def test_zips_are_read_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = files_of(moments_of(20), list(range(20)))
+    write_zip(tmp_path / "in" / "a.zip", files)
+    lengths = []
+    view = SourceFolder.view
+
+    def spy(self: SourceFolder, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        found = view(self, name, begin, end)
+        lengths.append(len(found))
+        return found
+
+    monkeypatch.setattr(SourceFolder, "view", spy)
+    monkeypatch.setattr(SourceFolder, "read", None)  # it would read a whole file
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert len(found) == 20
+    assert set(lengths) == {30, *map(len, files.values())}
+    assert sorted(path.name for path in tmp_path.rglob("*.npy")) == []
+
+
+GOOD = files_of(moments_of(2), [0, 1])
+FIRST = "00000/img-mean-std-00000000.npy"
+
+
+def changed(name: str, content: bytes | None) -> dict[str, bytes]:
+    files = {**GOOD, name: content}
+    return {name: content for name, content in files.items() if content is not None}
+
+
+BAD: dict[str, tuple[dict[str, bytes], str, int]] = {
+    "cut": (changed(FIRST, GOOD[FIRST][:-4]), "exceeds its file", 1),
+    "empty": (changed(FIRST, b""), "img-mean-std-00000000", 1),
+    "text": (changed(FIRST, b"hello, world"), "img-mean-std-00000000", 1),
+    "one channel": (changed(FIRST, npy(torch.ones(1, 6, 6))), r"expected means and deviations", 1),
+    "objects": (
+        changed(
+            FIRST,
+            b"\x93NUMPY\x01\x00v\x00"
+            + b"{'descr': '|O', 'fortran_order': False, 'shape': (8, 6, 6)}".ljust(117)
+            + b"\n",
+        ),
+        "pickled",
+        1,
+    ),
+    "no label": (changed("dataset.json", json.dumps({"labels": [[FIRST, 3]]}).encode()), "no label", 1),
+    "label without a file": (changed(FIRST, None), "labels of 1 missing files", 1),
+    "no JSON": (changed("dataset.json", b"{"), "dataset.json", 2),
+    "no labels": (changed("dataset.json", b"[]"), "dataset.json", 2),
+    "deep JSON": (changed("dataset.json", b'{"labels": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "dataset.json", 2),
+    "a fraction": (changed("dataset.json", json.dumps({"labels": [[FIRST, 3.5]]}).encode()), "dataset.json", 2),
+    "a text": (changed("dataset.json", json.dumps({"labels": [[FIRST, "3"]]}).encode()), "dataset.json", 2),
+    "a huge label": (changed("dataset.json", json.dumps({"labels": [[FIRST, 10**30]]}).encode()), "dataset.json", 2),
+}
+
+
+@pytest.mark.parametrize("zipped", [False, True], ids=["folder", "zip"])
+@pytest.mark.parametrize(("files", "message", "num_found"), BAD.values(), ids=BAD)
+def test_bad_files(tmp_path: Path, zipped: bool, files: dict[str, bytes], message: str, num_found: int) -> None:
+    if zipped:
+        write_zip(tmp_path / "in" / "a.zip", files)
+    else:
+        write(tmp_path / "in", files)
+    with pytest.raises(tc.FormatError, match=message):
+        import_cache(tmp_path / "in", tmp_path / "stopped")
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert (len(found), len(report.skipped)) == (num_found, 1)
+
+
+def test_bad_zips(tmp_path: Path) -> None:
+    write(tmp_path / "in", GOOD)
+    write_zip(tmp_path / "in" / "compressed.zip", GOOD, zipfile.ZIP_DEFLATED)
+    write_zip(tmp_path / "in" / "other.zip", {"readme.txt": b"hello"})
+    write_zip(tmp_path / "in" / "damaged.zip", GOOD)
+    path = tmp_path / "in" / "damaged.zip"
+    path.write_bytes(path.read_bytes().replace(GOOD[FIRST][-16:], bytes(16)))
+    (tmp_path / "in" / "cut.zip").write_bytes(path.read_bytes()[:-30])
+    with zipfile.ZipFile(tmp_path / "in" / "twice.zip", "w") as archive:
+        archive.writestr(FIRST, GOOD[FIRST])
+        with pytest.warns(UserWarning, match="Duplicate name"):
+            archive.writestr(FIRST, GOOD[FIRST])
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert set(found) == {name_of(0), name_of(1), f"damaged/{name_of(1)}"}
+    skipped = {each.name: each.what for each in report.skipped}
+    assert skipped.keys() == {
+        "compressed/dataset.json",
+        *(f"compressed/{name_of(number)}" for number in range(2)),
+        "other.zip",
+        "cut.zip",
+        "twice.zip",
+        f"damaged/{name_of(0)}",
+    }
+    assert "CRC" in skipped[f"damaged/{name_of(0)}"]
+    assert "damaged.zip" in skipped[f"damaged/{name_of(0)}"]
+    assert "compressed" in skipped[f"compressed/{name_of(0)}"]
+    assert "same name" in skipped["twice.zip"]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_mutated_zips(tmp_path: Path, seed: int) -> None:
+    """Right samples, or an error that the import reports."""
+    rng = np.random.default_rng(seed)
+    write_zip(tmp_path / "in" / "a.zip", GOOD)
+    write(tmp_path / "in", GOOD)
+    raw = bytearray((tmp_path / "in" / "a.zip").read_bytes())
+    end = raw.rfind(b"PK\x01\x02", 0, raw.rfind(b"PK\x01\x02"))
+    begin = 0 if seed % 2 else end - 60
+    for at in rng.integers(begin, len(raw) if not seed % 2 else 120, 2):
+        raw[at] = rng.integers(256)
+    (tmp_path / "in" / "a.zip").write_bytes(raw)
+    found, report = imported(tmp_path / "in", tmp_path / "out", format="edm2", on_error="skip")
+    assert len(found) >= 2
+    for name, sample in found.items():
+        assert report.skipped or tensor_of(name).equal(sample["moments"])
+
+
+def tensor_of(name: str) -> torch.Tensor:
+    return torch.from_numpy(np.load(io.BytesIO(GOOD[name.removeprefix("a/") + ".npy"])))

@@ -1,0 +1,162 @@
+"""LightningDiT's latents, saved as its `extract_features.py` saves them: each row becomes a sample, read by position."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import wds_tensorcache as tc
+from tests.importers.folders import imported
+from tests.same import assert_same
+from wds_tensorcache.integrations.importers.import_cache import import_cache
+from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+
+NAME = "latents_rank{:02d}_shard{:03d}.safetensors"
+
+
+def rows_of(count: int) -> dict[str, torch.Tensor]:
+    latents, flipped = torch.randn(2, count, 32, 4, 4)
+    return {"latents": latents.clone(), "latents_flip": flipped.clone(), "labels": torch.randint(0, 1000, (count,))}
+
+
+def save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    latents = tensors["latents"]
+    metadata = {"total_size": f"{latents.shape[0]}", "dtype": f"{latents.dtype}", "device": f"{latents.device}"}
+    safetensors.torch.save_file(tensors, path, metadata=metadata)
+
+
+def sample_of(tensors: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
+    return {
+        "latents": tensors["latents"][row],
+        "latents_flip": tensors["latents_flip"][row],
+        "label": tensors["labels"][row],
+    }
+
+
+def test_each_row_is_a_sample(tmp_path: Path) -> None:
+    folder, expected = tmp_path / "in", {}
+    for rank, shard, count in ((0, 0, 7), (0, 1, 3), (1, 0, 7), (1, 1, 1)):
+        tensors = rows_of(count)
+        save(folder / NAME.format(rank, shard), tensors)
+        for row in range(count):
+            expected[f"latents_rank{rank:02d}_shard{shard:03d}/{row:05d}"] = sample_of(tensors, row)
+    stats = {"mean": torch.randn(1, 32, 1, 1), "std": torch.rand(1, 32, 1, 1)}
+    torch.save(stats, folder / "latents_stats.pt")
+    found, report = imported(folder, tmp_path / "out")
+    assert (report.format, report.ok, report.unused) == ("lightningdit", True, [])
+    assert list(found) == list(expected)  # the order of the trainer
+    for name, sample in expected.items():
+        assert_same(sample, found[name])
+    fingerprint: dict[str, Any] = tc.open(tmp_path / "out").fingerprint
+    for key, value in stats.items():  # as JSON, and yet exact
+        assert_same(value, torch.tensor(fingerprint[f"latents_{key}"]).view(1, 32, 1, 1))
+
+
+def test_training_batches(tmp_path: Path) -> None:
+    tensors = rows_of(6)
+    save(tmp_path / "in" / NAME.format(0, 0), tensors)
+    import_cache(tmp_path / "in", tmp_path / "out")
+    (batch,) = tc.Loader(tc.open(tmp_path / "out"), batch_size=6, shuffle=False)
+    assert_same(tensors["latents"], batch["latents"])
+    assert_same(tensors["labels"], batch["label"])
+
+
+def test_only_the_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "in" / NAME.format(0, 0), rows_of(20))
+    lengths = []
+    view = SourceFolder.view
+
+    def spy(self: SourceFolder, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        found = view(self, name, begin, end)
+        lengths.append(len(found))
+        return found
+
+    monkeypatch.setattr(SourceFolder, "view", spy)
+    monkeypatch.setattr(SourceFolder, "read", None)  # it would read a whole file
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert len(found) == 20
+    assert sorted(set(lengths)) == [8, 32 * 4 * 4 * 4]
+
+
+def test_other_dtypes_and_no_flips(tmp_path: Path) -> None:
+    tensors = {
+        "latents": torch.randn(2, 4, 3, 3).bfloat16(),
+        "labels": torch.tensor([3, 5]),
+        "seen": torch.tensor([True, False]),
+    }
+    save(tmp_path / "in" / NAME.format(0, 0), tensors)
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert_same(
+        {"latents": tensors["latents"][1], "seen": torch.tensor(False), "label": torch.tensor(5)},
+        found["latents_rank00_shard000/00001"],
+    )
+
+
+def raw(tensors: dict[str, torch.Tensor]) -> bytes:
+    return bytes(safetensors.torch.save(tensors))
+
+
+ROWS = rows_of(3)
+BAD = {
+    "cut": (raw(ROWS)[:-5], "ends? at byte"),
+    "text": (b"hello, world", "header"),
+    "empty": (b"", "header"),
+    "no labels": (raw({"latents": ROWS["latents"]}), "no tensors 'latents' and 'labels'"),
+    "label too": (raw({**ROWS, "label": torch.tensor([1, 2, 3])}), "both a tensor 'label'"),
+    "fewer labels": (raw({**ROWS, "labels": ROWS["labels"][:2].clone()}), "different numbers of rows"),
+    "empty rows": (
+        raw({"latents": torch.ones(10**12, 0), "labels": torch.ones(10**12, 0)}),
+        r"labels are \[1000000000000, 0\]",
+    ),
+    "one label": (raw({**ROWS, "labels": torch.tensor(3)}), "different numbers of rows"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD.values(), ids=BAD)
+def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
+    save(tmp_path / "in" / NAME.format(0, 0), ROWS)
+    bad = NAME.format(0, 1)
+    (tmp_path / "in" / bad).write_bytes(content)
+    with pytest.raises(tc.FormatError, match=message) as caught:
+        import_cache(tmp_path / "in", tmp_path / "stopped")
+    assert bad in str(caught.value)
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert len(found) == 3
+    assert [each.name for each in report.skipped] == [bad]
+
+
+def test_a_bool_of_two_is_found_when_its_row_is_read(tmp_path: Path) -> None:
+    content = bytearray(
+        raw({"latents": torch.ones(2, 4, 3, 3), "labels": torch.tensor([3, 5]), "x": torch.tensor([True, True])})
+    )
+    content[-1] = 2
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / NAME.format(0, 0)).write_bytes(content)
+    with pytest.raises(tc.FormatError, match=r"latents_rank00_shard000.safetensors.*bool"):
+        import_cache(tmp_path / "in", tmp_path / "stopped")
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert (len(found), report.num_skipped) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [
+        {"mean": torch.ones(2)},
+        {"mean": torch.ones(2), "std": 3},
+        [1],
+        {"mean": torch.ones(2), "std": torch.tensor(float("nan"))},
+    ],
+)
+def test_bad_statistics(tmp_path: Path, stats: Any) -> None:
+    save(tmp_path / "in" / NAME.format(0, 0), ROWS)
+    torch.save(stats, tmp_path / "in" / "latents_stats.pt")
+    with pytest.raises(tc.FormatError, match="latents_stats.pt"):
+        import_cache(tmp_path / "in", tmp_path / "stopped")
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert len(found) == 3
+    assert [each.name for each in report.skipped] == ["latents_stats.pt"]
