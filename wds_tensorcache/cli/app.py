@@ -30,6 +30,7 @@ _COMMANDS: dict[str, str] = {
     "verify": "check_commands:verify",
     "repair": "check_commands:repair",
     "index": "check_commands:index",
+    "diff": "diff_command:diff_command",
     "drop": "check_commands:drop",
     "export": "export_command:export",
     "completion": "completion:completion_command",

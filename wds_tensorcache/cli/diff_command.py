@@ -1,0 +1,47 @@
+"""`tensorcache diff`: the differences between two caches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from wds_tensorcache.cli.cache_argument import cache_option, open_cache
+from wds_tensorcache.cli.output import Output, counted, json_option
+from wds_tensorcache.inspecting.diff import diff_caches
+
+__all__ = ["diff_command"]
+
+
+@click.command("diff")
+@click.argument("first", type=click.Path())
+@click.argument("second", type=click.Path())
+@click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Number of differences to list.")
+@cache_option
+@json_option
+def diff_command(first: str, second: str, limit: int, cache_name: str | None, as_json: bool) -> int:
+    """Compare the samples of FIRST and SECOND by key: tensors bit for bit, and small values.
+
+    The exit status is 0 if they are equal, and 1 if they differ. Other members and fingerprints are not compared.
+    """
+    output = Output(as_json)
+    with (
+        open_cache(first, cache_name) as one,
+        open_cache(second, cache_name) as two,
+        output.progress("comparing") as show,
+    ):
+        found = diff_caches(one, two, show)
+    output.result({"is_equal": found.is_equal, **dataclasses.asdict(found)})
+    lines = [f"only in {first}: {key}" for key in found.only_first]
+    lines += [f"only in {second}: {key}" for key in found.only_second]
+    lines += [f"{each.key}: {each.name}: {each.what}" for each in found.changes]
+    for line in lines[:limit]:
+        output.line(line)
+    if len(lines) > limit:
+        output.line(f"… and {len(lines) - limit:,} more; --limit lists them")
+    output.line(
+        f"{counted(found.num_equal, 'sample')} equal, {found.num_changed:,} changed, "
+        f"{len(found.only_first):,} only in the first, {len(found.only_second):,} only in the second",
+        "bold",
+    )
+    return 0 if found.is_equal else 1
