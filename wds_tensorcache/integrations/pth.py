@@ -31,7 +31,7 @@ from wds_tensorcache.codec.tree import shown, walk
 from wds_tensorcache.codec.views import check_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
-__all__ = ["decode_pth", "peek_pth"]
+__all__ = ["Storage", "TensorReader", "decode_pth", "peek_pth", "translate"]
 
 _ZIP = b"PK\x03\x04"
 _IS_ENCRYPTED = 1
@@ -65,10 +65,10 @@ def decode_pth(raw: bytes, limit: int, allow: Allowed, remedy: str = _REMEDY) ->
         raise FormatError(f"expected a zip file, the format of torch.save since torch 1.6{remedy}")
     try:
         records = _list_records(raw)
-        body = _translate(bytes(records["data.pkl"]))
+        body = translate(bytes(records["data.pkl"]))
         if records.get("byteorder", b"little") != b"little":
             raise FormatError(f"the tensors are not little-endian{remedy}")
-        reader = _Reader(records, len(body), limit, remedy)
+        reader = TensorReader(records, len(body), limit, remedy)
         result = unpickle(body, 0, None, reader.builders, allow, reader.opcodes)
     except UnsafeSkeletonError as exc:
         exc.reason += remedy
@@ -77,7 +77,7 @@ def decode_pth(raw: bytes, limit: int, allow: Allowed, remedy: str = _REMEDY) ->
         raise
     except Exception as exc:  # zipfile and pickletools raise many kinds of exceptions
         raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
-    if any(part.__class__ is _Storage for part, _ in walk(result)):
+    if any(part.__class__ is Storage for part, _ in walk(result)):
         raise UnsafeSkeletonError(f"the object contains a storage itself, expected only tensors{remedy}")
     return result
 
@@ -98,7 +98,7 @@ def peek_pth(begin: bytes) -> Any:
         if not begin.startswith(_ZIP) or not name.endswith(b"/data.pkl"):
             raise FormatError("expected a file of torch.save, whose first record is its pickle")
         *_, (_, _, last) = pickletools.genops(pickled)
-        body = _translate(pickled[: (last or 0) + 1])
+        body = translate(pickled[: (last or 0) + 1])
     except TensorCacheError:
         raise
     except Exception as exc:  # pickletools raises many kinds of exceptions
@@ -125,7 +125,7 @@ def _list_records(raw: bytes) -> dict[str, memoryview]:
     return records
 
 
-def _translate(pickled: bytes) -> bytes:
+def translate(pickled: bytes) -> bytes:
     """Return the pickle with the memo opcodes and globals of skeletons, and without PROTO and FRAME.
 
     All other opcodes are kept, among them BINPERSID, which names a storage. `unpickle` refuses those that it does not know.
@@ -151,13 +151,22 @@ def _translate(pickled: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Storage:
-    memory: torch.Tensor  # uint8
+class Storage:
+    """The memory of tensors, as uint8 elements, and the dtype of those tensors that do not say theirs."""
+
+    memory: torch.Tensor
     dtype: torch.dtype
 
 
-class _Reader:
-    """The opcodes and builders that decode one file, with the budgets that limit their work."""
+class TensorReader:
+    """The opcodes and builders that decode one pickle with tensors, with the budgets that limit their work.
+
+    Args:
+        records: Content of each storage, by `data/{key}`.
+        nbytes: Length of the pickle.
+        limit: Limit for the total bytes of all tensors; elements that tensors share count once per tensor.
+        remedy: As for `decode_pth`.
+    """
 
     def __init__(self, records: dict[str, memoryview], nbytes: int, limit: int, remedy: str) -> None:
         self._records, self._remedy = records, remedy
@@ -175,8 +184,8 @@ class _Reader:
 
     def _open_storage(self, stack: list[Any], allow: Any, callables: int) -> int:
         match stack.pop():
-            case ("storage", torch.dtype() as dtype, str(key), str(), int(count)):
-                pass
+            case ("storage", torch.dtype() as dtype, str(key), str(), int(count), *rest) if rest in ([], [None]):
+                pass  # files from before torch 1.6 have None at the end
             case other:
                 raise FormatError(f"expected the description of a storage, got {shown(other)}")
         memory = self._memory.get(key)
@@ -188,13 +197,13 @@ class _Reader:
             memory.numpy()[:] = np.asarray(record)
         if not 0 <= count * dtype.itemsize <= len(memory):
             raise FormatError(f"storage {key!r:.80} declares {count} elements of {dtype} in {len(memory)} bytes")
-        stack.append(_Storage(memory, dtype))
+        stack.append(Storage(memory, dtype))
         return 0
 
     def _build_tensor(self, args: tuple[Any, ...], *, has_dtype: bool) -> torch.Tensor:
         storage, offset, size, stride, requires_grad, hooks, *rest = args
         dtype = rest.pop(0) if has_dtype else storage.dtype
-        if storage.__class__ is not _Storage or dtype.__class__ is not torch.dtype or len(size) > _MAX_NDIM:
+        if storage.__class__ is not Storage or dtype.__class__ is not torch.dtype or len(size) > _MAX_NDIM:
             raise FormatError(f"a tensor has no storage, no dtype, or more than {_MAX_NDIM} dimensions")
         if hooks or any(rest) or dtype not in TORCH_TRUE:
             raise FormatError(
