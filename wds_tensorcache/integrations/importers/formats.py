@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wds_tensorcache.errors import unknown_name
-from wds_tensorcache.integrations.importers.generic import file_folder, webdataset_members
+from wds_tensorcache.integrations.importers.generic import file_folder, litdata, mds, webdataset_members
 from wds_tensorcache.integrations.importers.source import Format
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.importers.trainers import (
@@ -24,7 +24,9 @@ FORMATS: tuple[Format, ...] = (
     file_folder.FORMAT,
     kohya.FORMAT,
     kohya_safetensors.FORMAT,
+    litdata.FORMAT,
     ltx.FORMAT,
+    mds.FORMAT,
     musubi.FORMAT,
     nemo.FORMAT,
     onetrainer.FORMAT,
