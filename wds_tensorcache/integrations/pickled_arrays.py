@@ -50,7 +50,9 @@ def decode_pickle(raw: bytes, limit: int, remedy: str) -> Any:
         reader = _ArrayReader(len(body), limit, remedy)
         result = unpickle(body, 0, None, reader.builders, {}, reader.opcodes)
         if any(part is _ARRAY_CLASS or part.__class__ is Storage for part, _ in walk(result)):
-            raise UnsafeSkeletonError("the object contains the class of arrays or a storage, expected arrays and tensors")
+            raise UnsafeSkeletonError(
+                "the object contains the class of arrays or a storage, expected arrays and tensors"
+            )
         return result
     except UnsafeSkeletonError as exc:
         exc.reason += remedy

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from wds_tensorcache.errors import unknown_name
-from wds_tensorcache.integrations.importers.generic import file_folder, litdata, mds, webdataset_members
+from wds_tensorcache.integrations.importers.generic import (
+    fastvideo,
+    file_folder,
+    hf_datasets,
+    litdata,
+    mds,
+    webdataset_members,
+)
 from wds_tensorcache.integrations.importers.source import Format
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.importers.trainers import (
@@ -21,7 +28,9 @@ __all__ = ["FORMATS", "choose_format"]
 
 FORMATS: tuple[Format, ...] = (
     diffusion_pipe.FORMAT,
+    fastvideo.FORMAT,
     file_folder.FORMAT,
+    hf_datasets.FORMAT,
     kohya.FORMAT,
     kohya_safetensors.FORMAT,
     litdata.FORMAT,

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from threading import Lock
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["ChunkReader", "expand", "find_indexes", "read_json"]
+__all__ = ["ChunkReader", "Recent", "expand", "find_indexes", "read_json"]
 
+_Item = TypeVar("_Item")
 _INDEX = "index.json"
 _MAX_INDEX_NBYTES = 1 << 28
 _NUM_PROBED = 4096  # bytes of an index in which to look for the list of chunks
@@ -53,6 +54,27 @@ def read_json(folder: SourceFolder, name: str) -> dict[str, Any]:
     return content
 
 
+class Recent(Generic[_Item]):
+    """The results of the last calls, by key.
+
+    Threads/fork/pickle: safe to use in several threads; threads that need the same result wait for it.
+    """
+
+    def __init__(self, max_kept: int) -> None:
+        self._lock = Lock()
+        self._kept: dict[Hashable, _Item] = {}
+        self._max_kept = max_kept
+
+    def get(self, key: Hashable, load: Callable[[], _Item]) -> _Item:
+        """Return the result of `load`, which is called if that for `key` is not kept."""
+        with self._lock:
+            item = self._kept.pop(key) if key in self._kept else load()
+            self._kept[key] = item
+            if len(self._kept) > self._max_kept:
+                del self._kept[next(iter(self._kept))]
+            return item
+
+
 class ChunkReader:
     """Reader of chunks: a number of samples, as many offsets and one more, and the samples, which may be compressed together.
 
@@ -61,8 +83,7 @@ class ChunkReader:
 
     def __init__(self, folder: SourceFolder) -> None:
         self._folder = folder
-        self._lock = Lock()
-        self._kept: dict[tuple[str, int], bytes] = {}
+        self._recent: Recent[bytes] = Recent(_MAX_KEPT)
 
     def read(self, name: str, begin: int, end: int, codec: str | None = None) -> bytes:
         """Return the bytes `[begin, end)` of a chunk, which `codec` compresses as a whole.
@@ -73,14 +94,14 @@ class ChunkReader:
         """
         if codec is None:
             return self._folder.read_range(name, begin, end)
-        content = self._keep((name, -1), lambda: expand(self._folder.read(name), codec))
+        content = self._recent.get((name, -1), lambda: expand(self._folder.read(name), codec))
         if end > len(content):
             raise FormatError(f"the chunk has {len(content):,} bytes, expected at least {end:,}").at(name)
         return content[begin:end]
 
     def read_frame(self, name: str, begin: int, end: int, codec: str) -> bytes:
         """Return the expanded content of the bytes `[begin, end)` of a chunk."""
-        return self._keep((name, begin), lambda: expand(self._folder.read_range(name, begin, end), codec))
+        return self._recent.get((name, begin), lambda: expand(self._folder.read_range(name, begin, end), codec))
 
     def read_offsets(self, name: str, codec: str | None = None, begin: int = 0) -> list[int]:
         """Return the offset of each sample, and the end of the last, from a table that starts at byte `begin`.
@@ -94,14 +115,6 @@ class ChunkReader:
             raise FormatError("the offsets of its samples do not ascend").at(name)
         offsets: list[int] = table.tolist()
         return offsets
-
-    def _keep(self, key: tuple[str, int], load: Any) -> bytes:
-        with self._lock:  # a thread that needs the same chunk waits for it
-            content: bytes = self._kept.pop(key, None) or load()
-            self._kept[key] = content
-            if len(self._kept) > _MAX_KEPT:
-                del self._kept[next(iter(self._kept))]
-            return content
 
 
 def expand(raw: bytes, codec: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Folders of `.npz`, `.npy`, `.pt`, `.pth`, `.pkl`, `.pickle` and `.safetensors` files: one sample for each path without suffix.
+"""Folders of `.npz`, `.npy`, `.pt`, `.pth`, `.pkl`, `.pickle` and `.safetensors` files: a sample for each path without suffix.
 
     a/photo.npz                           ->  a/photo: the arrays by name
     a/photo.npy, a/photo.json             ->  a/photo: the array, with the member `json`
@@ -73,9 +73,7 @@ def _load(folder: SourceFolder, names: list[str], texts: list[str], has_several:
     suffixes = [os.path.splitext(name)[1].lower() for name in (*names, *texts)]
     if len(set(suffixes)) < len(suffixes):
         raise FormatError(f"the suffixes of {', '.join(names + texts)} differ only in case")
-    contents = {
-        suffix[1:]: _LOADERS[suffix](folder, name) for suffix, name in zip(suffixes, names, strict=False)
-    }
+    contents = {suffix[1:]: _LOADERS[suffix](folder, name) for suffix, name in zip(suffixes, names, strict=False)}
     members = {os.path.splitext(name)[1][1:].lower(): folder.read(name) for name in texts}
     return Loaded(contents if has_several else contents[suffixes[0][1:]], members)
 

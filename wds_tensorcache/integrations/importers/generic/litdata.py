@@ -22,6 +22,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ def _find_samples(reader: ChunkReader, name: str, codec: str | None, level: str 
         return
     whole = codec if level in (None, "chunk") else None
     offsets = reader.read_offsets(name, whole)
-    for begin, end in zip(offsets, offsets[1:], strict=False):
+    for begin, end in pairwise(offsets):
         if codec and not whole:
             yield partial(reader.read_frame, name, begin, end, codec)
         else:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ def _open(folder: SourceFolder) -> Source:
             except (FormatError, OSError) as exc:
                 bad[shard.name] = str(exc)
                 continue
-            for begin, end in zip(offsets, offsets[1:], strict=False):
+            for begin, end in pairwise(offsets):
                 load = partial(_load, folder.trust, reader, shard, begin, end)
                 samples.append(SourceSample(f"{start}{at:08d}", (shard.name, index), load))
                 at += 1
@@ -97,7 +98,10 @@ def _parse_shard(folder: SourceFolder, start: str, entry: Any) -> _Shard:
         raw, compressed = (entry[key] and start + entry[key]["basename"] for key in ("raw_data", "zip_data"))
         sizes = [size or 0 for size in entry["column_sizes"]]
         columns = tuple(zip(entry["column_names"], entry["column_encodings"], sizes, strict=True))
-        if any(type(name) is not str or type(encoding) is not str or type(size) is not int for name, encoding, size in columns):
+        if any(
+            type(name) is not str or type(encoding) is not str or type(size) is not int
+            for name, encoding, size in columns
+        ):
             raise TypeError("the columns of a shard are not names, encodings and sizes")
     except (KeyError, TypeError, ValueError) as exc:
         if isinstance(exc, FormatError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,14 @@ from wds_tensorcache.integrations.importers.source import Loaded
 
 __all__ = ["Media", "decode_list", "decode_pil", "extension_of", "separate_media"]
 
-_SIGNATURES = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif"}
+_SIGNATURES = {
+    b"\xff\xd8\xff": "jpg",
+    b"\x89PNG": "png",
+    b"GIF8": "gif",
+    b"BM": "bmp",
+    b"II*\0": "tif",
+    b"MM\0*": "tif",
+}
 _RIFF = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}
 _MODES = {
     **dict.fromkeys(("L", "P"), (np.uint8, ())),
@@ -114,4 +122,4 @@ def decode_list(raw: bytes, begin: int, decode: Callable[[bytes], Any]) -> list[
     bounds = [begin + 4 + 4 * count, *ends.tolist()]
     if bounds[-1] != len(raw):
         raise FormatError(f"a list ends at byte {bounds[-1]:,} of {len(raw):,}")
-    return [decode(raw[first:last]) for first, last in zip(bounds, bounds[1:], strict=False)]
+    return [decode(raw[first:last]) for first, last in pairwise(bounds)]
