@@ -201,7 +201,9 @@ def _decode_leaf(data_format: str, trust: bool, raw: bytes) -> Any:
         if kind == "pickle":
             return parse_pickle(raw, trust)
         if kind in _MEDIA:
-            return Media(argument if argument.isalnum() else extension_of(raw, "", _MEDIA[kind]), raw)
+            named = argument if argument.isalnum() else ""
+            # litdata names pictures jpg if it does not know their extension
+            return Media(named if named and kind != "image" else extension_of(raw, "", named or _MEDIA[kind]), raw)
         if kind in ("no_header_tensor", "no_header_numpy"):
             dtypes: tuple[Any, ...] = _TORCH_DTYPES if kind == "no_header_tensor" else _NUMPY_DTYPES
             return _decode_array(raw, dtypes[int(argument)], None)

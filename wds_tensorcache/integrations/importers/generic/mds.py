@@ -69,7 +69,7 @@ def _open(folder: SourceFolder) -> Source:
         root = index.rpartition("/")[0]
         start = f"{root}/" if root else ""
         try:
-            shards = [_parse_shard(folder, start, entry) for entry in read_json(folder, index)["shards"]]
+            shards = [_parse_shard(folder, start, entry) for entry in _entries(folder, index)]
         except (FormatError, OSError) as exc:
             bad[index] = str(exc)
             continue
@@ -91,10 +91,18 @@ def _open(folder: SourceFolder) -> Source:
     return Source(samples, {"columns": columns}, bad)
 
 
+def _entries(folder: SourceFolder, index: str) -> list[Any]:
+    entries = read_json(folder, index).get("shards")
+    if not isinstance(entries, list):
+        raise FormatError("has no list of shards").at(index)
+    return entries
+
+
 def _parse_shard(folder: SourceFolder, start: str, entry: Any) -> _Shard:
     try:
         if entry["format"] != "mds" or entry["version"] != 2:
             raise FormatError(f"a shard has the format {entry['format']!r:.40}, expected mds, version 2")
+        codec = str(entry["compression"])
         raw, compressed = (entry[key] and start + entry[key]["basename"] for key in ("raw_data", "zip_data"))
         sizes = [size or 0 for size in entry["column_sizes"]]
         columns = tuple(zip(entry["column_names"], entry["column_encodings"], sizes, strict=True))
@@ -111,7 +119,7 @@ def _parse_shard(folder: SourceFolder, start: str, entry: Any) -> _Shard:
         return _Shard(raw, None, columns)
     if compressed is None or compressed not in folder:
         raise FormatError(f"shard {compressed or raw!r:.200} is missing")
-    return _Shard(compressed, str(entry["compression"]), columns)
+    return _Shard(compressed, codec, columns)
 
 
 def _load(trust: bool, reader: ChunkReader, shard: _Shard, begin: int, end: int) -> Loaded:
