@@ -63,13 +63,16 @@ def read_batches(path: str) -> Iterator[Any]:
         FormatError: The file is damaged, compressed, or has dictionaries.
         OSError: The file cannot be read.
 
-    Memory: views of the file, which is mapped; the lengths of their buffers are checked, but not their elements.
+    Memory: views of the file, which is mapped: the process gets SIGBUS if another program shortens it. The lengths of their
+        buffers are checked, but not their elements.
     """
     arrow = import_pyarrow()
     try:
         with arrow.memory_map(path) as file:
             reader = arrow.ipc.MessageReader.open_stream(file)
             schema = arrow.ipc.read_schema(reader.read_next_message())
+            if len(set(schema.names)) < len(schema.names):
+                raise FormatError("two columns have the same name")
             for message in reader:
                 if message.type != _RECORD_BATCH:
                     raise FormatError(f"contains a message of the kind {message.type!r:.40}, expected record batches")
@@ -78,7 +81,9 @@ def read_batches(path: str) -> Iterator[Any]:
                 batch = arrow.ipc.read_record_batch(message, schema)
                 batch.validate()
                 yield batch
-    except (arrow.ArrowException, StopIteration, EOFError, struct.error) as exc:
+    except FormatError:
+        raise
+    except (arrow.ArrowException, StopIteration, EOFError, ValueError, struct.error) as exc:
         raise FormatError(f"is not a file of Arrow streams: {exc!r:.200}") from exc
 
 

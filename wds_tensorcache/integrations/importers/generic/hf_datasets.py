@@ -47,7 +47,7 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _open(folder: SourceFolder) -> Source:
-    import_pyarrow()
+    arrow = import_pyarrow()
     samples: list[SourceSample] = []
     bad: dict[str, str] = {}
     described: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def _open(folder: SourceFolder) -> Source:
                         load = partial(_load, name, checked, batch, row, features, lists)
                         samples.append(SourceSample(f"{root}{at:08d}", (name, root + _STATE, root + _INFO), load))
                         at += 1
-            except (FormatError, OSError) as exc:
+            except (arrow.ArrowException, ValueError, IndexError, OSError) as exc:
                 bad[name] = str(exc)
     one = next(iter(described.values())) if len(described) == 1 else described
     return Source(samples, {"features": one}, bad)
