@@ -109,7 +109,9 @@ def _load(folder: SourceFolder, groups: Recent[Any], name: str, group: int, row:
         value |= {column: value_of(array) for column, array in arrays.items() if column not in parts}
     except FormatError as exc:
         raise exc.at(name) from exc
-    except (arrow.ArrowException, ValueError) as exc:
+    except (arrow.ArrowException, ValueError, OSError) as exc:
+        if isinstance(exc, OSError) and exc.errno is not None:  # pyarrow raises OSError without a number for damage
+            raise
         raise FormatError(f"row {row} of row group {group} cannot be decoded: {exc!r:.200}").at(name) from exc
     return Loaded(value)
 
