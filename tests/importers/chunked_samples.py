@@ -15,7 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["COUNT", "JPEG", "MDS_COLUMNS", "PNG", "WRITTEN", "litdata_sample", "mds_sample", "write_litdata", "write_mds"]
+__all__ = [
+    "COUNT",
+    "JPEG",
+    "MDS_COLUMNS",
+    "PNG",
+    "WRITTEN",
+    "litdata_sample",
+    "mds_sample",
+    "write_litdata",
+    "write_mds",
+]
 
 WRITTEN = Path(__file__).parent / "written"
 COUNT = 3

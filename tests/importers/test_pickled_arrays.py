@@ -54,7 +54,7 @@ def decode(raw: bytes) -> Any:
 @pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
 def test_arrays(protocol: int, array: np.ndarray[Any, Any]) -> None:
     raw = pickle.dumps({"x": array, "again": [array, array.copy()], "n": 1}, protocol)
-    found, expected = decode(raw), pickle.loads(raw)  # noqa: S301
+    found, expected = decode(raw), pickle.loads(raw)
     assert found["x"] is found["again"][0]
     for left, right in ((expected["x"], found["x"]), (expected["again"][1], found["again"][1])):
         assert (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
@@ -72,7 +72,15 @@ def test_tensors(protocol: int, tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_scalars_and_dtypes(protocol: int) -> None:
-    value = [np.float32(1.5), np.int64(-3), np.bool_(True), np.str_("hi"), np.dtype(">f4"), np.dtype("U5"), torch.float16]
+    value = [
+        np.float32(1.5),
+        np.int64(-3),
+        np.bool_(True),
+        np.str_("hi"),
+        np.dtype(">f4"),
+        np.dtype("U5"),
+        torch.float16,
+    ]
     found = decode(pickle.dumps(value, protocol))
     assert found == value
     assert list(map(type, found)) == list(map(type, value))
