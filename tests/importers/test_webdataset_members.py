@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import operator
 import os
 import pickle
 import tarfile
@@ -95,14 +96,34 @@ def test_pickles_do_not_run(tmp_path: Path, suffix: str, monkeypatch: pytest.Mon
     assert Path("hacked").exists()
 
 
-def test_trusted_pickles_of_arrays(tmp_path: Path) -> None:
-    """As `.pyd` members of most people are: numpy's pickles name functions of numpy."""
-    value = {"latent": np.ones((2, 3), np.float32), "text": torch.ones(2).half()}
-    write(tmp_path / "in" / "a.tar", {"k": {"pyd": value}})
-    with pytest.raises(tc.UnsafeSkeletonError, match="--trust"):
+@pytest.mark.parametrize("suffix", ["pyd", "pickle", "pkl"])
+def test_pickles_of_arrays(tmp_path: Path, suffix: str) -> None:
+    """As `.pyd` members of most people are: numpy's and torch's pickles name functions of these libraries."""
+    value = {"latent": np.ones((2, 3), np.float32), "text": torch.randn(2, 3).bfloat16(), "size": np.float32(2)}
+    write(tmp_path / "in" / "a.tar", {"k": {suffix: value if suffix != "pkl" else pickle.dumps(value)}})
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert_same({**value, "latent": torch.ones(2, 3)}, found["k"])
+
+
+def test_pickles_of_object_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "in" / "a.tar", {"k": {"pyd": np.array([Gadget(), None])}})
+    with pytest.raises(tc.UnsafeSkeletonError, match=r"a.tar: sample 'k'.*member 'pyd'.*--trust"):
+        import_cache("in", "stopped")
+    assert not Path("hacked").exists()
+
+
+class Sum:
+    def __reduce__(self) -> Any:
+        return operator.add, (1, 2)
+
+
+def test_trusted_pickles_of_other_classes(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "a.tar", {"k": {"pyd": {"x": Sum()}}})
+    with pytest.raises(tc.UnsafeSkeletonError, match=r"needs '_operator.add'.*--trust"):
         import_cache(tmp_path / "in", tmp_path / "stopped")
     found, _ = imported(tmp_path / "in", tmp_path / "out", trust=True)
-    assert_same({"latent": torch.ones(2, 3), "text": value["text"]}, found["k"])
+    assert found["k"] == {"x": 3}
 
 
 def test_bad_tars(tmp_path: Path) -> None:
@@ -113,6 +134,57 @@ def test_bad_tars(tmp_path: Path) -> None:
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
     assert {"k0", "k1", "k2", "k3"} <= found.keys()
     assert {each.name for each in report.skipped} >= {"cut.tar", "text.tar"}
+
+
+def test_a_tar_that_ends_inside_a_sample(tmp_path: Path) -> None:
+    """The members of its last sample are incomplete, so it is not imported; nor is a sample with a member twice."""
+    write(tmp_path / "in" / "cut.tar", {f"k{i}": {"a.npy": np.full(1000, i), "b.npy": np.ones(1000)} for i in range(3)})
+    raw = (tmp_path / "in" / "cut.tar").read_bytes()
+    (tmp_path / "in" / "cut.tar").write_bytes(raw[: raw.index(b"k2.b.npy") + 1000])
+    again = raw.replace(b"k2.b.npy", b"k2.a.npy").replace(b"k", b"t")
+    (tmp_path / "in" / "twice.tar").write_bytes(fix_checksums(again))
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert list(found) == ["k0", "k1", "t0", "t1"]
+    assert [each.name for each in report.skipped] == ["cut.tar", "twice.tar"]
+    assert "occurs twice" in report.skipped[1].what
+
+
+def fix_checksums(raw: bytes) -> bytes:
+    """Return a tar with the checksum of each header as its changed name needs it."""
+    fixed = bytearray(raw)
+    for at in range(0, len(raw), 512):
+        if fixed[at + 257 : at + 262] == b"ustar":
+            fixed[at + 148 : at + 156] = b" " * 8
+            fixed[at + 148 : at + 156] = b"%06o\0 " % sum(fixed[at : at + 512])
+    return bytes(fixed)
+
+
+def test_text_and_pictures_alone(tmp_path: Path) -> None:
+    """A sample without tensors, between samples with them, has its members."""
+    write(tmp_path / "in" / "a.tar", {"k0": {"npy": np.ones(2), "txt": "a"}, "k1": {"jpg": JPEG, "txt": "b"}})
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert found["k1"] == {}
+    with tc.open(tmp_path / "out") as cache:
+        assert bytes(cache.read_members([1], "jpg")[0]) == JPEG
+
+
+def test_members_far_apart(tmp_path: Path) -> None:
+    """Members of a sample need not be adjacent for an import."""
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "a.tar", "w") as tar:
+        for name in ("k0.a.npy", "k1.a.npy", "k2.a.npy", "k0.b.npy", "k1.b.npy"):
+            content = io.BytesIO()
+            np.save(content, np.full(5000, int(name[1])))
+            info = tarfile.TarInfo(name)
+            info.size = content.tell()
+            content.seek(0)
+            tar.addfile(info, content)
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert {name: {part: int(each[0]) for part, each in value.items()} for name, value in found.items()} == {
+        "k0": {"a": 0, "b": 0},
+        "k1": {"a": 1, "b": 1},
+        "k2": {"a": 2},
+    }
 
 
 def test_shards_of_this_package_are_not_imported(tmp_path: Path) -> None:

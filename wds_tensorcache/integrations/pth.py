@@ -30,7 +30,7 @@ from wds_tensorcache.codec.tree import shown, walk
 from wds_tensorcache.codec.views import check_tensor, view_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
-__all__ = ["TensorPart", "decode_pth", "index_pth", "peek_pth"]
+__all__ = ["Storage", "TensorPart", "TensorReader", "decode_pth", "index_pth", "peek_pth", "translate"]
 
 _ZIP = b"PK\x03\x04"
 _IS_ENCRYPTED = 1
@@ -60,7 +60,7 @@ def decode_pth(raw: bytes, limit: int, allow: Allowed, remedy: str = _REMEDY) ->
 
     Memory: newly allocated, one block for each storage; all tensors of a storage share its block.
     """
-    return _decode(io.BytesIO(raw), len(raw), limit, allow, remedy, _Reader)
+    return _decode(io.BytesIO(raw), len(raw), limit, allow, remedy, TensorReader)
 
 
 def index_pth(file: BinaryIO, limit: int, remedy: str = _REMEDY) -> Any:
@@ -107,13 +107,15 @@ class TensorPart:
         return tensor.clone() if len(flat) > tensor.numel() else tensor
 
 
-def _decode(file: BinaryIO, nbytes: int, limit: int, allow: Allowed, remedy: str, reader_class: type[_Reader]) -> Any:
+def _decode(
+    file: BinaryIO, nbytes: int, limit: int, allow: Allowed, remedy: str, reader_class: type[TensorReader]
+) -> Any:
     file.seek(0)
     if file.read(4) != _ZIP:
         raise FormatError(f"expected a zip file, the format of torch.save since torch 1.6{remedy}")
     try:
         records = _list_records(file, nbytes)
-        body = _translate(_read(file, records["data.pkl"]))
+        body = translate(_read(file, records["data.pkl"]))
         if "byteorder" in records and _read(file, records["byteorder"]) != b"little":
             raise FormatError(f"the tensors are not little-endian{remedy}")
         reader = reader_class(file, records, len(body), limit, remedy)
@@ -125,7 +127,7 @@ def _decode(file: BinaryIO, nbytes: int, limit: int, allow: Allowed, remedy: str
         raise
     except Exception as exc:  # zipfile and pickletools raise many kinds of exceptions
         raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
-    if any(part.__class__ is _Storage for part, _ in walk(result)):
+    if any(part.__class__ is Storage for part, _ in walk(result)):
         raise UnsafeSkeletonError(f"the object contains a storage itself, expected only tensors{remedy}")
     return result
 
@@ -146,7 +148,7 @@ def peek_pth(begin: bytes) -> Any:
         if not begin.startswith(_ZIP) or not name.endswith(b"/data.pkl"):
             raise FormatError("expected a file of torch.save, whose first record is its pickle")
         *_, (_, _, last) = pickletools.genops(pickled)
-        body = _translate(pickled[: (last or 0) + 1])
+        body = translate(pickled[: (last or 0) + 1])
     except TensorCacheError:
         raise
     except Exception as exc:  # pickletools raises many kinds of exceptions
@@ -178,7 +180,7 @@ def _read(file: BinaryIO, record: range) -> bytes:
     return file.read(len(record))
 
 
-def _translate(pickled: bytes) -> bytes:
+def translate(pickled: bytes) -> bytes:
     """Return the pickle with the memo opcodes and globals of skeletons, and without PROTO and FRAME.
 
     All other opcodes are kept, among them BINPERSID, which names a storage. `unpickle` refuses those that it does not know.
@@ -204,13 +206,23 @@ def _translate(pickled: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Storage:
-    memory: Any  # uint8 tensor; for `_Indexer`, the range of bytes
+class Storage:
+    """The memory of tensors, as uint8 elements, and the dtype of those tensors that do not say theirs."""
+
+    memory: Any  # for `_Indexer`, the range of bytes
     dtype: torch.dtype
 
 
-class _Reader:
-    """The opcodes and builders that decode one file, with the budgets that limit their work."""
+class TensorReader:
+    """The opcodes and builders that decode one pickle with tensors, with the budgets that limit their work.
+
+    Args:
+        file: The file with the storages.
+        records: Range of bytes of each storage in the file, by `data/{key}`.
+        nbytes: Length of the pickle.
+        limit: Limit for the total bytes of all tensors; elements that tensors share count once per tensor.
+        remedy: As for `decode_pth`.
+    """
 
     def __init__(self, file: BinaryIO, records: dict[str, range], nbytes: int, limit: int, remedy: str) -> None:
         self._file, self._records, self._remedy = file, records, remedy
@@ -228,8 +240,8 @@ class _Reader:
 
     def _open_storage(self, stack: list[Any], allow: Any, callables: int) -> int:
         match stack.pop():
-            case ("storage", torch.dtype() as dtype, str(key), str(), int(count)):
-                pass
+            case ("storage", torch.dtype() as dtype, str(key), str(), int(count), *rest) if rest in ([], [None]):
+                pass  # files from before torch 1.6 have None at the end
             case other:
                 raise FormatError(f"expected the description of a storage, got {shown(other)}")
         memory = self._memory.get(key)
@@ -240,7 +252,7 @@ class _Reader:
             memory = self._memory[key] = self._load(record)
         if not 0 <= count * dtype.itemsize <= len(memory):
             raise FormatError(f"storage {key!r:.80} declares {count} elements of {dtype} in {len(memory)} bytes")
-        stack.append(_Storage(memory, dtype))
+        stack.append(Storage(memory, dtype))
         return 0
 
     def _load(self, record: range) -> Any:
@@ -250,7 +262,7 @@ class _Reader:
             raise FormatError("the file was cut short while it was read")
         return memory
 
-    def _view(self, storage: _Storage, dtype: torch.dtype, offset: int, size: Any, stride: Any, count: int) -> Any:
+    def _view(self, storage: Storage, dtype: torch.dtype, offset: int, size: Any, stride: Any, count: int) -> Any:
         """Return a checked tensor; `count` is the number of elements from its first to its last in the storage."""
         tensor = torch.empty(0, dtype=dtype, device="cpu")
         tensor.set_(storage.memory.untyped_storage(), offset, size, stride)
@@ -259,7 +271,7 @@ class _Reader:
     def _build_tensor(self, args: tuple[Any, ...], *, has_dtype: bool) -> Any:
         storage, offset, size, stride, requires_grad, hooks, *rest = args
         dtype = rest.pop(0) if has_dtype else storage.dtype
-        if storage.__class__ is not _Storage or dtype.__class__ is not torch.dtype or len(size) > _MAX_NDIM:
+        if storage.__class__ is not Storage or dtype.__class__ is not torch.dtype or len(size) > _MAX_NDIM:
             raise FormatError(f"a tensor has no storage, no dtype, or more than {_MAX_NDIM} dimensions")
         if hooks or any(rest) or dtype not in TORCH_TRUE:
             raise FormatError(
@@ -292,13 +304,13 @@ class _Reader:
         return set(items)
 
 
-class _Indexer(_Reader):
+class _Indexer(TensorReader):
     """A reader that returns parts of the file in place of tensors."""
 
     def _load(self, record: range) -> Any:
         return record
 
-    def _view(self, storage: _Storage, dtype: torch.dtype, offset: int, size: Any, stride: Any, count: int) -> Any:
+    def _view(self, storage: Storage, dtype: torch.dtype, offset: int, size: Any, stride: Any, count: int) -> Any:
         begin = storage.memory.start + offset * dtype.itemsize if count else storage.memory.start
         return TensorPart(dtype, begin, begin + count * dtype.itemsize, tuple(size), tuple(stride))
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from wds_tensorcache.errors import unknown_name
-from wds_tensorcache.integrations.importers.generic import file_folder, webdataset_members
+from wds_tensorcache.integrations.importers.generic import (
+    fastvideo,
+    file_folder,
+    hf_datasets,
+    litdata,
+    mds,
+    webdataset_members,
+)
 from wds_tensorcache.integrations.importers.source import Format
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.importers.trainers import (
@@ -28,11 +35,15 @@ FORMATS: tuple[Format, ...] = (
     comfyui.FORMAT,
     diffusion_pipe.FORMAT,
     edm2.FORMAT,
+    fastvideo.FORMAT,
     file_folder.FORMAT,
+    hf_datasets.FORMAT,
     kohya.FORMAT,
     kohya_safetensors.FORMAT,
     lightningdit.FORMAT,
+    litdata.FORMAT,
     ltx.FORMAT,
+    mds.FORMAT,
     musubi.FORMAT,
     nemo.FORMAT,
     onetrainer.FORMAT,

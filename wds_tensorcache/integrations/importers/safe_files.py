@@ -19,8 +19,10 @@ from safetensors import SafetensorError
 
 from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, parse_header
 from wds_tensorcache.codec.layout import StoredTensor
+from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 from wds_tensorcache.integrations.importers.source_folder import POOL, SourceFolder
+from wds_tensorcache.integrations.pickled_arrays import decode_pickle
 from wds_tensorcache.integrations.pth import decode_pth
 
 __all__ = [
@@ -29,13 +31,16 @@ __all__ = [
     "list_npz",
     "load_npy",
     "load_npz",
+    "load_pickle",
     "load_safetensors",
     "load_torch",
     "max_expanded",
     "parse_npy",
+    "parse_pickle",
     "parse_torch",
     "read_safetensors_header",
     "read_safetensors_tensors",
+    "tensors_of",
 ]
 
 _MAX_RATIO, _MIN_LIMIT = 64, 1 << 26  # a file may expand to 64 times its length, or to 64 MiB
@@ -43,6 +48,7 @@ _GZIP, _ZIP = b"\x1f\x8b", b"PK\x03\x04"
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle in files of torch before 1.6
 _IS_ENCRYPTED = 1
 _RECYCLED = 1 << 16  # smaller arrays get ordinary memory
+_NOT_COPIED = 1 << 26  # a copy of a larger array would take too much memory
 _MAX_NPY_HEADER = 1 << 14
 REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
@@ -107,7 +113,11 @@ def load_npy(folder: SourceFolder, name: str) -> torch.Tensor | np.ndarray[Any, 
         OSError: The file cannot be read.
     """
     try:
-        return as_tensor(parse_npy(folder.view(name)))
+        array = parse_npy(folder.view(name))
+        is_ready = array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative
+        if array.nbytes >= _NOT_COPIED and is_ready and array.dtype.kind in "biufc":
+            return torch.from_numpy(array)
+        return as_tensor(array)
     except TensorCacheError as exc:
         raise exc.at(name) from exc
     except Exception as exc:  # numpy raises many kinds of exceptions
@@ -155,6 +165,51 @@ def parse_torch(raw: bytes, trust: bool) -> Any:
         return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False)
     except Exception as exc:  # whatever a trusted pickle raises
         raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
+
+
+def load_pickle(folder: SourceFolder, name: str) -> Any:
+    """Return the object in a file of `pickle.dump` or `torch.save`, as `parse_pickle` does.
+
+    Raises:
+        UnsafeSkeletonError: The file names other classes than those of arrays, tensors and plain values.
+        FormatError: The file is damaged, has another format, or expands too much.
+        OSError: The file cannot be read.
+    """
+    try:
+        return parse_pickle(folder.read(name), folder.trust)
+    except TensorCacheError as exc:
+        raise exc.at(name) from exc
+
+
+def parse_pickle(raw: bytes, trust: bool) -> Any:
+    """Return the object in a pickle; arrays become tensors, as by `as_tensor`.
+
+    Args:
+        raw: Content of a file of `pickle.dump`; or of `torch.save`, because some programs give such files the suffix `.pkl`.
+        trust: Read content that contains other classes by `pickle.loads` or `torch.load`.
+
+    Raises:
+        UnsafeSkeletonError: The content names other classes than those of arrays, tensors and plain values.
+        FormatError: The content is damaged, has another format, or expands too much.
+    """
+    if raw.startswith((_ZIP, _OLD_TORCH, _GZIP)):
+        value = parse_torch(raw, trust)
+    else:
+        try:
+            value = decode_pickle(raw, max(_MAX_RATIO * len(raw), _MIN_LIMIT), REMEDY)
+        except FormatError:
+            if not trust:
+                raise
+            try:
+                value = pickle.loads(raw)  # noqa: S301 (the user trusts the file)
+            except Exception as exc:  # whatever a trusted pickle raises
+                raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
+    return tensors_of(value)
+
+
+def tensors_of(value: Any) -> Any:
+    """Return a nested structure with tensors in place of arrays, as by `as_tensor`."""
+    return rebuild(value, lambda leaf: as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf)
 
 
 def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

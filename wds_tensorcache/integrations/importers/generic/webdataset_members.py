@@ -8,21 +8,21 @@ the tar. The members with tensors are decoded:
     000000.npy, 000000.pth                ->  {"npy": …, "pth": …}
 
 All other members, such as `.jpg`, `.json` and `.txt`, stay members as they are. Compressed tars are refused. So are pickles
-with more than plain values, and `.pth` members with more than tensors and plain values, unless the files are trusted.
+and `.pth` members with more than tensors, arrays of numbers or texts, and plain values, unless the files are trusted.
+
+Of a damaged tar, the samples before the damage are imported; the sample with the damage and all after it are not.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 from collections import Counter
 from functools import partial
 from itertools import islice
 from typing import Any
 
-from wds_tensorcache.codec.tree import rebuild
-from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
-from wds_tensorcache.integrations.importers.safe_files import as_tensor, parse_torch
+from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.integrations.importers.safe_files import parse_pickle, parse_torch, tensors_of
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.webdataset import decode
@@ -34,6 +34,7 @@ __all__ = ["FORMAT"]
 _DECODED = frozenset({"pyd", "pickle", "pkl", "pth", "npy", "npz", "ten", "tb"})
 _PICKLES = frozenset({"pyd", "pickle", "pkl"})
 _NUM_PROBED = 64  # members of a tar to look at, before it counts as one without tensors
+_MAX_GAP = 4096  # bytes between members of one sample, for their headers
 _Extent = tuple[int, int]  # begin and end of a member's content in the tar, in bytes
 _DECODE = decode(lazy=False)
 
@@ -70,6 +71,7 @@ def _open(folder: SourceFolder) -> Source:
     bad: dict[str, str] = {}
     for name in folder.by_suffix.get(".tar", ()):
         samples: dict[str, dict[str, _Extent]] = {}
+        key = ""
         try:
             for member, begin, nbytes in _scanner(folder, name):
                 key, suffix = _split(member)
@@ -79,6 +81,7 @@ def _open(folder: SourceFolder) -> Source:
                 members[suffix] = begin, begin + nbytes
         except (FormatError, OSError) as exc:
             bad[name] = str(exc)
+            samples.pop(key, None)  # it may lack members
         found += [(name, key, members) for key, members in samples.items()]
     is_unique = max(Counter(key for _, key, _ in found).values(), default=0) <= 1
     return Source(
@@ -93,14 +96,14 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _load(folder: SourceFolder, name: str, key: str, extents: dict[str, _Extent]) -> Loaded:
-    raw = {suffix: folder.read_range(name, *extent) for suffix, extent in extents.items()}
+    raw = _read(folder, name, extents)
     values: dict[str, Any] = {}
     for suffix in [suffix for suffix in raw if _kind(suffix) in _DECODED]:
         try:
             value = _decode(suffix, raw.pop(suffix), folder.trust)
         except TensorCacheError as exc:
             raise exc.at(f"{name}: sample {key!r:.100}") from exc
-        values[suffix] = rebuild(value, lambda leaf: as_tensor(leaf) if hasattr(leaf, "__array_interface__") else leaf)
+        values[suffix] = tensors_of(value)
     if "" in raw:
         raise FormatError(f"member {key!r:.100} has no suffix").at(name)
     if len(values) == 1 and "." not in next(iter(values)):
@@ -110,23 +113,24 @@ def _load(folder: SourceFolder, name: str, key: str, extents: dict[str, _Extent]
     return Loaded({names[suffix] if is_clear else suffix: value for suffix, value in values.items()}, raw)
 
 
+def _read(folder: SourceFolder, name: str, extents: dict[str, _Extent]) -> dict[str, bytes]:
+    """Return the content of all members, with one system call if they are adjacent."""
+    first, last = min(begin for begin, _ in extents.values()), max(end for _, end in extents.values())
+    if last - first > sum(end - begin for begin, end in extents.values()) + _MAX_GAP * len(extents):
+        return {suffix: folder.read_range(name, *extent) for suffix, extent in extents.items()}
+    span = memoryview(folder.read_range(name, first, last))
+    return {suffix: bytes(span[begin - first : end - first]) for suffix, (begin, end) in extents.items()}
+
+
 def _decode(suffix: str, raw: bytes, trust: bool) -> Any:
     kind = _kind(suffix)
-    if kind == "pth":
-        try:
-            return parse_torch(raw, trust)
-        except TensorCacheError as exc:
-            raise exc.at(f"member {suffix!r}") from exc
-    try:
+    parse = {"pth": parse_torch, **dict.fromkeys(_PICKLES, parse_pickle)}.get(kind)
+    if parse is None:
         return _DECODE({"__key__": "", kind: raw})[kind]
-    except UnsafeSkeletonError as exc:
-        if not (trust and kind in _PICKLES):
-            exc.reason += "; if you trust the files, import them with --trust (trust=True)"
-            raise
     try:
-        return pickle.loads(raw)  # noqa: S301 — the user trusts the files
-    except Exception as exc:  # whatever a trusted pickle raises
-        raise FormatError(f"member {suffix!r} cannot be decoded: {exc!r:.300}") from exc
+        return parse(raw, trust)
+    except TensorCacheError as exc:
+        raise exc.at(f"member {suffix!r:.100}") from exc
 
 
 FORMAT = Format(

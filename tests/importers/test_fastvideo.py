@@ -1,0 +1,151 @@
+"""Parquet files as FastVideo's `parquet_io.py` and `record_schema.py` write them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.importers.damaged import count_errors, load_damaged
+from tests.importers.folders import imported
+from tests.same import assert_same
+from wds_tensorcache.integrations.importers.formats import choose_format
+from wds_tensorcache.integrations.importers.import_cache import import_cache
+from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+
+arrow = pytest.importorskip("pyarrow", reason="pip install pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet", reason="pip install pyarrow")
+
+
+def schema(*tensors: str) -> Any:
+    fields = [("id", arrow.string())]
+    for name in tensors:
+        shape = (f"{name}_shape", arrow.list_(arrow.int64()))
+        fields += [(f"{name}_bytes", arrow.binary()), shape, (f"{name}_dtype", arrow.string())]
+    texts = [(name, arrow.string()) for name in ("file_name", "caption", "media_type")]
+    numbers = [(name, arrow.int64()) for name in ("width", "height", "num_frames")]
+    return arrow.schema([*fields, *texts, *numbers, ("duration_sec", arrow.float64()), ("fps", arrow.float64())])
+
+
+def record(number: int, tensors: dict[str, np.ndarray[Any, Any] | None], **changes: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {"id": f"video_{number}"}
+    for name, array in tensors.items():
+        made[f"{name}_bytes"] = b"" if array is None else array.tobytes()
+        made[f"{name}_shape"] = [] if array is None else list(array.shape)
+        made[f"{name}_dtype"] = "" if array is None else str(array.dtype)
+    made |= {"file_name": f"video_{number}", "caption": f"a café {number}", "media_type": "video", "width": 832}
+    return {**made, "height": 480, "num_frames": 77, "duration_sec": 4.8, "fps": 16.0, **changes}
+
+
+def write(path: Path, records: list[dict[str, Any]], *tensors: str, **options: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = arrow.Table.from_pylist(records, schema=schema(*tensors))
+    parquet.write_table(table, str(path), compression="zstd", **options)
+
+
+def arrays(number: int) -> dict[str, np.ndarray[Any, Any] | None]:
+    draw = np.random.default_rng(number)
+    latent = draw.normal(size=(16, 5, 4, 6)).astype(np.float32)
+    picture = draw.integers(0, 255, (4, 6, 3), np.uint8) if number % 2 else None
+    return {"vae_latent": latent, "text_embedding": latent[0, 0].astype(np.float16), "pil_image": picture}
+
+
+NAMES = ("vae_latent", "text_embedding", "pil_image")
+
+
+def test_files_of_several_workers(tmp_path: Path) -> None:
+    for worker in range(2):
+        records = [record(number, arrays(number)) for number in range(4 * worker, 4 * worker + 4)]
+        path = tmp_path / "in" / "rank_0" / f"worker_{worker}" / "data_chunk_0.parquet"
+        write(path, records, *NAMES, row_group_size=2 + worker)
+    found, report = imported(tmp_path / "in", tmp_path / "out")
+    assert (report.format, report.unused) == ("fastvideo", [])
+    assert report.fingerprint["tensors"] == sorted(NAMES)
+    assert list(found) == [f"video_{number}" for number in range(8)]
+    rest = {"file_name", "caption", "media_type", "width", "height", "num_frames", "duration_sec", "fps", "id"}
+    for number, value in enumerate(found.values()):
+        expected = {name: torch.from_numpy(array) for name, array in arrays(number).items() if array is not None}
+        assert_same(expected, {name: value[name] for name in value if name in NAMES})
+        assert set(value) - set(NAMES) == rest
+        assert (value["caption"], value["fps"], value["width"]) == (f"a café {number}", 16.0, 832)
+
+
+def test_ids_that_repeat(tmp_path: Path) -> None:
+    for chunk in range(2):
+        records = [record(0, arrays(at)) for at in range(2)]
+        write(tmp_path / "in" / f"data_chunk_{chunk}.parquet", records, *NAMES, row_group_size=1)
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert list(found) == [f"data_chunk_{chunk}/{row:08d}" for chunk in range(2) for row in range(2)]
+
+
+def test_bfloat16_and_no_elements(tmp_path: Path) -> None:
+    """The schema's comment allows bfloat16, which numpy does not have."""
+    latent = torch.randn(3, 5).bfloat16()
+    base = record(0, {"vae_latent": latent.view(torch.int16).numpy()}, vae_latent_dtype="bfloat16")
+    empty = record(1, {"vae_latent": np.zeros((0, 4), np.float32)})
+    write(tmp_path / "in" / "a.parquet", [base, empty], "vae_latent")
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert_same(latent, found["video_0"]["vae_latent"])
+    assert_same(torch.zeros(0, 4), found["video_1"]["vae_latent"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vae_latent_dtype": "object"}, "has the dtype 'object'"),
+        ({"vae_latent_dtype": "load"}, "has the dtype 'load'"),
+        ({"vae_latent_dtype": None}, "has the dtype None"),
+        ({"vae_latent_shape": [-1, -960]}, "the shape"),
+        ({"vae_latent_shape": [1 << 40, 1 << 40]}, "1,920 bytes|7,680 bytes"),
+        ({"vae_latent_shape": [3]}, "has 7,680 bytes"),
+        ({"vae_latent_bytes": None}, "has 0 bytes"),
+    ],
+)
+def test_bad_tensors(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    records = [record(0, arrays(0)), record(1, arrays(1), **change)]
+    write(tmp_path / "in" / "a.parquet", records, *NAMES)
+    with pytest.raises(tc.FormatError, match=message) as caught:
+        import_cache(tmp_path / "in", tmp_path / "stopped")
+    assert "video_1" in str(caught.value)
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert (list(found), report.num_skipped) == (["video_0"], 1)
+
+
+def test_other_parquet_files(tmp_path: Path) -> None:
+    """A table without tensors is not recognized, and is reported next to tables with tensors."""
+    (tmp_path / "in").mkdir()
+    parquet.write_table(arrow.table({"x_bytes": [b"1"], "y": [1]}), str(tmp_path / "in" / "z.parquet"))
+    with pytest.raises(ValueError, match="belongs to a known format"):
+        choose_format(SourceFolder(str(tmp_path / "in")))
+    write(tmp_path / "in" / "a.parquet", [record(0, arrays(0))], *NAMES)
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert (list(found), [each.name for each in report.skipped]) == (["video_0"], ["z.parquet"])
+
+
+def test_a_bomb(tmp_path: Path) -> None:
+    """A file of 30 KB whose only tensor has 280 MB."""
+    (tmp_path / "in").mkdir()
+    columns = {"x_bytes": [bytes(280_000_000)], "x_shape": [[280_000_000]], "x_dtype": ["uint8"]}
+    options = {"compression": "zstd", "use_dictionary": False, "write_statistics": False}
+    parquet.write_table(arrow.table(columns), str(tmp_path / "in" / "a.parquet"), **options)
+    with pytest.raises(tc.FormatError, match="expands to"):
+        import_cache(tmp_path / "in", tmp_path / "out")
+
+
+def test_damage_anywhere(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "a.parquet", [record(number, arrays(number)) for number in range(2)], *NAMES)
+    assert count_errors(tmp_path / "in", "fastvideo") == (2, 0)
+    load_damaged(tmp_path / "in", tmp_path / "copy", "fastvideo", 100)
+
+
+def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The format is recognized, so that the message says what is missing."""
+    write(tmp_path / "in" / "a.parquet", [record(0, arrays(0))], *NAMES)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"pip install 'pyarrow>=14\.0\.1'"):
+        import_cache(tmp_path / "in", tmp_path / "out")

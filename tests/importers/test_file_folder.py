@@ -1,0 +1,140 @@
+"""Folders of files of numpy, torch and safetensors, one sample for each stem."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import wds_tensorcache as tc
+from tests.importers.folders import imported
+from tests.same import assert_same
+from wds_tensorcache.integrations.importers.import_cache import import_cache
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"
+
+
+def test_files_of_one_stem_are_joined(folder: Path, tmp_path: Path) -> None:
+    for name in ("a", "deep/er/b.v2"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        np.save(folder / f"{name}.npy", np.arange(3))
+        np.savez(folder / f"{name}.npz", x=np.ones(2, np.float16))
+        torch.save({"text": torch.ones(2).bfloat16(), "n": 3}, folder / f"{name}.pt")
+        safetensors.torch.save_file({"y": torch.zeros(1)}, folder / f"{name}.safetensors")
+        (folder / f"{name}.pkl").write_bytes(pickle.dumps([np.ones(2), "a cat"]))
+    found, report = imported(folder, tmp_path / "out")
+    assert list(found) == ["a", "deep/er/b.v2"]
+    assert report.unused == []
+    for value in found.values():
+        assert set(value) == {"npy", "npz", "pt", "safetensors", "pkl"}
+        assert_same(torch.arange(3), value["npy"])
+        assert_same({"x": torch.ones(2).half()}, value["npz"])
+        assert_same({"text": torch.ones(2).bfloat16(), "n": 3}, value["pt"])
+        assert_same({"y": torch.zeros(1)}, value["safetensors"])
+        assert_same([torch.ones(2, dtype=torch.float64), "a cat"], value["pkl"])
+
+
+def test_all_samples_have_one_structure(folder: Path, tmp_path: Path) -> None:
+    """Also those with only one of the files."""
+    np.save(folder / "a.npy", np.ones(2))
+    np.save(folder / "b.npy", np.ones(2))
+    torch.save(torch.ones(3), folder / "b.pt")
+    found, _ = imported(folder, tmp_path / "out")
+    assert {name: list(value) for name, value in found.items()} == {"a": ["npy"], "b": ["npy", "pt"]}
+
+
+def test_texts_become_members(folder: Path, tmp_path: Path) -> None:
+    """As stable-audio-tools writes them: `{i}.npy` and `{i}.json`."""
+    for name in ("000/1", "000/2"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        np.save(folder / f"{name}.npy", np.ones((64, 8), np.float32))
+        (folder / f"{name}.json").write_bytes(b'{"seconds_total": 3}')
+    (folder / "000/1.txt").write_bytes("a café".encode())
+    (folder / "000/1.caption").write_bytes(b"a cat")
+    (folder / "000/1.png").write_bytes(b"\x89PNG")
+    (folder / "details.json").write_text("{}")
+    found, report = imported(folder, tmp_path / "out")
+    assert_same([torch.ones(64, 8), torch.ones(64, 8)], list(found.values()))
+    assert report.unused == ["000/1.png", "details.json"]
+    with tc.open(tmp_path / "out") as cache:
+        assert [bytes(each) for each in cache.read_members([0, 1], "json")] == [b'{"seconds_total": 3}'] * 2
+        assert bytes(cache.read_members([0], "txt")[0]) == "a café".encode()
+        assert bytes(cache.read_members([0], "caption")[0]) == b"a cat"
+
+
+def test_names_that_differ_in_case(folder: Path, tmp_path: Path) -> None:
+    """Stems that do so are different samples; suffixes that do so are ambiguous."""
+    np.save(folder / "Photo.npy", np.ones(1))
+    np.save(folder / "photo.npy", np.ones(2))
+    (folder / "c.NPY").write_bytes((folder / "photo.npy").read_bytes())
+    found, _ = imported(folder, tmp_path / "out")
+    assert {name: len(value) for name, value in found.items()} == {"Photo": 1, "photo": 2, "c": 2}
+    np.save(folder / "c.npy", np.ones(3))
+    with pytest.raises(tc.FormatError, match=r"c.NPY, c.npy differ only in case"):
+        import_cache(folder, tmp_path / "more")
+
+
+def test_empty_folders(folder: Path, tmp_path: Path) -> None:
+    (folder / "empty" / "more").mkdir(parents=True)
+    with pytest.raises(ValueError, match="none of its 0 files"):
+        import_cache(folder, tmp_path / "out")
+    np.save(folder / "a.npy", np.ones(1))
+    found, report = imported(folder, tmp_path / "out")
+    assert (list(found), report.ok) == (["a"], True)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_arrays_as_large_as_memory_maps(folder: Path, tmp_path: Path, order: str) -> None:
+    """80 MB, most of them in holes of the file."""
+    made = np.lib.format.open_memmap(folder / "a.npy", "w+", np.float32, (20_000, 1000), fortran_order=order == "F")
+    made[7] = np.arange(1000)
+    made[-1, -1] = 3
+    made.flush()
+    import_cache(folder, tmp_path / "out")
+    with tc.open(tmp_path / "out") as cache:
+        found = tc.realize(cache["a"])
+    assert (found.shape, found.dtype) == ((20_000, 1000), torch.float32)
+    assert torch.equal(found[7], torch.arange(1000.0))
+    assert (found[-1, -1], found.count_nonzero()) == (3, 1000)
+
+
+@pytest.mark.parametrize("value", [np.array([None]), np.array([{"x": 1}], object)], ids=["none", "dict"])
+def test_object_arrays_are_refused(folder: Path, tmp_path: Path, value: Any) -> None:
+    """Even if the files are trusted, because they have no form in a cache."""
+    np.save(folder / "a.npy", value, allow_pickle=True)
+    for trust in (False, True):
+        with pytest.raises(tc.FormatError, match=r"a.npy: .*pickled objects"):
+            import_cache(folder, tmp_path / "out", trust=trust)
+
+
+class Gadget:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch hacked",)
+
+
+@pytest.mark.parametrize("suffix", ["pkl", "pickle"])
+def test_pickles(folder: Path, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `pickle.dump`, and of `torch.save`, which ComfyUI uses for `.pkl` files."""
+    monkeypatch.chdir(tmp_path)
+    (folder / f"a.{suffix}").write_bytes(pickle.dumps({"x": np.ones(2)}))
+    torch.save({"x": torch.ones(2)}, folder / f"b.{suffix}")
+    found, _ = imported(folder, tmp_path / "out")
+    assert_same([{"x": torch.ones(2, dtype=torch.float64)}, {"x": torch.ones(2)}], list(found.values()))
+    (folder / f"c.{suffix}").write_bytes(pickle.dumps(Gadget()))
+    torch.save(Gadget(), folder / f"d.{suffix}")
+    found, report = imported(folder, tmp_path / "more", on_error="skip")
+    assert list(found) == ["a", "b"]
+    assert all("--trust" in each.what for each in report.skipped)
+    assert not Path("hacked").exists()
+    import_cache(folder, tmp_path / "trusted", trust=True)
+    assert Path("hacked").exists()

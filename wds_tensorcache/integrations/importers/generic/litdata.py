@@ -1,0 +1,271 @@
+"""litdata: folders with `index.json` and `chunk-0-0.bin`, …, as `litdata.optimize` writes them.
+
+Each sample has the structure that the optimized function returned. Its leaves become:
+
+- `tensor`, `no_header_tensor`, `numpy`, `no_header_numpy`: tensors;
+- `int`, `float`, `bool`, `str`, `text`: the values themselves; `bytes`: a uint8 tensor [n];
+- `pil`: the pixels, uint8 [height, width, channels];
+- `jpeg`, `image`, `video`, `audio`, `tifffile`, `pdf`, `file` and similar media: members, named by their path: `image.jpg`;
+- `pickle`: plain values (None, for example), tensors and arrays. Anything else is refused unless the files are trusted;
+- `json`: the value, if it is stored as JSON text. litdata's compact form is refused, and so are graphs.
+
+In datasets for its `TokensLoader`, each sample is one array, and not a block of a fixed length.
+
+Samples are named by their position, after the path of their folder. The files are read without litdata. Compressed chunks
+(`zstd` in all three levels) need pyarrow. Encrypted chunks and Parquet are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.integrations.importers.generic.chunk_files import ChunkReader, find_indexes, read_json
+from wds_tensorcache.integrations.importers.generic.media import (
+    Media,
+    decode_list,
+    decode_pil,
+    extension_of,
+    separate_media,
+)
+from wds_tensorcache.integrations.importers.safe_files import as_tensor, parse_pickle
+from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+
+__all__ = ["FORMAT"]
+
+_CHUNK = re.compile(r"chunk-[^/]*\.bin", re.ASCII)
+_FRAMED = struct.Struct("<8sHHIII")  # magic, version, flags, samples, samples of a frame, frames
+_FRAME = struct.Struct("<IIQII")  # first sample, samples, offset, compressed length, expanded length
+_MAGIC = b"LDFZ01\0\0"
+_TORCH_DTYPES = tuple(
+    getattr(torch, name)
+    for name in (
+        "float32 float32 float64 float64 complex64 complex64 complex128 complex128 float16 float16 bfloat16 uint8 int8 "
+        "int16 int16 int32 int32 int64 int64 bool uint16"
+    ).split()
+)
+_NUMPY_DTYPES = tuple("i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 c8 c16 ?".split())  # then objects and texts of no length
+_JSON_TAG = b"\0"
+
+_Read = Callable[[], bytes]  # reads one sample
+
+
+def _recognize(folder: SourceFolder) -> int:
+    if next(find_indexes(folder, "chunks"), None) is None:
+        return 0
+    return sum(_CHUNK.fullmatch(name.rpartition("/")[2]) is not None for name in folder.by_suffix.get(".bin", ()))
+
+
+def _open(folder: SourceFolder) -> Source:
+    """Find the samples of all indexes."""
+    reader = ChunkReader(folder)
+    samples: list[SourceSample] = []
+    bad: dict[str, str] = {}
+    formats: dict[str, Any] = {}
+    for index in find_indexes(folder, "chunks"):
+        root = index.rpartition("/")[0]
+        start = f"{root}/" if root else ""
+        try:
+            content = read_json(folder, index)
+            decode = _parse_config(content["config"], folder.trust)
+            codec, level = content["config"].get("compression"), content["config"].get("compression_level")
+            names = [start + chunk["filename"] for chunk in content["chunks"]]
+        except (FormatError, OSError) as exc:
+            bad[index] = str(exc)
+            continue
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as exc:
+            bad[index] = f"is not an index of litdata: {exc!r:.200}"
+            continue
+        formats[root] = content["config"]["data_format"]
+        at = 0
+        for name in names:
+            try:
+                if name not in folder:
+                    raise FormatError("is missing, but the index lists it")
+                for read in _find_samples(reader, name, codec and str(codec), level):
+                    samples.append(SourceSample(f"{start}{at:08d}", (name, index), partial(_load, name, read, decode)))
+                    at += 1
+            except (FormatError, OSError) as exc:
+                bad[name] = str(exc)
+    return Source(samples, {"data_format": next(iter(formats.values())) if len(formats) == 1 else formats}, bad)
+
+
+def _find_samples(reader: ChunkReader, name: str, codec: str | None, level: str | None) -> Iterator[_Read]:
+    """Yield a function that reads each sample of a chunk."""
+    if codec and level == "batch":
+        yield from _find_framed(reader, name, codec)
+        return
+    whole = codec if level in (None, "chunk") else None
+    offsets = reader.read_offsets(name, whole)
+    for begin, end in pairwise(offsets):
+        if codec and not whole:
+            yield partial(reader.read_frame, name, begin, end, codec)
+        else:
+            yield partial(reader.read, name, begin, end, whole)
+
+
+def _find_framed(reader: ChunkReader, name: str, codec: str) -> Iterator[_Read]:
+    """Yield the same for a chunk of compressed frames with many samples each."""
+    magic, version, _, count, _, num_frames = _FRAMED.unpack(reader.read(name, 0, _FRAMED.size))
+    if magic != _MAGIC or version != 1:
+        raise FormatError("is not a chunk of compressed frames, version 1").at(name)
+    at = _FRAMED.size + 4 * (count + 1)
+    offsets = np.frombuffer(reader.read(name, _FRAMED.size, at), "<u4").tolist()
+    table = reader.read(name, at, at + _FRAME.size * num_frames)
+    number = 0
+    for first, size, begin, nbytes, _ in _FRAME.iter_unpack(table):
+        if first != number or first + size > count:
+            raise FormatError("its frames do not follow each other").at(name)
+        frame = partial(reader.read_frame, name, begin, begin + nbytes, codec)
+        for number in range(first, first + size):
+            yield partial(_slice, frame, offsets[number] - offsets[first], offsets[number + 1] - offsets[first])
+        number = first + size
+    if number != count:
+        raise FormatError(f"its frames have {number:,} samples, expected {count:,}").at(name)
+
+
+def _slice(frame: _Read, begin: int, end: int) -> bytes:
+    return frame()[begin:end]
+
+
+def _load(name: str, read: _Read, decode: Callable[[bytes], Any]) -> Loaded:
+    try:
+        return separate_media(decode(read()))
+    except FormatError as exc:
+        raise exc.at(name) from exc
+
+
+def _parse_config(config: dict[str, Any], trust: bool) -> Callable[[bytes], Any]:
+    """Return the function that decodes a sample."""
+    loader = config.get("item_loader", "PyTreeLoader")
+    formats = config["data_format"]
+    if config.get("encryption"):
+        raise FormatError("the chunks are encrypted, which is not supported")
+    if loader == "TokensLoader":
+        return partial(_decode_leaf, formats[0], trust)
+    if loader != "PyTreeLoader":
+        raise FormatError(f"chunks for {loader!r:.80} are not read, only for PyTreeLoader and TokensLoader")
+    version, spec = json.loads(config["data_spec"])
+    if version != 1:
+        raise FormatError(f"the structure has version {version!r:.20}, expected 1")
+    return partial(_decode_sample, spec, [str(each) for each in formats], trust)
+
+
+def _decode_sample(spec: dict[str, Any], formats: list[str], trust: bool, raw: bytes) -> Any:
+    begin = 4 * len(formats)
+    if len(raw) < begin:
+        raise FormatError("a sample is cut short")
+    sizes = np.frombuffer(raw, "<u4", len(formats)).tolist()
+    if begin + sum(sizes) != len(raw):
+        raise FormatError(f"the leaves of a sample end at byte {begin + sum(sizes):,} of {len(raw):,}")
+    leaves = []
+    for kind, size in zip(formats, sizes, strict=True):
+        leaves.append(_decode_leaf(kind, trust, raw[begin : begin + size]))
+        begin += size
+    remaining = iter(leaves)
+    try:
+        value = _build(spec, remaining)
+    except (StopIteration, LookupError, TypeError, ValueError) as exc:
+        raise FormatError(f"the structure in the index does not match the samples: {exc!r:.200}") from exc
+    if next(remaining, None) is not None:
+        raise FormatError("the structure in the index has too few leaves")
+    return value
+
+
+def _build(spec: dict[str, Any], leaves: Iterator[Any]) -> Any:
+    """Return the structure that a specification of torch's pytree describes."""
+    kind = spec["type"]
+    if kind is None:
+        return next(leaves)
+    children = [_build(child, leaves) for child in spec["children_spec"]]
+    if kind in ("builtins.dict", "collections.OrderedDict"):
+        return dict(zip(json.loads(spec["context"]), children, strict=True))
+    if kind in ("builtins.list", "builtins.tuple"):
+        return children if kind == "builtins.list" else tuple(children)
+    raise FormatError(f"samples contain a {kind!r:.100}, expected dicts, lists and tuples")
+
+
+def _decode_leaf(data_format: str, trust: bool, raw: bytes) -> Any:
+    kind, _, argument = data_format.partition(":")
+    try:
+        if kind == "pickle":
+            return parse_pickle(raw, trust)
+        if kind in _MEDIA:
+            named = argument if argument.isalnum() else ""
+            # litdata names pictures jpg if it does not know their extension
+            return Media(named if named and kind != "image" else extension_of(raw, "", named or _MEDIA[kind]), raw)
+        if kind in ("no_header_tensor", "no_header_numpy"):
+            dtypes: tuple[Any, ...] = _TORCH_DTYPES if kind == "no_header_tensor" else _NUMPY_DTYPES
+            return _decode_array(raw, dtypes[int(argument)], None)
+        if kind not in _DECODERS:
+            raise FormatError("this kind of leaf is not read")
+        return _DECODERS[kind](raw)
+    except FormatError as exc:
+        raise exc.at(f"leaf {data_format!r:.40}") from exc
+    except (ValueError, LookupError, struct.error, RecursionError, RuntimeError) as exc:
+        raise FormatError(f"leaf {data_format!r:.40} cannot be decoded: {exc!r:.200}") from exc
+
+
+def _decode_tensor(raw: bytes) -> Any:
+    number, ndim = struct.unpack_from(">II", raw)
+    shape = np.frombuffer(raw, ">u4", ndim, 8).tolist()
+    return _decode_array(raw[8 + 4 * ndim :], _TORCH_DTYPES[number], shape)
+
+
+def _decode_numpy(raw: bytes) -> Any:
+    number, ndim = struct.unpack_from("<II", raw)
+    shape = np.frombuffer(raw, "<u4", ndim, 8).tolist()
+    return _decode_array(raw[8 + 4 * ndim :], _NUMPY_DTYPES[number], shape)
+
+
+def _decode_array(raw: bytes, dtype: Any, shape: list[int] | None) -> Any:
+    shape = [-1] if shape is None else shape
+    if not isinstance(dtype, torch.dtype):
+        return as_tensor(np.frombuffer(raw, dtype).reshape(shape))
+    if not raw:
+        return torch.empty([0 if size < 0 else size for size in shape], dtype=dtype)
+    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
+
+
+def _decode_json(raw: bytes) -> Any:
+    if raw.startswith(_JSON_TAG):
+        raw = raw[5 : 5 + int.from_bytes(raw[1:5], "little")]
+    if raw[:1] not in (b"[", b"{"):
+        raise FormatError("nested values in litdata's compact form are not read; store them as str")
+    return json.loads(raw)
+
+
+_MEDIA = {  # kind: extension if neither the format nor the first bytes tell it
+    "jpeg": "jpg", "image": "jpg", "video": "mp4", "audio": "wav", "tifffile": "tif", "tiff": "tif", "pdf": "pdf",
+    "file": "bin", "mesh": "bin", "nifti": "nii",
+}  # fmt: skip
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "str": bytes.decode,
+    "text": bytes.decode,
+    "bool": lambda raw: raw[0] != 0,
+    "int": lambda raw: struct.unpack("<q", raw)[0],
+    "float": lambda raw: struct.unpack("<d", raw)[0],
+    "bytes": lambda raw: as_tensor(np.frombuffer(raw, np.uint8)),
+    "tensor": _decode_tensor,
+    "numpy": _decode_numpy,
+    "json": _decode_json,
+    "pil": decode_pil,
+    "jpeg_array": lambda raw: decode_list(raw, 0, partial(Media, "jpg")),
+}
+
+FORMAT = Format(
+    "litdata",
+    "litdata: chunk-*.bin files listed by index.json",
+    _recognize,
+    _open,
+)

@@ -1,0 +1,173 @@
+"""Decode pickles of plain values, numpy arrays and tensors with the reader of skeletons, which runs no code.
+
+Such pickles are the `.pyd` and `.pickle` members of webdataset, and the files of `pickle.dump`. numpy pickles an array as a
+call of `_reconstruct` and a state, from protocol 5 on as a call of `_frombuffer`. A tensor contains its elements as a file of
+`torch.save` in the format that torch had before 1.6: five pickles, and the elements.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickletools
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.codec.skeleton import opcodes as op
+from wds_tensorcache.codec.skeleton.reader import unpickle
+from wds_tensorcache.codec.skeleton.types import ALLOW_ONLY, BUILDERS, Allowed, Builder
+from wds_tensorcache.codec.tree import shown, walk
+from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
+from wds_tensorcache.integrations.pth import Storage, TensorReader, translate
+
+__all__ = ["decode_pickle"]
+
+_ARRAY_CLASS = object()  # stands for `numpy.ndarray`, an argument of `_reconstruct`
+_OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle in files of torch before 1.6
+_MAX_NDIM = 32
+_plain_dtype: Any = BUILDERS["numpy", "dtype"]
+
+
+def decode_pickle(raw: bytes, limit: int, remedy: str) -> Any:
+    """Return the object in a pickle of protocol 2 or later.
+
+    Args:
+        raw: The pickle, with nothing after it.
+        limit: Limit for the total bytes of all tensors and arrays.
+        remedy: Advice for users that trust the file, at the end of messages.
+
+    Raises:
+        UnsafeSkeletonError: The pickle contains more than plain values, types of FORMAT.md, numpy arrays and scalars of
+            numbers and texts, dense tensors and parameters.
+        FormatError: The pickle is damaged, or exceeds `limit`.
+
+    Memory: arrays may alias one newly allocated copy of `raw`'s bytes, and may be read-only.
+    """
+    try:
+        body = translate(raw)
+        reader = _ArrayReader(len(body), limit, remedy)
+        result = unpickle(body, 0, None, reader.builders, {}, reader.opcodes)
+        if any(part is _ARRAY_CLASS or part.__class__ is Storage for part, _ in walk(result)):
+            raise UnsafeSkeletonError(
+                "the object contains the class of arrays or a storage, expected arrays and tensors"
+            )
+        return result
+    except UnsafeSkeletonError as exc:
+        exc.reason += remedy
+        raise
+    except TensorCacheError:
+        raise
+    except Exception as exc:  # pickletools raises many kinds of exceptions
+        raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
+
+
+class _ArrayReader(TensorReader):
+    """The opcodes and builders that decode one pickle."""
+
+    def __init__(self, nbytes: int, limit: int, remedy: str) -> None:
+        super().__init__(io.BytesIO(), {}, nbytes, limit, remedy)
+        self._remedy = remedy
+        self._array_nbytes_left = limit
+        self.opcodes = {**ALLOW_ONLY, op.BUILD: self._set_state}
+        for core in ("core", "_core"):  # numpy 1 and 2
+            self.builders["numpy." + core + ".multiarray", "_reconstruct"] = Builder(_begin_array)
+            self.builders["numpy." + core + ".multiarray", "scalar"] = Builder(_build_scalar)
+            self.builders["numpy." + core + ".numeric", "_frombuffer"] = Builder(_view_buffer)
+        self.builders["numpy", "ndarray"] = _ARRAY_CLASS
+        self.builders["numpy", "dtype"] = Builder(_build_dtype)
+        self.builders["torch.storage", "_load_from_bytes"] = Builder(self._load_storage)
+
+    def _set_state(self, stack: list[Any], allow: Allowed, callables: int) -> int:
+        target = stack[-2]
+        if isinstance(target, np.dtype):
+            _set_byte_order(target, stack.pop())
+        elif target.__class__ is np.ndarray:
+            self._fill_array(target, stack.pop())
+        elif target.__class__ is OrderedDict:
+            stack.pop()  # `_metadata`, the versions of a module's state dict
+        else:
+            return ALLOW_ONLY[op.BUILD](stack, allow, callables)
+        return 0
+
+    def _fill_array(self, array: Any, state: Any) -> None:
+        _, shape, dtype, is_fortran, raw = state
+        _check_array(raw, dtype, shape)
+        if array.nbytes or array.shape != (0,) or is_fortran.__class__ is not bool or raw.__class__ is not bytes:
+            raise FormatError("an array is filled twice, or with something else than bytes")
+        # Hazard: the state may be in the memo, and then fill many arrays, each with a copy of the bytes.
+        self._array_nbytes_left -= len(raw)
+        if self._array_nbytes_left < 0:
+            raise FormatError("the arrays together are much larger than the pickle")
+        array.__setstate__((1, shape, dtype, is_fortran, raw))
+
+    def _load_storage(self, args: tuple[Any, ...]) -> Storage:
+        """Build a storage from a file of `torch.save` as before torch 1.6."""
+        (raw,) = args
+        if raw.__class__ is not bytes or not raw.startswith(_OLD_TORCH):
+            raise FormatError("a tensor's elements are not in the format of torch.save")
+        stream = io.BytesIO(raw)
+        pickles = []
+        for _ in range(5):  # magic number, version, system, storage, keys
+            begin = stream.tell()
+            for _ in pickletools.genops(stream):
+                pass
+            pickles.append(translate(raw[begin : stream.tell()]))
+        system, keys = (unpickle(pickles[number], 0, None, {}, {}) for number in (2, 4))
+        data = range(stream.tell() + 8, len(raw))  # after the number of elements
+        if keys.__class__ is not list or len(keys) != 1 or keys[0].__class__ is not str or not system["little_endian"]:
+            raise FormatError("a tensor has several storages, or is not little-endian")
+        reader = TensorReader(stream, {f"data/{keys[0]}": data}, len(raw), len(raw), self._remedy)
+        storage = unpickle(pickles[3], 0, None, reader.builders, {}, reader.opcodes)
+        if storage.__class__ is not Storage:
+            raise FormatError(f"expected a storage, got {shown(storage)}")
+        return storage
+
+
+def _check_array(raw: Any, dtype: Any, shape: Any) -> None:
+    """Raise FormatError if these are not the bytes of an array with this dtype and shape."""
+    is_shape = shape.__class__ is tuple and all(n.__class__ is int and n >= 0 for n in shape)
+    if not isinstance(dtype, np.dtype) or not isinstance(raw, (bytes, bytearray)) or not is_shape:
+        raise FormatError(f"expected bytes, a dtype and a shape, got {shown(raw)}, {shown(dtype)}, {shown(shape)}")
+    if len(shape) > _MAX_NDIM or math.prod(shape) * dtype.itemsize != len(raw):
+        raise FormatError(f"an array of {dtype} {list(shape)!r:.200} has {len(raw):,} bytes")
+
+
+def _begin_array(args: tuple[Any, ...]) -> np.ndarray[Any, Any]:
+    if args[0] is not _ARRAY_CLASS:
+        raise UnsafeSkeletonError(f"an array has the class {shown(args[0])}, expected numpy.ndarray")
+    return np.empty(0, np.int8)
+
+
+def _view_buffer(args: tuple[Any, ...]) -> Any:
+    raw, dtype, shape, order, *axes = args
+    _check_array(raw, dtype, shape)
+    flat = np.frombuffer(raw, dtype) if len(raw) else np.empty(0, dtype)
+    if order == "K" and axes and axes[0] is not None:
+        return flat.reshape(shape).transpose(axes[0])
+    return flat.reshape(shape, order=order)
+
+
+def _build_scalar(args: tuple[Any, ...]) -> Any:
+    dtype, raw = args
+    _check_array(raw, dtype, ())
+    return np.frombuffer(raw, dtype, 1)[0] if len(raw) else dtype.type()
+
+
+def _build_dtype(args: tuple[Any, ...]) -> Any:
+    """Build a dtype whose byte order may still be set: a new object, not the one that numpy uses everywhere."""
+    try:
+        return np.dtype(_plain_dtype.build(args[:1]), False, True)
+    except ValueError as exc:
+        raise UnsafeSkeletonError(f"arrays of {shown(args[0])} are not read, only of numbers and texts") from exc
+
+
+def _set_byte_order(dtype: np.dtype[Any], state: Any) -> None:
+    _, order, *rest = state
+    is_sized = dtype.kind in "SU"
+    if order not in ("<", ">", "|", "=") or rest[:3] != [None] * 3 or rest[3] not in (-1, dtype.itemsize):
+        raise UnsafeSkeletonError(f"the dtype {dtype} has fields, or an unknown byte order")
+    # Hazard: numpy trusts these sizes.
+    size = (dtype.itemsize, dtype.alignment) if is_sized else (-1, -1)
+    dtype.__setstate__((3, order, None, None, None, *size, 0))  # type: ignore[attr-defined]
