@@ -1,12 +1,14 @@
 """Samples for MosaicML streaming and litdata, and the calls of these libraries that write them.
 
 `python -m tests.importers.chunked_samples` writes the folders in `written/` anew. It was run with mosaicml-streaming 0.13.0,
-litdata 0.2.76, numpy 2.4 and torch 2.13, on a little-endian machine.
+litdata 0.2.76, numpy 2.4 and torch 2.13, on a little-endian machine. With the argument `old`, it writes the folder that has
+the number of the installed release of litdata: 0.2.30 and 0.2.51.
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -135,7 +137,26 @@ def write_litdata(out: Path, samples: Iterator[Any] | None = None, loader: Any =
     writer.merge(1)
 
 
+def _write_old_litdata() -> None:
+    """Write the same samples without pictures, whose classes older releases do not have."""
+    from litdata.__about__ import __version__
+    from litdata.streaming.writer import BinaryWriter
+
+    out = WRITTEN / f"litdata_{__version__}"
+    shutil.rmtree(out, ignore_errors=True)
+    writer = BinaryWriter(str(out), chunk_size=2)
+    for number in range(COUNT):
+        sample: Any = litdata_sample(number)
+        sample |= {"array": sample["array"].numpy(), "line": sample["line"].numpy(), "raw": bytes(range(number))}
+        writer[number] = sample
+    writer.done()
+    writer.merge(1)
+
+
 def _main() -> None:
+    if sys.argv[1:] == ["old"]:
+        _write_old_litdata()
+        return
     from litdata.streaming.item_loader import TokensLoader
 
     for codec in (None, "gz", "bz2", "zstd:5", "br", "snappy"):

@@ -18,6 +18,7 @@ Samples are named by their position, after the path of their folder. The files a
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Callable, Iterator
@@ -217,9 +218,15 @@ def _decode_leaf(data_format: str, trust: bool, raw: bytes) -> Any:
 
 
 def _decode_tensor(raw: bytes) -> Any:
-    number, ndim = struct.unpack_from(">II", raw)
-    shape = np.frombuffer(raw, ">u4", ndim, 8).tolist()
-    return _decode_array(raw[8 + 4 * ndim :], _TORCH_DTYPES[number], shape)
+    """Decode a tensor with its dtype and shape, which older releases write little-endian, newer ones big-endian."""
+    for order in "<>":
+        number, ndim = struct.unpack_from(order + "II", raw)
+        begin = 8 + 4 * ndim
+        if number < len(_TORCH_DTYPES) and begin <= len(raw):
+            shape = np.frombuffer(raw, order + "u4", ndim, 8).tolist()
+            if begin + math.prod(shape) * _TORCH_DTYPES[number].itemsize == len(raw):
+                return _decode_array(raw[begin:], _TORCH_DTYPES[number], shape)
+    raise ValueError("its dtype and shape do not fit its length")
 
 
 def _decode_numpy(raw: bytes) -> Any:
