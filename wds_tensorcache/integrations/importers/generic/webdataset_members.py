@@ -8,7 +8,8 @@ the tar. The members with tensors are decoded:
     000000.npy, 000000.pth                ->  {"npy": …, "pth": …}
 
 All other members, such as `.jpg`, `.json` and `.txt`, stay members as they are. Compressed tars are refused. So are pickles
-and `.pt` and `.pth` members with more than tensors, arrays of numbers or texts, and plain values, unless the files are trusted.
+with more than tensors, arrays of numbers or texts, and plain values, unless the files are trusted; and `.pt` and `.pth` members
+with more than tensors and plain values, where arrays count as more.
 
 Of a damaged tar, the samples before the damage are imported; the sample with the damage and all after it are not.
 """
