@@ -148,6 +148,22 @@ def write_stream(path: Path, table: Any, **options: Any) -> None:
             stream.write_batch(batch)
 
 
+def test_names_of_columns_with_pictures(tmp_path: Path) -> None:
+    """They become names of members, which have fewer characters."""
+    pictures = [{"bytes": PNG, "path": None}] * 2
+    names = ["my photo/1", "_über"]
+    columns = datasets.Features({name: datasets.Image() for name in names})
+    datasets.Dataset.from_dict(dict.fromkeys(names, pictures), columns).save_to_disk(tmp_path / "in")
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert list(found.values()) == [{}, {}]
+    with tc.open(tmp_path / "out") as cache:
+        assert [bytes(cache.read_members([0], suffix)[0]) for suffix in ("my_photo_1.png", "ber.png")] == [PNG] * 2
+    columns = datasets.Features({name: datasets.Image() for name in ("a b", "a_b")})
+    datasets.Dataset.from_dict(dict.fromkeys(columns, pictures), columns).save_to_disk(tmp_path / "twice")
+    with pytest.raises(tc.FormatError, match="two media are named 'a_b.png'"):
+        import_cache(tmp_path / "twice", tmp_path / "more")
+
+
 def test_an_external_picture(tmp_path: Path) -> None:
     make(2).save_to_disk(tmp_path / "in")
     (path,) = (tmp_path / "in").glob("*.arrow")

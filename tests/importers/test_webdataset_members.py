@@ -62,12 +62,13 @@ def test_one_pickle(tmp_path: Path, suffix: str) -> None:
 def test_every_kind_of_tensor(tmp_path: Path) -> None:
     arrays = {"a": np.arange(5), "b": np.array(2, np.float32)}
     members = {"npz": arrays, "ten": [np.ones((2, 3), np.float32)], "npy": np.arange(3.0), "pth": {"x": torch.ones(2)}}
+    members["pt"] = saved(torch.ones(4))
     write(tmp_path / "in" / "a.tar", {"k": members})
     found, _ = imported(tmp_path / "in", tmp_path / "out")
     assert found["k"].keys() == members.keys()
     assert_same({name: torch.from_numpy(array) for name, array in arrays.items()}, dict(found["k"]["npz"]))
     assert_same([torch.ones(2, 3)], list(found["k"]["ten"]))
-    assert_same(members["pth"], found["k"]["pth"])
+    assert_same([members["pth"], torch.ones(4)], [found["k"]["pth"], found["k"]["pt"]])
 
 
 def test_equal_keys_in_several_tars(tmp_path: Path) -> None:
@@ -82,10 +83,10 @@ class Gadget:
         return os.system, ("touch hacked",)
 
 
-@pytest.mark.parametrize("suffix", ["pyd", "pkl", "pth"])
+@pytest.mark.parametrize("suffix", ["pyd", "pkl", "pt", "pth"])
 def test_pickles_do_not_run(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    raw = saved(Gadget()) if suffix == "pth" else pickle.dumps({"x": 1, "y": Gadget()})
+    raw = saved(Gadget()) if suffix.startswith("pt") else pickle.dumps({"x": 1, "y": Gadget()})
     write(tmp_path / "in" / "a.tar", {"good": {"npy": np.ones(3)}, "k": {suffix: raw}})
     with pytest.raises(tc.UnsafeSkeletonError, match=r"a.tar: sample 'k'.*system.*--trust"):
         import_cache("in", "stopped")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -52,7 +53,11 @@ class Media:
 def separate_media(value: Any) -> Loaded:
     """Return a sample whose media became members, named by their paths: `image.jpg`, `frames.0.jpg`.
 
-    Dicts lose the entries with media or with a list of media alone. Other lists and tuples have None in place of media.
+    Dicts lose the entries with media or with a list of media alone. Other lists and tuples have None in place of media. In
+    names, `_` takes the place of all characters but ASCII letters, digits, `.` and `-`.
+
+    Raises:
+        FormatError: Two media have the same name.
     """
     members: dict[str, bytes] = {}
     rest = _separate(value, "", members)
@@ -62,7 +67,11 @@ def separate_media(value: Any) -> Loaded:
 def _separate(value: Any, path: str, members: dict[str, bytes]) -> Any:
     """Return the value without media, and a `Media` if it has nothing else."""
     if isinstance(value, Media):
-        members[f"{path}.{value.extension}".lstrip(".")] = value.content
+        # readers of tars need such names, which must not begin with "_"
+        name = re.sub(r"[^A-Za-z0-9.-]", "_", f"{path}.{value.extension}").lstrip("._")
+        if name in members:
+            raise FormatError(f"two media are named {name!r:.100}; rename a column")
+        members[name] = value.content
         return value
     start = f"{path}." if path else ""
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""WebDataset shards with pickled or numpy members: `.pyd`, `.pickle`, `.pkl`, `.pth`, `.npy`, `.npz`, `.ten` and `.tb`.
+"""WebDataset shards with pickled or numpy members: `.pyd`, `.pickle`, `.pkl`, `.pt`, `.pth`, `.npy`, `.npz`, `.ten`, `.tb`.
 
 Each sample of the tars becomes a sample of the same key; if two tars have a key in common, all keys begin with the path of
 the tar. The members with tensors are decoded:
@@ -8,7 +8,8 @@ the tar. The members with tensors are decoded:
     000000.npy, 000000.pth                ->  {"npy": …, "pth": …}
 
 All other members, such as `.jpg`, `.json` and `.txt`, stay members as they are. Compressed tars are refused. So are pickles
-and `.pth` members with more than tensors, arrays of numbers or texts, and plain values, unless the files are trusted.
+with more than tensors, arrays of numbers or texts, and plain values, unless the files are trusted; and `.pt` and `.pth` members
+with more than tensors and plain values, where arrays count as more.
 
 Of a damaged tar, the samples before the damage are imported; the sample with the damage and all after it are not.
 """
@@ -31,7 +32,7 @@ from wds_tensorcache.shards.tar.headers import Scanner
 
 __all__ = ["FORMAT"]
 
-_DECODED = frozenset({"pyd", "pickle", "pkl", "pth", "npy", "npz", "ten", "tb"})
+_DECODED = frozenset({"pyd", "pickle", "pkl", "pt", "pth", "npy", "npz", "ten", "tb"})
 _PICKLES = frozenset({"pyd", "pickle", "pkl"})
 _NUM_PROBED = 64  # members of a tar to look at, before it counts as one without tensors
 _MAX_GAP = 4096  # bytes between members of one sample, for their headers
@@ -124,7 +125,7 @@ def _read(folder: SourceFolder, name: str, extents: dict[str, _Extent]) -> dict[
 
 def _decode(suffix: str, raw: bytes, trust: bool) -> Any:
     kind = _kind(suffix)
-    parse = {"pth": parse_torch, **dict.fromkeys(_PICKLES, parse_pickle)}.get(kind)
+    parse = {"pt": parse_torch, "pth": parse_torch, **dict.fromkeys(_PICKLES, parse_pickle)}.get(kind)
     if parse is None:
         return _DECODE({"__key__": "", kind: raw})[kind]
     try:
@@ -135,7 +136,7 @@ def _decode(suffix: str, raw: bytes, trust: bool) -> Any:
 
 FORMAT = Format(
     "webdataset",
-    "WebDataset tars with .pyd, .pickle, .pkl, .pth, .npy, .npz and .ten members; other members stay as they are",
+    "WebDataset tars with .pyd, .pickle, .pkl, .pt, .pth, .npy, .npz and .ten members; other members stay as they are",
     _recognize,
     _open,
     True,
