@@ -19,6 +19,7 @@ from tests.importers.chunked_samples import COUNT, JPEG, PNG, WRITTEN, mds_sampl
 from tests.importers.damaged import load_damaged
 from tests.importers.folders import imported
 from tests.same import assert_same
+from wds_tensorcache.integrations.importers.generic.chunk_files import expand
 from wds_tensorcache.integrations.importers.import_cache import import_cache
 
 CODECS = ["plain", "gz", "bz2", "zstd", "br", "snappy"]
@@ -199,3 +200,22 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     imported(WRITTEN / "mds_plain", tmp_path / "out")
     with pytest.raises(ImportError, match="pip install pyarrow"):
         import_cache(WRITTEN / "mds_gz", tmp_path / "more")
+
+
+def test_damaged_chunks_leave_no_memory() -> None:
+    """pyarrow would keep as much memory for each of them as a chunk may expand to."""
+    import pyarrow
+
+    numbers = np.random.default_rng(0).integers(0, 5, 10_000, np.uint8)
+    raw = bytearray(pyarrow.Codec("zstd").compress(numbers.tobytes(), asbytes=True))
+    raw[9:] = b"\xff" * (len(raw) - 9)
+
+    def reserved_nbytes() -> int:
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return 1024 * int(fields["VmData"].split()[0])
+
+    before = reserved_nbytes()
+    for _ in range(20):
+        with pytest.raises(tc.FormatError):
+            expand(bytes(raw), "zstd")
+    assert reserved_nbytes() - before < 1 << 28

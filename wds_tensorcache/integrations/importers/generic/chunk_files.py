@@ -21,6 +21,7 @@ _MAX_INDEX_NBYTES = 1 << 28
 _NUM_PROBED = 4096  # bytes of an index in which to look for the list of chunks
 _MAX_KEPT = 4  # expanded chunks
 _MAX_RATIO, _MIN_LIMIT = 64, 1 << 28  # a chunk may expand to 64 times its length, or to 256 MiB
+_PIECE_NBYTES = 1 << 20
 _CODECS = {"gz": "gzip", "bz2": "bz2", "zstd": "zstd", "br": "brotli", "snappy": "snappy"}
 
 
@@ -140,13 +141,22 @@ def expand(raw: bytes, codec: str) -> bytes:
         if kind == "snappy":
             content = bytes(pyarrow.Codec(kind).decompress(raw, _snappy_nbytes(raw, limit)))
         else:
-            with pyarrow.input_stream(pyarrow.py_buffer(raw), compression=kind) as stream:
-                content = stream.read(limit + 1)
+            content = _read_all(pyarrow.input_stream(pyarrow.py_buffer(raw), compression=kind), limit)
     except (OSError, pyarrow.ArrowException) as exc:
         raise FormatError(f"cannot be expanded by {kind}: {exc!r:.200}") from exc
     if len(content) > limit:
         raise FormatError(f"{len(raw):,} bytes expand to more than {limit:,}")
     return content
+
+
+def _read_all(stream: Any, limit: int) -> bytes:
+    """Return the bytes of a stream of pyarrow, or more than `limit` of them; close it."""
+    # Hazard: if the bytes are damaged, `stream.read` leaks the memory that it has allocated for its result.
+    content, piece = bytearray(), bytearray(_PIECE_NBYTES)
+    with stream:
+        while len(content) <= limit and (count := stream.readinto(piece)):
+            content += memoryview(piece)[:count]
+    return bytes(content)
 
 
 def _snappy_nbytes(raw: bytes, limit: int) -> int:
