@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator
 
+from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, replace, temporary_path
 from wds_tensorcache.storage.locks import Held
 
@@ -60,25 +61,33 @@ def has_entries(folder: str | os.PathLike[str]) -> bool:
 
 
 @contextlib.contextmanager
-def new_folder(out: str, fsync: bool = True) -> Iterator[str]:
+def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterator[str]:
     """Make a hidden folder. At the end of the `with` block, rename it to `out`; if the block raises, delete it.
 
     If the file system has locks, abandoned folders of killed processes are deleted first.
 
+    Args:
+        out: A path that `check_new` returned.
+        fsync: Wait for the disk.
+        token: Hexadecimal digits that tell what the block writes. The folder of a killed or interrupted block with the same
+            token is then yielded again with its files, and an interruption or an error of the system does not delete it.
+
     Raises:
-        FileExistsError: `out`, a path that `check_new` returned, is no longer empty.
+        FileExistsError: `out` is no longer empty; or another process writes the folder of this token.
     """
     parent, name = os.path.split(out)
     os.makedirs(parent, exist_ok=True)
+    folder = temporary_path(out) if token is None else os.path.join(parent, f".{name}.{token}.tmp")
     for stray in find_temporary(parent, re.escape(name)):
         # an OSError means that it is not a folder, belongs to another user, or is just being deleted
         with contextlib.suppress(OSError), _locked(stray) as is_ours:
-            if is_ours and _is_of_caches(stray):
+            if is_ours and stray != folder and _is_of_caches(stray):
                 shutil.rmtree(stray, ignore_errors=True)
-    folder = temporary_path(out)
     try:
-        os.mkdir(folder)
-        with _locked(folder):
+        os.makedirs(folder, exist_ok=token is not None)
+        with _locked(folder) as is_locked:
+            if token is not None and is_locked is False:
+                raise _InUse(f"another process is writing {out}; wait until it ends, or choose another folder")
             yield folder
             if os.path.isdir(out):
                 shutil.copymode(out, folder)
@@ -86,11 +95,19 @@ def new_folder(out: str, fsync: bool = True) -> Iterator[str]:
                     os.rmdir(out)  # other systems cannot replace an empty folder by a rename
             # Hazard: a new name may reach the disk before the files, so the block must have synced them.
             replace(folder, out)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException as exc:
+        is_resumable = token is not None and isinstance(exc, (KeyboardInterrupt, OSError))
+        if isinstance(exc, (FileExistsError, FormatError)):
+            is_resumable = isinstance(exc, _InUse)  # the folder of the other process
+        if not is_resumable:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     if fsync:
         fsync_folder(parent)
+
+
+class _InUse(FileExistsError):
+    """Another process holds the lock of the folder."""
 
 
 def _is_of_caches(folder: str) -> bool:
@@ -101,10 +118,10 @@ def _is_of_caches(folder: str) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(folder: str) -> Iterator[bool]:
-    """Lock a folder that this process writes or deletes; yield False if another process holds it, or there are no locks."""
+def _locked(folder: str) -> Iterator[bool | None]:
+    """Lock a folder that this process writes or deletes; yield False if another process holds it, None without locks."""
     if os.name != "posix":
-        yield False
+        yield None
         return
     with Held(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK) as held:
-        yield held.lock() is True
+        yield held.lock()

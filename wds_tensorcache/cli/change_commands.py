@@ -1,0 +1,115 @@
+"""`tensorcache merge` and `reshard`: new shards from the members of existing ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from wds_tensorcache.cli.output import Output, json_option
+from wds_tensorcache.writing.reshard import CopyReport
+from wds_tensorcache.writing.reshard import merge as merge_caches
+from wds_tensorcache.writing.reshard import reshard as reshard_cache
+from wds_tensorcache.writing.writer import MAX_SAMPLES
+
+__all__ = ["merge", "reshard"]
+
+
+def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        json_option,
+        click.option("--no-dali-index", is_flag=True, help="Do not write .idx files for DALI."),
+        click.option(
+            "--max-nbytes", type=click.IntRange(1), default=1 << 30, show_default=True, help="Bytes of a shard."
+        ),
+        click.option(
+            "--max-samples", type=click.IntRange(1), default=MAX_SAMPLES, show_default=True, help="Samples in a shard."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("sources", nargs=-1, required=True)
+@click.argument("out", type=click.Path())
+@click.option(
+    "--prefix",
+    "prefixes",
+    multiple=True,
+    metavar="TEXT",
+    help="Prefix of the keys of a source, such as photos/; give one for each source, in order, '' for none.",
+)
+@click.option("--mixed", is_flag=True, help="Merge caches even if they were made in different ways (fingerprints).")
+@_shard_options
+def merge(
+    sources: tuple[str, ...],
+    out: str,
+    prefixes: tuple[str, ...],
+    mixed: bool,
+    max_samples: int,
+    max_nbytes: int,
+    no_dali_index: bool,
+    as_json: bool,
+) -> None:
+    """Write the samples of all SOURCES into one cache in the new folder OUT.
+
+    The bytes of members are copied. Equal keys are refused, unless prefixes make them different. An interrupted command
+    leaves no OUT, and the same command resumes.
+    """
+    if prefixes and len(prefixes) != len(sources):
+        raise click.UsageError(f"{len(prefixes)} prefixes for {len(sources)} sources, expected one for each source")
+    with _copying(out, as_json, "merging") as (show, finish):
+        finish(
+            merge_caches(
+                sources,
+                out,
+                prefixes=prefixes,
+                mixed=mixed,
+                max_samples=max_samples,
+                max_nbytes=max_nbytes,
+                dali_index=not no_dali_index,
+                progress=show,
+            )
+        )
+
+
+@click.command()
+@click.argument("source")
+@click.argument("out", type=click.Path())
+@_shard_options
+def reshard(source: str, out: str, max_samples: int, max_nbytes: int, no_dali_index: bool, as_json: bool) -> None:
+    """Write the samples of SOURCE into shards of another length in the new folder OUT.
+
+    The bytes of members are copied, in the same order. An interrupted command leaves no OUT, and the same command resumes.
+    """
+    with _copying(out, as_json, "copying") as (show, finish):
+        finish(
+            reshard_cache(
+                source,
+                out,
+                max_samples=max_samples,
+                max_nbytes=max_nbytes,
+                dali_index=not no_dali_index,
+                progress=show,
+            )
+        )
+
+
+@contextmanager
+def _copying(out: str, as_json: bool, what: str) -> Iterator[tuple[Any, Callable[[CopyReport], None]]]:
+    """Yield a function that shows the progress, and one that prints the report."""
+    output = Output(as_json)
+    found: list[CopyReport] = []
+    try:
+        with output.progress(what) as show:
+            yield show, found.append
+    except KeyboardInterrupt:
+        output.note("the finished shards are kept: the same command resumes")
+        raise
+    output.line(f"{os.fspath(out)}: {found[0]}")
+    output.result({"out": os.fspath(out), **dataclasses.asdict(found[0])})
