@@ -32,7 +32,10 @@ _COMMANDS: dict[str, str] = {
     "index": "check_commands:index",
     "diff": "diff_command:diff_command",
     "drop": "check_commands:drop",
+    "merge": "change_commands:merge",
+    "reshard": "change_commands:reshard",
     "export": "export_command:export",
+    "bench": "bench_command:bench",
     "completion": "completion:completion_command",
 }
 _INTERRUPTED, _CLOSED_PIPE = 130, 141  # as a shell shows SIGINT and SIGPIPE

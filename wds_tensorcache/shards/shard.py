@@ -241,6 +241,14 @@ class Shard:
             self._templates.append(template)
             self.note_template(rows, template)
 
+    def skeleton(self, row: int) -> tuple[bytes, int]:
+        """Return a sample's skeleton member, and the offset of the body in it.
+
+        Raises:
+            FormatError: The shard does not match its index.
+        """
+        return self._skeleton(row, self.layout(row))
+
     def _skeleton(self, row: int, layout: Layout) -> tuple[bytes, int]:
         """Return a sample's skeleton member, and the offset of the body in it.
 
