@@ -20,9 +20,10 @@ __all__ = ["diff_command"]
 @cache_option
 @json_option
 def diff_command(first: str, second: str, limit: int, cache_name: str | None, as_json: bool) -> int:
-    """Compare the samples of FIRST and SECOND by key: tensors bit for bit, and small values.
+    """Compare the samples of FIRST and SECOND by key: tensors bit for bit, small values, and other members.
 
-    The exit status is 0 if they are equal, and 1 if they differ. Other members and fingerprints are not compared.
+    Tensors with equal digests are not read. The exit status is 0 if all samples are equal, and 1 if they differ. Fingerprints
+    and the order of the samples are not compared.
     """
     output = Output(as_json)
     with (

@@ -1,7 +1,8 @@
-"""Differences between two caches: keys, tensors and small values."""
+"""Differences between two caches: keys, tensors, small values and other members."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +11,17 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.lazy import Lazy
+from wds_tensorcache.codec.sample import encode_sample
 from wds_tensorcache.codec.skeleton.tensor_names import component, join_path
-from wds_tensorcache.codec.tree import DICTS, SEQUENCES, flatten, rebuild
+from wds_tensorcache.codec.tree import ATOMS, DICTS, SEQUENCES, flatten
+from wds_tensorcache.errors import EncodeError
 from wds_tensorcache.inspecting.tree import short_dtype
-from wds_tensorcache.reading.base_cache import Cache
+from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.description import shown_value
 
 __all__ = ["CacheDiff", "Change", "diff_caches"]
+
+_PART_NBYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +30,11 @@ class Change:
 
     Attributes:
         key: Key of the sample.
-        name: Name of the tensor, or path of the value.
+        name: Name of the tensor, path of the value, or suffix of the other member with its dot.
         what: The difference, for people.
         num_different: Number of elements with different bits; None unless both are tensors of one dtype and shape.
-        max_difference: Largest absolute difference of two numbers; None unless there are such numbers. NaN and infinities do
-            not count, unless only one of the two is one: then it is infinite.
+        max_difference: Largest absolute difference of two numbers, also of different dtypes; None unless both are numbers of
+            one shape. NaN and infinities do not count, unless only one of the two is one: then it is infinite.
     """
 
     key: str
@@ -62,10 +67,14 @@ class CacheDiff:
         return not (self.only_first or self.only_second or self.num_changed)
 
 
-def diff_caches(first: Cache, second: Cache, progress: Callable[[int, int], object] | None = None) -> CacheDiff:
-    """Compare two caches sample by sample: each tensor bit for bit, and all small values.
+def diff_caches(
+    first: TensorCache, second: TensorCache, progress: Callable[[int, int], object] | None = None
+) -> CacheDiff:
+    """Compare two caches sample by sample: each tensor bit for bit, all small values, and other members.
 
-    Other members, fingerprints and the order of the samples are not compared.
+    If the digests of the tensors of two samples and the bytes of their skeletons are equal, the samples are equal, and no
+    tensor is read: damage to tensors goes unnoticed, and `tc.verify` finds it. Fingerprints and the order of the samples are
+    not compared. If a key occurs several times, the samples of this key are compared in order.
 
     Args:
         first, second: Caches, or views of them.
@@ -76,30 +85,107 @@ def diff_caches(first: Cache, second: Cache, progress: Callable[[int, int], obje
 
     Memory: the tensors of one sample of each cache.
     """
-    result, there = CacheDiff(), second.keys()
+    result = CacheDiff()
     for number, key in enumerate(first.keys()):
-        if key not in there:
+        other = _counterpart(first, second, key, number)
+        if other is None:
             result.only_first.append(key)
-        elif changes := list(_compare(key, first[key], second[key])):
+        elif changes := list(_compare(key, _Stored(first, number), _Stored(second, other))):
             result.num_changed += 1
             result.changes += changes
         else:
             result.num_equal += 1
         if progress is not None:
             progress(number + 1, len(first))
-    known = first.keys()
-    result.only_second += [key for key in there if key not in known]
+    result.only_second += [
+        key for number, key in enumerate(second.keys()) if _counterpart(second, first, key, number) is None
+    ]
     return result
 
 
-def _compare(key: str, first: Any, second: Any) -> Iterator[Change]:
+def _counterpart(mine: TensorCache, other: TensorCache, key: str, number: int) -> int | None:
+    """Return the index in the other cache of the sample that corresponds to sample `number`, which has this key."""
+    found = other._found(key)
+    if not found:
+        return None
+    same = mine._found(key)
+    place = same.index(number) if len(same) > 1 else 0
+    return found[place] if place < len(found) else None
+
+
+class _Stored:
+    """One sample of a cache: its shard, and its row in the shard."""
+
+    def __init__(self, cache: TensorCache, number: int) -> None:
+        self.cache, self.number = cache, number
+        self.shard, self.row = cache._store.locate(cache._at(number))
+
+    def load(self) -> Any:
+        """Return the sample with lazy tensors."""
+        return self.cache[self.number]
+
+    def member(self, suffix: str) -> tuple[int, int] | None:
+        """Return begin and end of another member in the shard, in bytes; None if there is none."""
+        at = self.shard.find_members(np.array([self.row]), suffix).item()
+        if at < 0:
+            return None
+        members = self.shard.index.members[suffix]
+        begin = members.begin.item(at)
+        return begin, begin + members.nbytes.item(at)
+
+    def has_file_of(self, other: _Stored) -> bool:
+        """Return whether the shards are one file, as in versions of a cache, which share shards by hard links."""
+        paths = self.shard.path, other.shard.path
+        return self.shard.file.identity == other.shard.file.identity and os.path.samefile(*paths)
+
+
+def _compare(key: str, one: _Stored, two: _Stored) -> Iterator[Change]:
+    if one.row == two.row and one.has_file_of(two):
+        return
+    if not _have_equal_digests(one, two):
+        yield from _compare_samples(key, one.load(), two.load())
+    for suffix in dict.fromkeys([*one.shard.index.members, *two.shard.index.members]):
+        what = _compare_members(one, two, suffix)
+        if what is not None:
+            yield Change(key, f".{suffix}", what)
+
+
+def _have_equal_digests(one: _Stored, two: _Stored) -> bool:
+    """Return whether digests, lengths and skeletons are equal. Cost: two reads of a few hundred bytes."""
+    each = one, two
+    digests = [it.shard.columns.digest.item(it.row) for it in each]
+    if digests[0] != digests[1] or not digests[0]:  # 0: another tool wrote the tensors
+        return False
+    if one.shard.layout(one.row).nbytes != two.shard.layout(two.row).nbytes:
+        return False
+    bodies = [skeleton[begin:] for skeleton, begin in (it.shard.skeleton(it.row) for it in each)]
+    return bodies[0] == bodies[1]
+
+
+def _compare_members(one: _Stored, two: _Stored, suffix: str) -> str | None:
+    places = one.member(suffix), two.member(suffix)
+    if places[0] is None or places[1] is None:
+        return None if places[0] is places[1] else f"is only in the {'first' if places[1] is None else 'second'} cache"
+    begin, end = places[0]
+    other, other_end = places[1]
+    if end - begin != other_end - other:
+        return f"has {end - begin:,} bytes, and {other_end - other:,} bytes in the second cache"
+    for at in range(0, end - begin, _PART_NBYTES):
+        nbytes = min(_PART_NBYTES, end - begin - at)
+        parts = [it.shard.file.read(first + at, first + at + nbytes) for it, first in ((one, begin), (two, other))]
+        if parts[0] != parts[1]:
+            return "has other bytes"
+    return None
+
+
+def _compare_samples(key: str, first: Any, second: Any) -> Iterator[Change]:
     mine, other = flatten(first), flatten(second)
     for name in dict.fromkeys([*mine, *other]):
         if name not in mine or name not in other:
             yield Change(key, name, f"is a tensor only in the {'first' if name in mine else 'second'} cache")
             continue
         yield from _compare_tensors(key, name, mine[name], other[name])
-    for name, what in _compare_values(_without_tensors(first), _without_tensors(second), ""):
+    for name, what in _compare_values(first, second):
         yield Change(key, name, what)
 
 
@@ -107,7 +193,15 @@ def _compare_tensors(key: str, name: str, first: Lazy, second: Lazy) -> Iterator
     forms = [f"{short_dtype(each.dtype)}{list(each.shape)} ({type(each).__name__})" for each in (first, second)]
     if forms[0] != forms[1]:
         shown = [form.rpartition(" ")[0] if type(first) is type(second) else form for form in forms]
-        yield Change(key, name, f"is {shown[0]}, and {shown[1]} in the second cache")
+        what = f"is {shown[0]}, and {shown[1]} in the second cache"
+        difference = None
+        if first.shape == second.shape:
+            values = [_as_tensor(each.load()) for each in (first, second)]
+            if all(isinstance(value, torch.Tensor) for value in values):
+                difference = _max_difference(*values)
+        if difference is not None:
+            what += f"; the numbers differ by up to {difference:.4g}" if difference else "; the numbers are equal"
+        yield Change(key, name, what, None, difference)
         return
     one, two = (_as_tensor(each.load()) for each in (first, second))
     if isinstance(one, np.ndarray) or isinstance(two, np.ndarray):  # texts, for example
@@ -145,27 +239,49 @@ def _max_difference(first: torch.Tensor, second: torch.Tensor) -> float | None:
     return float(difference.max()) if difference.numel() else None
 
 
-def _without_tensors(sample: Any) -> Any:
-    return rebuild(sample, lambda leaf: f"tensor:{leaf.name}" if isinstance(leaf, Lazy) else leaf)
+def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
+    """Yield the path and the difference of each value.
+
+    Hazard: a hostile sample may nest deeply, contain itself, or contain one list many times over. So no function calls itself,
+    and each pair of containers is compared once.
+    """
+    met: set[tuple[int, int]] = set()
+    todo = [("", first, second)]
+    while todo:
+        path, one, two = todo.pop()
+        if isinstance(one, Lazy) or isinstance(two, Lazy):
+            if isinstance(one, Lazy) and isinstance(two, Lazy) and one.name != two.name:
+                yield path, f"is the tensor {one.name!r:.100}, and {two.name!r:.100} in the second cache"
+            continue  # otherwise `flatten` finds them
+        if (id(one), id(two)) in met:
+            continue
+        inner: list[tuple[str, Any, Any]] = []
+        if type(one) is not type(two):
+            yield path, f"is a {type(one).__name__}, and a {type(two).__name__} in the second cache"
+        elif type(one) in DICTS:
+            met.add((id(one), id(two)))
+            for position, key in enumerate(dict.fromkeys([*one, *two])):
+                name = join_path(path, component(key, position))
+                if key in one and key in two:
+                    inner.append((name, one[key], two[key]))
+                elif not isinstance((one if key in one else two)[key], Lazy):
+                    yield name, f"is only in the {'first' if key in one else 'second'} cache"
+        elif isinstance(one, SEQUENCES):
+            met.add((id(one), id(two)))
+            if len(one) != len(two):
+                yield path, f"has {len(one):,} items, and {len(two):,} in the second cache"
+            else:
+                inner += ((join_path(path, str(at)), *pair) for at, pair in enumerate(zip(one, two, strict=True)))
+        elif not _is_same(one, two):
+            yield path, f"is {shown_value(one)}, and {shown_value(two)} in the second cache"
+        todo += reversed(inner)
 
 
-def _compare_values(first: Any, second: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the path and the difference of each value."""
-    if type(first) is not type(second):
-        yield path, f"is a {type(first).__name__}, and a {type(second).__name__} in the second cache"
-    elif type(first) in DICTS:
-        for position, key in enumerate(dict.fromkeys([*first, *second])):
-            name = join_path(path, component(key, position))
-            if key in first and key in second:
-                yield from _compare_values(first[key], second[key], name)
-            elif not _is_tensor((first if key in first else second)[key]):
-                yield name, f"is only in the {'first' if key in first else 'second'} cache"
-    elif type(first) in SEQUENCES and len(first) == len(second):
-        for position, (one, two) in enumerate(zip(first, second, strict=True)):
-            yield from _compare_values(one, two, join_path(path, str(position)))
-    elif first != second and repr(first) != repr(second):  # NaN differs from itself
-        yield path, f"is {shown_value(first)}, and {shown_value(second)} in the second cache"
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith("tensor:")
+def _is_same(one: Any, two: Any) -> bool:
+    """Return whether two values of one type, which are no dicts, lists or tuples, are equal, bit for bit."""
+    if type(one) in ATOMS:
+        return repr(one) == repr(two)  # which tells NaN, 0.0 and -0.0 apart
+    try:
+        return encode_sample(one) == encode_sample(two)
+    except EncodeError:
+        return False
