@@ -6,7 +6,7 @@ import dataclasses
 
 import click
 
-import wds_tensorcache as tc
+from wds_tensorcache.cli.cache_argument import cache_option, open_cache
 from wds_tensorcache.cli.output import Output, json_option
 from wds_tensorcache.integrations.export import KINDS, export_cache
 
@@ -18,17 +18,20 @@ __all__ = ["export"]
 @click.argument("out", type=click.Path(file_okay=False))
 @click.option("--as", "kind", type=click.Choice(KINDS), default="pt", show_default=True, help="Kind of files.")
 @click.option("--resume", is_flag=True, help="Keep the files that an interrupted export has written.")
+@cache_option
 @json_option
-def export(source: str, out: str, kind: str, resume: bool, as_json: bool) -> None:
+def export(source: str, out: str, kind: str, resume: bool, cache_name: str | None, as_json: bool) -> None:
     """Write each sample of SOURCE into a file in the folder OUT, or all samples into a WebDataset tar.
 
     No part of this package is needed to read the files.
     """
     output = Output(as_json)
-    with tc.open(source) as cache, output.progress("exporting") as show:
+    if kind == "webdataset" and resume:
+        raise click.UsageError("an interrupted tar cannot be continued; export it again without --resume")
+    with open_cache(source, cache_name) as cache, output.progress("exporting") as show:
         report = export_cache(cache, out, kind, resume=resume, progress=show)
     for key, name in report.renamed.items():
-        output.note(f"sample {key} is in {name}, because its original name cannot be the name of a file")
+        output.note(f"sample {key} is in {name}: its original name is no safe name of a file, or another file has it")
     for name, dtype in report.widened.items():
         output.note(f"{name} is {dtype} in the files, which changes no number")
     output.text(report)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import re
 import tarfile
+import unicodedata
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
 
-from wds_tensorcache.codec.skeleton.tensor_names import component, join_path
+from wds_tensorcache.codec.skeleton.tensor_names import RESERVED, component, join_path
 from wds_tensorcache.codec.tree import realize
 from wds_tensorcache.errors import EncodeError, InvalidKeyError, TensorCacheError
 from wds_tensorcache.progress import Progress, ProgressOption
@@ -28,14 +30,18 @@ from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_a
 
 __all__ = ["KINDS", "ExportReport", "export_cache"]
 
+_TAR = "samples.tar"
 KINDS = ("pt", "npz", "safetensors", "webdataset")
-_MAX_NAME_NBYTES = 200  # of a part of a path; file systems allow 255 bytes, with suffix and temporary name
-_RESERVED = re.compile(
-    r"(?i)(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?|.*[<>:\"\\|?*\x00-\x1f\x7f\ud800-\udfff].*|.*[ .]|\.+.*", re.DOTALL
+_MAX_PART_NBYTES = 200  # of a part of a path; file systems allow 255 bytes, with suffix and temporary name
+_MAX_SUFFIX_NBYTES = 30
+_MAX_PATH_NBYTES = 1000
+# names that Windows reserves, characters that it refuses or that a terminal obeys, hidden names, `.` and `..`
+_UNSAFE_PART = re.compile(
+    r"(?i)(con|prn|aux|nul|conin\$|conout\$|com[0-9\xb9\xb2\xb3]|lpt[0-9\xb9\xb2\xb3])(\..*)?|.*[ .]|\.+.*|"
+    r".*[<>:\"/\\|?*\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff].*",
+    re.DOTALL,
 )
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-# dtypes that numpy lacks, and the ones that have the same numbers
-_WIDER = dict.fromkeys([torch.bfloat16, *_FLOAT8], torch.float32)
 
 
 @dataclass(slots=True)
@@ -64,24 +70,26 @@ def export_cache(
 ) -> ExportReport:
     """Write each sample of a cache into a file `NAME.KIND`, with its other members in `NAME.EXTENSION`.
 
-    `NAME` is the original name of the sample (see `tc.original_name`), or its key if no file system can hold that name. No
-    file is ever written outside `out`.
+    `NAME` is the original name of the sample (see `tc.original_name`). If that is no safe name of a file on every system, or
+    another file has it, it is the key, or a name made of the key; `renamed` lists these samples. No file is ever written
+    outside `out`.
 
     - `"pt"`: the nested sample, by `torch.save`. Any sample; but an array that is not a tensor needs numpy's pickles.
     - `"npz"` and `"safetensors"`: the tensors by name. Other values are in `NAME.json`, by the same kind of names. npz has
-      no bfloat16 and float8: these become float32, which changes no number.
+      no bfloat16 and float8: these become float32, which changes no number. A float8 tensor with a NaN that would change is
+      refused.
     - `"webdataset"`: one tar `samples.tar`, in which `KEY.pth` is the nested sample.
 
     Args:
         cache: Cache, or a view of one.
-        out: Folder, which is made if it does not exist.
+        out: Folder, which is made if it does not exist. It must be empty, unless `kind` is `"webdataset"` or `resume` is True.
         kind: One of these.
         resume: Keep the files of an earlier call that was interrupted; not for a tar.
         progress: As for `tc.build`.
 
     Raises:
         ValueError: `kind` is unknown, or `resume` is True for a tar.
-        FileExistsError: A file exists, and `resume` is False.
+        FileExistsError: The folder is not empty, and `resume` is False; the tar exists; or a link is in the folder's paths.
         EncodeError: The kind of file cannot hold a value; the message names it.
         FormatError: A shard is damaged.
     """
@@ -93,78 +101,112 @@ def export_cache(
         if kind == "webdataset":
             if resume:
                 raise ValueError("resume=True: an interrupted tar cannot be continued; export it again")
-            _write_tar(cache, os.path.join(out, "samples.tar"), report, bar)
+            _write_tar(cache, os.path.join(out, _TAR), report, bar)
             return report
-        for folder, *_ in os.walk(out) if resume else ():
+        if os.listdir(out) and not resume:
+            raise FileExistsError(f"{out} is not empty; continue with --resume (resume=True), or choose another folder")
+        for folder, *_ in os.walk(out):
             for stray in find_temporary(folder, ".*"):
                 remove_stray(stray)
-        names = _Names()
+        names, having = _Names(), cache._having()
+        own = ["pt"] if kind == "pt" else ["json", kind]
         for number, key in enumerate(cache.keys()):
-            name = names.name_of(key)
-            if names.is_renamed:
+            suffixes = [suffix for suffix, rows in having.items() if rows[number]]
+            name, is_renamed = names.name_of(key, [*own, *suffixes])
+            if is_renamed:
                 report.renamed[key] = name
             path = os.path.join(out, *name.split("/"))
             if os.path.lexists(f"{path}.{kind}"):
-                if not resume:
-                    raise FileExistsError(
-                        f"{path}.{kind} exists; continue with --resume (resume=True), or choose another folder"
-                    )
                 report.num_present += 1
             else:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
+                _make_folder(os.path.dirname(path), out)
                 try:
-                    members, files = _members(cache, number), _encode(realize(cache[number]), kind, report)
+                    members, files = (
+                        _read_members(cache, number, suffixes),
+                        _encode(realize(cache[number]), kind, report),
+                    )
                     for suffix in members.keys() & files.keys():
                         raise EncodeError(
                             f"has a member {suffix!r}, which has the name of an exported file; use another kind"
                         )
                 except TensorCacheError as exc:
                     raise exc.at(f"sample {key!r}") from exc
-                for suffix, content in {
-                    **members,
-                    **files,
-                }.items():  # the sample itself comes last: with it, all files are there
+                # the sample itself comes last: with it, all files are there
+                for suffix, content in {**members, **files}.items():
                     write_atomically(f"{path}.{suffix}", [content], fsync=False)
                 report.num_written += 1
             bar.show(number + 1)
     return report
 
 
+def _make_folder(folder: str, out: str) -> None:
+    """Make a folder in `out`. Hazard: a link in an existing folder could lead out of it."""
+    os.makedirs(folder, exist_ok=True)
+    if os.path.realpath(folder) != folder:
+        raise FileExistsError(f"{folder} is or contains a link; export into a new folder, not into {out}")
+
+
 class _Names:
-    """The names of files for the keys of a cache: different ones, also on file systems that ignore case."""
+    """Names of files for the samples of a cache. No two of them are one name for a file system that ignores case."""
 
     def __init__(self) -> None:
-        self._used: set[str] = set()
-        self.is_renamed = False  # whether the last name is not the original one
+        self._files: set[str] = set()
+        self._folders: set[str] = set()
 
-    def name_of(self, key: str) -> str:
-        """Return a relative path without suffix."""
+    def name_of(self, key: str, suffixes: Iterable[str]) -> tuple[str, bool]:
+        """Return a relative path for the files of a sample, without suffix, and whether it differs from the original name.
+
+        Raises:
+            EncodeError: A file with one of the suffixes would not be safe.
+        """
+        for suffix in suffixes:
+            if len(suffix.encode("utf-8", "replace")) > _MAX_SUFFIX_NBYTES or _UNSAFE_PART.fullmatch(f"x.{suffix}"):
+                raise EncodeError(f"sample {key!r:.100}: member {suffix!r:.100} cannot be the end of a file's name")
         try:
-            name = original_name(key)
+            original = original_name(key)
         except InvalidKeyError:  # the key has only a hash of the name
-            name = key
-        wanted = name
-        parts = name.split("/")
-        if any(_RESERVED.fullmatch(part) or not 0 < len(part.encode()) <= _MAX_NAME_NBYTES for part in parts):
-            name = key
-        number = 1
-        while name.casefold() in self._used:
-            number += 1
-            name = f"{key}-{number}"
-        self._used.add(name.casefold())
-        self.is_renamed = name != wanted
-        return name
+            original = key
+        safe = (
+            key
+            if _is_safe(key)
+            else "sample-" + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        )
+        for name in chain([original, safe], (f"{safe}-{number}" for number in count(2))):
+            if _is_safe(name) and self._claim(name, suffixes):
+                return name, name != original
+        raise AssertionError("there is always one more number")
+
+    def _claim(self, name: str, suffixes: Iterable[str]) -> bool:
+        """Claim the names of a sample's files, unless one of them is in use, also as a folder."""
+        files = {_folded(f"{name}.{suffix}") for suffix in suffixes}
+        parts = _folded(name).split("/")
+        folders = {"/".join(parts[:end]) for end in range(1, len(parts))}
+        if files & self._files or files & self._folders or folders & self._files:
+            return False
+        self._files |= files
+        self._folders |= folders
+        return True
 
 
-def _members(cache: Cache, number: int) -> dict[str, bytes]:
+def _folded(name: str) -> str:
+    """Return what names have in common that some file systems take for one."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+
+
+def _is_safe(name: str) -> bool:
+    """Return whether a relative path names a file in its folder, on every system."""
+    raw = name.encode("utf-8", "surrogatepass")
+    parts = raw.split(b"/")
+    return (
+        len(raw) <= _MAX_PATH_NBYTES
+        and all(0 < len(part) <= _MAX_PART_NBYTES for part in parts)
+        and not any(map(_UNSAFE_PART.fullmatch, name.split("/")))
+    )
+
+
+def _read_members(cache: Cache, number: int, suffixes: Iterable[str]) -> dict[str, bytes]:
     """Return the other members of a sample by extension."""
-    found = {}
-    for suffix in cache.members:
-        try:
-            (found[suffix],) = cache.read_members([number], suffix)
-        except KeyError:
-            continue  # this sample has none
-    return found
+    return {suffix: cache.read_members([number], suffix)[0] for suffix in suffixes}
 
 
 def _encode(sample: Any, kind: str, report: ExportReport) -> dict[str, bytes]:
@@ -176,8 +218,10 @@ def _encode(sample: Any, kind: str, report: ExportReport) -> dict[str, bytes]:
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for name, leaf in _leaves(sample, ""):
-        is_array = isinstance(leaf, (torch.Tensor, np.ndarray))
-        (tensors if is_array else values)[name or "value"] = leaf
+        name = name or "value"
+        if name in tensors or name in values:
+            raise EncodeError(f"two keys of a dict have the name {name!r:.200} in the file; use pt")
+        (tensors if isinstance(leaf, (torch.Tensor, np.ndarray)) else values)[name] = leaf
     files = {"json": _encode_json(values)} if values else {}
     if kind == "npz":
         # not `np.savez`, which has a parameter `file`
@@ -192,8 +236,12 @@ def _encode(sample: Any, kind: str, report: ExportReport) -> dict[str, bytes]:
             raise EncodeError(
                 f"{name!r:.200} is an array of {tensor.dtype}, which safetensors files cannot hold; use pt"
             )
+        if name == RESERVED:
+            raise EncodeError(f"safetensors reserves the name {name!r}; use pt or npz")
     try:
-        return {**files, kind: safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})}
+        # a copy: a tensor may occur twice, and safetensors refuses tensors that share memory
+        copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+        return {**files, kind: safetensors.torch.save(copies)}
     except (KeyError, ValueError, RuntimeError) as exc:
         raise EncodeError(f"a safetensors file cannot hold the sample: {exc!r:.300}; use pt") from exc
 
@@ -220,7 +268,10 @@ def _encode_json(values: dict[str, Any]) -> bytes:
             same = None
         if not (same == value or (isinstance(value, tuple) and same == list(value))):
             raise EncodeError(f"{name!r:.200} is a {type(value).__name__}, which JSON cannot hold; use pt")
-    return json.dumps(values, ensure_ascii=False, indent=1).encode("utf-8", "surrogatepass")
+    try:
+        return json.dumps(values, ensure_ascii=False, indent=1).encode("utf-8")
+    except UnicodeEncodeError:  # lone surrogates, as in names of files that are not UTF-8
+        return json.dumps(values, indent=1).encode("ascii")
 
 
 def _as_array(name: str, tensor: torch.Tensor | np.ndarray[Any, Any], report: ExportReport) -> np.ndarray[Any, Any]:
@@ -228,10 +279,18 @@ def _as_array(name: str, tensor: torch.Tensor | np.ndarray[Any, Any], report: Ex
         if tensor.dtype.hasobject:
             raise EncodeError(f"{name!r:.200} is an array of {tensor.dtype}, which numpy would pickle")
         return tensor
-    wider = _WIDER.get(tensor.dtype)
-    if wider is not None:
-        report.widened[name] = str(wider).removeprefix("torch.")
-        tensor = tensor.to(wider)
+    if tensor.dtype == torch.bfloat16:  # the upper half of a float32; also keeps the bits of every NaN
+        report.widened[name] = "float32"
+        bits = tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+        return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
+    if tensor.dtype in _FLOAT8:
+        wider = tensor.to(torch.float32)
+        if not torch.equal(wider.to(tensor.dtype).view(torch.uint8), tensor.view(torch.uint8)):
+            raise EncodeError(
+                f"{name!r:.200} is {tensor.dtype} with a NaN that float32 does not keep; use pt or safetensors"
+            )
+        report.widened[name] = "float32"
+        tensor = wider
     try:
         return tensor.numpy()
     except (TypeError, RuntimeError) as exc:
@@ -241,11 +300,24 @@ def _as_array(name: str, tensor: torch.Tensor | np.ndarray[Any, Any], report: Ex
 def _write_tar(cache: Cache, path: str, report: ExportReport, bar: Progress) -> None:
     if os.path.lexists(path):
         raise FileExistsError(f"{path} exists; choose another folder")
+    for stray in find_temporary(os.path.dirname(path), re.escape(_TAR)):
+        remove_stray(stray)
 
     def parts() -> Iterator[bytes]:
+        met: set[str] = set()
+        having = cache._having()
         for number, key in enumerate(cache.keys()):
-            files = {"pth": _encode(realize(cache[number]), "pt", report)["pt"]}
-            for suffix, content in {**_members(cache, number), **files}.items():
+            try:
+                members = _read_members(cache, number, (suffix for suffix, rows in having.items() if rows[number]))
+                if key in met or not _is_safe(key):
+                    raise EncodeError("has a key that occurs twice, or that is not a plain relative path")
+                if "pth" in members:
+                    raise EncodeError("has a member 'pth', which has the name of an exported file; use another kind")
+                members["pth"] = _encode(realize(cache[number]), "pt", report)["pt"]
+            except TensorCacheError as exc:
+                raise exc.at(f"sample {key!r:.100}") from exc
+            met.add(key)
+            for suffix, content in members.items():
                 info = tarfile.TarInfo(f"{key}.{suffix}")
                 info.size, info.mode = len(content), 0o644
                 yield info.tobuf(tarfile.PAX_FORMAT)
