@@ -305,13 +305,14 @@ def _write(path: str, runs: list[_Run], files: Files, fsync: bool, show: Callabl
                 done += count
                 show(done)
 
-    index = write_shard(path, ranges(), files, runs[0][0].index.fingerprint, fsync=fsync)
+    try:
+        index = write_shard(path, ranges(), files, runs[0][0].index.fingerprint, fsync=fsync)
+        if _contents([(index.keys, index.members_in_order(), 0, len(index.keys))]) != _expected(runs):
+            raise FormatError("the index and the shard list different samples; see tc.verify", kind="index")
+    except FormatError as exc:
+        raise exc.at(", ".join(dict.fromkeys(shard.path for shard, *_ in runs))) from exc
     for shard, *_ in runs:
         files.get(shard.path).check_unchanged()
-    if _contents([(index.keys, index.members_in_order(), 0, len(index.keys))]) != _expected(runs):
-        raise FormatError("the index and the shard list different samples; see tc.verify", kind="index").at(
-            ", ".join(dict.fromkeys(shard.path for shard, *_ in runs))
-        )
     return index
 
 

@@ -1,0 +1,356 @@
+"""merge and reshard: the same bytes in other shards, complete or absent, also after SIGKILL and Ctrl-C."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import random
+import signal
+import tarfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.cli.command import json_of, run
+from tests.cli.commands import Output, Process, the_server
+from tests.kills import compare
+from wds_tensorcache.writing.reshard import merge, reshard
+
+
+def write(folder: Path, numbers: Iterable[int], **options: Any) -> Path:
+    """Write samples with two caches and other members; some lack a cache, or all of them."""
+    with tc.ShardWriter(folder, fsync=False, **options) as sink:
+        for i in numbers:
+            members: dict[str, Any] = {"txt": f"photo {i}"} if i % 2 or i % 5 == 4 else {}
+            if i % 3 == 0:
+                members["text.tensorcache"] = {"states": torch.full((i % 7, 4), i)}
+            if i % 5 == 4:
+                sink.write(f"k{i:03d}", **members)
+            else:
+                sink.write(f"k{i:03d}", {"x": torch.full((100 * (i % 4),), i).half(), "i": i}, **members)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the content of each member of all tars, by name."""
+    found: dict[str, bytes] = {}
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as archive:
+            for member in archive:
+                if member.isfile():
+                    assert member.name not in found
+                    found[member.name] = archive.extractfile(member).read()  # type: ignore[union-attr]
+    return found
+
+
+# --- the same bytes
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_samples": 5}, {"max_samples": 1}, {"max_samples": 1000}, {"max_nbytes": 6000}, {"max_nbytes": 1}]
+)
+def test_reshard_is_what_a_writer_writes(tmp_path: Path, options: dict[str, int]) -> None:
+    write(tmp_path / "in", range(23), max_samples=7, fingerprint={"model": "vae"})
+    write(tmp_path / "expected", range(23), **options, fingerprint={"model": "vae"})
+    ((name, value),) = options.items()
+    found = json_of("reshard", tmp_path / "in", tmp_path / "out", f"--{name.replace('_', '-')}", value)
+    assert (found["num_samples"], found["num_shards_resumed"]) == (23, 0)
+    compare(tmp_path / "out", tmp_path / "expected")
+    assert found["num_shards"] == len(list((tmp_path / "out").glob("*.tar")))
+    assert found["nbytes"] == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.tar"))
+
+
+def test_merge(tmp_path: Path) -> None:
+    write(tmp_path / "a", range(9), max_samples=4)
+    write(tmp_path / "b", range(9, 15), max_samples=4)
+    write(tmp_path / "expected", range(15), max_samples=6)
+    said = run("merge", tmp_path / "a", tmp_path / "b", tmp_path / "out", "--max-samples", 6)
+    assert said.stdout.startswith(f"{tmp_path}/out: 3 shards, 15 samples, ")
+    assert said.stderr == ""
+    compare(tmp_path / "out", tmp_path / "expected")
+    run("merge", tmp_path / "a", tmp_path / "bare", "--no-dali-index")
+    assert sorted(os.listdir(tmp_path / "bare")) == ["000000.tar", "manifest.json"]
+
+
+def test_prefixes(tmp_path: Path) -> None:
+    write(tmp_path / "a", range(5))
+    write(tmp_path / "b", range(5), max_samples=2)
+    run("merge", tmp_path / "a", tmp_path / "b", tmp_path / "out", "--prefix", "", "--prefix", "b/", "--max-samples", 4)
+    before = contents(tmp_path / "a")
+    assert contents(tmp_path / "out") == before | {f"b/{name}": content for name, content in before.items()}
+    assert tc.verify(tmp_path / "out").ok
+    with tc.open(tmp_path / "out", cache="") as cache:
+        assert list(cache.keys()) == [f"{prefix}k{i:03d}" for prefix in ("", "b/") for i in range(4)]
+        assert cache["b/k003"]["x"].load().tolist() == [3] * 300
+    run("merge", tmp_path / "a", tmp_path / "b", tmp_path / "none", "--prefix", "b/", status=2)
+    bad = run("merge", tmp_path / "a", tmp_path / "none", "--prefix", "../", status=1)
+    assert "'../k000'" in bad.stderr
+    run("merge", tmp_path / "a", tmp_path / "none", "--prefix", "x" * 100, status=1)
+    assert not (tmp_path / "none").exists()
+
+
+def test_tars_by_other_programs(tmp_path: Path) -> None:
+    """Long names, capitals, folders, links and files without a sample: the bytes of all tar entries stay as they are."""
+    skeleton, tensors = tc.encode_sample({"x": torch.ones(3)})
+    files = [
+        ("README", b"no sample"),
+        (f"{'long' * 40}/a.skel.pyd", skeleton),
+        (f"{'long' * 40}/a.SafeTensors", tensors),
+        ("b.skel.pyd", skeleton),
+        ("b.safetensors", tensors),
+        ("b.JPG", b"picture"),
+        ("c.txt", b""),
+        ("LICENSE", b"text"),
+    ]
+    for format in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        source = tmp_path / f"{format}.tar"
+        with tarfile.open(source, "w", format=format) as archive:
+            for name, content in files:
+                folder = tarfile.TarInfo(f"{name}-folder")
+                folder.type = tarfile.DIRTYPE
+                archive.addfile(folder)
+                member = tarfile.TarInfo(name)
+                member.size, member.mtime, member.uname = len(content), 1234, "owner"
+                archive.addfile(member, io.BytesIO(content))
+        out = tmp_path / f"out{format}"
+        reshard(source, out, max_samples=1, fsync=False)
+        assert len(list(out.glob("*.tar"))) == 3
+        assert tc.verify(out).ok
+        with tarfile.open(source) as before:
+            expected = [(each.name, each.type, each.mtime, each.size, each.uname) for each in before]
+        found = []
+        for path in sorted(out.glob("*.tar")):
+            with tarfile.open(path) as after:
+                found += [(each.name, each.type, each.mtime, each.size, each.uname) for each in after]
+        assert found == expected
+        assert contents(out) == dict(files)
+
+
+def test_a_name_that_becomes_too_long(tmp_path: Path) -> None:
+    write(tmp_path / "in", range(2))
+    with pytest.raises(tc.InvalidKeyError, match="shorten the key"):
+        merge([tmp_path / "in"], tmp_path / "out", prefixes=["x" * 90])
+
+
+# --- refusals
+
+
+def test_equal_keys(tmp_path: Path) -> None:
+    write(tmp_path / "a", range(6), max_samples=2)
+    write(tmp_path / "b", range(4, 8))
+    said = run("merge", tmp_path / "a", tmp_path / "b", tmp_path / "out", status=1).stderr
+    assert said.count("\n") == 1
+    for word in ("2 keys", "'k004'", "a/000002.tar", "b/000000.tar", "--prefix"):
+        assert word in said
+    assert "--prefix" in run("merge", tmp_path / "a", tmp_path / "a", tmp_path / "out", status=1).stderr
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_fingerprints(tmp_path: Path) -> None:
+    write(tmp_path / "a", range(6), max_samples=4, fingerprint={"model": "vae", "dtype": "bf16"})
+    write(tmp_path / "b", range(6, 9), fingerprint={"model": "vae", "dtype": "fp16"})
+    write(tmp_path / "c", range(9, 12))
+    said = run("merge", tmp_path / "a", tmp_path / "b", tmp_path / "out", status=1).stderr
+    assert "{'dtype': 'fp16'}" in said
+    assert "{'dtype': 'bf16'}" in said
+    assert "model" not in said
+    assert "no fingerprint" in run("merge", tmp_path / "a", tmp_path / "c", tmp_path / "out", status=1).stderr
+    assert not (tmp_path / "out").exists()
+    run("merge", tmp_path / "a", tmp_path / "b", tmp_path / "c", tmp_path / "out", "--mixed")
+    found = [tc.open(path, cache="").fingerprint for path in sorted((tmp_path / "out").glob("*.tar"))]
+    assert found == [{"model": "vae", "dtype": "bf16"}, {"model": "vae", "dtype": "fp16"}, {}]
+    # a mixed cache can be resharded, and its samples keep their fingerprints
+    run("reshard", tmp_path / "out", tmp_path / "again", "--max-samples", 5)
+    with tc.open(tmp_path / "again", cache="") as cache:
+        assert (cache.num_shards, cache.fingerprint) == (4, {})
+    with tc.open(tmp_path / "again" / "000001.tar", cache="") as cache:
+        assert (len(cache), cache.fingerprint["dtype"]) == (1, "bf16")
+
+
+def _cut(shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes()[:-3000])
+
+
+def _lose_a_header(shard: Path) -> None:
+    raw = bytearray(shard.read_bytes())
+    at = raw.index(b"k005.")
+    raw[at : at + 512] = bytes(512)
+    shard.write_bytes(raw)
+
+
+def _rename(shard: Path, names: Iterable[bytes]) -> None:
+    raw = bytearray(shard.read_bytes())
+    for name in names:
+        at = raw.index(name + b"\0")
+        raw[at + 3] += 1
+        raw[at + 148 : at + 156] = b"%06o\0 " % (sum(raw[at : at + 148]) + 8 * 32 + sum(raw[at + 156 : at + 512]))
+    shard.write_bytes(raw)
+
+
+def _rename_a_member(shard: Path) -> None:
+    _rename(shard, [b"k005.skel.pyd"])
+
+
+def _rename_a_sample(shard: Path) -> None:
+    """The index lists another key than the tar."""
+    _rename(shard, [b"k007.skel.pyd", b"k007.safetensors", b"k007.txt"])
+
+
+@pytest.mark.parametrize("damage", [_cut, _lose_a_header, _rename_a_member, _rename_a_sample])
+def test_damaged_shards(tmp_path: Path, damage: Any) -> None:
+    write(tmp_path / "in", range(12), max_samples=4)
+    damage(tmp_path / "in" / "000001.tar")
+    for command in (["reshard"], ["merge", "--max-samples", 1]):
+        said = run(*command, tmp_path / "in", tmp_path / "out", status=1).stderr
+        assert said.startswith("tensorcache: ")
+        assert "000001.tar" in said
+        assert said.count("\n") == 1
+        assert os.listdir(tmp_path) == ["in"]
+
+
+def test_wrong_usage(tmp_path: Path) -> None:
+    write(tmp_path / "in", range(3))
+    for arguments in (["merge", tmp_path / "in"], ["reshard", tmp_path / "in"], ["merge"]):
+        run(*arguments, status=2)
+    for command in ("merge", "reshard"):
+        run(command, tmp_path / "nowhere", tmp_path / "out", status=2)
+        run(command, tmp_path / "in", tmp_path / "out", "--max-samples", 0, status=2)
+        assert "is not empty" in run(command, tmp_path / "in", tmp_path / "in", status=1).stderr
+        (tmp_path / "file").write_text("x")
+        assert "is a file" in run(command, tmp_path / "in", tmp_path / "file", status=1).stderr
+    with pytest.raises(ValueError, match="0 caches"):
+        merge([], tmp_path / "out")
+    with pytest.raises(ValueError, match="expected at least 1"):
+        reshard(tmp_path / "in", tmp_path / "out", max_nbytes=0)
+    assert sorted(os.listdir(tmp_path)) == ["file", "in"]
+
+
+def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path / "in", range(3))
+    (tmp_path / "out").mkdir()
+    run("reshard", tmp_path / "in", tmp_path / "out")
+    assert tc.verify(tmp_path / "out").ok
+
+
+# --- killed and interrupted
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A cache whose copy takes a while: 60 shards, with a sync of each."""
+    return write(tmp_path / "in", range(60), max_samples=13)
+
+
+def start(*arguments: object) -> tuple[Process, Output]:
+    output = Output().__enter__()
+    with open(os.devnull) as null:
+        files = null.fileno(), output.fileno, output.fileno
+        return the_server().start(list(map(str, arguments)), files, Path.cwd()), output
+
+
+def wait_for_shards(parent: Path, count: int) -> None:
+    """Wait until a hidden folder has some finished shards, or OUT is there."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not (parent / "out").exists():
+        if len(list(parent.glob(".out.*.tmp/*.tar"))) >= count:
+            return
+        time.sleep(0.0005)
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("command", ["merge", "reshard"])
+def test_killed(tmp_path: Path, source: Path, command: str) -> None:
+    """After each kill there is no OUT; the same command resumes, and what it writes is the same byte for byte."""
+    arguments = [command, source, tmp_path / "out", "--max-samples", 1]
+    write(tmp_path / "expected", range(60), max_samples=1)
+    chance, num_kills = random.Random(1), 0
+    for count in (1, 7, 20, 33, 50):
+        process, output = start(*arguments)
+        wait_for_shards(tmp_path, count)
+        time.sleep(chance.uniform(0, 0.003))
+        os.kill(process.pid, signal.SIGKILL)
+        num_kills += process.wait() == -signal.SIGKILL
+        output.__exit__()
+        if (tmp_path / "out").exists():
+            break
+        assert len([name for name in os.listdir(tmp_path) if name.startswith(".out.")]) == 1
+    assert num_kills >= 2
+    if not (tmp_path / "out").exists():
+        assert json_of(*arguments)["num_shards_resumed"] > 0
+    compare(tmp_path / "out", tmp_path / "expected")
+    assert sorted(os.listdir(tmp_path)) == ["expected", "in", "out"]
+
+
+def test_interrupted(tmp_path: Path, source: Path) -> None:
+    """Ctrl-C: status 130, two lines, no OUT."""
+    arguments = ["reshard", source, tmp_path / "out", "--max-samples", 1]
+    process, output = start(*arguments)
+    wait_for_shards(tmp_path, 5)
+    process.interrupt()
+    assert process.wait() == 130
+    assert output.read().decode().splitlines() == [
+        "the finished shards are kept: the same command resumes",
+        "interrupted",
+    ]
+    output.__exit__()
+    assert not (tmp_path / "out").exists()
+    assert json_of(*arguments)["num_shards_resumed"] >= 5
+    assert tc.verify(tmp_path / "out").ok
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+def test_other_arguments_do_not_resume(tmp_path: Path, source: Path) -> None:
+    """Neither do sources that have changed; what the killed command has left is deleted."""
+    process, output = start("reshard", source, tmp_path / "out", "--max-samples", 1)
+    wait_for_shards(tmp_path, 5)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    output.__exit__()
+    left = next(tmp_path.glob(".out.*.tmp"))
+    (source / "000000.tar").write_bytes((source / "000000.tar").read_bytes())
+    os.utime(source / "000000.tar", ns=(1, 1))
+    assert json_of("reshard", source, tmp_path / "out", "--max-samples", 1)["num_shards_resumed"] == 0
+    assert not left.exists()
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+def test_a_damaged_shard_of_a_killed_command_is_written_again(tmp_path: Path, source: Path) -> None:
+    arguments = ["reshard", source, tmp_path / "out", "--max-samples", 1]
+    process, output = start(*arguments)
+    wait_for_shards(tmp_path, 5)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    output.__exit__()
+    (folder,) = tmp_path.glob(".out.*.tmp")
+    (folder / "000000.tar").write_bytes(b"")
+    (folder / "000001.tar").write_bytes((folder / "000002.tar").read_bytes())
+    (folder / "000003.idx").write_bytes(b"stale")
+    run(*arguments)
+    write(tmp_path / "expected", range(60), max_samples=1)
+    compare(tmp_path / "out", tmp_path / "expected")
+
+
+def test_two_at_once(tmp_path: Path, source: Path) -> None:
+    """The second one is refused, and disturbs nothing."""
+    arguments = ["reshard", source, tmp_path / "out", "--max-samples", 1]
+    process, output = start(*arguments)
+    wait_for_shards(tmp_path, 3)
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        assert "another process is writing" in run(*arguments, status=1).stderr
+        assert list(tmp_path.glob(".out.*.tmp"))
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    assert process.wait() == 0, output.read()
+    output.__exit__()
+    assert tc.verify(tmp_path / "out").ok
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
