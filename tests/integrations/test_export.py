@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import webdataset as wds
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
+from tests.cli.commands import Output, the_server
 from tests.importers.folders import imported
 from tests.same import assert_same
 from wds_tensorcache.integrations.export import export_cache
@@ -183,6 +186,224 @@ def test_a_killed_export_resumes(tmp_path: Path) -> None:
         assert (out / f"k{i:03d}.txt").read_text() == str(i)
 
 
+def foreign(path: Path, keys: list[str]) -> Path:
+    """Write a tar as another program would, with any keys."""
+    skeleton, tensors = tc.encode_sample({"x": torch.ones(3)})
+    with tarfile.open(path, "w") as archive:
+        for key in keys:
+            for suffix, content in (("skel.pyd", skeleton), ("safetensors", tensors), ("txt", key.encode())):
+                member = tarfile.TarInfo(f"{key}.{suffix}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if not path.is_dir())
+
+
+@pytest.mark.parametrize("kind", ["pt", "npz", "safetensors"])
+def test_keys_that_lead_out_of_the_folder(tmp_path: Path, kind: str) -> None:
+    """A tar by another program may have any key; `tc.original_name` does not know them."""
+    keys = ["../up", str(tmp_path / "absolute"), "a/../../b", "x" * 300, "new\nline", "esc\x1b[31m", "CON", "ok"]
+    keys += ["/".join(["deep"] * 300), "../../" * 20 + str(tmp_path / "far").lstrip("/")]
+    source = foreign(tmp_path / "in.tar", keys)
+    result = json_of("export", source, tmp_path / "parent" / "out", "--as", kind)
+    assert result["num_written"] == len(keys)
+    assert sorted(os.listdir(tmp_path)) == ["in.tar", "parent"]
+    assert os.listdir(tmp_path / "parent") == ["out"]
+    texts = [path.read_bytes().decode() for path in files_in(tmp_path / "parent" / "out") if path.suffix == ".txt"]
+    assert sorted(texts) == sorted(keys)
+    assert all(str(path).isprintable() for path in files_in(tmp_path / "parent"))
+    assert set(result["renamed"]) == set(keys) - {"ok"}
+    said = run("export", source, tmp_path / "again", "--as", kind)
+    assert said.stdout.isascii()
+    assert all(line.isprintable() for line in said.stderr.split("\n"))
+
+
+def test_a_tar_that_leads_out_of_its_folder(tmp_path: Path) -> None:
+    source = foreign(tmp_path / "in.tar", ["ok", "../up"])
+    assert "'../up'" in run("export", source, tmp_path / "out", "--as", "webdataset", status=1).stderr
+    assert files_in(tmp_path / "out") == []
+
+
+def test_members_with_names_that_are_no_file_names(tmp_path: Path) -> None:
+    source = tmp_path / "in.tar"
+    foreign(source, ["a"])
+    with tarfile.open(source, "a") as archive:
+        archive.addfile(tarfile.TarInfo("a.x\x1b[31m"))
+    assert "cannot be the end of a file's name" in run("export", source, tmp_path / "out", status=1).stderr
+    assert files_in(tmp_path / "out") == []
+
+
+def test_samples_whose_files_would_have_one_name(tmp_path: Path) -> None:
+    """By their members, as a folder of another sample, by case, or by the form of accents."""
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        sink.write(tc.safe_key("a"), {"x": torch.tensor(0)}, **{"v2.txt": b"0", "v2.pt": b"0"})
+        sink.write(tc.safe_key("a.v2"), {"x": torch.tensor(1)}, txt=b"1")
+        sink.write(tc.safe_key("b/c"), {"x": torch.tensor(2)}, txt=b"2")
+        sink.write(tc.safe_key("b.pt/c"), {"x": torch.tensor(3)}, txt=b"3")
+        sink.write(tc.safe_key("b"), {"x": torch.tensor(4)}, txt=b"4")
+        sink.write(tc.safe_key("caf\u00e9"), {"x": torch.tensor(5)}, txt=b"5")
+        sink.write(tc.safe_key("cafe\u0301"), {"x": torch.tensor(6)}, txt=b"6")
+        sink.write(tc.safe_key("CAF\u00c9"), {"x": torch.tensor(7)}, txt=b"7")
+        sink.write(tc.safe_key("A.V2"), {"x": torch.tensor(8)}, txt=b"8")
+    result = json_of("export", tmp_path / "cache", tmp_path / "out")
+    assert result["num_written"] == 9
+    files = files_in(tmp_path / "out")
+    assert len(files) == 9 * 2 + 1
+    assert sorted(
+        torch.load(path)["x"].item() for path in files if path.suffix == ".pt" and path.read_bytes() != b"0"
+    ) == [*range(9)]
+    for path in files:
+        if path.suffix == ".txt" and path.name != "a.v2.txt":
+            assert torch.load(path.with_name(path.name[:-4] + ".pt"))["x"] == int(path.read_text())
+    folded = {unicodedata.normalize("NFC", str(path).casefold()) for path in files}
+    assert len(folded) == len(files)
+
+
+def test_a_folder_that_is_not_empty(tmp_path: Path, samples: dict[str, Any]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "dir").symlink_to(tmp_path)
+    assert "is not empty" in run("export", tmp_path / "cache", tmp_path / "out", status=1).stderr
+    assert "link" in run("export", tmp_path / "cache", tmp_path / "out", "--resume", status=1).stderr
+    assert sorted(os.listdir(tmp_path)) == ["cache", "out"]
+
+
+def test_every_dtype_comes_back(tmp_path: Path) -> None:
+    """Bit for bit and dtype for dtype where the file has the dtype; else as numbers, or it is refused by name."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    sample: dict[str, Any] = {
+        "bf16": bits.view(torch.bfloat16),
+        "f16": bits.view(torch.float16),
+        "f32": torch.tensor([0x7FA00001, -1, 0, 1 << 31], dtype=torch.int64).to(torch.int32).view(torch.float32),
+        **{str(dtype)[6:]: torch.arange(6).to(dtype).reshape(2, 3) for dtype in (
+            torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32,
+            torch.uint64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2)},
+        "scalar": torch.tensor(1.5), "none": torch.zeros(0, 4), "a/b": torch.ones(1), "a.b": torch.ones(2), "": torch.ones(3),
+    }  # fmt: skip
+    if safetensors.__version__ < "0.7":
+        sample.pop("complex128")
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        sink.write("k", sample)
+    for kind in ("pt", "npz", "safetensors", "webdataset"):
+        target = dict(sample)
+        if kind == "safetensors":
+            try:
+                safetensors.torch.save({"x": torch.zeros(1, dtype=torch.complex128)})
+            except KeyError:
+                assert "complex128" in run("export", tmp_path / "cache", tmp_path / "st", "--as", kind, status=1).stderr
+                continue
+        result = json_of("export", tmp_path / "cache", tmp_path / kind, "--as", kind)
+        found, _ = imported(tmp_path / kind, tmp_path / f"{kind}-again")
+        (found,) = found.values()
+        if kind in ("npz", "safetensors"):
+            # the names of tensors are escaped
+            target = {{"a.b": "a%2Eb", "": "%"}.get(name, name): tensor for name, tensor in target.items()}
+        wide = {"bf16", "float8_e4m3fn", "float8_e5m2"} if kind == "npz" else set()
+        assert result["widened"] == dict.fromkeys(wide, "float32")
+        assert set(found) == set(target)
+        for name, tensor in target.items():
+            if name not in wide:
+                assert_same(tensor, found[name], path=f"{kind} {name}")
+            elif name == "bf16":
+                expected = (bits.to(torch.int32) << 16).view(torch.float32)
+                assert_same(expected, found[name], path=name)
+            else:
+                assert_same(tensor.float(), found[name], path=name)
+
+
+def test_float8_with_a_nan_that_would_change(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        sink.write("k", {"x": torch.tensor([0x7D, 0x01], dtype=torch.uint8).view(torch.float8_e5m2)})
+    assert (
+        "'x' is torch.float8_e5m2"
+        in run("export", tmp_path / "cache", tmp_path / "out", "--as", "npz", status=1).stderr
+    )
+    run("export", tmp_path / "cache", tmp_path / "st", "--as", "safetensors")
+    assert safetensors.torch.load_file(tmp_path / "st" / "k.safetensors")["x"].view(torch.uint8).tolist() == [0x7D, 1]
+
+
+def test_one_tensor_twice(tmp_path: Path) -> None:
+    x = torch.randn(4)
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        sink.write("k", {"x": x, "same": x})
+    run("export", tmp_path / "cache", tmp_path / "out", "--as", "safetensors")
+    found = safetensors.torch.load_file(tmp_path / "out" / "k.safetensors")
+    assert_same({"x": x.clone(), "same": x.clone()}, {name: found[name] for name in ("x", "same")})
+
+
+@pytest.mark.parametrize(
+    ("kind", "sample", "members", "message"),
+    [
+        ("safetensors", {"__metadata__": torch.ones(1)}, {}, "reserves the name"),
+        ("npz", {1: torch.ones(1), "1": torch.ones(2)}, {}, "two keys of a dict have the name '1'"),
+        ("webdataset", {"x": torch.ones(1)}, {"pth": b"mine"}, "has a member 'pth'"),
+        ("pt", {"x": torch.ones(1)}, {"pt": b"mine"}, "has a member 'pt'"),
+    ],
+)
+def test_names_that_the_file_cannot_have(
+    tmp_path: Path, kind: str, sample: Any, members: dict[str, bytes], message: str
+) -> None:
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        sink.write("k", sample, **members)
+    said = run("export", tmp_path / "cache", tmp_path / "out", "--as", kind, status=1).stderr
+    assert message in said
+    assert "sample 'k'" in said
+    assert files_in(tmp_path / "out") == []
+
+
+def test_values_that_are_not_utf8(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        sink.write("k", {"x": torch.ones(1), "path": "\udcff\ud800"})
+        sink.write("l", {"x": torch.ones(1), "path": "é字"})
+    run("export", tmp_path / "cache", tmp_path / "out", "--as", "npz")
+    assert json.loads((tmp_path / "out" / "k.json").read_text(encoding="utf-8")) == {"path": "\udcff\ud800"}
+    assert "é字" in (tmp_path / "out" / "l.json").read_text(encoding="utf-8")
+
+
+def test_one_of_several_caches(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        sink.write("k", {"x": torch.ones(1)}, **{"text.tensorcache": {"y": torch.ones(2)}})
+    run("export", tmp_path / "cache", tmp_path / "out", status=2)
+    run("export", tmp_path / "cache", tmp_path / "out", "--cache", "text")
+    assert list(torch.load(tmp_path / "out" / "k.pt")) == ["y"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "signum"), [("webdataset", signal.SIGKILL), ("webdataset", signal.SIGINT), ("pt", signal.SIGINT)]
+)
+def test_an_export_that_ends_early(tmp_path: Path, kind: str, signum: int) -> None:
+    """Nothing that is half: no tar, or whole files; then the next call writes the rest."""
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        for i in range(500):
+            sink.write(f"k{i:03d}", {"x": torch.full((30_000,), i)}, txt=str(i))
+    out = tmp_path / "out"
+    with open(os.devnull) as null, Output() as said:
+        process = the_server().start(
+            ["export", str(tmp_path / "cache"), str(out), "--as", kind],
+            (null.fileno(), said.fileno, said.fileno),
+            tmp_path,
+        )
+        until = time.monotonic() + 60
+        while time.monotonic() < until and sum(path.stat().st_size for path in out.glob("*") if path.exists()) < 1e6:
+            time.sleep(0.001)
+        os.kill(process.pid, signum)
+        assert process.wait() == (130 if signum == signal.SIGINT else -signum)
+        assert said.read() == (b"interrupted\n" if signum == signal.SIGINT else b"")
+    assert not (out / "samples.tar").exists()
+    if kind == "webdataset":
+        assert len(os.listdir(out)) == (signum == signal.SIGKILL)
+    run("export", tmp_path / "cache", out, "--as", kind, *["--resume"] * (kind == "pt"))
+    if kind == "webdataset":
+        assert os.listdir(out) == ["samples.tar"]
+        with tarfile.open(out / "samples.tar") as archive:
+            assert len(archive.getnames()) == 1000
+    else:
+        assert sorted(os.listdir(out)) == sorted(f"k{i:03d}.{suffix}" for i in range(500) for suffix in ("pt", "txt"))
+        assert all((torch.load(out / f"k{i:03d}.pt")["x"] == i).all() for i in range(0, 500, 50))
+
+
 def test_wrong_arguments(tmp_path: Path, samples: dict[str, Any]) -> None:
     with tc.open(tmp_path / "cache") as cache:
         with pytest.raises(ValueError, match="expected one of 'pt'"):
@@ -190,3 +411,4 @@ def test_wrong_arguments(tmp_path: Path, samples: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="export it again"):
             export_cache(cache, tmp_path / "out", "webdataset", resume=True)
     run("export", tmp_path / "nowhere", tmp_path / "out", status=2)
+    run("export", tmp_path / "cache", tmp_path / "out", "--as", "webdataset", "--resume", status=2)

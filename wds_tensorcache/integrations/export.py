@@ -130,7 +130,7 @@ def export_cache(
                             f"has a member {suffix!r}, which has the name of an exported file; use another kind"
                         )
                 except TensorCacheError as exc:
-                    raise exc.at(f"sample {key!r}") from exc
+                    raise exc.at(f"sample {key!r:.100}") from exc
                 # the sample itself comes last: with it, all files are there
                 for suffix, content in {**members, **files}.items():
                     write_atomically(f"{path}.{suffix}", [content], fsync=False)
