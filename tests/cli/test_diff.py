@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
 from tests.cli.conftest import HOSTILE
+from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
 
 
 def sample(i: int) -> dict[str, Any]:
@@ -94,3 +98,127 @@ def test_wrong_usage(tmp_path: Path) -> None:
     first = write(tmp_path / "a", {"k": sample(0)})
     run("diff", first, status=2)
     run("diff", first, tmp_path / "nowhere", status=2)
+
+
+def write_members(folder: Path, **members: Any) -> Path:
+    with tc.ShardWriter(folder, fsync=False) as sink:
+        sink.write("k0", {"x": torch.ones(1)}, **members)
+    return folder
+
+
+def test_other_members(tmp_path: Path) -> None:
+    first = write_members(tmp_path / "a", jpg=b"1" * 5_000_000, txt="same", json=[1], cls=1)
+    second = write_members(tmp_path / "b", jpg=b"1" * 4_999_999 + b"2", txt="same", json=[12], wav=b"")
+    found = json_of("diff", first, second, status=1)
+    assert {each["name"]: each["what"] for each in found["changes"]} == {
+        ".jpg": "has other bytes",
+        ".json": "has 3 bytes, and 4 bytes in the second cache",
+        ".cls": "is only in the first cache",
+        ".wav": "is only in the second cache",
+    }
+    assert (found["num_changed"], found["is_equal"]) == (1, False)
+    assert json_of("diff", first, first)["is_equal"]
+
+
+def test_tensors_with_equal_digests_are_not_read(tmp_path: Path) -> None:
+    """A damaged byte of a tensor is found only where the digests make a look at the tensors necessary."""
+    samples = {"k": {"x": torch.full((1000,), 7.0), "text": "a"}}
+    first, second = write(tmp_path / "a", samples), write(tmp_path / "b", samples)
+    shard = second / "000000.tar"
+    raw = bytearray(shard.read_bytes())
+    raw[raw.index(samples["k"]["x"].numpy().tobytes()) + 400] ^= 1
+    shard.write_bytes(raw)
+    assert json_of("diff", first, second)["is_equal"]
+    samples["k"]["text"] = "b"  # same tensors, so the same digest
+    third = write(tmp_path / "c", samples)
+    assert [each["name"] for each in json_of("diff", first, third, status=1)["changes"]] == ["text"]
+    found = json_of("diff", second, third, status=1)
+    assert [each["name"] for each in found["changes"]] == ["x", "text"]
+
+
+def test_versions_share_shards(tmp_path: Path) -> None:
+    first = write(tmp_path / "a", {f"k{i}": sample(i) for i in range(6)})
+    run("drop", first, tmp_path / "b", "k5")
+    found = json_of("diff", first, tmp_path / "b", status=1)
+    assert (found["only_first"], found["num_equal"], found["num_changed"]) == (["k5"], 5, 0)
+
+
+def test_numbers_of_other_dtypes(tmp_path: Path) -> None:
+    """As after `import --narrow`."""
+    x = torch.tensor([1.0, -2.5, 0.0, float("nan"), float("inf")])
+    first = write(tmp_path / "a", {"k": {"x": x}})
+    (only,) = json_of("diff", first, write(tmp_path / "b", {"k": {"x": x.bfloat16()}}), status=1)["changes"]
+    assert only["what"] == "is f32[5], and bf16[5] in the second cache; the numbers are equal"
+    assert only["max_difference"] == 0
+    (only,) = json_of("diff", first, write(tmp_path / "c", {"k": {"x": x.double() + 0.25}}), status=1)["changes"]
+    assert only["what"].endswith("; the numbers differ by up to 0.25")
+
+
+def test_values_of_any_depth(tmp_path: Path) -> None:
+    """Deep, cyclic and shared containers: no error, and no endless comparison."""
+
+    def deep(last: object) -> list[Any]:
+        inner: list[Any] = [last]
+        for _ in range(90):
+            inner = [inner]
+        return inner
+
+    def shared(last: object) -> list[Any]:
+        inner: list[Any] = [last]
+        for _ in range(60):  # 2^60 paths
+            inner = [inner, inner]
+        return inner
+
+    def cyclic(last: object) -> list[Any]:
+        inner: list[Any] = [last]
+        inner.append(inner)
+        return inner
+
+    for number, make in enumerate((deep, shared, cyclic)):
+        first, second = (write(tmp_path / f"{number}{last}", {"k": {"x": make(last)}}) for last in (1, 2))
+        (only,) = json_of("diff", first, second, status=1)["changes"]
+        assert only["what"] == "is 1, and 2 in the second cache"
+        assert json_of("diff", first, first)["is_equal"]
+    first, second = write(tmp_path / "a", {"k": [1]}), write(tmp_path / "b", {"k": {1, -0.0, 0.5}})
+    (only,) = json_of("diff", first, second, status=1)["changes"]
+    assert (only["name"], only["what"]) == ("the sample", "is a list, and a set in the second cache")
+    third = write(tmp_path / "c", {"k": {1, 0.0, 0.5}})
+    assert not json_of("diff", second, third, status=1)["is_equal"]
+
+
+def test_a_key_that_occurs_twice(tmp_path: Path) -> None:
+    for name, numbers in (("a", (1, 2)), ("b", (1, 3)), ("c", (1,))):
+        for i in numbers:
+            with tc.ShardWriter(tmp_path / name / f"{i}.tar", fsync=False) as sink:
+                sink.write("k", {"x": torch.tensor(numbers[0] if i == numbers[0] else i)})
+    found = json_of("diff", tmp_path / "a", tmp_path / "b", status=1)
+    assert (found["num_equal"], found["num_changed"]) == (1, 1)
+    found = json_of("diff", tmp_path / "a", tmp_path / "c", status=1)
+    assert (found["num_equal"], found["only_first"], found["only_second"]) == (1, ["k"], [])
+    found = json_of("diff", tmp_path / "c", tmp_path / "a", status=1)
+    assert (found["num_equal"], found["only_first"], found["only_second"]) == (1, [], ["k"])
+
+
+def test_tensors_of_other_programs(tmp_path: Path) -> None:
+    """Without digests, all bytes are compared."""
+    for name, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        tensors = safetensors.torch.save({"x": torch.full((5,), value)})
+        skeleton, _ = tc.encode_sample({"x": torch.full((5,), value)})
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as archive:
+            for suffix, content in (("skel.pyd", b"\x80\x05" + skeleton[PREAMBLE_NBYTES:]), ("safetensors", tensors)):
+                member = tarfile.TarInfo(f"k.{suffix}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    assert json_of("diff", tmp_path / "a.tar", tmp_path / "b.tar")["is_equal"]
+    (only,) = json_of("diff", tmp_path / "a.tar", tmp_path / "c.tar", status=1)["changes"]
+    assert (only["num_different"], only["max_difference"]) == (5, 1)
+
+
+def test_a_damaged_shard(tmp_path: Path) -> None:
+    first = write(tmp_path / "a", {f"k{i}": sample(i) for i in range(4)})
+    second = write(tmp_path / "b", {f"k{i}": sample(i + 1) for i in range(4)})
+    shard = second / "000001.tar"
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    said = run("diff", first, second, status=1)
+    assert said.stdout == ""
+    assert "000001.tar" in said.stderr

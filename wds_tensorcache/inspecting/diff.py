@@ -22,6 +22,7 @@ from wds_tensorcache.reading.description import shown_value
 __all__ = ["CacheDiff", "Change", "diff_caches"]
 
 _PART_NBYTES = 1 << 22
+_WHOLE = "the sample"  # in place of an empty path
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,13 +252,13 @@ def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
         path, one, two = todo.pop()
         if isinstance(one, Lazy) or isinstance(two, Lazy):
             if isinstance(one, Lazy) and isinstance(two, Lazy) and one.name != two.name:
-                yield path, f"is the tensor {one.name!r:.100}, and {two.name!r:.100} in the second cache"
+                yield path or _WHOLE, f"is the tensor {one.name!r:.100}, and {two.name!r:.100} in the second cache"
             continue  # otherwise `flatten` finds them
         if (id(one), id(two)) in met:
             continue
         inner: list[tuple[str, Any, Any]] = []
         if type(one) is not type(two):
-            yield path, f"is a {type(one).__name__}, and a {type(two).__name__} in the second cache"
+            yield path or _WHOLE, f"is a {type(one).__name__}, and a {type(two).__name__} in the second cache"
         elif type(one) in DICTS:
             met.add((id(one), id(two)))
             for position, key in enumerate(dict.fromkeys([*one, *two])):
@@ -269,11 +270,11 @@ def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
         elif isinstance(one, SEQUENCES):
             met.add((id(one), id(two)))
             if len(one) != len(two):
-                yield path, f"has {len(one):,} items, and {len(two):,} in the second cache"
+                yield path or _WHOLE, f"has {len(one):,} items, and {len(two):,} in the second cache"
             else:
                 inner += ((join_path(path, str(at)), *pair) for at, pair in enumerate(zip(one, two, strict=True)))
         elif not _is_same(one, two):
-            yield path, f"is {shown_value(one)}, and {shown_value(two)} in the second cache"
+            yield path or _WHOLE, f"is {shown_value(one)}, and {shown_value(two)} in the second cache"
         todo += reversed(inner)
 
 
