@@ -85,7 +85,7 @@ def test_one_of_several_caches(tmp_path: Path) -> None:
 
 
 def test_damage_is_found(cache: Path) -> None:
-    """What is read is compared with the digests, so no rate is that of wrong bytes."""
+    """All bytes are compared with the digests, so no rate is that of wrong bytes."""
     shard = cache / "000001.tar"
     with tc.open(cache) as opened:
         wanted = opened["k012"]["latent"].load().view(torch.uint8).numpy().tobytes()

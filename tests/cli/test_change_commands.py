@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import io
 import os
 import random
+import resource
 import signal
 import tarfile
 import time
@@ -17,8 +18,10 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.children import run_in_child
 from tests.cli.command import json_of, run
 from tests.cli.commands import Output, Process, the_server
+from tests.cli.conftest import HOSTILE
 from tests.kills import compare
 from wds_tensorcache.writing.reshard import merge, reshard
 
@@ -263,10 +266,6 @@ def wait_for_shards(parent: Path, count: int) -> None:
         time.sleep(0.0005)
 
 
-def digest(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
-
-
 @pytest.mark.parametrize("command", ["merge", "reshard"])
 def test_killed(tmp_path: Path, source: Path, command: str) -> None:
     """After each kill there is no OUT; the same command resumes, and what it writes is the same byte for byte."""
@@ -337,6 +336,38 @@ def test_a_damaged_shard_of_a_killed_command_is_written_again(tmp_path: Path, so
     run(*arguments)
     write(tmp_path / "expected", range(60), max_samples=1)
     compare(tmp_path / "out", tmp_path / "expected")
+
+
+@pytest.mark.parametrize("limit", [0, 3_000, 10_000])
+def test_a_full_disk(tmp_path: Path, limit: int) -> None:
+    """The error is the system's; then the same call resumes."""
+    write(tmp_path / "in", range(20))
+
+    def copy() -> object:
+        return reshard(tmp_path / "in", tmp_path / "out", max_samples=7, fsync=False)
+
+    def fill_and_copy() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        copy()
+
+    assert run_in_child(fill_and_copy) == errno.EFBIG
+    assert not (tmp_path / "out").exists()
+    copy()
+    write(tmp_path / "expected", range(20), max_samples=7)
+    compare(tmp_path / "out", tmp_path / "expected")
+    assert sorted(os.listdir(tmp_path)) == ["expected", "in", "out"]
+
+
+def test_hostile_names(tmp_path: Path) -> None:
+    name = HOSTILE.replace("/", "")
+    write(tmp_path / name, range(3))
+    for found in (
+        run("reshard", tmp_path / name, tmp_path / f"{name}2"),
+        run("merge", tmp_path / name, tmp_path / name, tmp_path / "x", status=1),
+        run("merge", tmp_path / name, tmp_path / "y", "--prefix", HOSTILE, status=1),
+    ):
+        assert (found.stdout + found.stderr).count("\n") == 1
+        assert (found.stdout + found.stderr).strip("\n").isprintable()
 
 
 def test_two_at_once(tmp_path: Path, source: Path) -> None:

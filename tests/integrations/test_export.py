@@ -90,8 +90,12 @@ def test_tensors_by_name(tmp_path: Path, samples: dict[str, Any], kind: str) -> 
 
 
 def test_values_and_members_with_one_name(tmp_path: Path, samples: dict[str, Any]) -> None:
-    found = run("export", tmp_path / "cache", tmp_path / "out", "--as", "npz", status=1)
-    assert "has a member 'json'" in found.stderr
+    run("export", tmp_path / "cache", tmp_path / "out", "--as", "npz")
+    for i in range(4):
+        name = tmp_path / "out" / "dir" / f"photo ({i})"
+        assert json.loads(Path(f"{name}.values.json").read_text())["caption"] == f"photo {i}"
+        assert Path(f"{name}.json").exists() == bool(i % 2)
+    assert json.loads((tmp_path / "out" / "dir" / "photo (3).json").read_text()) == {"i": 3}
 
 
 def test_webdataset(tmp_path: Path, samples: dict[str, Any]) -> None:

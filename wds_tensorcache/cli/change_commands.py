@@ -42,7 +42,7 @@ def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "prefixes",
     multiple=True,
     metavar="TEXT",
-    help="Prefix of the keys of a source, such as photos/; give one for each source, in order, '' for none.",
+    help="Prefix of the keys of a source, such as photos/; give one for each source, in order; it may be ''.",
 )
 @click.option("--mixed", is_flag=True, help="Merge caches even if they were made in different ways (fingerprints).")
 @_shard_options

@@ -31,7 +31,7 @@ def export(source: str, out: str, kind: str, resume: bool, cache_name: str | Non
     with open_cache(source, cache_name) as cache, output.progress("exporting") as show:
         report = export_cache(cache, out, kind, resume=resume, progress=show)
     for key, name in report.renamed.items():
-        output.note(f"sample {key} is in {name}: its original name is no safe name of a file, or another file has it")
+        output.note(f"sample {key} is in {name}: its original name is not safe as the name of a file, or is in use")
     for name, dtype in report.widened.items():
         output.note(f"{name} is {dtype} in the files, which changes no number")
     output.text(report)

@@ -191,6 +191,7 @@ def plot_rates(report: BenchReport, format: str) -> bytes:
     colors = ["#9aa5b1" if rate.name in (COPY, RAW) else "#2f6db5" for rate in rates]
     bars = axes.barh(labels, [rate.nbytes_per_s / 1e9 for rate in rates], color=colors)
     axes.bar_label(bars, [f"{rate.nbytes_per_s / 1e9:.2f}" for rate in rates], padding=3)
+    axes.margins(x=0.1)
     axes.set_xlabel(f"GB/s of tensors, from the page cache; {report.num_used:,} samples in random order")
     axes.spines[["top", "right"]].set_visible(False)
     stream = io.BytesIO()

@@ -279,7 +279,7 @@ def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    """Return whether two values of one type, which are no dicts, lists or tuples, are equal, bit for bit."""
+    """Return whether two values of one type, neither dicts nor sequences, are equal bit for bit."""
     if type(one) in ATOMS:
         return repr(one) == repr(two)  # which tells NaN, 0.0 and -0.0 apart
     try:

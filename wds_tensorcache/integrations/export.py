@@ -70,14 +70,14 @@ def export_cache(
 ) -> ExportReport:
     """Write each sample of a cache into a file `NAME.KIND`, with its other members in `NAME.EXTENSION`.
 
-    `NAME` is the original name of the sample (see `tc.original_name`). If that is no safe name of a file on every system, or
+    `NAME` is the original name of the sample (see `tc.original_name`). If that is not a safe name of a file on every system, or
     another file has it, it is the key, or a name made of the key; `renamed` lists these samples. No file is ever written
     outside `out`.
 
     - `"pt"`: the nested sample, by `torch.save`. Any sample; but an array that is not a tensor needs numpy's pickles.
-    - `"npz"` and `"safetensors"`: the tensors by name. Other values are in `NAME.json`, by the same kind of names. npz has
-      no bfloat16 and float8: these become float32, which changes no number. A float8 tensor with a NaN that would change is
-      refused.
+    - `"npz"` and `"safetensors"`: the tensors by name. Other values are in `NAME.json`, by the same kind of names, or in
+      `NAME.values.json` if samples have members with the suffix `json`. npz has no bfloat16 and float8: these become float32,
+      which changes no number. A float8 tensor with a NaN that would change is refused.
     - `"webdataset"`: one tar `samples.tar`, in which `KEY.pth` is the nested sample.
 
     Args:
@@ -109,7 +109,8 @@ def export_cache(
             for stray in find_temporary(folder, ".*"):
                 remove_stray(stray)
         names, having = _Names(), cache._having()
-        own = ["pt"] if kind == "pt" else ["json", kind]
+        of_values = "values.json" if "json" in having else "json"
+        own = ["pt"] if kind == "pt" else [of_values, kind]
         for number, key in enumerate(cache.keys()):
             suffixes = [suffix for suffix, rows in having.items() if rows[number]]
             name, is_renamed = names.name_of(key, [*own, *suffixes])
@@ -121,10 +122,8 @@ def export_cache(
             else:
                 _make_folder(os.path.dirname(path), out)
                 try:
-                    members, files = (
-                        _read_members(cache, number, suffixes),
-                        _encode(realize(cache[number]), kind, report),
-                    )
+                    members = _read_members(cache, number, suffixes)
+                    files = _encode(realize(cache[number]), kind, report, of_values)
                     for suffix in members.keys() & files.keys():
                         raise EncodeError(
                             f"has a member {suffix!r}, which has the name of an exported file; use another kind"
@@ -209,8 +208,11 @@ def _read_members(cache: Cache, number: int, suffixes: Iterable[str]) -> dict[st
     return {suffix: cache.read_members([number], suffix)[0] for suffix in suffixes}
 
 
-def _encode(sample: Any, kind: str, report: ExportReport) -> dict[str, bytes]:
-    """Return the contents of a sample's files by suffix; the one with its tensors is the last."""
+def _encode(sample: Any, kind: str, report: ExportReport, of_values: str = "json") -> dict[str, bytes]:
+    """Return the contents of a sample's files by suffix; the one with its tensors is the last.
+
+    `of_values` is the suffix of the file with the values that are not tensors.
+    """
     stream = io.BytesIO()
     if kind == "pt":
         torch.save(sample, stream)
@@ -222,7 +224,7 @@ def _encode(sample: Any, kind: str, report: ExportReport) -> dict[str, bytes]:
         if name in tensors or name in values:
             raise EncodeError(f"two keys of a dict have the name {name!r:.200} in the file; use pt")
         (tensors if isinstance(leaf, (torch.Tensor, np.ndarray)) else values)[name] = leaf
-    files = {"json": _encode_json(values)} if values else {}
+    files = {of_values: _encode_json(values)} if values else {}
     if kind == "npz":
         # not `np.savez`, which has a parameter `file`
         with zipfile.ZipFile(stream, "w") as archive:
