@@ -248,9 +248,9 @@ def test_samples_whose_files_would_have_one_name(tmp_path: Path) -> None:
         sink.write(tc.safe_key("b/c"), {"x": torch.tensor(2)}, txt=b"2")
         sink.write(tc.safe_key("b.pt/c"), {"x": torch.tensor(3)}, txt=b"3")
         sink.write(tc.safe_key("b"), {"x": torch.tensor(4)}, txt=b"4")
-        sink.write(tc.safe_key("caf\u00e9"), {"x": torch.tensor(5)}, txt=b"5")
-        sink.write(tc.safe_key("cafe\u0301"), {"x": torch.tensor(6)}, txt=b"6")
-        sink.write(tc.safe_key("CAF\u00c9"), {"x": torch.tensor(7)}, txt=b"7")
+        sink.write(tc.safe_key("\u00e9"), {"x": torch.tensor(5)}, txt=b"5")
+        sink.write(tc.safe_key("e\u0301"), {"x": torch.tensor(6)}, txt=b"6")
+        sink.write(tc.safe_key("\u00c9"), {"x": torch.tensor(7)}, txt=b"7")
         sink.write(tc.safe_key("A.V2"), {"x": torch.tensor(8)}, txt=b"8")
     result = json_of("export", tmp_path / "cache", tmp_path / "out")
     assert result["num_written"] == 9
