@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -416,3 +417,30 @@ def test_wrong_arguments(tmp_path: Path, samples: dict[str, Any]) -> None:
             export_cache(cache, tmp_path / "out", "webdataset", resume=True)
     run("export", tmp_path / "nowhere", tmp_path / "out", status=2)
     run("export", tmp_path / "cache", tmp_path / "out", "--as", "webdataset", "--resume", status=2)
+
+
+@pytest.mark.parametrize("kind", ["pt", "npz", "safetensors", "webdataset"])
+@pytest.mark.parametrize("key", ["../../pwned", "/pwned", "a/../../pwned", "./pwned", "a//b"])
+def test_keys_of_other_writers_stay_in_the_folder(tmp_path: Path, kind: str, key: str) -> None:
+    """A tar of another program may have any names."""
+    skeleton, tensors = tc.encode_sample({"x": torch.ones(2)})
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for suffix, content in (("skel.pyd", skeleton), ("safetensors", tensors)):
+            info = tarfile.TarInfo(f"{key}.{suffix}")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    out = tmp_path / "p" / "q" / "out"
+    with tc.open(tmp_path / "a.tar") as cache, contextlib.suppress(tc.InvalidKeyError):
+        export_cache(cache, out, kind)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "a.tar"]
+    assert all(out in path.parents for path in files)
+    assert len(files) == (kind != "webdataset")
+    assert not Path("/pwned.pt").exists()
+
+
+def test_a_tar_does_not_replace_a_member(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        sink.write("k", {"x": torch.ones(2)}, pth=b"mine")
+    with tc.open(tmp_path / "cache") as cache, pytest.raises(tc.EncodeError, match="has a member 'pth'"):
+        export_cache(cache, tmp_path / "out", "webdataset")
+    assert os.listdir(tmp_path / "out") == []

@@ -91,6 +91,7 @@ def export_cache(
         ValueError: `kind` is unknown, or `resume` is True for a tar.
         FileExistsError: The folder is not empty, and `resume` is False; the tar exists; or a link is in the folder's paths.
         EncodeError: The kind of file cannot hold a value; the message names it.
+        InvalidKeyError: A key is not a safe path inside a tar (`kind="webdataset"`).
         FormatError: A shard is damaged.
     """
     if kind not in KINDS:
@@ -311,8 +312,10 @@ def _write_tar(cache: Cache, path: str, report: ExportReport, bar: Progress) -> 
         for number, key in enumerate(cache.keys()):
             try:
                 members = _read_members(cache, number, (suffix for suffix, rows in having.items() if rows[number]))
-                if key in met or not _is_safe(key):
-                    raise EncodeError("has a key that occurs twice, or that is not a plain relative path")
+                if not _is_safe(key):
+                    raise InvalidKeyError("the key is not a safe relative path; use another kind")
+                if key in met:
+                    raise EncodeError("the key occurs twice; use another kind")
                 if "pth" in members:
                     raise EncodeError("has a member 'pth', which has the name of an exported file; use another kind")
                 members["pth"] = _encode(realize(cache[number]), "pt", report)["pt"]
