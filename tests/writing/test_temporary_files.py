@@ -65,10 +65,10 @@ def by_writer(folder: Path) -> None:
 
 
 def by_output(folder: Path) -> None:
-    output = Output(str(folder / "x"))
+    output = Output(str(folder / "x"), fsync=False)
     try:
         output.append([b"new"], 3)
-        output.finish(False)
+        output.finish()
     except BaseException:
         output.drop()
         raise

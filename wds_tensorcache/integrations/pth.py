@@ -30,7 +30,7 @@ from wds_tensorcache.codec.tree import shown, walk
 from wds_tensorcache.codec.views import check_tensor, view_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
-__all__ = ["Storage", "TensorPart", "TensorReader", "decode_pth", "index_pth", "peek_pth", "translate"]
+__all__ = ["Storage", "TensorPart", "TensorReader", "decode_pth", "index_pth", "load_pth", "peek_pth", "translate"]
 
 _ZIP = b"PK\x03\x04"
 _IS_ENCRYPTED = 1
@@ -60,7 +60,12 @@ def decode_pth(raw: bytes, limit: int, allow: Allowed, remedy: str = _REMEDY) ->
 
     Memory: newly allocated, one block for each storage; all tensors of a storage share its block.
     """
-    return _decode(io.BytesIO(raw), len(raw), limit, allow, remedy, TensorReader)
+    return load_pth(io.BytesIO(raw), limit, allow, remedy)
+
+
+def load_pth(file: BinaryIO, limit: int, allow: Allowed, remedy: str = _REMEDY) -> Any:
+    """Return the object in an open file of `torch.save`, as `decode_pth` does; the other arguments are the same."""
+    return _decode(file, limit, allow, remedy, TensorReader)
 
 
 def index_pth(file: BinaryIO, limit: int, remedy: str = _REMEDY) -> Any:
@@ -74,7 +79,7 @@ def index_pth(file: BinaryIO, limit: int, remedy: str = _REMEDY) -> Any:
         UnsafeSkeletonError: The file contains more than `decode_pth` reads, or a parameter.
         FormatError: The file is damaged, in a different format, or exceeds `limit`.
     """
-    return _decode(file, file.seek(0, io.SEEK_END), limit, {}, remedy, _Indexer)
+    return _decode(file, limit, {}, remedy, _Indexer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,9 +112,8 @@ class TensorPart:
         return tensor.clone() if len(flat) > tensor.numel() else tensor
 
 
-def _decode(
-    file: BinaryIO, nbytes: int, limit: int, allow: Allowed, remedy: str, reader_class: type[TensorReader]
-) -> Any:
+def _decode(file: BinaryIO, limit: int, allow: Allowed, remedy: str, reader_class: type[TensorReader]) -> Any:
+    nbytes = file.seek(0, io.SEEK_END)
     file.seek(0)
     if file.read(4) != _ZIP:
         raise FormatError(f"expected a zip file, the format of torch.save since torch 1.6{remedy}")

@@ -12,6 +12,7 @@ from typing import Any
 from wds_tensorcache.storage.atomic import create_temporary, fsync_folder, replace
 from wds_tensorcache.storage.files import MAX_BUFFERS, skip_bytes
 from wds_tensorcache.storage.memory_pool import Pool
+from wds_tensorcache.storage.system import start_writeback
 from wds_tensorcache.storage.threads import Job, ThreadPool
 
 __all__ = ["Output"]
@@ -36,12 +37,15 @@ class Output:
 
     Args:
         path: Final path of the file.
+        fsync: Flush the file to disk before it gets its final path, so that a crash cannot leave wrong bytes. The disk begins
+            to write each piece at once: otherwise the caller would wait for the whole file at its end.
 
     Threads/fork: one thread at a time; not usable in a forked child.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, fsync: bool) -> None:
         self.path = path
+        self._fsync = fsync
         self._pid = os.getpid()
         self._made = contextlib.ExitStack()  # `finish` and `drop` close it
         self._file = self._made.enter_context(create_temporary(path))
@@ -50,6 +54,7 @@ class Output:
         self._writing: deque[Job[None]] = deque()
         self._stage: Any = None
         self._filled = 0
+        self._position = 0  # of the file, where the next bytes are written
         self._is_small = True  # whether all pieces in the stage are small
         self._failure: BaseException | None = None
 
@@ -123,20 +128,24 @@ class Output:
 
     def _write_all(self, parts: Sequence[memoryview]) -> None:
         fd, has_writev = self._file.fd, hasattr(os, "writev")
+        begin, nbytes = self._position, sum(map(len, parts))
         # one call writes at most 1,024 buffers and 2 GiB, or less if the disk is almost full
         while parts:
             count = os.writev(fd, parts[:MAX_BUFFERS]) if has_writev else os.write(fd, parts[0])
             parts = skip_bytes(parts, count)
+        self._position += nbytes
+        if self._fsync:
+            start_writeback(fd, begin, nbytes)
 
-    def finish(self, fsync: bool) -> None:
-        """Rename the file to its final path. With `fsync`, flush it to disk first, so that a crash cannot leave wrong bytes."""
+    def finish(self) -> None:
+        """Rename the file to its final path."""
         self.flush()
-        if fsync:
+        if self._fsync:
             os.fsync(self._file.fd)
         self._close()
         with self._made:
             replace(self.temporary, self.path)
-        if fsync:
+        if self._fsync:
             fsync_folder(os.path.dirname(self.path))
 
     def drop(self) -> None:

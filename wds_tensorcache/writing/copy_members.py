@@ -62,7 +62,7 @@ def write_shard(
     Raises:
         FormatError: The ranges do not form an intact tar. Nothing is written.
     """
-    output, nbytes = Output(path), 0
+    output, nbytes = Output(path, fsync), 0
     try:
         for chunk in itertools.chain(read_members(ranges, files), [END_OF_ARCHIVE]):
             output.append([chunk], len(chunk))
@@ -74,7 +74,7 @@ def write_shard(
         if footer:
             tail = build_footer(index)
             output.append([tail], len(tail))
-        output.finish(fsync)
+        output.finish()
     except BaseException:
         output.drop()
         raise

@@ -21,11 +21,11 @@ _ZEROS = bytes(BLOCK)
 
 
 class UnfinishedShard:
-    """A shard that is being written, under a temporary name until `finish`."""
+    """A shard that is being written, under a temporary name until `finish`; with `fsync`, until it is on disk."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, fsync: bool) -> None:
         self.path = path
-        self._output = Output(path)
+        self._output = Output(path, fsync)
         self._builder = IndexBuilder()
         self._keys: set[str] = set()
         self._position = 0
@@ -69,7 +69,7 @@ class UnfinishedShard:
             )  # Hazard: after an interrupt, the index may lack this sample, or the file a part of it
             raise
 
-    def finish(self, footer: bool, fsync: bool, fingerprint: Mapping[str, Any] | None) -> ShardIndex:
+    def finish(self, footer: bool, fingerprint: Mapping[str, Any] | None) -> ShardIndex:
         """Write the end of the archive and, as its footer, the index; rename the shard to its final name; return the index."""
         try:
             self._output.check()
@@ -78,7 +78,7 @@ class UnfinishedShard:
                 raise FileExistsError(f"{self.path} was created after this writer started; write to another folder")
             tail = END_OF_ARCHIVE + (build_footer(index) if footer else b"")
             self._output.append([tail], len(tail))
-            self._output.finish(fsync)
+            self._output.finish()
         except BaseException:
             self.drop()
             raise

@@ -205,7 +205,7 @@ class ShardWriter:
                 raise FileExistsError(f"{path} was created after this writer started; write to another folder")
             if self._dali_index:
                 check_replaceable(dali_index_path(path))
-            self._shard = UnfinishedShard(path)
+            self._shard = UnfinishedShard(path, self._fsync)
             self._net = weakref.finalize(self, _drop_forgotten, str(self._pattern), self._shard, os.getpid())
             self._number += 1
         self._shard.write(key, encoded, plain)
@@ -216,7 +216,7 @@ class ShardWriter:
         if shard is None:
             return
         try:
-            index = shard.finish(self._footer, self._fsync, self._fingerprint)
+            index = shard.finish(self._footer, self._fingerprint)
         finally:  # if this fails, the shard deletes itself
             self._forget()
         self.num_finished += len(index.keys)

@@ -15,7 +15,7 @@ from wds_tensorcache.codec.layout import StoredTensor
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.codec.views import check_tensor, view_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.integrations.importers.safe_files import REMEDY, max_expanded
+from wds_tensorcache.integrations.importers.safe_files import REMEDY, dtype_of, max_expanded
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.pth import TensorPart, index_pth
 
@@ -48,11 +48,8 @@ def read_tensor(folder: SourceFolder, name: str, tensor: StoredTensor) -> torch.
 def _view(
     folder: SourceFolder, name: str, tensor: StoredTensor, begin: int, end: int, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    dtype = getattr(torch, STORED[tensor.dtype][1], None)
     try:
-        if dtype is None:
-            raise FormatError(f"{tensor.dtype} needs a newer release of torch")
-        return check_tensor(view_tensor(np.asarray(folder.view(name, begin, end)), dtype, shape))
+        return check_tensor(view_tensor(np.asarray(folder.view(name, begin, end)), dtype_of(tensor), shape))
     except FormatError as exc:
         raise exc.at(name) from exc
 

@@ -13,21 +13,22 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
+from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, parse_header
 from wds_tensorcache.codec.layout import StoredTensor
 from wds_tensorcache.codec.tree import rebuild
+from wds_tensorcache.codec.views import check_tensor, view_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 from wds_tensorcache.integrations.importers.source_folder import POOL, SourceFolder
 from wds_tensorcache.integrations.pickled_arrays import decode_pickle
-from wds_tensorcache.integrations.pth import decode_pth
+from wds_tensorcache.integrations.pth import decode_pth, load_pth
 
 __all__ = [
     "REMEDY",
     "as_tensor",
+    "dtype_of",
     "list_npz",
     "load_npy",
     "load_npz",
@@ -48,7 +49,6 @@ _GZIP, _ZIP = b"\x1f\x8b", b"PK\x03\x04"
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle in files of torch before 1.6
 _IS_ENCRYPTED = 1
 _RECYCLED = 1 << 16  # smaller arrays get ordinary memory
-_NOT_COPIED = 1 << 26  # a copy of a larger array would take too much memory
 _MAX_NPY_HEADER = 1 << 14
 REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
@@ -65,9 +65,9 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, torch.Tensor | np.nda
         FormatError: The file is damaged, contains pickled objects or other files than arrays, or expands too much.
         OSError: The file cannot be read.
     """
-    raw = folder.view(name)
+    raw = folder.view(name, find_data=_find_first_array)
     try:
-        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        with zipfile.ZipFile(_MemoryFile(raw)) as archive:
             files = archive.infolist()
         if len({file.filename for file in files}) < len(files):
             raise FormatError("two files in the npz have the same name")
@@ -113,11 +113,7 @@ def load_npy(folder: SourceFolder, name: str) -> torch.Tensor | np.ndarray[Any, 
         OSError: The file cannot be read.
     """
     try:
-        array = parse_npy(folder.view(name))
-        is_ready = array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative
-        if array.nbytes >= _NOT_COPIED and is_ready and array.dtype.kind in "biufc":
-            return torch.from_numpy(array)
-        return as_tensor(array)
+        return as_tensor(parse_npy(folder.view(name)))
     except TensorCacheError as exc:
         raise exc.at(name) from exc
     except Exception as exc:  # numpy raises many kinds of exceptions
@@ -136,7 +132,10 @@ def load_torch(folder: SourceFolder, name: str) -> Any:
         OSError: The file cannot be read.
     """
     try:
-        return parse_torch(folder.read(name), folder.trust)
+        with io.BufferedReader(folder.open(name)) as file:
+            if file.peek().startswith(_ZIP) and not folder.trust:
+                return load_pth(file, max_expanded(os.fstat(file.fileno()).st_size), {}, REMEDY)
+            return parse_torch(file.read(), folder.trust)
     except TensorCacheError as exc:
         raise exc.at(name) from exc
 
@@ -219,16 +218,31 @@ def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.T
         FormatError: The file is damaged.
         OSError: The file cannot be read.
     """
-    raw = folder.read(name)
+    raw = folder.view(name, find_data=lambda head: 8 + int.from_bytes(head[:8], "little"))
     try:
         layout, _ = parse_header(raw)
-        header = json.loads(raw[8 : layout.data_begin])
-        tensors = safetensors.torch.load(raw)  # in random order
-        return {name: tensors[name] for name in layout.tensors}, dict(header.get("__metadata__") or {})
+        header = json.loads(bytes(raw[8 : layout.data_begin]))
+        tensors = {name: _view_stored(raw, tensor) for name, tensor in layout.tensors.items()}
+        return tensors, dict(header.get("__metadata__") or {})
     except TensorCacheError as exc:
         raise exc.at(name) from exc
-    except (SafetensorError, ValueError) as exc:
+    except ValueError as exc:
         raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
+
+
+def _view_stored(raw: memoryview, tensor: StoredTensor) -> torch.Tensor:
+    dtype = dtype_of(tensor)
+    content = raw[tensor.begin : tensor.end]
+    is_aligned = np.asarray(content).ctypes.data % dtype.itemsize == 0
+    return check_tensor(view_tensor(content if is_aligned else bytearray(content), dtype, tensor.shape))
+
+
+def dtype_of(tensor: StoredTensor) -> torch.dtype:
+    """Return the dtype of a tensor in a `.safetensors` file; raise FormatError if the installed torch does not have it."""
+    dtype = getattr(torch, STORED[tensor.dtype][1], None)
+    if dtype is None:
+        raise FormatError(f"{tensor.dtype} needs a newer release of torch")
+    return dtype  # type: ignore[no-any-return]
 
 
 def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:
@@ -301,28 +315,65 @@ def _parse_npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]
 def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | np.ndarray[Any, Any]:
     """Return a tensor with the same values; the array itself if torch has no such dtype, as for texts.
 
-    Memory: recycled when the last reference to the tensor is gone.
+    Memory: aliases a large array that torch can use as it is; otherwise a copy, recycled when the last reference is gone.
     """
-    dtype = array.dtype.newbyteorder("=")
-    # aligned and writable, which `array` may not be
-    copied = (
-        POOL.lease(array.nbytes).view(dtype).reshape(array.shape)
-        if array.nbytes >= _RECYCLED
-        else np.empty(array.shape, dtype)
-    )
-    np.copyto(copied, array)
+    flags, dtype = array.flags, array.dtype.newbyteorder("=")
+    if array.nbytes < _RECYCLED:
+        ready = np.empty(array.shape, dtype)
+    elif flags.c_contiguous and flags.aligned and flags.writeable and array.dtype.isnative:
+        ready = array
+    else:
+        ready = POOL.lease(array.nbytes).view(dtype).reshape(array.shape)
+    if ready is not array:
+        np.copyto(ready, array)
     try:
-        return torch.from_numpy(copied)
+        return torch.from_numpy(ready)
     except TypeError:
-        return copied
+        return ready
+
+
+class _MemoryFile(io.RawIOBase):
+    """A file to read from memory; `io.BytesIO` would copy the memory."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content, self._position = content, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._content)}[whence]
+        if begin + offset < 0:
+            raise ValueError(f"negative position {begin + offset}")
+        self._position = begin + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._content[self._position : self._position + len(buffer)]
+        buffer[: len(found)] = found
+        self._position += len(found)
+        return len(found)
+
+
+def _find_first_array(head: bytes) -> int:
+    """Return the position of the elements of the first array in an `.npz` file, from the first bytes of the file."""
+    begin = _end_of_header(memoryview(head), 0)
+    return begin + 10 + int.from_bytes(head[begin + 8 : begin + 10], "little")
+
+
+def _end_of_header(raw: memoryview, at: int) -> int:
+    """Return the end of the header at `at` that precedes a file in a zip: 30 bytes, its name, and extra fields."""
+    name_nbytes, extra_nbytes = raw[at + 26 : at + 28], raw[at + 28 : at + 30]
+    return at + 30 + int.from_bytes(name_nbytes, "little") + int.from_bytes(extra_nbytes, "little")
 
 
 def _extract(raw: memoryview, file: zipfile.ZipInfo) -> memoryview:
     """Return the content of a file in a zip, after a check of its CRC; a view if it is not compressed."""
     at = file.header_offset
-    begin = (
-        at + 30 + int.from_bytes(raw[at + 26 : at + 28], "little") + int.from_bytes(raw[at + 28 : at + 30], "little")
-    )
+    begin = _end_of_header(raw, at)
     content = raw[begin : begin + file.compress_size]
     if raw[at : at + 4] != _ZIP or len(content) < file.compress_size or file.flag_bits & _IS_ENCRYPTED:
         raise FormatError("is cut short or encrypted")

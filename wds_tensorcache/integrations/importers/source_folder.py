@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,10 +14,12 @@ import numpy as np
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.memory_pool import Pool
 
-__all__ = ["POOL", "SourceFolder"]
+__all__ = ["ALIGNMENT", "POOL", "SourceFolder"]
 
 POOL = Pool(1 << 28)  # new memory for each file would take longer than reading it
 _RECYCLED = 1 << 16  # smaller contents get ordinary memory
+_HEAD_NBYTES = 512
+ALIGNMENT = 64  # of memory in bytes, enough for every dtype
 _APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the same suffix
 
 
@@ -82,14 +84,18 @@ class SourceFolder:
             FormatError: The file has more than `max_nbytes`.
             OSError: The file cannot be read.
         """
-        with self._open(name) as file:
+        with self.open(name) as file:
             nbytes = os.fstat(file.fileno()).st_size
             if max_nbytes is not None and nbytes > max_nbytes:
                 raise FormatError(f"the file has {nbytes:,} bytes, expected at most {max_nbytes:,}").at(name)
             return bytes(file.read())
 
-    def view(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+    def view(
+        self, name: str, begin: int = 0, end: int | None = None, find_data: Callable[[bytes], int] | None = None
+    ) -> memoryview:
         """Return the bytes `[begin, end)` of a listed file, by default the whole content, as writable memory.
+
+        `find_data` gets the first 512 bytes, and returns the position of the byte that is to be aligned to `ALIGNMENT`.
 
         Memory: recycled when the last reference to the view is gone.
 
@@ -97,13 +103,17 @@ class SourceFolder:
             FormatError: The file ends before byte `end`, or was changed while it was read.
             OSError: The file cannot be read.
         """
-        with self._open(name) as file:
+        with self.open(name) as file:
             file_nbytes = os.fstat(file.fileno()).st_size
             if begin < 0 or (end is not None and end > file_nbytes):
                 raise FormatError(f"the file has {file_nbytes:,} bytes, but [{begin:,}, {end:,}) is needed").at(name)
             nbytes = (file_nbytes if end is None else end) - begin
+            if nbytes < _RECYCLED:
+                memory = np.empty(nbytes, np.uint8).data
+            else:
+                shift = 0 if find_data is None else -find_data(file.read(_HEAD_NBYTES)) % ALIGNMENT
+                memory = POOL.lease(shift + nbytes)[shift:].data
             file.seek(begin)
-            memory = (POOL.lease(nbytes) if nbytes >= _RECYCLED else np.empty(nbytes, np.uint8)).data
             position = 0
             while position < nbytes and (count := file.readinto(memory[position:])):
                 position += count
@@ -111,7 +121,8 @@ class SourceFolder:
                 raise FormatError("the file was cut short while it was read").at(name)
             return memory
 
-    def _open(self, name: str) -> io.FileIO:
+    def open(self, name: str) -> io.FileIO:
+        """Open a listed file; raise FormatError if it is not an ordinary file any more."""
         file = io.FileIO(self.locate(name))
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.close()
