@@ -23,23 +23,53 @@ SOURCES = sorted(
 
 def test_public_names() -> None:
     assert tc.__all__ == sorted(tc.__all__)
-    modules = {name for name, value in vars(tc).items() if type(value) is type(sys)}
-    assert {name for name in vars(tc) if not name.startswith("_")} - modules == set(tc.__all__)
     for name in tc.__all__:
         assert getattr(tc, name).__doc__, name
+    modules = {name for name, value in vars(tc).items() if type(value) is type(sys)}
+    assert {name for name in vars(tc) if not name.startswith("_")} - modules == set(tc.__all__) <= set(dir(tc))
+    assert not hasattr(tc, "no_such_name")
+
+
+def test_type_checkers_see_the_public_names() -> None:
+    stub = ast.parse((ROOT / "wds_tensorcache" / "__init__.pyi").read_text())
+    typed = {alias.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert typed == {name: f"wds_tensorcache.{module}" for name, module in tc._MODULES.items()}
+    (names,) = (node.value for node in stub.body if isinstance(node, ast.Assign))
+    assert ast.literal_eval(names) == tc.__all__
+
+
+def test_torch_collates_in_a_process_that_imports_no_public_name() -> None:
+    """As a spawned worker of a loader, which gets its dataset as a pickle."""
+    script = (
+        "from wds_tensorcache.codec.sample import decode_sample, encode_sample\n"
+        "import torch, torch.utils.data\n"
+        "sample = decode_sample(*encode_sample({'x': torch.ones(2)}))\n"
+        "print(torch.utils.data.default_collate([sample, sample])['x'].sum())"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout == "tensor(4.)\n"
 
 
 def test_version() -> None:
     assert tc.__version__ == version("wds-tensorcache")
 
 
-def test_import_is_light() -> None:
-    script = "import sys, wds_tensorcache; print(*sys.modules)"
+@pytest.mark.parametrize(
+    ("script", "heavy"),
+    [
+        ("import wds_tensorcache, wds_tensorcache.cli.app", {"torch", "safetensors", "webdataset"}),
+        ("from wds_tensorcache import *", {"nvidia", "ray", "fsspec", "boto3", "matplotlib", "PIL", "dali_plugin"}),
+    ],
+)
+def test_import_is_light(script: str, heavy: set[str]) -> None:
     modules = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-c", f"import sys; {script}; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
     ).stdout
-    loaded = {name.split(".")[0] for name in modules.split()}
-    assert not loaded & {"nvidia", "ray", "fsspec", "boto3", "matplotlib", "PIL", "dali_plugin"}
+    assert not {name.split(".")[0] for name in modules.split()} & heavy
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from wds_tensorcache.codec.reference import ByteSource, Reference
 from wds_tensorcache.codec.views import check_array, check_tensor, view_array, view_tensor
@@ -374,3 +376,34 @@ for _cls in (LazyTensor, LazyArray):
     for _name in _BINARY:
         setattr(_cls, f"__i{_name}__", _in_place_operator(f"__i{_name}__"))
     _cls.__hash__ = object.__hash__  # type: ignore[method-assign]  # by identity, as for tensors
+
+
+def _collate_tensors(batch: list[Any], *, collate_fn_map: Any = None) -> torch.Tensor:
+    """Return a tensor `[B, …]`; in a worker process it is in shared memory, so that sending it needs no copy."""
+    first = batch[0]
+    for item in batch:
+        if item.shape != first.shape or item.dtype != first.dtype:
+            raise RuntimeError(f"cannot stack {item!r} onto {first!r}: shapes and dtypes must be equal")
+    rows = torch.empty(0, dtype=first.dtype, device="cpu")
+    shape = (len(batch), *first.shape)
+    if get_worker_info() is None:
+        rows = rows.new_empty(shape)
+    else:
+        storage = rows._typed_storage()._new_shared(  # type: ignore[no-untyped-call]
+            len(batch) * first.numel(), device=rows.device
+        )
+        rows = rows.new(storage).resize_(*shape)
+    for item, row in zip(batch, rows, strict=True):
+        item.load(out=row) if isinstance(item, LazyTensor) else row.copy_(item)
+    return rows
+
+
+def _collate_arrays(batch: list[Any], *, collate_fn_map: Any = None) -> torch.Tensor:
+    arrays = [torch.as_tensor(item.load() if isinstance(item, LazyArray) else item) for item in batch]
+    stacked: torch.Tensor = default_collate_fn_map[torch.Tensor](arrays, collate_fn_map=collate_fn_map)
+    return stacked
+
+
+# torch's `default_collate` reads each tensor once, directly into its row of the batch
+default_collate_fn_map.setdefault(LazyTensor, _collate_tensors)
+default_collate_fn_map.setdefault(LazyArray, _collate_arrays)

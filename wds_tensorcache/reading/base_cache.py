@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from wds_tensorcache.errors import TensorCacheError, list_names
 from wds_tensorcache.reading.batch.collate import Collate, Pad, PadValue, as_collate, needs_survey
@@ -706,3 +707,10 @@ def _moved(mask: torch.Tensor, device: torch.device | str | None, non_blocking: 
         # Hazard: a copy from pageable memory would wait for all work that is queued on the GPU.
         mask, non_blocking = mask.pin_memory(), True
     return mask.to(device, non_blocking=non_blocking)
+
+
+def _collate_infos(batch: list[Any], *, collate_fn_map: Any = None) -> list[Any]:
+    return list(batch)
+
+
+default_collate_fn_map.setdefault(BatchInfo, _collate_infos)

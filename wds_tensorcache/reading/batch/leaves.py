@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import Path, shown
@@ -168,3 +169,10 @@ def _operator(name: str) -> Any:
 _BINARY = "add sub mul truediv floordiv mod pow matmul and or xor".split()
 for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *"lt le gt ge neg pos abs invert".split()):
     setattr(Leaves, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _collate_leaves(batch: list[Any], *, collate_fn_map: Any = None) -> Any:
+    return collate([leaves.tolist() for leaves in batch], collate_fn_map=collate_fn_map)
+
+
+default_collate_fn_map.setdefault(Leaves, _collate_leaves)

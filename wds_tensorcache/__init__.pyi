@@ -1,0 +1,126 @@
+from wds_tensorcache.checking.repair import repair
+from wds_tensorcache.checking.report import Fault, RepairReport, Report
+from wds_tensorcache.checking.verify import verify
+from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
+from wds_tensorcache.codec.sample import decode_sample, encode_sample
+from wds_tensorcache.codec.tree import flatten, realize
+from wds_tensorcache.errors import (
+    BatchError,
+    EncodeError,
+    FormatError,
+    InvalidKeyError,
+    MissingShardError,
+    StaleCacheError,
+    TarFormatError,
+    TensorCacheError,
+    UnsafeSkeletonError,
+)
+from wds_tensorcache.integrations.torch_dataloader import StepDataset, TorchLoader, torch_loader
+from wds_tensorcache.integrations.webdataset import Decode, decode, encoder
+from wds_tensorcache.integrations.webdataset_resumable import ResumablePipeline
+from wds_tensorcache.integrations.webdataset_tar import TarSamples, tarfile_to_samples
+from wds_tensorcache.reading.base_cache import BatchInfo, Cache
+from wds_tensorcache.reading.batch.collate import Pad, pad
+from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.choices.chooser import Choices
+from wds_tensorcache.reading.description import Description, TensorDescription, ValueDescription
+from wds_tensorcache.reading.join import JoinedCache, join
+from wds_tensorcache.reading.lookup.keys import KeysView
+from wds_tensorcache.reading.open_cache import open
+from wds_tensorcache.reading.schema import Entry, TensorSchema
+from wds_tensorcache.reading.store import Io
+from wds_tensorcache.reading.structure import nest
+from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.names import original_name, safe_key
+from wds_tensorcache.sharing.dataset import SharedDataset
+from wds_tensorcache.sharing.manage import SharedInfo, shared_clear, shared_list
+from wds_tensorcache.sharing.samples import SharedStats
+from wds_tensorcache.training.buckets import ByLength, by_length
+from wds_tensorcache.training.loader import Loader
+from wds_tensorcache.training.order import EpochOrder
+from wds_tensorcache.training.stats import LoaderStats, StageStats, WaitStats
+from wds_tensorcache.training.step_sampler import StepSampler
+from wds_tensorcache.training.steps import RowCounts, Step
+from wds_tensorcache.training.transforms.drop_text import DropText, drop_text
+from wds_tensorcache.training.transforms.moments import SampleMoments, sample_moments
+from wds_tensorcache.writing.build import build
+from wds_tensorcache.writing.index_shard import write_index
+from wds_tensorcache.writing.versions.write_version import drop
+from wds_tensorcache.writing.writer import ShardWriter
+
+__all__ = [
+    "BatchError",
+    "BatchInfo",
+    "ByLength",
+    "Cache",
+    "Choices",
+    "Decode",
+    "Description",
+    "DropText",
+    "EncodeError",
+    "Entry",
+    "EpochOrder",
+    "Fault",
+    "FormatError",
+    "InvalidKeyError",
+    "Io",
+    "JoinedCache",
+    "KeysView",
+    "LazyArray",
+    "LazyTensor",
+    "Loader",
+    "LoaderStats",
+    "MissingShardError",
+    "Pad",
+    "RepairReport",
+    "Report",
+    "ResumablePipeline",
+    "RowCounts",
+    "SampleMoments",
+    "ShardIndex",
+    "ShardWriter",
+    "SharedDataset",
+    "SharedInfo",
+    "SharedStats",
+    "StageStats",
+    "StaleCacheError",
+    "Step",
+    "StepDataset",
+    "StepSampler",
+    "TarFormatError",
+    "TarSamples",
+    "TensorCache",
+    "TensorCacheError",
+    "TensorDescription",
+    "TensorSchema",
+    "TorchLoader",
+    "UnsafeSkeletonError",
+    "ValueDescription",
+    "WaitStats",
+    "build",
+    "by_length",
+    "decode",
+    "decode_sample",
+    "drop",
+    "drop_text",
+    "encode_sample",
+    "encoder",
+    "flatten",
+    "join",
+    "nest",
+    "open",
+    "original_name",
+    "pad",
+    "realize",
+    "repair",
+    "safe_key",
+    "sample_moments",
+    "shared_clear",
+    "shared_list",
+    "tarfile_to_samples",
+    "torch_loader",
+    "verify",
+    "write_index",
+]
+
+__version__: str
