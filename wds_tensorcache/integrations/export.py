@@ -71,7 +71,7 @@ def export_cache(
     """Write each sample of a cache into a file `NAME.KIND`, with its other members in `NAME.EXTENSION`.
 
     `NAME` is the original name of the sample (see `tc.original_name`). If that is not a safe name of a file on every system, or
-    another file has it, it is the key, or a name made of the key; `renamed` lists these samples. No file is ever written
+    another file has it, it is the key, or a name made from the key; `renamed` lists these samples. No file is ever written
     outside `out`.
 
     - `"pt"`: the nested sample, by `torch.save`. Any sample; but an array that is not a tensor needs numpy's pickles.

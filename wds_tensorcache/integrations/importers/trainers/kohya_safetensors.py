@@ -5,7 +5,7 @@ Files, with the size of the image as width x height, and the model in lower case
 - latents: `{stem}_{width}x{height}_{model}.safetensors`;
 - text encoder outputs: `{stem}_{model}_{tokens}_te.safetensors` or `{stem}_{model}_{tokens}_m_te.safetensors` (with masks).
 
-They become the samples that `kohya` makes of `.npz` files, with the dtypes of the trainer:
+They become the samples that `kohya` makes from `.npz` files, with the dtypes of the trainer:
 
     {
         "latents": [C, h, w], "latents_flipped": …, "alpha_mask": …,
