@@ -35,7 +35,8 @@ class Change:
         what: The difference, for people.
         num_different: Number of elements with different bits; None unless both are tensors of one dtype and shape.
         max_difference: Largest absolute difference of two elements, as float64; None unless both are tensors of numbers with
-            one shape. Two NaN or two equal infinities have the difference 0. It is infinite if only one element is NaN or infinite.
+            one shape. Two NaN or two equal infinities have the difference 0. It is infinite if only one element is NaN or
+            infinite.
     """
 
     key: str

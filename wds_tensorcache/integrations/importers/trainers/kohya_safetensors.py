@@ -181,5 +181,5 @@ def _prompts(tensors: dict[str, Any], metadata: dict[str, str]) -> list[dict[str
 
 
 FORMAT = Format(
-    "kohya_safetensors", "kohya sd-scripts, branch new_cache: the same as .safetensors files", _recognize, _open
+    "kohya_safetensors", "kohya sd-scripts, branch new_cache: the same data in .safetensors files", _recognize, _open
 )
