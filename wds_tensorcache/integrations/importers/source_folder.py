@@ -95,7 +95,7 @@ class SourceFolder:
     ) -> memoryview:
         """Return the bytes `[begin, end)` of a listed file, by default the whole content, as writable memory.
 
-        `find_data` gets the first 512 bytes, and returns the position of the byte that is to be aligned to `ALIGNMENT`.
+        `find_data` gets the first 512 bytes of the file, and returns the offset of the byte to align to `ALIGNMENT` in memory.
 
         Memory: recycled when the last reference to the view is gone.
 
