@@ -44,7 +44,7 @@ def save_training_set(path: str, latents: list[Any], conditioning: list[Any]) ->
     """
     if not latents or len(latents) != len(conditioning):
         raise ValueError(
-            f"{len(latents)} latents and {len(conditioning)} conditionings, expected as many of both, at least one"
+            f"{len(latents)} latents and {len(conditioning)} conditionings, expected equally many of both, at least one"
         )
     for number, (latent, condition) in enumerate(zip(latents, conditioning, strict=True)):
         if not isinstance(latent, dict) or not isinstance(latent.get("samples"), torch.Tensor):

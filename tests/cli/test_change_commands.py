@@ -149,7 +149,7 @@ def test_equal_keys(tmp_path: Path) -> None:
     write(tmp_path / "b", range(4, 8))
     said = run("merge", tmp_path / "a", tmp_path / "b", tmp_path / "out", status=1).stderr
     assert said.count("\n") == 1
-    for word in ("2 keys", "'k004'", "a/000002.tar", "b/000000.tar", "--prefix"):
+    for word in ("repeated keys: 2", "'k004'", "a/000002.tar", "b/000000.tar", "--prefix"):
         assert word in said
     assert "--prefix" in run("merge", tmp_path / "a", tmp_path / "a", tmp_path / "out", status=1).stderr
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]

@@ -72,7 +72,7 @@ def app() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run a command, and return its exit status.
 
-    0 means success, 1 bad data, 2 wrong usage, 130 an interruption, and 141 that the reader of the output has ended.
+    0 means success, 1 bad data, 2 wrong usage, 130 an interruption, and 141 that the program that reads stdout has ended.
     """
     for stream in (sys.stdout, sys.stderr):
         # a terminal may lack characters; a program without a stdout has none to set up
@@ -119,7 +119,7 @@ def _status(arguments: Sequence[str]) -> int:
     except ImportError as exc:  # an extra that is not installed; the message has the command that installs it
         return _fail(exc, 2)
     except (tc.TensorCacheError, OSError, ValueError, EOFError) as exc:
-        # without an errno: there is nothing where the caller says that shards are
+        # without an errno: `find_shards` raises it for a path or pattern without shards
         is_usage = type(exc) is FileNotFoundError and exc.errno is None
         return _fail(exc, 2 if is_usage else 1)
     except Exception as exc:

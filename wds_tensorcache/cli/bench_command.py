@@ -1,4 +1,4 @@
-"""`tensorcache bench`: how fast this machine reads a cache, beside what it could reach."""
+"""`tensorcache bench`: how fast this machine reads a cache, next to upper limits of this machine."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def bench(
 ) -> None:
     """Measure how fast this machine reads OUT in random order, and say what limits it.
 
-    The samples are in the page cache. The ceilings are copies of as many bytes in memory, and positioned reads of the same
-    bytes. Every run checks what it has read.
+    The samples are in the page cache. For comparison, copies of as many bytes in memory and positioned reads of the
+    same bytes are measured. After each run, its last batch is checked.
     """
     output = Output(as_json)
     with output.progress("measuring") as show:

@@ -1,4 +1,4 @@
-"""The arguments that name a cache, a sample and a tensor: opened, looked up, and completed by the shell."""
+"""Arguments of commands that name a cache, a sample or a tensor: opening, looking up, and completion in a shell."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def open_cache(path: str, name: str | None = None) -> Iterator[tc.TensorCache]:
 
 
 def sample_key(cache: tc.TensorCache, name: str) -> str:
-    """Return the key of a sample from its key, or from the name of which `tc.safe_key` made the key.
+    """Return the key of a sample from its key, or from the name from which `tc.safe_key` made the key.
 
     Raises:
         KeyError: There is no such sample; the message lists similar keys.
@@ -61,7 +61,7 @@ def sample_key(cache: tc.TensorCache, name: str) -> str:
 
 
 def sample_name(key: str) -> str | None:
-    """Return the name of which a key was made; None if it was not made of a name, or of one that is too long."""
+    """Return the name from which a key was made; None if there was no name, or if it was too long to be in the key."""
     try:
         return tc.original_name(key)
     except tc.InvalidKeyError:

@@ -37,20 +37,36 @@ def _pairs(context: click.Context, option: click.Parameter, values: tuple[str, .
 @click.command("import")
 @click.argument("source", type=click.Path(exists=True, file_okay=False))
 @click.argument("out", type=click.Path())
-@click.option("--format", "format_name", default="auto", show_default=True, help="Format of the files.")
+@click.option(
+    "--format", "format_name", default="auto", show_default=True, help="Format of the files; see --list-formats."
+)
 @click.option(
     "--list-formats", is_flag=True, is_eager=True, expose_value=False, callback=_list_formats, help="List formats."
 )
 @click.option("--narrow", is_flag=True, help="Store float32 as bfloat16 or float16 where no bit is lost.")
 @click.option(
-    "--trim", multiple=True, callback=_pairs, metavar="TENSOR=MASK", help="Leave out rows that follow the mask."
+    "--trim",
+    multiple=True,
+    callback=_pairs,
+    metavar="TENSOR=MASK",
+    help="Leave out the rows of TENSOR after the last true element of MASK.",
 )
-@click.option("--drop-padding", is_flag=True, help="Trim rows even if they are not all equal: the model masks them.")
 @click.option(
-    "--fingerprint", multiple=True, callback=_pairs, metavar="NAME=VALUE", help="Add to the fingerprint (JSON)."
+    "--drop-padding", is_flag=True, help="Trim even if the padding is not constant, for a model that masks it."
 )
 @click.option(
-    "--on-error", type=click.Choice(["stop", "skip"]), default="stop", show_default=True, help="For bad samples."
+    "--fingerprint",
+    multiple=True,
+    callback=_pairs,
+    metavar="NAME=VALUE",
+    help="Add an entry to the fingerprint; VALUE is JSON or text.",
+)
+@click.option(
+    "--on-error",
+    type=click.Choice(["stop", "skip"]),
+    default="stop",
+    show_default=True,
+    help="Stop at a bad sample, or leave it out.",
 )
 @click.option("--trust", is_flag=True, help="Read pickles that may run code.")
 @click.option(

@@ -1,4 +1,4 @@
-"""Results on stdout, for people or as JSON; messages and progress on stderr. Terminals obey nothing that a cache contains."""
+"""Results on stdout, for people or as JSON; messages and progress on stderr. Control characters are escaped."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """Return a value as JSON has it: records are objects, sequences arrays, and everything unknown its text.
+    """Return a value for `json.dumps`: dataclasses become dicts, sequences and sets lists, and unknown objects their `str`.
 
     JSON has no numbers that are not finite; they become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
     """

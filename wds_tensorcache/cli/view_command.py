@@ -29,7 +29,9 @@ _NUM_SURVEYED = 256  # samples that the server examines before it starts
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the page to this file.")
 @click.option("--serve", is_flag=True, help="Show the whole cache from a server on this machine, until Ctrl-C.")
 @click.option(
-    "--samples", type=click.IntRange(1), help="Number of samples in the file [1000], or to examine first [256]."
+    "--samples",
+    type=click.IntRange(1),
+    help="Samples in the file [1000]; with --serve, samples to examine before the start [256].",
 )
 @cache_option
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the server; by default a free one.")

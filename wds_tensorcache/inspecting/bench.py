@@ -1,4 +1,4 @@
-"""Measure how fast this machine reads a cache: batches and loaders, and the ceilings of the same bytes."""
+"""Measure how fast this machine reads a cache, and how fast it copies and reads the same bytes without decoding them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Rate:
         name: `"copies in memory"`, `"raw reads"`, `"read_batch"` or `"Loader"`.
         num_threads: Number of threads that read at the same time.
         nbytes_per_s: Bytes of tensors per second, the median of the rounds.
-        samples_per_s: Samples per second; for copies in memory, as many samples as these bytes would be.
+        samples_per_s: Samples per second; for copies in memory, bytes per second divided by the mean size of a sample.
         rounds: Bytes per second of each round.
     """
 
@@ -65,10 +65,10 @@ class BenchReport:
     Attributes:
         num_samples: Number of samples in the cache.
         num_used: Number of these samples that were read.
-        nbytes_used: Bytes of the tensors of these.
+        nbytes_used: Bytes of the tensors in these samples.
         batch_size: Number of samples in a batch.
         num_cores: Number of cores that this process may use.
-        rates: The rates, the ceilings first.
+        rates: Measured rates: copies in memory, raw reads, `read_batch`, `Loader`.
         limit: A sentence that says what limits the rate of the loader here.
     """
 
@@ -93,9 +93,8 @@ def measure_rates(
 ) -> BenchReport:
     """Measure rates of reading samples in random order from the page cache, with one thread and with several.
 
-    First, all these samples are read and compared with their digests, which also puts them into the page cache. Each
-    measured run of positioned reads ends with a comparison of the bytes of its last batch with those; each run of `read_batch`
-    and of the loader, with a comparison of the tensors of its last batch, bit for bit.
+    First, all these samples are read and compared with their digests. This also puts them into the page cache. After each
+    measured run, its last batch is compared bit for bit with the samples, outside of the measured time.
 
     Args:
         source, cache: As in `tc.open`.
@@ -107,7 +106,8 @@ def measure_rates(
         progress: As in `tc.build`; counts runs.
 
     Raises:
-        FormatError: A shard is damaged, or a run has read other bytes.
+        FormatError: A shard is damaged, or a run has read wrong bytes.
+        FileNotFoundError, KeyError: As in `tc.open`.
         BatchError: The samples cannot form batches.
         ValueError: There are no samples with tensors.
     """
@@ -214,7 +214,7 @@ def _choose(cache: TensorCache, max_nbytes: int) -> np.ndarray[Any, Any]:
 
 
 class _Places:
-    """Bytes of the chosen samples' tensors in the shards, which are checked and put into the page cache."""
+    """Where the tensors of the chosen samples are stored. All of them are read once, so that they are in the page cache."""
 
     def __init__(self, cache: TensorCache, numbers: np.ndarray[Any, Any]) -> None:
         self.files: Files = cache._store.files

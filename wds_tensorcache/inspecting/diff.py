@@ -34,8 +34,9 @@ class Change:
         name: Name of the tensor, path of the value, or suffix of the other member with its dot.
         what: The difference, for people.
         num_different: Number of elements with different bits; None unless both are tensors of one dtype and shape.
-        max_difference: Largest absolute difference of two numbers, also of different dtypes; None unless both are numbers of
-            one shape. NaN and infinities do not count, unless only one of the two is one: then it is infinite.
+        max_difference: Largest absolute difference of two elements, as float64; None unless both are tensors of numbers with
+            one shape. Two NaN or two equal infinities have the difference 0. It is infinite if only one element is NaN or
+            infinite.
     """
 
     key: str
@@ -73,13 +74,13 @@ def diff_caches(
 ) -> CacheDiff:
     """Compare two caches sample by sample: each tensor bit for bit, all small values, and other members.
 
-    If the digests of the tensors of two samples and the bytes of their skeletons are equal, the samples are equal, and no
-    tensor is read: damage to tensors goes unnoticed, and `tc.verify` finds it. Fingerprints and the order of the samples are
-    not compared. If a key occurs several times, the samples of this key are compared in order.
+    Two samples are equal if the digests of their tensors and the bytes of their skeletons are equal. Then no tensor is read,
+    so damaged tensors are not noticed; `tc.verify` finds them. Fingerprints and the order of the samples are not compared. If a
+    key occurs several times, the samples with this key are compared in order.
 
     Args:
         first, second: Caches, or views of them.
-        progress: Function of the samples that were compared, and all samples.
+        progress: Called with the number of samples that were compared, and of all samples in `first`.
 
     Raises:
         FormatError: A shard is damaged.

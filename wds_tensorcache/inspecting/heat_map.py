@@ -71,7 +71,7 @@ def read_plane(lazy: Lazy, number: int = 0) -> Array | None:
 
 
 def shrink(plane: Array, height: int, width: int) -> Array:
-    """Return the means of equal blocks of a plane, float64, `[height, width]` or less; one with a NaN or infinity is NaN."""
+    """Return the means of equal blocks of a plane, float64, at most `[height, width]`. Blocks with NaN or infinity are NaN."""
     plane = np.where(np.isfinite(plane), plane, np.nan)
     for axis, most in enumerate((height, width)):
         count = plane.shape[axis]
@@ -84,7 +84,7 @@ def shrink(plane: Array, height: int, width: int) -> Array:
 
 
 def levels_of(image: Array) -> Array:
-    """Scale an image to [0, 1], so that 2% of its finite values at either end are outside and cut off; NaN stays NaN."""
+    """Scale an image, float64 `[H, W]`, to [0, 1], and clip 2% of its finite values at either end; NaN stays NaN."""
     finite = image[np.isfinite(image)]
     if not len(finite):
         return np.full_like(image, np.nan)

@@ -77,7 +77,7 @@ class RepeatCounter:
             self._known[digest] = Repeat(*found, 2)
 
     def result(self) -> Repeats:
-        """Return what is repeated."""
+        """Return the repeated tensors, those with the most copied bytes first."""
         found = [each for each in self._known.values() if isinstance(each, Repeat)]
         found.sort(key=lambda each: -each.nbytes_saved)
         share = self._mask + 1

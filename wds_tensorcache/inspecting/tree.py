@@ -48,7 +48,8 @@ class Node:
 def sample_tree(sample: Any) -> Node:
     """Return the structure of a sample from `cache[key]`; no tensor is read.
 
-    At most 2,000 values, 100 items of a container and 40 levels are shown. A container that occurs again is shown only once.
+    The tree has at most 2,000 values, 100 items of each container, and 40 levels. A container that occurs again has no
+    children.
     """
     return _Builder().visit("", sample, 0)
 

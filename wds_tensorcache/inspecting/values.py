@@ -22,7 +22,7 @@ _PART_NBYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class ValueStatistics:
-    """Statistics of numbers. Those of a complex tensor are of its real and imaginary parts; a bool is 0 or 1.
+    """Statistics of numbers. For a complex tensor, the real and imaginary parts are counted separately; a bool is 0 or 1.
 
     Attributes:
         num_values: Number of all values.

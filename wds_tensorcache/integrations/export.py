@@ -51,8 +51,8 @@ class ExportReport:
     Attributes:
         num_written: Number of samples that this call has written.
         num_present: Number of samples whose files were there (`resume=True`).
-        renamed: Names of files by key, for samples whose original names cannot be names of files.
-        widened: Dtype of the file by name of the tensor, for tensors whose dtype the file cannot hold; no number changes.
+        renamed: Names of the files by key, for samples whose files could not have the original name.
+        widened: Dtypes in the files by tensor name, for tensors whose own dtype the files cannot hold; no number changes.
     """
 
     num_written: int = 0
@@ -71,10 +71,10 @@ def export_cache(
     """Write each sample of a cache into a file `NAME.KIND`, with its other members in `NAME.EXTENSION`.
 
     `NAME` is the original name of the sample (see `tc.original_name`). If that is not a safe name of a file on every system, or
-    another file has it, it is the key, or a name made of the key; `renamed` lists these samples. No file is ever written
+    another file has it, it is the key, or a name made from the key; `renamed` lists these samples. No file is ever written
     outside `out`.
 
-    - `"pt"`: the nested sample, by `torch.save`. Any sample; but an array that is not a tensor needs numpy's pickles.
+    - `"pt"`: any nested sample, by `torch.save`. To load a sample with numpy arrays, `torch.load` needs `weights_only=False`.
     - `"npz"` and `"safetensors"`: the tensors by name. Other values are in `NAME.json`, by the same kind of names, or in
       `NAME.values.json` if samples have members with the suffix `json`. npz has no bfloat16 and float8: these become float32,
       which changes no number. A float8 tensor with a NaN that would change is refused.
@@ -83,8 +83,8 @@ def export_cache(
     Args:
         cache: Cache, or a view of one.
         out: Folder, which is made if it does not exist. It must be empty, unless `kind` is `"webdataset"` or `resume` is True.
-        kind: One of these.
-        resume: Keep the files of an earlier call that was interrupted; not for a tar.
+        kind: `"pt"`, `"npz"`, `"safetensors"` or `"webdataset"`.
+        resume: Keep the files that an interrupted call has written; not possible for a tar.
         progress: As for `tc.build`.
 
     Raises:
@@ -93,6 +93,7 @@ def export_cache(
         EncodeError: The kind of file cannot hold a value; the message names it.
         InvalidKeyError: A key is not a safe path inside a tar (`kind="webdataset"`).
         FormatError: A shard is damaged.
+        OSError: A file cannot be read or written.
     """
     if kind not in KINDS:
         raise ValueError(f"{kind!r:.100}, expected one of {', '.join(map(repr, KINDS))}")
@@ -189,7 +190,7 @@ class _Names:
 
 
 def _folded(name: str) -> str:
-    """Return what names have in common that some file systems take for one."""
+    """Return a form that is equal for two names if some file system treats them as one name."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
@@ -212,7 +213,7 @@ def _read_members(cache: Cache, number: int, suffixes: Iterable[str]) -> dict[st
 def _encode(sample: Any, kind: str, report: ExportReport, of_values: str = "json") -> dict[str, bytes]:
     """Return the contents of a sample's files by suffix; the one with its tensors is the last.
 
-    `of_values` is the suffix of the file with the values that are not tensors.
+    `of_values` is the suffix of the file with the values that are not tensors. Widened tensors are added to `report`.
     """
     stream = io.BytesIO()
     if kind == "pt":

@@ -64,7 +64,7 @@ class CopyReport:
 
 @dataclass(slots=True)
 class _OldShard:
-    """A shard to copy samples from: sample `i` ends at byte `ends[i]`, and takes `sizes[i]` bytes in a new shard."""
+    """A shard to copy samples from: sample `i` ends at byte `ends[i]`, and needs `sizes[i]` bytes in a new shard."""
 
     path: str
     index: ShardIndex
@@ -98,7 +98,7 @@ class _OldShard:
             last = min(first + _NUM_ROWS, end)
             if self.prefix:
                 yield last - first, list(self._renamed(first, last))
-            else:  # also copies what belongs to no sample, such as folders
+            else:  # also copies entries that belong to no sample, such as folders
                 yield (
                     last - first,
                     [MemberRange(self.path, self.ends.item(first - 1) if first else 0, self.ends.item(last - 1))],
@@ -138,8 +138,8 @@ def reshard(
 ) -> CopyReport:
     """Write the samples of a cache into shards of another length, in the same order; `source` is not changed.
 
-    Members, of all caches and none, are copied with their tar headers, byte for byte. A shard keeps the fingerprint of its
-    samples: where samples with another fingerprint follow, a new shard starts.
+    All members are copied with their tar headers, byte for byte. Each new shard has the fingerprint of its samples. A new shard
+    starts at each sample whose fingerprint differs from that of the sample before it.
 
     The folder appears by one rename when it is complete. A killed or interrupted call leaves a hidden folder next to `out`,
     and the same call after it resumes. A call with other arguments for the same `out` deletes that folder.
@@ -155,7 +155,7 @@ def reshard(
         FileNotFoundError: A file does not exist, or there are no shards.
         FormatError: A shard is damaged, was changed during the call, or does not match its index.
         InvalidKeyError: A key occurs in several shards.
-        OSError: The disk is full, …
+        OSError: A file cannot be read or written, for example because the disk is full.
         ValueError: `max_samples` or `max_nbytes` is less than 1.
     """
     return merge(
@@ -186,9 +186,9 @@ def merge(
     Args:
         sources: Caches, each as in `tc.open`.
         out, max_samples, max_nbytes, dali_index, fsync, progress: As in `reshard`.
-        prefixes: Prefix of the keys of each cache, such as `"photos/"`; by default none. Renamed members get new tar headers,
-            and tar entries that belong to no sample are then left out.
-        mixed: Merge caches with different fingerprints. No shard has samples with two fingerprints.
+        prefixes: Prefix of the keys of each cache, such as `"photos/"`; by default none. Members of a cache with a prefix get
+            new tar headers. Its tar entries that belong to no sample, such as folders, are left out.
+        mixed: Merge caches even if their fingerprints differ. All samples of a shard still have one fingerprint.
 
     Raises:
         InvalidKeyError: A key occurs several times; or a reader would misread a key with its prefix.
@@ -268,12 +268,12 @@ def _check_keys(shards: list[_OldShard]) -> None:
         starts = [0, *accumulate(len(shard.keys) for shard in shards)]
         paths = [shards[bisect_right(starts, at) - 1].path for at in table.find(repeated[0])[:2]]
         listed = ", ".join(f"{key!r:.100}" for key in repeated[:_NUM_SHOWN]) + ", …" * (len(repeated) > _NUM_SHOWN)
-        what = f"{len(repeated):,} keys occur several times, {listed}: the first one in {' and '.join(paths)}"
-        raise InvalidKeyError(f"{what}; give each cache a prefix, with --prefix (prefixes=)")
+        what = f"repeated keys: {len(repeated):,}, {listed}; the first one is in {' and '.join(paths)}"
+        raise InvalidKeyError(f"{what}. To merge caches with equal keys, give each one a prefix: --prefix (prefixes=)")
 
 
 def _plan(shards: Iterable[_OldShard], max_samples: int, max_nbytes: int) -> Iterator[list[_Run]]:
-    """Yield the content of each new shard; it ends where that of a `ShardWriter` would end."""
+    """Yield the samples of each new shard, which ends where a shard of `ShardWriter` with these limits would end."""
     runs: list[_Run] = []
     count = nbytes = 0
     for shard in shards:
@@ -295,7 +295,7 @@ def _plan(shards: Iterable[_OldShard], max_samples: int, max_nbytes: int) -> Ite
 
 
 def _write(path: str, runs: list[_Run], files: Files, fsync: bool, show: Callable[[int], object]) -> ShardIndex:
-    """Write a new shard, and return its index, which a scan of the new file has made."""
+    """Write a new shard; scan it, and return the index from this scan."""
 
     def ranges() -> Iterator[MemberRange]:
         done = 0

@@ -30,8 +30,8 @@ def ls_command(
 ) -> None:
     """List the samples in OUT: bytes of their tensors, and keys.
 
-    OUT is a folder, a shard, a manifest, or a pattern in quotes such as 'cache/train-*.tar'. With --long, the name of which a
-    key was made, such as the path of a photo, follows the key. No tensor is read.
+    OUT is a folder, a shard, a manifest, or a pattern in quotes such as 'cache/train-*.tar'. With --long, the name from which
+    a key was made, such as the path of a photo, follows the key. No tensor is read.
     """
     output = Output(as_json)
     with open_cache(out, cache_name) as cache:

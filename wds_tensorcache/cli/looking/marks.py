@@ -65,7 +65,7 @@ def heat_map(plane: Any, console: Console, width: int, height: int) -> list[Text
         width: Largest width in characters.
         height: Largest number of lines. With colors, each line shows two rows of the plane.
 
-    An image keeps its proportions; a plane that is more than four times as long in one direction does not.
+    Proportions are kept, unless one side of the plane is more than four times as long as the other.
     """
     rows, columns = plane.shape
     if rows <= 4 * columns and columns <= 4 * rows:  # a character is about twice as high as it is wide

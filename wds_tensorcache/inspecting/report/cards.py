@@ -34,10 +34,10 @@ class Limits:
     """How much of a sample is shown.
 
     Attributes:
-        text_nbytes: Bytes of all small values together, as they are in the page.
+        text_nbytes: Bytes of all small values together, as they are encoded in the page.
         num_pictures: Number of pictures.
         picture_side: Maximum of width and height of a picture in pixels.
-        picture_nbytes: Bytes of the PNG of the first picture; each other one has half of them.
+        picture_nbytes: Maximum size of the first picture's PNG in bytes; the other pictures may have half of it.
         num_tensors: Number of tensors whose statistics are listed.
     """
 

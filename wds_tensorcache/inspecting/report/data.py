@@ -1,4 +1,4 @@
-"""Everything that the page shows, as values for JSON: of the cache, of its tensors, and of samples."""
+"""All contents of the page as values for JSON: the cache, its tensors, and samples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NUM_LINES = 16_000  # lines of statistics in a file, one for each sample and te
 
 
 def overview(survey: Survey, title: str) -> dict[str, Any]:
-    """Return what the page shows besides samples.
+    """Return the contents of the page, without the samples.
 
     Args:
         survey: Findings in some samples.

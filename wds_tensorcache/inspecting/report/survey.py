@@ -1,4 +1,4 @@
-"""Findings in some samples of a cache: statistics and colors of tensors, and their usual ranges, which tell outliers."""
+"""Findings in some samples of a cache: statistics, colors and usual ranges of tensors, and outliers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from wds_tensorcache.reading.description import Description
 __all__ = ["MAX_TENSORS", "READ_ERRORS", "Mark", "Survey", "Values", "load_planes"]
 
 Array = np.ndarray[Any, Any]
-Values = Mapping[
-    str, ValueStatistics | None
-]  # statistics of the tensors of one sample, by name; None if these are not numbers
+# statistics of the tensors of one sample, by name; None for tensors of text or dates
+Values = Mapping[str, ValueStatistics | None]
 MAX_TENSORS = 300  # tensors of a cache that are examined and shown
 READ_ERRORS = TensorCacheError, OSError
 _MAX_FITTED = 48  # samples from which the colors of a tensor are computed
@@ -58,6 +57,11 @@ class _Usual:
 class Survey:
     """Findings in the samples `numbers` of a cache. All their tensors are read, in parts of at most 4 MiB.
 
+    Args:
+        cache: Cache, or a view of one.
+        numbers: Indices of the samples to examine, ascending.
+        progress: Called with the number of samples that were examined, and of those to examine.
+
     Attributes:
         cache: The cache.
         numbers: Indices of the examined samples, ascending.
@@ -68,7 +72,7 @@ class Survey:
         errors: Messages of samples that cannot be read, by index.
 
     Memory: 64 KiB for each tensor that is shown, and a few hundred bytes for each of them in each examined sample.
-    Threads: immutable after it was made, safe in threads.
+    Threads: immutable after `__init__`, so safe to share.
     """
 
     def __init__(
@@ -192,7 +196,7 @@ def _is_float(dtype: Any) -> bool:
 
 
 def _describe(cache: Cache[Any], numbers: Sequence[int]) -> Description:
-    """Describe all samples; if one of those that are examined for it is damaged, only the intact ones in `numbers`."""
+    """Describe all samples, or only the intact ones in `numbers` if `describe` meets a damaged sample."""
     try:
         return cache.describe()
     except FormatError:

@@ -1,4 +1,4 @@
-"""Values of a cache as text of bounded length, in which nothing is hidden and nothing reorders the text near it."""
+"""Values of a cache as text of bounded length. Characters that hide or reorder text become escapes."""
 
 from __future__ import annotations
 

@@ -41,16 +41,16 @@ def join_files(
 ) -> list[SourceSample]:
     """Return a sample for each resolution in each file of latents, and for each image that has only files of text states.
 
-    The name of a sample is the stem. If an image has several files of latents, their labels are added; if a file has several
-    resolutions, their endings are added. Samples that would have equal names are named like their files instead. If the files
-    are of several models, the model is the first part of the path.
+    The name of a sample is the stem. If an image has several files of latents, their labels are added. If a file has several
+    resolutions, their endings are added. Samples that would have equal names are named like their files instead. If the folder
+    has files for several models, the name begins with the model and a slash.
 
     Args:
         latents: Files of latents.
-        texts: Files of text states. The files with the stem and model of a file of latents become part of its samples.
+        texts: Files of text states. They become part of the samples of latents that have the same stem and model.
         load: Function that reads a sample. It receives the file of latents or None, the resolution, and the files of text
             states.
-        text_stem: Function that returns the stem of the text for a stem of latents, if no text has the same stem.
+        text_stem: Function that returns the stem of texts for a stem of latents. It is called if no text has the stem itself.
         captions: Function that returns the names of an image's caption files for its stem.
     """
     images: dict[tuple[str, str], list[ImageFile]] = {}

@@ -48,22 +48,22 @@ def import_cache(
     max_nbytes: int = 1 << 30,
     progress: bool | Callable[[int, int | None], object] | None = None,
 ) -> ImportReport:
-    """Import a folder of files that a trainer or another program has written into shards.
+    """Write shards from a folder of files that a trainer or another program has made.
 
-    The shards contain the same samples in the same order, whatever `num_workers` is. `tc.safe_key` makes the keys from the
-    names of the samples, and `tc.original_name` returns these names.
+    Samples are stored in the order of the source, and the shards have the same bytes for any `num_workers`. `tc.safe_key` makes
+    the keys from the names of the samples, and `tc.original_name` returns these names.
 
     Args:
         source: Folder with the files.
         out: Folder or pattern of the shards, as for `ShardWriter`.
         format: Name of the format, or "auto".
-        fingerprint: More entries for the fingerprint, which contains the format, the provenance of the files and the options
-            that change samples.
+        fingerprint: Further entries for the fingerprint. It always contains the format, the path of `source`, the provenance of
+            the files, and the options that change samples.
         narrow: Store each float32 tensor as bfloat16 or float16 if no bit of any number is lost.
-        trim: Masks by name of the tensor: rows after the last true element of the mask are not stored.
-        drop_padding: Trim rows even if they are not all equal.
-        on_error: `"stop"` raises the error of a bad sample; `"skip"` leaves the sample out, and reports it.
-        trust: Read pickles that may run code.
+        trim: Name of the mask by name of the tensor. Rows of the tensor after the last true element of its mask are not stored.
+        drop_padding: Trim rows even if their elements are not all equal, so that padding cannot restore them.
+        on_error: `"stop"` raises the error of the first bad sample; `"skip"` leaves bad samples out, and reports them.
+        trust: Read pickles that may run code, with `torch.load` or `pickle.loads`.
         num_workers: Number of threads that read files.
         resume: Continue after an interruption: samples whose keys are in finished shards are not read again.
         max_samples, max_nbytes: As for `ShardWriter`.
@@ -75,6 +75,8 @@ def import_cache(
     Raises:
         ValueError: The format is unknown or cannot be chosen; the folder has no samples; or two samples have one name.
         FormatError: A file is bad, and `on_error` is "stop".
+        OSError: A file cannot be read, and `on_error` is "stop"; or a shard cannot be written.
+        ImportError: The format needs pyarrow, which is not installed.
         FileExistsError: `out` contains shards, and `resume` is False.
         StaleCacheError: `out` contains shards with another fingerprint.
         NotADirectoryError: `source` is not a folder.

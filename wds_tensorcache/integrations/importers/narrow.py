@@ -11,16 +11,16 @@ _LOW_BITS = 0xFFFF
 
 
 def narrow(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a float32 tensor as bfloat16, or else as float16, if converting it back gives the same bits; else return `tensor`.
+    """Return a float32 tensor as bfloat16 or float16 if converting it back gives the same bits; bfloat16 is tried first.
 
-    Other dtypes are returned as they are. The bits of NaN and the sign of zero count.
+    If neither keeps all bits, also those of NaN and of negative zero, or if `tensor` has another dtype, `tensor` is returned.
 
     Memory: newly allocated, or `tensor` itself.
     """
     if tensor.dtype != torch.float32 or not tensor.numel() or tensor.layout != torch.strided:
         return tensor
     bits = tensor.contiguous().view(torch.int32).flatten()
-    # also the least memory traffic: a bfloat16 is the upper half of a float32
+    # a bfloat16 is the upper half of a float32: testing and copying halves needs less memory traffic than `tensor.to`
     if _is_bfloat16(bits[:_PROBE]) and _is_bfloat16(bits):
         upper = bits.view(torch.int16)[1::2]
         return upper.contiguous().view(torch.bfloat16).reshape(tensor.shape)

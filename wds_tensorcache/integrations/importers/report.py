@@ -28,12 +28,12 @@ class ImportReport:
 
     Attributes:
         format: Name of the format.
-        num_read: Number of samples that the source has.
+        num_read: Number of samples in the source.
         num_written: Number of samples that this call has written.
         num_present: Number of samples that an earlier call had written (`resume=True`).
         num_skipped: Number of samples that were not written because they are bad.
-        skipped: Each skipped sample, bad file and link out of the folder.
-        unused: Relative paths of files that no sample has, for example pictures.
+        skipped: Skipped samples, and also bad files and links out of the folder, which `num_skipped` does not count.
+        unused: Relative paths of files that belong to no sample, for example pictures.
         nbytes: Bytes of the written tensors.
         nbytes_narrowed: Bytes that `narrow=True` has saved.
         nbytes_narrowable: Bytes that `narrow=True` would save, estimated from some samples; 0 with `narrow=True`.

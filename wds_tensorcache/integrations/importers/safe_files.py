@@ -73,7 +73,10 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, torch.Tensor | np.nda
             raise FormatError("two files in the npz have the same name")
         expanded = sum(file.file_size for file in files)
         if expanded > max_expanded(len(raw)):
-            raise FormatError(f"{len(raw):,} bytes expand to {expanded:,}")
+            most = max_expanded(len(raw))
+            raise FormatError(
+                f"{len(raw):,} bytes expand to {expanded:,}, expected at most {most:,}; store it uncompressed"
+            )
         arrays = {}
         for file in files:
             if not file.filename.endswith(".npy"):
@@ -123,8 +126,8 @@ def load_npy(folder: SourceFolder, name: str) -> torch.Tensor | np.ndarray[Any, 
 def load_torch(folder: SourceFolder, name: str) -> Any:
     """Return the object in a file of `torch.save`, which may be compressed by gzip; tensors are on the CPU.
 
-    If the folder is trusted, a file that contains other classes, has an older format or is a pickle, is read by `torch.load` or
-    `pickle.loads`.
+    If the folder is trusted, `torch.load` or `pickle.loads` reads files that contain other classes, have an older format or are
+    pickles.
 
     Raises:
         UnsafeSkeletonError: The file names other classes than those of tensors and plain values.
@@ -145,7 +148,7 @@ def parse_torch(raw: bytes, trust: bool) -> Any:
 
     Args:
         raw: Content of the file, which may be compressed by gzip.
-        trust: Read content that contains other classes, has an older format or is a pickle, by `torch.load` or `pickle.loads`.
+        trust: Read other classes, older formats and pickles with `torch.load` or `pickle.loads`, which may run code.
 
     Raises:
         UnsafeSkeletonError: The content names other classes than those of tensors and plain values.
@@ -185,7 +188,7 @@ def parse_pickle(raw: bytes, trust: bool) -> Any:
 
     Args:
         raw: Content of a file of `pickle.dump`; or of `torch.save`, because some programs give such files the suffix `.pkl`.
-        trust: Read content that contains other classes by `pickle.loads` or `torch.load`.
+        trust: Read other classes with `pickle.loads` or `torch.load`, which may run code.
 
     Raises:
         UnsafeSkeletonError: The content names other classes than those of arrays, tensors and plain values.
@@ -387,14 +390,14 @@ def _extract(raw: memoryview, file: zipfile.ZipInfo) -> memoryview:
 
 
 def _gunzip(raw: bytes) -> bytes:
-    limit = max_expanded(len(raw))
+    limit = most = max_expanded(len(raw))
     parts: list[bytes] = []
     while raw:
         stream = zlib.decompressobj(31)
         parts.append(stream.decompress(raw, limit + 1))
         limit -= len(parts[-1])
         if limit < 0:
-            raise FormatError("the gzip file expands to more than 64 times its length")
+            raise FormatError(f"the gzip file expands to more than {most:,} bytes; decompress it first")
         if not stream.eof:
             raise FormatError("the gzip file is cut short")
         raw = stream.unused_data.lstrip(b"\0")

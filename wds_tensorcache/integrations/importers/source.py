@@ -29,7 +29,7 @@ class SourceSample:
     """One sample of a source, not read yet.
 
     Attributes:
-        name: Name in the source, for example a relative path without suffix. `tc.safe_key` makes the key of it.
+        name: Name in the source, for example a relative path without suffix. `tc.safe_key` makes the key from it.
         files: Relative paths of the files from which it is read.
         load: Function that reads it. It raises FormatError or OSError if a file is bad, and may run in any thread.
     """

@@ -31,7 +31,7 @@ class SourceFolder:
 
     Args:
         path: The folder.
-        trust: The user trusts the files: files of `torch.save` may name any class, and then run code.
+        trust: The user trusts the files: pickles and files of `torch.save` may name any class, and then run code.
 
     Raises:
         NotADirectoryError: `path` is not a folder.
@@ -95,7 +95,7 @@ class SourceFolder:
     ) -> memoryview:
         """Return the bytes `[begin, end)` of a listed file, by default the whole content, as writable memory.
 
-        `find_data` gets the first 512 bytes, and returns the position of the byte that is to be aligned to `ALIGNMENT`.
+        `find_data` gets the first 512 bytes of the file, and returns the offset of the byte to align to `ALIGNMENT` in memory.
 
         Memory: recycled when the last reference to the view is gone.
 
@@ -144,7 +144,12 @@ class SourceFolder:
             return file.read(end - begin)
 
     def read_text(self, name: str, max_nbytes: int = 1 << 20) -> str:
-        """Return the text in a listed file: UTF-8, without a byte order mark and without white space around it."""
+        """Return the text in a listed file: UTF-8, without a byte order mark and without white space around it.
+
+        Raises:
+            FormatError: The file is not UTF-8, or has more than `max_nbytes`.
+            OSError: The file cannot be read.
+        """
         try:
             return self.read(name, max_nbytes).decode("utf-8-sig").strip()
         except UnicodeDecodeError as exc:

@@ -39,9 +39,10 @@ def parse_key(key: str) -> SuffixedKey:
 
 
 def short_names(keys: dict[str, SuffixedKey]) -> dict[str, str]:
-    """Return a distinct name for each key: its content. If keys have one content, the one of the widest dtype has this name.
+    """Return a distinct short name for each key, which is its content.
 
-    The dtypes of floating point come first, in the order float32, bfloat16, float16, float8; names of other keys stay whole.
+    If several keys have the same content, only one of them has the short name: the one that comes first in the order float32,
+    bfloat16, float16, other dtypes. The other keys keep their whole names.
 
     Args:
         keys: Parts of each key.
@@ -60,7 +61,7 @@ def short_names(keys: dict[str, SuffixedKey]) -> dict[str, str]:
 
 
 def peek_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:
-    """Return tensor names and metadata; none if the file is damaged, because `load_safetensors` describes that."""
+    """Return tensor names and metadata; none for a damaged file, whose fault `load_safetensors` raises later."""
     try:
         return read_safetensors_header(folder, name)
     except (TensorCacheError, OSError):
@@ -101,7 +102,7 @@ class CommonMetadata:
     _is_empty: bool = True
 
     def add(self, keys: Iterable[str], metadata: dict[str, str]) -> None:
-        """Take the header of one more file into account."""
+        """Add the header of a file: keep only shared entries, and extend the scheme."""
         entries = {key: text for key, text in sorted(metadata.items()) if not self.per_file.fullmatch(key)}
         self.shared = entries if self._is_empty else dict(sorted(self.shared.items() & entries.items()))
         self._is_empty = False
@@ -110,7 +111,7 @@ class CommonMetadata:
             self.scheme.add(re.sub(r"_\d+(?=_|$)", "_N", content) + size + ("_dtype" if dtype else ""))
 
     def rest_of(self, metadata: dict[str, str]) -> dict[str, str]:
-        """Return the entries that are neither shared nor of a known meaning."""
+        """Return the entries of one file that are neither shared by all files nor matched by `per_file`."""
         return {
             key: text
             for key, text in sorted(metadata.items())

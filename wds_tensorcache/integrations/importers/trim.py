@@ -15,14 +15,14 @@ __all__ = ["trim"]
 
 
 def trim(sample: Any, masks: dict[str, str], drop_padding: bool) -> tuple[Any, int]:
-    """Return a sample without the rows of tensors that follow the last true row of their masks, and the number of bytes saved.
+    """Cut tensors after the last row that their masks mark; return the sample and the number of bytes that this saves.
 
-    A tensor and its mask have the same number of rows, in their first dimension; or in their second, if the first has length 1
-    in both, as a batch of one sample has.
+    A tensor `[N, …]` has a mask `[N]`. A tensor `[1, N, …]`, from a batch of one sample, may also have a mask `[1, N]`.
 
     Args:
+        sample: Nested structure of tensors and small values, which is not changed.
         masks: Name of the mask of each tensor to trim; the mask keeps its length.
-        drop_padding: Leave out rows even if they are not all equal: the model never uses them.
+        drop_padding: Leave out rows even if their elements are not all equal. The model must never use these rows.
 
     Raises:
         FormatError: The sample lacks a tensor or mask, their lengths differ, or the rows are not all equal.

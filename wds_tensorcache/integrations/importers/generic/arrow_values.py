@@ -15,19 +15,17 @@ from wds_tensorcache.integrations.importers.safe_files import as_tensor
 
 __all__ = ["Lists", "import_pyarrow", "lists_of", "read_batches", "value_of"]
 
+# extensions of media that neither their names nor their first bytes tell
 _MEDIA = {
     "Image": "png",
     "Audio": "wav",
     "Video": "mp4",
     "Pdf": "pdf",
     "Nifti": "nii",
-}  # extensions if nothing tells them
+}
 _OLDEST = (14, 0, 1)  # Hazard: older releases run pickles in the metadata of a schema (CVE-2023-47248)
-_RECORD_BATCH, _HEADER, _COMPRESSION = (
-    "record batch",
-    2,
-    3,
-)  # a type of messages, and numbers of fields in Arrow's metadata
+_RECORD_BATCH = "record batch"  # a type of message
+_HEADER, _COMPRESSION = 2, 3  # numbers of fields in Arrow's metadata
 
 
 class Lists(IntEnum):
@@ -180,7 +178,7 @@ def _is_number(types: Any, kind: Any) -> bool:
 
 
 def _fill(sizes: list[int], shape: Any) -> list[int]:
-    """Return the sizes of a tensor; those in an empty list, which are unknown, from the description of the column."""
+    """Return the sizes of a tensor. Sizes inside an empty list are unknown, and come from the description of the column."""
     if not isinstance(shape, list) or len(shape) != len(sizes):
         return sizes
     return [known if type(known) is int and not found else found for known, found in zip(shape, sizes, strict=True)]

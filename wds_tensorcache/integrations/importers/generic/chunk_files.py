@@ -58,7 +58,7 @@ def read_json(folder: SourceFolder, name: str) -> dict[str, Any]:
 class Recent(Generic[_Item]):
     """The results of the last calls, by key.
 
-    Threads/fork/pickle: safe to use in several threads; threads that need the same result wait for it.
+    Threads/fork/pickle: safe to use in several threads. While one thread loads a result, all other threads wait.
     """
 
     def __init__(self, max_kept: int) -> None:
@@ -67,7 +67,7 @@ class Recent(Generic[_Item]):
         self._max_kept = max_kept
 
     def get(self, key: Hashable, load: Callable[[], _Item]) -> _Item:
-        """Return the result of `load`, which is called if that for `key` is not kept."""
+        """Return the result for `key`; call `load` if it is not kept."""
         with self._lock:
             item = self._kept.pop(key) if key in self._kept else load()
             self._kept[key] = item
@@ -77,7 +77,7 @@ class Recent(Generic[_Item]):
 
 
 class ChunkReader:
-    """Reader of chunks: a number of samples, as many offsets and one more, and the samples, which may be compressed together.
+    """Reader of chunks. A chunk has the number of samples N, N + 1 offsets, and the samples; it may be compressed as a whole.
 
     Threads/fork/pickle: safe to use in several threads.
     """
@@ -101,7 +101,7 @@ class ChunkReader:
         return content[begin:end]
 
     def read_frame(self, name: str, begin: int, end: int, codec: str) -> bytes:
-        """Return the expanded content of the bytes `[begin, end)` of a chunk."""
+        """Return the expanded content of the bytes `[begin, end)` of a chunk. It raises the same errors as `expand`."""
         return self._recent.get((name, begin), lambda: expand(self._folder.read_range(name, begin, end), codec))
 
     def read_offsets(self, name: str, codec: str | None = None, begin: int = 0) -> list[int]:
@@ -145,7 +145,7 @@ def expand(raw: bytes, codec: str) -> bytes:
     except (OSError, pyarrow.ArrowException) as exc:
         raise FormatError(f"cannot be expanded by {kind}: {exc!r:.200}") from exc
     if len(content) > limit:
-        raise FormatError(f"{len(raw):,} bytes expand to more than {limit:,}")
+        raise FormatError(f"{len(raw):,} bytes expand to more than {limit:,} bytes; store the chunk uncompressed")
     return content
 
 

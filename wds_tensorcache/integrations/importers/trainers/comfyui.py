@@ -127,7 +127,7 @@ def _check_count(folder: SourceFolder, name: str, count: int) -> dict[str, str]:
     if listed == count:
         return {}
     return {
-        name: f"lists {listed!r:.50} samples, but the shards have {count:,}: some are missing, or of an earlier set"
+        name: f"lists {listed!r:.50} samples, but the shards have {count:,}: some are missing, or belong to an earlier set"
     }
 
 

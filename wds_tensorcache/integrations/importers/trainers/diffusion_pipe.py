@@ -55,9 +55,8 @@ __all__ = ["FORMAT"]
 _TEXT = re.compile(r"(uncond_)?text_embeddings_\d+", re.ASCII)
 _LATENTS = "latents"
 _SIZE = re.compile(r"(.*/)?cache_(?:([\d.]+)x)?\d+x\d+x(\d+)", re.ASCII)
-_Texts = dict[
-    str, dict["Spec | None", list[Item]]
-]  # for each text folder, the items of each media file, one for each caption
+# for each text folder, the items of each media file, one for each caption
+_Texts = dict[str, dict["Spec | None", list[Item]]]
 
 
 def _recognize(folder: SourceFolder) -> int:
@@ -93,7 +92,7 @@ def _open(folder: SourceFolder) -> Source:
     for name in folder.by_suffix.get(".bin", ()):
         path, file = _split(name)
         if name not in listed and file.startswith("shard_") and f"{path}/{DATABASE}".lstrip("/") in folder:
-            bad[name] = f"is not in {DATABASE}, or that is bad"
+            bad[name] = f"is not listed in {DATABASE}, or {DATABASE} is bad"
     samples = list(_latent_samples(folder, latents, texts, bad) if latents else _text_samples(folder, texts))
     for place, each in unconds.items():
         every = {cache: [item for items in specs.values() for item in items] for cache, specs in each.items()}

@@ -159,4 +159,6 @@ def _load(read: _Read, name: str, label: torch.Tensor | None, picture: str | Non
     return Loaded({"moments": moments} | ({} if label is None else {"label": label}), members)
 
 
-FORMAT = Format("edm2", "EDM2, REPA: img-mean-std-*.npy in a folder or a stored zip, with labels", _recognize, _open)
+FORMAT = Format(
+    "edm2", "EDM2, REPA: img-mean-std-*.npy in a folder or an uncompressed zip, with labels", _recognize, _open
+)

@@ -97,12 +97,12 @@ def _open(folder: SourceFolder) -> Source:
         elif arrays is None or _is_old(arrays):
             old.append(ImageFile(name, name[: -len(".npz")], "", "", resolutions))
         else:
-            bad[name] = "is not a file of sd-scripts: neither its name nor its arrays are"
+            bad[name] = "is not a file of sd-scripts: its name and its arrays differ"
             continue
         schemes |= {"latents_HxW" if end else "latents" for end in resolutions} if arrays else set()
     models = {file.model for file in (*latents, *texts)}
     known = sorted(models & {"sd", "sdxl"})
-    of_old = known[0] if len(known) == 1 else "sd_or_sdxl"  # such a name does not tell
+    of_old = known[0] if len(known) == 1 else "sd_or_sdxl"  # the names of old files do not tell the model
     latents += [ImageFile(file.name, file.stem, of_old, "", file.resolutions) for file in old]
     models |= {of_old} if old else set()
     provenance = {"architecture": _one_or_all(models), "keys": _one_or_all(schemes)} if models else {}

@@ -5,7 +5,7 @@ Files, with the size of the image as width x height, and the model in lower case
 - latents: `{stem}_{width}x{height}_{model}.safetensors`;
 - text encoder outputs: `{stem}_{model}_{tokens}_te.safetensors` or `{stem}_{model}_{tokens}_m_te.safetensors` (with masks).
 
-They become the samples that `kohya` makes of `.npz` files, with the dtypes of the trainer:
+They become the samples that `kohya` makes from `.npz` files, with the dtypes of the trainer:
 
     {
         "latents": [C, h, w], "latents_flipped": …, "alpha_mask": …,
@@ -181,5 +181,5 @@ def _prompts(tensors: dict[str, Any], metadata: dict[str, str]) -> list[dict[str
 
 
 FORMAT = Format(
-    "kohya_safetensors", "kohya sd-scripts, branch new_cache: the same as .safetensors files", _recognize, _open
+    "kohya_safetensors", "kohya sd-scripts, branch new_cache: the same data in .safetensors files", _recognize, _open
 )
