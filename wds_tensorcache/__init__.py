@@ -18,6 +18,9 @@ _NAMES = {
         "BatchError EncodeError FormatError InvalidKeyError MissingShardError StaleCacheError TarFormatError "
         "TensorCacheError UnsafeSkeletonError"
     ),
+    "integrations.export": "ExportReport export_cache",
+    "integrations.importers.import_cache": "import_cache",
+    "integrations.importers.report": "ImportReport Skipped",
     "integrations.torch_dataloader": "StepDataset TorchLoader torch_loader",
     "integrations.webdataset": "Decode decode encoder",
     "integrations.webdataset_resumable": "ResumablePipeline",
@@ -48,6 +51,7 @@ _NAMES = {
     "training.transforms.moments": "SampleMoments sample_moments",
     "writing.build": "build",
     "writing.index_shard": "write_index",
+    "writing.reshard": "CopyReport merge reshard",
     "writing.versions.write_version": "drop",
     "writing.writer": "ShardWriter",
 }

@@ -15,6 +15,9 @@ from wds_tensorcache.errors import (
     TensorCacheError,
     UnsafeSkeletonError,
 )
+from wds_tensorcache.integrations.export import ExportReport, export_cache
+from wds_tensorcache.integrations.importers.import_cache import import_cache
+from wds_tensorcache.integrations.importers.report import ImportReport, Skipped
 from wds_tensorcache.integrations.torch_dataloader import StepDataset, TorchLoader, torch_loader
 from wds_tensorcache.integrations.webdataset import Decode, decode, encoder
 from wds_tensorcache.integrations.webdataset_resumable import ResumablePipeline
@@ -45,6 +48,7 @@ from wds_tensorcache.training.transforms.drop_text import DropText, drop_text
 from wds_tensorcache.training.transforms.moments import SampleMoments, sample_moments
 from wds_tensorcache.writing.build import build
 from wds_tensorcache.writing.index_shard import write_index
+from wds_tensorcache.writing.reshard import CopyReport, merge, reshard
 from wds_tensorcache.writing.versions.write_version import drop
 from wds_tensorcache.writing.writer import ShardWriter
 
@@ -54,14 +58,17 @@ __all__ = [
     "ByLength",
     "Cache",
     "Choices",
+    "CopyReport",
     "Decode",
     "Description",
     "DropText",
     "EncodeError",
     "Entry",
     "EpochOrder",
+    "ExportReport",
     "Fault",
     "FormatError",
+    "ImportReport",
     "InvalidKeyError",
     "Io",
     "JoinedCache",
@@ -82,6 +89,7 @@ __all__ = [
     "SharedDataset",
     "SharedInfo",
     "SharedStats",
+    "Skipped",
     "StageStats",
     "StaleCacheError",
     "Step",
@@ -105,14 +113,18 @@ __all__ = [
     "drop_text",
     "encode_sample",
     "encoder",
+    "export_cache",
     "flatten",
+    "import_cache",
     "join",
+    "merge",
     "nest",
     "open",
     "original_name",
     "pad",
     "realize",
     "repair",
+    "reshard",
     "safe_key",
     "sample_moments",
     "shared_clear",

@@ -224,9 +224,9 @@ def test_wrong_usage(tmp_path: Path) -> None:
     for command in ("merge", "reshard"):
         run(command, tmp_path / "nowhere", tmp_path / "out", status=2)
         run(command, tmp_path / "in", tmp_path / "out", "--max-samples", 0, status=2)
-        assert "is not empty" in run(command, tmp_path / "in", tmp_path / "in", status=1).stderr
+        assert "is not empty" in run(command, tmp_path / "in", tmp_path / "in", status=2).stderr
         (tmp_path / "file").write_text("x")
-        assert "is a file" in run(command, tmp_path / "in", tmp_path / "file", status=1).stderr
+        assert "is a file" in run(command, tmp_path / "in", tmp_path / "file", status=2).stderr
     with pytest.raises(ValueError, match="0 caches"):
         merge([], tmp_path / "out")
     with pytest.raises(ValueError, match="expected at least 1"):
@@ -377,7 +377,7 @@ def test_two_at_once(tmp_path: Path, source: Path) -> None:
     wait_for_shards(tmp_path, 3)
     os.kill(process.pid, signal.SIGSTOP)
     try:
-        assert "another process is writing" in run(*arguments, status=1).stderr
+        assert "another process is writing" in run(*arguments, status=2).stderr
         assert list(tmp_path.glob(".out.*.tmp"))
     finally:
         os.kill(process.pid, signal.SIGCONT)

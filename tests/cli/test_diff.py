@@ -16,6 +16,7 @@ import wds_tensorcache as tc
 from tests.cli.command import json_of, run
 from tests.cli.conftest import HOSTILE
 from wds_tensorcache.codec.preamble import PREAMBLE_NBYTES
+from wds_tensorcache.inspecting.diff import diff_caches
 
 
 def sample(i: int) -> dict[str, Any]:
@@ -222,3 +223,28 @@ def test_a_damaged_shard(tmp_path: Path) -> None:
     said = run("diff", first, second, status=1)
     assert said.stdout == ""
     assert "000001.tar" in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "difference"),
+    [
+        (torch.tensor([2**53]), torch.tensor([2**53 + 1]), 1),
+        (torch.tensor([-(2**63)]), torch.tensor([2**63 - 1]), 2.0**64),
+        (torch.tensor([1.0]), torch.tensor([1 + 5j]), 5),
+        (torch.tensor([1 + 5j]), torch.tensor([1.0]), 5),
+        (torch.tensor([True]), torch.tensor([False]), 1),
+        (torch.tensor([1.0]), torch.tensor([float("inf")]), float("inf")),
+        (torch.tensor([float("-inf")]), torch.tensor([float("inf")]), float("inf")),
+        (torch.tensor([1.0]), torch.tensor([float("nan")]), float("inf")),
+        (torch.tensor([1.5]).to(torch.float8_e4m3fn), torch.tensor([2.0]).to(torch.float8_e4m3fn), 0.5),
+        (torch.zeros(1 << 21), torch.zeros(1 << 21).index_fill(0, torch.tensor([2**21 - 1]), 3), 3),
+    ],
+)
+def test_differences_of_numbers(tmp_path: Path, first: torch.Tensor, second: torch.Tensor, difference: float) -> None:
+    for name, tensor in (("a", first), ("b", second)):
+        with tc.ShardWriter(tmp_path / name, fsync=False) as sink:
+            sink.write("k", {"x": tensor})
+    assert run("diff", tmp_path / "a", tmp_path / "b", status=1).stderr == ""
+    with tc.open(tmp_path / "a") as one, tc.open(tmp_path / "b") as two:
+        (change,) = diff_caches(one, two).changes
+    assert change.max_difference == difference

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -76,6 +77,22 @@ def test_the_console_script(cache: Path, tmp_path: Path) -> None:
     assert errors[1].endswith(b"tensorcache: nowhere does not exist\n")
 
 
+@pytest.mark.parametrize("milliseconds", [60, 120, 250, 400, 700, 1000, 1400])
+def test_an_interrupted_start(tmp_path: Path, cache: Path, milliseconds: int) -> None:
+    """Ctrl-C while torch is imported: no traceback. Before about 50 ms, the interpreter itself is starting."""
+    script, environment = _script(tmp_path), {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [str(script), "stats", str(cache)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        with open(f"/proc/{process.pid}/maps", encoding="utf-8") as maps:
+            while "site-packages" not in maps.read() and process.poll() is None:
+                maps.seek(0)  # until the first modules of packages are imported
+        time.sleep(milliseconds / 1000)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) in ((130, b"interrupted\n"), (0, b""))
+
+
 def test_python_without_click(tmp_path: Path) -> None:
     """A missing extra says the command that installs it."""
     script = "import sys; sys.modules['click'] = None; import wds_tensorcache.cli as cli; cli.main()"
@@ -92,7 +109,7 @@ def test_python_without_click(tmp_path: Path) -> None:
     [
         (["frob"], "unknown command 'frob'"),
         (["sho"], "'show'"),
-        (["ls"], "OUT"),
+        (["ls"], "CACHE"),
         (["ls", "cache", "--frob"], "--frob"),
         (["ls", "cache", "--limit", "-1"], "--limit"),
         (["stats", "cache", "--samples", "0"], "at least 1, or 'all'"),
@@ -124,7 +141,7 @@ def test_help(run: Run) -> None:
         found = run(*arguments)
         assert found.status == (0 if arguments else 2)
         shown, nothing = (found.out, found.err) if arguments else (found.err, found.out)
-        assert re.search(r"^  import +Import", shown, re.MULTILINE)
+        assert re.search(r"^  import +Write shards", shown, re.MULTILINE)
         assert re.search(r"^  show +Show", shown, re.MULTILINE)
         assert nothing == ""
     for name in app.list_commands(None):  # type: ignore[arg-type]
@@ -488,8 +505,9 @@ def test_completion_scripts(run: Run, shell: str) -> None:
 def test_every_module_of_a_command_exists() -> None:
     from wds_tensorcache.cli.app import _COMMANDS
 
-    for name, place in _COMMANDS.items():
+    for name, (place, summary) in _COMMANDS.items():
         module, _, attribute = place.partition(":")
+        assert len(summary) < 60
         command = getattr(import_module(f"wds_tensorcache.cli.{module}"), attribute)
         assert command.name == name
         assert command.help

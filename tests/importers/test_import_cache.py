@@ -358,3 +358,18 @@ def test_the_page_lists_the_formats() -> None:
     page = (Path(__file__).parents[2] / "docs" / "importing.md").read_text()
     rows = [f"| `{each.name}` | {each.title} |" for each in FORMATS]
     assert "\n".join(rows) in page, "\n".join(rows)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    """It was deleted, or became something else, since the folder was listed."""
+    for name in ("gone", "folder", "pipe"):
+        np.save(tmp_path / f"{name}.npy", np.zeros(3))
+    folder = SourceFolder(str(tmp_path))
+    for name in ("gone", "folder", "pipe"):
+        (tmp_path / f"{name}.npy").unlink()
+    (tmp_path / "folder.npy").mkdir()
+    os.mkfifo(tmp_path / "pipe.npy")
+    for name, message in (("gone", "No such file"), ("folder", "Is a directory"), ("pipe", "not an ordinary file")):
+        for read in (folder.read, folder.view, folder.read_text):
+            with pytest.raises(tc.FormatError, match=f"{name}.npy: .*{message}"):
+                read(f"{name}.npy")

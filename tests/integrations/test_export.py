@@ -182,7 +182,7 @@ def test_a_killed_export_resumes(tmp_path: Path) -> None:
     child.send_signal(signal.SIGKILL)
     child.wait()
     before = len(list(out.glob("*.npz")))
-    assert "--resume" in run("export", tmp_path / "cache", out, "--as", "npz", status=1).stderr
+    assert "--resume" in run("export", tmp_path / "cache", out, "--as", "npz", status=2).stderr
     result = json_of("export", tmp_path / "cache", out, "--as", "npz", "--resume")
     assert (result["num_present"], result["num_written"]) == (before, 300 - before)
     assert sorted(os.listdir(out)) == sorted(f"k{i:03d}.{suffix}" for i in range(300) for suffix in ("npz", "txt"))
@@ -270,8 +270,8 @@ def test_samples_whose_files_would_have_one_name(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_empty(tmp_path: Path, samples: dict[str, Any]) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "dir").symlink_to(tmp_path)
-    assert "is not empty" in run("export", tmp_path / "cache", tmp_path / "out", status=1).stderr
-    assert "link" in run("export", tmp_path / "cache", tmp_path / "out", "--resume", status=1).stderr
+    assert "is not empty" in run("export", tmp_path / "cache", tmp_path / "out", status=2).stderr
+    assert "link" in run("export", tmp_path / "cache", tmp_path / "out", "--resume", status=2).stderr
     assert sorted(os.listdir(tmp_path)) == ["cache", "out"]
 
 

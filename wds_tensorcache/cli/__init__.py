@@ -12,9 +12,12 @@ def main() -> None:
     try:
         import click  # noqa: F401
         import rich  # noqa: F401
-    except ImportError as exc:
+
+        from wds_tensorcache.cli.app import run
+    except ModuleNotFoundError as exc:
         print(f"tensorcache needs {exc.name}: pip install 'wds-tensorcache[cli]'", file=sys.stderr)
         sys.exit(2)
-    from wds_tensorcache.cli.app import run
-
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     sys.exit(run(sys.argv[1:]))

@@ -8,35 +8,41 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
-from click.shell_completion import shell_complete
+from click.shell_completion import CompletionItem, shell_complete
 
-import wds_tensorcache as tc
+from wds_tensorcache import __version__
 from wds_tensorcache.cli.output import plain
+from wds_tensorcache.errors import TensorCacheError, unknown_name
 
 __all__ = ["COMPLETE_VARIABLE", "app", "run"]
 
-# command -> module of `wds_tensorcache.cli` and the name of the click command in it
-_COMMANDS: dict[str, str] = {
-    "import": "import_command:import_command",
-    "ls": "looking.ls:ls_command",
-    "show": "looking.show:show_command",
-    "schema": "looking.schema:schema_command",
-    "stats": "looking.stats:stats_command",
-    "view": "view_command:view_command",
-    "cat": "looking.cat:cat_command",
-    "verify": "check_commands:verify",
-    "repair": "check_commands:repair",
-    "index": "check_commands:index",
-    "diff": "diff_command:diff_command",
-    "drop": "check_commands:drop",
-    "merge": "change_commands:merge",
-    "reshard": "change_commands:reshard",
-    "export": "export_command:export",
-    "bench": "bench_command:bench",
-    "completion": "completion:completion_command",
+
+class _Command(NamedTuple):
+    place: str  # module of `wds_tensorcache.cli`, and the click command in it
+    summary: str  # for the list of commands, which is shown without importing their modules, and torch with them
+
+
+_COMMANDS = {
+    "import": _Command("import_command:import_command", "Write shards from the files of a trainer."),
+    "ls": _Command("looking.ls:ls_command", "List samples: keys, and bytes of tensors."),
+    "show": _Command("looking.show:show_command", "Show a sample: structure, values, tensors."),
+    "schema": _Command("looking.schema:schema_command", "Show the names, dtypes and shapes of tensors."),
+    "stats": _Command("looking.stats:stats_command", "Show statistics: sizes, numbers, histograms."),
+    "view": _Command("view_command:view_command", "Show a cache as a page for a browser."),
+    "cat": _Command("looking.cat:cat_command", "Write a tensor or a member to stdout."),
+    "verify": _Command("check_commands:verify", "Check every byte, index and manifest."),
+    "repair": _Command("check_commands:repair", "Write the intact samples into a new folder."),
+    "index": _Command("check_commands:index", "Index shards that another program made."),
+    "diff": _Command("diff_command:diff_command", "Compare the samples of two caches."),
+    "drop": _Command("change_commands:drop", "Write a new folder without some samples."),
+    "merge": _Command("change_commands:merge", "Write several caches into one new folder."),
+    "reshard": _Command("change_commands:reshard", "Write shards of another length."),
+    "export": _Command("export_command:export", "Write .pt, .npz or .safetensors files."),
+    "bench": _Command("bench_command:bench", "Measure how fast this machine reads a cache."),
+    "completion": _Command("completion:completion_command", "Print the script for completion in a shell."),
 }
 _INTERRUPTED, _CLOSED_PIPE = 130, 141  # as a shell shows SIGINT and SIGPIPE
 COMPLETE_VARIABLE = "_TENSORCACHE_COMPLETE"  # set by the scripts that `tensorcache completion` prints
@@ -49,18 +55,30 @@ class _Commands(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
-        module, _, attribute = _COMMANDS[name].partition(":")
+        module, _, attribute = _COMMANDS[name].place.partition(":")
         found: click.Command = getattr(importlib.import_module(f"wds_tensorcache.cli.{module}"), attribute)
         return found
 
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.summary) for name, command in _COMMANDS.items()])
+
+    def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = [
+            CompletionItem(name, help=command.summary)
+            for name, command in _COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+        return found + click.Command.shell_complete(self, context, incomplete)
+
     def resolve_command(self, context: click.Context, args: list[str]) -> Any:
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            raise click.UsageError(tc.errors.unknown_name("command", args[0], _COMMANDS), context)
+            raise click.UsageError(unknown_name("command", args[0], _COMMANDS), context)
         return super().resolve_command(context, args)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(tc.__version__, prog_name="tensorcache")
+@click.version_option(__version__, prog_name="tensorcache")
 def app() -> None:
     """Make, check and look at caches of tensors in WebDataset shards.
 
@@ -118,7 +136,11 @@ def _status(arguments: Sequence[str]) -> int:
         raise
     except ImportError as exc:  # an extra that is not installed; the message has the command that installs it
         return _fail(exc, 2)
-    except (tc.TensorCacheError, OSError, ValueError, EOFError) as exc:
+    except TensorCacheError as exc:
+        return _fail(exc, 1)
+    except (FileExistsError, ValueError) as exc:  # an OUT that exists, or a wrong argument
+        return _fail(exc, 2)
+    except (OSError, EOFError) as exc:
         # without an errno: `find_shards` raises it for a path or pattern without shards
         is_usage = type(exc) is FileNotFoundError and exc.errno is None
         return _fail(exc, 2 if is_usage else 1)

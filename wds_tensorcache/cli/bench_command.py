@@ -52,7 +52,7 @@ def _check_plot(context: click.Context, option: click.Parameter, path: str | Non
 @cache_option
 @json_option
 def bench(
-    out: str,
+    path: str,
     batch_size: int,
     seconds: float,
     max_nbytes: int,
@@ -61,7 +61,7 @@ def bench(
     cache_name: str | None,
     as_json: bool,
 ) -> None:
-    """Measure how fast this machine reads OUT in random order, and say what limits it.
+    """Measure how fast this machine reads CACHE in random order, and say what limits it.
 
     The samples are in the page cache. For comparison, copies of as many bytes in memory and positioned reads of the
     same bytes are measured. After each run, its last batch is checked.
@@ -69,7 +69,7 @@ def bench(
     output = Output(as_json)
     with output.progress("measuring") as show:
         report = measure_rates(
-            out,
+            path,
             cache=cache_name,
             batch_size=batch_size,
             seconds=seconds,

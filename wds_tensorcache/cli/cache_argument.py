@@ -43,7 +43,7 @@ def open_cache(path: str, name: str | None = None) -> Iterator[tc.TensorCache]:
     except tc.TensorCacheError:
         raise
     except ValueError as exc:  # not a local path
-        raise click.BadParameter(str(exc), param_hint="OUT") from exc
+        raise click.UsageError(str(exc)) from exc
     with cache:
         yield cache
 
@@ -92,7 +92,7 @@ def tensor_names(context: click.Context, parameter: click.Parameter, incomplete:
 
 def _matching(context: click.Context, incomplete: str, names: Any) -> list[str]:
     try:
-        with open_cache(context.params["out"], context.params.get("cache_name")) as cache:
+        with open_cache(context.params["path"], context.params.get("cache_name")) as cache:
             # a shell reads one name a line
             found = (name for name in names(cache) if name.startswith(incomplete) and name.isprintable())
             return list(islice(found, _MAX_COMPLETIONS))
@@ -100,7 +100,7 @@ def _matching(context: click.Context, incomplete: str, names: Any) -> list[str]:
         return []  # an incomplete or wrong command line has no completions
 
 
-cache_argument = click.argument("out", metavar="OUT", type=click.Path())
+cache_argument = click.argument("path", metavar="CACHE", type=click.Path())
 key_argument = click.argument("key", metavar="KEY", shell_complete=_complete_key)
 cache_option = click.option(
     "--cache",

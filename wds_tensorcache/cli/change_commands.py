@@ -1,4 +1,4 @@
-"""`tensorcache merge` and `reshard`: new shards from the members of existing ones."""
+"""`tensorcache merge`, `reshard` and `drop`: new shards from the members of existing ones."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 
 import click
 
-from wds_tensorcache.cli.output import Output, json_option
+import wds_tensorcache as tc
+from wds_tensorcache.cli.output import Output, counted, json_option
+from wds_tensorcache.shards.names import safe_key
 from wds_tensorcache.writing.reshard import CopyReport
 from wds_tensorcache.writing.reshard import merge as merge_caches
 from wds_tensorcache.writing.reshard import reshard as reshard_cache
 from wds_tensorcache.writing.writer import MAX_SAMPLES
 
-__all__ = ["merge", "reshard"]
+__all__ = ["drop", "merge", "reshard"]
 
 
 def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,6 +100,32 @@ def reshard(source: str, out: str, max_samples: int, max_nbytes: int, no_dali_in
                 progress=show,
             )
         )
+
+
+@click.command()
+@click.argument("source", type=click.Path(exists=True, file_okay=False))
+@click.argument("out", type=click.Path())
+@click.argument("keys", nargs=-1)
+@click.option(
+    "--keys-from", type=click.File("r", encoding="utf-8"), help="File with one key in each line; - for stdin."
+)
+@json_option
+def drop(source: str, out: str, keys: tuple[str, ...], keys_from: Any, as_json: bool) -> None:
+    """Write the new folder OUT with the samples of the folder SOURCE, but without KEYS.
+
+    A key may also be the original name of a sample, such as 'photo (1)'. Shards that lose no sample are linked, not copied.
+    """
+    wanted = [*keys, *(line.rstrip("\r\n") for line in keys_from or ())]
+    if not wanted:
+        raise click.UsageError("expected keys, or --keys-from")
+    with tc.open(source) as cache:
+        known = cache.keys()
+        # an unknown key stays, so that the error names similar ones
+        found = [key if key in known or safe_key(key) not in known else safe_key(key) for key in wanted]
+    tc.drop(source, out, found)
+    output = Output(as_json)
+    output.line(f"{os.fspath(out)}: without {counted(len(set(found)), 'sample')}")
+    output.result({"out": os.fspath(out), "dropped": sorted(set(found))})
 
 
 @contextmanager

@@ -1,9 +1,8 @@
-"""`tensorcache index`, `verify`, `repair` and `drop`."""
+"""`tensorcache index`, `verify` and `repair`."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import click
@@ -11,9 +10,8 @@ import click
 import wds_tensorcache as tc
 from wds_tensorcache.checking.report import Report
 from wds_tensorcache.cli.output import Output, counted, json_option, plain
-from wds_tensorcache.shards.names import safe_key
 
-__all__ = ["drop", "index", "repair", "verify"]
+__all__ = ["index", "repair", "verify"]
 
 _threads_option = click.option(
     "--threads", type=click.IntRange(1), help="Number of threads; by default the number of cores."
@@ -69,32 +67,6 @@ def repair(source: str, out: str, strict: bool, threads: int | None, as_json: bo
     with output.progress("repairing") as show:
         report = tc.repair(source, out, drop=not strict, num_threads=threads, progress=show)
     return _print(output, report)
-
-
-@click.command()
-@click.argument("source", type=click.Path(exists=True, file_okay=False))
-@click.argument("out", type=click.Path())
-@click.argument("keys", nargs=-1)
-@click.option(
-    "--keys-from", type=click.File("r", encoding="utf-8"), help="File with one key in each line; - for stdin."
-)
-@json_option
-def drop(source: str, out: str, keys: tuple[str, ...], keys_from: Any, as_json: bool) -> None:
-    """Write the new folder OUT with the samples of the folder SOURCE, but without KEYS.
-
-    A key may also be the original name of a sample, such as 'photo (1)'. Shards that lose no sample are linked, not copied.
-    """
-    wanted = [*keys, *(line.rstrip("\r\n") for line in keys_from or ())]
-    if not wanted:
-        raise click.UsageError("expected keys, or --keys-from")
-    with tc.open(source) as cache:
-        known = cache.keys()
-        # an unknown key stays, so that the error names similar ones
-        found = [key if key in known or safe_key(key) not in known else safe_key(key) for key in wanted]
-    tc.drop(source, out, found)
-    output = Output(as_json)
-    output.line(f"{os.fspath(out)}: without {counted(len(set(found)), 'sample')}")
-    output.result({"out": os.fspath(out), "dropped": sorted(set(found))})
 
 
 def _print(output: Output, report: Report) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 
 import click
 
-from wds_tensorcache.cli.cache_argument import cache_option, open_cache
+from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
 from wds_tensorcache.cli.output import Output, json_option
 from wds_tensorcache.integrations.export import KINDS, export_cache
 
@@ -14,25 +14,25 @@ __all__ = ["export"]
 
 
 @click.command()
-@click.argument("source")
+@cache_argument
 @click.argument("out", type=click.Path(file_okay=False))
 @click.option("--as", "kind", type=click.Choice(KINDS), default="pt", show_default=True, help="Kind of files.")
 @click.option("--resume", is_flag=True, help="Keep the files that an interrupted export has written.")
 @cache_option
 @json_option
-def export(source: str, out: str, kind: str, resume: bool, cache_name: str | None, as_json: bool) -> None:
-    """Write each sample of SOURCE into a file in the folder OUT, or all samples into a WebDataset tar.
+def export(path: str, out: str, kind: str, resume: bool, cache_name: str | None, as_json: bool) -> None:
+    """Write each sample of CACHE into a file in the folder OUT, or all samples into a WebDataset tar.
 
     No part of this package is needed to read the files.
     """
     output = Output(as_json)
     if kind == "webdataset" and resume:
         raise click.UsageError("an interrupted tar cannot be continued; export it again without --resume")
-    with open_cache(source, cache_name) as cache, output.progress("exporting") as show:
+    with open_cache(path, cache_name) as cache, output.progress("exporting") as show:
         report = export_cache(cache, out, kind, resume=resume, progress=show)
     for key, name in report.renamed.items():
         output.note(f"sample {key} is in {name}: its original name is not safe as the name of a file, or is in use")
     for name, dtype in report.widened.items():
         output.note(f"{name} is {dtype} in the files, which changes no number")
     output.text(report)
-    output.result(dataclasses.asdict(report))
+    output.result({"out": out, **dataclasses.asdict(report)})

@@ -18,31 +18,29 @@ from wds_tensorcache.writing.writer import MAX_SAMPLES
 __all__ = ["import_command"]
 
 
-def _list_formats(context: click.Context, option: Any, value: bool) -> None:
-    if value:
-        Output().table(["format", "files"], [(each.name, each.title) for each in FORMATS])
-        context.exit()
-
-
 def _pairs(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
     found = {}
     for value in values:
         name, mark, text = value.partition("=")
         if not mark or not name:
-            raise click.BadParameter(f"{value!r}, expected NAME=VALUE")
+            raise click.BadParameter(f"{value!r}, expected {option.metavar}")
         found[name] = text
     return found
 
 
 @click.command("import")
-@click.argument("source", type=click.Path(exists=True, file_okay=False))
-@click.argument("out", type=click.Path())
+@click.argument("source", metavar="SOURCE", required=False, type=click.Path(exists=True, file_okay=False))
+@click.argument("out", metavar="OUT", required=False, type=click.Path())
 @click.option(
-    "--format", "format_name", default="auto", show_default=True, help="Format of the files; see --list-formats."
+    "--format",
+    "format_name",
+    type=click.Choice(["auto", *(each.name for each in FORMATS)]),
+    metavar="NAME",
+    default="auto",
+    show_default=True,
+    help="Format of the files; see --list-formats.",
 )
-@click.option(
-    "--list-formats", is_flag=True, is_eager=True, expose_value=False, callback=_list_formats, help="List formats."
-)
+@click.option("--list-formats", is_flag=True, help="List the formats, and import nothing.")
 @click.option("--narrow", is_flag=True, help="Store float32 as bfloat16 or float16 where no bit is lost.")
 @click.option(
     "--trim",
@@ -78,9 +76,26 @@ def _pairs(context: click.Context, option: click.Parameter, values: tuple[str, .
 )
 @click.option("--max-nbytes", type=click.IntRange(1), default=1 << 30, show_default=True, help="Bytes of a shard.")
 @json_option
-def import_command(source: str, out: str, format_name: str, as_json: bool, workers: int, **options: Any) -> int:
+@click.pass_context
+def import_command(
+    context: click.Context,
+    /,
+    source: str | None,
+    out: str | None,
+    format_name: str,
+    list_formats: bool,
+    as_json: bool,
+    workers: int,
+    **options: Any,
+) -> int:
     """Import the files in SOURCE, which a trainer has written, into shards in the folder OUT."""
     output = Output(as_json)
+    if list_formats:
+        output.table(["format", "files"], [(each.name, each.title) for each in FORMATS])
+        output.result([{"format": each.name, "files": each.title} for each in FORMATS])
+        return 0
+    if source is None or out is None:
+        raise click.MissingParameter(ctx=context, param=context.command.params[source is not None])
     options["fingerprint"] = {name: _json(value) for name, value in options["fingerprint"].items()}
     with output.progress("importing") as show:
         report = import_cache(source, out, format=format_name, num_workers=workers, progress=show, **options)
@@ -98,12 +113,14 @@ def import_command(source: str, out: str, format_name: str, as_json: bool, worke
         f"format {report.format}: {report.nbytes:,} bytes of tensors" + (f", {saved:,} bytes saved" if saved else "")
     )
     output.text(report)
-    output.result(dataclasses.asdict(report))
+    output.result({"out": out, **dataclasses.asdict(report), "num_bad_files": report.num_bad_files})
     return 0 if report.ok else 1
 
 
 def _json(text: str) -> Any:
+    """Return the JSON in a text; the text itself if it is not JSON, or if JSON would change it, such as `1.10`."""
     try:
-        return json.loads(text)
-    except ValueError:
+        value = json.loads(text, parse_constant=str)
+    except (ValueError, RecursionError):
         return text
+    return text if isinstance(value, float) and json.dumps(value) != text else value

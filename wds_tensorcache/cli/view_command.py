@@ -38,7 +38,7 @@ _NUM_SURVEYED = 256  # samples that the server examines before it starts
 @click.option("--no-open", is_flag=True, help="Do not open a browser.")
 @json_option
 def view_command(
-    out: str,
+    path: str,
     output: str | None,
     serve: bool,
     samples: int | None,
@@ -47,7 +47,7 @@ def view_command(
     no_open: bool,
     as_json: bool,
 ) -> int:
-    """Show OUT as a page: structure, sizes, statistics, and samples with their latents drawn as pictures.
+    """Show CACHE as a page: structure, sizes, statistics, and samples with their latents drawn as pictures.
 
     With -o, the page is one file that needs no network. It shows up to --samples samples at equal distances from each other;
     1,000 of them take less than 10 MB. With --serve, a server on this machine shows all samples, and reads them when they
@@ -58,8 +58,8 @@ def view_command(
     if output is not None:
         _check_output(output)
     shown = Output(as_json)
-    title = os.path.basename(os.path.abspath(out))
-    with open_cache(out, cache_name) as cache:
+    title = os.path.basename(os.path.abspath(path))
+    with open_cache(path, cache_name) as cache:
         numbers = spread(len(cache), samples or (_NUM_SURVEYED if serve else 1000))
         with shown.progress("examining samples") as progress:
             survey = Survey(cache, numbers, progress)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
+from wds_tensorcache.arguments import as_int
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.preamble import tensors_digest
 from wds_tensorcache.codec.tree import DICTS, SEQUENCES, flatten
@@ -30,7 +31,7 @@ from wds_tensorcache.storage.system import memory_nbytes, num_cores
 from wds_tensorcache.storage.threads import ThreadPool, wait_for
 from wds_tensorcache.training.loader import Loader
 
-__all__ = ["BenchReport", "Rate", "measure_rates", "plot_rates"]
+__all__ = ["BATCH", "COPY", "LOADER", "RAW", "BenchReport", "Rate", "describe_limit", "measure_rates", "plot_rates"]
 
 COPY, RAW, BATCH, LOADER = "copies in memory", "raw reads", "read_batch", "Loader"
 _ROUNDS = 3
@@ -109,9 +110,12 @@ def measure_rates(
         FormatError: A shard is damaged, or a run has read wrong bytes.
         FileNotFoundError, KeyError: As in `tc.open`.
         BatchError: The samples cannot form batches.
-        ValueError: There are no samples with tensors.
+        ValueError: There are no samples with tensors; or an argument is not positive.
     """
-    many = num_threads or num_cores()
+    batch_size, max_nbytes = as_int("batch_size", batch_size), as_int("max_nbytes", max_nbytes)
+    many = num_cores() if num_threads is None else as_int("num_threads", num_threads)
+    if min(batch_size, max_nbytes, many) < 1 or not seconds >= 0:
+        raise ValueError(f"{batch_size=}, {max_nbytes=}, {num_threads=}, {seconds=}, expected positive numbers")
     counts = sorted({1, many})
     with ExitStack() as stack:
         caches = {count: stack.enter_context(open_cache(source, cache=cache, num_threads=count)) for count in counts}

@@ -22,6 +22,7 @@ from wds_tensorcache.reading.description import shown_value
 __all__ = ["CacheDiff", "Change", "diff_caches"]
 
 _PART_NBYTES = 1 << 22
+_NUM_AT_ONCE = 1 << 20  # elements in the widest dtype at a time
 _WHOLE = "the sample"  # in place of an empty path
 
 
@@ -231,14 +232,27 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _max_difference(first: torch.Tensor, second: torch.Tensor) -> float | None:
-    wide = torch.complex128 if first.is_complex() else torch.float64
-    try:
-        one, two = first.to(wide), second.to(wide)
-    except (RuntimeError, TypeError):  # dtypes without arithmetic, such as packed float4
-        return None
-    same = (one == two) | (one.isnan() & two.isnan())
-    difference = torch.where(same, 0, (one - two).abs()).nan_to_num(float("inf"))
-    return float(difference.max()) if difference.numel() else None
+    """Return the largest difference of two tensors of one shape; NaN equals NaN. None if there is none, or no arithmetic."""
+    most = []
+    for begin in range(0, first.numel(), _NUM_AT_ONCE):
+        one, two = (each.flatten()[begin : begin + _NUM_AT_ONCE] for each in (first, second))
+        try:
+            wide = [_widen(each) for each in (one, two)]
+        except (RuntimeError, TypeError):  # dtypes without arithmetic, such as packed float4
+            return None
+        same = (wide[0] == wide[1]) | (np.isnan(wide[0]) & np.isnan(wide[1]))
+        with np.errstate(all="ignore"):
+            difference = np.where(same, 0, np.abs(wide[0] - wide[1]))
+        most.append(float(np.nan_to_num(difference, nan=np.inf, posinf=np.inf).max(initial=0)))
+    return max(most) if first.numel() else None
+
+
+def _widen(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the numbers of a tensor in numpy's widest dtype, which has all integers of 64 bits on most machines."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128).numpy().astype(np.clongdouble)
+    number = tensor.to(torch.float64) if tensor.is_floating_point() else tensor
+    return number.numpy().astype(np.longdouble)
 
 
 def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:

@@ -67,7 +67,7 @@ class _ArrayReader(TensorReader):
     """The opcodes and builders that decode one pickle."""
 
     def __init__(self, nbytes: int, limit: int, remedy: str) -> None:
-        super().__init__(io.BytesIO(), {}, nbytes, limit, remedy)
+        super().__init__(io.BytesIO(), {}, nbytes, limit, remedy, remedy)
         self._remedy = remedy
         self._array_nbytes_left = limit
         self.opcodes = {**ALLOW_ONLY, op.BUILD: self._set_state}
@@ -118,7 +118,7 @@ class _ArrayReader(TensorReader):
         data = range(stream.tell() + 8, len(raw))  # after the number of elements
         if keys.__class__ is not list or len(keys) != 1 or keys[0].__class__ is not str or not system["little_endian"]:
             raise FormatError("a tensor has several storages, or is not little-endian")
-        reader = TensorReader(stream, {f"data/{keys[0]}": data}, len(raw), len(raw), self._remedy)
+        reader = TensorReader(stream, {f"data/{keys[0]}": data}, len(raw), len(raw), self._remedy, self._remedy)
         storage = unpickle(pickles[3], 0, None, reader.builders, {}, reader.opcodes)
         if storage.__class__ is not Storage:
             raise FormatError(f"expected a storage, got {shown(storage)}")

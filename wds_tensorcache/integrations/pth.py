@@ -44,15 +44,17 @@ _STORAGES = {
 }  # fmt: skip
 _REMEDY = "; if you trust the file, call torch.load in a handler: tc.decode(wds.handle_extension('pth', …))"
 
+_LIMIT_REMEDY = "; if you trust the file, use tc.decode(max_expanded_nbytes=…)"
 
-def decode_pth(raw: bytes, limit: int, allow: Allowed, remedy: str = _REMEDY) -> Any:
+
+def decode_pth(raw: bytes, limit: int, allow: Allowed, remedy: str = _REMEDY, limit_remedy: str = _LIMIT_REMEDY) -> Any:
     """Return the object in a file of `torch.save`, with all tensors on the CPU; `_metadata` of state dicts is dropped.
 
     Args:
         raw: Content of the file, a zip from torch 1.6 or later.
         limit: Limit for the total bytes of all tensors; elements that tensors share count once per tensor.
         allow: As for `unpickle`.
-        remedy: Advice for users that trust the file, at the end of messages.
+        remedy, limit_remedy: Advice for users that trust the file, at the end of messages; the second one for `limit`.
 
     Raises:
         UnsafeSkeletonError: The file contains more than dense tensors, parameters, plain values and types of FORMAT.md.
@@ -60,12 +62,14 @@ def decode_pth(raw: bytes, limit: int, allow: Allowed, remedy: str = _REMEDY) ->
 
     Memory: newly allocated, one block for each storage; all tensors of a storage share its block.
     """
-    return load_pth(io.BytesIO(raw), limit, allow, remedy)
+    return load_pth(io.BytesIO(raw), limit, allow, remedy, limit_remedy)
 
 
-def load_pth(file: BinaryIO, limit: int, allow: Allowed, remedy: str = _REMEDY) -> Any:
+def load_pth(
+    file: BinaryIO, limit: int, allow: Allowed, remedy: str = _REMEDY, limit_remedy: str = _LIMIT_REMEDY
+) -> Any:
     """Return the object in an open file of `torch.save`, as `decode_pth` does; the other arguments are the same."""
-    return _decode(file, limit, allow, remedy, TensorReader)
+    return _decode(file, limit, allow, remedy, limit_remedy, TensorReader)
 
 
 def index_pth(file: BinaryIO, limit: int, remedy: str = _REMEDY) -> Any:
@@ -79,7 +83,7 @@ def index_pth(file: BinaryIO, limit: int, remedy: str = _REMEDY) -> Any:
         UnsafeSkeletonError: The file contains more than `decode_pth` reads, or a parameter.
         FormatError: The file is damaged, in a different format, or exceeds `limit`.
     """
-    return _decode(file, limit, {}, remedy, _Indexer)
+    return _decode(file, limit, {}, remedy, remedy, _Indexer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +116,9 @@ class TensorPart:
         return tensor.clone() if len(flat) > tensor.numel() else tensor
 
 
-def _decode(file: BinaryIO, limit: int, allow: Allowed, remedy: str, reader_class: type[TensorReader]) -> Any:
+def _decode(
+    file: BinaryIO, limit: int, allow: Allowed, remedy: str, limit_remedy: str, reader_class: type[TensorReader]
+) -> Any:
     nbytes = file.seek(0, io.SEEK_END)
     file.seek(0)
     if file.read(4) != _ZIP:
@@ -122,7 +128,7 @@ def _decode(file: BinaryIO, limit: int, allow: Allowed, remedy: str, reader_clas
         body = translate(_read(file, records["data.pkl"]))
         if "byteorder" in records and _read(file, records["byteorder"]) != b"little":
             raise FormatError(f"the tensors are not little-endian{remedy}")
-        reader = reader_class(file, records, len(body), limit, remedy)
+        reader = reader_class(file, records, len(body), limit, remedy, limit_remedy)
         result = unpickle(body, 0, None, reader.builders, allow, reader.opcodes)
     except UnsafeSkeletonError as exc:
         exc.reason += remedy
@@ -225,11 +231,13 @@ class TensorReader:
         records: Range of bytes of each storage in the file, by `data/{key}`.
         nbytes: Length of the pickle.
         limit: Limit for the total bytes of all tensors; elements that tensors share count once per tensor.
-        remedy: As for `decode_pth`.
+        remedy, limit_remedy: As for `decode_pth`.
     """
 
-    def __init__(self, file: BinaryIO, records: dict[str, range], nbytes: int, limit: int, remedy: str) -> None:
-        self._file, self._records, self._remedy = file, records, remedy
+    def __init__(
+        self, file: BinaryIO, records: dict[str, range], nbytes: int, limit: int, remedy: str, limit_remedy: str
+    ) -> None:
+        self._file, self._records, self._remedy, self._limit_remedy = file, records, remedy, limit_remedy
         self._memory: dict[str, Any] = {}
         self._limit = self._nbytes_left = limit
         self._key_costs = KeyCosts(nbytes)
@@ -289,10 +297,7 @@ class TensorReader:
             raise FormatError(f"a tensor of {dtype}{list(size)} exceeds its storage of {len(storage.memory)} bytes")
         self._nbytes_left -= count * dtype.itemsize
         if self._nbytes_left < 0:
-            raise FormatError(
-                f"the tensors together need more than {self._limit} bytes; if you trust the file, use "
-                "tc.decode(max_expanded_nbytes=…)"
-            )
+            raise FormatError(f"the tensors together need more than {self._limit} bytes{self._limit_remedy}")
         tensor = self._view(storage, dtype, offset, size, stride, end - offset if count else 0)
         return tensor.requires_grad_(requires_grad) if tensor.__class__ is torch.Tensor else tensor
 

@@ -8,7 +8,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +20,7 @@ from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards
 from wds_tensorcache.shards.after_end import load_whole
 from wds_tensorcache.shards.dali_index import write_dali_index
+from wds_tensorcache.shards.fingerprint import SOURCE
 from wds_tensorcache.shards.index import MemberTable, ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import Keys, KeyTable
@@ -188,7 +189,8 @@ def merge(
         out, max_samples, max_nbytes, dali_index, fsync, progress: As in `reshard`.
         prefixes: Prefix of the keys of each cache, such as `"photos/"`; by default none. Members of a cache with a prefix get
             new tar headers. Its tar entries that belong to no sample, such as folders, are left out.
-        mixed: Merge caches even if their fingerprints differ. All samples of a shard still have one fingerprint.
+        mixed: Merge caches even if their fingerprints differ. All samples of a shard still have one fingerprint. Fingerprints
+            of imports may also differ in `source`, the folder of the files: the new cache lists these folders.
 
     Raises:
         InvalidKeyError: A key occurs several times; or a reader would misread a key with its prefix.
@@ -203,9 +205,10 @@ def merge(
         raise ValueError(f"{len(sources)} caches and {len(prefixes)} prefixes, expected one prefix for each cache")
     out, files = check_new(out, "choose a new folder"), Files()
     parts = [_load(source, prefix, files) for source, prefix in zip(sources, prefixes, strict=True)]
-    if not mixed:
-        _check_fingerprints(sources, parts)
     shards = [shard for part in parts for shard in part]
+    if not mixed:
+        _unite_sources(shards)
+        _check_fingerprints(sources, parts)
     _check_keys(shards)
     plan = list(_plan(shards, max_samples, max_nbytes))
     about = [[os.path.abspath(shard.path), shard.identity, shard.prefix] for shard in shards]
@@ -240,6 +243,25 @@ def _load(source: CachePaths, prefix: str, files: Files) -> list[_OldShard]:
     listed = {path: fingerprint for path, _, fingerprint in found}
     indexes = load_finished(listed, listed, files).indexes
     return [_OldShard(path, indexes[path], prefix, files.get(path).identity) for path, *_ in found]
+
+
+def _unite_sources(shards: list[_OldShard]) -> None:
+    """Give shards of imports the same fingerprint if they differ only in the folders from which they were imported."""
+    alike: dict[str, list[_OldShard]] = {}
+    for shard in shards:
+        made = shard.index.fingerprint
+        if made is not None and "format" in made and SOURCE in made:
+            others = {name: value for name, value in made.items() if name != SOURCE}
+            alike.setdefault(json.dumps(others, sort_keys=True), []).append(shard)
+    for some in alike.values():
+        folders: list[Any] = []
+        for shard in some:
+            source = (shard.index.fingerprint or {})[SOURCE]
+            folders += [each for each in (source if isinstance(source, list) else [source]) if each not in folders]
+        for shard in some:
+            if len(folders) > 1:
+                shard.index = replace(shard.index, fingerprint={**(shard.index.fingerprint or {}), SOURCE: folders})
+                shard.fingerprint = json.dumps(shard.index.fingerprint, sort_keys=True)
 
 
 def _check_fingerprints(sources: Sequence[CachePaths], parts: list[list[_OldShard]]) -> None:

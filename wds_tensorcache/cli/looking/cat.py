@@ -46,9 +46,9 @@ __all__ = ["cat_command"]
 @cache_option
 @json_option
 def cat_command(
-    out: str, key: str, name: str | None, form: str, member: str | None, cache_name: str | None, as_json: bool
+    path: str, key: str, name: str | None, form: str, member: str | None, cache_name: str | None, as_json: bool
 ) -> None:
-    """Write the tensor NAME of the sample KEY in OUT to stdout, as in `cat OUT KEY NAME > x.npy`.
+    """Write the tensor NAME of the sample KEY in CACHE to stdout, as in `cat CACHE KEY NAME > x.npy`.
 
     numpy has no bfloat16 and float8; write these with --as safetensors. Nothing binary is written to a terminal. With --json,
     values are numbers in nested arrays, and a member is base64.
@@ -56,7 +56,7 @@ def cat_command(
     if (name is None) == (member is None):
         raise click.UsageError("expected either the NAME of a tensor or --member")
     output = Output(as_json)
-    with open_cache(out, cache_name) as cache:
+    with open_cache(path, cache_name) as cache:
         key = sample_key(cache, key)
         if member is not None:
             (content,) = cache.read_members([key], member)

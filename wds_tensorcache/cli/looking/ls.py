@@ -26,15 +26,15 @@ __all__ = ["ls_command"]
 @cache_option
 @json_option
 def ls_command(
-    out: str, pattern: str | None, limit: int | None, is_long: bool, cache_name: str | None, as_json: bool
+    path: str, pattern: str | None, limit: int | None, is_long: bool, cache_name: str | None, as_json: bool
 ) -> None:
-    """List the samples in OUT: bytes of their tensors, and keys.
+    """List the samples in CACHE: bytes of their tensors, and keys.
 
-    OUT is a folder, a shard, a manifest, or a pattern in quotes such as 'cache/train-*.tar'. With --long, the name from which
+    CACHE is a folder, a shard, a manifest, or a pattern in quotes such as 'cache/train-*.tar'. With --long, the name from which
     a key was made, such as the path of a photo, follows the key. No tensor is read.
     """
     output = Output(as_json)
-    with open_cache(out, cache_name) as cache:
+    with open_cache(path, cache_name) as cache:
         found = islice(_matching(cache, pattern), limit)
         having = cache._having() if is_long else {}
         if as_json:

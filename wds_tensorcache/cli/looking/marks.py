@@ -13,7 +13,7 @@ from wds_tensorcache.inspecting.heat_map import colors_of, levels_of, shrink
 from wds_tensorcache.inspecting.histogram import Histogram
 from wds_tensorcache.inspecting.values import ValueStatistics
 
-__all__ = ["has_colors", "heat_map", "is_unicode", "number", "sparkline", "values_text"]
+__all__ = ["has_colors", "heat_map", "is_unicode", "merge_bins", "number", "sparkline", "values_text"]
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _SHADES, _ASCII_SHADES = " ░▒▓█", " .:-=+*#%@"
@@ -40,11 +40,16 @@ def sparkline(histogram: Histogram | None, width: int = 16) -> str:
     """Return a histogram as `▁▃▇█▅▁`, at most `width` characters. A bin that is not empty has at least the lowest bar."""
     if histogram is None:
         return ""
-    counts = np.array(histogram.counts)
-    merged = -(-len(counts) // width)
-    counts = np.add.reduceat(counts, np.arange(0, len(counts), merged))
+    counts = merge_bins(histogram, width)[0]
     bars = np.ceil(counts * (len(_BARS) - 1) / counts.max()).astype(int)
     return "".join(_BARS[bar] for bar in bars)
+
+
+def merge_bins(histogram: Histogram, most: int) -> tuple[Any, int]:
+    """Return the counts of at most `most` bins, and how many bins of the histogram each of them is."""
+    counts = np.array(histogram.counts)
+    merged = -(-len(counts) // most)
+    return np.add.reduceat(counts, np.arange(0, len(counts), merged)), merged
 
 
 def is_unicode(console: Console) -> bool:

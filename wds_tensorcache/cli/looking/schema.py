@@ -18,13 +18,13 @@ __all__ = ["schema_command", "shape_text"]
 @cache_argument
 @cache_option
 @json_option
-def schema_command(out: str, cache_name: str | None, as_json: bool) -> None:
-    """Show names, dtypes and shapes of the tensors in OUT, and types of other values.
+def schema_command(path: str, cache_name: str | None, as_json: bool) -> None:
+    """Show names, dtypes and shapes of the tensors in CACHE, and types of other values.
 
     Tensors of all samples are counted in the indexes; values are those of at most 64 samples. No tensor is read.
     """
     output = Output(as_json)
-    with open_cache(out, cache_name) as cache:
+    with open_cache(path, cache_name) as cache:
         found = cache.describe()
     output.result(
         {

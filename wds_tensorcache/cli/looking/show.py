@@ -23,7 +23,7 @@ from wds_tensorcache.cli.cache_argument import (
     sample_key,
     sample_name,
 )
-from wds_tensorcache.cli.looking.marks import heat_map, number, values_text
+from wds_tensorcache.cli.looking.marks import heat_map, is_unicode, merge_bins, number, values_text
 from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import flatten
@@ -39,7 +39,7 @@ _NUM_MAPS = 8
 _FEW_NUMBERS = 8  # numbers of a tensor that are shown instead of their statistics
 _MEMBER_CHARS = 200
 _MAX_NBYTES_PRINTED = 1 << 28
-_BAR_WIDTH = 40
+_NUM_BARS, _BAR_WIDTH = 16, 40
 _STYLES = {"tensor": "cyan", "ndarray": "cyan", "value": ""}
 
 
@@ -53,16 +53,16 @@ _STYLES = {"tensor": "cyan", "ndarray": "cyan", "value": ""}
 @cache_option
 @json_option
 def show_command(
-    out: str, key: str, tensor: str | None, maps: bool | None, cache_name: str | None, as_json: bool
+    path: str, key: str, tensor: str | None, maps: bool | None, cache_name: str | None, as_json: bool
 ) -> None:
-    """Show the sample KEY in OUT: its structure, values, tensors and other members.
+    """Show the sample KEY in CACHE: its structure, values, tensors and other members.
 
     A heat map shows the first plane of a tensor, such as the first channel of a latent: dark for low values, bright for high
     values, red for NaN and infinity. Colors range from the 2nd to the 98th percentile. --tensor shows more planes.
     """
     output = Output(as_json)
     maps = output.is_terminal if maps is None else maps
-    with open_cache(out, cache_name) as cache:
+    with open_cache(path, cache_name) as cache:
         key = sample_key(cache, key)
         sample = cache[key]
         if tensor is not None:
@@ -209,15 +209,13 @@ def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
 
 def _show_histogram(output: Output, histogram: Histogram) -> None:
     rows = []
-    most, counts = max(histogram.counts), np.array(histogram.counts)
-    merged = -(-len(counts) // 16)
-    counts = np.add.reduceat(counts, np.arange(0, len(counts), merged))
-    most = int(counts.max())
+    counts, merged = merge_bins(histogram, _NUM_BARS)
+    bar = "█" if is_unicode(output.console) else "#"
     if histogram.num_below:
         rows.append(("below", f"{histogram.num_below:,}", ""))
     for at, count in enumerate(counts.tolist()):
         begin = histogram.begin + at * merged * histogram.width
-        rows.append((number(begin), f"{count:,}", "█" * -(-count * _BAR_WIDTH // most)))
+        rows.append((number(begin), f"{count:,}", bar * -(-count * _BAR_WIDTH // int(counts.max()))))
     if histogram.num_above:
         rows.append(("above", f"{histogram.num_above:,}", ""))
     output.table(["from", "values", ""], rows, right=["from", "values"])

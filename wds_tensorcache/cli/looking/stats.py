@@ -45,14 +45,14 @@ class _Samples(click.ParamType):  # type: ignore[type-arg]
 )
 @cache_option
 @json_option
-def stats_command(out: str, samples: int | None, cache_name: str | None, as_json: bool) -> None:
-    """Show statistics of OUT: sizes, shapes, numbers, histograms and repeated tensors.
+def stats_command(path: str, samples: int | None, cache_name: str | None, as_json: bool) -> None:
+    """Show statistics of CACHE: sizes, shapes, numbers, histograms and repeated tensors.
 
     Sizes, shapes and dtypes are those of all samples. Numbers are those of --samples samples at equal distances from each
     other, read once and in bounded memory.
     """
     output = Output(as_json)
-    with open_cache(out, cache_name) as cache, output.progress("reading samples") as show:
+    with open_cache(path, cache_name) as cache, output.progress("reading samples") as show:
         found = collect_statistics(cache, samples, show)
     output.result(found)
     if as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import zipfile
 import zlib
@@ -30,7 +31,6 @@ def read_row(folder: SourceFolder, name: str, tensor: StoredTensor, row: int) ->
 
     Raises:
         FormatError: The file was cut short, or the tensor has no such row, an unknown dtype or an invalid bool.
-        OSError: The file cannot be read.
     """
     shape = tensor.shape[1:]
     nbytes = math.prod(shape) * STORED[tensor.dtype][0]
@@ -59,16 +59,13 @@ def list_zip(folder: SourceFolder, name: str) -> list[zipfile.ZipInfo]:
 
     Raises:
         FormatError: The list is damaged, or two files have the same name.
-        OSError: The file cannot be read.
     """
     try:
-        with zipfile.ZipFile(folder.locate(name)) as archive:
+        with folder.open(name) as opened, zipfile.ZipFile(opened) as archive:
             files = archive.infolist()
         if len({file.filename for file in files}) < len(files):
             raise FormatError("two files in the zip have the same name")
         return files
-    except OSError:
-        raise
     except TensorCacheError as exc:
         raise exc.at(name) from exc
     except Exception as exc:  # zipfile raises many kinds of exceptions
@@ -82,7 +79,6 @@ def view_zip_file(folder: SourceFolder, name: str, file: zipfile.ZipInfo) -> mem
 
     Raises:
         FormatError: The file is compressed, encrypted, cut short or damaged.
-        OSError: The zip cannot be read.
     """
     try:
         if file.compress_type != zipfile.ZIP_STORED or file.flag_bits & _IS_ENCRYPTED:
@@ -104,12 +100,10 @@ def index_torch(folder: SourceFolder, name: str) -> Any:
     Raises:
         UnsafeSkeletonError: The file names other classes than those of tensors and plain values.
         FormatError: The file is damaged, or has another format.
-        OSError: The file cannot be read.
     """
     try:
-        with open(folder.locate(name), "rb") as file:
-            nbytes = file.seek(0, 2)
-            return index_pth(file, max_expanded(nbytes), REMEDY)
+        with folder.open(name) as opened, io.BufferedReader(opened) as file:
+            return index_pth(file, max_expanded(file.seek(0, io.SEEK_END)), REMEDY)
     except TensorCacheError as exc:
         raise exc.at(name) from exc
 
@@ -119,7 +113,6 @@ def read_parts(folder: SourceFolder, name: str, value: Any) -> Any:
 
     Raises:
         FormatError: The file was cut short since, or a bool is a byte other than 0 or 1.
-        OSError: The file cannot be read.
     """
 
     def read(part: TensorPart) -> torch.Tensor:

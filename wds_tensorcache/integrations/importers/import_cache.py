@@ -21,6 +21,7 @@ from wds_tensorcache.integrations.importers.source import Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.importers.trim import trim as trim_sample
 from wds_tensorcache.progress import Progress
+from wds_tensorcache.shards.fingerprint import SOURCE
 from wds_tensorcache.shards.names import safe_key
 from wds_tensorcache.storage.threads import ThreadPool, run_in_order
 from wds_tensorcache.writing.pattern import ShardPattern
@@ -90,7 +91,7 @@ def import_cache(
     chosen = choose_format(folder, format)
     found = chosen.open(folder)
     keys = _keys_of(found, folder, chosen.name)
-    made = {**found.provenance, "format": chosen.name, "source": os.path.abspath(folder.path)}
+    made = {**found.provenance, "format": chosen.name, SOURCE: os.path.abspath(folder.path)}
     options = {"narrow": narrow, "trim": dict(trim or {}), "drop_padding": drop_padding}
     made |= {name: value for name, value in options.items() if value} | dict(fingerprint or {})
     report = ImportReport(chosen.name, num_read=len(found.samples), fingerprint=made)

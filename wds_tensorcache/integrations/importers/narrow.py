@@ -7,7 +7,6 @@ import torch
 __all__ = ["narrow"]
 
 _PROBE = 4096  # elements to test first, since most tensors that cannot be narrowed differ early
-_LOW_BITS = 0xFFFF
 
 
 def narrow(tensor: torch.Tensor) -> torch.Tensor:

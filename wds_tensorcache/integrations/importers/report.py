@@ -32,7 +32,7 @@ class ImportReport:
         num_written: Number of samples that this call has written.
         num_present: Number of samples that an earlier call had written (`resume=True`).
         num_skipped: Number of samples that were not written because they are bad.
-        skipped: Skipped samples, and also bad files and links out of the folder, which `num_skipped` does not count.
+        skipped: Skipped samples, and also bad files and links out of the folder, which `num_bad_files` counts.
         unused: Relative paths of files that belong to no sample, for example pictures.
         nbytes: Bytes of the written tensors.
         nbytes_narrowed: Bytes that `narrow=True` has saved.
@@ -59,6 +59,14 @@ class ImportReport:
         """True if nothing was skipped."""
         return not self.skipped
 
+    @property
+    def num_bad_files(self) -> int:
+        """Number of bad files and links out of the folder that belong to no sample that was read."""
+        return len(self.skipped) - self.num_skipped
+
     def __str__(self) -> str:
         present = f", {self.num_present:,} were there" if self.num_present else ""
-        return f"{self.num_read:,} samples read, {self.num_written:,} written, {self.num_skipped:,} skipped{present}"
+        bad = f"; {self.num_bad_files:,} bad files were left out" if self.num_bad_files else ""
+        return (
+            f"{self.num_read:,} samples read, {self.num_written:,} written, {self.num_skipped:,} skipped{present}{bad}"
+        )

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import sys
 import zipfile
 import zlib
 from functools import lru_cache
@@ -63,7 +64,6 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, torch.Tensor | np.nda
 
     Raises:
         FormatError: The file is damaged, contains pickled objects or other files than arrays, or expands too much.
-        OSError: The file cannot be read.
     """
     raw = folder.view(name, find_data=_find_first_array)
     try:
@@ -97,12 +97,11 @@ def list_npz(folder: SourceFolder, name: str) -> list[str]:
 
     Raises:
         FormatError: The list at the end of the file is damaged.
-        OSError: The file cannot be read.
     """
     try:
-        with zipfile.ZipFile(folder.locate(name)) as archive:
-            return [file.removesuffix(".npy") for file in archive.namelist()]
-    except OSError:
+        with folder.open(name) as file, zipfile.ZipFile(file) as archive:
+            return [each.removesuffix(".npy") for each in archive.namelist()]
+    except TensorCacheError:
         raise
     except Exception as exc:  # zipfile raises many kinds of exceptions
         raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
@@ -113,7 +112,6 @@ def load_npy(folder: SourceFolder, name: str) -> torch.Tensor | np.ndarray[Any, 
 
     Raises:
         FormatError: The file is damaged, or contains pickled objects.
-        OSError: The file cannot be read.
     """
     try:
         return as_tensor(parse_npy(folder.view(name)))
@@ -132,12 +130,11 @@ def load_torch(folder: SourceFolder, name: str) -> Any:
     Raises:
         UnsafeSkeletonError: The file names other classes than those of tensors and plain values.
         FormatError: The file is damaged, has another format, or expands too much.
-        OSError: The file cannot be read.
     """
     try:
-        with io.BufferedReader(folder.open(name)) as file:
+        with folder.open(name) as opened, io.BufferedReader(opened) as file:
             if file.peek().startswith(_ZIP) and not folder.trust:
-                return load_pth(file, max_expanded(os.fstat(file.fileno()).st_size), {}, REMEDY)
+                return load_pth(file, max_expanded(os.fstat(file.fileno()).st_size), {}, REMEDY, REMEDY)
             return parse_torch(file.read(), folder.trust)
     except TensorCacheError as exc:
         raise exc.at(name) from exc
@@ -157,7 +154,7 @@ def parse_torch(raw: bytes, trust: bool) -> Any:
     if raw.startswith(_GZIP):
         raw = _gunzip(raw)
     try:
-        return decode_pth(raw, max_expanded(len(raw)), {}, REMEDY)
+        return decode_pth(raw, sys.maxsize if trust else max_expanded(len(raw)), {}, REMEDY, REMEDY)
     except FormatError as exc:
         if not trust or (raw.startswith(_ZIP) and not isinstance(exc, UnsafeSkeletonError)):
             raise
@@ -175,7 +172,6 @@ def load_pickle(folder: SourceFolder, name: str) -> Any:
     Raises:
         UnsafeSkeletonError: The file names other classes than those of arrays, tensors and plain values.
         FormatError: The file is damaged, has another format, or expands too much.
-        OSError: The file cannot be read.
     """
     try:
         return parse_pickle(folder.read(name), folder.trust)
@@ -219,7 +215,6 @@ def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.T
 
     Raises:
         FormatError: The file is damaged.
-        OSError: The file cannot be read.
     """
     raw = folder.view(name, find_data=lambda head: 8 + int.from_bytes(head[:8], "little"))
     try:
@@ -253,7 +248,6 @@ def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[list[str],
 
     Raises:
         FormatError: The header is damaged.
-        OSError: The file cannot be read.
     """
     tensors, metadata = read_safetensors_tensors(folder, name)
     return list(tensors), metadata
@@ -264,10 +258,9 @@ def read_safetensors_tensors(folder: SourceFolder, name: str) -> tuple[dict[str,
 
     Raises:
         FormatError: The header is damaged.
-        OSError: The file cannot be read.
     """
     try:
-        with open(folder.locate(name), "rb", buffering=0) as file:
+        with folder.open(name) as file:
             nbytes = os.fstat(file.fileno()).st_size
             begin = file.read(8)
             begin += file.read(min(int.from_bytes(begin, "little"), nbytes, MAX_HEADER_NBYTES))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -35,6 +36,8 @@ class SourceFolder:
 
     Raises:
         NotADirectoryError: `path` is not a folder.
+
+    All methods that read raise FormatError of the kind "unreadable" if the system cannot open or read a file.
 
     Threads/fork/pickle: safe everywhere.
     """
@@ -82,13 +85,12 @@ class SourceFolder:
 
         Raises:
             FormatError: The file has more than `max_nbytes`.
-            OSError: The file cannot be read.
         """
         with self.open(name) as file:
             nbytes = os.fstat(file.fileno()).st_size
             if max_nbytes is not None and nbytes > max_nbytes:
                 raise FormatError(f"the file has {nbytes:,} bytes, expected at most {max_nbytes:,}").at(name)
-            return bytes(file.read())
+            return file.readall()
 
     def view(
         self, name: str, begin: int = 0, end: int | None = None, find_data: Callable[[bytes], int] | None = None
@@ -101,7 +103,6 @@ class SourceFolder:
 
         Raises:
             FormatError: The file ends before byte `end`, or was changed while it was read.
-            OSError: The file cannot be read.
         """
         with self.open(name) as file:
             file_nbytes = os.fstat(file.fileno()).st_size
@@ -121,39 +122,44 @@ class SourceFolder:
                 raise FormatError("the file was cut short while it was read").at(name)
             return memory
 
-    def open(self, name: str) -> io.FileIO:
-        """Open a listed file; raise FormatError if it is not an ordinary file any more."""
-        file = io.FileIO(self.locate(name))
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            file.close()
-            raise FormatError("is not an ordinary file").at(name)
-        return file
+    @contextmanager
+    def open(self, name: str) -> Iterator[io.FileIO]:
+        """Open a listed file; an error of the system inside the `with` block becomes a FormatError of the kind "unreadable".
+
+        Raises:
+            FormatError: The file cannot be opened or read, or is not an ordinary file any more.
+        """
+        try:
+            with io.FileIO(self.locate(name), opener=_open_at_once) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise FormatError("is not an ordinary file").at(name)
+                yield file
+        except OSError as exc:
+            raise FormatError(f"cannot be read: {exc.strerror or exc}", kind="unreadable").at(name) from exc
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)` of a listed file.
 
         Raises:
             FormatError: The file ends before byte `end`.
-            OSError: The file cannot be read.
         """
-        with open(self.locate(name), "rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            if end > nbytes or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise FormatError(f"the file has {nbytes:,} bytes, expected at least {end:,}").at(name)
-            file.seek(begin)
-            return file.read(end - begin)
+        return bytes(self.view(name, begin, end))
 
     def read_text(self, name: str, max_nbytes: int = 1 << 20) -> str:
         """Return the text in a listed file: UTF-8, without a byte order mark and without white space around it.
 
         Raises:
             FormatError: The file is not UTF-8, or has more than `max_nbytes`.
-            OSError: The file cannot be read.
         """
         try:
             return self.read(name, max_nbytes).decode("utf-8-sig").strip()
         except UnicodeDecodeError as exc:
             raise FormatError(f"is not UTF-8: {exc}").at(name) from exc
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file. Hazard: it may have become a FIFO, and opening it would wait for a process that writes to it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _list(path: str) -> tuple[list[str], list[str]]:

@@ -59,7 +59,6 @@ def read_batches(path: str) -> Iterator[Any]:
 
     Raises:
         FormatError: The file is damaged, compressed, or has dictionaries.
-        OSError: The file cannot be read.
 
     Memory: views of the file, which is mapped: the process gets SIGBUS if another program shortens it. The lengths of their
         buffers are checked, but not their elements.

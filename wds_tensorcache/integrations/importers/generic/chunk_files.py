@@ -31,9 +31,9 @@ def find_indexes(folder: SourceFolder, entry: str) -> Iterator[str]:
     for name in sorted(folder.by_suffix.get(".json", ()), key=lambda name: name.count("/")):
         if name.rpartition("/")[2] == _INDEX:
             try:
-                with open(folder.locate(name), "rb") as file:
+                with folder.open(name) as file:
                     begin = file.read(_NUM_PROBED)
-            except OSError:
+            except FormatError:
                 continue
             if pattern.search(begin):
                 yield name
@@ -44,7 +44,6 @@ def read_json(folder: SourceFolder, name: str) -> dict[str, Any]:
 
     Raises:
         FormatError: The file is damaged, is nested too deeply, or contains something else.
-        OSError: The file cannot be read.
     """
     try:
         content = json.loads(folder.read_text(name, _MAX_INDEX_NBYTES))

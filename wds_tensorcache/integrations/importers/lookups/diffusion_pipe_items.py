@@ -43,7 +43,6 @@ class Item:
 
         Raises:
             FormatError: The item is damaged, contains other classes than tensors and plain values, or is not a dict.
-            OSError: The file cannot be read.
         """
         try:
             value = parse_torch(folder.read_range(self.file, self.begin, self.end), folder.trust)

@@ -117,7 +117,10 @@ def _read_labels(
     if name not in names:
         return None
     try:
-        listed = json.loads(bytes(read(name)))["labels"]
+        content = read(name)
+        if len(content) > _MAX_LABELS_NBYTES:
+            raise FormatError(f"has {len(content):,} bytes, expected at most {_MAX_LABELS_NBYTES:,}")
+        listed = json.loads(bytes(content))["labels"]
         if listed is None:
             return None
         labels = {}

@@ -1,0 +1,113 @@
+"""`tensorcache import`: options, messages, exit statuses and JSON; merging imports of several folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.cli.command import json_of, run
+from wds_tensorcache.integrations.importers.formats import FORMATS
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder of two good files and a bad one."""
+    (tmp_path / "in").mkdir()
+    np.save(tmp_path / "in" / "a.npy", np.arange(3.0))
+    torch.save({"x": torch.ones(2)}, tmp_path / "in" / "b.pt")
+    (tmp_path / "in" / "c.npy").write_bytes(b"no array")
+    return tmp_path / "in"
+
+
+def test_bad_files(folder: Path, tmp_path: Path) -> None:
+    stopped = run("import", folder, tmp_path / "out", status=1)
+    assert "c.npy" in stopped.stderr
+    assert stopped.stdout == ""
+    skipped = run("import", folder, tmp_path / "out", "--on-error", "skip", "--resume", status=1)
+    assert "skipped c" in skipped.stderr
+    assert skipped.stdout.splitlines()[-1] == "3 samples read, 2 written, 1 skipped"
+    found = json_of("import", folder, tmp_path / "again", "--on-error", "skip", status=1)
+    assert (found["num_read"], found["num_written"], found["num_skipped"], found["num_bad_files"]) == (3, 2, 1, 0)
+    assert [each["files"] for each in found["skipped"]] == [["c.npy"]]
+    assert found["out"] == str(tmp_path / "again")
+
+
+def test_links_are_counted(folder: Path, tmp_path: Path) -> None:
+    (folder / "c.npy").unlink()
+    (folder / "d.npy").symlink_to("/etc/passwd")
+    said = run("import", folder, tmp_path / "out", "--on-error", "skip", status=1).stdout
+    assert said.splitlines()[-1] == "2 samples read, 2 written, 0 skipped; 1 bad files were left out"
+
+
+def test_formats() -> None:
+    listed = run("import", "--list-formats").stdout
+    found = json_of("import", "--list-formats")
+    assert [each["format"] for each in found] == [each.name for each in FORMATS]
+    assert all(each["format"] in listed for each in found)
+
+
+def test_wrong_usage(folder: Path, tmp_path: Path) -> None:
+    assert "Missing argument 'SOURCE'" in run("import", status=2).stderr
+    assert "Missing argument 'OUT'" in run("import", folder, status=2).stderr
+    assert "'kohya'" in run("import", folder, tmp_path / "out", "--format", "koya", status=2).stderr
+    assert "expected TENSOR=MASK" in run("import", folder, tmp_path / "out", "--trim", "x", status=2).stderr
+    (folder / "c.npy").unlink()
+    run("import", folder, tmp_path / "out")
+    assert "--resume" in run("import", folder, tmp_path / "out", status=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1.10", "1.10"),
+        ("1e3", "1e3"),
+        ("1.5", 1.5),
+        ("3", 3),
+        ("007", "007"),
+        ("true", True),
+        ("[1, 2]", [1, 2]),
+        ("NaN", "NaN"),
+        ("v2", "v2"),
+    ],
+)
+def test_fingerprints_are_json_or_text(folder: Path, tmp_path: Path, text: str, value: object) -> None:
+    (folder / "c.npy").unlink()
+    run("import", folder, tmp_path / "out", "--fingerprint", f"v={text}")
+    with tc.open(tmp_path / "out") as cache:
+        assert cache.fingerprint["v"] == value
+        assert type(cache.fingerprint["v"]) is type(value)
+
+
+def test_tensors_that_share_much_memory(tmp_path: Path) -> None:
+    """A small file may describe large tensors; `--trust` imports it."""
+    (tmp_path / "in").mkdir()
+    whole = torch.zeros(1 << 18)
+    torch.save({str(number): whole[:] for number in range(100)}, tmp_path / "in" / "views.pt")
+    assert "--trust" in run("import", tmp_path / "in", tmp_path / "out", status=1).stderr
+    run("import", tmp_path / "in", tmp_path / "out", "--trust", "--resume")
+    with tc.open(tmp_path / "out") as cache:
+        assert cache.describe().nbytes == 100 << 20
+
+
+def test_imports_of_several_folders_are_one_cache(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / f"{name}.npy", np.zeros(3))
+        run("import", tmp_path / name, tmp_path / f"in-{name}", "--fingerprint", "v=1")
+    run("merge", tmp_path / "in-a", tmp_path / "in-b", tmp_path / "ab")
+    run("merge", tmp_path / "ab", tmp_path / "in-c", tmp_path / "abc")
+    with tc.open(tmp_path / "abc", expect={"v": 1, "format": "files"}) as cache:
+        assert list(cache.keys()) == ["a", "b", "c"]
+        assert cache.num_shards == 1
+        assert cache.fingerprint["source"] == [str(tmp_path / name) for name in "abc"]
+    run("reshard", tmp_path / "abc", tmp_path / "again", "--max-samples", "2")
+    with tc.open(tmp_path / "again") as cache:
+        assert len(cache.fingerprint["source"]) == 3
+    run("import", tmp_path / "c", tmp_path / "other", "--fingerprint", "v=2")
+    assert "'v': 2" in run("merge", tmp_path / "ab", tmp_path / "other", tmp_path / "no", status=1).stderr
+    assert json.loads((tmp_path / "abc" / "manifest.json").read_text())
