@@ -138,3 +138,28 @@ def test_pickles(folder: Path, tmp_path: Path, suffix: str, monkeypatch: pytest.
     assert not Path("hacked").exists()
     import_cache(folder, tmp_path / "trusted", trust=True)
     assert Path("hacked").exists()
+
+
+def test_arrays_in_files_of_torch(tmp_path: Path) -> None:
+    """They stay arrays, and need no trust; what else numpy can pickle is refused by name."""
+    (tmp_path / "in").mkdir()
+    arrays = {
+        "float": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "fortran": np.asfortranarray(np.arange(6).reshape(2, 3)),
+        "big": np.arange(3, dtype=">i4"),
+        "half": np.array([np.nan, -0.0, 1], np.float16),
+        "text": np.array(["a", "bc"]),
+        "empty": np.zeros((0, 3)),
+        "scalar": np.float64(1.5),
+    }
+    expected = {**arrays, "tensor": torch.arange(3).bfloat16(), "size": (1, 2)}
+    torch.save(expected, tmp_path / "in" / "a.pt")
+    torch.save({"x": np.array([{}, None], object)}, tmp_path / "in" / "b.pt")
+    torch.save({"x": np.zeros(2, [("a", "f4")])}, tmp_path / "in" / "c.pt")
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert [each.name for each in report.skipped] == ["b", "c"]
+    assert found["a"]["tensor"].equal(expected["tensor"])
+    for name, array in arrays.items():
+        assert type(found["a"][name]) is type(array)
+        assert found["a"][name].dtype.newbyteorder("=") == array.dtype.newbyteorder("=")
+        assert found["a"][name].tobytes() == array.astype(array.dtype.newbyteorder("<")).tobytes()

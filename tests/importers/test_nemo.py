@@ -128,17 +128,13 @@ def test_meta_files(tmp_path: Path) -> None:
         assert_same(data, found[name])
 
 
-def test_old_meta_files_need_trust(tmp_path: Path) -> None:
+def test_old_meta_files(tmp_path: Path) -> None:
     """They are pickles, or their first frame is an array of numpy, whose pickle names functions of numpy."""
     (tmp_path / "in").mkdir()
     expected = {**video_data(0), "first_frame": torch.arange(12, dtype=torch.uint8).view(2, 2, 3).numpy()}
     torch.save(expected, tmp_path / "in" / "0.meta")
     (tmp_path / "in" / "1.meta").write_bytes(pickle.dumps(expected))
-    report = import_cache(tmp_path / "in", tmp_path / "safe", on_error="skip")
-    assert report.num_written == 0
-    assert [each.name for each in report.skipped] == ["0", "1"]
-    assert all(f"{each.name}.meta: " in each.what and "--trust" in each.what for each in report.skipped)
-    found, report = imported(tmp_path / "in", tmp_path / "out", trust=True)
+    found, report = imported(tmp_path / "in", tmp_path / "out")
     assert report.ok
     assert_same(expected, found["0"])
     assert_same(expected, found["1"])

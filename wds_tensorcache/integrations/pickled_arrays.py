@@ -11,7 +11,7 @@ import io
 import math
 import pickletools
 from collections import OrderedDict
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -22,12 +22,18 @@ from wds_tensorcache.codec.tree import shown, walk
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 from wds_tensorcache.integrations.pth import Storage, TensorReader, translate
 
-__all__ = ["decode_pickle"]
+__all__ = ["ArrayReader", "decode_pickle"]
 
-_ARRAY_CLASS = object()  # stands for `numpy.ndarray`, an argument of `_reconstruct`
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle in files of torch before 1.6
 _MAX_NDIM = 32
 _plain_dtype: Any = BUILDERS["numpy", "dtype"]
+
+
+class _ArrayClass:
+    """`numpy.ndarray`, an argument of `_reconstruct`."""
+
+
+_ARRAY_CLASS = _ArrayClass()
 
 
 def decode_pickle(raw: bytes, limit: int, remedy: str) -> Any:
@@ -47,15 +53,17 @@ def decode_pickle(raw: bytes, limit: int, remedy: str) -> Any:
     """
     try:
         body = translate(raw)
-        reader = _ArrayReader(len(body), limit, remedy)
+        reader = ArrayReader(io.BytesIO(), {}, len(body), limit, remedy, remedy)
         result = unpickle(body, 0, None, reader.builders, {}, reader.opcodes)
-        if any(part is _ARRAY_CLASS or part.__class__ is Storage for part, _ in walk(result)):
+        if any(part.__class__ in reader.INNER for part, _ in walk(result)):
             raise UnsafeSkeletonError(
                 "the object contains the class of arrays or a storage, expected arrays and tensors"
             )
         return result
     except UnsafeSkeletonError as exc:
-        exc.reason += remedy
+        exc.reason = (
+            f"the pickle names {exc.needs!r:.200}, which is not run{remedy}" if exc.needs else exc.reason + remedy
+        )
         raise
     except TensorCacheError:
         raise
@@ -63,14 +71,17 @@ def decode_pickle(raw: bytes, limit: int, remedy: str) -> Any:
         raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
 
 
-class _ArrayReader(TensorReader):
-    """The opcodes and builders that decode one pickle."""
+class ArrayReader(TensorReader):
+    """The opcodes and builders that decode one pickle with tensors and arrays; the arguments are those of `TensorReader`."""
 
-    def __init__(self, nbytes: int, limit: int, remedy: str) -> None:
-        super().__init__(io.BytesIO(), {}, nbytes, limit, remedy, remedy)
-        self._remedy = remedy
+    INNER = (Storage, _ArrayClass)
+
+    def __init__(
+        self, file: BinaryIO, records: dict[str, range], nbytes: int, limit: int, remedy: str, limit_remedy: str
+    ) -> None:
+        super().__init__(file, records, nbytes, limit, remedy, limit_remedy)
         self._array_nbytes_left = limit
-        self.opcodes = {**ALLOW_ONLY, op.BUILD: self._set_state}
+        self.opcodes[op.BUILD] = self._set_state
         for core in ("core", "_core"):  # numpy 1 and 2
             self.builders["numpy." + core + ".multiarray", "_reconstruct"] = Builder(_begin_array)
             self.builders["numpy." + core + ".multiarray", "scalar"] = Builder(_build_scalar)

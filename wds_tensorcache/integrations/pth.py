@@ -47,7 +47,14 @@ _REMEDY = "; if you trust the file, call torch.load in a handler: tc.decode(wds.
 _LIMIT_REMEDY = "; if you trust the file, use tc.decode(max_expanded_nbytes=…)"
 
 
-def decode_pth(raw: bytes, limit: int, allow: Allowed, remedy: str = _REMEDY, limit_remedy: str = _LIMIT_REMEDY) -> Any:
+def decode_pth(
+    raw: bytes,
+    limit: int,
+    allow: Allowed,
+    remedy: str = _REMEDY,
+    limit_remedy: str = _LIMIT_REMEDY,
+    reader_class: type[TensorReader] | None = None,
+) -> Any:
     """Return the object in a file of `torch.save`, with all tensors on the CPU; `_metadata` of state dicts is dropped.
 
     Args:
@@ -55,6 +62,7 @@ def decode_pth(raw: bytes, limit: int, allow: Allowed, remedy: str = _REMEDY, li
         limit: Limit for the total bytes of all tensors; elements that tensors share count once per tensor.
         allow: As for `unpickle`.
         remedy, limit_remedy: Advice for users that trust the file, at the end of messages; the second one for `limit`.
+        reader_class: Class of the reader; by default `TensorReader`.
 
     Raises:
         UnsafeSkeletonError: The file contains more than dense tensors, parameters, plain values and types of FORMAT.md.
@@ -62,14 +70,19 @@ def decode_pth(raw: bytes, limit: int, allow: Allowed, remedy: str = _REMEDY, li
 
     Memory: newly allocated, one block for each storage; all tensors of a storage share its block.
     """
-    return load_pth(io.BytesIO(raw), limit, allow, remedy, limit_remedy)
+    return load_pth(io.BytesIO(raw), limit, allow, remedy, limit_remedy, reader_class)
 
 
 def load_pth(
-    file: BinaryIO, limit: int, allow: Allowed, remedy: str = _REMEDY, limit_remedy: str = _LIMIT_REMEDY
+    file: BinaryIO,
+    limit: int,
+    allow: Allowed,
+    remedy: str = _REMEDY,
+    limit_remedy: str = _LIMIT_REMEDY,
+    reader_class: type[TensorReader] | None = None,
 ) -> Any:
     """Return the object in an open file of `torch.save`, as `decode_pth` does; the other arguments are the same."""
-    return _decode(file, limit, allow, remedy, limit_remedy, TensorReader)
+    return _decode(file, limit, allow, remedy, limit_remedy, reader_class or TensorReader)
 
 
 def index_pth(file: BinaryIO, limit: int, remedy: str = _REMEDY) -> Any:
@@ -131,13 +144,15 @@ def _decode(
         reader = reader_class(file, records, len(body), limit, remedy, limit_remedy)
         result = unpickle(body, 0, None, reader.builders, allow, reader.opcodes)
     except UnsafeSkeletonError as exc:
-        exc.reason += remedy
+        exc.reason = (
+            f"the pickle names {exc.needs!r:.200}, which is not run{remedy}" if exc.needs else exc.reason + remedy
+        )
         raise
     except TensorCacheError:
         raise
     except Exception as exc:  # zipfile and pickletools raise many kinds of exceptions
         raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
-    if any(part.__class__ is Storage for part, _ in walk(result)):
+    if any(part.__class__ in reader.INNER for part, _ in walk(result)):
         raise UnsafeSkeletonError(f"the object contains a storage itself, expected only tensors{remedy}")
     return result
 
@@ -233,6 +248,10 @@ class TensorReader:
         limit: Limit for the total bytes of all tensors; elements that tensors share count once per tensor.
         remedy, limit_remedy: As for `decode_pth`.
     """
+
+    INNER: tuple[type, ...] = (
+        Storage,
+    )  # classes of objects that are parts of tensors, and must not be left in the result
 
     def __init__(
         self, file: BinaryIO, records: dict[str, range], nbytes: int, limit: int, remedy: str, limit_remedy: str

@@ -23,7 +23,7 @@ from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.codec.views import check_tensor, view_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 from wds_tensorcache.integrations.importers.source_folder import POOL, SourceFolder
-from wds_tensorcache.integrations.pickled_arrays import decode_pickle
+from wds_tensorcache.integrations.pickled_arrays import ArrayReader, decode_pickle
 from wds_tensorcache.integrations.pth import decode_pth, load_pth
 
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 _MAX_RATIO, _MIN_LIMIT = 64, 1 << 26  # a file may expand to 64 times its length, or to 64 MiB
-_GZIP, _ZIP = b"\x1f\x8b", b"PK\x03\x04"
+_GZIP, _ZIP, _PICKLE = b"\x1f\x8b", b"PK\x03\x04", b"\x80"
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle in files of torch before 1.6
 _IS_ENCRYPTED = 1
 _RECYCLED = 1 << 16  # smaller arrays get ordinary memory
@@ -124,17 +124,17 @@ def load_npy(folder: SourceFolder, name: str) -> torch.Tensor | np.ndarray[Any, 
 def load_torch(folder: SourceFolder, name: str) -> Any:
     """Return the object in a file of `torch.save`, which may be compressed by gzip; tensors are on the CPU.
 
-    If the folder is trusted, `torch.load` or `pickle.loads` reads files that contain other classes, have an older format or are
-    pickles.
+    Arrays of numpy stay arrays. If the folder is trusted, `torch.load` or `pickle.loads` reads files that contain other classes
+    or have an older format.
 
     Raises:
-        UnsafeSkeletonError: The file names other classes than those of tensors and plain values.
+        UnsafeSkeletonError: The file names other classes than those of tensors, arrays and plain values.
         FormatError: The file is damaged, has another format, or expands too much.
     """
     try:
         with folder.open(name) as opened, io.BufferedReader(opened) as file:
             if file.peek().startswith(_ZIP) and not folder.trust:
-                return load_pth(file, max_expanded(os.fstat(file.fileno()).st_size), {}, REMEDY, REMEDY)
+                return load_pth(file, max_expanded(os.fstat(file.fileno()).st_size), {}, REMEDY, REMEDY, ArrayReader)
             return parse_torch(file.read(), folder.trust)
     except TensorCacheError as exc:
         raise exc.at(name) from exc
@@ -144,17 +144,20 @@ def parse_torch(raw: bytes, trust: bool) -> Any:
     """Return the object in the content of a file of `torch.save`, as `load_torch` does.
 
     Args:
-        raw: Content of the file, which may be compressed by gzip.
-        trust: Read other classes, older formats and pickles with `torch.load` or `pickle.loads`, which may run code.
+        raw: Content of the file, which may be compressed by gzip; or a pickle.
+        trust: Read other classes and older formats with `torch.load` or `pickle.loads`, which may run code.
 
     Raises:
-        UnsafeSkeletonError: The content names other classes than those of tensors and plain values.
+        UnsafeSkeletonError: The content names other classes than those of tensors, arrays and plain values.
         FormatError: The content is damaged, has another format, or expands too much.
     """
     if raw.startswith(_GZIP):
         raw = _gunzip(raw)
+    limit = sys.maxsize if trust else max_expanded(len(raw))
     try:
-        return decode_pth(raw, sys.maxsize if trust else max_expanded(len(raw)), {}, REMEDY, REMEDY)
+        if raw.startswith(_PICKLE) and not raw.startswith(_OLD_TORCH):
+            return decode_pickle(raw, limit, REMEDY)
+        return decode_pth(raw, limit, {}, REMEDY, REMEDY, ArrayReader)
     except FormatError as exc:
         if not trust or (raw.startswith(_ZIP) and not isinstance(exc, UnsafeSkeletonError)):
             raise

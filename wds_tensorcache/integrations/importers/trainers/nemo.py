@@ -15,8 +15,8 @@ the file without suffix, `512x768/0cc175b9c0f1b6a8`. Tensors keep the batch dime
 no file out of the folder is read. Files that `metadata.json` does not list are reported. Without `metadata.json`, all `.meta`
 files are samples, and all `.pt` files in `{W}x{H}` folders.
 
-`.meta` files of old versions are pickles with arrays of numpy. Without `metadata.json`, they need `--format nemo`, and always
-`--trust`.
+`.meta` files of old versions are pickles with arrays of numpy, which stay arrays. Without `metadata.json`, they need
+`--format nemo`.
 
 The processor, model and options in `metadata.json` become the provenance.
 """
@@ -47,8 +47,10 @@ _MAX_NBYTES = 1 << 30
 def _recognize(folder: SourceFolder) -> int:
     roots = tuple(root for root in _roots(folder) if f"{root}metadata_shard_0000.json" in folder)
     metas = folder.by_suffix.get(".meta", [])
-    # other programs write other `.meta` files
-    is_torch = bool(metas) and folder.read(metas[0]).startswith(b"PK\x03\x04")
+    is_torch = False  # other programs write other `.meta` files
+    for meta in metas[:1]:
+        with folder.open(meta) as file:
+            is_torch = file.read(4) == b"PK\x03\x04"
     return sum(name.startswith(roots) or (is_torch and name.endswith(".meta")) for name in _files(folder))
 
 
