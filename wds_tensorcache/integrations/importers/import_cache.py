@@ -75,7 +75,7 @@ def import_cache(
 
     Raises:
         ValueError: The format is unknown or cannot be chosen; the folder has no samples; or two samples have one name.
-        FormatError: A file is bad, and `on_error` is "stop".
+        FormatError: A file is bad, and `on_error` is "stop"; or all files are bad.
         OSError: A file cannot be read, and `on_error` is "stop"; or a shard cannot be written.
         ImportError: The format needs pyarrow, which is not installed.
         FileExistsError: `out` contains shards, and `resume` is False.
@@ -144,8 +144,10 @@ def import_cache(
 def _keys_of(found: Source, folder: SourceFolder, name: str) -> list[str]:
     """Return the keys of all samples."""
     if not found.samples:
-        bad = next((f": {name}: {what}" for name, what in found.bad.items()), "")
-        raise ValueError(f"{folder.path} has no samples of the format {name!r}{bad}")
+        what = f"{folder.path} has no samples of the format {name!r}"
+        if found.bad:
+            raise FormatError("{}; {}: {}".format(what, *next(iter(found.bad.items()))))
+        raise ValueError(what)
     keys = [safe_key(sample.name) for sample in found.samples]
     if len(set(keys)) < len(keys):
         (twice, _), *_ = Counter(sample.name for sample in found.samples).most_common(1)

@@ -54,25 +54,36 @@ def read_json(folder: SourceFolder, name: str) -> dict[str, Any]:
     return content
 
 
+class _Slot(Generic[_Item]):
+    """One result, once it is loaded."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.found: list[_Item] = []
+
+
 class Recent(Generic[_Item]):
     """The results of the last calls, by key.
 
-    Threads/fork/pickle: safe to use in several threads. While one thread loads a result, all other threads wait.
+    Threads/fork/pickle: safe to use in several threads. A thread waits while another one loads the same result.
     """
 
     def __init__(self, max_kept: int) -> None:
         self._lock = Lock()
-        self._kept: dict[Hashable, _Item] = {}
+        self._kept: dict[Hashable, _Slot[_Item]] = {}
         self._max_kept = max_kept
 
     def get(self, key: Hashable, load: Callable[[], _Item]) -> _Item:
         """Return the result for `key`; call `load` if it is not kept."""
         with self._lock:
-            item = self._kept.pop(key) if key in self._kept else load()
-            self._kept[key] = item
+            slot = self._kept.pop(key) if key in self._kept else _Slot[_Item]()
+            self._kept[key] = slot
             if len(self._kept) > self._max_kept:
                 del self._kept[next(iter(self._kept))]
-            return item
+        with slot.lock:
+            if not slot.found:
+                slot.found.append(load())
+            return slot.found[0]
 
 
 class ChunkReader:
