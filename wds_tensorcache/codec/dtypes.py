@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-__all__ = ["STORED", "TORCH_TRUE", "TrueDtype", "numpy_true_dtype", "true_dtype"]
+__all__ = ["STORED", "TORCH_TRUE", "TrueDtype", "dtype_name", "numpy_true_dtype", "true_dtype"]
 
 # safetensors name -> (bytes per element, torch name, numpy name); older torch releases lack some of these dtypes
 STORED: dict[str, tuple[int, str, str | None]] = {
@@ -128,3 +128,8 @@ def true_dtype(kind: str, stored: str, attribute: str | None) -> tuple[torch.dty
     if name not in _TORCH_BY_NAME:
         raise ValueError(f"torch {torch.__version__} has no dtype {name}; a newer release may have it")
     return _TORCH_BY_NAME[name], inner
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a dtype of torch or numpy, for example `bfloat16`."""
+    return str(dtype).removeprefix("torch.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
+from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.errors import TensorCacheError
@@ -204,8 +205,3 @@ def _tensor(described: TensorDescription, examined: _Examined) -> TensorStatisti
 
 def _small_value(described: ValueDescription) -> SmallValue:
     return SmallValue(described.name, str(described), described.num_samples)
-
-
-def dtype_name(dtype: object) -> str:
-    """Return the name of a dtype of torch or numpy, for example `bfloat16`."""
-    return str(dtype).removeprefix("torch.")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import CONTAINERS
 from wds_tensorcache.reading.description import shown_value
@@ -119,7 +120,7 @@ def short_dtype(dtype: Any) -> str:
     """Return a short name of a dtype of torch or numpy: `bf16`, `f32`, `i64`, `bool`, `f8_e4m3fn`; text of numpy is `<U5`."""
     if isinstance(dtype, np.dtype) and dtype.kind in "SUMm":
         return str(dtype.str)
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     stem = name.rstrip("0123456789") if "_" not in name else "float" if name.startswith("float") else name
     return name.replace(stem, _SHORT[stem], 1) if stem in _SHORT else name
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 import torch
 
+from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.layout import Form
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.tree import flatten
@@ -202,7 +203,7 @@ def printable(name: str) -> str:
 
 def format_tensor(tensor: TensorSchema) -> str:
     """Return a tensor's dtype and shape as text, for example `bfloat16 [3..7, 16]`."""
-    dtypes = "/".join(str(dtype).removeprefix("torch.") for dtype in _as_tuple(tensor.dtype))
+    dtypes = "/".join(dtype_name(dtype) for dtype in _as_tuple(tensor.dtype))
     sizes = ["..".join(map(str, _as_tuple(size))) for size in tensor.shape or ()]
     shape = f"[{', '.join(sizes)}]" if tensor.shape is not None else "[…]"
     return f"{dtypes} {shape}{'' if tensor.kind == 'tensor' else ' (numpy)'}"

@@ -24,6 +24,7 @@ from wds_tensorcache.cli.cache_argument import (
     tensor_names,
 )
 from wds_tensorcache.cli.output import Output, json_option
+from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.inspecting.values import as_numbers, read_parts
 
@@ -113,7 +114,7 @@ def _as_json(key: str, lazy: Lazy) -> dict[str, Any]:
 
 
 def _dtype(lazy: Lazy) -> str:
-    return str(lazy.dtype).removeprefix("torch.")
+    return dtype_name(lazy.dtype)
 
 
 def _is_text(content: bytes) -> bool:

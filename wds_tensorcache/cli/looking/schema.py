@@ -8,6 +8,7 @@ import click
 
 from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
 from wds_tensorcache.cli.output import Output, counted, json_option, plain
+from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.inspecting.tree import short_dtype
 from wds_tensorcache.reading.description import TensorDescription
 
@@ -87,7 +88,7 @@ def _record(described: TensorDescription) -> dict[str, Any]:
     return {
         "name": described.name,
         "kind": described.kind,
-        "dtypes": [str(dtype).removeprefix("torch.") for dtype in _dtypes(described)],
+        "dtypes": [dtype_name(dtype) for dtype in _dtypes(described)],
         "shape": described.shape,
         "num_samples": described.num_samples,
         "nbytes": described.nbytes,

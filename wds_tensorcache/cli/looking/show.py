@@ -25,6 +25,7 @@ from wds_tensorcache.cli.cache_argument import (
 )
 from wds_tensorcache.cli.looking.marks import heat_map, is_unicode, merge_bins, number, values_text
 from wds_tensorcache.cli.output import Output, json_option, plain
+from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.inspecting.heat_map import num_planes, read_plane
@@ -172,7 +173,7 @@ def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
             "key": key,
             "name": lazy.name,
             "kind": lazy._reference.kind,
-            "dtype": str(lazy.dtype).removeprefix("torch."),
+            "dtype": dtype_name(lazy.dtype),
             "shape": tuple(lazy.shape),
             "nbytes": lazy.nbytes,
             "values": values,

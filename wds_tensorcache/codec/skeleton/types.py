@@ -47,7 +47,6 @@ __all__ = [
     "reduction",
     "refuse_callables",
     "refuse_reference",
-    "torch_dtype_name",
 ]
 
 _DECIMALS = Context(capitals=1)  # str(Decimal) depends on the thread's context
@@ -356,11 +355,6 @@ def _slice_arguments(value: slice) -> tuple[Any, ...]:
     if any(part.__class__ not in (int, type(None)) for part in parts):
         raise TypeError("its start, stop and step are not all ints or None")
     return parts
-
-
-def torch_dtype_name(value: torch.dtype) -> str:
-    """Return the name of a torch dtype without `torch.`, for example `float32`."""
-    return str(value).removeprefix("torch.")
 
 
 # (type, module, name, function that returns the arguments to write, `Builder.build` that makes an object from them)

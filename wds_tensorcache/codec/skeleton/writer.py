@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.gc_pause import collector_paused
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.reference import reference_text
@@ -45,7 +46,6 @@ from wds_tensorcache.codec.skeleton.types import (
     Allowed,
     Listed,
     reduction,
-    torch_dtype_name,
 )
 from wds_tensorcache.codec.tensor_bytes import StorableTensor, describe_tensor
 from wds_tensorcache.errors import EncodeError, FormatError
@@ -147,7 +147,7 @@ class SkeletonWriter:
         elif isinstance(value, (torch.Tensor, np.ndarray, LazyTensor, LazyArray)):
             self._save_tensor(value, path, opaque)
         elif cls is torch.dtype:
-            self._global("torch", torch_dtype_name(value))
+            self._global("torch", dtype_name(value))
         elif value is ...:
             self._global("builtins", "Ellipsis")
         elif isinstance(value, np.dtype):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.skeleton.tensor_names import component
 from wds_tensorcache.codec.tree import flatten, map_leaves
@@ -16,7 +17,6 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.inspecting.report.pictures import Planes, fit_png, planes_of
 from wds_tensorcache.inspecting.report.survey import READ_ERRORS, Mark, Survey, Values, load_planes
 from wds_tensorcache.inspecting.report.texts import cut, num_stored, number, visible, words
-from wds_tensorcache.inspecting.statistics import dtype_name
 from wds_tensorcache.inspecting.values import ValueStatistics
 from wds_tensorcache.reading.structure import value_at
 from wds_tensorcache.shards.names import original_name

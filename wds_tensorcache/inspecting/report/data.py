@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 import wds_tensorcache as tc
+from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.inspecting.report.cards import Limits, make_card, statistics
 from wds_tensorcache.inspecting.report.structure import structure_of
 from wds_tensorcache.inspecting.report.survey import MAX_TENSORS, READ_ERRORS, Survey
 from wds_tensorcache.inspecting.report.texts import number, visible, words
-from wds_tensorcache.inspecting.statistics import dtype_name
 from wds_tensorcache.inspecting.values import ValueStatistics
 from wds_tensorcache.reading.description import TensorDescription
 from wds_tensorcache.reading.lookup.positions import spread

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.errors import FormatError, TensorCacheError
@@ -188,7 +189,7 @@ def _color_key(name: str, lazy: Lazy, planes: Planes) -> tuple[str, int, int]:
 
 
 def _num_bits(lazy: Lazy) -> int:
-    return 8 if str(lazy.dtype).removeprefix("torch.") == "uint8" else 0
+    return 8 if dtype_name(lazy.dtype) == "uint8" else 0
 
 
 def _is_float(dtype: Any) -> bool:

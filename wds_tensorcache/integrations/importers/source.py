@@ -8,7 +8,7 @@ from typing import Any
 
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
-__all__ = ["Format", "Loaded", "Source", "SourceSample"]
+__all__ = ["Format", "Loaded", "Source", "SourceSample", "one_or_all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +75,8 @@ class Format:
     recognize: Callable[[SourceFolder], int]
     open: Callable[[SourceFolder], Source]
     is_generic: bool = False
+
+
+def one_or_all(names: set[str]) -> str | list[str]:
+    """Return the only name, or the sorted list of all names."""
+    return next(iter(names)) if len(names) == 1 else sorted(names)

@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import torch
 
+from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.integrations.importers.safe_files import read_safetensors_header
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
 __all__ = ["CommonMetadata", "SuffixedKey", "as_numbers", "parse_key", "peek_header", "probe_headers", "short_names"]
 
-_DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_DTYPES = {dtype_name(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPE = re.compile(rf"(.+)_({'|'.join(map(re.escape, sorted(_DTYPES, key=len, reverse=True)))})", re.DOTALL)
 _RESOLUTION = re.compile(r"((?:latents|alpha_mask).*?)_((?:\d+x)?\d+x\d+)", re.DOTALL)

@@ -51,7 +51,7 @@ from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.image_files import ImageFile, join_files
 from wds_tensorcache.integrations.importers.safe_files import load_safetensors, read_safetensors_header
-from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample, one_or_all
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
 __all__ = ["FORMAT"]
@@ -97,9 +97,7 @@ def _open(folder: SourceFolder) -> Source:
             latents.append(replace(file, label=flips))
     models = tuple(dict.fromkeys((*sorted(versions), *_MODELS)))
     samples += join_files(latents, texts, partial(_load, folder, models), captions=partial(_captions, folder))
-    made = (
-        {"latent_space_version": next(iter(versions)) if len(versions) == 1 else sorted(versions)} if versions else {}
-    )
+    made = {"latent_space_version": one_or_all(versions)} if versions else {}
     return Source(sorted(samples, key=lambda sample: sample.name), made, bad)
 
 

@@ -43,7 +43,7 @@ from typing import Any
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.image_files import ImageFile, join_files
 from wds_tensorcache.integrations.importers.safe_files import list_npz, load_npz
-from wds_tensorcache.integrations.importers.source import Format, Loaded, Source
+from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, one_or_all
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
 __all__ = ["FORMAT"]
@@ -105,7 +105,7 @@ def _open(folder: SourceFolder) -> Source:
     of_old = known[0] if len(known) == 1 else "sd_or_sdxl"  # the names of old files do not tell the model
     latents += [ImageFile(file.name, file.stem, of_old, "", file.resolutions) for file in old]
     models |= {of_old} if old else set()
-    provenance = {"architecture": _one_or_all(models), "keys": _one_or_all(schemes)} if models else {}
+    provenance = {"architecture": one_or_all(models), "keys": one_or_all(schemes)} if models else {}
     return Source(
         join_files(latents, texts, partial(_load, folder), captions=partial(_captions, folder)), provenance, bad
     )
@@ -132,10 +132,6 @@ def _load(folder: SourceFolder, latents: ImageFile | None, resolution: str, text
 
 def _captions(folder: SourceFolder, stem: str) -> list[str]:
     return [name for name in (f"{stem}.caption", f"{stem}.txt") if name in folder]
-
-
-def _one_or_all(names: set[str]) -> str | list[str]:
-    return next(iter(names)) if len(names) == 1 else sorted(names)
 
 
 FORMAT = Format("kohya", "kohya sd-scripts: .npz files of latents and text encoder outputs", _recognize, _open)

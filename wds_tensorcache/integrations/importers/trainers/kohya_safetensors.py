@@ -33,7 +33,7 @@ from typing import Any
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.image_files import ImageFile, join_files
 from wds_tensorcache.integrations.importers.safe_files import load_safetensors
-from wds_tensorcache.integrations.importers.source import Format, Loaded, Source
+from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, one_or_all
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.importers.suffixed_keys import (
     CommonMetadata,
@@ -90,7 +90,7 @@ def _open(folder: SourceFolder) -> Source:
     labels = {text.label for text in texts}
     load = partial(_load, folder, of_latents, of_texts, len(labels) > 1, num_captions > 1)
     provenance = {
-        "architecture": next(iter(architectures)) if len(architectures) == 1 else sorted(architectures),
+        "architecture": one_or_all(architectures),
         "metadata": {"latents": of_latents.shared, "text": of_texts.shared},
         "tokens": sorted(labels),
         "keys": sorted(of_latents.scheme | of_texts.scheme),

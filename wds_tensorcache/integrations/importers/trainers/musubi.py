@@ -44,7 +44,7 @@ import torch
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.image_files import ImageFile, join_files
 from wds_tensorcache.integrations.importers.safe_files import load_safetensors
-from wds_tensorcache.integrations.importers.source import Format, Loaded, Source
+from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, one_or_all
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.importers.suffixed_keys import (
     CommonMetadata,
@@ -101,7 +101,7 @@ def _open(folder: SourceFolder) -> Source:
         architectures |= {metadata["architecture"]} if metadata else set()
     load = partial(_load, folder, of_latents, of_texts)
     provenance = {
-        "architecture": next(iter(architectures)) if len(architectures) == 1 else sorted(architectures),
+        "architecture": one_or_all(architectures),
         "metadata": {"latents": of_latents.shared, "text": of_texts.shared},
         "keys": sorted(of_latents.scheme | of_texts.scheme),
     }
