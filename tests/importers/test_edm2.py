@@ -216,6 +216,17 @@ def test_bad_zips(tmp_path: Path) -> None:
     assert "same name" in skipped["twice.zip"]
 
 
+def test_a_name_that_is_empty(tmp_path: Path) -> None:
+    path = tmp_path / "in" / "a.zip"
+    write_zip(path, {**GOOD, "q": b""})
+    raw = bytearray(path.read_bytes())
+    at = raw.rindex(b"PK\x01\x02")
+    raw[at + 28 : at + 32] = b"\0\0\1\0"  # the name becomes an extra field of one byte
+    path.write_bytes(raw)
+    with pytest.raises(tc.FormatError, match=r"a.zip: a file in the zip has no name"):
+        import_cache(tmp_path / "in", tmp_path / "out", format="edm2")
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_mutated_zips(tmp_path: Path, seed: int) -> None:
     """Right samples, or an error that the import reports."""

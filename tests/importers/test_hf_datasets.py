@@ -208,6 +208,21 @@ def test_bad_states(tmp_path: Path) -> None:
         import_cache(tmp_path / "in", tmp_path / "out")
 
 
+def test_strange_features(tmp_path: Path) -> None:
+    """They become texts in the fingerprint, and describe no column."""
+    make(1).save_to_disk(tmp_path / "in")
+    info = tmp_path / "in" / "dataset_info.json"
+    content = json.loads(info.read_text())
+    for number, strange in enumerate((float("nan"), float("inf"), ["Image"], {"a": None})):
+        content["features"]["size"] = {"_type": strange, "width": strange}
+        info.write_text(json.dumps(content))
+        found, report = imported(tmp_path / "in", tmp_path / str(number))
+        assert report.ok
+        assert found["00000000"]["size"]["width"] == row(0)["size"]["width"]
+    info.write_text(info.read_text().replace("null", "1e999"))
+    assert imported(tmp_path / "in", tmp_path / "large")[1].fingerprint["features"]["size"]["width"] == {"a": "inf"}
+
+
 def test_damage_anywhere(tmp_path: Path) -> None:
     make(5).save_to_disk(tmp_path / "in")
     assert count_errors(tmp_path / "in", "hf-datasets") == (5, 0)

@@ -114,6 +114,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "bomb": ("a.npz", bomb(), "expand to"),
     "gzip bomb": ("a.pt", gzip.compress(bytes(100_000_000)), "expands to more than"),
     "cut gzip": ("a.pt", gzip.compress(saved({"x": torch.ones(100)}))[:-20], "cut short"),
+    "damaged gzip": ("a.pt", gzip.compress(bytes(100))[:-8] + b"12345678", "gzip file is damaged"),
     "pickle as pt": ("a.pt", pickle.dumps(Gadget()), "names .*--trust"),
     "gadget in a zip": ("a.pt", saved({"x": torch.ones(2), "y": Gadget()}), "--trust"),
     "gadget in gzip": ("a.pth", gzip.compress(saved([Gadget()])), "--trust"),

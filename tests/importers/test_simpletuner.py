@@ -266,6 +266,20 @@ def test_bad_json(tmp_path: Path, kind: str, content: str) -> None:
     assert [each.name for each in report.skipped] == [f"aspect_ratio_bucket_{kind}_x.json"]
 
 
+def test_buckets_of_numbers(tmp_path: Path) -> None:
+    write_backend(tmp_path / "in", "set", {"a.png": metadata(0)})
+    expected = save(torch.randn(4, 8, 8), tmp_path / "in" / vae_name("a.png"))
+    found, report = imported(tmp_path / "in", tmp_path / "out")
+    assert report.ok
+    assert_same(expected, found["a"]["latents"])
+    path = tmp_path / "in" / "aspect_ratio_bucket_indices_set.json"
+    path.write_text('{"config": {}, "aspect_ratio_bucket_indices": {"1.0": [5]}}')
+    found, report = imported(tmp_path / "in", tmp_path / "skipped", on_error="skip")
+    assert [each.name for each in report.skipped] == [path.name]
+    assert "5 is not a path" in report.skipped[0].what
+    assert len(found) == 1
+
+
 def test_deep_metadata(tmp_path: Path) -> None:
     deep = json.loads("[" * 900 + "]" * 900)
     for stem in "ab":

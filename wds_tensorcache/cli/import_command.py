@@ -50,7 +50,7 @@ def _pairs(context: click.Context, option: click.Parameter, values: tuple[str, .
     help="Leave out the rows of TENSOR after the last true element of MASK.",
 )
 @click.option(
-    "--drop-padding", is_flag=True, help="Trim even if the padding is not constant, for a model that masks it."
+    "--drop-padding", is_flag=True, help="Trim even if the padding is not zero, for a model that masks it."
 )
 @click.option(
     "--fingerprint",
@@ -97,10 +97,24 @@ def import_command(
     if source is None or out is None:
         raise click.MissingParameter(ctx=context, param=context.command.params[source is not None])
     options["fingerprint"] = {name: _json(value) for name, value in options["fingerprint"].items()}
-    with output.progress("importing") as show:
-        report = import_cache(source, out, format=format_name, num_workers=workers, progress=show, **options)
+    try:
+        with output.progress("importing") as show:
+            report = import_cache(source, out, format=format_name, num_workers=workers, progress=show, **options)
+    except KeyboardInterrupt:
+        output.note("the finished shards are kept: the same command with --resume continues")
+        raise
     for each in report.skipped:
-        output.note(f"skipped {each.name}: {each.what}")
+        has_name = each.what.startswith((each.name, *each.files))
+        output.note(f"skipped {each.what}" if has_name else f"skipped {each.name}: {each.what}")
+    for name, (count, first) in report.lacking.items():
+        output.note(f"{count:,} of {report.num_written:,} samples have no {name!r}, for example {first}")
+    if report.changed:
+        count, first = len(report.changed), report.changed[0]
+        output.note(f"the files of {count:,} samples have changed since their shards were written, for example {first}")
+    if report.num_gone:
+        output.note(f"{report.num_gone:,} samples in the shards are no longer in {source}")
+    if report.changed or report.num_gone:
+        output.note("import into a new folder to have the files as they are now")
     if report.unused:
         counts = Counter(os.path.splitext(name)[1].lower() or "no suffix" for name in report.unused)
         listed = ", ".join(f"{count:,} of {suffix}" for suffix, count in counts.most_common(8))

@@ -65,6 +65,8 @@ def list_zip(folder: SourceFolder, name: str) -> list[zipfile.ZipInfo]:
             files = archive.infolist()
         if len({file.filename for file in files}) < len(files):
             raise FormatError("two files in the zip have the same name")
+        if not all(file.filename for file in files):
+            raise FormatError("a file in the zip has no name")
         return files
     except TensorCacheError as exc:
         raise exc.at(name) from exc

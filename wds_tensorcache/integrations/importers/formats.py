@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wds_tensorcache.errors import unknown_name
+from wds_tensorcache.errors import FormatError, TensorCacheError, unknown_name
 from wds_tensorcache.integrations.importers.generic import (
     fastvideo,
     file_folder,
@@ -65,7 +65,7 @@ def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
         if found is None:
             raise ValueError(unknown_name("format", name, [each.name for each in FORMATS]))
         return found
-    counts = {each.name: count for each in FORMATS if (count := each.recognize(folder))}
+    counts = {each.name: count for each in FORMATS if (count := _recognize(each, folder))}
     for is_generic in (False, True):
         fitting = [each for each in FORMATS if each.name in counts and each.is_generic == is_generic]
         if len(fitting) > 1:
@@ -78,3 +78,13 @@ def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
     raise ValueError(
         f"{folder.path}: none of its {len(folder.names):,} files belongs to a known format; --list-formats lists them"
     )
+
+
+def _recognize(form: Format, folder: SourceFolder) -> int:
+    try:
+        return form.recognize(folder)
+    except (TensorCacheError, OSError):  # a bad file, which importing it reports
+        return 0
+    except Exception as exc:  # hostile files may have any values
+        what = f"{folder.path}: whether its format is {form.name!r} cannot be determined: {exc!r:.300}"
+        raise FormatError(f"{what}; pass the format as --format (format=)") from exc

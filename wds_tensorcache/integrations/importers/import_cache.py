@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.integrations.importers.formats import choose_format
 from wds_tensorcache.integrations.importers.narrow import narrow as narrow_tensor
 from wds_tensorcache.integrations.importers.report import ImportReport, Skipped
-from wds_tensorcache.integrations.importers.source import Source, SourceSample
+from wds_tensorcache.integrations.importers.source import Format, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.importers.trim import trim as trim_sample
 from wds_tensorcache.progress import Progress
@@ -89,31 +90,28 @@ def import_cache(
         raise ValueError(f"num_workers={num_workers}, expected at least 1")
     folder = SourceFolder(os.fsdecode(source), trust)
     chosen = choose_format(folder, format)
-    found = chosen.open(folder)
+    found = _open(chosen, folder)
     keys = _keys_of(found, folder, chosen.name)
-    made = {**found.provenance, "format": chosen.name, SOURCE: os.path.abspath(folder.path)}
+    made = {**_finite(found.provenance), "format": chosen.name, SOURCE: os.path.abspath(folder.path)}
     options = {"narrow": narrow, "trim": dict(trim or {}), "drop_padding": drop_padding}
     made |= {name: value for name, value in options.items() if value} | dict(fingerprint or {})
-    report = ImportReport(chosen.name, num_read=len(found.samples), fingerprint=made)
-    report.skipped += [Skipped(name, (name,), what) for name, what in found.bad.items()]
-    report.skipped += [Skipped(name, (name,), "is a link out of the folder, or to no file") for name in folder.links]
-    used = {file for sample in found.samples for file in sample.files} | found.bad.keys() | set(found.metadata_files)
-    report.unused += [file for file in folder.names if file not in used]
+    report = _begin_report(chosen.name, found, folder, made)
     if report.skipped and on_error == "stop":
         first = report.skipped[0]
         raise FormatError(f"{first.what}; --on-error skip (on_error='skip') imports the other files").at(first.name)
-    pattern = ShardPattern(os.fsdecode(out))
-    existing = pattern.existing() if os.path.isdir(pattern.folder or os.curdir) and not resume else {}
-    for there in existing.values():
-        what = "continue an interrupted import with --resume (resume=True), or choose another folder"
-        raise FileExistsError(f"{there} exists; {what}")
+    existing = _list_shards(out, resume)
     convert = _Conversion(narrow, dict(trim or {}), drop_padding)
     writer = ShardWriter(out, resume=resume, fingerprint=made, max_samples=max_samples, max_nbytes=max_nbytes)
     bar = Progress(progress, report.num_read, unit=" samples", smoothing=0)
     num_probed = num_narrowable = 0
+    forms: dict[
+        frozenset[str], tuple[int, str]
+    ] = {}  # sets of entries: how many samples have each, and the first of these
     with writer, closing(bar), ThreadPool(num_workers, "import") as pool:
         todo = [(key, sample) for key, sample in zip(keys, found.samples, strict=True) if key not in writer]
         report.num_present = len(keys) - len(todo)
+        report.num_gone = writer.num_finished - report.num_present
+        report.changed = _changed(found.samples, {sample.name for _, sample in todo}, folder, existing)
         bar.show(report.num_present, report.num_present)
         items = [(key, sample, number < _NUM_PROBED) for number, (key, sample) in enumerate(todo)]
         for key, sample, result in run_in_order(items, convert, pool, num_workers):
@@ -135,10 +133,71 @@ def import_cache(
                 report.nbytes_trimmed += result.nbytes_trimmed
                 num_probed += result.nbytes * (result.nbytes_narrowable is not None)
                 num_narrowable += result.nbytes_narrowable or 0
+                if isinstance(result.value, dict):
+                    form = frozenset(map(str, result.value))
+                    count, first_name = forms.get(form, (0, sample.name))
+                    forms[form] = count + 1, first_name
             bar.show(report.num_present + report.num_written + report.num_skipped, report.num_present)
     if num_probed:
         report.nbytes_narrowable = report.nbytes * num_narrowable // num_probed
+    for name in sorted(set().union(*forms)):
+        without = [each for form, each in forms.items() if name not in form]
+        if without:
+            report.lacking[name] = sum(count for count, _ in without), without[0][1]
     return report
+
+
+def _begin_report(format: str, found: Source, folder: SourceFolder, fingerprint: dict[str, Any]) -> ImportReport:
+    """Return a report with what is known before samples are read."""
+    report = ImportReport(format, num_read=len(found.samples), fingerprint=fingerprint)
+    report.skipped += [Skipped(name, (name,), what) for name, what in found.bad.items()]
+    report.skipped += [Skipped(name, (name,), "is a link out of the folder, or to no file") for name in folder.links]
+    used = {file for sample in found.samples for file in sample.files} | found.bad.keys() | set(found.metadata_files)
+    report.unused += [file for file in folder.names if file not in used]
+    return report
+
+
+def _list_shards(out: str | os.PathLike[str], resume: bool) -> list[str]:
+    """Return the paths of the existing shards; raise FileExistsError if there are some, and the import does not resume."""
+    pattern = ShardPattern(os.fsdecode(out))
+    existing = list(pattern.existing().values()) if os.path.isdir(pattern.folder or os.curdir) else []
+    if existing and not resume:
+        what = "continue an interrupted import with --resume (resume=True), or choose another folder"
+        raise FileExistsError(f"{existing[0]} exists; {what}")
+    return existing
+
+
+def _changed(samples: Sequence[SourceSample], new: set[str], folder: SourceFolder, shards: list[str]) -> list[str]:
+    """Return the names of the samples that are in shards, and have a file that was changed after the last shard."""
+    if not shards:
+        return []
+    written_ns = max(os.stat(path).st_ctime_ns for path in shards)
+    return [
+        sample.name
+        for sample in samples
+        if sample.name not in new
+        and any(os.stat(folder.locate(file)).st_ctime_ns > written_ns for file in sample.files)
+    ]
+
+
+def _open(chosen: Format, folder: SourceFolder) -> Source:
+    try:
+        return chosen.open(folder)
+    except (TensorCacheError, ImportError, OSError):
+        raise
+    except Exception as exc:  # hostile files may have any values
+        raise FormatError(
+            f"{folder.path}: the files of the format {chosen.name!r} cannot be read: {exc!r:.300}"
+        ) from exc
+
+
+def _finite(value: Any) -> Any:
+    """Return a JSON value with texts in place of NaN and infinities, which a fingerprint cannot have."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _keys_of(found: Source, folder: SourceFolder, name: str) -> list[str]:
@@ -193,7 +252,12 @@ class _Conversion:
             return key, sample, _LoadError(exc)
 
     def _convert(self, sample: SourceSample, is_probed: bool) -> _Converted:
-        loaded = sample.load()
+        try:
+            loaded = sample.load()
+        except (TensorCacheError, ImportError, OSError, RecursionError):
+            raise
+        except Exception as exc:  # hostile files may have any values
+            raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
         made = _Converted(loaded.value, loaded.members)
         if self.masks:
             made.value, made.nbytes_trimmed = trim_sample(made.value, self.masks, self.drop_padding)

@@ -16,7 +16,7 @@ def narrow(tensor: torch.Tensor) -> torch.Tensor:
 
     Memory: newly allocated, or `tensor` itself.
     """
-    if tensor.dtype != torch.float32 or not tensor.numel() or tensor.layout != torch.strided:
+    if tensor.dtype != torch.float32 or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return tensor
     bits = tensor.contiguous().view(torch.int32).flatten()
     # a bfloat16 is the upper half of a float32: testing and copying halves needs less memory traffic than `tensor.to`

@@ -33,6 +33,11 @@ class ImportReport:
         num_present: Number of samples that an earlier call had written (`resume=True`).
         num_skipped: Number of samples that were not written because they are bad.
         skipped: Skipped samples, and also bad files and links out of the folder, which `num_bad_files` counts.
+        changed: Names of samples that an earlier call had written, and whose files have changed since; the cache keeps the old
+            content.
+        num_gone: Number of samples in the cache that the source no longer has.
+        lacking: Top-level entries that only some of the samples written by this call have: how many samples lack each, and the
+            name of the first of these.
         unused: Relative paths of files that belong to no sample, for example pictures.
         nbytes: Bytes of the written tensors.
         nbytes_narrowed: Bytes that `narrow=True` has saved.
@@ -47,6 +52,9 @@ class ImportReport:
     num_present: int = 0
     num_skipped: int = 0
     skipped: list[Skipped] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    num_gone: int = 0
+    lacking: dict[str, tuple[int, str]] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     nbytes: int = 0
     nbytes_narrowed: int = 0

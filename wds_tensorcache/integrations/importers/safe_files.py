@@ -390,7 +390,10 @@ def _gunzip(raw: bytes) -> bytes:
     parts: list[bytes] = []
     while raw:
         stream = zlib.decompressobj(31)
-        parts.append(stream.decompress(raw, limit + 1))
+        try:
+            parts.append(stream.decompress(raw, limit + 1))
+        except zlib.error as exc:
+            raise FormatError(f"the gzip file is damaged: {exc}") from exc
         limit -= len(parts[-1])
         if limit < 0:
             raise FormatError(f"the gzip file expands to more than {most:,} bytes; decompress it first")

@@ -22,10 +22,10 @@ def trim(sample: Any, masks: dict[str, str], drop_padding: bool) -> tuple[Any, i
     Args:
         sample: Nested structure of tensors and small values, which is not changed.
         masks: Name of the mask of each tensor to trim; the mask keeps its length.
-        drop_padding: Leave out rows even if their elements are not all equal. The model must never use these rows.
+        drop_padding: Leave out rows even if they are not zero. The model must never use these rows.
 
     Raises:
-        FormatError: The sample lacks a tensor or mask, their lengths differ, or the rows are not all equal.
+        FormatError: The sample lacks a tensor or mask, their lengths differ, or the rows are not zero.
     """
     tensors = dict(_named(sample, ""))
     cut: dict[int, torch.Tensor] = {}
@@ -44,10 +44,10 @@ def trim(sample: Any, masks: dict[str, str], drop_padding: bool) -> tuple[Any, i
         marked = mask.reshape(-1).nonzero()
         length = int(marked[-1]) + 1 if len(marked) else 0
         kept, left_out = tensor.narrow(dim, 0, length), tensor.narrow(dim, length, tensor.shape[dim] - length)
-        if not drop_padding and left_out.numel() and not _is_fill(left_out.reshape(left_out.shape[dim], -1)):
+        if not drop_padding and left_out.numel() and not _is_zero(left_out):
             raise FormatError(
-                f"trim: the {left_out.shape[dim]} rows of {name!r} after the mask are not all equal, so they cannot be padded "
-                "again; --drop-padding (drop_padding=True) drops them, if the model never uses them"
+                f"trim: the {left_out.shape[dim]} rows of {name!r} after the mask are not zero, so `tc.pad` would change them; "
+                "--drop-padding (drop_padding=True) drops them, if the model never uses them"
             )
         cut[id(tensor)] = kept.clone()
         num_saved += left_out.numel() * left_out.itemsize
@@ -65,7 +65,6 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _named(item, join_path(name, str(position)))
 
 
-def _is_fill(rows: torch.Tensor) -> bool:
-    """Return whether all elements have the same bits."""
-    flat = rows.contiguous().view(torch.uint8).reshape(-1, rows.itemsize)
-    return bool((flat == flat[0]).all())
+def _is_zero(rows: torch.Tensor) -> bool:
+    """Return whether all bits are 0, so that `tc.pad` gives the same rows; negative zero has another bit."""
+    return not bool(rows.contiguous().view(-1).view(torch.uint8).any())

@@ -148,7 +148,7 @@ def value_of(array: Any, feature: Any = None, lists: Lists = Lists.TENSORS) -> A
     kind = array.type
     described = feature if isinstance(feature, dict) else {}
     if types.is_struct(kind):
-        if described.get("_type") in _MEDIA and {field.name for field in kind} == {"bytes", "path"}:
+        if str(described.get("_type")) in _MEDIA and {field.name for field in kind} == {"bytes", "path"}:
             return _media(array[0].as_py(), _MEDIA[described["_type"]])
         fields = zip(kind, array.flatten(), strict=True)
         return {field.name: value_of(item, described.get(field.name), lists) for field, item in fields}

@@ -74,6 +74,8 @@ def read_backends(folder: SourceFolder) -> tuple[list[Backend], dict[str, str]]:
                 buckets = content.get("aspect_ratio_bucket_indices") or {}
                 found = {path: {} for paths in buckets.values() for path in paths}
             for image, metadata in found.items():
+                if not isinstance(image, str):
+                    raise TypeError(f"{image!r:.100} is not a path")
                 backend.images[image] = {**backend.images.get(image, {}), **metadata}
         except FormatError as exc:
             bad[name] = exc.reason
