@@ -111,3 +111,43 @@ def test_imports_of_several_folders_are_one_cache(tmp_path: Path) -> None:
     run("import", tmp_path / "c", tmp_path / "other", "--fingerprint", "v=2")
     assert "'v': 2" in run("merge", tmp_path / "ab", tmp_path / "other", tmp_path / "no", status=1).stderr
     assert json.loads((tmp_path / "abc" / "manifest.json").read_text())
+
+
+def test_what_samples_lack(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(5):
+        torch.save({"x": torch.ones(2)} | ({"y": 1} if number < 2 else {}), tmp_path / "in" / f"{number}.pt")
+    said = run("import", tmp_path / "in", tmp_path / "out")
+    assert said.stderr == "3 of 5 samples have no 'y', for example 2\n"
+    assert json_of("import", tmp_path / "in", tmp_path / "again")["lacking"] == {"y": [3, "2"]}
+
+
+def test_a_folder_that_changes(folder: Path, tmp_path: Path) -> None:
+    """Resuming adds new files; it tells about changed and deleted ones, whose old samples stay."""
+    (folder / "c.npy").unlink()
+    run("import", folder, tmp_path / "out")
+    np.save(folder / "d.npy", np.zeros(3))
+    grown = run("import", folder, tmp_path / "out", "--resume")
+    assert grown.stderr == ""
+    assert grown.stdout.splitlines()[-1] == "3 samples read, 1 written, 0 skipped, 2 were there"
+    np.save(folder / "a.npy", np.zeros(3))
+    (folder / "b.pt").unlink()
+    lines = run("import", folder, tmp_path / "out", "--resume").stderr.splitlines()
+    assert lines[0] == "the files of 1 samples have changed since their shards were written, for example a"
+    assert lines[1] == f"1 samples in the shards are no longer in {folder}"
+    assert "new folder" in lines[2]
+    found = json_of("import", folder, tmp_path / "out", "--resume")
+    assert (found["changed"], found["num_gone"]) == (["a"], 1)
+
+
+def test_tensors_without_memory(tmp_path: Path) -> None:
+    """Trusted files may have tensors that no cache can store."""
+    (tmp_path / "in").mkdir()
+    torch.save({"x": torch.ones(2, device="meta")}, tmp_path / "in" / "meta.pt")
+    torch.save({"x": torch.ones(2).to_sparse()}, tmp_path / "in" / "sparse.pt")
+    torch.save({"x": torch.ones(2)}, tmp_path / "in" / "good.pt")
+    said = run("import", tmp_path / "in", tmp_path / "out", "--on-error", "skip", "--trust", status=1)
+    assert [line.split(":")[0] for line in said.stderr.splitlines()] == [
+        "skipped meta",
+        "skipped sparse",
+    ]

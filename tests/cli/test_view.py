@@ -129,7 +129,7 @@ def test_a_page_is_replaced_but_no_other_file(photos: Path, tmp_path: Path, caps
         ([], 2),
         (["-o", "x.html", "--serve"], 2),
         (["-o", "."], 2),
-        (["-o", "nowhere/x.html"], 1),
+        (["-o", "nowhere/x.html"], 2),
         (["-o", "x.html", "--cache", "unknown"], 2),
         (["-o", "x.html", "--samples", "0"], 2),
         (["--serve", "--port", "70000"], 2),

@@ -103,7 +103,7 @@ def saved(value: Any, save: Any = torch.save) -> bytes:
 
 ARRAY = saved(np.arange(100.0), np.save)
 BAD: dict[str, tuple[str, bytes, str]] = {
-    "empty npz": ("a.npz", b"", "cannot be decoded"),
+    "empty npz": ("a.npz", b"", "is empty"),
     "text as npz": ("a.npz", b"hello", "cannot be decoded"),
     "cut npz": ("a.npz", npz_with("x.npy", ARRAY)[:-30], "cannot be decoded"),
     "object array": ("a.npz", npz_with("x.npy", saved(np.array([Gadget()]), np.save)), "pickled objects"),

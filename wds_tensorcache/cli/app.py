@@ -158,7 +158,7 @@ def _refuse(exc: click.ClickException) -> int:
     if isinstance(exc, click.UsageError) and exc.ctx is not None:
         print(plain(exc.ctx.get_usage()), file=sys.stderr)
         print(f"Try '{plain(exc.ctx.command_path)} --help'.", file=sys.stderr)
-    return _fail(exc.format_message(), 2 if is_usage else 1)
+    return _fail(" ".join(exc.format_message().split()), 2 if is_usage else 1)
 
 
 def _fail(exc: object, status: int) -> int:

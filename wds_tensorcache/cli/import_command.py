@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from wds_tensorcache.cli.output import Output, json_option
+from wds_tensorcache.errors import FormatError, StaleCacheError
 from wds_tensorcache.integrations.importers.formats import FORMATS
 from wds_tensorcache.integrations.importers.import_cache import import_cache
 from wds_tensorcache.writing.writer import MAX_SAMPLES
@@ -49,9 +50,7 @@ def _pairs(context: click.Context, option: click.Parameter, values: tuple[str, .
     metavar="TENSOR=MASK",
     help="Leave out the rows of TENSOR after the last true element of MASK.",
 )
-@click.option(
-    "--drop-padding", is_flag=True, help="Trim even if the padding is not zero, for a model that masks it."
-)
+@click.option("--drop-padding", is_flag=True, help="Trim even if the padding is not zero, for a model that masks it.")
 @click.option(
     "--fingerprint",
     multiple=True,
@@ -102,6 +101,15 @@ def import_command(
             report = import_cache(source, out, format=format_name, num_workers=workers, progress=show, **options)
     except KeyboardInterrupt:
         output.note("the finished shards are kept: the same command with --resume continues")
+        raise
+    except StaleCacheError:
+        output.note(
+            "--resume needs the folder and the options of the first call; without them, import into a new folder"
+        )
+        raise
+    except FormatError:
+        if options["on_error"] == "stop":
+            output.note("--on-error skip leaves bad samples out, and lists them")
         raise
     for each in report.skipped:
         has_name = each.what.startswith((each.name, *each.files))

@@ -90,7 +90,10 @@ def view_command(
 
 
 def _check_output(path: str) -> None:
-    """Raise a usage error rather than replace a file that is not a page, for example a shard."""
+    """Raise a usage error rather than replace a file that is not a page, for example a shard; or if there is no such folder."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise click.UsageError(f"{path}: there is no folder {folder}")
     try:
         with open(path, "rb") as file:
             is_page = file.read(len(_DOCTYPE)).lower() == _DOCTYPE

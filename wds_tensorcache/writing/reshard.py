@@ -60,7 +60,10 @@ class CopyReport:
 
     def __str__(self) -> str:
         resumed = f", {self.num_shards_resumed:,} of an interrupted call" if self.num_shards_resumed else ""
-        return f"{self.num_shards:,} shards{resumed}, {self.num_samples:,} samples, {self.nbytes:,} bytes"
+        shards, samples = "s" * (self.num_shards != 1), "s" * (self.num_samples != 1)
+        return (
+            f"{self.num_shards:,} shard{shards}{resumed}, {self.num_samples:,} sample{samples}, {self.nbytes:,} bytes"
+        )
 
 
 @dataclass(slots=True)

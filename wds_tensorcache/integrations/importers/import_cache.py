@@ -98,7 +98,7 @@ def import_cache(
     report = _begin_report(chosen.name, found, folder, made)
     if report.skipped and on_error == "stop":
         first = report.skipped[0]
-        raise FormatError(f"{first.what}; --on-error skip (on_error='skip') imports the other files").at(first.name)
+        raise FormatError(first.what).at(first.name)
     existing = _list_shards(out, resume)
     convert = _Conversion(narrow, dict(trim or {}), drop_padding)
     writer = ShardWriter(out, resume=resume, fingerprint=made, max_samples=max_samples, max_nbytes=max_nbytes)
@@ -266,6 +266,8 @@ class _Conversion:
 
         def convert(leaf: Any) -> Any:
             kept = leaf
+            if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
+                return leaf  # the writer refuses it, and says where it is
             if isinstance(leaf, torch.Tensor) and (self.narrow or is_probed):
                 narrowed = narrow_tensor(leaf)
                 saved = leaf.nbytes - narrowed.nbytes

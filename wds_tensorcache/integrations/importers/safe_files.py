@@ -67,6 +67,8 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, torch.Tensor | np.nda
     """
     raw = folder.view(name, find_data=_find_first_array)
     try:
+        if not raw:
+            raise FormatError("is empty")
         with zipfile.ZipFile(_MemoryFile(raw)) as archive:
             files = archive.infolist()
         if len({file.filename for file in files}) < len(files):
