@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.cli.command import run
 from tests.importers.chunked_samples import JPEG, PNG
 from tests.importers.damaged import count_errors, load_damaged
 from tests.importers.folders import imported
@@ -237,3 +239,20 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ImportError, match=r"pip install 'pyarrow>=14\.0\.1'"):
         import_cache(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", [0, 2, 3, 5, 127])
+def test_a_first_message_that_is_no_schema(tmp_path: Path, kind: int) -> None:
+    """pyarrow does not verify its header, so this runs in another process: a fault would end it."""
+    make(1).save_to_disk(tmp_path / "in")
+    (path,) = (tmp_path / "in").glob("*.arrow")
+    raw = bytearray(path.read_bytes())
+    root = 8 + struct.unpack_from("<I", raw, 8)[0]
+    fields = root - struct.unpack_from("<i", raw, root)[0]
+    type_at, header_at = (root + struct.unpack_from("<H", raw, fields + 4 + 2 * number)[0] for number in (1, 2))
+    assert raw[type_at] == 1
+    raw[type_at] = kind
+    struct.pack_into("<i", raw, header_at + struct.unpack_from("<I", raw, header_at)[0], -0x70000000)
+    path.write_bytes(raw)
+    said = run("import", tmp_path / "in", tmp_path / "out", status=1)
+    assert path.name in said.stderr

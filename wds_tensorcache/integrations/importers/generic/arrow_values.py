@@ -24,7 +24,7 @@ _MEDIA = {
     "Nifti": "nii",
 }
 _OLDEST = (14, 0, 1)  # Hazard: older releases run pickles in the metadata of a schema (CVE-2023-47248)
-_RECORD_BATCH = "record batch"  # a type of message
+_SCHEMA, _RECORD_BATCH = "schema", "record batch"  # types of messages
 _HEADER, _COMPRESSION = 2, 3  # numbers of fields in Arrow's metadata
 
 
@@ -67,7 +67,11 @@ def read_batches(path: str) -> Iterator[Any]:
     try:
         with arrow.memory_map(path) as file:
             reader = arrow.ipc.MessageReader.open_stream(file)
-            schema = arrow.ipc.read_schema(reader.read_next_message())
+            first = reader.read_next_message()
+            # Hazard: pyarrow verifies only messages of the kinds that it knows, and would follow any offsets in others.
+            if first.type != _SCHEMA:
+                raise FormatError(f"begins with a message of the kind {first.type!r:.40}, expected a schema")
+            schema = arrow.ipc.read_schema(first)
             if len(set(schema.names)) < len(schema.names):
                 raise FormatError("two columns have the same name")
             for message in reader:
