@@ -245,14 +245,12 @@ def fit_png(planes: Array, colors: Colors, kind: str, max_side: int, max_nbytes:
     while True:
         picture = paint(shrink(planes, max_side, kind), colors, kind)
         height, width = picture.shape[:2]
-        for num_levels in (256, 64, 32):
-            encoded = encode_png(picture, num_levels)
-            if len(encoded) <= max_nbytes:
-                return encoded, width, height
-        if max(width, height) <= 8:
-            return encoded, width, height
+        encoded = encode_png(picture, 32)  # first, since finer colors cannot fit if this does not
+        if len(encoded) <= max_nbytes or max(width, height) <= 8:
+            finer = (encode_png(picture, num_levels) for num_levels in (256, 64))
+            return next((each for each in finer if len(each) <= max_nbytes), encoded), width, height
         share = (max_nbytes / len(encoded)) ** 0.5
-        max_side = min(max(width, height) - 1, max(8, int(max(width, height) * share * 1.02)))
+        max_side = min(max(width, height) - 1, max(8, int(max(width, height) * share)))
 
 
 def encode_png(picture: Array, num_levels: int = 256) -> bytes:
