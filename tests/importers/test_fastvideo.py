@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.importers.damaged import count_errors, load_damaged
 from tests.importers.folders import imported
 from tests.same import assert_same
 from wds_tensorcache.integrations.importers.formats import choose_format
+from wds_tensorcache.integrations.importers.generic import fastvideo
 from wds_tensorcache.integrations.importers.import_cache import import_cache
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
@@ -149,3 +151,34 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ImportError, match=r"pip install 'pyarrow>=14\.0\.1'"):
         import_cache(tmp_path / "in", tmp_path / "out")
+
+
+def test_small_files_with_much_content(tmp_path: Path) -> None:
+    """Repeated values stay in a dictionary; ids that are no names are not used."""
+    (tmp_path / "in").mkdir()
+    value = np.zeros(1 << 22, np.uint8).tobytes()
+    columns = {"x_bytes": [value] * 200, "x_shape": [[1 << 22]] * 200, "x_dtype": ["uint8"] * 200}
+    columns |= {"id": ["i" * (1 << 21)] * 200}
+    parquet.write_table(
+        arrow.table(columns), tmp_path / "in" / "a.parquet", compression="zstd", dictionary_pagesize_limit=1 << 26
+    )
+    assert (tmp_path / "in" / "a.parquet").stat().st_size < 1 << 16
+    script = (
+        "import sys\n"
+        "from wds_tensorcache.integrations.importers.formats import choose_format\n"
+        "from wds_tensorcache.integrations.importers.source_folder import SourceFolder\n"
+        "folder = SourceFolder(sys.argv[1])\n"
+        "samples = choose_format(folder).open(folder).samples\n"
+        "assert len(samples) == 200 and samples[3].name == 'a/00000003'\n"
+        "assert samples[3].load().value['x'].shape == (1 << 22,)\n"
+        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "in")]
+    assert int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) < 700_000
+
+
+def test_a_long_footer(tmp_path: Path) -> None:
+    """The time to look at it is linear in its length."""
+    length = 4 << 20
+    (tmp_path / "a.parquet").write_bytes(b"a" * length + length.to_bytes(4, "little") + b"PAR1")
+    assert fastvideo.FORMAT.recognize(SourceFolder(str(tmp_path))) == 0

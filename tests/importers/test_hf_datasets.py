@@ -256,3 +256,23 @@ def test_a_first_message_that_is_no_schema(tmp_path: Path, kind: int) -> None:
     path.write_bytes(raw)
     said = run("import", tmp_path / "in", tmp_path / "out", status=1)
     assert path.name in said.stderr
+
+
+def test_rows_without_bytes(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    table = arrow.table({"x": arrow.nulls(10_000_000)})
+    with arrow.ipc.new_stream(str(tmp_path / "in" / "a.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    (tmp_path / "in" / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
+    (tmp_path / "in" / "dataset_info.json").write_text('{"features": {}}')
+    with pytest.raises(tc.FormatError, match="a batch of 10,000,000 rows"):
+        import_cache(tmp_path / "in", tmp_path / "out")
+
+
+def test_a_file_that_is_listed_twice(tmp_path: Path) -> None:
+    make(1).save_to_disk(tmp_path / "in")
+    path = tmp_path / "in" / "state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "_data_files": state["_data_files"] * 1000}))
+    with pytest.raises(tc.FormatError, match="lists it 1,000 times"):
+        import_cache(tmp_path / "in", tmp_path / "out")

@@ -10,6 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from pathlib import Path
@@ -109,6 +110,11 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "object array": ("a.npz", npz_with("x.npy", saved(np.array([Gadget()]), np.save)), "pickled objects"),
     "object npy": ("a.npy", saved(np.array([Gadget()]), np.save), "pickled objects"),
     "short array": ("a.npz", npz_with("x.npy", ARRAY[:-8]), "exceeds its file"),
+    "elements without bytes": (
+        "a.npy",
+        ARRAY.replace(b"'<f8'", b"'|S0'").replace(b"(100,)", b"(999,)"),
+        "have no bytes",
+    ),
     "huge array": ("a.npy", ARRAY.replace(b"(100,)", b"(9" + b"9" * 15 + b",)")[:200], "a.npy"),
     "not an array": ("a.npz", npz_with("../x.txt", b"hello"), "is not an array"),
     "bomb": ("a.npz", bomb(), "expand to"),
@@ -184,7 +190,7 @@ def test_a_trusted_pickle_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_links(tmp_path: Path) -> None:
-    """Links inside the folder are followed, links out of it are not; a circle ends."""
+    """Links to files inside the folder are followed, links out of it are not; folders are listed once."""
     expected = write_files(tmp_path / "in", 2)
     (tmp_path / "secret.npy").write_bytes(ARRAY)
     (tmp_path / "in" / "secret.npy").symlink_to("../secret.npy")
@@ -192,19 +198,26 @@ def test_links(tmp_path: Path) -> None:
     (tmp_path / "in" / "none.npy").symlink_to("nowhere.npy")
     (tmp_path / "in" / "circle").symlink_to(".")
     (tmp_path / "in" / "again").symlink_to("sub dir")
+    (tmp_path / "in" / "itself.npy").symlink_to("itself.npy")
+    (tmp_path / "in" / "same.npz").symlink_to("sub dir/photo (0).v2.npz")
+    for number in range(12):
+        (tmp_path / "in" / "many" / str(number)).mkdir(parents=True)
+        for other in range(12):
+            (tmp_path / "in" / "many" / str(number) / f"to {other}").symlink_to(f"../{other}")
     with pytest.raises(tc.FormatError, match="is a link out of the folder"):
         import_cache(tmp_path / "in", tmp_path / "stopped")
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
-    assert {each.name for each in report.skipped} == {"all", "none.npy", "secret.npy"}
-    assert set(found) == {*expected, *(name.replace("sub dir", "again") for name in expected)}
+    assert {each.name for each in report.skipped} == {"all", "itself.npy", "none.npy", "secret.npy"}
+    assert set(found) == {*expected, "same"}
 
 
 def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
     write_files(tmp_path / "in", 1)
     os.mkfifo(tmp_path / "in" / "pipe.npy")
     (tmp_path / "in" / "._photo.npy").write_bytes(b"AppleDouble")
-    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    found, report = imported(tmp_path / "in", tmp_path / "out")
     assert len(found) == 1
+    assert report.unused == ["._photo.npy", "pipe.npy"]
 
 
 @pytest.mark.parametrize(
@@ -374,3 +387,50 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         for read in (folder.read, folder.view, folder.read_text):
             with pytest.raises(tc.FormatError, match=f"{name}.npy: .*{message}"):
                 read(f"{name}.npy")
+
+
+def test_a_file_that_becomes_a_link(tmp_path: Path) -> None:
+    """Or its folder does: the content of other folders never gets into the cache."""
+    for place in ("secret", "in/sub"):
+        (tmp_path / place).mkdir(parents=True)
+        np.save(tmp_path / place / "a.npy", np.zeros(3))
+    np.save(tmp_path / "in" / "b.npy", np.zeros(3))
+    folder = SourceFolder(str(tmp_path / "in"))
+    (tmp_path / "in" / "sub").rename(tmp_path / "moved")
+    (tmp_path / "in" / "sub").symlink_to("../secret")
+    (tmp_path / "in" / "b.npy").unlink()
+    (tmp_path / "in" / "b.npy").symlink_to("../secret/a.npy")
+    for name in ("sub/a.npy", "b.npy"):
+        for read in (folder.read, folder.view, folder.read_text, lambda name: folder.read_range(name, 0, 8)):
+            with pytest.raises(tc.FormatError, match="is now a link out of the folder"):
+                read(name)
+
+
+def test_many_gzip_streams(tmp_path: Path) -> None:
+    """The time is linear in their number."""
+    (tmp_path / "in").mkdir()
+    expected = {"x": torch.randn(5)}
+    raw = saved(expected)
+    (tmp_path / "in" / "a.pt").write_bytes(
+        gzip.compress(raw[:100]) + gzip.compress(b"") * 100_000 + gzip.compress(raw[100:])
+    )
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert_same(expected, found["a"])
+
+
+def test_a_pickle_of_very_many_operations(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.pkl").write_bytes(b"\x80\x04N" + b"\x94" * (5 << 20) + b".")
+    with pytest.raises(tc.FormatError, match="more than 4,194,304 operations"):
+        import_cache(tmp_path / "in", tmp_path / "out")
+
+
+def test_members_with_names_of_caches(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "a.tar", "w") as tar:
+        for name, content in (("k.npy", ARRAY), ("k.foo.tensorcache", b"x")):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    with pytest.raises(tc.FormatError, match=r"'foo.tensorcache' has a name that is reserved"):
+        import_cache(tmp_path / "in", tmp_path / "out")

@@ -77,3 +77,21 @@ def test_padding_gives_the_length_back(tmp_path: Any) -> None:
         batch = cache.read_batch([0, 1, 2], collate={"text.states": tc.pad(to=8)})
     for states, each in zip(batch["text"]["states"], samples, strict=True):
         assert torch.equal(states, each["text"]["states"])
+
+
+def test_a_tensor_with_two_names_is_refused() -> None:
+    before = sample(length=5)
+    before["also"] = before["text"]["states"]
+    with pytest.raises(tc.FormatError, match="'text.states' is the same tensor as 'also'"):
+        trim(before, MASKS, False)
+    with pytest.raises(tc.FormatError, match="is the same tensor"):
+        trim({"x": torch.ones(3), "y": (both := torch.tensor([1, 0, 0])), "z": both}, {"y": "z"}, True)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint16, torch.uint64, torch.int8, torch.float8_e4m3fn, torch.bfloat16]
+)
+def test_dtypes_of_masks(dtype: torch.dtype) -> None:
+    before = sample(length=5)
+    before["text"]["mask"] = before["text"]["mask"].to(dtype)
+    assert len(trim(before, MASKS, False)[0]["text"]["states"]) == 5

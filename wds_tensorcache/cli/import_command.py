@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from wds_tensorcache.cli.output import Output, json_option
+from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.errors import FormatError, StaleCacheError
 from wds_tensorcache.integrations.importers.formats import FORMATS
 from wds_tensorcache.integrations.importers.import_cache import import_cache
@@ -125,7 +125,7 @@ def import_command(
         output.note("import into a new folder to have the files as they are now")
     if report.unused:
         counts = Counter(os.path.splitext(name)[1].lower() or "no suffix" for name in report.unused)
-        listed = ", ".join(f"{count:,} of {suffix}" for suffix, count in counts.most_common(8))
+        listed = ", ".join(f"{count:,} of {plain(suffix)}" for suffix, count in counts.most_common(8))
         output.text(f"{len(report.unused):,} files were not used: {listed}")
     if report.nbytes_narrowable:
         share = report.nbytes_narrowable / report.nbytes

@@ -141,6 +141,8 @@ def _check_array(raw: Any, dtype: Any, shape: Any) -> None:
     is_shape = shape.__class__ is tuple and all(n.__class__ is int and n >= 0 for n in shape)
     if not isinstance(dtype, np.dtype) or not isinstance(raw, (bytes, bytearray)) or not is_shape:
         raise FormatError(f"expected bytes, a dtype and a shape, got {shown(raw)}, {shown(dtype)}, {shown(shape)}")
+    if not dtype.itemsize and math.prod(shape):
+        raise FormatError(f"{math.prod(shape):,} elements of {dtype.str!r} have no bytes")
     if len(shape) > _MAX_NDIM or math.prod(shape) * dtype.itemsize != len(raw):
         raise FormatError(f"an array of {dtype} {list(shape)!r:.200} has {len(raw):,} bytes")
 

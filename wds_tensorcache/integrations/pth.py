@@ -35,6 +35,7 @@ __all__ = ["Storage", "TensorPart", "TensorReader", "decode_pth", "index_pth", "
 _ZIP = b"PK\x03\x04"
 _IS_ENCRYPTED = 1
 _MAX_NDIM = 64
+_MAX_OPERATIONS = 1 << 22  # each may take some hundred bytes of memory
 _MAX_SIZE = 1 << 59
 _BINPERSID = b"Q"[0]
 _STORAGES = {
@@ -210,24 +211,26 @@ def translate(pickled: bytes) -> bytes:
 
     All other opcodes are kept, among them BINPERSID, which names a storage. `unpickle` refuses those that it does not know.
     """
-    parts: list[bytes] = []
+    translated = bytearray()
     memo: dict[int, int] = {}
     num_memoized = 0
     # a generator, because a list of all operations would take 100 times the memory of the file
     operations = ((opcode.name, argument, at or 0) for opcode, argument, at in pickletools.genops(pickled))
     end_mark: tuple[str, Any, int] = ("", None, len(pickled))
-    for (name, argument, begin), (_, _, end) in pairwise(chain(operations, [end_mark])):
+    for number, ((name, argument, begin), (_, _, end)) in enumerate(pairwise(chain(operations, [end_mark]))):
+        if number > _MAX_OPERATIONS:
+            raise FormatError(f"the pickle has more than {_MAX_OPERATIONS:,} operations")
         if name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
             memo[len(memo) if argument is None else argument] = num_memoized
             num_memoized += 1
-            parts.append(op.CODE[op.MEMOIZE])
+            translated += op.CODE[op.MEMOIZE]
         elif name in ("BINGET", "LONG_BINGET"):
-            parts.append(op.write_get(memo[argument]))
+            translated += op.write_get(memo[argument])
         elif name == "GLOBAL":
-            parts += *map(op.write_text, argument.split(" ", 1)), op.CODE[op.STACK_GLOBAL]
+            translated += b"".join((*map(op.write_text, argument.split(" ", 1)), op.CODE[op.STACK_GLOBAL]))
         elif name not in ("PROTO", "FRAME"):
-            parts.append(pickled[begin:end])
-    return b"".join(parts)
+            translated += pickled[begin:end]
+    return bytes(translated)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.importers.trim import trim as trim_sample
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.fingerprint import SOURCE
-from wds_tensorcache.shards.names import safe_key
+from wds_tensorcache.shards.names import FIELD, safe_key
 from wds_tensorcache.storage.threads import ThreadPool, run_in_order
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
@@ -151,9 +151,9 @@ def _begin_report(format: str, found: Source, folder: SourceFolder, fingerprint:
     """Return a report with what is known before samples are read."""
     report = ImportReport(format, num_read=len(found.samples), fingerprint=fingerprint)
     report.skipped += [Skipped(name, (name,), what) for name, what in found.bad.items()]
-    report.skipped += [Skipped(name, (name,), "is a link out of the folder, or to no file") for name in folder.links]
+    report.skipped += [Skipped(name, (name,), what) for name, what in folder.faults.items()]
     used = {file for sample in found.samples for file in sample.files} | found.bad.keys() | set(found.metadata_files)
-    report.unused += [file for file in folder.names if file not in used]
+    report.unused += [file for file in folder.names if file not in used] + folder.ignored
     return report
 
 
@@ -258,6 +258,9 @@ class _Conversion:
             raise
         except Exception as exc:  # hostile files may have any values
             raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
+        for suffix in loaded.members:
+            if suffix == FIELD or suffix.endswith(f".{FIELD}"):
+                raise FormatError(f"member {suffix!r:.100} has a name that is reserved for caches")
         made = _Converted(loaded.value, loaded.members)
         if self.masks:
             made.value, made.nbytes_trimmed = trim_sample(made.value, self.masks, self.drop_padding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import math
@@ -49,6 +50,7 @@ _MAX_RATIO, _MIN_LIMIT = 64, 1 << 26  # a file may expand to 64 times its length
 _GZIP, _ZIP, _PICKLE = b"\x1f\x8b", b"PK\x03\x04", b"\x80"
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle in files of torch before 1.6
 _IS_ENCRYPTED = 1
+_PIECE_NBYTES = 1 << 20
 _RECYCLED = 1 << 16  # smaller arrays get ordinary memory
 _MAX_NPY_HEADER = 1 << 14
 REMEDY = "; if you trust the files, import them with --trust (trust=True)"
@@ -296,6 +298,8 @@ def parse_npy(content: memoryview) -> np.ndarray[Any, Any]:
     if dtype.hasobject:
         raise FormatError(f"an array of {dtype} contains pickled objects, which are never read; store plain arrays")
     count = math.prod(shape)
+    if count and not dtype.itemsize:
+        raise FormatError(f"{count:,} elements of {dtype.str!r} have no bytes")
     if min(shape, default=0) < 0 or begin + count * dtype.itemsize > len(content):
         raise FormatError(f"an array of {dtype} {list(shape)!r:.200} exceeds its file of {len(content):,} bytes")
     flat = np.frombuffer(content, dtype, count, begin) if count * dtype.itemsize else np.empty(count, dtype)
@@ -388,18 +392,16 @@ def _extract(raw: memoryview, file: zipfile.ZipInfo) -> memoryview:
 
 
 def _gunzip(raw: bytes) -> bytes:
-    limit = most = max_expanded(len(raw))
-    parts: list[bytes] = []
-    while raw:
-        stream = zlib.decompressobj(31)
-        try:
-            parts.append(stream.decompress(raw, limit + 1))
-        except zlib.error as exc:
-            raise FormatError(f"the gzip file is damaged: {exc}") from exc
-        limit -= len(parts[-1])
-        if limit < 0:
-            raise FormatError(f"the gzip file expands to more than {most:,} bytes; decompress it first")
-        if not stream.eof:
-            raise FormatError("the gzip file is cut short")
-        raw = stream.unused_data.lstrip(b"\0")
-    return b"".join(parts)
+    limit, expanded = max_expanded(len(raw)), bytearray()
+    try:
+        # in pieces, because gzip.decompress copies all bytes after each of the concatenated streams
+        with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
+            while piece := file.read(_PIECE_NBYTES):
+                expanded += piece
+                if len(expanded) > limit:
+                    raise FormatError(f"the gzip file expands to more than {limit:,} bytes; decompress it first")
+    except EOFError as exc:
+        raise FormatError("the gzip file is cut short") from exc
+    except (OSError, zlib.error) as exc:
+        raise FormatError(f"the gzip file is damaged: {exc}") from exc
+    return bytes(expanded)

@@ -28,7 +28,8 @@ _APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the sam
 class SourceFolder:
     """The ordinary files in a folder and its subfolders.
 
-    A symbolic link is followed if it leads to a file or folder inside the folder; links out of it are listed in `links`.
+    A symbolic link to a file inside the folder is followed. A link to a folder inside it is not, because the files of that
+    folder are listed there. Other links are listed in `faults`.
 
     Args:
         path: The folder.
@@ -44,7 +45,7 @@ class SourceFolder:
 
     path: str
     trust: bool = False
-    _found: tuple[list[str], list[str]] = field(init=False, repr=False, compare=False)
+    _found: _Listing = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not os.path.isdir(self.path):
@@ -54,12 +55,17 @@ class SourceFolder:
     @property
     def names(self) -> list[str]:
         """The paths of all files, relative to the folder, with `/` as separator, sorted."""
-        return self._found[0]
+        return self._found.names
 
     @property
-    def links(self) -> list[str]:
-        """The relative paths of symbolic links that lead out of the folder, or nowhere."""
-        return self._found[1]
+    def faults(self) -> dict[str, str]:
+        """Faults by relative path: links that lead out of the folder or nowhere, and folders that cannot be read."""
+        return self._found.faults
+
+    @property
+    def ignored(self) -> list[str]:
+        """The relative paths of files that are never read: pipes, sockets, devices, and what macOS writes next to files."""
+        return self._found.ignored
 
     @cached_property
     def by_suffix(self) -> dict[str, list[str]]:
@@ -133,6 +139,9 @@ class SourceFolder:
             with io.FileIO(self.locate(name), opener=_open_at_once) as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise FormatError("is not an ordinary file").at(name)
+                # Hazard: the file, or a folder above it, may have become a link since it was listed.
+                if not _is_inside(_path_of(file.fileno(), file.name), os.path.realpath(self.path)):
+                    raise FormatError("is now a link out of the folder").at(name)
                 yield file
         except OSError as exc:
             raise FormatError(f"cannot be read: {exc.strerror or exc}", kind="unreadable").at(name) from exc
@@ -162,26 +171,57 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _list(path: str) -> tuple[list[str], list[str]]:
-    root = os.path.realpath(path)
-    names: list[str] = []
-    links: list[str] = []
-    todo = [("", frozenset([root]))]  # folders, each with the real paths of the folders that contain it
+def _path_of(fd: int, path: str) -> str:
+    """Return the path of an open file; on systems that do not tell it, the path to which `path` leads now."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return os.path.realpath(path)
+
+
+@dataclass
+class _Listing:
+    names: list[str] = field(default_factory=list)
+    faults: dict[str, str] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+
+
+def _list(path: str) -> _Listing:
+    root, found = os.path.realpath(path), _Listing()
+    todo = [""]
     while todo:
-        prefix, above = todo.pop()
-        with os.scandir(os.path.join(path, *prefix.split("/")) if prefix else path) as entries:
-            for entry in entries:
-                name = prefix + entry.name
-                real = os.path.realpath(entry.path) if entry.is_symlink() else None
-                if real is not None and not (real == root or real.startswith(os.path.join(root, ""))):
-                    links.append(name)
-                elif entry.is_dir():
-                    real = real or os.path.realpath(entry.path)
-                    if real not in above:  # Hazard: a link to a folder that contains it would be followed forever
-                        todo.append((name + "/", above | {real}))
-                elif entry.is_file():
-                    if not entry.name.startswith(_APPLE_DOUBLE):
-                        names.append(name)
-                elif real is not None and not os.path.exists(entry.path):
-                    links.append(name)
-    return sorted(names), sorted(links)
+        prefix = todo.pop()
+        try:
+            with os.scandir(os.path.join(path, *prefix.split("/")) if prefix else path) as entries:
+                for entry in entries:
+                    _add(found, todo, root, entry, prefix + entry.name)
+        except OSError as exc:
+            if not prefix:
+                raise
+            found.faults[prefix[:-1]] = f"is a folder that cannot be read: {exc.strerror or exc}"
+    return _Listing(sorted(found.names), dict(sorted(found.faults.items())), sorted(found.ignored))
+
+
+def _add(found: _Listing, todo: list[str], root: str, entry: os.DirEntry[str], name: str) -> None:
+    """Add an entry of a folder to what was found, or to the folders to list."""
+    try:
+        is_link, is_file, is_folder = entry.is_symlink(), entry.is_file(), entry.is_dir()
+    except OSError as exc:  # a link to itself, for example
+        found.faults[name] = f"cannot be read: {exc.strerror or exc}"
+        return
+    if is_link and not (is_file or is_folder) and not os.path.exists(entry.path):
+        found.faults[name] = "is a link to no file"
+    elif is_link and not _is_inside(os.path.realpath(entry.path), root):
+        found.faults[name] = "is a link out of the folder"
+    elif is_folder:
+        # The target of a link is listed by its own name. Hazard: many links to folders with links make very many paths.
+        if not is_link:
+            todo.append(name + "/")
+    elif is_file and not entry.name.startswith(_APPLE_DOUBLE):
+        found.names.append(name)
+    else:
+        found.ignored.append(name)
+
+
+def _is_inside(path: str, root: str) -> bool:
+    return path == root or path.startswith(os.path.join(root, ""))

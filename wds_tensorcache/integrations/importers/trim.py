@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ def trim(sample: Any, masks: dict[str, str], drop_padding: bool) -> tuple[Any, i
         FormatError: The sample lacks a tensor or mask, their lengths differ, or the rows are not zero.
     """
     tensors = dict(_named(sample, ""))
+    places = Counter(map(id, tensors.values()))
     cut: dict[int, torch.Tensor] = {}
     num_saved = 0
     for name, mask_name in masks.items():
@@ -35,13 +37,16 @@ def trim(sample: Any, masks: dict[str, str], drop_padding: bool) -> tuple[Any, i
             if not isinstance(tensors.get(each), torch.Tensor):
                 raise FormatError(f"trim: {unknown_name('tensor', each, tensors)}")
         tensor, mask = tensors[name], tensors[mask_name]
+        if places[id(tensor)] > 1:
+            same = next(each for each in tensors if each != name and tensors[each] is tensor)
+            raise FormatError(f"trim: {name!r} is the same tensor as {same!r}, which would also be cut")
         dim = 1 if tensor.ndim > 1 and mask.ndim > 1 and tensor.shape[0] == mask.shape[0] == 1 else 0
         if tensor.ndim <= dim or mask.ndim != dim + 1 or tensor.shape[dim] != mask.shape[dim]:
             raise FormatError(
                 f"trim: tensor {name!r} is {list(tensor.shape)}, but its mask {mask_name!r} is {list(mask.shape)}; expected "
                 "as many elements in the mask as the tensor has rows"
             )
-        marked = mask.reshape(-1).nonzero()
+        marked = mask.reshape(-1).to(torch.float64).nonzero()  # torch lacks `nonzero` of some dtypes
         length = int(marked[-1]) + 1 if len(marked) else 0
         kept, left_out = tensor.narrow(dim, 0, length), tensor.narrow(dim, length, tensor.shape[dim] - length)
         if not drop_padding and left_out.numel() and not _is_zero(left_out):

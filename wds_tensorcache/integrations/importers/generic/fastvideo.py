@@ -31,6 +31,7 @@ __all__ = ["FORMAT"]
 
 _NUM_PROBED = 8  # files
 _MAX_FOOTER = 1 << 24
+_MAX_ID = 4096  # characters of an id that becomes a name
 _MAX_KEPT = 2  # row groups
 _MAX_RATIO, _MIN_LIMIT = 64, 1 << 28  # a row group may expand to 64 times the length of its file, or to 256 MiB
 _DTYPES = "float64 float32 float16 bfloat16 complex64 complex128 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool".split()
@@ -49,7 +50,7 @@ def _has_tensors(folder: SourceFolder, name: str) -> bool:
         footer = folder.read_range(name, max(0, nbytes - 8 - min(length, _MAX_FOOTER)), nbytes)
     except (FormatError, OSError, ValueError):
         return False
-    tensors = {match[1] for match in re.finditer(rb"([A-Za-z0-9_]+)_bytes", footer)}
+    tensors = {match[1] for match in re.finditer(rb"(?<!\w)(\w{1,200})_bytes", footer)}
     return any(tensor + b"_shape" in footer and tensor + b"_dtype" in footer for tensor in tensors)
 
 
@@ -60,9 +61,9 @@ def _open(folder: SourceFolder) -> Source:
     tensors: set[str] = set()
     for name in folder.by_suffix.get(".parquet", ()):
         try:
-            with arrow.parquet.ParquetFile(folder.locate(name)) as file:
+            with _open_file(arrow, folder, name) as file:
                 tensors.update(_tensors(file.schema_arrow.names))
-                found += _rows(file, name)
+                found += _rows(file, name, os.path.getsize(folder.locate(name)))
         except (arrow.ArrowException, OSError, ValueError) as exc:
             bad[name] = f"is not a Parquet file of FastVideo: {exc!s:.200}"
     ids = [each for *_, each in found]
@@ -79,18 +80,44 @@ def _open(folder: SourceFolder) -> Source:
     return Source(samples, {"tensors": sorted(tensors)}, bad)
 
 
-def _rows(file: Any, name: str) -> Iterator[tuple[str, int, int, int, str | None]]:
+def _open_file(arrow: Any, folder: SourceFolder, name: str) -> Any:
+    """Open a Parquet file. Repeated bytes and texts stay in a dictionary: otherwise a small file could expand to any size."""
+    path, types = folder.locate(name), arrow.types
+    with arrow.parquet.ParquetFile(path) as file:
+        names = [
+            field.name for field in file.schema_arrow if types.is_binary(field.type) or types.is_string(field.type)
+        ]
+    return arrow.parquet.ParquetFile(path, read_dictionary=names)
+
+
+def _plain(array: Any) -> Any:
+    return array.dictionary_decode() if hasattr(array, "dictionary") else array
+
+
+def _rows(file: Any, name: str, nbytes: int) -> Iterator[tuple[str, int, int, int, str | None]]:
     if not _tensors(file.schema_arrow.names):
         raise FormatError("no tensor has the columns X_bytes, X_shape and X_dtype")
     number = 0
     for group in range(file.num_row_groups):
         count = file.metadata.row_group(group).num_rows
+        if count > nbytes:  # empty rows take no bytes in the file, but memory here
+            raise FormatError(f"row group {group} has {count:,} rows, in a file of {nbytes:,} bytes")
         ids = [None] * count
-        if "id" in file.schema_arrow.names:
-            ids = file.read_row_group(group, columns=["id"]).column("id").to_pylist()
+        if "id" in file.schema_arrow.names and _nbytes_of(file, group, "id") <= max(_MAX_RATIO * nbytes, _MIN_LIMIT):
+            column = file.read_row_group(group, columns=["id"]).column("id").combine_chunks()
+            texts = getattr(column, "dictionary", column)
+            if texts.nbytes <= nbytes and max(map(len, texts.to_pylist()), default=0) <= _MAX_ID:
+                ids = column.to_pylist()
         for row, each in enumerate(ids):
             yield name, group, row, number, each
             number += 1
+
+
+def _nbytes_of(file: Any, group: int, name: str) -> int:
+    """Return the length of a column in a row group before compression, as the file says."""
+    columns = file.metadata.row_group(group)
+    found = (columns.column(number) for number in range(columns.num_columns))
+    return sum(each.total_uncompressed_size for each in found if each.path_in_schema == name)
 
 
 def _tensors(columns: list[str]) -> list[str]:
@@ -102,7 +129,7 @@ def _load(folder: SourceFolder, groups: Recent[Any], name: str, group: int, row:
     arrow = import_pyarrow()
     try:
         table = groups.get((name, group), lambda: _read_group(folder, arrow, name, group)).slice(row, 1)
-        arrays = {column: table.column(column).combine_chunks() for column in table.column_names}
+        arrays = {column: _plain(table.column(column).combine_chunks()) for column in table.column_names}
         tensors = {each: _tensor(arrays, each) for each in _tensors(table.column_names)}
         parts = {f"{each}_{part}" for each in tensors for part in ("bytes", "shape", "dtype")}
         value: dict[str, Any] = {each: tensor for each, tensor in tensors.items() if tensor is not None}
@@ -118,7 +145,7 @@ def _load(folder: SourceFolder, groups: Recent[Any], name: str, group: int, row:
 
 def _read_group(folder: SourceFolder, arrow: Any, name: str, group: int) -> Any:
     path = folder.locate(name)
-    with arrow.parquet.ParquetFile(path) as file:
+    with _open_file(arrow, folder, name) as file:
         nbytes = file.metadata.row_group(group).total_byte_size
         if nbytes > max(_MAX_RATIO * os.path.getsize(path), _MIN_LIMIT):
             raise FormatError(f"row group {group} expands to {nbytes:,} bytes")

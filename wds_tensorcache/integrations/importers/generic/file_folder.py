@@ -39,6 +39,7 @@ _LOADERS: dict[str, Any] = {
     ".pth": load_torch,
     ".safetensors": lambda folder, name: load_safetensors(folder, name)[0],
 }
+_MAX_TEXT = 1 << 26  # bytes of a file of text
 _TEXTS = (".caption", ".json", ".txt")
 
 
@@ -74,7 +75,7 @@ def _load(folder: SourceFolder, names: list[str], texts: list[str], has_several:
     if len(set(suffixes)) < len(suffixes):
         raise FormatError(f"the suffixes of {', '.join(names + texts)} differ only in case")
     contents = {suffix[1:]: _LOADERS[suffix](folder, name) for suffix, name in zip(suffixes, names, strict=False)}
-    members = {os.path.splitext(name)[1][1:].lower(): folder.read(name) for name in texts}
+    members = {os.path.splitext(name)[1][1:].lower(): folder.read(name, _MAX_TEXT) for name in texts}
     return Loaded(contents if has_several else contents[suffixes[0][1:]], members)
 
 

@@ -17,6 +17,8 @@ not read: save them with `save_to_disk`.
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -70,11 +72,16 @@ def _open(folder: SourceFolder) -> Source:
         described[root.rstrip("/")] = features
         lists: dict[str, Lists] = {}
         at = 0
-        for name in files:
+        for name, count in Counter(files).items():
             try:
                 if name not in folder:
                     raise FormatError(f"is missing, but {_STATE} lists it")
+                if count > 1:
+                    raise FormatError(f"{_STATE} lists it {count:,} times")
+                nbytes = os.path.getsize(folder.locate(name))
                 for batch in read_batches(folder.locate(name)):
+                    if batch.num_rows > nbytes:
+                        raise FormatError(f"has a batch of {batch.num_rows:,} rows in {nbytes:,} bytes")
                     for column, array in zip(batch.schema.names, batch.columns, strict=True):
                         lists[column] = max(lists.get(column, Lists.TENSORS), lists_of(array))
                     for row in range(batch.num_rows):

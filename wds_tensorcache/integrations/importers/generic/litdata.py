@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -72,10 +73,12 @@ def _open(folder: SourceFolder) -> Source:
             continue
         formats[root] = content["config"]["data_format"]
         at = 0
-        for name in names:
+        for name, count in Counter(names).items():
             try:
                 if name not in folder:
                     raise FormatError("is missing, but the index lists it")
+                if count > 1:
+                    raise FormatError(f"the index lists it {count:,} times")
                 for read in _find_samples(reader, name, codec and str(codec), level):
                     samples.append(SourceSample(f"{start}{at:08d}", (name, index), partial(_load, name, read, decode)))
                     at += 1
@@ -104,7 +107,9 @@ def _find_framed(reader: ChunkReader, name: str, codec: str) -> Iterator[_Read]:
     if magic != _MAGIC or version != 1:
         raise FormatError("is not a chunk of compressed frames, version 1").at(name)
     at = _FRAMED.size + 4 * (count + 1)
-    offsets = np.frombuffer(reader.read(name, _FRAMED.size, at), "<u4").tolist()
+    offsets = np.frombuffer(reader.read(name, _FRAMED.size, at), "<u4").astype(np.int64).tolist()
+    if any(begin > end for begin, end in pairwise(offsets)):
+        raise FormatError("the offsets of its samples do not ascend").at(name)
     table = reader.read(name, at, at + _FRAME.size * num_frames)
     number = 0
     for first, size, begin, nbytes, _ in _FRAME.iter_unpack(table):
@@ -119,7 +124,10 @@ def _find_framed(reader: ChunkReader, name: str, codec: str) -> Iterator[_Read]:
 
 
 def _slice(frame: _Read, begin: int, end: int) -> bytes:
-    return frame()[begin:end]
+    content = frame()
+    if end > len(content):
+        raise FormatError(f"a frame has {len(content):,} bytes, expected at least {end:,}")
+    return content[begin:end]
 
 
 def _load(name: str, read: _Read, decode: Callable[[bytes], Any]) -> Loaded:

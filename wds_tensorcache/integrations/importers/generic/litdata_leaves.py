@@ -43,7 +43,7 @@ def decode_leaf(data_format: str, trust: bool, raw: bytes) -> Any:
     Raises:
         FormatError: The bytes are damaged, or this kind of leaf is not read.
     """
-    kind, _, argument = data_format.partition(":")
+    kind, _, argument = str(data_format).partition(":")
     try:
         if kind == "pickle":
             return parse_pickle(raw, trust)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
@@ -73,6 +74,9 @@ def _open(folder: SourceFolder) -> Source:
         except (FormatError, OSError) as exc:
             bad[index] = str(exc)
             continue
+        counts = Counter(shard.name for shard in shards)
+        bad.update((name, f"{index} lists it {count:,} times") for name, count in counts.items() if count > 1)
+        shards = [shard for shard in shards if counts[shard.name] == 1]
         if listed.issuperset(shard.name for shard in shards):
             continue
         listed.update(shard.name for shard in shards)
