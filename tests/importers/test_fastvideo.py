@@ -154,7 +154,7 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_small_files_with_much_content(tmp_path: Path) -> None:
-    """Repeated values stay in a dictionary; ids that are no names are not used."""
+    """Repeated values stay in a dictionary; long ids do not become names."""
     (tmp_path / "in").mkdir()
     value = np.zeros(1 << 22, np.uint8).tobytes()
     columns = {"x_bytes": [value] * 200, "x_shape": [[1 << 22]] * 200, "x_dtype": ["uint8"] * 200}

@@ -68,7 +68,7 @@ def read_batches(path: str) -> Iterator[Any]:
         with arrow.memory_map(path) as file:
             reader = arrow.ipc.MessageReader.open_stream(file)
             first = reader.read_next_message()
-            # Hazard: pyarrow verifies only messages of the kinds that it knows, and would follow any offsets in others.
+            # Hazard: pyarrow verifies only messages of the kinds that it knows, and would follow any offsets in any other.
             if first.type != _SCHEMA:
                 raise FormatError(f"begins with a message of the kind {first.type!r:.40}, expected a schema")
             schema = arrow.ipc.read_schema(first)
