@@ -532,3 +532,40 @@ def test_any_damage_is_an_error(run: Run, cache: Path) -> None:
             assert _is_safe(found.err)
             statuses.append(found.status)
     assert 1 in statuses
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["$(touch${IFS}PWNED)", "`touch${IFS}PWNED`", "a;touch${IFS}PWNED", "x>PWNED", "*", "a'b", "a&b", "a\\b", "~"],
+)
+def test_bash_runs_nothing_in_completed_keys(tmp_path: Path, key: str) -> None:
+    with tc.ShardWriter(tmp_path / "c", fsync=False) as sink:
+        sink.write(key, {"x": torch.zeros(1)})
+    _script(tmp_path)
+    lines = [
+        'eval "$(tensorcache completion bash)"',
+        'COMP_WORDS=(tensorcache show c "")',
+        "COMP_CWORD=3",
+        '_tensorcache_completion tensorcache "" c',
+        'eval "set -- ${COMPREPLY[0]}"',  # as bash does after Enter
+        'printf %s "$1"',
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    found = subprocess.run(
+        ["bash", "-c", "\n".join(lines)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert not (tmp_path / "PWNED").exists()
+    assert found.stdout == key
+
+
+@pytest.mark.parametrize("ending", ["2>&-", "2>/dev/full"])
+def test_messages_that_cannot_be_written(tmp_path: Path, ending: str) -> None:
+    """They do not get into the results, and do not change the exit status."""
+    found = subprocess.run(
+        ["bash", "-c", f'exec "$@" {ending}', "x", *MODULE, "frob"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (found.returncode, found.stdout) == (2, "")

@@ -444,3 +444,32 @@ def test_a_tar_does_not_replace_a_member(tmp_path: Path) -> None:
     with tc.open(tmp_path / "cache") as cache, pytest.raises(tc.EncodeError, match="has a member 'pth'"):
         export_cache(cache, tmp_path / "out", "webdataset")
     assert os.listdir(tmp_path / "out") == []
+
+
+def cyclic() -> dict[str, Any]:
+    inner: list[Any] = []
+    inner.append(inner)
+    return {"inner": inner, "x": torch.zeros(1)}
+
+
+def shared() -> dict[str, Any]:
+    inner: list[Any] = [torch.zeros(1)]
+    for _ in range(30):
+        inner = [inner, inner]
+    return {"inner": inner}
+
+
+@pytest.mark.parametrize("kind", ["npz", "safetensors"])
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (cyclic, "contains itself"),
+        (shared, "1,048,576 values"),
+        (lambda: {"k" * 70_000: torch.zeros(1)}, "10,000 char"),
+    ],
+    ids=["cyclic", "shared", "long"],
+)
+def test_samples_that_only_pt_can_hold(tmp_path: Path, kind: str, sample: Any, message: str) -> None:
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        sink.write("k", sample())
+    assert message in run("export", tmp_path / "cache", tmp_path / "out", "--as", kind, status=1).stderr

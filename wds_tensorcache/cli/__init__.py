@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 __all__ = ["main"]
@@ -20,4 +21,6 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    sys.exit(run(sys.argv[1:]))
+    status = run(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command has ended; an interrupt now would change its status
+    sys.exit(status)

@@ -109,7 +109,7 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(exc, 1)
     except KeyboardInterrupt:
         _discard_output()
-        print("interrupted", file=sys.stderr)
+        _say("interrupted")
         return _INTERRUPTED
 
 
@@ -120,7 +120,7 @@ def _status(arguments: Sequence[str]) -> int:
         if instruction:
             return shell_complete(app, {}, "tensorcache", COMPLETE_VARIABLE, instruction)
         if not arguments:
-            print(app.get_help(app.make_context("tensorcache", [], resilient_parsing=True)), file=sys.stderr)
+            _say(app.get_help(app.make_context("tensorcache", [], resilient_parsing=True)))
             return 2
         # `app.main` would turn a closed pipe, an EOFError and an interruption into its own exit
         with app.make_context("tensorcache", list(arguments)) as context:
@@ -149,22 +149,33 @@ def _status(arguments: Sequence[str]) -> int:
             return _fail(exc, 2)
         # The text of an error may contain anything that a shard does, so it must not reach the terminal as it is.
         for line in traceback.format_exc().splitlines():
-            print(plain(line), file=sys.stderr)
+            _say(plain(line))
         return _fail("this is a fault of tensorcache; please report it", 1)
 
 
 def _refuse(exc: click.ClickException) -> int:
     is_usage = isinstance(exc, click.UsageError)
     if isinstance(exc, click.UsageError) and exc.ctx is not None:
-        print(plain(exc.ctx.get_usage()), file=sys.stderr)
-        print(f"Try '{plain(exc.ctx.command_path)} --help'.", file=sys.stderr)
+        _say(plain(exc.ctx.get_usage()))
+        _say(f"Try '{plain(exc.ctx.command_path)} --help'.")
     return _fail(" ".join(exc.format_message().split()), 2 if is_usage else 1)
 
 
 def _fail(exc: object, status: int) -> int:
     text = exc.args[0] if isinstance(exc, KeyError) and exc.args else exc
-    print(f"tensorcache: {plain(text)}", file=sys.stderr)
+    _say(f"tensorcache: {plain(text)}")
     return status
+
+
+def _say(text: str) -> None:
+    """Print a message on stderr. If it is closed or full, the exit status alone tells what happened."""
+    if sys.stderr is not None:  # `print` would use stdout
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except BrokenPipeError:
+            raise
+        except (OSError, ValueError):
+            return
 
 
 def _discard_output() -> None:

@@ -45,7 +45,7 @@ def _check_plot(context: click.Context, option: click.Parameter, path: str | Non
     show_default=True,
     help="Bytes of the samples to read, at most a quarter of the memory.",
 )
-@click.option("--threads", type=click.IntRange(1), help="Number of threads; by default the number of cores.")
+@click.option("--threads", type=click.IntRange(1, 1024), help="Number of threads; by default the number of cores.")
 @click.option(
     "--plot", metavar="FILE", callback=_check_plot, help="Also draw the rates into this .png, .svg or .pdf file."
 )

@@ -115,6 +115,8 @@ def drop(source: str, out: str, keys: tuple[str, ...], keys_from: Any, as_json: 
 
     A key may also be the original name of a sample, such as 'photo (1)'. Shards that lose no sample are linked, not copied.
     """
+    if keys_from is not None and not hasattr(keys_from, "readline"):
+        raise click.UsageError("--keys-from -: stdin is closed")
     wanted = [*keys, *(line.rstrip("\r\n") for line in keys_from or ())]
     if not keys and keys_from is None:
         raise click.UsageError("expected keys, or --keys-from")

@@ -14,7 +14,7 @@ from wds_tensorcache.cli.output import Output, counted, json_option, plain
 __all__ = ["index", "repair", "verify"]
 
 _threads_option = click.option(
-    "--threads", type=click.IntRange(1), help="Number of threads; by default the number of cores."
+    "--threads", type=click.IntRange(1, 1024), help="Number of threads; by default the number of cores."
 )
 
 

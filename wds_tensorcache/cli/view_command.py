@@ -94,6 +94,8 @@ def _check_output(path: str) -> None:
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise click.UsageError(f"{path}: there is no folder {folder}")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise click.UsageError(f"{path} is not a file, and cannot be replaced by a page")
     try:
         with open(path, "rb") as file:
             is_page = file.read(len(_DOCTYPE)).lower() == _DOCTYPE
@@ -109,7 +111,8 @@ def _serve(server: PageServer, shown: Output, no_open: bool) -> int:
         if shown.as_json:
             sys.stdout.write(json.dumps({"url": server.url}) + "\n")
         shown.text(server.url)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         shown.note("Ctrl-C ends the server. The address contains a password: pass it to no other person.")
         if not no_open and _has_display():
             webbrowser.open(server.url)

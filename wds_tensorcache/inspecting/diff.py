@@ -211,6 +211,8 @@ def _compare_tensors(key: str, name: str, first: Lazy, second: Lazy) -> Iterator
         if one.tobytes() != two.tobytes():
             yield Change(key, name, "has other elements")
         return
+    if not one.numel():
+        return
     bits = [each.contiguous().reshape(-1).view(torch.uint8).reshape(each.numel(), each.itemsize) for each in (one, two)]
     if torch.equal(*bits):
         return

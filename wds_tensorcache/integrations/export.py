@@ -35,6 +35,8 @@ KINDS = ("pt", "npz", "safetensors", "webdataset")
 _MAX_PART_NBYTES = 200  # of a part of a path; file systems allow 255 bytes, with suffix and temporary name
 _MAX_SUFFIX_NBYTES = 30
 _MAX_PATH_NBYTES = 1000
+_MAX_VALUES = 1 << 20  # of a sample in an npz or safetensors file; a small one may contain one list any number of times
+_MAX_NAME = 10_000
 # names that Windows reserves, characters that it refuses or that a terminal obeys, hidden names, `.` and `..`
 _UNSAFE_PART = re.compile(
     r"(?i)(con|prn|aux|nul|conin\$|conout\$|com[0-9\xb9\xb2\xb3]|lpt[0-9\xb9\xb2\xb3])(\..*)?|.*[ .]|\.+.*|"
@@ -221,8 +223,12 @@ def _encode(sample: Any, kind: str, report: ExportReport, of_values: str = "json
         return {"pt": stream.getvalue()}
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
-    for name, leaf in _leaves(sample, ""):
+    for number, (name, leaf) in enumerate(_all_leaves(sample)):
         name = name or "value"
+        if number >= _MAX_VALUES or len(name) > _MAX_NAME:
+            raise EncodeError(
+                f"has more than {_MAX_VALUES:,} values, or a name of more than {_MAX_NAME:,} characters; use pt"
+            )
         if name in tensors or name in values:
             raise EncodeError(f"two keys of a dict have the name {name!r:.200} in the file; use pt")
         (tensors if isinstance(leaf, (torch.Tensor, np.ndarray)) else values)[name] = leaf
@@ -248,6 +254,13 @@ def _encode(sample: Any, kind: str, report: ExportReport, of_values: str = "json
         return {**files, kind: safetensors.torch.save(copies)}
     except (KeyError, ValueError, RuntimeError) as exc:
         raise EncodeError(f"a safetensors file cannot hold the sample: {exc!r:.300}; use pt") from exc
+
+
+def _all_leaves(sample: Any) -> Iterator[tuple[str, Any]]:
+    try:
+        yield from _leaves(sample, "")
+    except RecursionError as exc:
+        raise EncodeError("is nested too deeply, or contains itself; use pt") from exc
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import sys
 from typing import Any
 
@@ -29,6 +30,9 @@ from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.inspecting.values import as_numbers, read_parts
 
 __all__ = ["cat_command"]
+
+
+_MAX_JSON = 1 << 27  # elements
 
 
 @click.command("cat")
@@ -104,6 +108,8 @@ def _write(lazy: Lazy, form: str) -> None:
 
 
 def _as_json(key: str, lazy: Lazy) -> dict[str, Any]:
+    if math.prod(size or 1 for size in lazy.shape) > _MAX_JSON:
+        raise click.UsageError(f"{list(lazy.shape)} is too large for JSON; use --as raw")
     value = lazy.load()
     numbers = value if isinstance(value, np.ndarray) and value.dtype.kind in "USMm" else as_numbers(value)
     if numbers is None:
