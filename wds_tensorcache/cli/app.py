@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import click
@@ -56,7 +57,8 @@ class _Commands(click.Group):
         if name not in _COMMANDS:
             return None
         module, _, attribute = _COMMANDS[name].place.partition(":")
-        found: click.Command = getattr(importlib.import_module(f"wds_tensorcache.cli.{module}"), attribute)
+        with _uninterrupted():
+            found: click.Command = getattr(importlib.import_module(f"wds_tensorcache.cli.{module}"), attribute)
         return found
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
@@ -75,6 +77,19 @@ class _Commands(click.Group):
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
             raise click.UsageError(unknown_name("command", args[0], _COMMANDS), context)
         return super().resolve_command(context, args)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Delay Ctrl-C to the end of the `with` block. Hazard: an interrupt inside the import of torch may abort the process."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
