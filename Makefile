@@ -84,11 +84,12 @@ $(VENV)/oldest: $(BIN)/python constraints/oldest.txt
 $(BENCH)/peers: setup.cfg constraints/bench.txt
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH_PIP) torch
-	$(BENCH_PIP) --editable .
+	$(BENCH_PIP) --editable '.[remote]'
 	-$(BENCH_PIP) matplotlib
 	-$(BENCH_PIP) tensordict
 	-$(BENCH_PIP) array_record
 	-$(BENCH_PIP) nvidia-dali-cuda130
+	-$(BENCH_PIP) datasets
 	-$(BENCH_PIP) --no-deps litdata && $(BENCH_PIP) lightning-utilities filelock boto3 requests tifffile obstore
 	-$(BENCH_PIP) --no-deps mosaicml-streaming && $(BENCH_PIP) transformers catalogue tqdm brotli python-snappy zstd boto3 requests
 	touch $@

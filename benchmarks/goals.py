@@ -12,10 +12,12 @@ from benchmarks.scenarios.batches import COLD_CEILINGS
 from benchmarks.scenarios.dali_cpu import NATIVE, NESTED, PYD_SOURCE, RAW
 from benchmarks.scenarios.dali_cpu import OURS as NODES
 from benchmarks.scenarios.gpu import AHEAD, DALI_NATIVE, DALI_NODES, PINNED_COPY
+from benchmarks.scenarios.importing import IMPORT_CEILING, IMPORTED, KINDS
 from benchmarks.scenarios.loaders.loader import READ_BATCH
 from benchmarks.scenarios.loaders.random_draws import ARITHMETIC, CHOSEN, MOMENTS, SAME_BYTES, SAMPLED
 from benchmarks.scenarios.loaders.worker_handoff import COLLATED, DEFAULT_COLLATED, LAZY, TENSORS
 from benchmarks.scenarios.many_shards import memory_row, time_row
+from benchmarks.scenarios.remote import ALL_BYTES, CACHED, CURLS, EPOCH, LOCAL, ONE, ONE_OF_PEERS, moved
 from benchmarks.scenarios.safe_copies import BARE, WITHOUT_LEASE
 from benchmarks.scenarios.shared import (
     ADDED,
@@ -105,6 +107,18 @@ def _best_over(peer: str, base: str) -> Callable[[Rounds], list[float]]:
     return lambda rounds: ratios(rounds, _fastest(rounds, [name for name in rounds if name.startswith(peer)]), base)
 
 
+def _fastest_of(prefix: str, ours: str) -> Callable[[Rounds], list[float]]:
+    """Return the fastest other row with this prefix, divided by ours."""
+
+    def values(rounds: Rounds) -> list[float]:
+        others = [
+            name for name in rounds if name.startswith(prefix) and not name.startswith(ours) and name[-2:] != "MB"
+        ]
+        return ratios(rounds, _fastest(rounds, others), ours)
+
+    return values
+
+
 def _above_ceiling(rounds: Rounds) -> list[float]:
     """Return the microseconds of a copied sample beyond 1.2 times the ceiling."""
     return [a - 1.2 * b for a, b in zip(rounds[NAME], rounds[CEILING], strict=True)]
@@ -141,6 +155,17 @@ _GOALS = (
     _Goal("diffusion", "random_get", "views / fastest peer", _over_peers(VIEWS), 1.1),
     _Goal("diffusion", "write", f"ours / {PYD}", _over(NAME, PYD), 0.4),
     _Goal("diffusion", "write", "ours / plain write", _over(NAME, PLAIN), 2.0),
+    *(
+        _Goal(
+            "diffusion",
+            "import",
+            f"raw read and write / import, {kind}",
+            _over(IMPORT_CEILING + kind, IMPORTED + kind),
+            0.6,
+            at_least=True,
+        )
+        for kind in KINDS
+    ),
     _Goal("diffusion", "worker_handoff", "samples of tensors / lazy", _over(TENSORS, LAZY), 5, at_least=True),
     _Goal("diffusion", "worker_handoff", "lazy / better collated", _over_best(LAZY, (COLLATED, DEFAULT_COLLATED)), 1.0),
     _Goal("diffusion", "loader", "read_batch / Loader", _over(READ_BATCH, LOADED), 0.9, at_least=True),
@@ -168,6 +193,11 @@ _GOALS = (
     _Goal("diffusion", "shared", "flat batches / block", _over(FLAT_BATCHES, BLOCK_BATCHES), 1.0),
     _Goal("diffusion", "shared", "8 processes with 1 GB, MB", _us(MEMORY), 1200),
     _Goal("diffusion", "shared", "8 processes, added by 1 GB, MB", _us(ADDED), 1200),
+    _Goal("diffusion", "remote", "one tensor: bytes / all bytes", _over(moved(ONE), moved(ALL_BYTES)), 0.02),
+    _Goal("diffusion", "remote", "all bytes by curl / one tensor", _over(ALL_BYTES, ONE), 8, at_least=True),
+    _Goal("diffusion", "remote", "fastest peer / one tensor", _fastest_of(ONE_OF_PEERS, ONE), 1, at_least=True),
+    _Goal("diffusion", "remote", "curls / shuffled epoch", _over(CURLS, EPOCH), 0.8, at_least=True),
+    _Goal("diffusion", "remote", "local shards / node's cache", _over(LOCAL, CACHED), 0.9, at_least=True),
     _Goal("diffusion", "dali_cpu", "raw members / nested batches", _over(RAW, NESTED), 1.3, at_least=True),
     _Goal("diffusion", "dali_cpu", "raw members / native reader", _over(RAW, NATIVE), 1.3, at_least=True),
     _Goal("diffusion", "dali_cpu", "nodes / raw members", _over(NODES, RAW), 1.3),

@@ -42,15 +42,17 @@ Stored = dict[str, float]  # bytes per sample of each store, by peer
 
 _PACKAGES = (
     *("torch", "numpy", "safetensors", "webdataset", "xxhash", "litdata", "mosaicml-streaming", "tensordict"),
-    *("array_record", "nvidia-dali-cuda130", "matplotlib"),
+    *("array_record", "nvidia-dali-cuda130", "matplotlib", "obstore", "urllib3", "datasets"),
 )
 _OWN_ROWS = (
+    "import",
     "wds_decode",
     "worker_handoff",
     "loader",
     "verify",
     "many_shards",
     "shared",
+    "remote",
     "dali_cpu",
     "dali_gpu",
     "loader_gpu",

@@ -39,6 +39,8 @@ class PackedMembers:
             raise TypeError(f"DALI's reader reads whole shards of one cache, got {type(cache).__name__}")
         if cache._order is not None:
             raise ValueError(f"DALI's reader reads whole shards, but {cache!r} is a view of some samples")
+        if cache._store.has_remote:
+            raise ValueError("DALI's reader reads only local files, but shards are at urls; use fn.tensorcache")
         if len({os.path.realpath(shard.path) for shard in cache._store.shards}) < cache.num_shards:
             raise ValueError("a shard occurs twice in the cache, so its samples cannot be told apart; list it once")
         names = list(names)

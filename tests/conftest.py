@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import random
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +19,19 @@ import webdataset as wds
 
 import wds_tensorcache as tc
 
+# Keep no indexes of remote shards in the folder of the user, also in child processes.
+os.environ["TENSORCACHE_INDEXES"] = "off"
+
+# A shell lets what it starts in the background ignore interrupts, and so would every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 if importlib.util.find_spec("hypothesis"):  # the `gpu` tests run where it cannot be installed
     from hypothesis import HealthCheck, settings
 
-    settings.register_profile("ci", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+    # The default profile tries the same examples in each run; `pytest --hypothesis-profile=random` tries new ones.
+    settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+    settings.register_profile("ci", settings.get_profile("random"), derandomize=True)
     settings.load_profile("ci")
 
 

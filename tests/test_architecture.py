@@ -174,7 +174,15 @@ HOMES: dict[str, tuple[Callable[[ast.AST], bool], set[str]]] = {
     "the keys of the manifest": (_has_text("nsamples", "filesize", "shardlist"), {"shards.manifest"}),
     "names of the two members": (
         lambda node: getattr(node, "value", None) in ("skel.pyd", "safetensors"),
-        {"shards.names", "cli.looking.cat", "integrations.export"},  # in the last two, it is the name of a file format
+        # in all but the first, it is the name of a file format
+        {
+            "shards.names",
+            "cli.looking.cat",
+            "integrations.exporting.contents",
+            "integrations.exporting.export_cache",
+            "integrations.importers.generic.exported",
+            "integrations.importers.generic.file_folder",
+        },
     ),
     "the missing half of a cache": (_has_text("is missing, but {", " is missing, but "), {"shards.names"}),
     "the magic of a footer": (lambda node: getattr(node, "value", None) == b"tcindex1", {"shards.footer"}),

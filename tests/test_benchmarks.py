@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -13,9 +17,11 @@ import torch
 import wds_tensorcache as tc
 from benchmarks.calls import acts, traced
 from benchmarks.ceiling import Ranges
+from benchmarks.children.http_server import Server
 from benchmarks.peers.base import as_array, as_tensor
 from benchmarks.report import spread
 from benchmarks.scenarios.gpu import AHEAD, DALI_NATIVE, DALI_NODES, PINNED_COPY
+from benchmarks.scenarios.remote import ALL_BYTES, CACHED, CURLS, EPOCH, LOCAL, ONE, STREAM, moved
 from benchmarks.summary import tables
 from benchmarks.timing import Variant, interleaved
 from benchmarks.workloads import WORKLOADS
@@ -119,3 +125,55 @@ def test_the_script_for_gpus_runs_without_one(tmp_path: Path) -> None:
     for row in (PINNED_COPY, DALI_NODES, DALI_NATIVE, AHEAD):
         assert f"| {row} |" in found.stdout
     assert "Missing: none." in found.stdout
+
+
+def test_the_remote_scenario_runs(tmp_path: Path) -> None:
+    """Its rows compare what they read with what was written; the figures of so few samples mean nothing."""
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl: apt install curl")
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "--quick",
+        "--no-peers",
+        "--workload",
+        "diffusion",
+        "--scenario",
+        "remote",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [*command, "--out", tmp_path], capture_output=True, text=True, env=environment, cwd=root, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    for row in (ONE, moved(ONE), ALL_BYTES, CURLS, EPOCH, STREAM, CACHED, LOCAL):
+        assert f"| {row} |" in done.stdout
+    assert "Missing: none." in done.stdout
+
+
+def test_the_server_of_the_remote_scenario(tmp_path: Path) -> None:
+    content = random.Random(0).randbytes(300_000)
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "x.bin").write_bytes(content)
+    (tmp_path.parent / "outside.bin").write_bytes(b"secret")
+    with Server(tmp_path) as server:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        url = f"{server.url}/a%20b/x.bin"
+        for asked, expected in (
+            (None, content),
+            ("bytes=5-9", content[5:10]),
+            ("bytes=-70000", content[-70_000:]),
+            ("bytes=299990-400000", content[-10:]),
+        ):
+            with opener.open(urllib.request.Request(url, headers={"Range": asked} if asked else {})) as response:
+                assert response.read() == expected
+                assert response.status == (206 if asked else 200)
+        assert server.sent() == len(content) + 5 + 70_000 + 10
+        assert server.sent() == 0
+        for missing in ("/none", "/../outside.bin", "/%2e%2e/outside.bin"):
+            with pytest.raises(urllib.error.HTTPError) as error:
+                opener.open(server.url + missing)
+            assert error.value.code == 404
+            error.value.close()

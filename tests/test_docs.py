@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -9,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.remote.servers.http_server import HttpServer
+from tests.remote.servers.write_server import WriteServer
+from wds_tensorcache.storage.remote.clients import forget_clients
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
@@ -18,7 +23,15 @@ LINKING = [ROOT / path for path in ("CHANGELOG.md", "benchmarks/RESULTS.md", "wd
 NEEDS = {
     "dali.md": ["nvidia.dali"],
     "training.md": ["torchdata", "lightning"],
+    "remote.md": ["urllib3"],
+    "node_cache.md": ["urllib3"],
+    "several_nodes.md": ["urllib3"],
+    "remote_writing.md": ["obstore", "moto"],
+    "ray.md": ["ray"],
 }  # by page; all other pages need nothing optional
+# By page, the address of a server of the current folder.
+SERVED = dict.fromkeys(("remote.md", "node_cache.md", "several_nodes.md"), "https://data.example.org")
+IN_STORES = {"remote_writing.md"}  # pages that write to s3://bucket
 
 
 def _name(path: Path) -> str:
@@ -50,6 +63,8 @@ def _anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("path", [page for page in PAGES if _blocks(page.read_text())], ids=_name)
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata looks at all of torch
+# Ray copies its own options, also those that it has deprecated, and leaves pipes of its processes to the garbage collector
+@pytest.mark.filterwarnings("ignore:`use_:DeprecationWarning:ray", "ignore:unclosed:ResourceWarning:ray")
 def test_python_blocks_run(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,14 +76,22 @@ def test_python_blocks_run(
         pytest.importorskip(needed)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
+    monkeypatch.setenv("TENSORCACHE_INDEXES", "off")
     namespace: dict[str, Any] = {}
-    everything = ""
-    for block in _blocks(path.read_text()):
-        exec(compile(block, str(path), "exec"), namespace)
-        printed = capsys.readouterr().out
-        everything += printed
-        for expected in re.findall(r"^ *print\(.*\) +# ([^…\n]*)", block, re.MULTILINE):
-            assert expected in printed
+    everything, address = "", SERVED.get(path.name)
+    with contextlib.ExitStack() as stack:
+        server = None if address is None else stack.enter_context(HttpServer(tmp_path))
+        if path.name in IN_STORES:
+            for name, value in stack.enter_context(WriteServer()).environment.items():
+                monkeypatch.setenv(name, value)
+            forget_clients()
+        for block in _blocks(path.read_text()):
+            code = block if server is None else block.replace(str(address), server.url)
+            exec(compile(code, str(path), "exec"), namespace)
+            printed = capsys.readouterr().out
+            everything += printed
+            for expected in re.findall(r"^ *print\(.*\) +# ([^…\n]*)", block, re.MULTILINE):
+                assert expected in printed
     for expected in re.findall(r"^```text\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE):
         assert expected in everything
 
@@ -120,9 +143,11 @@ def test_the_tree_is_the_tree() -> None:
     """The README names each folder of the packages, in the place where it is."""
     text = README.read_text()
     named, above = set(), [""]
-    for indent, name in re.findall(r"^( *)([a-z_]+)/(?: |$)", text[text.index("## The tree") :], re.MULTILINE):
-        above[len(indent) // 2 :] = [name]
-        named.add("/".join(above))
+    tree = text[text.index("## The tree") :]
+    for indent, names in re.findall(r"^( *)([a-z_]+/(?:, [a-z_]+/)*)(?: |$)", tree, re.MULTILINE):
+        for name in re.findall("[a-z_]+", names):  # folders that are side by side may share a line
+            above[len(indent) // 2 :] = [name]
+            named.add("/".join(above))
     packages = {path.parent.relative_to(ROOT).as_posix() for folder in FOLDERS for path in folder.rglob("__init__.py")}
     tops = {"wds_tensorcache", "dali_plugin"}
     assert {path for path in named if path.split("/")[0] in tops} == {

@@ -75,3 +75,14 @@ def test_finetuning_that_is_killed_has_the_same_latents(tmp_path: Path) -> None:
     assert re.search(
         r"1260 samples, 1[0-4]\d without text: all latents and texts are the same as in the whole run", out
     )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="kills processes")
+def test_training_on_two_nodes_that_are_killed(tmp_path: Path) -> None:
+    for module in ("moto", "boto3", "obstore"):
+        pytest.importorskip(module, reason="needs an S3 server: pip install 'wds-tensorcache[remote]' 'moto[server]'")
+    out = run(sys.executable, "examples/train_on_nodes.py", "--out", str(tmp_path))
+    assert re.search(
+        r"480 samples in 2 epochs, killed on 2 nodes after \d+, resumed on 1: each once in each epoch, as in the run",
+        out,
+    )

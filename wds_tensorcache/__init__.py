@@ -15,12 +15,16 @@ _NAMES = {
     "codec.sample": "decode_sample encode_sample",
     "codec.tree": "flatten realize",
     "errors": (
-        "BatchError EncodeError FormatError InvalidKeyError MissingShardError StaleCacheError TarFormatError "
+        "BatchError EncodeError FormatError InvalidKeyError MissingShardError RemoteError StaleCacheError TarFormatError "
         "TensorCacheError UnsafeSkeletonError"
     ),
-    "integrations.export": "ExportReport export_cache",
+    "integrations.exporting.export_cache": "ExportReport export_cache",
     "integrations.importers.import_cache": "import_cache",
     "integrations.importers.report": "ImportReport Skipped",
+    "integrations.ray.batches": "ray_collate ray_from_torch ray_sample ray_table ray_to_torch",
+    "integrations.ray.build": "build_ray",
+    "integrations.ray.read": "read_ray",
+    "integrations.ray.write": "write_ray",
     "integrations.torch_dataloader": "StepDataset TorchLoader torch_loader",
     "integrations.webdataset": "Decode decode encoder",
     "integrations.webdataset_resumable": "ResumablePipeline",

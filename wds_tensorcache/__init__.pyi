@@ -10,14 +10,19 @@ from wds_tensorcache.errors import (
     FormatError,
     InvalidKeyError,
     MissingShardError,
+    RemoteError,
     StaleCacheError,
     TarFormatError,
     TensorCacheError,
     UnsafeSkeletonError,
 )
-from wds_tensorcache.integrations.export import ExportReport, export_cache
+from wds_tensorcache.integrations.exporting.export_cache import ExportReport, export_cache
 from wds_tensorcache.integrations.importers.import_cache import import_cache
 from wds_tensorcache.integrations.importers.report import ImportReport, Skipped
+from wds_tensorcache.integrations.ray.batches import ray_collate, ray_from_torch, ray_sample, ray_table, ray_to_torch
+from wds_tensorcache.integrations.ray.build import build_ray
+from wds_tensorcache.integrations.ray.read import read_ray
+from wds_tensorcache.integrations.ray.write import write_ray
 from wds_tensorcache.integrations.torch_dataloader import StepDataset, TorchLoader, torch_loader
 from wds_tensorcache.integrations.webdataset import Decode, decode, encoder
 from wds_tensorcache.integrations.webdataset_resumable import ResumablePipeline
@@ -79,6 +84,7 @@ __all__ = [
     "LoaderStats",
     "MissingShardError",
     "Pad",
+    "RemoteError",
     "RepairReport",
     "Report",
     "ResumablePipeline",
@@ -106,6 +112,7 @@ __all__ = [
     "ValueDescription",
     "WaitStats",
     "build",
+    "build_ray",
     "by_length",
     "decode",
     "decode_sample",
@@ -122,6 +129,12 @@ __all__ = [
     "open",
     "original_name",
     "pad",
+    "ray_collate",
+    "ray_from_torch",
+    "ray_sample",
+    "ray_table",
+    "ray_to_torch",
+    "read_ray",
     "realize",
     "repair",
     "reshard",
@@ -133,6 +146,7 @@ __all__ = [
     "torch_loader",
     "verify",
     "write_index",
+    "write_ray",
 ]
 
 __version__: str

@@ -7,6 +7,7 @@ TensorCacheError
 │   └── UnsafeSkeletonError (pickle.UnpicklingError) a skeleton that names code outside the format
 ├── EncodeError             (TypeError)              a Python value that the format cannot represent
 ├── BatchError              (ValueError)             samples that cannot form one batch
+├── RemoteError             (OSError)                a request to a server or an object store that failed
 ├── StaleCacheError         (ValueError)             a cache whose fingerprint is not the expected one
 └── InvalidKeyError         (ValueError)             a sample key or cache name that breaks a naming rule
 """
@@ -28,10 +29,12 @@ __all__ = [
     "InvalidKeyError",
     "Kind",
     "MissingShardError",
+    "RemoteError",
     "StaleCacheError",
     "TarFormatError",
     "TensorCacheError",
     "UnsafeSkeletonError",
+    "add_note",
     "list_names",
     "unknown_name",
 ]
@@ -137,12 +140,35 @@ class BatchError(TensorCacheError, ValueError):
     """Samples or caches that cannot form one batch; the message says where they differ."""
 
 
+class RemoteError(TensorCacheError, OSError):
+    """A request to a server or an object store that failed, after retries if the fault may pass.
+
+    The message says url, range and status, without credentials.
+
+    Attributes:
+        url: The object, without user name, password and query.
+        begin, end: The bytes `[begin, end)` that were requested; None for another request.
+        status: Status of the HTTP response; None if there was none, or if it is unknown.
+    """
+
+    url: str | None = None
+    begin: int | None = None
+    end: int | None = None
+    status: int | None = None
+
+
 class StaleCacheError(TensorCacheError, ValueError):
     """A cache whose fingerprint (model, dtype, …) is not the expected one; the message contains both."""
 
 
 class InvalidKeyError(TensorCacheError, ValueError):
     """A sample key or cache name that breaks a naming rule of FORMAT.md; the message names the rule."""
+
+
+def add_note(exc: BaseException, note: str) -> None:
+    """Add a note to an exception whose type must stay, such as one of the caller's code; without effect before Python 3.11."""
+    if hasattr(exc, "add_note"):
+        exc.add_note(note)
 
 
 _NUM_LISTED, _NUM_COMPARED, _NUM_CHARS = 8, 1000, 80

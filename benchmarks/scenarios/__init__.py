@@ -8,10 +8,12 @@ from benchmarks.context import Context
 from benchmarks.scenarios.batches import batch_cold, batch_random, one_tensor
 from benchmarks.scenarios.dali_cpu import dali_cpu
 from benchmarks.scenarios.gpu import dali_gpu, loader_gpu
+from benchmarks.scenarios.importing import importing
 from benchmarks.scenarios.loaders.loader import loader
 from benchmarks.scenarios.loaders.random_draws import random_draws
 from benchmarks.scenarios.loaders.worker_handoff import worker_handoff
 from benchmarks.scenarios.many_shards import many_shards
+from benchmarks.scenarios.remote import remote
 from benchmarks.scenarios.samples import iterate_lazy, iterate_touch, opened, random_get
 from benchmarks.scenarios.shared import shared
 from benchmarks.scenarios.verifying import verify
@@ -27,6 +29,7 @@ SCENARIOS: dict[str, Callable[[Context], Rounds]] = {
     "batch_cold": batch_cold,
     "write": write,
     "write_fsync": write_fsync,
+    "import": importing,
     "open": opened,
     "iterate_lazy": iterate_lazy,
     "iterate_touch": iterate_touch,
@@ -40,6 +43,7 @@ SCENARIOS: dict[str, Callable[[Context], Rounds]] = {
     "verify": verify,
     "many_shards": many_shards,
     "shared": shared,
+    "remote": remote,
     "dali_cpu": dali_cpu,
     "dali_gpu": dali_gpu,
     "loader_gpu": loader_gpu,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,6 +76,31 @@ def test_a_part_of_a_large_cache(cache: Path) -> None:
     assert report["num_used"] in (4, 5)
     assert whole / 8 < report["nbytes_used"] < whole / 3
     assert json_of("bench", cache, *QUICK, "--threads", 1, "--max-nbytes", 1)["num_used"] == 1
+
+
+def test_several_dtypes(tmp_path: Path) -> None:
+    """A batch has tensors of one dtype, so the rates are those of the samples with the most frequent ones."""
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        for i in range(12):
+            x: Any = (
+                np.ones(4, np.float32) if i % 6 == 0 else torch.ones(4).to(torch.int64 if i % 3 == 0 else torch.float32)
+            )
+            sink.write(
+                f"k{i}", {"x": x, "y": torch.ones(2, dtype=torch.uint8)} | ({} if i % 4 else {"z": torch.ones(1)})
+            )
+    report = json_of("bench", tmp_path / "cache", *QUICK)
+    assert (report["num_samples"], report["num_used"]) == (12, 8)
+
+
+def test_samples_of_one_byte(tmp_path: Path) -> None:
+    """A copy of one byte would have 64 million targets, which take gigabytes."""
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        for i in range(3):
+            sink.write(f"k{i}", {"x": torch.ones(1, dtype=torch.uint8)})
+    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30)); "
+    code += "from wds_tensorcache.cli import main; main()"
+    command = [sys.executable, "-c", code, "bench", str(tmp_path / "cache"), "--seconds", "0", "--threads", "1"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=100)
 
 
 def test_one_of_several_caches(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -11,6 +12,7 @@ import signal
 import tarfile
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +309,24 @@ def test_interrupted(tmp_path: Path, source: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
+def test_interrupted_again_and_again(tmp_path: Path, source: Path) -> None:
+    """Ctrl-C held down: status 130 and no traceback, however many arrive while the command ends."""
+    for number in range(5):
+        parent = tmp_path / str(number)
+        parent.mkdir()
+        process, output = start("reshard", source, parent / "out", "--max-samples", 1)
+        wait_for_shards(parent, 1)
+        with ThreadPoolExecutor(1) as pool:
+            status = pool.submit(process.wait)
+            while not status.done():
+                with contextlib.suppress(ProcessLookupError):
+                    process.interrupt()
+                time.sleep(0.0003)
+        said = output.read().decode()
+        output.__exit__()
+        assert (status.result(), "Traceback" in said) == (130, False), said
+
+
 def test_other_arguments_do_not_resume(tmp_path: Path, source: Path) -> None:
     """Neither do sources that have changed; what the killed command has left is deleted."""
     process, output = start("reshard", source, tmp_path / "out", "--max-samples", 1)
@@ -385,3 +405,11 @@ def test_two_at_once(tmp_path: Path, source: Path) -> None:
     output.__exit__()
     assert tc.verify(tmp_path / "out").ok
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+@pytest.mark.parametrize("command", ["import", "drop"])
+def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path, command: str) -> None:
+    (tmp_path / "shard.tar").write_bytes(b"")
+    said = run(command, tmp_path / "shard.tar", tmp_path / "out", status=2).stderr
+    assert "shard.tar is a file, expected a folder" in said
+    assert os.listdir(tmp_path) == ["shard.tar"]

@@ -15,14 +15,17 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+import click
 import pytest
 import torch
+from click.shell_completion import ShellComplete
 
 import wds_tensorcache as tc
 from tests.cli.commands import Result, Server
 from tests.cli.conftest import HOSTILE
 from wds_tensorcache.cli.app import app
 from wds_tensorcache.cli.app import run as run_here
+from wds_tensorcache.cli.completing import quick as quick_completion
 from wds_tensorcache.cli.output import plain, to_json
 
 Run = Callable[..., Result]
@@ -116,7 +119,7 @@ def test_python_without_click(tmp_path: Path) -> None:
         (["stats", "cache", "--samples", "few"], "at least 1, or 'all'"),
         (["ls", "nowhere"], "nowhere does not exist"),
         (["ls", "nowhere/*.tar"], "matches no file"),
-        (["ls", "s3://bucket/cache"], "not a local path"),
+        (["ls", "ftp://bucket/cache"], "expected a local path, or a url"),
         (["ls", "cache", "--cache", "none"], "no cache 'none'"),
         (["ls", "cache", "--cache", "not a name"], "not a name"),
         (["show", "cache", "photos/03 a"], "photos/003%20a"),
@@ -489,6 +492,52 @@ def test_completion(run: Run, cache: Path, hostile: Path) -> None:
     assert _completions(run, "cat", "hostile", "a", "") == ["array"]  # no name that a terminal would obey
     assert _completions(run, "show", "nowhere", "") == []
     assert _completions(run, "cat", "cache", "nothing", "") == []
+
+
+def test_completion_without_torch(cache: Path) -> None:
+    """Importing torch takes seconds, and the shell would wait for it after TAB."""
+    script = "import sys; from wds_tensorcache.cli.app import run; run([]); assert 'torch' not in sys.modules"
+    for words, expected in (
+        (["show", "cache", "photos/00"], [f"plain,photos/{i:03d}%20a" for i in range(10)]),
+        (["cat", "cache/1.tar", ""], [f"plain,photos/{i:03d}%20a" for i in range(4, 8)]),
+        (["stats", ""], ["file,"]),
+        (["import", "x"], ["dir,x"]),
+    ):
+        variables = {"_TENSORCACHE_COMPLETE": "bash_complete", "COMP_WORDS": "\n".join(["tensorcache", *words])}
+        found = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, **variables, "COMP_CWORD": str(len(words))},
+            cwd=cache.parent,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (found.returncode, found.stderr, found.stdout.split("\n")) == (0, "", [*expected, ""])
+
+
+def test_quick_completions_are_those_of_click(
+    run: Run, cache: Path, hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (cache / "manifest.json").rename(tmp_path / "manifest.json")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "0.tar").write_bytes(b"x" * 2000)
+    lines = [
+        ["show", "cache", "photos/00"],
+        ["cat", "cache/2.tar", ""],
+        ["show", "hostile", "a"],
+        ["show", "cache", "x"],
+    ]
+    lines += [["show", "nowhere", ""], ["show", "empty", ""], ["show", "bad", ""], ["cat", "bad/0.tar", ""]]
+    lines += [[command, given] for command in app.list_commands(click.Context(app)) for given in ("", "x")]
+    for words in lines:
+        slow = ShellComplete(app, {}, "tensorcache", "X").get_completions(words[:-1], words[-1])
+        assert _completions(run, *words) == [item.value for item in slow], words
+        quick = quick_completion._complete(words[:-1], words[-1], frozenset(app.list_commands(click.Context(app))))
+        assert quick is None or [(item.type, item.value) for item in quick] == [
+            (item.type, item.value) for item in slow
+        ]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

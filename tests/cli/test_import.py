@@ -117,9 +117,12 @@ def test_what_samples_lack(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for number in range(5):
         torch.save({"x": torch.ones(2)} | ({"y": 1} if number < 2 else {}), tmp_path / "in" / f"{number}.pt")
+        if number != 4:
+            (tmp_path / "in" / f"{number}.txt").write_text("a photo")
     said = run("import", tmp_path / "in", tmp_path / "out")
-    assert said.stderr == "3 of 5 samples have no 'y', for example 2\n"
-    assert json_of("import", tmp_path / "in", tmp_path / "again")["lacking"] == {"y": [3, "2"]}
+    missing = ["1 of 5 samples have no '.txt', for example 4", "3 of 5 samples have no 'y', for example 2"]
+    assert said.stderr.splitlines() == missing
+    assert json_of("import", tmp_path / "in", tmp_path / "again")["lacking"] == {".txt": [1, "4"], "y": [3, "2"]}
 
 
 def test_a_folder_that_changes(folder: Path, tmp_path: Path) -> None:

@@ -230,6 +230,14 @@ def test_only_get_is_answered(page_server: PageServer, method: str) -> None:
     assert _ask(page_server, f"/?token={page_server.token}", method)[0] == 405
 
 
+def test_an_answer_to_head_has_no_body(page_server: PageServer) -> None:
+    """The next answer on the connection would begin with it."""
+    with socket.create_connection(page_server.server_address[:2], timeout=30) as connection:
+        connection.sendall(b"HEAD / HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        with connection.makefile("rb") as answer:
+            assert answer.read().partition(b"\r\n\r\n")[2] == b""
+
+
 @pytest.mark.parametrize(
     "path",
     [

@@ -142,7 +142,7 @@ def overlapping() -> bytes:
     ("raw", "match"),
     [
         (saved([1], _use_new_zipfile_serialization=False), "expected a zip file"),
-        (b"", "expected a zip file"),
+        (b"", "is empty"),
         (PICKLED[:-30], "cannot be decoded"),
         (PICKLED[: len(PICKLED) // 2], "cannot be decoded"),
         (zipped(ONE, zipfile.ZIP_DEFLATED, **{"data/0": bytes(16)}), "is compressed"),

@@ -16,9 +16,9 @@ from tests.importers.damaged import count_errors, load_damaged
 from tests.importers.folders import imported
 from tests.same import assert_same
 from wds_tensorcache.integrations.importers.formats import choose_format
-from wds_tensorcache.integrations.importers.generic import fastvideo
 from wds_tensorcache.integrations.importers.import_cache import import_cache
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.integrations.importers.trainers import fastvideo
 
 arrow = pytest.importorskip("pyarrow", reason="pip install pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet", reason="pip install pyarrow")

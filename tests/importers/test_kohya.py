@@ -396,7 +396,7 @@ def test_safetensors(tmp_path: Path) -> None:
     assert found["sub/4"]["text"].keys() == {"hidden_state1", "pool2", "t5_attn_mask"}
     assert found["sub/4"]["caption"] == "caption 4"
     assert_complete(all_tensors(folder), found.values())
-    assert report.fingerprint["format"] == "kohya_safetensors"
+    assert report.fingerprint["format"] == "kohya-safetensors"
     assert report.fingerprint["architecture"] == "sdxl"
     assert report.fingerprint["metadata"]["text"] == {"architecture": "sdxl", "format_version": "1.0.0"}
     assert report.fingerprint["keys"] == [

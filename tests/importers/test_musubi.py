@@ -308,8 +308,8 @@ def test_recognition(tmp_path: Path) -> None:
         safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "plain" / f"x{i}_wan_te.safetensors")
     assert recognized(tmp_path / "musubi") == "musubi"
     assert recognized(tmp_path / "text") == "musubi"
-    assert recognized(tmp_path / "kohya") == "kohya_safetensors"
-    assert recognized(tmp_path / "kohya text") == "kohya_safetensors"
+    assert recognized(tmp_path / "kohya") == "kohya-safetensors"
+    assert recognized(tmp_path / "kohya text") == "kohya-safetensors"
     assert recognized(tmp_path / "npz") == "kohya"
     assert recognized(tmp_path / "plain") == "files"
 
@@ -322,14 +322,14 @@ def test_files_of_both_programs_in_one_folder(tmp_path: Path) -> None:
         save_text(folder, f"m{i}", "wan")
     save_new(folder / "k_0512x0512_flux.safetensors", (512, 512), torch.randn(4, 8, 8))
     save_new_text(folder / "k_flux_256_te.safetensors", "hello")
-    with pytest.raises(ValueError, match=r"kohya_safetensors \(1 files\), musubi \(6 files\)"):
+    with pytest.raises(ValueError, match=r"kohya-safetensors \(1 files\), musubi \(6 files\)"):
         import_cache(folder, tmp_path / "stopped")
     with pytest.raises(tc.FormatError, match="k_0512x0512_flux.safetensors: is not a file of musubi-tuner"):
         import_cache(folder, tmp_path / "stopped", format="musubi")
-    for name, count, bad in (("musubi", 3, 2), ("kohya_safetensors", 1, 6)):
+    for name, count, bad in (("musubi", 3, 2), ("kohya-safetensors", 1, 6)):
         found, report = imported(folder, tmp_path / name, format=name, on_error="skip")
         assert (len(found), len(report.skipped)) == (count, bad)
-        assert report.fingerprint["architecture"] == {"musubi": "wan", "kohya_safetensors": "sdxl"}[name]
+        assert report.fingerprint["architecture"] == {"musubi": "wan", "kohya-safetensors": "sdxl"}[name]
 
 
 @pytest.mark.parametrize(

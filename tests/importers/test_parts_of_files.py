@@ -18,7 +18,7 @@ import wds_tensorcache as tc
 from tests.same import assert_same
 from wds_tensorcache.integrations.importers.safe_files import parse_torch
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
-from wds_tensorcache.integrations.pth import peek_pth
+from wds_tensorcache.integrations.pickles.pth import peek_pth
 
 
 class Gadget:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import datetime
 import io
 import os
 import pickle
 import random
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.same import assert_same
-from wds_tensorcache.integrations.pickled_arrays import decode_pickle
+from wds_tensorcache.integrations.pickles.arrays import decode_pickle
 
 PROTOCOLS = [2, 3, 4, 5]
 LIMIT = 1 << 20
@@ -87,6 +89,63 @@ def test_scalars_and_dtypes(protocol: int) -> None:
     assert np.dtype("f4").isnative  # the dtype that numpy shares is not changed
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_values_of_listed_types(protocol: int) -> None:
+    """All types that samples may contain; Python pickles them by other names and opcodes than skeletons have."""
+    one = uuid.UUID(int=7)
+    value = [
+        {frozenset([1, (2, 3)]): {4, 5}},
+        [one, one, uuid.UUID(int=(1 << 128) - 1)],
+        collections.defaultdict(list, a=1),
+        collections.defaultdict(str),
+        collections.defaultdict(int),
+        collections.defaultdict(set),
+        collections.defaultdict(None, b=2),
+        range(1, 9, 2),
+        slice(None, 3),
+        ...,
+        datetime.date(2020, 1, 2),
+        datetime.timedelta(days=-1, microseconds=5),
+        datetime.datetime(2020, 1, 2, 3, tzinfo=datetime.timezone.utc),
+        np.datetime64(5, "25s"),
+        np.timedelta64("NaT", "ns"),
+        np.dtype("M8[7D]"),
+    ]
+    arrays = [np.arange(3).astype(dtype) for dtype in ("M8[ns]", ">M8[25s]", "m8[D]")]
+    found, times = decode(pickle.dumps([value, arrays], protocol))
+    assert repr(found) == repr(value)
+    assert list(map(type, found)) == list(map(type, value))
+    assert found[1][0] is found[1][1]
+    assert [each.default_factory for each in found[2:7]] == [list, str, int, set, None]
+    for array, other in zip(arrays, times, strict=True):
+        assert other.dtype.newbyteorder("=") == array.dtype.newbyteorder("=")
+        assert other.astype("<i8").tobytes() == array.astype("<i8").tobytes()
+    assert np.dtype("M8").str == "<M8"  # the dtype that numpy shares is not changed
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        b"cuuid\nUUID\n)\x81.",  # no number
+        b"cuuid\nUUID\n.",
+        b"cuuid\nUUID\n)R.",
+        b"cuuid\nUUID\nK\x01\x85\x81}X\x03\x00\x00\x00intK\x01sb.",
+        b"cuuid\nUUID\n)\x81}X\x03\x00\x00\x00intK\x01sb}X\x03\x00\x00\x00intK\x02sb.",  # twice
+        b"cuuid\nUUID\n)\x81}X\x03\x00\x00\x00intJ\xff\xff\xff\xffsb.",
+        b"cuuid\nUUID\n)\x81}X\x03\x00\x00\x00intX\x01\x00\x00\x001sb.",
+        b"cuuid\nUUID\n)\x81}(X\x03\x00\x00\x00intK\x01X\x03\x00\x00\x00hexK\x01ub.",
+        b"c__builtin__\nset\n.",
+        b"c__builtin__\nlist\n)R.",
+        b"c__builtin__\nfrozenset\nc__builtin__\nset\n\x85R.",
+        b"c__builtin__\nfrozenset\n](c__builtin__\nset\ne\x85R.",
+        b"ccollections\ndefaultdict\nc__builtin__\nfrozenset\n\x85R.",
+    ],
+)
+def test_hostile_listed_types(opcodes: bytes) -> None:
+    with pytest.raises(tc.FormatError):
+        decode(b"\x80\x02" + opcodes)
+
+
 def test_cosmos_text_states() -> None:
     """cosmos-predict2: `t5_xxl/{stem}.pickle`, and the members of its WebDatasets."""
     states = np.random.default_rng(0).normal(size=(7, 16)).astype(np.float32)
@@ -109,7 +168,7 @@ UNSAFE = {
     "gadget in an array": np.array([Gadget()]),
     "objects": np.array([None]),
     "records": np.zeros(2, [("a", "f4")]),
-    "dates": np.array(["2020-01-01"], "M8[D]"),
+    "dates without a unit": np.array(["NaT"], "M8"),
     "class of arrays": np.ndarray,
     "other class": collections.Counter("ab"),
     "array of another class": np.ones(2).view(Array),

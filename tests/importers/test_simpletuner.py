@@ -144,6 +144,8 @@ def test_captions_in_settings_names_and_hashes_of_paths(tmp_path: Path) -> None:
         "c": text_name("/data/c.png"),
         "d": text_name("set:/data/d.png", prompt="sks dog"),
         "e": text_name("sks dog e"),
+        "f": text_name("set:f.png"),  # relative to the folder of the backend
+        "g": text_name("data/g.png", prompt="sks dog"),
     }
     captions: dict[str, str | None] = {
         "a_red_cat": "a red cat",
@@ -151,6 +153,8 @@ def test_captions_in_settings_names_and_hashes_of_paths(tmp_path: Path) -> None:
         "c": None,
         "d": "sks dog",
         "e": "sks dog e",
+        "f": None,
+        "g": "sks dog",
     }
     for i, name in enumerate(keys.values()):
         save(text_embeds(i), root / "text" / name)
@@ -163,6 +167,19 @@ def test_captions_in_settings_names_and_hashes_of_paths(tmp_path: Path) -> None:
     assert found.keys() == {f"vae/{stem}" for stem in keys}
     for stem, caption in captions.items():
         assert caption in found[f"vae/{stem}"]["caption"]
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_paths_of_windows_and_names_without_hashes(tmp_path: Path, hashed: bool) -> None:
+    """`hash_filenames` is an option of older versions."""
+    root = tmp_path / "in"
+    write_backend(root, "set", {"C:\\photos\\a.v2.png": metadata(0)})
+    latents = save(torch.randn(4, 8, 8), root / "vae" / (vae_name("a.v2.png") if hashed else "a.v2.pt"))
+    found, report = imported(root, tmp_path / "out", format="simpletuner")
+    assert report.ok
+    assert found.keys() == {"vae/a.v2"}
+    assert found["vae/a.v2"]["image_path"] == "C:\\photos\\a.v2.png"
+    assert_same(latents, found["vae/a.v2"]["latents"])
 
 
 def test_resolutions_and_equal_file_names(tmp_path: Path) -> None:

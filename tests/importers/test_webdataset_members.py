@@ -51,6 +51,26 @@ def test_members_by_name(tmp_path: Path) -> None:
     assert [bytes(each) for each in more] == [JPEG, b'{"label": 3}', b"a cat"]
 
 
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_links_are_reported(tmp_path: Path, kind: bytes) -> None:
+    """GNU tar writes hard links for files that are one; without a report, the samples would just lack members."""
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "a.tar", "w") as archive:
+        for key in ("a", "b"):
+            for suffix, content in (("pth", saved(torch.ones(2))), ("txt", b"a cat")):
+                member = tarfile.TarInfo(f"{key}.{suffix}")
+                if (key, suffix) == ("b", "txt"):
+                    member.type, member.linkname = kind, "a.txt"
+                member.size = len(content) if member.isreg() else 0
+                archive.addfile(member, io.BytesIO(content))
+    with pytest.raises(tc.FormatError, match=r"a\.tar: b\.txt: is a link"):
+        import_cache(tmp_path / "in", tmp_path / "out")
+    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert list(found) == ["a", "b"]
+    assert [each.name for each in report.skipped] == ["a.tar: b.txt"]
+    assert not report.ok
+
+
 @pytest.mark.parametrize("suffix", ["pyd", "pickle", "pkl"])
 def test_one_pickle(tmp_path: Path, suffix: str) -> None:
     value = {"prompt": "a cat", "sizes": [(1, 2), 3.5, None], "raw": b"\0\xff"}

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,9 @@ from tests.cli.command import json_of, run
 from tests.cli.commands import Output, the_server
 from tests.importers.folders import imported
 from tests.same import assert_same
-from wds_tensorcache.integrations.export import export_cache
+from tests.strategies import TORCH_DTYPES
+from wds_tensorcache.integrations.exporting.export_cache import export_cache
+from wds_tensorcache.integrations.exporting.export_list import LIST
 
 
 def nested(i: int) -> dict[str, Any]:
@@ -54,10 +57,6 @@ def test_pt(tmp_path: Path, samples: dict[str, Any]) -> None:
     for name, sample in samples.items():
         assert_same(sample, torch.load(tmp_path / "out" / f"{name}.pt", weights_only=True))
     assert (tmp_path / "out" / "dir" / "photo (1).jpg").read_bytes() == b"\xff\xd8"
-    found, _ = imported(tmp_path / "out", tmp_path / "again")
-    assert found.keys() == samples.keys()
-    for name, sample in samples.items():
-        assert_same(sample, found[name])
 
 
 @pytest.mark.parametrize("kind", ["npz", "safetensors"])
@@ -104,12 +103,10 @@ def test_webdataset(tmp_path: Path, samples: dict[str, Any]) -> None:
     url = str(tmp_path / "out" / "samples.tar")
     found = {sample["__key__"]: sample for sample in wds.WebDataset(url, shardshuffle=False)}
     assert list(found) == [tc.safe_key(name) for name in samples]
-    for number, (name, sample) in enumerate(samples.items()):
+    for number, name in enumerate(samples):
         members = found[tc.safe_key(name)]
         assert ("jpg" in members) == bool(number % 2)
         assert tarfile.is_tarfile(url)
-        again, _ = imported(tmp_path / "out", tmp_path / f"again{number}")
-        assert_same(sample, again[tc.safe_key(name)])
 
 
 NAMES = [
@@ -136,7 +133,7 @@ def test_names_that_are_no_file_names(tmp_path: Path) -> None:
         for number, name in enumerate(names):
             sink.write(tc.safe_key(name), {"x": torch.tensor(number)})
     result = json_of("export", tmp_path / "cache", tmp_path / "parent" / "out")
-    files = [path for path in (tmp_path / "parent").rglob("*") if path.is_file()]
+    files = files_in(tmp_path / "parent")
     assert sorted(torch.load(path)["x"].item() for path in files) == list(range(len(names)))
     assert all((tmp_path / "parent" / "out") in path.parents for path in files)
     assert len({str(path).casefold() for path in files}) == len(names)
@@ -145,21 +142,44 @@ def test_names_that_are_no_file_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "sample", "message"),
+    ("kind", "sample", "widened", "as_text"),
     [
-        ("npz", {"x": torch.ones(2), "when": {1, 2}}, "'when' is a set, which JSON cannot hold"),
-        ("npz", {"x": torch.ones(2), "y": float("nan")}, "'y' is a float"),
-        ("safetensors", {"x": np.array(["a", "bc"])}, "'x' is an array of <U2"),
-        ("npz", {"x": torch.zeros(2, dtype=torch.complex32)}, "'x' is torch.complex32"),
+        ("npz", {"x": torch.ones(2), "when": {1, 2}}, {}, {"when": ("set", "{1, 2}")}),
+        ("npz", {"x": torch.ones(2), "y": {"z.a": float("nan")}}, {}, {"y.z.a": ("float", "nan")}),
+        ("safetensors", {"x": np.array(["a", "bc"])}, {"x": "uint32"}, {}),
+        ("safetensors", {"x": torch.zeros(2, dtype=torch.complex128)}, {"x": "float64"}, {}),
+        ("npz", {"x": torch.zeros(2, dtype=torch.complex32)}, {"x": "float16"}, {}),
     ],
 )
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-def test_samples_that_a_file_cannot_hold(tmp_path: Path, kind: str, sample: Any, message: str) -> None:
+def test_what_a_file_holds_in_another_form(
+    tmp_path: Path, kind: str, sample: Any, widened: Any, as_text: dict[str, tuple[str, str]]
+) -> None:
+    """The command names it, and an import has the original."""
     with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
         sink.write("k", sample)
-    with tc.open(tmp_path / "cache") as cache, pytest.raises(tc.EncodeError, match=f"sample 'k': {message}"):
-        export_cache(cache, tmp_path / "out", kind)
-    assert os.listdir(tmp_path / "out") == []
+    result = json_of("export", tmp_path / "cache", tmp_path / "out", "--as", kind)
+    assert result["widened"] == widened
+    assert result["as_text"] == {name: cls for name, (cls, _) in as_text.items()}
+    if as_text:
+        texts = json.loads((tmp_path / "out" / "k.json").read_text())
+        assert texts == {name: text for name, (_, text) in as_text.items()}
+    said = run("export", tmp_path / "cache", tmp_path / "other", "--as", kind).stderr
+    assert all(name in said for name in (*widened, *as_text))
+    found, _ = imported(tmp_path / "out", tmp_path / "again")
+    assert_same(sample, found["k"])
+
+
+def test_a_sample_that_contains_itself(tmp_path: Path) -> None:
+    sample: list[Any] = [torch.ones(1)]
+    sample.append(sample)
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        sink.write("k", sample)
+    said = run("export", tmp_path / "cache", tmp_path / "out", "--as", "npz", status=1).stderr
+    assert "sample 'k': is nested too deeply, or contains itself; use pt" in said
+    assert files_in(tmp_path / "out") == []
+    run("export", tmp_path / "cache", tmp_path / "pt")
+    assert_same(sample, imported(tmp_path / "pt", tmp_path / "again")[0]["k"])
 
 
 def test_a_name_that_numpy_uses(tmp_path: Path) -> None:
@@ -185,7 +205,8 @@ def test_a_killed_export_resumes(tmp_path: Path) -> None:
     assert "--resume" in run("export", tmp_path / "cache", out, "--as", "npz", status=2).stderr
     result = json_of("export", tmp_path / "cache", out, "--as", "npz", "--resume")
     assert (result["num_present"], result["num_written"]) == (before, 300 - before)
-    assert sorted(os.listdir(out)) == sorted(f"k{i:03d}.{suffix}" for i in range(300) for suffix in ("npz", "txt"))
+    expected = sorted(f"k{i:03d}.{suffix}" for i in range(300) for suffix in ("npz", "txt"))
+    assert [path.name for path in files_in(out)] == expected
     for i in range(300):
         assert (np.load(out / f"k{i:03d}.npz")["x"] == i).all()
         assert (out / f"k{i:03d}.txt").read_text() == str(i)
@@ -204,7 +225,8 @@ def foreign(path: Path, keys: list[str]) -> Path:
 
 
 def files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if not path.is_dir())
+    """Return the paths of the samples' files, without the list of an export."""
+    return sorted(path for path in folder.rglob("*") if not path.is_dir() and path.name != LIST)
 
 
 @pytest.mark.parametrize("kind", ["pt", "npz", "safetensors"])
@@ -271,12 +293,51 @@ def test_a_folder_that_is_not_empty(tmp_path: Path, samples: dict[str, Any]) -> 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "dir").symlink_to(tmp_path)
     assert "is not empty" in run("export", tmp_path / "cache", tmp_path / "out", status=2).stderr
+    said = run("export", tmp_path / "cache", tmp_path / "out", "--resume", status=1).stderr
+    assert "has no files of an interrupted export" in said
+    run("export", tmp_path / "cache", tmp_path / "good")
+    shutil.copy(tmp_path / "good" / LIST, tmp_path / "out")
     assert "link" in run("export", tmp_path / "cache", tmp_path / "out", "--resume", status=2).stderr
-    assert sorted(os.listdir(tmp_path)) == ["cache", "out"]
+    assert sorted(os.listdir(tmp_path)) == ["cache", "good", "out"]
+
+
+def test_resume_refuses_files_of_another_cache(tmp_path: Path) -> None:
+    """Another cache may have the same keys, shapes, and lengths of values."""
+    for number in range(2):
+        with tc.ShardWriter(tmp_path / str(number), fsync=False) as sink:
+            sink.write("k", {"x": torch.tensor(number)})
+    run("export", tmp_path / "0", tmp_path / "out")
+    assert json_of("export", tmp_path / "0", tmp_path / "out", "--resume")["num_present"] == 1
+    said = run("export", tmp_path / "1", tmp_path / "out", "--resume", status=1).stderr
+    assert "are of another cache" in said
+    assert (
+        "are pt, not npz" in run("export", tmp_path / "0", tmp_path / "out", "--resume", "--as", "npz", status=1).stderr
+    )
+    (tmp_path / "out" / LIST).write_text("{")
+    assert (
+        "is not a list of exported files"
+        in run("export", tmp_path / "0", tmp_path / "out", "--resume", status=1).stderr
+    )
+    assert torch.load(tmp_path / "out" / "k.pt")["x"] == 0
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/files", "https://user:secret@example.org/x?signature=1", "gs://b", "hf://a/b"]
+)
+@pytest.mark.parametrize("kind", ["pt", "webdataset"])
+def test_urls_are_refused(
+    tmp_path: Path, samples: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str, url: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = run("export", tmp_path / "cache", url, "--as", kind, status=2).stderr
+    assert "local folder" in said
+    assert "secret" not in said
+    assert "signature" not in said
+    assert os.listdir(tmp_path) == ["cache"]
 
 
 def test_every_dtype_comes_back(tmp_path: Path) -> None:
-    """Bit for bit and dtype for dtype where the file has the dtype; else as numbers, or it is refused by name."""
+    """Bit for bit and dtype for dtype; the file itself has the same numbers if it lacks a dtype."""
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     sample: dict[str, Any] = {
         "bf16": bits.view(torch.bfloat16),
@@ -287,46 +348,69 @@ def test_every_dtype_comes_back(tmp_path: Path) -> None:
             torch.uint64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2)},
         "scalar": torch.tensor(1.5), "none": torch.zeros(0, 4), "a/b": torch.ones(1), "a.b": torch.ones(2), "": torch.ones(3),
     }  # fmt: skip
-    if safetensors.__version__ < "0.7":
-        sample.pop("complex128")
     with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
         sink.write("k", sample)
     for kind in ("pt", "npz", "safetensors", "webdataset"):
-        target = dict(sample)
-        if kind == "safetensors":
-            try:
-                safetensors.torch.save({"x": torch.zeros(1, dtype=torch.complex128)})
-            except KeyError:
-                assert "complex128" in run("export", tmp_path / "cache", tmp_path / "st", "--as", kind, status=1).stderr
-                continue
         result = json_of("export", tmp_path / "cache", tmp_path / kind, "--as", kind)
         found, _ = imported(tmp_path / kind, tmp_path / f"{kind}-again")
-        (found,) = found.values()
-        if kind in ("npz", "safetensors"):
-            # the names of tensors are escaped
-            target = {{"a.b": "a%2Eb", "": "%"}.get(name, name): tensor for name, tensor in target.items()}
+        assert_same(sample, found["k"])
         wide = {"bf16", "float8_e4m3fn", "float8_e5m2"} if kind == "npz" else set()
-        assert result["widened"] == dict.fromkeys(wide, "float32")
-        assert set(found) == set(target)
-        for name, tensor in target.items():
-            if name not in wide:
-                assert_same(tensor, found[name], path=f"{kind} {name}")
-            elif name == "bf16":
-                expected = (bits.to(torch.int32) << 16).view(torch.float32)
-                assert_same(expected, found[name], path=name)
+        others = {"complex128": "float64"} if kind == "safetensors" else dict.fromkeys(wide, "float32")
+        assert result["widened"] == others
+        if kind not in ("npz", "safetensors"):
+            continue
+        load: Any = np.load if kind == "npz" else safetensors.torch.load_file
+        held = load(tmp_path / kind / f"k.{kind}")
+        assert set(held) == {name or "value" for name in sample}
+        for name, tensor in sample.items():
+            value = torch.as_tensor(held[name or "value"])
+            if name == "bf16" and name in wide:
+                assert_same((bits.to(torch.int32) << 16).view(torch.float32), value)
+            elif name in wide:
+                assert_same(tensor.float(), value, path=name)
+            elif name in others:
+                assert_same(torch.view_as_real(tensor), value, path=name)
             else:
-                assert_same(tensor.float(), found[name], path=name)
+                assert_same(tensor, value, path=name)
 
 
-def test_float8_with_a_nan_that_would_change(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [each for each in TORCH_DTYPES if "float8" in str(each)], ids=str)
+def test_every_float8_in_npz(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Also each NaN, of which there are several."""
+    codes = torch.arange(256).to(torch.uint8).view(dtype)
     with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
-        sink.write("k", {"x": torch.tensor([0x7D, 0x01], dtype=torch.uint8).view(torch.float8_e5m2)})
-    assert (
-        "'x' is torch.float8_e5m2"
-        in run("export", tmp_path / "cache", tmp_path / "out", "--as", "npz", status=1).stderr
-    )
-    run("export", tmp_path / "cache", tmp_path / "st", "--as", "safetensors")
-    assert safetensors.torch.load_file(tmp_path / "st" / "k.safetensors")["x"].view(torch.uint8).tolist() == [0x7D, 1]
+        sink.write("k", {"x": codes})
+    run("export", tmp_path / "cache", tmp_path / "out", "--as", "npz")
+    if "e8m0" not in str(dtype):
+        numbers = torch.from_numpy(np.load(tmp_path / "out" / "k.npz")["x"])
+        assert torch.equal(numbers.nan_to_num(777.0), codes.float().nan_to_num(777.0))
+    assert_same({"x": codes}, imported(tmp_path / "out", tmp_path / "again")[0]["k"])
+
+
+@pytest.mark.parametrize("kind", ["npz", "safetensors"])
+def test_names_in_files(tmp_path: Path, kind: str) -> None:
+    """They are the paths, with the keys as they are; if two would be equal, they are the names in the cache."""
+    state = {"down.0.weight": torch.ones(2), "up%": torch.zeros(3)}
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        sink.write("flat", state)
+        sink.write("nested", {"model": state, "step": 3, "loss.ema": 0.5})
+        sink.write("equal", {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)})
+        sink.write("number", {1: torch.ones(1), "1": torch.ones(2)})
+        sink.write("reserved", {"__metadata__": torch.ones(1)})
+        sink.write("control", {"new\nline": torch.ones(1), "a.b": torch.ones(2)})
+    run("export", tmp_path / "cache", tmp_path / "out", "--as", kind)
+    load: Any = np.load if kind == "npz" else safetensors.torch.load_file
+    held = {name: set(load(tmp_path / "out" / f"{name}.{kind}")) for name in ("flat", "nested", "equal", "control")}
+    assert held == {
+        "flat": {"down.0.weight", "up%"},
+        "nested": {"model.down.0.weight", "model.up%"},
+        "equal": {"a.b", "a%2Eb"},
+        "control": {"new%0Aline", "a%2Eb"},
+    }
+    assert json.loads((tmp_path / "out" / "nested.json").read_text()) == {"step": 3, "loss.ema": 0.5}
+    assert not (tmp_path / "out" / "flat.structure").exists()
+    run("import", tmp_path / "out", tmp_path / "again")
+    run("diff", tmp_path / "cache", tmp_path / "again")
 
 
 def test_one_tensor_twice(tmp_path: Path) -> None:
@@ -341,8 +425,7 @@ def test_one_tensor_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "sample", "members", "message"),
     [
-        ("safetensors", {"__metadata__": torch.ones(1)}, {}, "reserves the name"),
-        ("npz", {1: torch.ones(1), "1": torch.ones(2)}, {}, "two keys of a dict have the name '1'"),
+        ("npz", {"x": torch.ones(1)}, {"structure": b"mine"}, "has a member 'structure'"),
         ("webdataset", {"x": torch.ones(1)}, {"pth": b"mine"}, "has a member 'pth'"),
         ("pt", {"x": torch.ones(1)}, {"pt": b"mine"}, "has a member 'pt'"),
     ],
@@ -398,14 +481,15 @@ def test_an_export_that_ends_early(tmp_path: Path, kind: str, signum: int) -> No
         assert said.read() == (b"interrupted\n" if signum == signal.SIGINT else b"")
     assert not (out / "samples.tar").exists()
     if kind == "webdataset":
-        assert len(os.listdir(out)) == (signum == signal.SIGKILL)
+        assert len(files_in(out)) == (signum == signal.SIGKILL)
     run("export", tmp_path / "cache", out, "--as", kind, *["--resume"] * (kind == "pt"))
     if kind == "webdataset":
-        assert os.listdir(out) == ["samples.tar"]
+        assert [path.name for path in files_in(out)] == ["samples.tar"]
         with tarfile.open(out / "samples.tar") as archive:
             assert len(archive.getnames()) == 1000
     else:
-        assert sorted(os.listdir(out)) == sorted(f"k{i:03d}.{suffix}" for i in range(500) for suffix in ("pt", "txt"))
+        expected = sorted(f"k{i:03d}.{suffix}" for i in range(500) for suffix in ("pt", "txt"))
+        assert [path.name for path in files_in(out)] == expected
         assert all((torch.load(out / f"k{i:03d}.pt")["x"] == i).all() for i in range(0, 500, 50))
 
 
@@ -432,8 +516,8 @@ def test_keys_of_other_writers_stay_in_the_folder(tmp_path: Path, kind: str, key
     out = tmp_path / "p" / "q" / "out"
     with tc.open(tmp_path / "a.tar") as cache, contextlib.suppress(tc.InvalidKeyError):
         export_cache(cache, out, kind)
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "a.tar"]
-    assert all(out in path.parents for path in files)
+    assert all(out in path.parents for path in tmp_path.rglob("*") if path.is_file() and path.name != "a.tar")
+    files = files_in(out)
     assert len(files) == (kind != "webdataset")
     assert not Path("/pwned.pt").exists()
 
@@ -464,7 +548,7 @@ def shared() -> dict[str, Any]:
     ("sample", "message"),
     [
         (cyclic, "contains itself"),
-        (shared, "1,048,576 values"),
+        (shared, "262,144 values"),
         (lambda: {"k" * 70_000: torch.zeros(1)}, "10,000 char"),
     ],
     ids=["cyclic", "shared", "long"],

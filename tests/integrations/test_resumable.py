@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import wds_tensorcache as tc
-from wds_tensorcache.integrations.webdataset_resumable import _Done
+from wds_tensorcache.integrations.webdataset_resumable import _Done, _shards_of
 
 SIZES = (5, 1, 7, 3, 4)
 COUNT = sum(SIZES)
@@ -98,10 +99,10 @@ def test_nothing_is_decoded_or_read_again(urls: list[str], monkeypatch: pytest.M
     second.load_state_dict(first.state_dict())
     decoded.clear()
     opened: list[str] = []
-    from wds_tensorcache.integrations import webdataset_tar as tar_samples
+    from wds_tensorcache.integrations import webdataset_urls as shard_urls
 
-    gopen = tar_samples.gopen
-    monkeypatch.setattr(tar_samples, "gopen", lambda url: opened.append(url) or gopen(url))
+    gopen = shard_urls.gopen
+    monkeypatch.setattr(shard_urls, "gopen", lambda url: opened.append(url) or gopen(url))
     assert take(second, 1) == [[8]]
     assert decoded == ["008"]
     assert opened == urls[2:3]
@@ -365,3 +366,15 @@ def test_folders_and_patterns(urls: list[str]) -> None:
         assert sorted(i for item in tc.ResumablePipeline(source, tc.decode()) for i in number(item)) == list(
             range(COUNT)
         )
+
+
+@given(st.lists(st.integers(0, 5), min_size=6, max_size=30), st.integers(1, 12))
+def test_each_shard_is_for_the_worker_with_the_fewest_bytes(sizes: list[int], num_workers: int) -> None:
+    """In the same way as in earlier releases, whose states would not match otherwise."""
+    order = random.Random(3).sample(range(len(sizes)), len(sizes))
+    loads, expected = [0] * num_workers, [list[int]() for _ in range(num_workers)]
+    for shard in order:
+        least = loads.index(min(loads))
+        loads[least] += sizes[shard]
+        expected[least].append(shard)
+    assert [_shards_of(order, sizes, worker, num_workers) for worker in range(num_workers)] == expected

@@ -232,13 +232,14 @@ def test_opening_a_thousand_shards_loads_none(tmp_path: Path) -> None:
         entries,
         {"version": 1, "caches": counts},
     )
+    before = len(os.listdir("/proc/self/fd"))  # earlier tests may have left connections open
     with tc.open(tmp_path) as cache:
         assert len(cache) == 2000
         assert not any("index" in vars(s) for s in cache._store.shards)
         assert len(cache._store.files) <= 1
         assert int(cache[1001]) == 1
         assert [s.path[-8:] for s in cache._store.shards if "index" in vars(s)] == ["0500.tar"]
-        assert len(os.listdir("/proc/self/fd")) < 200
+        assert len(os.listdir("/proc/self/fd")) < before + 100
 
 
 # --- damage ---

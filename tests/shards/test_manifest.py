@@ -392,9 +392,9 @@ def test_what_the_caller_lists_twice_comes_twice(folder: Path) -> None:
 
 
 UNREADABLE = {
-    "http://example.org/0.tar": "is not a local path",
-    "file:///0.tar": "is not a local path",
-    "s3://bucket/0.tar": "is not a local path",
+    "http://example.org/0.tar": "is a url in a local manifest",
+    "file:///0.tar": "is a url in a local manifest",
+    "s3://bucket/0.tar": "is a url in a local manifest",
     "0.tar/": "'0.tar/' is not a possible path",
     "0.tar/x": "'0.tar/x' is not a possible path",
     "0.tar/../1.tar": "is not a possible path",

@@ -83,7 +83,7 @@ def test_time_between_iterations_does_not_count(monkeypatch: pytest.MonkeyPatch)
         clock.begin()
         for at in done_at:
             clock.ask()
-            clock.take(Timing(1.0, 0.25, 0.5, 10, at))
+            clock.take(Timing(1.0, 0.25, 0.5, 10, 0, at))
             clock.give()
     stats = clock.stats()
     # asked at 0 and given at 2, asked at 5 (ready since 3.5) and given at 6; asked at 100, given at 101, 103 and 104

@@ -545,7 +545,7 @@ def test_an_index_of_other_samples(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[: index.end + 1024] + build_footer(lying))
     for name in ("x.tar", "x.tar.index", "x.idx"):
         (tmp_path / name).unlink()
-    with pytest.raises(tc.FormatError, match=r"000000\.tar: the index and the shard list different samples"):
+    with pytest.raises(tc.FormatError, match=r"000000\.tar: the index and the shard differ in samples"):
         tc.drop(tmp_path / "0", tmp_path / "1", ["x001"])
     assert os.listdir(tmp_path) == ["0"]
 
@@ -556,7 +556,8 @@ def test_few_descriptors(tmp_path: Path) -> None:
     values = {key: value + 1 for key, value in numbered(120).items()}
 
     def work() -> None:
-        limit_descriptors(45)
+        # a quarter of all descriptors may be open files of shards, also of those that earlier tests have left open
+        limit_descriptors(45 + len(os.listdir("/dev/fd")) // 3)
         make(values, tmp_path / "1", reuse=tmp_path / "0", max_samples=1)
 
     assert run_in_child(work) == 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -18,10 +17,10 @@ from wds_tensorcache.checking.shard_check import Checked, check_shard
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import FormatError, Kind
 from wds_tensorcache.progress import ProgressOption
-from wds_tensorcache.reading.find_shards import Found, are_counts, find_shards
+from wds_tensorcache.reading.find_shards import find_shards
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
-from wds_tensorcache.shards.manifest import MANIFEST, ShardEntry, locate_shards, read_manifest
+from wds_tensorcache.shards.manifest import MANIFEST, Found, ShardEntry, are_counts, locate_shards, read_manifest
 from wds_tensorcache.storage.readahead import Readers
 from wds_tensorcache.storage.system import num_cores
 from wds_tensorcache.storage.threads import ThreadPool, run_in_order
@@ -81,7 +80,7 @@ def check_all(
         return [(shard, None, None) for shard in manifests[-1].shards(report)]
 
     spellings: dict[str, str] = {}
-    for path, *_ in find_shards(source, listed):
+    for path, *_ in find_shards(source, listed, local_for="verified or repaired"):
         spellings.setdefault(os.path.realpath(path), path)
     paths = list(spellings.values())
     bar.begin({path: _nbytes(path) for path in paths})
@@ -89,17 +88,12 @@ def check_all(
     kept, keys = [], []
     # if there are fewer shards than threads, the other threads read ahead
     walkers = max(1, min(num_threads, len(paths)))  # no path is left if the manifest lists only missing shards
-    with ExitStack() as stack:
-
-        def start(count: int) -> ThreadPool | None:
-            return stack.enter_context(ThreadPool(count, "tensorcache-verify")) if count else None
-
-        readers = Readers(start(num_threads - walkers), max(1, num_threads // walkers - 1))
-        # this thread only waits, and shows the progress
-        walking = start(walkers if num_threads > 1 or bar.is_shown else 0)
-        stack.callback(
-            setattr, readers, "is_stopped", True
-        )  # so that an interrupt does not wait for the rest of large shards
+    # without a thread that walks over shards, this thread does it; otherwise it only waits, and shows the progress
+    with (
+        _threads(num_threads - walkers) as reading,
+        _threads(walkers if num_threads > 1 or bar.is_shown else 0) as walking,
+    ):
+        readers = Readers(reading, max(1, num_threads // walkers - 1))
 
         def check(path: str) -> tuple[Checked, Mapping[str, Any] | None] | Fault:
             try:
@@ -109,22 +103,29 @@ def check_all(
                 return Fault(path, None, None, f"cannot be opened: {_reason(exc)}", kind)
             return found, check_indexes(found, _without_number(path) in with_idx)
 
-        for path, result in zip(paths, run_in_order(paths, check, walking, walkers, bar.show), strict=True):
-            bar.finish(path)
-            if isinstance(result, Fault):
-                report.faults.append(result)
-                report.num_missing += 1
-                report.num_lost += sum(manifest.num_samples(result.shard) for manifest in manifests)
-                continue
-            found, fingerprint = result
-            for manifest in manifests:
-                fingerprint = manifest.check(found, fingerprint)
-            report.add(found.report)
-            keys.append((found.index.keys, None))
-            if keep:
-                kept.append((found, fingerprint))
+        try:
+            for path, result in zip(paths, run_in_order(paths, check, walking, walkers, bar.show), strict=True):
+                bar.finish(path)
+                if isinstance(result, Fault):
+                    report.faults.append(result)
+                    report.num_missing += 1
+                    report.num_lost += sum(manifest.num_samples(result.shard) for manifest in manifests)
+                    continue
+                found, fingerprint = result
+                for manifest in manifests:
+                    fingerprint = manifest.check(found, fingerprint)
+                report.add(found.report)
+                keys.append((found.index.keys, None))
+                if keep:
+                    kept.append((found, fingerprint))
+        finally:
+            readers.is_stopped = True  # so that an interrupt does not wait for the rest of large shards
     report.num_repeated = len(KeyTable(keys).shared())
     return kept
+
+
+def _threads(count: int) -> AbstractContextManager[ThreadPool | None]:
+    return ThreadPool(count, "tensorcache-verify") if count else nullcontext()
 
 
 def _reason(error: FormatError | OSError) -> str:
@@ -133,7 +134,7 @@ def _reason(error: FormatError | OSError) -> str:
 
 def _nbytes(path: str) -> int:
     """Return the length of a file; 0 if it cannot be found, which is then a fault."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return os.path.getsize(path)
     return 0
 

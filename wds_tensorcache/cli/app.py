@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import click
 from click.shell_completion import CompletionItem, shell_complete
 
 from wds_tensorcache import __version__
+from wds_tensorcache.cli.completing.quick import complete_quickly
+from wds_tensorcache.cli.interrupts import delayed_interrupts
 from wds_tensorcache.cli.output import plain
 from wds_tensorcache.errors import TensorCacheError, unknown_name
 
@@ -43,7 +44,7 @@ _COMMANDS = {
     "reshard": _Command("change_commands:reshard", "Write shards of another length."),
     "export": _Command("export_command:export", "Write .pt, .npz or .safetensors files."),
     "bench": _Command("bench_command:bench", "Measure how fast this machine reads a cache."),
-    "completion": _Command("completion:completion_command", "Print the script for completion in a shell."),
+    "completion": _Command("completing.script:completion_command", "Print the script for completion in a shell."),
 }
 _INTERRUPTED, _CLOSED_PIPE = 130, 141  # as a shell shows SIGINT and SIGPIPE
 COMPLETE_VARIABLE = "_TENSORCACHE_COMPLETE"  # set by the scripts that `tensorcache completion` prints
@@ -57,7 +58,7 @@ class _Commands(click.Group):
         if name not in _COMMANDS:
             return None
         module, _, attribute = _COMMANDS[name].place.partition(":")
-        with _uninterrupted():
+        with delayed_interrupts():
             found: click.Command = getattr(importlib.import_module(f"wds_tensorcache.cli.{module}"), attribute)
         return found
 
@@ -77,19 +78,6 @@ class _Commands(click.Group):
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
             raise click.UsageError(unknown_name("command", args[0], _COMMANDS), context)
         return super().resolve_command(context, args)
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the `with` block. Hazard: an interrupt inside the import of torch may abort the process."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -133,6 +121,10 @@ def _status(arguments: Sequence[str]) -> int:
     try:
         instruction = os.environ.get(COMPLETE_VARIABLE)
         if instruction:
+            quick = complete_quickly(app, COMPLETE_VARIABLE, instruction, frozenset(_COMMANDS))
+            if quick is not None:
+                click.echo(quick)
+                return 0
             return shell_complete(app, {}, "tensorcache", COMPLETE_VARIABLE, instruction)
         if not arguments:
             _say(app.get_help(app.make_context("tensorcache", [], resilient_parsing=True)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -10,11 +11,14 @@ from typing import Any
 import click
 
 import wds_tensorcache as tc
+from wds_tensorcache.cli.completing.quick import MAX_COMPLETIONS
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.errors import unknown_name
+from wds_tensorcache.storage.remote.urls import is_url, shown
 
 __all__ = [
+    "LocalPath",
     "cache_argument",
     "cache_option",
     "find_tensor",
@@ -25,7 +29,26 @@ __all__ = [
     "tensor_names",
 ]
 
-_MAX_COMPLETIONS = 200
+
+class LocalPath(click.Path):
+    """The path of an existing file or folder; a url is refused by name, or accepted as it is if `urls` is True."""
+
+    def __init__(self, *, file_okay: bool = True, dir_okay: bool = True, urls: bool = False) -> None:
+        super().__init__(exists=True, file_okay=file_okay, dir_okay=dir_okay)
+        self._file_okay = file_okay
+        self._urls = urls
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        text = os.fsdecode(value)
+        if not is_url(text):
+            if not self._file_okay and os.path.isfile(text):
+                self.fail(f"{text} is a file, expected a folder; pass the folder that contains it", param, ctx)
+            return super().convert(value, param, ctx)
+        if not self._urls:
+            self.fail(f"{shown(text)} is a url, expected a local path; copy the files to a disk first", param, ctx)
+        return value
 
 
 @contextmanager
@@ -95,7 +118,7 @@ def _matching(context: click.Context, incomplete: str, names: Any) -> list[str]:
         with open_cache(context.params["path"], context.params.get("cache_name")) as cache:
             # a shell reads one name a line
             found = (name for name in names(cache) if name.startswith(incomplete) and name.isprintable())
-            return list(islice(found, _MAX_COMPLETIONS))
+            return list(islice(found, MAX_COMPLETIONS))
     except (click.ClickException, tc.TensorCacheError, OSError, KeyError, TypeError):
         return []  # an incomplete or wrong command line has no completions
 

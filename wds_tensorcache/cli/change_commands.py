@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import count
 from typing import Any
 
 import click
 
 import wds_tensorcache as tc
+from wds_tensorcache.cli.cache_argument import LocalPath
 from wds_tensorcache.cli.output import Output, counted, json_option
 from wds_tensorcache.shards.names import safe_key
 from wds_tensorcache.writing.reshard import CopyReport
@@ -19,6 +22,9 @@ from wds_tensorcache.writing.reshard import reshard as reshard_cache
 from wds_tensorcache.writing.writer import MAX_SAMPLES
 
 __all__ = ["drop", "merge", "reshard"]
+
+_MAX_LINE_NBYTES = 1 << 16
+_MAX_KEYS_NBYTES = 1 << 27
 
 
 def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +43,7 @@ def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command()
-@click.argument("sources", nargs=-1, required=True)
+@click.argument("sources", nargs=-1, required=True, type=click.Path())
 @click.argument("out", type=click.Path())
 @click.option(
     "--prefix",
@@ -81,7 +87,7 @@ def merge(
 
 
 @click.command()
-@click.argument("source")
+@click.argument("source", type=click.Path())
 @click.argument("out", type=click.Path())
 @_shard_options
 def reshard(source: str, out: str, max_samples: int, max_nbytes: int, no_dali_index: bool, as_json: bool) -> None:
@@ -103,23 +109,24 @@ def reshard(source: str, out: str, max_samples: int, max_nbytes: int, no_dali_in
 
 
 @click.command()
-@click.argument("source", type=click.Path(exists=True, file_okay=False))
+@click.argument("source", type=LocalPath(file_okay=False))
 @click.argument("out", type=click.Path())
 @click.argument("keys", nargs=-1)
 @click.option(
-    "--keys-from", type=click.File("r", encoding="utf-8"), help="File with one key in each line; - for stdin."
+    "--keys-from",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True),
+    help="File with one key in each line; - for stdin.",
 )
 @json_option
-def drop(source: str, out: str, keys: tuple[str, ...], keys_from: Any, as_json: bool) -> None:
+def drop(source: str, out: str, keys: tuple[str, ...], keys_from: str | None, as_json: bool) -> None:
     """Write the new folder OUT with the samples of the folder SOURCE, but without KEYS.
 
     A key may also be the original name of a sample, such as 'photo (1)'. Shards that lose no sample are linked, not copied.
     """
-    if keys_from is not None and not hasattr(keys_from, "readline"):
-        raise click.UsageError("--keys-from -: stdin is closed")
-    wanted = [*keys, *(line.rstrip("\r\n") for line in keys_from or ())]
     if not keys and keys_from is None:
         raise click.UsageError("expected keys, or --keys-from")
+    wanted = [*keys, *(() if keys_from is None else _read_keys(keys_from))]
     with tc.open(source) as cache:
         known = cache.keys()
         # an unknown key stays, so that the error names similar ones
@@ -128,6 +135,36 @@ def drop(source: str, out: str, keys: tuple[str, ...], keys_from: Any, as_json: 
     output = Output(as_json)
     output.line(f"{os.fspath(out)}: without {counted(len(set(found)), 'sample')}")
     output.result({"out": os.fspath(out), "dropped": sorted(set(found))})
+
+
+def _read_keys(path: str) -> list[str]:
+    """Return the lines of a file, or of stdin for `-`, without empty ones.
+
+    Raises:
+        click.UsageError: stdin is closed; the file is not UTF-8; or it has more bytes than keys could have, as a device may.
+    """
+    found: dict[str, None] = {}  # an endless file may repeat one line
+    if path == "-" and sys.stdin is None:
+        raise click.UsageError("--keys-from -: stdin is closed")
+    with nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
+        left = _MAX_KEYS_NBYTES
+        for number in count(1):
+            line = file.readline(_MAX_LINE_NBYTES + 1)
+            left -= len(line)
+            if not line:
+                return list(found)
+            if len(line) > _MAX_LINE_NBYTES or left < 0:
+                most = f"{_MAX_LINE_NBYTES:,} bytes in a line, and {_MAX_KEYS_NBYTES:,} in all"
+                raise click.UsageError(
+                    f"--keys-from {path}: line {number:,}: expected one key in each line, at most {most}"
+                )
+            try:
+                key = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as exc:
+                raise click.UsageError(f"--keys-from {path}: line {number:,} is not UTF-8: {exc.reason}") from exc
+            if key:
+                found[key] = None
+    raise AssertionError("the loop ends by itself")
 
 
 @contextmanager

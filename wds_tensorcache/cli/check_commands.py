@@ -9,6 +9,7 @@ import click
 
 import wds_tensorcache as tc
 from wds_tensorcache.checking.report import Report
+from wds_tensorcache.cli.cache_argument import LocalPath
 from wds_tensorcache.cli.output import Output, counted, json_option, plain
 
 __all__ = ["index", "repair", "verify"]
@@ -19,7 +20,7 @@ _threads_option = click.option(
 
 
 @click.command()
-@click.argument("shards", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
+@click.argument("shards", nargs=-1, required=True, type=LocalPath(dir_okay=False, urls=True))
 @click.option("--footer", is_flag=True, help="Append the index to the shard instead of writing PATH.index.")
 @click.option("--no-dali-index", is_flag=True, help="Do not write the .idx file for DALI.")
 @json_option
@@ -38,7 +39,7 @@ def index(shards: tuple[str, ...], footer: bool, no_dali_index: bool, as_json: b
 
 
 @click.command()
-@click.argument("source")
+@click.argument("source", type=click.Path())
 @_threads_option
 @json_option
 def verify(source: str, threads: int | None, as_json: bool) -> int:
@@ -53,7 +54,7 @@ def verify(source: str, threads: int | None, as_json: bool) -> int:
 
 
 @click.command()
-@click.argument("source")
+@click.argument("source", type=click.Path())
 @click.argument("out", type=click.Path())
 @click.option("--strict", is_flag=True, help="Write nothing if a sample is damaged or lost.")
 @_threads_option

@@ -8,7 +8,7 @@ import click
 
 from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
 from wds_tensorcache.cli.output import Output, json_option
-from wds_tensorcache.integrations.export import KINDS, export_cache
+from wds_tensorcache.integrations.exporting.export_cache import KINDS, export_cache
 
 __all__ = ["export"]
 
@@ -34,5 +34,7 @@ def export(path: str, out: str, kind: str, resume: bool, cache_name: str | None,
         output.note(f"sample {key} is in {name}: its original name is not safe as the name of a file, or is in use")
     for name, dtype in report.widened.items():
         output.note(f"{name} is {dtype} in the files, which changes no number")
+    for name, cls in report.as_text.items():
+        output.note(f"{name} is a {cls}, which JSON cannot hold: the files have it as a text")
     output.text(report)
     output.result({"out": out, **dataclasses.asdict(report)})

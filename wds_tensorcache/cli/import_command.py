@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from wds_tensorcache.cli.cache_argument import LocalPath
 from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.errors import FormatError, StaleCacheError
 from wds_tensorcache.integrations.importers.formats import FORMATS
@@ -30,7 +31,7 @@ def _pairs(context: click.Context, option: click.Parameter, values: tuple[str, .
 
 
 @click.command("import")
-@click.argument("source", metavar="SOURCE", required=False, type=click.Path(exists=True, file_okay=False))
+@click.argument("source", metavar="SOURCE", required=False, type=LocalPath(file_okay=False))
 @click.argument("out", metavar="OUT", required=False, type=click.Path())
 @click.option(
     "--format",
@@ -67,7 +68,7 @@ def _pairs(context: click.Context, option: click.Parameter, values: tuple[str, .
 )
 @click.option("--trust", is_flag=True, help="Read pickles that may run code.")
 @click.option(
-    "--workers", type=click.IntRange(1), default=2, show_default=True, help="Number of threads that read files."
+    "--workers", type=click.IntRange(1), default=2, show_default=True, help="Number of processes that read files."
 )
 @click.option("--resume", is_flag=True, help="Continue after an interruption.")
 @click.option(

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from rich.text import Text
 
 __all__ = ["Output", "counted", "json_option", "plain", "to_json"]
 
+_PAUSE_S = 0.05  # between two changes of a progress bar
 _WIDEST = 100_000  # of a table in a file, in columns
 
 
@@ -166,9 +168,23 @@ class Output:
             yield lambda done, total: None
             return
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with Progress(*columns, console=self._errors, transient=True) as bar:
-            task = bar.add_task(what, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+        bar = Progress(*columns, console=self._errors, transient=True)
+        task = bar.add_task(what, total=None)
+
+        shown_at = 0.0
+
+        def show(done: int, total: int | None) -> None:
+            nonlocal shown_at
+            if done != total and time.monotonic() - shown_at < _PAUSE_S:
+                return  # drawing takes longer than importing a sample
+            shown_at = time.monotonic()
+            bar.start()  # its thread; a process with threads does not fork workers, which start before the first call
+            bar.update(task, completed=done, total=total)
+
+        try:
+            yield show
+        finally:
+            bar.stop()
 
 
 def _console(stderr: bool = False) -> Console:

@@ -17,10 +17,13 @@ from wds_tensorcache.inspecting.report.server import PageServer
 from wds_tensorcache.inspecting.report.survey import Survey
 from wds_tensorcache.reading.lookup.positions import spread
 from wds_tensorcache.storage.atomic import write_atomically
+from wds_tensorcache.storage.remote.urls import is_url, name_of
+from wds_tensorcache.storage.remote.urls import shown as shown_url
 
 __all__ = ["view_command"]
 
 _DOCTYPE = b"<!doctype html>"
+_NUM_NAMED = 10  # marked samples, in the text
 _NUM_SURVEYED = 256  # samples that the server examines before it starts
 
 
@@ -58,7 +61,8 @@ def view_command(
     if output is not None:
         _check_output(output)
     shown = Output(as_json)
-    title = os.path.basename(os.path.abspath(path))
+    # a url's query may be a signature
+    title = name_of(shown_url(path).rstrip("/")) if is_url(path) else os.path.basename(os.path.abspath(path))
     with open_cache(path, cache_name) as cache:
         numbers = spread(len(cache), samples or (_NUM_SURVEYED if serve else 1000))
         with shown.progress("examining samples") as progress:
@@ -70,17 +74,21 @@ def view_command(
             report["samples"] = cards_of(survey, numbers, file_limits(survey, len(numbers)), progress)
     page = build_page(report)
     write_atomically(output, [page])
-    num_marked = sum(bool(card["marks"]) for card in report["samples"])
+    marked = [card["key"] for card in report["samples"] if card["marks"]]
     shown.text(f"{output}: {len(numbers):,} of {report['num_samples']:,} samples, {len(page):,} bytes")
-    if num_marked:
-        shown.text(f"{num_marked:,} of these samples are marked: NaN, infinities, unusual numbers, or damage")
+    if marked:
+        names = ", ".join(marked[:_NUM_NAMED]) + (
+            f" and {len(marked) - _NUM_NAMED:,} more" * (len(marked) > _NUM_NAMED)
+        )
+        shown.text(f"{len(marked):,} of these samples are marked: NaN, infinities, unusual numbers, or damage: {names}")
     shown.result(
         {
             "output": os.path.abspath(output),
             "nbytes": len(page),
             "num_samples": report["num_samples"],
             "num_shown": len(numbers),
-            "num_marked": num_marked,
+            "num_marked": len(marked),
+            "marked": marked,
             "errors": {str(at): text for at, text in survey.errors.items()},
         }
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import io
 import statistics
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from wds_tensorcache.codec.tree import DICTS, SEQUENCES, flatten
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.cache import TensorCache
-from wds_tensorcache.reading.find_shards import CachePaths
+from wds_tensorcache.reading.find_shards import CachePaths, find_shards
 from wds_tensorcache.reading.lookup.positions import spread
 from wds_tensorcache.reading.open_cache import open as open_cache
 from wds_tensorcache.storage.files import Files
@@ -36,8 +37,11 @@ __all__ = ["BATCH", "COPY", "LOADER", "RAW", "BenchReport", "Rate", "describe_li
 COPY, RAW, BATCH, LOADER = "copies in memory", "raw reads", "read_batch", "Loader"
 _ROUNDS = 3
 _COPY_NBYTES = 1 << 26  # more than a processor's caches hold
+_MIN_COPY_NBYTES = 1 << 14  # shorter copies would measure the calls, and have millions of targets
+_MAX_SAMPLES = 1 << 18  # to read; each takes some hundred bytes of memory
 _SMALL_NBYTES = 1 << 16  # a smaller sample takes more time for its own work than for its bytes
 _NEAR = 0.7  # of a ceiling
+_Run = Callable[[float], tuple[float, int, int]]  # takes seconds; returns elapsed seconds, bytes and samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,8 @@ def measure_rates(
     First, all these samples are read and compared with their digests. This also puts them into the page cache. After each
     measured run, its last batch is compared bit for bit with the samples, outside of the measured time.
 
+    Samples in which a tensor has another dtype than in most samples are left out, because no batch can have both.
+
     Args:
         source, cache: As in `tc.open`.
         batch_size: Number of samples in a batch.
@@ -110,47 +116,51 @@ def measure_rates(
         FormatError: A shard is damaged, or a run has read wrong bytes.
         FileNotFoundError, KeyError: As in `tc.open`.
         BatchError: The samples cannot form batches.
-        ValueError: There are no samples with tensors; or an argument is not positive.
+        ValueError: There are no samples with tensors; an argument is not positive; or the shards are at a url.
     """
     batch_size, max_nbytes = as_int("batch_size", batch_size), as_int("max_nbytes", max_nbytes)
     many = num_cores() if num_threads is None else as_int("num_threads", num_threads)
     if min(batch_size, max_nbytes, many) < 1 or not seconds >= 0:
         raise ValueError(f"{batch_size=}, {max_nbytes=}, {num_threads=}, {seconds=}, expected positive numbers")
+    find_shards(source, local_for="measured")  # the raw reads are those of files in the page cache
     counts = sorted({1, many})
     with ExitStack() as stack:
         caches = {count: stack.enter_context(open_cache(source, cache=cache, num_threads=count)) for count in counts}
         whole = caches[1]
-        numbers = _choose(whole, min(max_nbytes, (memory_nbytes() or 1 << 62) // 4))
+        numbers = _alike(whole, _choose(whole, min(max_nbytes, (memory_nbytes() or 1 << 62) // 4)))
         places = _Places(whole, numbers)
         batch_size = min(batch_size, len(numbers))
         views = {count: each[numbers] for count, each in caches.items()}
         ways = _collate(views[1])
-        runs: list[tuple[str, int, Callable[[Any], tuple[float, int, int]]]] = [
-            (COPY, 1, _copy_run(places, batch_size))
-        ]
+        runs: list[tuple[str, int, _Run]] = [(COPY, 1, _copy_run(places, batch_size))]
         for count in counts:
             pool = stack.enter_context(ThreadPool(count, "tensorcache-bench"))
             runs.append((RAW, count, _raw_run(places, batch_size, pool, count)))
         runs += ((BATCH, count, _batch_run(views[count], places, batch_size, ways)) for count in counts)
         runs += ((LOADER, count, _loader_run(views[1], places, batch_size, ways, count)) for count in counts)
-        found: list[list[tuple[float, float]]] = [[] for _ in runs]
-        with closing(Progress(progress, _ROUNDS * len(runs), unit=" runs", smoothing=0)) as bar:
-            for at in range(_ROUNDS * len(runs)):
-                elapsed, nbytes, num_samples = runs[at % len(runs)][2](seconds)
-                found[at % len(runs)].append((nbytes / elapsed, num_samples / elapsed))
-                bar.show(at + 1)
-        rates = tuple(
-            Rate(
-                name,
-                count,
-                statistics.median(each[0] for each in rounds),
-                statistics.median(each[1] for each in rounds),
-                tuple(each[0] for each in rounds),
-            )
-            for (name, count, _), rounds in zip(runs, found, strict=True)
-        )
+        rates = _measure(runs, seconds, progress)
         limit = describe_limit(rates, int(places.sizes.mean()))
         return BenchReport(len(whole), len(numbers), int(places.sizes.sum()), batch_size, num_cores(), rates, limit)
+
+
+def _measure(runs: list[tuple[str, int, _Run]], seconds: float, progress: ProgressOption) -> tuple[Rate, ...]:
+    """Measure each run, given by name, number of threads and function, three times; they take turns."""
+    found: list[list[tuple[float, float]]] = [[] for _ in runs]
+    with closing(Progress(progress, _ROUNDS * len(runs), unit=" runs", smoothing=0)) as bar:
+        for at in range(_ROUNDS * len(runs)):
+            elapsed, nbytes, num_samples = runs[at % len(runs)][2](seconds)
+            found[at % len(runs)].append((nbytes / elapsed, num_samples / elapsed))
+            bar.show(at + 1)
+    return tuple(
+        Rate(
+            name,
+            count,
+            statistics.median(each[0] for each in rounds),
+            statistics.median(each[1] for each in rounds),
+            tuple(each[0] for each in rounds),
+        )
+        for (name, count, _), rounds in zip(runs, found, strict=True)
+    )
 
 
 def describe_limit(rates: Iterable[Rate], sample_nbytes: int) -> str:
@@ -214,7 +224,26 @@ def _choose(cache: TensorCache, max_nbytes: int) -> np.ndarray[Any, Any]:
     if not total:
         raise ValueError("there are no samples with tensors")
     count = len(cache) if total <= max_nbytes else max(1, int(len(cache) * max_nbytes / total))
+    count = min(count, _MAX_SAMPLES)
     return np.array(list(spread(len(cache), count)), np.int64)
+
+
+def _alike(cache: TensorCache, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the samples that can form batches: those with the most frequent dtype of each tensor, or without the tensor."""
+    uneven = [each.name for each in cache.schema.values() if isinstance(each.dtype, tuple)]
+    if not uneven:
+        return numbers
+    forms = []
+    for number in numbers.tolist():
+        tensors = flatten(cache[number])
+        forms.append([(type(tensors[name]), tensors[name].dtype) if name in tensors else None for name in uneven])
+    kept = np.ones(len(numbers), bool)
+    for forms_of_one in zip(*forms, strict=True):
+        counts = Counter(form for form, is_kept in zip(forms_of_one, kept, strict=True) if is_kept and form is not None)
+        if counts:
+            wanted = (None, counts.most_common(1)[0][0])
+            kept &= np.fromiter((form in wanted for form in forms_of_one), bool, len(kept))
+    return numbers[kept]
 
 
 class _Places:
@@ -268,12 +297,9 @@ class _Places:
         return int(self.sizes[list(numbers)].sum())
 
 
-_Run = Callable[[float], tuple[float, int, int]]  # takes seconds; returns elapsed seconds, bytes and samples
-
-
 def _copy_run(places: _Places, batch_size: int) -> _Run:
     # like the page cache, the source is larger than the processor's caches; like a batch, the target is used again
-    nbytes = min(max(1, *map(places.nbytes, places.batches(batch_size))), _COPY_NBYTES)
+    nbytes = min(max(_MIN_COPY_NBYTES, *map(places.nbytes, places.batches(batch_size))), _COPY_NBYTES)
     source, target = np.ones(_COPY_NBYTES, np.uint8), np.zeros(nbytes, np.uint8)
     parts = [source[at : at + nbytes] for at in range(0, _COPY_NBYTES - nbytes + 1, nbytes)]
     mean = float(places.sizes.mean())
@@ -324,12 +350,15 @@ def _raw_run(places: _Places, batch_size: int, pool: ThreadPool, num_threads: in
 
 
 def _collate(cache: TensorCache) -> dict[str, str]:
-    """Return how to collate: tensors that not all samples have in one shape are lists."""
+    """Return how to collate: tensors that not all samples have in one shape and dtype are lists."""
     found = cache.schema.values()
     uneven = [
         each.name
         for each in found
-        if each.num_samples < len(cache) or each.shape is None or any(isinstance(dim, tuple) for dim in each.shape)
+        if each.num_samples < len(cache)
+        or isinstance(each.dtype, tuple)
+        or each.shape is None
+        or any(isinstance(dim, tuple) for dim in each.shape)
     ]
     return {glob.escape(name): "list" for name in uneven}
 
@@ -338,16 +367,19 @@ def _batch_run(cache: TensorCache, places: _Places, batch_size: int, ways: dict[
     batches = places.batches(batch_size)
 
     def run(seconds: float) -> tuple[float, int, int]:
-        read: list[list[int]] = []
+        num_batches = 0
         began = perf_counter()
         for numbers in cycle(batches):
             batch = cache.read_batch(numbers, collate=ways or "stack")
-            read.append(numbers)
+            num_batches += 1
             if perf_counter() - began >= seconds:
                 break
         elapsed = perf_counter() - began
         _check_batch(cache, numbers, batch)
-        return elapsed, sum(map(places.nbytes, read)), sum(map(len, read))
+        rounds, rest = divmod(num_batches, len(batches))
+        last = [number for each in batches[:rest] for number in each]
+        nbytes = rounds * int(places.sizes.sum()) + places.nbytes(last)
+        return elapsed, nbytes, rounds * len(places) + len(last)
 
     return run
 
@@ -361,19 +393,21 @@ def _loader_run(cache: TensorCache, places: _Places, batch_size: int, ways: dict
     }
 
     def run(seconds: float) -> tuple[float, int, int]:
-        read: list[list[int]] = []
+        counts = np.zeros(len(cache), np.int64)  # how often each sample was read
         loader = Loader(cache, batch_size, collate=ways or "stack", shuffle=True, **options)
         batch = None
         began = perf_counter()
         with closing(_endless(loader)) as batches:
             for batch, info in batches:  # noqa: B007 — checked after the loop
-                read.append(info.indices.tolist())
+                np.add.at(counts, info.indices, 1)
                 if perf_counter() - began >= seconds:
                     break
             elapsed = perf_counter() - began
-            _check_batch(cache, read[-1], batch)
-        _check_epochs(read, len(cache))
-        return elapsed, sum(map(places.nbytes, read)), sum(map(len, read))
+            _check_batch(cache, info.indices.tolist(), batch)
+        # each epoch has each sample once
+        if counts.max() - counts.min() > 1:
+            raise RuntimeError("an epoch of the loader has a sample twice")
+        return elapsed, int((counts * places.sizes).sum()), int(counts.sum())
 
     return run
 
@@ -384,15 +418,6 @@ def _endless(loader: Loader) -> Generator[tuple[Any, Any], None, None]:
             yield from loader.with_info()
     finally:
         loader.close()
-
-
-def _check_epochs(read: list[list[int]], num_samples: int) -> None:
-    """Raise RuntimeError unless each epoch has each sample once."""
-    order = np.concatenate([np.array(each) for each in read])
-    for begin in range(0, len(order), num_samples):
-        epoch = order[begin : begin + num_samples]
-        if len(np.unique(epoch)) != len(epoch):
-            raise RuntimeError("an epoch of the loader has a sample twice")
 
 
 def _check_batch(cache: TensorCache, numbers: list[int], batch: Any) -> None:

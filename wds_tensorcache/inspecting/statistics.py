@@ -10,9 +10,9 @@ import xxhash
 
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.errors import TensorCacheError
 from wds_tensorcache.inspecting.repeats import RepeatCounter, Repeats
+from wds_tensorcache.inspecting.tensors_ahead import tensors_ahead
 from wds_tensorcache.inspecting.values import Moments, ValueStatistics, as_numbers, read_parts
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.description import TensorDescription, ValueDescription
@@ -141,9 +141,11 @@ def collect_statistics(
     repeats, sizes = RepeatCounter(), Moments(is_whole=True)
     examined: dict[str, _Examined] = {name: _Examined() for name in list(described.tensors)[:_MAX_TENSORS]}
     keys = cache.keys()
-    for done, number in enumerate(numbers, 1):
+    for done, (number, lazies, error) in enumerate(tensors_ahead(cache, numbers), 1):
+        if error is not None:
+            raise error
         key, nbytes = keys[number], 0
-        for name, lazy in flatten(cache[number]).items():
+        for name, lazy in lazies.items():
             nbytes += lazy.nbytes
             if name in examined:
                 try:

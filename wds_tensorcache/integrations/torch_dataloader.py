@@ -188,7 +188,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
     def __iter__(self) -> Any:
         return self._begin(with_info=False)
 
-    def _read_batches(self, pool: Any, *, with_info: bool) -> Iterator[Read]:
+    def _read_batches(self, pools: Any, *, with_info: bool) -> Iterator[Read]:
         plan, num_ahead = self._plan, self.num_workers * (self.prefetch_factor or 0)
         plan._leader = self._running
         self._planned = plan._position.step + num_ahead

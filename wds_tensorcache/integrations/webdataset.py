@@ -16,7 +16,7 @@ from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import decode_members, decode_plain_pickle, encode_sample
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import FormatError, InvalidKeyError, TensorCacheError
-from wds_tensorcache.integrations.pth import decode_pth
+from wds_tensorcache.integrations.pickles.pth import decode_pth
 from wds_tensorcache.integrations.safe_members import MAX_EXPANDED_NBYTES, MemberDecoder
 from wds_tensorcache.shards.names import (
     FIELD,

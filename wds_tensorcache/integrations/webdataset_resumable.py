@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import operator
 import os
 from bisect import bisect_right
@@ -17,8 +18,12 @@ from webdataset.pipeline import DataPipeline
 from webdataset.shardlists import split_by_node, split_by_worker
 from webdataset.tariterators import tarfile_samples
 
-from wds_tensorcache.integrations.webdataset_tar import Stopped, TarSamples, find_urls
+from wds_tensorcache.integrations.webdataset_tar import FIRST, Start, Stopped, TarSamples
+from wds_tensorcache.integrations.webdataset_urls import find_urls, is_remote, open_url, shown_url
 from wds_tensorcache.ranks import find_rank
+from wds_tensorcache.shards.tar.headers import BLOCK
+from wds_tensorcache.storage.remote.client import ObjectInfo
+from wds_tensorcache.storage.remote.secret_parts import adopt, for_children
 from wds_tensorcache.training.order import EpochOrder
 
 __all__ = ["ResumablePipeline", "SharedEpochs"]
@@ -46,6 +51,10 @@ class ResumablePipeline(IterableDataset[Any]):
     Each sample contains its position in the field `"__position__"`. Items of the last stage must contain this field: they may
     be dicts, batches of dicts, or tuples, for example from `wds.to_tuple("jpg", "__position__")`.
 
+    Remote shards (`s3://`, `gs://`, `az://`, `http(s)://`, `hf://`) are read by this package's clients, as in `tc.open`, with
+    requests in flight for the next few MiB, retries, and `If-Match`. After `load_state_dict`, a remote shard is read from its
+    first sample that is not done, unless it has changed, is compressed, or its server sends no ETag and no date.
+
     Ranks and workers get about the same number of bytes if all shards are local files, else about the same number of shards. So
     ranks may have different numbers of samples. Each worker has its own state. torchdata's `StatefulDataLoader` collects these
     states, and resumes with the same number of workers.
@@ -53,8 +62,11 @@ class ResumablePipeline(IterableDataset[Any]):
     Args:
         urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. A `PathLike`,
             and any name found through a folder, manifest, wildcard or brace, is opened as a path. A text that names a file is
-            opened as that file. Any other text is passed to webdataset's `gopen`. `gopen` runs a command only if your text
-            itself starts with `pipe:`, or has it after `::`.
+            opened as that file. A remote text is a manifest if it ends with `.json`, a folder if it ends with `/`, and a
+            pattern if its last part has wildcards. In an object store, a text without a dot in its last part is a folder, too.
+            Any other remote text is a shard, unlike in `tc.open`, where also `https://host/cache` is a folder. A text of
+            another kind is passed to webdataset's `gopen`, which runs a command only if your text itself starts with `pipe:`,
+            or has it after `::`. In a list, each remote text is a shard.
         stages: Stages of webdataset, or compatible functions: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
         shuffle: True for a new order of the shards in each epoch.
         seed: Seed of this order; equal on all ranks.
@@ -67,7 +79,9 @@ class ResumablePipeline(IterableDataset[Any]):
 
     Raises (when iterating):
         KeyError: An item lacks `"__position__"`.
-        FormatError: As for `tarfile_to_samples`.
+        FormatError, OSError, ImportError: As for `tarfile_to_samples`.
+
+    Memory: for each remote shard that is being read, up to 20 MiB.
     """
 
     def __init__(
@@ -103,6 +117,13 @@ class ResumablePipeline(IterableDataset[Any]):
         self._pid = os.getpid()
         self._iteration = 0
         self._move(0, {}, is_over=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_for_children": for_children()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        adopt(state.pop("_for_children"))
+        self.__dict__.update(state)
 
     def _move(self, epoch: int, done: dict[int, _Done], *, is_over: bool) -> None:
         """Set the position at which the next iteration starts, and end the current iteration."""
@@ -182,7 +203,7 @@ class ResumablePipeline(IterableDataset[Any]):
             if done.is_whole():
                 continue
             try:
-                for number, sample in self._tars.samples_of({"url": self._urls[shard]}, done.is_wanted):
+                for number, sample in self._samples_of(self._urls[shard], done):
                     yield {**sample, POSITION: f"{_PREFIX}{shard}:{number}"}
             except Stopped:
                 return
@@ -192,18 +213,23 @@ class ResumablePipeline(IterableDataset[Any]):
             else:
                 done.count = done.num_read
 
+    def _samples_of(self, url: str, done: _Done) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the samples of a shard. A remote shard is read from its first sample that is not done."""
+        if not is_remote(url):
+            yield from self._tars.samples_of({"url": url}, done.is_wanted)
+            return
+        stream = open_url(url)
+        first = done.resume(stream.info)
+        stream.skip(first.begin)
+        shard = {"url": url, "stream": stream}
+        yield from self._tars.samples_of(shard, done.is_wanted, first=first, on_start=done.add_start)
+
     def _shards(self) -> list[int]:
-        """Return this worker's shards in the epoch's order; each shard goes to the worker with the fewest bytes so far."""
+        """Return this worker's shards in the epoch's order."""
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        loads = [0] * (self._world_size * num_workers)
-        mine = []
-        for shard in self._order(self._epoch, range(len(self._urls))).tolist():
-            least = loads.index(min(loads))
-            loads[least] += self._loads[shard]
-            if least == self._rank * num_workers + worker:
-                mine.append(shard)
-        return mine
+        order = self._order(self._epoch, range(len(self._urls))).tolist()
+        return _shards_of(order, self._loads, self._rank * num_workers + worker, self._world_size * num_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the samples that have left the last stage, as plain values for JSON.
@@ -215,7 +241,8 @@ class ResumablePipeline(IterableDataset[Any]):
         if info is None and self._epochs.is_in_workers():
             raise RuntimeError("workers have the state; call StatefulDataLoader.state_dict, which collects it")
         done = {str(shard): [list(one.edges), one.count] for shard, one in self._done.items() if one.edges}
-        state = {"version": VERSION, "epoch": self._epoch, "over": self._is_over, "done": done}
+        starts = {str(shard): found for shard, one in self._done.items() if (found := one.first_start()) is not None}
+        state = {"version": VERSION, "epoch": self._epoch, "over": self._is_over, "done": done, "starts": starts}
         return state | {"of": self._identity(info)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -234,12 +261,14 @@ class ResumablePipeline(IterableDataset[Any]):
             raise ValueError(
                 f"the state is damaged: epoch {epoch!r:.100}, over {is_over!r:.100}; expected int and bool"
             )
-        self._move(epoch, _parse_done(state.get("done"), len(self._urls)), is_over=is_over)
+        done = _parse_done(state.get("done"), len(self._urls))
+        _parse_starts(state.get("starts", {}), done)
+        self._move(epoch, done, is_over=is_over)
 
     def _identity(self, info: Any) -> dict[str, Any]:
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         # sizes determine which worker reads which shard
-        shards = "\n".join([*self._urls, repr(self._loads)]).encode("utf-8", "surrogateescape")
+        shards = "\n".join([*_names(self._urls), repr(self._loads)]).encode("utf-8", "surrogateescape")
         return {
             "shards": f"{len(self._urls)}, digest {xxhash.xxh3_64_hexdigest(shards)}",
             "seed": self._order.seed if self._order.shuffle else None,
@@ -255,8 +284,8 @@ class SharedEpochs:
 
     torch starts the workers of an iteration one by one. All have the same base seed, which is the worker's seed minus its
     number. The first worker registers the next epoch under this base seed. The other workers find it there, even if workers of
-    the next iteration have already begun. No lock is
-    needed, because all workers of an iteration write the same value into the same cell.
+    the next iteration have already begun. No lock is needed, because all workers of an iteration write the same value into the
+    same cell.
 
     Threads/fork/pickle: forked and spawned processes share the cells; a copy by `pickle` or `deepcopy` is independent.
     """
@@ -308,18 +337,22 @@ class SharedEpochs:
 
 
 class _Done:
-    """The samples of a shard that have left the last stage.
+    """The samples of a shard that have left the last stage, and where reading a remote shard can start again.
 
     Attributes:
         edges: Ranges of sample numbers, half open, as ascending `[begin, end, begin, end, ...]`.
         count: Number of samples in the shard; None until the whole shard was read.
         num_read: Number of samples that this process has read or skipped in the shard.
+        starts: Offsets at which samples start that were read and are not done, by number. Offsets of remote shards only.
+        info: State of the remote object to which `starts` belong; None for a local shard.
     """
 
     def __init__(self, edges: Iterable[int] = (), count: int | None = None) -> None:
         self.edges = list(edges)
         self.count = count
         self.num_read = 0
+        self.starts: dict[int, int] = {}
+        self.info: ObjectInfo | None = None
 
     def __contains__(self, number: int) -> bool:
         return bisect_right(self.edges, number) % 2 == 1
@@ -332,11 +365,37 @@ class _Done:
         return self.count is not None and self.edges == [0, self.count]
 
     def add(self, number: int) -> None:
+        self.starts.pop(number, None)
         at = bisect_right(self.edges, number)
         if at % 2 == 0:
             new = [number, number + 1]
             before, after = self.edges[at - 1 : at] == new[:1], self.edges[at : at + 1] == new[1:]
             self.edges[at - before : at + after] = new[before : 2 - after]
+
+    def add_start(self, start: Start) -> None:
+        if start.number not in self:
+            self.starts[start.number] = start.begin
+
+    def first_start(self) -> list[Any] | None:
+        """Return the first sample that is not done, for a state: number, offset, and length and tag of the object.
+
+        Return None if it is unknown, or if a tag, which shows whether the object has changed, is unknown.
+        """
+        first = self.edges[1] if self.edges[:1] == [0] else 0
+        begin = self.starts.get(first)
+        if not begin or self.info is None or self.info.tag is None:
+            return None
+        return [first, begin, self.info.nbytes, self.info.tag]
+
+    def resume(self, info: ObjectInfo) -> Start:
+        """Return where to read a remote object in the state `info`: from its first byte if the object has changed."""
+        known = self.first_start()
+        if known is None or self.info != info:
+            self.starts, self.info = {}, info
+            return FIRST
+        # if no sample follows, the shard has as many as were skipped
+        self.num_read = known[0]
+        return Start(*known[:2])
 
 
 def _parse_done(state: Any, num_shards: int) -> dict[int, _Done]:
@@ -354,6 +413,19 @@ def _parse_done(state: Any, num_shards: int) -> dict[int, _Done]:
     return done
 
 
+def _parse_starts(state: Any, done: Mapping[int, _Done]) -> None:
+    """Add the starts that a state lists to the shards in `done`."""
+    try:
+        for shard, (number, begin, nbytes, tag) in state.items():
+            are_ints = all(type(value) is int for value in (number, begin, nbytes))
+            if not are_ints or number < 0 or not 0 < begin < nbytes or begin % BLOCK or type(tag) is not str:
+                raise ValueError(f"shard {shard} starts at {[number, begin, nbytes, tag]!r:.200}")
+            one = done[int(shard)]
+            one.starts, one.info = {number: begin}, ObjectInfo(nbytes, tag)
+    except (AttributeError, KeyError, TypeError, ValueError) as exc:
+        raise ValueError(f"the state is damaged: {exc}; expected starts by shard, got {state!r:.200}") from exc
+
+
 def _positions(item: Any) -> Iterator[tuple[int, int]]:
     """Yield shard and number of each sample in an item."""
     if isinstance(item, str):
@@ -365,6 +437,25 @@ def _positions(item: Any) -> Iterator[tuple[int, int]]:
     elif isinstance(item, (list, tuple)):
         for one in item:
             yield from _positions(one)
+
+
+def _shards_of(shards: list[int], loads: list[int], worker: int, num_workers: int) -> list[int]:
+    """Return a worker's shards. Each of `shards`, in order, goes to the worker that has the fewest bytes so far."""
+    # a heap, since 10^5 shards may be divided among 10^4 workers
+    totals = [(0, each) for each in range(num_workers)]
+    mine = []
+    for shard in shards:
+        total, least = totals[0]
+        heapq.heapreplace(totals, (total + loads[shard], least))
+        if least == worker:
+            mine.append(shard)
+    return mine
+
+
+def _names(urls: list[str]) -> list[str]:
+    """Return urls for the identity of a stream: without signatures, which change, unless they alone tell shards apart."""
+    names = [shown_url(url) for url in urls]
+    return names if len(set(names)) == len(set(urls)) else urls
 
 
 def _loads(urls: list[str]) -> list[int]:

@@ -92,7 +92,11 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[_Sample]:
         """Return the samples at `indices` as a list; torch's DataLoader calls this to fetch a batch."""
-        return [self._sample(number) for number in self._numbers(indices).tolist()]
+        return self._samples_at(self._numbers(indices).tolist())
+
+    def _samples_at(self, numbers: Sequence[int]) -> list[_Sample]:
+        """Return the samples with these indices, all in `[0, len)`."""
+        return list(map(self._sample, numbers))
 
     @abstractmethod
     def __contains__(self, key: object) -> bool:
@@ -369,10 +373,14 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     def _shown_nbytes(self) -> str:
         try:
-            nbytes = sum(map(os.path.getsize, islice(self._paths(), _SHOWN)))
+            nbytes = sum(map(self._file_nbytes, islice(self._paths(), _SHOWN)))
         except OSError:
             return ""
         return f" of {'at least ' if self.num_shards > _SHOWN else ''}{nbytes:,} bytes"
+
+    def _file_nbytes(self, path: str) -> int:
+        """Return the length of a shard; raise OSError if it cannot be found, or is unknown."""
+        return os.path.getsize(path)
 
     def _numbers(self, indices: Any) -> Array:
         """Return sample indices, int64 `[B]`, for indices, keys or a mask."""

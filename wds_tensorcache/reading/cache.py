@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import glob
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from wds_tensorcache.reading.choices.chosen import ChosenRequest, nest_chosen
 from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
 from wds_tensorcache.reading.lookup.keys import KeysView
 from wds_tensorcache.reading.lookup.positions import Inverse, Positions, as_array, numbers_of, spread, take
+from wds_tensorcache.reading.remote.fetch_batch import BatchFetch, add_member
 from wds_tensorcache.reading.schema import (
     Entry,
     TensorSchema,
@@ -31,6 +32,7 @@ from wds_tensorcache.reading.schema import (
     stored_shapes,
 )
 from wds_tensorcache.reading.store import Io, Store
+from wds_tensorcache.storage.remote.urls import is_url
 
 __all__ = ["TensorCache"]
 
@@ -90,6 +92,11 @@ class TensorCache(Cache[_Sample]):
 
     def select(self, patterns: str | Iterable[str]) -> TensorCache[_Sample]:
         patterns = as_patterns(patterns)
+        if self._store.has_remote and self._patterns is None and len(self):
+            # the names of all shards would cost a request for each
+            some = list(schema_of(self._store, self._where[:1]))
+            if all(fnmatch.filter(some, pattern) for pattern in patterns):
+                return TensorCache(self._store, self._order, patterns)
         names = list(self.schema)
         for pattern in patterns:
             if names and not fnmatch.filter(names, pattern):
@@ -151,8 +158,7 @@ class TensorCache(Cache[_Sample]):
         for reference, shapes, counts in stored_shapes(self._store, self._where):
             if self._wanted is None or self._wanted(reference.name):
                 contents.add_tensor(prefix + reference.name, reference, shapes, counts)
-        located = (self._store.locate(self._at(number)) for number in spread(len(self), NUM_EXAMINED))
-        contents.add_values(prefix, (shard.sample(row) for shard, row in located))
+        contents.add_values(prefix, self._whole_samples(spread(len(self), NUM_EXAMINED)))
 
     def _having(self) -> dict[str, Array]:
         return members_of(self._store, self._where)
@@ -163,17 +169,46 @@ class TensorCache(Cache[_Sample]):
         numbers = np.empty(len(rows), np.int64)
         for number, at, some in rows.by_shard:
             numbers[at] = self._store.shards[number].find_members(some, suffix)
-        return {
-            i: self._store.shards[rows.number.item(i)].member(rows.row.item(i), suffix, number)
-            for i in wanted
-            if (number := numbers.item(i)) >= 0
-        }
+        fetch, found = BatchFetch(), dict[int, bytes]()
+        for i in wanted:
+            if (number := numbers.item(i)) >= 0:
+                shard, row = self._store.shards[rows.number.item(i)], rows.row.item(i)
+                if shard.is_remote:
+                    add_member(fetch, i, shard, row, suffix, number, found)
+                else:
+                    found[i] = shard.member(row, suffix, number)
+        fetch.run()
+        return found
 
     def _paths(self) -> Iterator[str]:
         return (shard.path for shard in self._store.shards)
 
+    def _file_nbytes(self, path: str) -> int:
+        if not self._store.has_remote or not is_url(path):
+            return super()._file_nbytes(path)
+        nbytes = self._store.files.expected_nbytes(path)
+        if nbytes is None:
+            raise OSError(f"{path}: the length is unknown")
+        return nbytes
+
     def _at(self, number: int) -> int:
         return self._where[number] if isinstance(self._where, range) else self._where.item(number)
+
+    def _whole_samples(self, numbers: Iterable[int]) -> Iterator[Any]:
+        """Yield samples with all their tensors. Those of remote shards are fetched together."""
+        if not self._store.has_remote:
+            located = (self._store.locate(self._at(number)) for number in numbers)
+            yield from (shard.sample(row) for shard, row in located)
+            return
+        rows = locate(self._store, np.array([self._at(number) for number in numbers], np.int64))
+        rows.fetch_skeletons()
+        yield from map(rows.sample, range(len(rows)))
+
+    def _samples_at(self, numbers: Sequence[int]) -> list[Any]:
+        if not self._store.has_remote:
+            return super()._samples_at(numbers)
+        samples = self._whole_samples(numbers)
+        return [sample if self._wanted is None else project(sample, self._wanted) for sample in samples]
 
     def _sample(self, number: int) -> Any:
         shard, row = self._store.locate(self._at(number))

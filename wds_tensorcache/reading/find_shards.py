@@ -4,43 +4,42 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from shlex import quote
+from typing import Any, TypeAlias
 
 from braceexpand import braceexpand
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.reading.base_cache import Cache
-from wds_tensorcache.shards.manifest import MANIFEST, locate_shards, read_manifest
+from wds_tensorcache.reading.remote.find import find_remote
+from wds_tensorcache.shards.manifest import MANIFEST, Found, listed_shard, locate_shards, read_manifest
+from wds_tensorcache.storage.remote.urls import check_not_url, is_url, shown
 
-__all__ = ["CachePaths", "Found", "ListedCounts", "are_counts", "existing_folder", "expand_braces", "find_shards"]
+__all__ = ["CachePaths", "existing_folder", "expand_braces", "find_shards"]
 
 CachePaths: TypeAlias = "str | os.PathLike[str] | Sequence[CachePaths]"
 
 
-class ListedCounts(NamedTuple):
-    """Numbers of samples of a shard in its manifest: all samples, and those of each cache; the absolute path of the manifest.
+def find_shards(
+    source: Any, listed: Callable[[str], list[Found]] | None = None, *, local_for: str | None = None
+) -> list[Found]:
+    """Return the shards of a `source` as in `open`.
 
-    None if unknown.
+    Args:
+        listed: Replaces the function that returns the shards of a local manifest.
+        local_for: Past participle of an action that needs local shards, such as `"verified"`. Urls then raise ValueError.
     """
-
-    num_samples: int | None = None
-    caches: Mapping[str, int] | None = None
-    manifest: str | None = None
-
-
-# path of a shard; if a manifest lists them, also its numbers of samples and its fingerprint
-Found = tuple[str, "ListedCounts | None", "Mapping[str, Any] | None"]
-
-
-def find_shards(source: Any, listed: Callable[[str], list[Found]] | None = None) -> list[Found]:
-    """Return the shards of a `source` as in `open`. `listed` replaces the function that returns the shards of a manifest."""
     listed = listed or _from_manifest
     if isinstance(source, (str, os.PathLike)):
-        return _find_one(os.fspath(source), listed)
+        path = os.fspath(source)
+        if local_for is not None and is_url(path):
+            what = f"{shown(path)}: only local shards can be {local_for}"
+            raise ValueError(f"{what}; copy them to a disk first, with a tool of the store")
+        return _find_one(path, listed)
     if isinstance(source, (bytes, Cache)) or not isinstance(source, Sequence):
         raise TypeError(f"expected a path, a pattern or a list of them, got {type(source).__name__}")
-    found = [shard for part in source for shard in find_shards(part, listed)]
+    found = [shard for part in source for shard in find_shards(part, listed, local_for=local_for)]
     if not found:
         raise FileNotFoundError("no shards: the list is empty")
     return found
@@ -48,10 +47,11 @@ def find_shards(source: Any, listed: Callable[[str], list[Found]] | None = None)
 
 def _find_one(source: str, listed: Callable[[str], list[Found]]) -> list[Found]:
     """Return the shards of a path or pattern from the caller. Braces and wildcards are expanded nowhere else."""
-    if "://" in source:
-        raise ValueError(f"{source}: not a local path; stream it with wds.DataPipeline and tc.decode")
+    if is_url(source):
+        return find_remote(source)
     if os.path.exists(source):
         return _find_path(source, listed)
+    check_not_url(source)
     found: list[Found] = []
     for path in expand_braces(source):
         matches = [path] if os.path.exists(path) else sorted(glob.glob(_escape_existing(path)))
@@ -109,30 +109,17 @@ def existing_folder(pattern: str) -> str:
 def _from_manifest(path: str) -> list[Found]:
     """Return the shards that a manifest lists. Shards that are not listed are unfinished, and so left out."""
     entries, extra = read_manifest(path)
-    caches, fingerprints = extra.get("caches", {}), extra.get("fingerprints", {})
     found: list[Found] = []
-    manifest = os.path.abspath(path)
     for located in locate_shards(path, entries):
         entry, shard = located.entry, located.path
         if located.error is not None:
             raise located.error
         if located.nbytes != entry.nbytes:
             what = f"{shard} has {located.nbytes} bytes, but {path} says {entry.nbytes}: one of the two is stale"
-            remedy = f"if tc.write_index was interrupted, call tc.write_index({shard!r}) again"
-            raise FormatError(f"{what}; {remedy}, else call tc.verify, which tells what is intact", kind="index")
-        counts = caches.get(entry.url) if isinstance(caches, dict) else None
-        if counts is not None and not are_counts(counts):
-            what = f"{path}: {entry.url} has caches {counts!r:.100}, expected numbers of samples by name"
-            raise FormatError(f"{what}, each at least 1; call tc.write_index({shard!r})")
-        fingerprint = fingerprints.get(entry.url) if isinstance(fingerprints, dict) else None
-        if fingerprint is not None and not isinstance(fingerprint, dict):
-            raise FormatError(f"{path}: {entry.url} has a fingerprint {fingerprint!r:.100}, expected a dict")
-        found.append((shard, ListedCounts(entry.num_samples, counts, manifest), fingerprint))
+            remedy = f"run `tensorcache index {quote(shard)}` (tc.write_index) again if it was interrupted"
+            checks = "`tensorcache verify` (tc.verify) tells what is intact"
+            raise FormatError(f"{what}; {remedy}; {checks}", kind="index")
+        found.append(listed_shard(shard, entry, extra, manifest=path))
     if not found:
         raise FileNotFoundError(f"{path} lists no shards")
     return found
-
-
-def are_counts(counts: Any) -> bool:
-    """Return whether a value in a manifest is a dict from cache name to number of samples, each at least 1."""
-    return isinstance(counts, dict) and all(type(count) is int and 0 < count < 1 << 63 for count in counts.values())

@@ -6,17 +6,25 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+from wds_tensorcache.arguments import as_int
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.cache import TensorCache
-from wds_tensorcache.reading.find_shards import CachePaths, Found, ListedCounts, find_shards
+from wds_tensorcache.reading.find_shards import CachePaths, find_shards
+from wds_tensorcache.reading.remote.load_indexes import load_indexes
 from wds_tensorcache.reading.store import Io, Store
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint, common_fields
+from wds_tensorcache.shards.manifest import ListedCounts
 from wds_tensorcache.shards.names import cache_name
+from wds_tensorcache.shards.remote.find_index import FindIndex
+from wds_tensorcache.shards.remote.kept_indexes import KeptIndexes, default_folder
 from wds_tensorcache.shards.shard import Shard
-from wds_tensorcache.storage.files import Files
+from wds_tensorcache.storage.files import Files, default_max_open
 from wds_tensorcache.storage.maps import CAN_COPY
 from wds_tensorcache.storage.memory_pool import Pool
+from wds_tensorcache.storage.node_cache.cache import NodeCache, open_node_cache
+from wds_tensorcache.storage.remote.secret_parts import conceal
+from wds_tensorcache.storage.remote.urls import is_url, origin_of
 from wds_tensorcache.storage.system import file_system, memory_nbytes, num_cores, overcommit_is_off
 
 __all__ = ["open"]
@@ -32,14 +40,19 @@ def open(
     pool_nbytes: int = 1 << 30,
     max_open_files: int | None = None,
     expect: Mapping[str, object] | None = None,
+    index_folder: str | os.PathLike[str] | None = None,
+    keep_indexes: bool | str | os.PathLike[str] = True,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_nbytes: int | None = None,
 ) -> TensorCache:
     """Open shards for random access.
 
     Args:
         source: A folder (its `manifest.json`, or else its `*.tar` in the order of their names), a manifest, a shard, a
-            pattern (`"train-{000000..000099}.tar"`, `"train-*.tar"`), or a list of those. Shards are local, uncompressed
-            tar files by any writer. Braces and wildcards are expanded only in the text that you pass, not in file names
-            found through it. If you list a shard twice, or a folder contains it under two names, its samples occur twice.
+            pattern (`"train-{000000..000099}.tar"`, `"train-*.tar"`), or a list of those. Each may be a local path, or a url
+            that begins with `s3://`, `gs://`, `az://`, `http://`, `https://` or `hf://`. Shards are uncompressed tar files by
+            any writer. Braces and wildcards are expanded only in the text that you pass, not in file names found through
+            it. If you list a shard twice, or a folder contains it under two names, its samples occur twice.
         cache: Name of the cache if samples have several (`NAME.tensorcache`), `""` for the one without a name; by default
             the only one. Samples that lack this cache are left out.
         io: `"pread"` uses only positioned reads. `"auto"` may also copy small tensors out of memory maps. It decides for
@@ -53,15 +66,26 @@ def open(
         pool_nbytes: Maximum bytes of idle memory to keep for the next batches.
         max_open_files: Maximum number of open files; by default a quarter of the system's limit, at most 256.
         expect: Fields and values that the fingerprint of every shard must have; it may have more fields.
+        index_folder: Folder or url of a folder with the indexes of remote shards, `NAME.tar.index` for `NAME.tar`, if they
+            are not in or next to the shards.
+        keep_indexes: Keep indexes of remote shards on disk, for later runs: in a folder of the user, or in the folder given.
+            False keeps none. The environment variable `TENSORCACHE_INDEXES` is the default folder; `off` keeps none.
+        cache_dir: Folder on a local disk of this node for the bytes of remote shards that were read. All processes of the
+            node that pass it share it, and fetch each byte once. It is created if needed, for this user alone.
+        cache_nbytes: The most bytes that the files in `cache_dir` may take on disk, over all processes; the least recently
+            used shards are removed. None uses the disk except for a fiftieth of it.
 
     Raises:
         FileNotFoundError: A file does not exist, or there are no shards. It is a MissingShardError if a manifest lists a shard
             that does not exist.
-        FormatError: A shard or manifest is damaged, or they do not match; or a manifest lists a url that is not a local file,
-            or lists one file twice, perhaps under two names.
+        FormatError: A shard or manifest is damaged, or they do not match; or a local manifest lists a url, a remote one lists
+            anything that is not in its folder, or one lists a file twice, perhaps under two names.
+        RemoteError: A request to a server failed; a later read of a remote shard may raise it, too.
         StaleCacheError: The fingerprint of a shard does not match `expect`, or is missing.
         KeyError: No shard has a cache with this name; or `cache` is omitted, and the shards have several caches or none.
-        TypeError, ValueError: An argument is invalid.
+        ImportError: A url needs a package that is not installed; the message says which extra to install.
+        NotImplementedError, OSError: `cache_dir` needs Linux; or it is not a folder of this user alone.
+        TypeError, ValueError: An argument is invalid; or `cache_dir` is on a network file system.
     """
     if max_open_files is not None and max_open_files < 1:
         raise ValueError(f"max_open_files={max_open_files}, expected at least 1")
@@ -69,37 +93,49 @@ def open(
         raise ValueError(f"io={io!r}, expected 'auto', 'mmap' or 'pread'")
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads={num_threads}, expected at least 1")
+    find_index = FindIndex(_as_folder(index_folder), _kept(keep_indexes))
     found = find_shards(source)
-    files, pool = Files(max_open_files), Pool(pool_nbytes)
+    node_cache = _node_cache(cache_dir, cache_nbytes, any(is_url(path) for path, *_ in found), max_open_files)
+    files, pool = Files(max_open_files, node_cache=node_cache), Pool(pool_nbytes)
     table = allow_table(allow)
     lists = {path: listed or ListedCounts() for path, listed, _ in found}
     try:
+        for path, listed in lists.items():
+            if listed.nbytes is not None:
+                files.expect_remote(path, listed.nbytes, listed.manifest)
         # the manifest lists the caches; without one, the indexes do
-        indexes = {
-            path: Shard(path, "", files, pool, table, num_samples=listed.num_samples).index
+        known = {
+            path: Shard(path, "", files, pool, table, num_samples=listed.num_samples, find_index=find_index)
             for path, listed in lists.items()
             if listed.caches is None
         }
+        load_indexes(known.values())
         name = _choose_name(
             cache,
-            {path: indexes[path].caches if listed.caches is None else listed.caches for path, listed in lists.items()},
+            {
+                path: known[path].index.caches if listed.caches is None else listed.caches
+                for path, listed in lists.items()
+            },
         )
-        made = {path: indexes[path].fingerprint if path in indexes else listed for path, _, listed in found}
+        made = {path: known[path].index.fingerprint if path in known else listed for path, _, listed in found}
         for path, fingerprint in made.items():
             if expect is not None:
                 check_fingerprint(path, fingerprint, as_fingerprint(expect))
         shards = []
         for path, *_ in found:
-            num_samples, counts, manifest = lists[path]
+            num_samples, counts, manifest, _ = lists[path]
             count = counts.get(name, 0) if counts is not None else None
-            shards.append(Shard(path, name, files, pool, table, count, indexes.get(path), num_samples))
-            files.expect(shards[-1].path, manifest)
+            shards.append(Shard(path, name, files, pool, table, count, None, num_samples, find_index=find_index))
+            if path in known:
+                shards[-1].take_index(known[path])
+            if not shards[-1].is_remote:
+                files.expect(shards[-1].path, manifest)
         return TensorCache(
             Store(
                 shards,
                 files,
                 pool,
-                _choose_io(io, found),
+                _choose_io(io, [path for path, *_ in found], node_cache),
                 num_threads or min(4, num_cores()),
                 common_fields(made.values()),
             )
@@ -107,6 +143,34 @@ def open(
     except BaseException:
         files.close()
         raise
+
+
+def _as_folder(folder: str | os.PathLike[str] | None) -> str | None:
+    """Return the argument `index_folder`: a public url, or an absolute path."""
+    if folder is None:
+        return None
+    path = os.fspath(folder)
+    return conceal(path) if is_url(path) else os.path.abspath(path)
+
+
+def _kept(keep_indexes: bool | str | os.PathLike[str]) -> KeptIndexes | None:
+    """Return the folder of kept indexes for the argument `keep_indexes`."""
+    if keep_indexes is False:
+        return None
+    folder = default_folder() if keep_indexes is True else os.path.abspath(os.fspath(keep_indexes))
+    return None if folder is None else KeptIndexes(folder)
+
+
+def _node_cache(
+    path: str | os.PathLike[str] | None, max_nbytes: int | None, has_remote: bool, max_open: int | None
+) -> NodeCache | None:
+    """Return the cache for the arguments `cache_dir` and `cache_nbytes`, if there are remote shards."""
+    if path is None and max_nbytes is not None:
+        raise ValueError(f"cache_nbytes={max_nbytes} needs cache_dir=, the folder whose length it limits")
+    if path is None or not has_remote:
+        return None
+    max_nbytes = None if max_nbytes is None else as_int("cache_nbytes", max_nbytes)
+    return open_node_cache(path, max_nbytes, max_open=max_open or default_max_open())
 
 
 def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str:
@@ -121,19 +185,33 @@ def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str:
     if name is None and not there:
         raise KeyError(f"{where}: no cache, only other members; write one with tc.ShardWriter or tc.encoder()")
     if name is None and len(there) > 1:
-        raise KeyError(f"{where}: caches {list_names(there)}: choose one with cache=…, '' for the one without a name")
+        raise KeyError(
+            f"{where}: caches {list_names(there)}: choose one with --cache (cache=…), '' for the one without a name"
+        )
     return there[0] if name is None else name
 
 
-def _choose_io(io: str, found: Sequence[Found]) -> Io:
+def _choose_io(io: str, paths: Sequence[str], node_cache: NodeCache | None) -> Io:
+    local = [path for path in paths if not is_url(path)]
+    kept = f", kept in {node_cache.folder.path!r}" if node_cache is not None else ""
+    if not local:
+        origins = sorted({origin_of(path) for path in paths})
+        return Io("remote", f"ranged requests to {list_names(origins)}{kept}")
+    chosen = _choose_local_io(io, local)
+    if len(local) == len(paths):
+        return chosen
+    return Io(chosen.method, f"{chosen.reason}; {len(paths) - len(local)} remote shards by ranged requests{kept}")
+
+
+def _choose_local_io(io: str, paths: Sequence[str]) -> Io:
     if io != "auto":
         return Io(io, "chosen by the caller")
     if not CAN_COPY:
         return Io("pread", "copies from maps are not safe: this system has neither read leases nor process_vm_readv")
-    kind, is_network = file_system(found[0][0])
+    kind, is_network = file_system(paths[0])
     if is_network:
         return Io("pread", f"{kind} is a network file system: reading through a memory map would wait for each page")
-    nbytes, memory = sum(os.path.getsize(path) for path, *_ in found), memory_nbytes()
+    nbytes, memory = sum(os.path.getsize(path) for path in paths), memory_nbytes()
     if memory is not None and nbytes > memory:
         return Io("pread", f"{nbytes:,} bytes of shards do not fit into {memory:,} bytes of memory")
     reason = f"on {kind or 'a local file system'}: maps for small samples in the page cache, else preadv"

@@ -16,7 +16,7 @@ from wds_tensorcache.codec.layout import Form
 from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.errors import list_names
-from wds_tensorcache.reading.lookup.positions import Positions, by_shard, iter_positions
+from wds_tensorcache.reading.lookup.positions import Positions, by_shard, in_order
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.shard import Shard
 
@@ -216,7 +216,8 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 def entries(store: Store, positions: Positions, wanted: Callable[[str], bool] | None = None) -> Iterator[Entry]:
     """Yield an `Entry` for each sample at `positions`, with shapes of the tensors that `wanted` accepts; None accepts all."""
     forms = _Forms()
-    for shard, row in map(store.locate, iter_positions(positions)):
+    located = ((shard, row) for shard, rows in in_order(store, positions) for row in rows.tolist())
+    for shard, row in located:
         layout = shard.layout(row)
         references = forms.references(shard, row)
         shapes = {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.reading.remote.load_indexes import load_indexes
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files
@@ -24,7 +25,10 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Io:
-    """The method by which files are read, "auto", "mmap" or "pread" as in `tc.open`, and the reason for choosing it."""
+    """The method by which files are read, and the reason for choosing it.
+
+    The method is "auto", "mmap" or "pread" as in `tc.open`, or "remote" if all shards are at urls.
+    """
 
     method: str
     reason: str
@@ -57,6 +61,10 @@ class Store:
         )
         self._starts = self.starts.tolist()
         self.number_dtype = np.min_scalar_type(len(self.shards))
+        # numbers of the remote shards, as a mask over all shards, and of those whose indexes are not loaded yet
+        self.are_remote = np.array([shard.is_remote for shard in self.shards], np.bool_)
+        self.has_remote = bool(self.are_remote.any())
+        self._unloaded = {number for number, shard in enumerate(self.shards) if shard.is_remote and not shard.is_loaded}
         self._exemplars: tuple[int, ...] | None = None
         self._table: KeyTable | None = None
         self._executor: tuple[int, ThreadPool] | None = None
@@ -73,6 +81,13 @@ class Store:
         store._exemplars = self._exemplars
         return store
 
+    def load_indexes(self, numbers: Iterable[int] | None = None) -> None:
+        """Load the indexes of the remote shards with these numbers, or of all, several at a time."""
+        if self._unloaded:
+            wanted = sorted(self._unloaded.intersection(self._unloaded if numbers is None else numbers))
+            load_indexes([self.shards[number] for number in wanted])
+            self._unloaded.difference_update(wanted)
+
     def survey(self) -> tuple[int, ...]:
         """Return numbers of shards that together have all tensors; none if all samples have tensors of the same names.
 
@@ -82,6 +97,7 @@ class Store:
         Cost: loads the index of every shard, once.
         """
         if self._exemplars is None:
+            self.load_indexes()
             found, covered, different = list[int](), set[str](), set[frozenset[str]]()
             for number, shard in enumerate(self.shards):
                 for names, *_ in shard.variants if len(shard) else ():
@@ -120,6 +136,7 @@ class Store:
     def find(self, key: str) -> list[int]:
         """Return the positions of the samples with this key, ascending: at most one, unless several shards contain the key."""
         if self._table is None:
+            self.load_indexes()
             self._table = KeyTable((shard.index.keys, shard.columns.rows) for shard in self.shards if len(shard))
         return self._table.find(key)
 

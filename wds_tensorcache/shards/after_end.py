@@ -22,7 +22,9 @@ __all__ = ["check_end", "load_whole"]
 _CHUNK_NBYTES = 1 << 20
 # a lost header and the end-of-archive marker; an undamaged index begins within this distance
 _MIN_LOST_NBYTES = 3 * BLOCK
-_REMEDY = "tc.verify describes the damage, tc.repair saves all other samples to a new folder"
+_REMEDY = (
+    "`tensorcache verify` (tc.verify) describes the damage, `tensorcache repair` (tc.repair) saves all other samples"
+)
 
 
 def load_whole(path: str) -> ShardIndex:

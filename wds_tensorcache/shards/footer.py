@@ -25,6 +25,7 @@ from wds_tensorcache.shards.tar.headers import padding
 __all__ = [
     "TRAILER_NBYTES",
     "build_footer",
+    "declared_nbytes",
     "declared_place",
     "parse_footer",
     "read_footer",
@@ -82,13 +83,17 @@ def _digest(body: bytes, numbers: tuple[int, int, int]) -> int:
     return xxhash.xxh3_64_intdigest(Struct("<QQQ").pack(*numbers), seed=xxhash.xxh3_64_intdigest(body))
 
 
-def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int) -> ShardIndex | None:
+def read_footer(
+    read: Callable[[int, int], bytes], shard_nbytes: int, tail_nbytes: int = _TAIL_NBYTES
+) -> ShardIndex | None:
     """Return the index at the end of a shard; None if there is no index, or a stale or damaged one.
+
+    `tail_nbytes` is the length of the first read.
 
     Raises:
         FormatError: The digest of the index matches, but its content breaks a rule of FORMAT.md 4.
     """
-    tail_begin = max(0, shard_nbytes - _TAIL_NBYTES)
+    tail_begin = max(0, shard_nbytes - tail_nbytes)
     tail = read(tail_begin, shard_nbytes)
     trailer = _parse_trailer(tail, shard_nbytes, shard_nbytes)
     if trailer is None:
@@ -125,6 +130,12 @@ def declared_place(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes:
     """
     trailer = _parse_trailer(read(max(0, nbytes - TRAILER_NBYTES), nbytes), nbytes, shard_nbytes)
     return None if trailer is None else (nbytes - TRAILER_NBYTES - trailer.index_nbytes, trailer.end)
+
+
+def declared_nbytes(sidecar: bytes) -> int | None:
+    """Return the length of the shard that a sidecar declares; None if the bytes do not end as an index does."""
+    trailer = _parse_trailer(sidecar, len(sidecar), None)
+    return None if trailer is None else trailer.shard_nbytes
 
 
 class _Trailer(NamedTuple):

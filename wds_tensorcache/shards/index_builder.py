@@ -58,8 +58,11 @@ class IndexBuilder:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def add(self, key: str, caches: list[CacheEntry], members: list[tuple[str, int, int]]) -> None:
-        """Add a sample: its caches, and (suffix, offset, length), in bytes, of its other members."""
+    def add(self, key: str, caches: list[CacheEntry], members: list[tuple[str, int, int]], position: int = 0) -> None:
+        """Add a sample: its caches, and (suffix, offset, length), in bytes, of its other members.
+
+        All offsets are relative to `position`.
+        """
         row = len(self._ends)
         self._text += key.encode("utf-8", "surrogateescape")
         self._ends.append(len(self._text))
@@ -71,10 +74,17 @@ class IndexBuilder:
             if table is None:
                 table = self._caches[cache.name] = array("Q")
             table.extend(
-                (row, cache.skeleton_begin, cache.skeleton_nbytes, cache.tensors_begin, number, cache.digest or 0)
+                (
+                    row,
+                    position + cache.skeleton_begin,
+                    cache.skeleton_nbytes,
+                    position + cache.tensors_begin,
+                    number,
+                    cache.digest or 0,
+                )
             )
         for suffix, begin, nbytes in members:
-            self._members.setdefault(suffix, array("Q")).extend((row, begin, nbytes))
+            self._members.setdefault(suffix, array("Q")).extend((row, position + begin, nbytes))
 
     def _number(self, layout: Layout, references: tuple[str, ...] | None) -> int:
         """Return the number of a layout; if no equal layout has one, add the layout to the table."""

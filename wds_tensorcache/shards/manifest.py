@@ -8,9 +8,10 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from shlex import quote
+from typing import Any, NamedTuple
 
 from wds_tensorcache.codec.strict_json import parse_json
 from wds_tensorcache.errors import FormatError, Kind, MissingShardError
@@ -18,14 +19,21 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.locks import locked_folder
+from wds_tensorcache.storage.remote.urls import shown
 
 __all__ = [
     "MANIFEST",
     "Catalog",
+    "Found",
+    "ListedCounts",
     "Listing",
     "Located",
     "ShardEntry",
+    "are_counts",
+    "listed_shard",
     "locate_shards",
+    "parse_listing",
+    "parse_manifest",
     "read_manifest",
     "write_manifest",
 ]
@@ -58,6 +66,22 @@ class Located:
     error: FormatError | OSError | None  # why it cannot be read
 
 
+class ListedCounts(NamedTuple):
+    """Numbers in a manifest about a shard: all samples, and those of each cache; path of the manifest; bytes of the shard.
+
+    None if unknown. `nbytes` is set only for remote shards, whose lengths are not known otherwise.
+    """
+
+    num_samples: int | None = None
+    caches: Mapping[str, int] | None = None
+    manifest: str | None = None
+    nbytes: int | None = None
+
+
+# path or url of a shard; if a manifest lists it, also its numbers and its fingerprint
+Found = tuple[str, "ListedCounts | None", "Mapping[str, Any] | None"]
+
+
 def write_manifest(path: str, shards: Sequence[ShardEntry], extra: dict[str, Any], *, fsync: bool = True) -> None:
     """Write a manifest, one line per shard.
 
@@ -67,13 +91,17 @@ def write_manifest(path: str, shards: Sequence[ShardEntry], extra: dict[str, Any
         extra: Value of the key `tensorcache`, which wids ignores; must be representable in JSON.
         fsync: Wait for the disk.
     """
+    write_atomically(path, [_build_manifest(shards, extra)], fsync)
+
+
+def _build_manifest(shards: Sequence[ShardEntry], extra: dict[str, Any]) -> bytes:
     entries = [json.dumps({"url": s.url, "nsamples": s.num_samples, "filesize": s.nbytes}) for s in shards]
     text = (
         f'{{\n"__kind__": "{_KIND}",\n"wids_version": {_WIDS_VERSION},\n"shardlist": [\n'
         + ",\n".join(entries)
         + f'\n],\n"{_OURS}": {json.dumps(extra, allow_nan=False)}\n}}\n'
     )
-    write_atomically(path, [text.encode("ascii")], fsync)
+    return text.encode("ascii")
 
 
 def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
@@ -88,7 +116,7 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
     file = ShardFile(path)
     content = file.read(0, file.nbytes)
     try:
-        return _parse_manifest(content)
+        return parse_manifest(content)
     except FormatError as exc:
         raise exc.at(path) from exc
 
@@ -112,7 +140,9 @@ def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]
         except FormatError as exc:
             error = exc.at(path)
         except FileNotFoundError:
-            remedy = "copy it again, or let tc.repair write the remaining shards into another folder"
+            remedy = (
+                "copy it again, or let `tensorcache repair` (tc.repair) write the remaining shards into another folder"
+            )
             error = MissingShardError(f"{entry.url!r:.200} is listed but does not exist; {remedy}").at(path)
         except OSError as exc:
             error = exc
@@ -121,7 +151,7 @@ def locate_shards(path: str, entries: Iterable[ShardEntry]) -> Iterator[Located]
 
 def _status(entry: ShardEntry, shard: str) -> os.stat_result:
     if "://" in entry.url:
-        what = f"{entry.url:.200} is not a local path; stream it with wds.DataPipeline and tc.decode"
+        what = f"{shown(entry.url)!r:.200} is a url in a local manifest; pass the urls to tc.open, in a list"
         raise FormatError(what, kind="index")
     try:
         status = os.stat(shard)
@@ -135,7 +165,39 @@ def _status(entry: ShardEntry, shard: str) -> os.stat_result:
     return status
 
 
-def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
+def listed_shard(
+    path: str, entry: ShardEntry, extra: Mapping[str, Any], *, manifest: str, is_remote: bool = False
+) -> Found:
+    """Return the shard at `path` with what its manifest lists about it.
+
+    Args:
+        entry, extra: The shard's entry, and the value of the key `tensorcache`, as `read_manifest` returns them.
+        manifest: Path of the manifest, for messages.
+        is_remote: `path` is a url.
+
+    Raises:
+        FormatError: The manifest's counts or fingerprint of this shard have a wrong type.
+    """
+    caches, fingerprints = extra.get("caches", {}), extra.get("fingerprints", {})
+    counts = caches.get(entry.url) if isinstance(caches, dict) else None
+    if counts is not None and not are_counts(counts):
+        what = f"{manifest}: {entry.url} has caches {counts!r:.100}, expected numbers of samples by name"
+        raise FormatError(f"{what}, each at least 1; run `tensorcache index {quote(path)}` (tc.write_index)")
+    fingerprint = fingerprints.get(entry.url) if isinstance(fingerprints, dict) else None
+    if fingerprint is not None and not isinstance(fingerprint, dict):
+        raise FormatError(f"{manifest}: {entry.url} has a fingerprint {fingerprint!r:.100}, expected a dict")
+    nbytes = entry.nbytes if is_remote else None
+    listed = ListedCounts(entry.num_samples, counts, manifest if is_remote else os.path.abspath(manifest), nbytes)
+    return path, listed, fingerprint
+
+
+def are_counts(counts: Any) -> bool:
+    """Return whether a value in a manifest is a dict from cache name to number of samples, each at least 1."""
+    return isinstance(counts, dict) and all(type(count) is int and 0 < count < 1 << 63 for count in counts.values())
+
+
+def parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
+    """Return the shards and the value of the key `tensorcache` of a manifest with this content; see `read_manifest`."""
     try:
         document = parse_json(content)
     except (ValueError, RecursionError) as exc:
@@ -156,7 +218,7 @@ def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
     for position, shard in enumerate(shardlist):
         entry = _parse_shard(shard, f"shardlist[{position}]")
         if entries.setdefault(entry.url, entry) is not entry:
-            raise FormatError(f"shardlist[{position}]: url {entry.url!r:.100} occurs twice", kind="duplicate")
+            raise FormatError(f"shardlist[{position}]: url {shown(entry.url)!r:.100} occurs twice", kind="duplicate")
     return list(entries.values()), extra
 
 
@@ -238,14 +300,41 @@ class Listing:
 
     def write(self, path: str, urls: Iterable[str], fsync: bool = True) -> None:
         """Write the manifest to `path`, with the shards in the order of `urls`."""
+        write_manifest(path, *self._content(urls), fsync=fsync)
+
+    def build(self, urls: Iterable[str]) -> bytes:
+        """Return the manifest as bytes, with the shards in the order of `urls`."""
+        return _build_manifest(*self._content(urls))
+
+    def _content(self, urls: Iterable[str]) -> tuple[list[ShardEntry], dict[str, Any]]:
         ours: dict[str, Any] = {"version": _OUR_VERSION, "caches": dict(sorted(self.caches.items()))}
         if self.fingerprints:
             ours["fingerprints"] = dict(sorted(self.fingerprints.items()))
-        write_manifest(path, [self.entries[url] for url in urls], {**self.extra, **ours}, fsync=fsync)
+        return [self.entries[url] for url in urls], {**self.extra, **ours}
 
 
 def _entry(path: str, index: ShardIndex) -> ShardEntry:
     return ShardEntry(os.path.basename(path), len(index.keys), os.path.getsize(path))
+
+
+def parse_listing(content: bytes, path: str, folder: str) -> Listing:
+    """Return the content of a manifest; `path` is its path for messages, `folder` that of its folder.
+
+    Raises:
+        FormatError: The content is not a manifest, or its `caches` or `fingerprints` are not objects.
+    """
+    try:
+        entries, extra = parse_manifest(content)
+    except FormatError as exc:
+        raise exc.at(path) from exc
+    return _as_listing(path, entries, extra, folder)
+
+
+def _as_listing(path: str, entries: Iterable[ShardEntry], extra: dict[str, Any], folder: str) -> Listing:
+    caches, fingerprints = extra.pop("caches", {}), extra.pop("fingerprints", {})
+    if not isinstance(caches, dict) or not isinstance(fingerprints, dict):
+        raise FormatError(f"{path}: caches and fingerprints must both be objects")
+    return Listing({entry.url: entry for entry in entries}, caches, fingerprints, extra, folder)
 
 
 class Catalog:
@@ -263,10 +352,7 @@ class Catalog:
             FormatError: The file is not a manifest, or its `caches` or `fingerprints` are not objects.
         """
         entries, extra = read_manifest(self._path) if os.path.exists(self._path) else ([], {})
-        caches, fingerprints = extra.pop("caches", {}), extra.pop("fingerprints", {})
-        if not isinstance(caches, dict) or not isinstance(fingerprints, dict):
-            raise FormatError(f"{self._path}: caches and fingerprints must both be objects")
-        return Listing({entry.url: entry for entry in entries}, caches, fingerprints, extra, self.folder)
+        return _as_listing(self._path, entries, extra, self.folder)
 
     def add(self, path: str, index: ShardIndex) -> None:
         """Add a shard to the manifest, or replace its entry."""

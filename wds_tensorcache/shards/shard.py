@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from functools import lru_cache
-from typing import Any, Generic, TypeAlias, TypeVar
+from collections.abc import Iterable, Mapping
+from functools import lru_cache, partial
+from shlex import quote
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -21,12 +22,17 @@ from wds_tensorcache.shards.footer import parse_footer, read_footer
 from wds_tensorcache.shards.index import CacheColumns, ShardIndex
 from wds_tensorcache.shards.index_builder import scan_shard
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
+from wds_tensorcache.shards.remote.find_index import FindIndex
 from wds_tensorcache.shards.sidecar import open_sidecar
 from wds_tensorcache.shards.tar.fields import parse_number
 from wds_tensorcache.shards.tar.headers import BLOCK, names_of
 from wds_tensorcache.storage.files import Files, Identity, ShardFile
 from wds_tensorcache.storage.maps import Maps, read_ranges
 from wds_tensorcache.storage.memory_pool import Pool
+from wds_tensorcache.storage.node_cache.cache import read_remote
+from wds_tensorcache.storage.remote.fetch import PART_NBYTES
+from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity
+from wds_tensorcache.storage.remote.urls import is_url
 
 __all__ = ["FileSource", "Shard", "Variant", "load_index"]
 
@@ -37,10 +43,11 @@ _SIZE_BEGIN = 124  # the offset of a tar header's size field
 _OCTAL_SHIFTS = np.arange(30, -1, -3)
 _MAX_TEMPLATES = 255
 _LEASED_NBYTES = 1 << 16  # from this size on, recycled memory is faster than new memory
+_NEAR_NBYTES = 1 << 12  # one request always reads ranges with up to this many bytes between them
 _MAX_LAYOUTS = 4096  # the most layouts of one shard in memory
 _MAX_VARIANTS = 64
 Variant: TypeAlias = "tuple[frozenset[str], Form, int]"
-_CHANGED = "the shard was changed or damaged; tc.verify reports which"
+_CHANGED = "the shard was changed or damaged; `tensorcache verify` (tc.verify) reports which"
 _HEX = np.array([list(b"%02x" % byte) for byte in range(256)], np.uint8)
 
 
@@ -128,8 +135,12 @@ class Shard:
         count: int | None = None,
         index: ShardIndex | None = None,
         num_samples: int | None = None,
+        *,
+        find_index: FindIndex | None = None,
     ) -> None:
-        self.path = sys.intern(os.path.abspath(path))  # also valid in other processes and after os.chdir; pickled once
+        self.is_remote = is_url(path)
+        # also valid in other processes and after os.chdir; pickled once
+        self.path = sys.intern(path if self.is_remote else os.path.abspath(path))
         self.name = name
         self.files = files
         self.pool = pool
@@ -137,27 +148,47 @@ class Shard:
         self._allow = allow
         self._count = count
         self._index = index
+        self._is_own = False  # whether the index is that of a remote shard's own bytes
+        self._find_index = find_index
         self._suffixes = _suffixes(name)
         self._layouts: dict[int, Layout] = {}
         self._confirmed: dict[int, bytes] = {}  # by layout number, one header; its other headers differ only in digests
         self._templates: list[Template] = []
 
     def __reduce__(self) -> Any:
-        return Shard, (self.path, self.name, self.files, self.pool, self._allow, len(self), None, self._num_samples)
+        known = (self.path, self.name, self.files, self.pool, self._allow, len(self), None, self._num_samples)
+        return partial(Shard, find_index=self._find_index), known
 
     def __len__(self) -> int:
         if self._count is None:
             self._count = len(self.columns)
         return self._count
 
+    def take_index(self, other: Shard) -> None:
+        """Use the index that is loaded in `other`, another cache of the same shard."""
+        self._index, self._is_own = other.index, other._is_own
+
+    def load(self, *, may_scan: bool = True) -> bool:
+        """Load the index, unless it is loaded, and return True.
+
+        Without `may_scan`, return False for a remote shard that has no index, and so must be read as a whole.
+        """
+        if not self.is_loaded:
+            if self._index is None and not may_scan:
+                self._index = self._read_remote_index(may_scan=False)
+                if self._index is None:
+                    return False
+            self._load()
+        return True
+
     def _load(self) -> None:
-        index = self._index or load_index(self.file)
+        index = self._index or self._read_index()
         columns = index.caches.get(self.name, _NONE)
         of = f"with cache {self.name!r}"
         for found, listed, which in ((len(columns), self._count, of), (len(index.keys), self._num_samples, "in all")):
             if listed not in (None, found):
                 what = f"{found} samples {which}, but the manifest, which is stale, lists {listed}"
-                raise FormatError(f"{self.path}: {what}; call tc.write_index({self.path!r})")
+                raise FormatError(f"{self.path}: {what}; run `tensorcache index {quote(self.path)}` (tc.write_index)")
         # setattr, because using `__dict__` would slow down every later access to an attribute
         loaded = {"index": index, "columns": columns, "checked": np.zeros(len(columns), np.bool_)}
         loaded["_template_numbers"] = np.zeros(len(columns), np.uint8)
@@ -165,6 +196,29 @@ class Shard:
         loaded["variants"] = _variants_of(index, columns)
         for name, value in loaded.items():
             setattr(self, name, value)
+
+    def _read_index(self) -> ShardIndex:
+        if not self.is_remote:
+            return load_index(self.file)
+        index = self._read_remote_index(may_scan=True)
+        assert index is not None
+        return index
+
+    def _read_remote_index(self, *, may_scan: bool) -> ShardIndex | None:
+        find_index = self._find_index or FindIndex()
+        try:
+            found = find_index.load(self.path, self.files, self._num_samples, may_scan=may_scan)
+        except FormatError as exc:  # the messages of other errors have the url
+            raise exc.at(self.path) from exc
+        if found is None:
+            return None
+        self._is_own = found[1]
+        return found[0]
+
+    @property
+    def is_loaded(self) -> bool:
+        """True if the index is loaded, so that `index` and the other attributes cost nothing."""
+        return "index" in self.__dict__
 
     @property
     def file(self) -> ShardFile:
@@ -195,8 +249,11 @@ class Shard:
         _, some, inverse = np.unique(self.columns.layout[rows], return_index=True, return_inverse=True)
         return [self.layout(row) for row in rows[some].tolist()], inverse
 
-    def sample(self, row: int) -> Any:
-        """Return a sample with lazy tensors. Cost: one read, of the sample's skeleton.
+    def sample(self, row: int, stored: bytes | None = None) -> Any:
+        """Return a sample with lazy tensors. Cost: one read, of the sample's skeleton, unless `stored` contains it.
+
+        Args:
+            stored: The bytes at `skeleton_extent`, if they were read already.
 
         Raises:
             FormatError: The shard is damaged, or does not match its index.
@@ -204,18 +261,18 @@ class Shard:
         """
         columns = self.columns
         layout = self._layouts.get(columns.layout.item(row)) or self.layout(row)
-        skeleton, begin = self._skeleton(row, layout)
+        skeleton, begin = self._skeleton(row, layout, stored)
         source = _ShardSource(self, row, columns.tensors_begin.item(row))
         try:
             return decode_body(skeleton, begin, layout, source, True, self._allow)
         except TensorCacheError as exc:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
-    def template(self, row: int) -> Template | None:
+    def template(self, row: int, stored: bytes | None = None) -> Template | None:
         """Return the template that a sample's skeleton matches; None if it matches none.
 
         Skeletons that match one template differ only in plain values. This method reads the skeleton, since the index does
-        not contain templates, and remembers a match.
+        not contain templates, and remembers a match. `stored` is as in `sample`.
         """
         known: int = self._template_numbers.item(row)
         if known:
@@ -224,7 +281,7 @@ class Shard:
         template: Template | None = layout.form.template
         if template is None:
             return None
-        skeleton, begin = self._skeleton(row, layout)
+        skeleton, begin = self._skeleton(row, layout, stored)
         if template.match(skeleton, begin) is MISS:
             return None
         self.note_template(row, template)
@@ -249,14 +306,34 @@ class Shard:
         """
         return self._skeleton(row, self.layout(row))
 
-    def _skeleton(self, row: int, layout: Layout) -> tuple[bytes, int]:
+    def knows_template(self, row: int) -> bool:
+        """Return whether the template of a sample is known, so that neither `template` nor a structure needs its skeleton."""
+        return bool(self._template_numbers.item(row))
+
+    def skeleton_extent(self, row: int) -> tuple[int, int]:
+        """Return the range of bytes of a sample's skeleton member, with its tar header."""
+        begin = self.columns.skeleton_begin.item(row)
+        return begin - BLOCK, begin + self.columns.skeleton_nbytes.item(row)
+
+    def skeleton_extents(self, rows: Array) -> tuple[Array, Array]:
+        """Return where `skeleton_extent` begins and ends for many samples, both int64 `[n]`."""
+        begins = self.columns.skeleton_begin[rows].astype(np.int64)
+        return begins - BLOCK, begins + self.columns.skeleton_nbytes[rows].astype(np.int64)
+
+    def header_extent(self, row: int) -> tuple[int, int]:
+        """Return the range of bytes of the headers of a sample's tensors: the tar header, then the safetensors header."""
+        begin = self.columns.tensors_begin.item(row)
+        return begin - BLOCK, begin + max(self.layout(row).data_begin, DIGITS_END)
+
+    def _skeleton(self, row: int, layout: Layout, stored: bytes | None = None) -> tuple[bytes, int]:
         """Return a sample's skeleton member, and the offset of the body in it.
 
         One read returns the member and its tar header; the name in the header is compared with the key.
         """
         index, columns = self.index, self.columns
         begin = columns.skeleton_begin.item(row)
-        stored = self.files.get(self.path).read(begin - BLOCK, begin + columns.skeleton_nbytes.item(row))
+        if stored is None:
+            stored = self.files.get(self.path).read(begin - BLOCK, begin + columns.skeleton_nbytes.item(row))
         name = index.keys.raw(row if columns.rows is None else columns.rows.item(row)) + self._suffixes[0]
         if not stored.startswith(name) or stored[len(name)]:
             self._check_name(stored, name, begin)
@@ -284,15 +361,23 @@ class Shard:
         samples = rows if self.columns.rows is None else self.columns.rows[rows]
         return np.full(len(rows), -1) if members is None else members.find(samples)
 
-    def member(self, row: int, suffix: str, number: int) -> bytes:
+    def member_extent(self, suffix: str, number: int) -> tuple[int, int]:
+        """Return the range of bytes of a member with its tar header; `number` is the position that `find_members` returned."""
+        members = self.index.members[suffix]
+        begin = members.begin.item(number)
+        return begin - BLOCK, begin + members.nbytes.item(number)
+
+    def member(self, row: int, suffix: str, number: int, stored: bytes | None = None) -> bytes:
         """Return the content of a sample's member; `number` is the position that `find_members` returned.
+
+        `stored` are the bytes at `member_extent`, if they were read already.
 
         Raises:
             FormatError: The shard does not match its index.
         """
-        members = self.index.members[suffix]
-        begin, nbytes = members.begin.item(number), members.nbytes.item(number)
-        stored = self.file.read(begin - BLOCK, begin + nbytes)
+        begin, end = self.member_extent(suffix, number)
+        stored = self.file.read(begin, end) if stored is None else stored
+        begin, nbytes = begin + BLOCK, end - begin - BLOCK
         name = self.index.keys.raw(self.sample_row(row)) + f".{suffix}".encode("utf-8", "surrogateescape")
         self._check_name(stored, name, begin)
         if not _has_size(stored, nbytes):
@@ -300,14 +385,35 @@ class Shard:
             raise FormatError(f"{self.path}: sample {self.key(row)!r}: {what}: {_CHANGED}")
         return stored[BLOCK:]
 
-    def check_tensors(self, row: int) -> None:
-        """Raise FormatError unless the headers of a sample's tensors match the index. Each sample is checked once."""
+    def headers_to_fetch(self, row: int, begin: int, end: int) -> tuple[int, int] | None:
+        """Return `header_extent` if the headers must be read together with the bytes `[begin, end)` of a remote shard.
+
+        An index that the shard contains itself needs no comparison with the headers: both were read under one tag. They are
+        compared if they cost no further request.
+        """
+        if self.checked[row]:
+            return None
+        first, last = self.header_extent(row)
+        if self._is_own and not (0 <= begin - last <= _NEAR_NBYTES and end - first <= PART_NBYTES):
+            return None
+        return first, last
+
+    def skip_checks(self, rows: Array) -> None:
+        """Let `check_tensors` accept samples of a remote shard without reading, if the shard contains the index itself."""
+        if self._is_own:
+            self.checked[rows] = True
+
+    def check_tensors(self, row: int, stored: bytes | None = None) -> None:
+        """Raise FormatError unless the headers of a sample's tensors match the index. Each sample is checked once.
+
+        `stored` are the bytes at `header_extent`, if they were read already.
+        """
         index, columns, checked = self.index, self.columns, self.checked
         if checked[row]:
             return
         layout = self.layout(row)
         begin, digest = columns.tensors_begin.item(row), columns.digest.item(row)
-        stored = self.file.read(begin - BLOCK, begin + max(layout.data_begin, DIGITS_END))
+        stored = self.file.read(*self.header_extent(row)) if stored is None else stored
         self._check_name(stored, index.keys.raw(self.sample_row(row)) + self._suffixes[1], begin)
         good = _has_size(stored, layout.nbytes)
         number, header = columns.layout.item(row), stored[BLOCK:]
@@ -327,27 +433,28 @@ class Shard:
             raise FormatError(f"{self.path}: sample {self.key(row)!r}: {what}: {_CHANGED}")
         checked[row] = True
 
-    def skeletons(self, rows: Array, io: str) -> tuple[list[bytes], list[int]]:
+    def skeletons(self, rows: Array, io: str, fetched: Iterable[bytes] | None = None) -> tuple[list[bytes], list[int]]:
         """Return the skeleton members of many samples, and the offsets of their bodies; `io` is as in `tc.open`.
+
+        `fetched` contains the bytes at each sample's `skeleton_extent`, if they were read already.
 
         Raises:
             FormatError: The shard does not match its index.
         """
-        columns, file = self.columns, self.file
-        begins = columns.skeleton_begin[rows].astype(np.int64)
-        ends = begins + columns.skeleton_nbytes[rows].astype(np.int64)
+        if fetched is None:
+            fetched = read_ranges(self.file, *self.skeleton_extents(rows), io)
         bound = self._bound(rows).tobytes()
         key_begins, key_ends = self._key_extents(rows)
         text, suffix = self.index.keys.text.data, self._suffixes[0] + b"\0"
         skeletons, bodies = [], []
         # One slice or read per sample. `_skeleton` checks headers and preambles that differ from those of our writer.
-        extents = zip(read_ranges(file, begins - BLOCK, ends, io), key_begins.tolist(), key_ends.tolist(), strict=True)
+        extents = zip(fetched, key_begins.tolist(), key_ends.tolist(), strict=True)
         for i, (stored, key_begin, key_end) in enumerate(extents):
             skeleton, body = stored[BLOCK:], PREAMBLE_NBYTES
             name = text[key_begin:key_end].tobytes() + suffix
             if not (stored.startswith(name) and is_preamble(skeleton, bound[16 * i : 16 * i + 16])):
                 row = rows.item(i)
-                skeleton, body = self._skeleton(row, self.layout(row))
+                skeleton, body = self._skeleton(row, self.layout(row), stored)
             skeletons.append(skeleton)
             bodies.append(body)
         return skeletons, bodies
@@ -447,27 +554,35 @@ class _StoredBytes:
 
     __slots__ = ()
 
-    def _open(self) -> tuple[ShardFile, int, Pool]:
-        """Return the file, the offset at which the source starts in the file, and the pool for large buffers."""
+    def _open(self) -> tuple[ShardFile, int]:
+        """Return the file, and the offset at which the source starts in the file."""
+        raise NotImplementedError
+
+    def _pool(self) -> Pool:
+        """Return the memory for large buffers."""
+        raise NotImplementedError
+
+    def _is_remote(self) -> bool:
+        """Return whether the file is at a url."""
         raise NotImplementedError
 
     def read(self, begin: int, end: int) -> bytearray | Array:
-        file, first, pool = self._open()
-        nbytes = end - begin
+        nbytes, pool = end - begin, self._pool()
         buffer = pool.lease(nbytes) if nbytes >= _LEASED_NBYTES else bytearray(nbytes)
-        file.read_into([buffer], first + begin)
-        file.check_unchanged()
+        self.read_into(buffer, begin)
         return buffer
 
     hold = read
 
-    def read_into(self, buffer: memoryview, begin: int) -> None:
-        file, first, _ = self._open()
+    def read_into(self, buffer: Any, begin: int) -> None:
+        file, first = self._open()
         file.read_into([buffer], first + begin)
         file.check_unchanged()
 
     def view(self, begin: int, end: int) -> Array:
-        file, first, _ = self._open()
+        if self._is_remote():
+            return np.frombuffer(self.read(begin, end), np.uint8)
+        file, first = self._open()
         file.check_unchanged()
         return file.array()[first + begin : first + end]
 
@@ -480,17 +595,26 @@ class FileSource(_StoredBytes):
 
     __slots__ = ("_identity", "_path")
 
-    def __init__(self, path: str, identity: Identity) -> None:
+    def __init__(self, path: str, identity: Identity | RemoteIdentity) -> None:
         self._path = path
         self._identity = identity
 
-    def _open(self) -> tuple[ShardFile, int, Pool]:
+    def _pool(self) -> Pool:
+        return _POOL
+
+    def _is_remote(self) -> bool:
+        return is_url(self._path)
+
+    def _open(self) -> tuple[ShardFile, int]:
+        if self._is_remote():
+            nbytes, tag = cast(RemoteIdentity, self._identity)
+            return cast(ShardFile, RemoteFile(self._path, nbytes, tag)), 0
         file = _FILES.get(self._path)
         if file.identity != self._identity:
             file = _FILES.reopen(self._path)  # the open file may have been replaced on disk
         if file.identity != self._identity:
             raise FormatError("the shard was changed since this lazy tensor was made; read it again").at(self._path)
-        return file, 0, _POOL
+        return file, 0
 
     def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
         return self, begin
@@ -514,12 +638,41 @@ class _ShardSource(_StoredBytes):
         self._row = row
         self._begin = begin
 
-    def _open(self) -> tuple[ShardFile, int, Pool]:
+    def _pool(self) -> Pool:
+        return self._shard.pool
+
+    def _is_remote(self) -> bool:
+        return self._shard.is_remote
+
+    def _open(self) -> tuple[ShardFile, int]:
         shard = self._shard
-        if not shard.checked[self._row]:
+        if not shard.checked[self._row] and not shard._is_own:
             shard.check_tensors(self._row)
-        return shard.files.get(shard.path), self._begin, shard.pool
+        return shard.files.get(shard.path), self._begin
+
+    def read_into(self, buffer: Any, begin: int) -> None:
+        if self._shard.is_remote:
+            self._fetch_into(buffer, begin)
+            return
+        file, first = self._open()
+        file.read_into([buffer], first + begin)
+        file.check_unchanged()
+
+    def _fetch_into(self, buffer: Any, begin: int) -> None:
+        """Fill `buffer` from a remote shard, with the headers in the same requests if they were not checked."""
+        shard, row = self._shard, self._row
+        file = shard.files.remote(shard.path)
+        ranges: list[tuple[RemoteFile, int, list[Any]]] = [(file, self._begin + begin, [buffer])]
+        header = bytearray()
+        begin += self._begin
+        extent = shard.headers_to_fetch(row, begin, begin + len(buffer))
+        if extent is not None:
+            header = bytearray(extent[1] - extent[0])
+            ranges.append((file, extent[0], [header]))
+        read_remote(ranges)
+        if header:
+            shard.check_tensors(row, bytes(header))
 
     def cut(self, begin: int, end: int) -> tuple[FileSource, int]:
-        file, first, _ = self._open()
+        file, first = self._open()
         return FileSource(file.path, file.identity), first + begin

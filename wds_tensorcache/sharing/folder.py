@@ -18,6 +18,7 @@ from wds_tensorcache.sharing.reaper import HEAD, HOLDERS, IS_PERSISTENT, NUM_HOL
 from wds_tensorcache.sharing.start_reaper import reaper_started
 from wds_tensorcache.storage.atomic import replace
 from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
+from wds_tensorcache.storage.system import boot_id
 from wds_tensorcache.storage.threads import NO_FORK, Living
 
 __all__ = [
@@ -88,7 +89,7 @@ class SharedFolder:
 
     def __init__(self, path: str, holders: RangeLocks, head: dict[str, Any]) -> None:
         self.path, self.head = path, head
-        self.is_doubtful = head.get("boot") != _boot_id()
+        self.is_doubtful = head.get("boot") != boot_id()
         self._holders: RangeLocks | None = holders
         self.loads: list[int] = []
         self._pid = os.getpid()
@@ -162,13 +163,6 @@ def folder_holders(path: str) -> list[int]:
     return [pid for pid in found if pid]  # a process that removes the folder has locked all bytes from 0 on
 
 
-def _boot_id() -> str:
-    """Return a string that changes whenever the machine starts; "" if it is unknown."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
-        return boot.read().strip()
-    return ""
-
-
 def read_head(path: str) -> dict[str, Any]:
     """Return the content of a folder's file `head.json`.
 
@@ -223,7 +217,7 @@ def open_folder(
             remove_if_abandoned(other)
     folder = None
     for _ in range(_MAX_ATTEMPTS):
-        folder = _open(path) or _create(path, {"name": name, "fingerprint": fingerprint, "boot": _boot_id()}, create)
+        folder = _open(path) or _create(path, {"name": name, "fingerprint": fingerprint, "boot": boot_id()}, create)
         if folder is not None:
             break
     if folder is None:

@@ -22,9 +22,9 @@ from wds_tensorcache.codec.sample import EncodedSample
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.sharing.owned_files import check_owner, explained_no_space, write_file
 from wds_tensorcache.sharing.table import ALIGN, MAX_SEGMENT_NBYTES, Segment, Table
-from wds_tensorcache.storage.files import MAX_BUFFERS, skip_bytes
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.range_locks import RangeLocks
+from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes
 from wds_tensorcache.storage.threads import call_when_gone
 
 __all__ = ["LARGE_NBYTES", "Full", "Members", "SegmentSource", "Segments", "members_in_memory"]

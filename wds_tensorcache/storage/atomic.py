@@ -12,6 +12,7 @@ from wds_tensorcache.storage.locks import Held, open_regular
 
 __all__ = [
     "create_temporary",
+    "create_unnamed",
     "find_temporary",
     "fsync_folder",
     "remove_stray",
@@ -34,14 +35,14 @@ def find_temporary(folder: str, names: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def create_temporary(path: str) -> Iterator[Held]:
+def create_temporary(path: str, access: int = os.O_WRONLY) -> Iterator[Held]:
     """Yield a locked temporary file, which the caller writes and renames to `path`; at the end, delete it if it remains."""
     pid = os.getpid()
     while True:
         # Hazard: an interrupt may arrive right after any call. So `finally` knows the name before the file exists.
         temporary = temporary_path(path)
         try:
-            with Held(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+            with Held(temporary, access | os.O_CREAT | os.O_EXCL) as file:
                 # Hazard: before this lock, another writer's `remove_stray` may delete the file, as if its writer were dead.
                 if file.lock() is not False and os.path.exists(temporary):
                     yield file
@@ -50,6 +51,32 @@ def create_temporary(path: str) -> Iterator[Held]:
             if pid == os.getpid():  # a forked child also runs this block
                 with contextlib.suppress(OSError):  # renamed; after any other error, the next writer deletes the file
                     os.remove(temporary)
+
+
+@contextlib.contextmanager
+def create_unnamed(folder: str, name: str) -> Iterator[Held]:
+    """Yield a new file in a folder of a POSIX system, for reading and writing. The system frees it when no process has it open.
+
+    Without `O_TMPFILE`, the file has a temporary name of `name` for an instant. Such files of processes that were killed in
+    that instant are deleted.
+    """
+    file = _open_unnamed(folder)
+    if file is None:
+        for stray in find_temporary(folder, re.escape(name)):
+            remove_stray(stray)
+        temporary = temporary_path(os.path.join(folder, name))
+        file = Held(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        with contextlib.suppress(FileNotFoundError):  # another process has already deleted it as a stray
+            os.unlink(temporary)
+    with file:
+        yield file
+
+
+def _open_unnamed(folder: str) -> Held | None:
+    """Open a file without a name; return None if the system or the file system of the folder has none."""
+    with contextlib.suppress(AttributeError, OSError):  # `create_unnamed` reports a folder that cannot be written
+        return Held(folder, os.O_TMPFILE | os.O_RDWR | os.O_EXCL)
+    return None
 
 
 def remove_stray(path: str) -> None:

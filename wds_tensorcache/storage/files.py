@@ -1,4 +1,4 @@
-"""Local files: reads at given offsets, memory maps, and a limit on the number of open files."""
+"""Local files: reads at given offsets, memory maps, and a limit on the number of open files; remote files by their urls."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
 from wds_tensorcache.codec.views import view_bytes
 from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
-from wds_tensorcache.storage.system import MEMORY, file_system
+from wds_tensorcache.storage.remote.client import ObjectInfo
+from wds_tensorcache.storage.remote.remote_file import RemoteFile, RemoteIdentity, missing_shard
+from wds_tensorcache.storage.remote.secret_parts import adopt, for_children
+from wds_tensorcache.storage.remote.urls import is_url
+from wds_tensorcache.storage.system import MAX_BUFFERS, MEMORY, file_system, skip_bytes
 from wds_tensorcache.storage.threads import call_when_gone
 
-__all__ = ["LEASE_FDS", "MAX_BUFFERS", "Files", "Identity", "ShardFile", "skip_bytes"]
+__all__ = ["LEASE_FDS", "Files", "Identity", "ShardFile", "default_max_open"]
 
 Identity = tuple[int, int, int]  # inode, length in bytes, modification time in ns
 _HAS_PREAD, _HAS_PREADV = hasattr(os, "pread"), hasattr(os, "preadv")
-MAX_BUFFERS = 1024  # IOV_MAX, the most buffers that one system call reads or writes
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _UNKNOWN = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 _NO_FILE = frozenset({errno.ENXIO, errno.ENODEV, errno.ELOOP})
@@ -66,6 +69,10 @@ class ShardFile:
         status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
             raise FormatError("expected a file, found a folder, pipe or device", kind="unreadable").at(path)
+        self._begin(status)
+
+    def _begin(self, status: os.stat_result) -> None:
+        """Set the attributes that depend on the status of the open file, and those that are determined later."""
         self.nbytes = status.st_size
         self.identity = _identity(status)
         self._map: mmap.mmap | None = None
@@ -87,7 +94,7 @@ class ShardFile:
             content += more
         return content
 
-    def _cut_short(self) -> FormatError:
+    def _cut_short(self) -> Exception:
         what = f"the file was cut short and ends at byte {os.fstat(self.fd).st_size}; copy it again"
         return TarFormatError(what, kind="truncated").at(self.path)
 
@@ -215,15 +222,6 @@ class ShardFile:
         return self._address
 
 
-def skip_bytes(buffers: Sequence[Any], nbytes: int) -> Sequence[Any]:
-    """Return `buffers` without their first `nbytes` bytes. Memory: views."""
-    for at, buffer in enumerate(buffers):
-        if nbytes < len(buffer):
-            return [buffer[nbytes:], *buffers[at + 1 :]]
-        nbytes -= len(buffer)
-    return []
-
-
 _seeking = threading.Lock()
 
 
@@ -234,14 +232,24 @@ def _seek_and_read(fd: int, nbytes: int, begin: int) -> bytes:
         return os.read(fd, nbytes)
 
 
+class _NodeCache(Protocol):
+    """See `node_cache.cache.NodeCache`, which imports this module."""
+
+    def file(self, url: str, nbytes: int | None, tag: str | None, manifest: str | None, /) -> RemoteFile: ...
+    def close(self) -> None: ...
+
+
 class Files:
     """A set of at most `max_open` open files, by path. To open one more, it drops the file that was opened longest ago.
 
     With `fixed`, a file must not change: if `get` opens it again, and it was replaced or changed, `get` raises FormatError.
     `manifests` contains the manifest that lists a file, by path, for messages about missing files.
 
+    A url stands for a remote file. Remote files have no descriptors, so `max_open` does not count them, and they must never
+    change. `remote` contains what is known about them, by url. `node_cache` is the cache through which they are read.
+
     Threads/fork/pickle: safe everywhere; a copy in another process opens the files again, and with `fixed` expects them
-        unchanged.
+        unchanged. A pickle has no credentials, except while it starts a child process.
     """
 
     def __init__(
@@ -250,18 +258,25 @@ class Files:
         fixed: bool = True,
         identities: Mapping[str, Identity] | None = None,
         manifests: Mapping[str, str] | None = None,
+        remote: Mapping[str, RemoteIdentity] | None = None,
+        secrets: Mapping[str, Any] | None = None,
+        node_cache: _NodeCache | None = None,
     ) -> None:
         if max_open is not None and max_open < 1:
             raise ValueError(f"max_open_files={max_open}, expected at least 1")
-        self.max_open = max_open or _default_max_open()
+        self.max_open = max_open or default_max_open()
         self._fixed = fixed
         self._open: dict[str, ShardFile] = {}
         self._identities = dict(identities or {})
         self._manifests = dict(manifests or {})
+        self._expected: dict[str, RemoteIdentity] = dict(remote or {})  # of remote files that are not in `_remote` yet
+        self._remote: dict[str, RemoteFile] = {}
         self._closed = False
+        self._node_cache = node_cache
+        adopt(secrets or {})
 
     def get(self, path: str) -> ShardFile:
-        """Return the open file at `path`; open it if needed.
+        """Return the open file at a path or url; open it if needed.
 
         Raises:
             OSError: The file cannot be opened; MissingShardError if it does not exist.
@@ -271,9 +286,12 @@ class Files:
         file = self._open.get(path)
         if file is not None:
             return file
+        if is_url(path):
+            # it has the part of a ShardFile's surface that readers use with the method "pread"
+            return cast(ShardFile, self.remote(path))
         with _lock:
             if self._closed:
-                raise ValueError(f"{path}: the cache is closed; load all tensors before closing it, or keep it open")
+                raise self._is_closed(path)
             file = self._open.get(path)
             if file is None:
                 while len(self._open) >= self.max_open:
@@ -281,17 +299,72 @@ class Files:
                 try:
                     file = ShardFile(path)
                 except FileNotFoundError as exc:
-                    raise self._missing(path) from exc
+                    raise self.missing(path) from exc
                 if self._fixed and self._identities.setdefault(path, file.identity) != file.identity:
                     raise FormatError("the shard was changed since this cache was opened; open it again").at(path)
                 self._open[path] = file
         return file
 
-    def _missing(self, path: str) -> MissingShardError:
+    def _is_closed(self, path: str) -> ValueError:
+        return ValueError(f"{path}: the cache is closed; load all tensors before closing it, or keep it open")
+
+    def remote(self, url: str) -> RemoteFile:
+        """Return the remote file at `url`. Cost: one request if its length is unknown.
+
+        Raises:
+            MissingShardError: The request found no such object.
+            RemoteError: The request failed.
+            ValueError: `close` was called.
+        """
+        if self._closed:
+            raise self._is_closed(url)
+        file = self._remote.get(url)
+        if file is None:
+            try:
+                make = RemoteFile if self._node_cache is None else self._node_cache.file
+                nbytes, tag = self._expected.get(url, (None, None))
+                file = make(url, nbytes, tag, self._manifests.get(url))
+            except FileNotFoundError as exc:
+                raise self.missing(url) from exc
+            file = self._remote.setdefault(url, file)
+        return file
+
+    def expected_nbytes(self, url: str) -> int | None:
+        """Return the length of a remote file; None if it is unknown."""
+        file = self._remote.get(url)
+        return file.nbytes if file is not None else self._expected.get(url, (None,))[0]
+
+    def known_state(self, url: str) -> ObjectInfo | None:
+        """Return the state of a remote file; None if its length or tag is unknown."""
+        file = self._remote.get(url)
+        nbytes, tag = file.identity if file is not None else self._expected.get(url, (0, None))
+        return None if tag is None else ObjectInfo(nbytes, tag)
+
+    def fix(self, url: str, found: ObjectInfo) -> RemoteFile:
+        """Return the remote file at `url`, whose state was `found` by a request.
+
+        Raises:
+            FormatError: The file has another length than the manifest lists, or was changed since this cache was opened.
+        """
+        nbytes = self.expected_nbytes(url)
+        if nbytes not in (None, found.nbytes) and url in self._manifests and self.known_state(url) is None:
+            what = (
+                f"the shard has {found.nbytes} bytes, but {self._manifests[url]} says {nbytes}: one of the two is stale"
+            )
+            raise FormatError(f"{what}; upload both again", kind="index").at(url)
+        self._expected.setdefault(url, (found.nbytes, found.tag))
+        file = self.remote(url)
+        file.fix(found)
+        return file
+
+    def missing(self, path: str) -> MissingShardError:
+        """Return the error for a shard that does not exist."""
+        if is_url(path):
+            return missing_shard(path, self._manifests.get(path))
         what, remedy = "the shard does not exist", "copy it again"
         if path in self._manifests:
             what += f", but {self._manifests[path]} lists it"
-            remedy += ", or let tc.repair write the remaining shards into another folder"
+            remedy += ", or let `tensorcache repair` (tc.repair) write the remaining shards into another folder"
         return MissingShardError(f"{what}; {remedy}").at(path)
 
     def expect(self, path: str, manifest: str | None = None) -> None:
@@ -305,7 +378,13 @@ class Files:
         try:
             self._identities.setdefault(path, _identity(os.stat(path)))
         except FileNotFoundError as exc:
-            raise self._missing(path) from exc
+            raise self.missing(path) from exc
+
+    def expect_remote(self, url: str, nbytes: int, manifest: str | None = None) -> None:
+        """Record the length of the remote file at `url`, and the manifest that lists it. No request."""
+        if manifest is not None:
+            self._manifests[url] = manifest
+        self._expected.setdefault(url, (nbytes, None))
 
     def reopen(self, path: str) -> ShardFile:
         """Open and return the file that is now at `path`, even if an earlier file is still open."""
@@ -321,9 +400,14 @@ class Files:
         with _lock:
             self._closed = True
             self._open.clear()
+            self._remote.clear()
+        if self._node_cache is not None:
+            self._node_cache.close()
 
     def __reduce__(self) -> Any:
-        return Files, (self.max_open, self._fixed, self._identities, self._manifests)
+        remote = self._expected | {url: file.identity for url, file in list(self._remote.items())}
+        known = (self.max_open, self._fixed, self._identities, self._manifests, remote)
+        return Files, (*known, for_children(), self._node_cache)
 
 
 _lock = threading.Lock()  # held while a file is opened or mapped
@@ -339,7 +423,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _default_max_open() -> int:
+def default_max_open() -> int:
     """Return a quarter of the process's descriptor limit, but 8 to 256. A mapped file may take two descriptors."""
     try:
         import resource

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from wds_tensorcache.storage.atomic import create_temporary, fsync_folder, replace
-from wds_tensorcache.storage.files import MAX_BUFFERS, skip_bytes
+from wds_tensorcache.storage.locks import Held
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.storage.system import start_writeback
+from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes, start_writeback
 from wds_tensorcache.storage.threads import Job, ThreadPool
 
 __all__ = ["Output"]
@@ -48,7 +48,7 @@ class Output:
         self._fsync = fsync
         self._pid = os.getpid()
         self._made = contextlib.ExitStack()  # `finish` and `drop` close it
-        self._file = self._made.enter_context(create_temporary(path))
+        self._file = self._made.enter_context(self._create())
         self.temporary = self._file.path  # the temporary file; after `flush`, it contains all appended bytes
         self._thread = ThreadPool(1, "tensorcache-output")
         self._writing: deque[Job[None]] = deque()
@@ -57,6 +57,9 @@ class Output:
         self._position = 0  # of the file, where the next bytes are written
         self._is_small = True  # whether all pieces in the stage are small
         self._failure: BaseException | None = None
+
+    def _create(self) -> contextlib.AbstractContextManager[Held]:
+        return create_temporary(self.path)
 
     def append(self, parts: Sequence[Any], nbytes: int) -> None:
         """Append bytes-like `parts`, of `nbytes` bytes in total. The caller may change the parts as soon as this returns.
@@ -83,6 +86,17 @@ class Output:
             stage[position : position + len(part)] = part
             position += len(part)
         self._filled = position
+
+    def reserve(self, nbytes: int) -> int:
+        """Leave out bytes that another process writes into the file `temporary`; return their offset.
+
+        Raises:
+            OSError: Earlier bytes could not be written.
+        """
+        self.flush()
+        begin = self._position
+        self._position = os.lseek(self._file.fd, begin + nbytes, os.SEEK_SET)
+        return begin
 
     def fail(self, failure: BaseException) -> None:
         """Make all later calls of `append`, `flush` and `finish` raise OSError, unless an earlier error already does."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.threads import Cancelled, ThreadPool, run_in_order
 
-__all__ = ["Digest", "ReadAhead", "Readers"]
+__all__ = ["Digest", "ReadAhead", "Readable", "Readers"]
 
 _PIECE_NBYTES = 1 << 21
 _AHEAD_NBYTES = 1 << 22  # pieces that other threads read are larger, since passing one on costs time
@@ -20,6 +21,15 @@ _AHEAD_NBYTES = 1 << 22  # pieces that other threads read are larger, since pass
 # Hazard: GIL. xxhash holds it while it hashes at most this many bytes. If it released the GIL, threads that check one file
 # each would wait for the GIL after every hash.
 _HELD_NBYTES = 1 << 16
+
+
+class Readable(Protocol):
+    """A file that `ReadAhead` reads; see `ShardFile` and `RemoteFile`."""
+
+    nbytes: int
+
+    def read(self, begin: int, end: int, /) -> bytes: ...
+    def read_into(self, buffers: Sequence[Any], begin: int, /) -> None: ...
 
 
 class Digest:
@@ -84,7 +94,7 @@ class ReadAhead:
         the next file.
     """
 
-    def __init__(self, file: ShardFile, readers: Readers) -> None:
+    def __init__(self, file: Readable, readers: Readers) -> None:
         self.done = 0
         self._file = file
         self._digests: list[Digest] = []

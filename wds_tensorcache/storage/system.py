@@ -1,18 +1,36 @@
-"""Properties of the machine: file systems, memory and cores."""
+"""Properties of the machine: file systems, memory, cores, and limits of system calls."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["LOCAL", "MEMORY", "file_system", "memory_nbytes", "num_cores", "overcommit_is_off", "start_writeback"]
+__all__ = [
+    "LOCAL",
+    "MAX_BUFFERS",
+    "MEMORY",
+    "SHORTAGES",
+    "boot_id",
+    "file_system",
+    "memory_nbytes",
+    "num_cores",
+    "overcommit_is_off",
+    "skip_bytes",
+    "start_writeback",
+]
 
 # Leases on these bind every writer. Those on network file systems do not bind other hosts, nor those on stacked file
 # systems the layer below.
 LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs"})
+MAX_BUFFERS = 1024  # IOV_MAX, the most buffers that one system call reads or writes
 MEMORY = frozenset({"tmpfs", "ramfs"})
+# Errors of a process or system that has no more descriptors or memory. They say nothing about the file at hand.
+SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs", "afs", "gluster", "virtiofs")
 _IS_LINUX = sys.platform == "linux"
 _SYNC_FILE_RANGE_WRITE = 2
@@ -35,6 +53,13 @@ def file_system(path: str) -> tuple[str, bool]:
     except OSError:
         return "", False
     return kind, kind.startswith(_NETWORK)
+
+
+def boot_id() -> str:
+    """Return a string that changes whenever the machine starts; "" if it is unknown."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+        return boot.read().strip()
+    return ""
 
 
 def memory_nbytes() -> int | None:
@@ -68,3 +93,12 @@ def start_writeback(fd: int, begin: int, nbytes: int) -> None:
 if _IS_LINUX:
     _sync_file_range: Any = ctypes.CDLL(None).sync_file_range
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+
+
+def skip_bytes(buffers: Sequence[Any], nbytes: int) -> Sequence[Any]:
+    """Return `buffers` without their first `nbytes` bytes. Memory: views."""
+    for at, buffer in enumerate(buffers):
+        if nbytes < len(buffer):
+            return [buffer[nbytes:], *buffers[at + 1 :]]
+        nbytes -= len(buffer)
+    return []

@@ -27,6 +27,7 @@ __all__ = [
     "Living",
     "ThreadPool",
     "call_when_gone",
+    "end_all",
     "interrupt_again",
     "run_in_order",
     "wait_for",
@@ -245,6 +246,11 @@ class ThreadPool:
     def submit(self, call: Callable[..., _Result], *args: Any) -> Job[_Result]:
         """Return a job that a thread will run. After `close`, the job is cancelled at once."""
         job = Job(call, *args)
+        self.put(job)
+        return job
+
+    def put(self, job: Job[Any]) -> None:
+        """Let a thread run a job, which the caller already knows if an interrupt ends this call."""
         if not self._crew.is_begun:
             end = _end_dropped(self._crew)
             next(end)
@@ -253,7 +259,6 @@ class ThreadPool:
         self._crew.jobs.put(job)
         if self._is_closed:
             job.cancel()
-        return job
 
     def close(self, *, cancel: bool = False, timeout_s: float = -1) -> None:
         """Wait for all jobs and threads to end; with `cancel`, cancel jobs that have not begun.
@@ -342,8 +347,8 @@ _ENDED: list[threading.Thread] = []
 
 
 @atexit.register
-def _end_all() -> None:
-    """End all threads before the interpreter ends."""
+def end_all() -> None:
+    """End all threads, before the interpreter ends."""
     for crew in list(_OPEN):
         crew.cancel()
         crew.end()

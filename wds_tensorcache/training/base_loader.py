@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from wds_tensorcache.reading.base_cache import BatchInfo
@@ -34,7 +35,7 @@ class BaseLoader(ABC):
     _reader: StepReader
     _clock: Clock
     _running: Callable[[], _Batches | None] = staticmethod(lambda: None)  # a weak reference to the current iteration
-    _num_threads = 0  # threads of each iteration
+    _pool_sizes: tuple[int, ...] = ()  # number of threads of each of an iteration's pools
     _num_iterations = 0
     _planned = 0  # the first step that the current iteration has not begun to read
 
@@ -98,8 +99,11 @@ class BaseLoader(ABC):
         """Return how long training has waited for batches."""
 
     @abstractmethod
-    def _read_batches(self, pool: ThreadPool | None, *, with_info: bool) -> Iterator[Read]:
-        """Yield the batches of an epoch, starting at the sampler's position."""
+    def _read_batches(self, pools: Sequence[ThreadPool | None], *, with_info: bool) -> Iterator[Read]:
+        """Yield the batches of an epoch, starting at the sampler's position.
+
+        `pools` has a pool for each of `_pool_sizes`; None for 0.
+        """
 
     def _end_after(self, exc: BaseException, running: _Batches) -> None:
         """End an iteration after an error or an interrupt."""
@@ -186,7 +190,7 @@ class _Batches(Iterator[Any]):
         self._loader, self._with_info = loader, with_info
         self._num_iterations, self._num_moves = loader._num_iterations, loader._plan._num_moves
         self._pid = os.getpid()
-        self._pool = ThreadPool(loader._num_threads, "tensorcache-loader") if loader._num_threads else None
+        self._pools = [ThreadPool(count, "tensorcache-loader") if count else None for count in loader._pool_sizes]
         self._read: Iterator[Read] | None = None
         self._is_in_next = self.is_closed = False
         self._clock = loader._clock
@@ -214,7 +218,7 @@ class _Batches(Iterator[Any]):
                 # until a batch is returned, another iteration would also begin here
                 plan._move(plan._beginning(), is_resumed=True)
                 self._num_moves = plan._num_moves
-                self._read = loader._read_batches(self._pool, with_info=self._with_info)
+                self._read = loader._read_batches(self._pools, with_info=self._with_info)
             given, is_padding, step, after = next(self._read)
             if self._with_info:
                 given = given, loader._reader.info(step, is_padding, loader._collate)
@@ -237,6 +241,8 @@ class _Batches(Iterator[Any]):
     def close(self, timeout_s: float = -1) -> None:
         """End the iteration; a thread that waits in `next` receives no batch."""
         self.is_closed = True
-        if self._pool is not None and self._pid == os.getpid():
-            self._pool.close(cancel=True, timeout_s=timeout_s)
+        with ExitStack() as all_pools:
+            for pool in self._pools if self._pid == os.getpid() else ():
+                if pool is not None:
+                    all_pools.callback(pool.close, cancel=True, timeout_s=timeout_s)
         self._read = iter(())

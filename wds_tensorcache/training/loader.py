@@ -15,7 +15,9 @@ from wds_tensorcache.codec.lazy import check_device
 from wds_tensorcache.reading.batch.batch_memory import SPENT, to_device
 from wds_tensorcache.reading.batch.collate import collate_for
 from wds_tensorcache.reading.choices.alternatives import Choose
+from wds_tensorcache.reading.remote.batches_ahead import NUM_THREADS, BatchesAhead, remote_url
 from wds_tensorcache.reading.transfer import Transfer, copying_stream
+from wds_tensorcache.storage.remote.fetch import MADE
 from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool, wait_for
 from wds_tensorcache.training.base_loader import BaseLoader, Read
 from wds_tensorcache.training.skipping import LoaderBatches, LoaderPositions
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Loader"]
 
 _Waiting = deque[tuple[Step, Position, "Job[Any] | None"]]
+_NUM_THREADS = _PREFETCH_BATCHES = 2
 _REMEDIES = {  # by names of arguments of torch's DataLoader
     "drop_last": "last_batch='drop'",
     "num_workers": "num_threads=, since threads read the batches, or tc.torch_loader",
@@ -53,8 +56,12 @@ class Loader(BaseLoader):
             exactly. `info.choices` says what was chosen.
         transform: Function of a batch and its `BatchInfo` that returns the batch, or a list of such functions, which run in
             order. They run in the loader's threads, several batches at the same time.
-        num_threads: Number of batches to read at the same time; 0 reads each batch on request in the caller's thread.
-        prefetch_batches: Number of batches to read ahead.
+        num_threads: Number of batches to read at the same time; 0 reads each batch on request in the caller's thread. The
+            default is 2. If shards are at urls, it is 16, since their threads wait for requests most of the time. After
+            eight batches in a row that needed no request, as from a node's cache, it is 2 until a batch needs one.
+        prefetch_batches: Number of batches to read ahead. The default is 2. If shards are at urls, it begins with 4, and
+            grows while training waits for requests, up to 32 batches or 1 GiB, if the server's latency and rate require
+            that. After eight batches in a row that needed no request, it is 2, and may grow again.
         steps: Other options of `StepSampler`.
 
     Raises:
@@ -75,8 +82,8 @@ class Loader(BaseLoader):
         *,
         device: torch.device | str | None = None,
         pin_memory: bool = False,
-        num_threads: int = 2,
-        prefetch_batches: int = 2,
+        num_threads: int | None = None,
+        prefetch_batches: int | None = None,
         collate: Any = "stack",
         pad_value: Any = 0,
         choose: Choose | None = None,
@@ -84,11 +91,15 @@ class Loader(BaseLoader):
         **steps: Unpack[StepOptions],
     ) -> None:
         check_options(Loader, steps, StepOptions.__annotations__, _REMEDIES)
-        self._num_threads = as_int("num_threads", num_threads)
-        self._prefetch_batches = as_int("prefetch_batches", prefetch_batches)
-        if min(self._num_threads, self._prefetch_batches) < 0:
-            raise ValueError(f"num_threads={num_threads}, prefetch_batches={prefetch_batches}: expected 0 or more")
+        threads = _NUM_THREADS if num_threads is None else as_int("num_threads", num_threads)
+        ahead = _PREFETCH_BATCHES if prefetch_batches is None else as_int("prefetch_batches", prefetch_batches)
+        if min(threads, ahead) < 0:
+            raise ValueError(f"num_threads={threads}, prefetch_batches={ahead}: expected 0 or more")
         self._plan = StepSampler(cache, batch_size, **steps)
+        url = remote_url(self._plan._caches)
+        self._ahead = BatchesAhead(url, None if prefetch_batches is None else ahead)
+        # at urls, the second pool reads while no batch needs requests
+        self._pool_sizes = (NUM_THREADS, threads) if num_threads is None and url is not None else (threads,)
         self._reader = self._plan._reader(choose)
         collate = collate_for(self._plan._caches, collate, pad_value, self._reader.chosen_names)
         self._transforms = as_transforms(transform)
@@ -100,7 +111,7 @@ class Loader(BaseLoader):
         self._waiting: Callable[[], _Waiting | None] = lambda: None  # weak reference to the batches that are read ahead
         self._clock = Clock()
 
-    def _read_batches(self, pool: ThreadPool | None, *, with_info: bool) -> Iterator[Read]:
+    def _read_batches(self, pools: Sequence[ThreadPool | None], *, with_info: bool) -> Iterator[Read]:
         plan, waiting = self._plan, _Waiting()
         self._waiting = weakref.ref(waiting)
         check_device(self._device)
@@ -117,7 +128,8 @@ class Loader(BaseLoader):
                 wait_for([job for *_, job in waiting if job is not None and not job.cancel()])
                 waiting.clear()
                 planned, self._is_flushed = plan._position, False
-            while len(waiting) <= self._prefetch_batches and planned.epoch == epoch:
+            pool = pools[-1] if self._ahead.is_local else pools[0]
+            while len(waiting) <= self._ahead.count and planned.epoch == epoch:
                 step, after = plan._course.step(planned)
                 planned = plan._settled(after)
                 job = None if pool is None else pool.submit(self._read, step, device, with_info)
@@ -126,18 +138,21 @@ class Loader(BaseLoader):
             if not waiting:
                 return
             step, after, job = waiting.popleft()
+            has_waited = job is not None and not job.is_done
             try:
                 transfer, *found = self._read(step, device, with_info) if job is None else job.result()
             except Cancelled:
                 return
             del job
             transfer.hand_over()
-            self._clock.take(found.pop())
+            timing = found.pop()
+            self._clock.take(timing)
+            self._ahead.note(timing.nbytes, has_waited=has_waited, has_requested=timing.num_requests > 0)
             yield (*map(found.pop, (0, 0)), step, after)  # without a reference that would keep the batch alive
 
     def _read(self, step: Step, device: torch.device | None, with_info: bool) -> tuple[Transfer, Any, Any, Timing]:
         """Return a batch and the mask of its padding on the device; the caller of `next` must call `hand_over`."""
-        began, nbytes, transfer_s = perf_counter(), SPENT.nbytes, SPENT.transfer_s
+        began, nbytes, transfer_s, num_requests = perf_counter(), SPENT.nbytes, SPENT.transfer_s, MADE.num_requests
         transfer = Transfer(device)
         with transfer.copying():
             batch = self._thread_reader.read(step, self._read_options)
@@ -152,7 +167,8 @@ class Loader(BaseLoader):
             if self._transforms or callable(self._read_options["collate"]):
                 transfer.add(batch)
         transfer_s = SPENT.transfer_s - transfer_s
-        timing = Timing(read - began - transfer_s, done - read, transfer_s, SPENT.nbytes - nbytes, done)
+        num_requests = MADE.num_requests - num_requests
+        timing = Timing(read - began - transfer_s, done - read, transfer_s, SPENT.nbytes - nbytes, num_requests, done)
         return transfer, batch, is_padding, timing
 
     @property

@@ -17,6 +17,7 @@ class Timing(NamedTuple):
         transform_s: Its transforms.
         transfer_s: Copying it to the device; for a GPU, starting the copy, which continues in the background.
         nbytes: Bytes of its tensors.
+        num_requests: Requests to servers that were made for it.
         done_at: Time of `perf_counter` at which it was ready.
     """
 
@@ -24,6 +25,7 @@ class Timing(NamedTuple):
     transform_s: float
     transfer_s: float
     nbytes: int
+    num_requests: int
     done_at: float
 
 
@@ -136,7 +138,7 @@ class Clock:
     def give(self) -> None:
         """Note that training receives the batch."""
         asked_at, now = self._asked_at, perf_counter()
-        timing = self._timing or Timing(0.0, 0.0, 0.0, 0, now)  # worker processes send no times
+        timing = self._timing or Timing(0.0, 0.0, 0.0, 0, 0, now)  # worker processes send no times
         before = asked_at if self._gave_at is None else self._gave_at
         ready = max(0.0, asked_at - max(timing.done_at, before))
         self._gave_at = now

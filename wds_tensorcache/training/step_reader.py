@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from wds_tensorcache.errors import TensorCacheError
+from wds_tensorcache.errors import TensorCacheError, add_note
 from wds_tensorcache.reading.base_cache import BatchInfo
 from wds_tensorcache.reading.choices.alternatives import Alternatives
 from wds_tensorcache.reading.choices.chooser import Randomness
@@ -150,8 +150,7 @@ def transformed(batch: Any, info: BatchInfo, transforms: Sequence[Transform]) ->
         try:
             batch = transform(batch, info)
         except TensorCacheError as exc:  # of a damaged sample, for example
-            if hasattr(exc, "add_note"):  # from Python 3.11 on
-                exc.add_note(_failed(transform, info))
+            add_note(exc, _failed(transform, info))
             raise
         except Exception as exc:
             raise RuntimeError(f"{_failed(transform, info)}: {type(exc).__name__}: {exc}") from exc

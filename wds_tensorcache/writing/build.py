@@ -14,14 +14,14 @@ from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.store import Io, Store
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
-from wds_tensorcache.shards.manifest import Catalog
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.writing.build_batch import DIGEST, SampleProgress, Target, compute, is_right, resumable
 from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
-from wds_tensorcache.writing.new_folder import check_replaceable, has_entries
+from wds_tensorcache.writing.destination.listing import list_build, names_in
+from wds_tensorcache.writing.new_folder import check_local, check_replaceable, has_entries
 from wds_tensorcache.writing.pattern import ShardPattern
-from wds_tensorcache.writing.resume import FinishedShards, list_new
+from wds_tensorcache.writing.resume import FinishedShards
 from wds_tensorcache.writing.versions.build_version import Outcome, build_version, remove_abandoned
 from wds_tensorcache.writing.versions.write_version import OldCache
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
@@ -77,9 +77,9 @@ def build(
         source: A map-style dataset (`len`, `[i]`) or an iterable. Without `reuse`, samples of removed items stay in `out`.
         fn: Function called in the caller's thread with a list of up to `batch_size` items. It returns a list with a sample
             for each item, or nested dicts of tensors, arrays and lists `[B, …]`, which `build` cuts into samples.
-        out: A folder, or a pattern as for `ShardWriter`. With `reuse`, a new folder, which appears by one rename when the
-            version is complete and on disk. An existing version is opened, not built again, if it contains exactly the
-            samples of these items.
+        out: A folder, or a pattern as for `ShardWriter`, also at a url. With `reuse`, a new local folder, which appears by one
+            rename when the version is complete and on disk. An existing version is opened, not built again, if it contains
+            exactly the samples of these items.
         fingerprint: Description of how `fn` makes the samples (model, revision, dtype, scaling, crop, …), as JSON values. A
             folder with a different fingerprint is refused, as `out` and as `reuse`. Readers can check the fingerprint with
             `tc.open(out, expect=fingerprint)`.
@@ -143,6 +143,8 @@ def build(
     )
     if not options.get("footer", True) and not options.get("manifest", True):
         raise ValueError("footer=False, manifest=False: the fingerprint needs one of the two to be stored in")
+    if reuse is not None:
+        check_local(out, "a version that is built with reuse=")
     rank, world_size = find_rank(rank, world_size)
     if world_size > 1:
         _check_ranks(rank, world_size, pattern, options)
@@ -152,7 +154,7 @@ def build(
     with SampleProgress(False if rank and progress is None else progress, items.num_items) as bar:
         if reuse is None:
             _extend(items, fn, pattern.of_rank(rank, world_size) if world_size > 1 else pattern, bar, options)
-            if world_size > 1 and not pattern.build_shards():
+            if world_size > 1 and not pattern.build_shards(names_in(folder)):
                 return _no_samples(made)
         elif not pattern.is_numbered:
             raise ValueError(f"out={os.fspath(out)!r} with reuse=: expected a folder, or a pattern with a number")
@@ -202,7 +204,7 @@ def _check_ranks(rank: int, world_size: int, pattern: ShardPattern, options: Map
 def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgress, options: dict[str, Any]) -> None:
     """Write the samples that a pattern's folder does not contain yet."""
     folder = pattern.folder or os.curdir
-    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+    for name in names_in(folder):
         if name.endswith(".tar") and not name.startswith(".") and not pattern.is_in_build(name):
             raise ValueError(
                 f"{folder} contains {name}, which does not match {pattern.name!r}; pass a pattern that matches all its "
@@ -216,8 +218,7 @@ def _extend(items: Items, fn: _Function, pattern: ShardPattern, bar: SampleProgr
     with resumable(sink, folder), sink:
         compute(_missing(items, sink.finished, sink, folder, seen, bar), fn, bar, sink)
     if items.world_size > 1:
-        catalog = Catalog(folder, options.get("fsync", True)) if options.get("manifest", True) else None
-        for path, index in list_new(pattern, sink.finished, catalog).items():
+        for path, index in list_build(pattern, sink.finished, options).items():
             shared = [] if pattern.covers(os.path.basename(path)) else [key for key in index.keys if key in seen]
             if shared:
                 raise ValueError(

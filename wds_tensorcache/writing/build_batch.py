@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.tree import rebuild
-from wds_tensorcache.errors import EncodeError, StaleCacheError
+from wds_tensorcache.errors import EncodeError, StaleCacheError, add_note
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.storage.threads import Job, ThreadPool
-from wds_tensorcache.writing.build_items import Item, add_note
+from wds_tensorcache.writing.build_items import Item
 from wds_tensorcache.writing.resume import FinishedShards
 from wds_tensorcache.writing.writer import ShardWriter
 
@@ -106,7 +106,7 @@ def resumable(sink: ShardWriter, folder: str) -> Iterator[None]:
         can_resume = count or not isinstance(exc, (StaleCacheError, TypeError, ValueError))
         if can_resume:
             what = f"with {count} samples of this call; call it again to resume"
-            add_note(exc, f"finished shards stay in {folder!r}, {what}")
+            add_note(exc, f"tc.build: finished shards stay in {folder!r}, {what}")
         raise
 
 
@@ -115,7 +115,7 @@ def _keep_samples(sink: ShardWriter, exc: BaseException) -> None:
     try:
         sink.close()
     except Exception as lost:
-        add_note(exc, f"the samples of the unfinished shard are lost: {lost}")
+        add_note(exc, f"tc.build: the samples of the unfinished shard are lost: {lost}")
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def _noting(batch: list[Target]) -> Iterator[None]:
         yield
     except Exception as exc:
         first, last = (f"item {item.number} (key {item.key!r})" for item, _ in (batch[0], batch[-1]))
-        add_note(exc, f"fn was called with a batch of {len(batch)}, from {first} to {last}")
+        add_note(exc, f"tc.build: fn was called with a batch of {len(batch)}, from {first} to {last}")
         raise
 
 

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from xxhash import xxh3_64_intdigest
 
 from wds_tensorcache.arguments import as_int
-from wds_tensorcache.errors import InvalidKeyError
+from wds_tensorcache.errors import InvalidKeyError, add_note
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.shards.names import check_key
 
-__all__ = ["NO_ITEMS", "Item", "Items", "add_note", "each_once"]
+__all__ = ["NO_ITEMS", "Item", "Items", "each_once"]
 
 NO_ITEMS = "the source has no items"
 
@@ -198,12 +198,6 @@ class Items(Dataset[Item]):
         return Item(number, key, value, digest)
 
 
-def add_note(exc: BaseException, note: str) -> None:
-    """Add a note to an exception of the caller's code, whose type must stay; without effect before Python 3.11."""
-    if hasattr(exc, "add_note"):
-        exc.add_note(f"tc.build: {note}")
-
-
 def each_once(batch: Iterable[Item], seen: set[str]) -> Iterator[Item]:
     """Yield items and add their keys to `seen`; raise ValueError if `seen` already contains a key."""
     for item in batch:
@@ -220,7 +214,7 @@ def _noting_item(number: int) -> Iterator[None]:
     except InvalidKeyError:
         raise  # its message names the item
     except Exception as exc:
-        add_note(exc, f"this is item {number} of the source")
+        add_note(exc, f"tc.build: this is item {number} of the source")
         raise
 
 

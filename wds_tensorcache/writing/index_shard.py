@@ -21,13 +21,21 @@ from wds_tensorcache.shards.sidecar import stored
 from wds_tensorcache.shards.tar.headers import END_OF_ARCHIVE
 from wds_tensorcache.storage.atomic import write_atomically
 from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.remote.urls import is_url, shown
+from wds_tensorcache.writing.destination.index_url import index_url
 
 __all__ = ["write_index"]
 
 _CHUNK_NBYTES = 1 << 22
 
 
-def write_index(path: str | os.PathLike[str], *, footer: bool = False, dali_index: bool = True) -> ShardIndex:
+def write_index(
+    path: str | os.PathLike[str],
+    *,
+    footer: bool = False,
+    dali_index: bool = True,
+    index_folder: str | os.PathLike[str] | None = None,
+) -> ShardIndex:
     """Index a shard that another writer made, so that opening it needs no scan.
 
     The index keeps the fingerprint in an older index of the shard, or else the one in the manifest. Manifests that list the
@@ -38,11 +46,16 @@ def write_index(path: str | os.PathLike[str], *, footer: bool = False, dali_inde
     Versions of a cache share shards by hard links. A shard with several hard links is copied before its footer is written,
     so that the file under its other names does not change.
 
+    A shard at a url is read once as a whole, and not changed. Its indexes are written next to it, or into `index_folder`, from
+    which `tc.open(…, index_folder=…)` reads them. Manifests stay as they are.
+
     Args:
-        path: One uncompressed tar.
+        path: One uncompressed tar, or its url.
         footer: Append the index after the shard's end-of-archive marker, where tar readers stop; no sample's bytes change.
-            False writes a sidecar, `PATH.index`.
+            False writes a sidecar, `PATH.index`. Must be False for a url.
         dali_index: Write `NAME.idx` for DALI, too.
+        index_folder: For a shard at a url: folder for the indexes, local or in an object store. A shard on a web server needs
+            one.
 
     Returns:
         The index, equal to the one that `ShardWriter` makes for the same members.
@@ -54,8 +67,20 @@ def write_index(path: str | os.PathLike[str], *, footer: bool = False, dali_inde
         FormatError: Bytes other than an index follow the end of the archive, for example members after a lost header.
         FormatError: Zeros follow the end of the archive, but an index, the `.idx` file or the manifest lists more members.
         OSError: The disk is full, …
+        RemoteError: A request failed.
+        ValueError: `footer` is True for a url; `index_folder` is not None for a local shard; or the indexes cannot be written
+            to a web server.
     """
     path = os.fsdecode(path)
+    if is_url(path):
+        if footer:
+            raise ValueError(f"{shown(path)}: objects cannot be extended; pass footer=False")
+        folder = None if index_folder is None else os.fsdecode(index_folder)
+        return index_url(path, dali_index=dali_index, index_folder=folder)
+    if index_folder is not None:
+        raise ValueError(
+            f"{path} is local: index_folder= is for shards at urls, since the index must be next to the shard"
+        )
     file = ShardFile(path)
     try:
         found = scan_shard(file.read, file.nbytes)

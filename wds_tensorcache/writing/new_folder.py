@@ -11,12 +11,22 @@ from collections.abc import Iterator
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, replace, temporary_path
 from wds_tensorcache.storage.locks import Held
+from wds_tensorcache.storage.remote.urls import check_not_url, is_url, shown
 
-__all__ = ["check_new", "check_replaceable", "has_entries", "new_folder"]
+__all__ = ["check_local", "check_new", "check_replaceable", "has_entries", "new_folder"]
 
 _WRITTEN = re.compile(
     r".*\.(tar|idx|index|tmp)|manifest\.json", re.DOTALL
 ).fullmatch  # matches names of files in a cache
+
+
+def check_local(path: str | os.PathLike[str], what: str) -> None:
+    """Raise ValueError, which says `what` must be local, if a path is a url."""
+    text = os.fsdecode(path)
+    if is_url(text):
+        remedy = "use a local folder, and copy caches as a whole: shards first, then manifest.json"
+        raise ValueError(f"{shown(text)} is a url, but {what} must be on a local disk; {remedy}")
+    check_not_url(text, ())
 
 
 def check_new(out: str | os.PathLike[str], hint: str = "choose a new folder for the version") -> str:
@@ -39,6 +49,7 @@ def check_replaceable(out: str | os.PathLike[str]) -> str:
         FileExistsError: The path is a file, the current folder, or a mount point.
         ValueError: The path is empty.
     """
+    check_local(out, "a folder that appears by one rename")
     path = os.fsdecode(out)
     if not path:
         raise ValueError("out='', expected a folder")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 
 from wds_tensorcache.shards.index_paths import (
     DALI_SUFFIX,
@@ -13,6 +14,8 @@ from wds_tensorcache.shards.index_paths import (
     sidecar_path,
 )
 from wds_tensorcache.storage.atomic import find_temporary, remove_stray
+from wds_tensorcache.storage.remote.object_writer import WRITABLE, check_writable
+from wds_tensorcache.storage.remote.urls import check_not_url, is_url, join_url
 
 __all__ = ["DEFAULT_NAME", "ShardPattern"]
 
@@ -33,18 +36,30 @@ class ShardPattern:
             other path, or that of an existing folder, means a folder with shards `000000.tar`, `000001.tar`, …
 
     Raises:
-        ValueError: The path is empty, has more than one number, or has a number in a folder's name; or names of shards and
-            indexes would collide.
+        ValueError: The path is empty, a url that cannot be written, or a url that `pathlib` has changed; it has more than one
+            number, or a number in a folder's name; or names of shards and indexes would collide.
     """
 
     def __init__(self, pattern: str) -> None:
+        self._is_url = is_url(pattern)
+        if self._is_url:
+            check_writable(pattern)
+        else:
+            check_not_url(pattern, WRITABLE)
         if not pattern:
             raise ValueError("the path is empty, expected a folder or a pattern such as 'cache/%06d.tar'")
         is_file = "%" in pattern or pattern.endswith((".tar", *_SIDECARS))
         self.is_default = not is_file or os.path.isdir(pattern)
-        if self.is_default:
-            pattern = os.path.join(pattern, DEFAULT_NAME)
-        self.folder, self.name = os.path.split(pattern)
+        if self._is_url:
+            if self.is_default:
+                pattern = join_url(pattern, DEFAULT_NAME)
+            self.folder, _, self.name = pattern.rpartition("/")
+            if self.folder.endswith(":/"):
+                raise ValueError(f"{pattern}: expected a bucket and a folder or pattern, such as s3://bucket/cache")
+        else:
+            if self.is_default:
+                pattern = os.path.join(pattern, DEFAULT_NAME)
+            self.folder, self.name = os.path.split(pattern)
         self._pattern = pattern
         self.is_numbered = len(_NUMBER.findall(self.name)) == 1
         self._base, self._rank = _without_rank(self.name)
@@ -70,7 +85,7 @@ class ShardPattern:
 
     def locate(self, name: str) -> str:
         """Return the path of the file `name` in the folder."""
-        return os.path.join(self.folder, name)
+        return join_url(self.folder, name) if self._is_url else os.path.join(self.folder, name)
 
     def number(self, name: str) -> int | None:
         """Return the number in the name of a shard; None if the file does not match this pattern."""
@@ -113,20 +128,23 @@ class ShardPattern:
         patterns = [re.compile(_regex(each)) for each in names]
         return any(all(each.fullmatch(common) for each in patterns) for common in (f"{prefix}0{suffix}", *possible))
 
-    def existing(self) -> dict[int, str]:
-        """Return the paths of existing shards by number, ascending."""
-        if not self.is_numbered:
+    def existing(self, names: Iterable[str] | None = None) -> dict[int, str]:
+        """Return the paths of existing shards by number, ascending; `names` are those in the folder, if it is not local."""
+        if not self.is_numbered and names is None:
             return {0: self._pattern} if os.path.exists(self._pattern) else {}
-        numbers = map(self.number, os.listdir(self.folder or "."))
+        numbers = map(self.number, os.listdir(self.folder or ".") if names is None else names)
         return {number: self.path(number) for number in sorted(each for each in numbers if each is not None)}
 
-    def build_shards(self) -> list[str]:
-        """Return the paths of the existing shards of the same build, also those of other ranks and other world sizes."""
+    def build_shards(self, names: Iterable[str] | None = None) -> list[str]:
+        """Return the paths of the existing shards of the same build, also those of other ranks and other world sizes.
+
+        `names` are those in the folder, if it is not local.
+        """
         if not self.is_numbered:
-            return list(self.existing().values())
-        found = {name: self._parse(name) for name in os.listdir(self.folder or ".")}
-        names = sorted((place, name) for name, place in found.items() if place is not None)
-        return [self.locate(name) for _, name in names]
+            return list(self.existing(names).values())
+        found = {name: self._parse(name) for name in (os.listdir(self.folder or ".") if names is None else names)}
+        places = sorted((place, name) for name, place in found.items() if place is not None)
+        return [self.locate(name) for _, name in places]
 
     def shards_by_age(self) -> list[tuple[int, str]]:
         """Return number and path of the existing shards of the same build, ascending by number.

@@ -242,7 +242,7 @@ def merge(
 
 
 def _load(source: CachePaths, prefix: str, files: Files) -> list[_OldShard]:
-    found = find_shards(source)
+    found = find_shards(source, local_for="merged or resharded")
     listed = {path: fingerprint for path, _, fingerprint in found}
     indexes = load_finished(listed, listed, files).indexes
     return [_OldShard(path, indexes[path], prefix, files.get(path).identity) for path, *_ in found]
@@ -294,7 +294,10 @@ def _check_keys(shards: list[_OldShard]) -> None:
         paths = [shards[bisect_right(starts, at) - 1].path for at in table.find(repeated[0])[:2]]
         listed = ", ".join(f"{key!r:.100}" for key in repeated[:_NUM_SHOWN]) + ", …" * (len(repeated) > _NUM_SHOWN)
         what = f"repeated keys: {len(repeated):,}, {listed}; the first one is in {' and '.join(paths)}"
-        raise InvalidKeyError(f"{what}. To merge caches with equal keys, give each one a prefix: --prefix (prefixes=)")
+        raise InvalidKeyError(
+            f"{what}. To merge other samples with equal keys, give each cache a prefix: --prefix (prefixes=). "
+            "To put two caches of the same samples together, read them with tc.join"
+        )
 
 
 def _plan(shards: Iterable[_OldShard], max_samples: int, max_nbytes: int) -> Iterator[list[_Run]]:
@@ -333,7 +336,9 @@ def _write(path: str, runs: list[_Run], files: Files, fsync: bool, show: Callabl
     try:
         index = write_shard(path, ranges(), files, runs[0][0].index.fingerprint, fsync=fsync)
         if _contents([(index.keys, index.members_in_order(), 0, len(index.keys))]) != _expected(runs):
-            raise FormatError("the index and the shard list different samples; see tc.verify", kind="index")
+            raise FormatError(
+                "the index and the shard differ in samples; see `tensorcache verify` (tc.verify)", kind="index"
+            )
     except FormatError as exc:
         raise exc.at(", ".join(dict.fromkeys(shard.path for shard, *_ in runs))) from exc
     for shard, *_ in runs:

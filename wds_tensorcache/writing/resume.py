@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 from wds_tensorcache.shards.after_end import load_whole
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.fingerprint import check_same
-from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.shards.index import MemberColumns, ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import Catalog
@@ -29,10 +29,24 @@ __all__ = ["FinishedShards", "list_new", "load_finished", "take_over"]
 
 
 class FinishedShards:
-    """Indexes of finished shards by path, in the order of their samples."""
+    """Indexes of finished shards by path, in the order of their samples.
 
-    def __init__(self, indexes: Mapping[str, ShardIndex], files: Files) -> None:
+    Args:
+        indexes: Indexes by path or url.
+        files: The opened shards, if they are local files.
+        read_members: Function that reads all members with one suffix of the shard at a url, if the shards are not local files.
+            The members of the shard read last stay in memory.
+    """
+
+    def __init__(
+        self,
+        indexes: Mapping[str, ShardIndex],
+        files: Files,
+        read_members: Callable[[str, MemberColumns], list[bytes]] | None = None,
+    ) -> None:
         self.indexes, self.files = indexes, files
+        self._read_members = read_members
+        self._last: tuple[tuple[str, str], list[bytes]] | None = None  # path and suffix, and all such members
         self._paths = list(indexes)
         self._table = KeyTable((index.keys, None) for index in indexes.values())
         self._starts = [0, *accumulate(len(index.keys) for index in indexes.values())]
@@ -64,6 +78,10 @@ class FinishedShards:
         at = -1 if member is None else member.find(np.array([row])).item()
         if member is None or at < 0:
             return None
+        if self._read_members is not None:
+            if self._last is None or self._last[0] != (path, suffix):
+                self._last = (path, suffix), self._read_members(path, member)
+            return self._last[1][at]
         begin = member.begin.item(at)
         return self.files.get(path).read(begin, begin + member.nbytes.item(at))
 

@@ -7,6 +7,7 @@ import json
 import os
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
@@ -15,10 +16,7 @@ from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import encode_views
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import EncodeError, InvalidKeyError, TensorCacheError
-from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.fingerprint import as_fingerprint
-from wds_tensorcache.shards.index_paths import check_replaceable, dali_index_path
-from wds_tensorcache.shards.manifest import Catalog
 from wds_tensorcache.shards.names import (
     FIELD,
     SKELETON,
@@ -29,15 +27,20 @@ from wds_tensorcache.shards.names import (
     is_plain_key,
     member_suffix,
 )
+from wds_tensorcache.shards.tar.packed_sample import PackedSample, pack
+from wds_tensorcache.storage.remote.urls import is_url
+from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool
+from wds_tensorcache.writing.destination.local import LocalDestination
+from wds_tensorcache.writing.destination.protocol import Destination, Options
+from wds_tensorcache.writing.destination.remote import MAX_SHARD_NBYTES, RemoteDestination
 from wds_tensorcache.writing.pattern import ShardPattern
-from wds_tensorcache.writing.pattern_lock import WriterLock
-from wds_tensorcache.writing.resume import take_over
 from wds_tensorcache.writing.unfinished_shard import UnfinishedShard
 
 __all__ = ["MAX_SAMPLES", "ShardWriter"]
 
 
 MAX_SAMPLES = 4096  # limits what an interrupted build computes again; a lower limit makes too many small files
+_MAX_FINISHING = 1  # shards that a thread finishes while the next one is written
 
 
 class _Nothing:
@@ -56,12 +59,13 @@ class ShardWriter:
 
     Args:
         pattern: A folder, for shards `000000.tar`, `000001.tar`, …; a path with one number such as `%06d` in its last part; or
-            a path that ends in `.tar`, for a single shard. Missing folders are made.
+            a path that ends in `.tar`, for a single shard. Missing folders are made. Or a url of such a folder or path in an
+            object store: `s3://`, `gs://` or `az://`.
         max_samples: Maximum number of samples in a shard. With the default, 4,096, an interrupted `build` loses at most that
             many samples, and a million small samples make 245 shards.
         max_nbytes: A shard with at least this many bytes accepts no more samples.
-        footer: Write the index after the end-of-archive marker, at which tar readers stop. If the footer is longer than
-            64 KiB, `cat shard | tar x` fails under `set -o pipefail`, because tar closes the pipe early.
+        footer: Write the index after the end-of-archive marker, at which tar readers stop; must be True for a url. If the
+            footer is longer than 64 KiB, `cat shard | tar x` fails under `set -o pipefail`, because tar closes the pipe early.
         dali_index: Write `NAME.idx` for DALI next to each shard.
         manifest: Write `manifest.json` in the folder; entries of other writers in it are kept.
         overwrite: Delete existing shards of this pattern. Without `overwrite` or `resume`, existing shards are an error.
@@ -69,7 +73,7 @@ class ShardWriter:
             of a `build` with this pattern have written. If you write all samples again with the same options, the shards equal
             those of an uninterrupted run, byte for byte. Existing indexes are trusted, so damage inside shards goes unnoticed;
             `tc.verify` finds it.
-        fsync: Wait until a shard is on disk before it gets its final name.
+        fsync: Wait until a shard is on disk before it gets its final name. Without effect for a url.
         allow: Classes to write besides the types that FORMAT.md lists.
         fingerprint: Description of how the samples are made (model, revision, dtype, crop, …), as JSON values; stored in
             footers and in the manifest, so that `tc.open(…, expect=…)` can check it.
@@ -77,14 +81,24 @@ class ShardWriter:
         encoder: Function that encodes the members outside caches, for example webdataset's `make_encoder(True)`. It takes a
             dict of values by extension, and returns a dict of bytes. By default, bytes, text, `json` and `cls` are accepted.
 
+    At a url, a shard is collected on local disk, in a file without a name in the folder for temporary files. Another thread
+    uploads it by one request, which succeeds only if no object has its name, while the next shard is written. At most two
+    shards wait; `close` waits for all. Entries of the manifest are added by compare and swap, so that writers on any number of
+    machines may share a folder. An upload's error is raised by the next `write` or by `close`. After an error in the `with`
+    block, finished shards are still uploaded; an interrupt during that cancels the uploads.
+
     Raises:
         FileExistsError: A shard exists, another writer writes shards with the same names, or another process keeps the
             folder locked for more than 10 s. `write` and `close` raise it if another program has created a shard's file.
         StaleCacheError: With `resume`, existing shards have another fingerprint.
-        ValueError: The pattern has more than one number.
+        RemoteError: A request to an object store failed, or the store has no conditional writes.
+        ImportError: The url needs a package that is not installed.
+        ValueError: The pattern has more than one number, or is a url that cannot be written; options exclude each other; or
+            `max_nbytes` or `footer` does not suit a url.
 
     Threads/fork/pickle: used by one thread. Several writers may share a folder if their patterns have no names in common; a
-        second writer of the same names is refused while the first one is open and its process runs.
+        second writer of the same names is refused while the first one is open and its process runs. At a url, its first
+        upload is refused instead, and a forked child cannot use the writer.
     """
 
     def __init__(
@@ -113,40 +127,32 @@ class ShardWriter:
         if max_samples < 1 or max_nbytes < 1:
             raise ValueError(f"max_samples={max_samples}, max_nbytes={max_nbytes}: both expected at least 1")
         self._max_samples, self._max_nbytes = max_samples, max_nbytes
-        self._footer, self._dali_index, self._fsync = footer, dali_index, fsync
+        self._footer = footer
         self._fingerprint = None if fingerprint is None else as_fingerprint(fingerprint)
         self._allow, self._align, self._encoder = allow_table(allow), align, encoder or _encode_plain
-        folder = self._pattern.folder or "."
-        os.makedirs(folder, exist_ok=True)
-        self._catalog = Catalog(folder, fsync) if manifest else None
-        self._shard: UnfinishedShard | None = None
+        self._shard: UnfinishedShard | None = None  # the one that gets the next sample
+        self._unfinished: list[UnfinishedShard] = []  # all of them
+        self._full: deque[UnfinishedShard] = deque()  # whose reserved bytes are awaited
+        self._finishing: deque[tuple[UnfinishedShard, Job[int]]] = deque()  # by the thread
+        self._has_gap = False  # since the thread could not finish a shard
+        self._finisher = ThreadPool(1, "tensorcache-finish")
         self._net: Any = None
         self._closed = False
-        self._lock = WriterLock(self._pattern)
+        options = Options(manifest, dali_index, fsync, self._fingerprint)
+        is_remote = is_url(str(self._pattern))
+        if is_remote and not footer:
+            raise ValueError("footer=False with a url: readers find the samples of remote shards by their footers")
+        if is_remote and max_nbytes > MAX_SHARD_NBYTES:
+            what = f"max_nbytes={max_nbytes} with a url: expected at most {MAX_SHARD_NBYTES:,}"
+            raise ValueError(f"{what}, because stores accept at most about 5 GB in one request")
+        self._folder: Destination = (RemoteDestination if is_remote else LocalDestination)(self._pattern, options)
         try:
-            self._begin(overwrite, resume)
-        except BaseException:
-            self._lock.close()
+            self.finished, self._number = self._folder.begin(overwrite, resume)
+        except BaseException as exc:
+            self._folder.close(exc)
             raise
-
-    def _begin(self, overwrite: bool, resume: bool) -> None:
-        """Take over or delete existing shards."""
-        existing = self._pattern.existing()
-        if existing and not overwrite and not resume:
-            first = next(iter(existing.values()))
-            raise FileExistsError(f"{first} exists; pass overwrite=True or resume=True, or write to another folder")
-        self._pattern.remove_strays()
-        paths = list(existing.values())
-        self._number = max(existing) + 1 if resume and existing else 0
-        options = (self._catalog, self._fingerprint, self._dali_index, self._fsync)
-        self.finished = take_over(self._pattern, self._pattern.build_shards() if resume else [], *options)
         self.num_finished = len(self.finished)  # samples in finished shards
         self._has_found = self.num_finished > 0
-        if paths and not resume:
-            self._pattern.check_removable(paths)
-            if self._catalog is not None:
-                self._catalog.remove(*map(os.path.basename, paths))  # before the shards themselves are deleted
-            self._pattern.remove(paths)
 
     def __contains__(self, key: object) -> bool:
         """Return whether a shard that `resume=True` found contains the key, so that `write` skips it."""
@@ -172,11 +178,21 @@ class ShardWriter:
             raise ValueError(f"{self._pattern}: the writer is closed")
         if isinstance(key, dict):
             raise TypeError("expected write(key, sample, **members), got the dict that webdataset's own writers expect")
+        if not self._has_found or key not in self:
+            self._place(self._pack(key, sample, **members))
+        elif not is_plain_key(key):
+            check_key(key)
+
+    def _pack(self, key: str, sample: Any = _NOTHING, /, **members: Any) -> PackedSample:
+        """Encode a sample for `_place` or `_reserve`; the arguments and errors are those of `write`.
+
+        Threads/fork: any thread, also in forked children, which pass on sizes alone.
+
+        Memory: the result aliases the tensors.
+        """
         is_plain = type(key) is str and is_plain_key(key)
         if not is_plain:
             check_key(key)
-        if self._has_found and key in self:
-            return
         caches: dict[str, Any]
         others: dict[str, Any]
         if is_plain and not members and sample is not _NOTHING:
@@ -189,52 +205,118 @@ class ShardWriter:
                 encoded.append((name, encode_views(value, self._allow, self._align)))
             except TensorCacheError as exc:
                 raise exc.at(f"sample {key!r}" + (f", cache {name!r}" if name else "")) from exc
-        plain = _encode_others(key, others, self._encoder) if others else {}
+        return pack(key, encoded, _encode_others(key, others, self._encoder) if others else {})
+
+    def _place(self, packed: PackedSample) -> None:
+        """Write a packed sample, whose key is not stored yet."""
+        self._open_shard().write(packed)
+
+    @property
+    def _can_reserve(self) -> bool:
+        """True if other processes can write into unfinished shards, which are then files of this machine."""
+        return isinstance(self._folder, LocalDestination)
+
+    def _reserve(self, packed: PackedSample) -> tuple[UnfinishedShard, int]:
+        """Return the shard of a packed sample, and the offset in its file at which another process writes the bytes.
+
+        When they are written, call `_acknowledge`. Until then, the shard is not finished, and `close` must not be called.
+        """
+        shard = self._open_shard()
+        return shard, shard.reserve(packed)
+
+    def _acknowledge(self, shard: UnfinishedShard, nbytes: int) -> None:
+        """Record that reserved bytes of a shard are written. A thread finishes full shards, in their order."""
+        shard.num_awaited -= nbytes
+        self._finish_full()
+
+    def _open_shard(self) -> UnfinishedShard:
+        """Return the shard for the next sample; raise the error of an upload."""
+        self._folder.check()
         shard, is_numbered = self._shard, self._pattern.is_numbered
         if shard is not None and is_numbered and shard.is_full(self._max_samples, self._max_nbytes):
-            self._finish()
+            if shard.has_reserved or self._full or self._finishing:
+                self._full.append(shard)
+                self._shard = None
+                self._finish_full()
+            else:
+                self._finish()
         if self._shard is None:
             if self._closed:  # by an interrupt in another thread, during this call
                 raise ValueError(f"{self._pattern}: the writer is closed")
-            path = self._pattern.path(self._number)
-            if os.path.exists(path):
-                if not is_numbered and self._number:
-                    raise FileExistsError(
-                        f"{path} is finished; for more shards, use a pattern with a number, such as %06d"
-                    )
-                raise FileExistsError(f"{path} was created after this writer started; write to another folder")
-            if self._dali_index:
-                check_replaceable(dali_index_path(path))
-            self._shard = UnfinishedShard(path, self._fsync)
-            self._net = weakref.finalize(self, _drop_forgotten, str(self._pattern), self._shard, os.getpid())
+            self._shard = self._folder.new_shard(self._number)
+            self._unfinished.append(self._shard)
+            if self._net is None or not self._net.alive:
+                self._net = weakref.finalize(self, _drop_forgotten, str(self._pattern), self._unfinished, os.getpid())
             self._number += 1
-        self._shard.write(key, encoded, plain)
+        return self._shard
+
+    def _finish_full(self, most: int = _MAX_FINISHING) -> None:
+        """Let the thread finish the full shards whose bytes are written; wait until it has at most `most` left."""
+        while self._full and not self._full[0].num_awaited:
+            self._finishing.append((self._full[0], self._finisher.submit(self._complete_next, self._full[0])))
+            self._full.popleft()
+        while len(self._finishing) > most or (self._finishing and self._finishing[0][1].is_done):
+            shard, job = self._finishing[0]
+            count = job.result()
+            self._finishing.popleft()
+            self._forget(shard)
+            self.num_finished += count
 
     def _finish(self) -> None:
         """Give the current shard its final name, and write its sidecars."""
-        shard = self._shard
-        if shard is None:
-            return
-        try:
-            index = shard.finish(self._footer, self._fingerprint)
-        finally:  # if this fails, the shard deletes itself
-            self._forget()
-        self.num_finished += len(index.keys)
-        if self._dali_index:
-            write_dali_index(dali_index_path(shard.path), index, self._fsync)
-        if self._catalog is not None:
-            self._catalog.add(shard.path, index)
+        shard, self._shard = self._shard, None
+        if shard is not None:
+            try:
+                self.num_finished += self._complete(shard)
+            finally:  # if this fails, the shard deletes itself
+                self._forget(shard)
 
-    def _forget(self) -> None:
-        self._shard = None
-        if self._net is not None:
+    def _complete_next(self, shard: UnfinishedShard) -> int:
+        """Complete a shard in the thread, unless an earlier one failed: shards must not appear after a gap."""
+        if self._has_gap:
+            raise Cancelled(f"{shard.path} is not finished, because an earlier shard failed")
+        try:
+            return self._complete(shard)
+        except BaseException:
+            self._has_gap = True
+            raise
+
+    def _complete(self, shard: UnfinishedShard) -> int:
+        """Give a shard its final name, and write its sidecars; return the number of its samples."""
+        index = shard.finish(self._footer, self._fingerprint)
+        self._folder.publish(shard, index)
+        return len(index.keys)
+
+    def _forget(self, shard: UnfinishedShard) -> None:
+        self._unfinished.remove(shard)
+        if not self._unfinished and self._net is not None:
             self._net.detach()
 
     def close(self) -> None:
-        """Finish the current shard, and release the lock on the pattern."""
+        """Finish the current shard, wait for uploads, and release the lock on the pattern."""
         self._closed = True
-        with contextlib.closing(self._lock):
+        try:
+            with contextlib.closing(self._finisher):
+                self._finish_full(0)
+            for shard in (*self._full, *filter(None, [self._shard])):
+                if shard.num_awaited:
+                    raise ValueError(f"{shard.path}: {shard.num_awaited} bytes of another process are still awaited")
             self._finish()
+        except BaseException as exc:
+            try:
+                self._drop()
+            finally:
+                self._folder.close(exc)
+            raise
+        self._folder.close()
+
+    def _drop(self) -> None:
+        """Delete the unfinished shards, after the end of the thread that may be finishing one of them."""
+        self._finisher.close(cancel=True)
+        self._shard = None
+        for shard in self._unfinished[:]:
+            shard.drop()
+            self._forget(shard)
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -244,10 +326,10 @@ class ShardWriter:
             self.close()
             return
         self._closed = True
-        with contextlib.closing(self._lock):
-            if self._shard is not None:
-                self._shard.drop()
-                self._forget()
+        try:
+            self._drop()
+        finally:
+            self._folder.close(value)
 
 
 def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -272,11 +354,12 @@ def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[
     return caches, others
 
 
-def _drop_forgotten(pattern: str, shard: UnfinishedShard, pid: int) -> None:
+def _drop_forgotten(pattern: str, shards: list[UnfinishedShard], pid: int) -> None:
     if pid == os.getpid():  # in a forked child, the shard is still the parent's
         what = f"{pattern}: the writer was not closed, so its unfinished shard is lost; use `with`, or call close()"
         warnings.warn(what, ResourceWarning, stacklevel=2)
-        shard.drop()
+        for shard in shards:
+            shard.drop()
 
 
 def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:

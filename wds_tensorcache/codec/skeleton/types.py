@@ -314,7 +314,7 @@ def _numpy_dtype(text: str) -> Any:
 
 
 def _numpy_dtype_arguments(value: Any) -> tuple[str]:
-    if not _is_numpy_dtype(value.str) or value.metadata is not None:
+    if not _is_numpy_dtype(value.str) or value.metadata:
         raise ValueError(f"the format cannot represent {value!r:.200}; store str(x)")
     return (value.str,)
 

@@ -16,9 +16,11 @@ from wds_tensorcache.inspecting.report.cards import Limits, make_card, statistic
 from wds_tensorcache.inspecting.report.structure import structure_of
 from wds_tensorcache.inspecting.report.survey import MAX_TENSORS, READ_ERRORS, Survey
 from wds_tensorcache.inspecting.report.texts import number, visible, words
+from wds_tensorcache.inspecting.tensors_ahead import NUM_AHEAD, pool_for
 from wds_tensorcache.inspecting.values import ValueStatistics
 from wds_tensorcache.reading.description import TensorDescription
 from wds_tensorcache.reading.lookup.positions import spread
+from wds_tensorcache.storage.threads import run_in_order
 
 __all__ = ["cards_of", "file_limits", "overview"]
 
@@ -81,13 +83,14 @@ def _shards(cache: Any) -> list[list[Any]]:
     counts = [len(shard) for shard in cache._store.shards]
     paths = [shard.path for shard in cache._store.shards]
     return [
-        [visible(os.path.basename(path)), _file_nbytes(path), count] for path, count in zip(paths, counts, strict=True)
+        [visible(os.path.basename(path)), _file_nbytes(cache, path), count]
+        for path, count in zip(paths, counts, strict=True)
     ]
 
 
-def _file_nbytes(path: str) -> int:
+def _file_nbytes(cache: Any, path: str) -> int:
     try:
-        return os.path.getsize(path)
+        return int(cache._file_nbytes(path))
     except OSError:
         return 0
 
@@ -171,7 +174,8 @@ def cards_of(
 ) -> list[dict[str, Any]]:
     """Return the samples at `numbers` for JSON."""
     cards = []
-    for done, at in enumerate(numbers, 1):
-        cards.append(make_card(survey, at, limits))
-        progress(done, len(numbers))
+    with pool_for(survey.cache) as pool:
+        for card in run_in_order(numbers, lambda at: make_card(survey, at, limits), pool, NUM_AHEAD):
+            cards.append(card)
+            progress(len(cards), len(numbers))
     return cards

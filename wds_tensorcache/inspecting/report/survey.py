@@ -11,10 +11,10 @@ import numpy as np
 
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.inspecting.report.pictures import Colors, Planes, fit_colors, planes_of, shrink
 from wds_tensorcache.inspecting.report.texts import visible
+from wds_tensorcache.inspecting.tensors_ahead import tensors_ahead
 from wds_tensorcache.inspecting.values import Moments, ValueStatistics, as_numbers, read_parts
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.description import Description
@@ -89,9 +89,10 @@ class Survey:
         self._planes: dict[tuple[str, int, int], list[Array]] = {}
         self.description = _describe(cache, numbers)
         self.positions = {name: at for at, name in enumerate(islice(self.description.tensors, MAX_TENSORS))}
-        for done, number in enumerate(numbers, 1):
+        for done, (number, lazies, error) in enumerate(tensors_ahead(cache, numbers), 1):
             try:
-                lazies = flatten(cache[number])
+                if error is not None:
+                    raise error
                 self.values[number] = self.measure(lazies, self._moments)
                 self._keep_planes(lazies)
             except READ_ERRORS as exc:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import zipfile
-import zlib
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,10 @@ from wds_tensorcache.codec.layout import StoredTensor
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.codec.views import check_tensor, view_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.integrations.importers.crc import crc32
 from wds_tensorcache.integrations.importers.safe_files import REMEDY, dtype_of, max_expanded
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
-from wds_tensorcache.integrations.pth import TensorPart, index_pth
+from wds_tensorcache.integrations.pickles.pth import TensorPart, index_pth
 
 __all__ = ["index_torch", "list_zip", "read_parts", "read_row", "read_tensor", "view_zip_file"]
 
@@ -89,7 +89,7 @@ def view_zip_file(folder: SourceFolder, name: str, file: zipfile.ZipInfo) -> mem
         head = folder.view(name, at, at + 30)
         begin = at + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         content = folder.view(name, begin, begin + file.file_size)
-        if head[:4] != _ZIP or zlib.crc32(content) != file.CRC:
+        if head[:4] != _ZIP or crc32(content) != file.CRC:
             raise FormatError("is damaged: its CRC is not as listed")
         return content
     except FormatError as exc:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wds_tensorcache.errors import FormatError, TensorCacheError, unknown_name
 from wds_tensorcache.integrations.importers.generic import (
-    fastvideo,
+    exported,
     file_folder,
     hf_datasets,
     litdata,
@@ -18,8 +18,7 @@ from wds_tensorcache.integrations.importers.trainers import (
     comfyui,
     diffusion_pipe,
     edm2,
-    kohya,
-    kohya_safetensors,
+    fastvideo,
     lightningdit,
     ltx,
     musubi,
@@ -27,6 +26,7 @@ from wds_tensorcache.integrations.importers.trainers import (
     onetrainer,
     simpletuner,
 )
+from wds_tensorcache.integrations.importers.trainers.kohya import npz_files, safetensors_files
 
 __all__ = ["FORMATS", "choose_format"]
 
@@ -38,8 +38,8 @@ FORMATS: tuple[Format, ...] = (
     fastvideo.FORMAT,
     file_folder.FORMAT,
     hf_datasets.FORMAT,
-    kohya.FORMAT,
-    kohya_safetensors.FORMAT,
+    npz_files.FORMAT,
+    safetensors_files.FORMAT,
     lightningdit.FORMAT,
     litdata.FORMAT,
     ltx.FORMAT,
@@ -48,6 +48,7 @@ FORMATS: tuple[Format, ...] = (
     nemo.FORMAT,
     onetrainer.FORMAT,
     simpletuner.FORMAT,
+    exported.FORMAT,
     webdataset_members.FORMAT,
 )
 
@@ -55,7 +56,7 @@ FORMATS: tuple[Format, ...] = (
 def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
     """Return the format with a name; for "auto", the only one that recognizes files of a folder.
 
-    Formats that fit the files of many programs count only if no other format fits.
+    A format that the folder names comes first. Formats that fit the files of many programs count only if no other format fits.
 
     Raises:
         ValueError: There is no such format; or no format, or more than one, fits the folder.
@@ -66,8 +67,8 @@ def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
             raise ValueError(unknown_name("format", name, [each.name for each in FORMATS]))
         return found
     counts = {each.name: count for each in FORMATS if (count := _recognize(each, folder))}
-    for is_generic in (False, True):
-        fitting = [each for each in FORMATS if each.name in counts and each.is_generic == is_generic]
+    for rank in ((True, False), (False, False), (False, True)):
+        fitting = [each for each in FORMATS if each.name in counts and (each.is_certain, each.is_generic) == rank]
         if len(fitting) > 1:
             listed = ", ".join(f"{each.name} ({counts[each.name]:,} files)" for each in fitting)
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Import the files that a program has written: read them by threads, and write shards in the order of the source."""
+"""Import the files that a program has written: read them in several processes, and write shards in the order of the source."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from wds_tensorcache.arguments import as_int
-from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.integrations.importers.conversion.convert import BAD_SAMPLE, Conversion
+from wds_tensorcache.integrations.importers.conversion.pools import open_pool
 from wds_tensorcache.integrations.importers.formats import choose_format
-from wds_tensorcache.integrations.importers.narrow import narrow as narrow_tensor
 from wds_tensorcache.integrations.importers.report import ImportReport, Skipped
 from wds_tensorcache.integrations.importers.source import Format, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
-from wds_tensorcache.integrations.importers.trim import trim as trim_sample
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.fingerprint import SOURCE
-from wds_tensorcache.shards.names import FIELD, safe_key
-from wds_tensorcache.storage.threads import ThreadPool, run_in_order
+from wds_tensorcache.shards.names import safe_key
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
@@ -57,7 +52,8 @@ def import_cache(
 
     Args:
         source: Folder with the files.
-        out: Folder or pattern of the shards, as for `ShardWriter`.
+        out: Folder or pattern of the shards, as for `ShardWriter`, also at a url. Then `ImportReport.changed` stays empty,
+            because the clocks of stores and of this machine cannot be compared.
         format: Name of the format, or "auto".
         fingerprint: Further entries for the fingerprint. It always contains the format, the path of `source`, the provenance of
             the files, and the options that change samples.
@@ -66,7 +62,8 @@ def import_cache(
         drop_padding: Trim rows even if their elements are not all equal, so that padding cannot restore them.
         on_error: `"stop"` raises the error of the first bad sample; `"skip"` leaves bad samples out, and reports them.
         trust: Read pickles that may run code, with `torch.load` or `pickle.loads`.
-        num_workers: Number of threads that read files.
+        num_workers: Number of processes that read files and write shards. Threads are used instead if a fork is not safe: on
+            other systems than Linux, in a process with several threads or with CUDA, and for few samples.
         resume: Continue after an interruption: samples whose keys are in finished shards are not read again.
         max_samples, max_nbytes: As for `ShardWriter`.
         progress: As for `tc.build`.
@@ -89,7 +86,10 @@ def import_cache(
     if num_workers < 1:
         raise ValueError(f"num_workers={num_workers}, expected at least 1")
     folder = SourceFolder(os.fsdecode(source), trust)
-    chosen = choose_format(folder, format)
+    try:
+        chosen = choose_format(folder, format)
+    finally:
+        folder.check_shortage()
     found = _open(chosen, folder)
     keys = _keys_of(found, folder, chosen.name)
     made = {**_finite(found.provenance), "format": chosen.name, SOURCE: os.path.abspath(folder.path)}
@@ -100,44 +100,48 @@ def import_cache(
         first = report.skipped[0]
         raise FormatError(first.what).at(first.name)
     existing = _list_shards(out, resume)
-    convert = _Conversion(narrow, dict(trim or {}), drop_padding)
     writer = ShardWriter(out, resume=resume, fingerprint=made, max_samples=max_samples, max_nbytes=max_nbytes)
-    bar = Progress(progress, report.num_read, unit=" samples", smoothing=0)
+    changes = narrow, dict(trim or {}), drop_padding
+    conversion = Conversion(keys, found.samples, writer._pack, *changes, folder.check_shortage)
     num_probed = num_narrowable = 0
-    forms: dict[
-        frozenset[str], tuple[int, str]
-    ] = {}  # sets of entries: how many samples have each, and the first of these
-    with writer, closing(bar), ThreadPool(num_workers, "import") as pool:
-        todo = [(key, sample) for key, sample in zip(keys, found.samples, strict=True) if key not in writer]
+    # sets of entries: how many samples have each, and the first of these
+    forms: dict[frozenset[str], tuple[int, str]] = {}
+    with writer:
+        todo = [index for index, key in enumerate(keys) if key not in writer]
         report.num_present = len(keys) - len(todo)
         report.num_gone = writer.num_finished - report.num_present
-        report.changed = _changed(found.samples, {sample.name for _, sample in todo}, folder, existing)
-        bar.show(report.num_present, report.num_present)
-        items = [(key, sample, number < _NUM_PROBED) for number, (key, sample) in enumerate(todo)]
-        for key, sample, result in run_in_order(items, convert, pool, num_workers):
-            try:
-                if isinstance(result, Exception):
-                    raise result
-                writer.write(key, result.value, **result.members)
-            except (TensorCacheError, _LoadError, RecursionError) as exc:
-                bad = FormatError("the values are nested too deeply") if isinstance(exc, RecursionError) else exc
-                error = bad.at(sample.name) if isinstance(bad, TensorCacheError) else bad.error
-                if on_error == "stop":
-                    raise error from exc.__cause__
-                report.num_skipped += 1
-                report.skipped.append(Skipped(sample.name, sample.files, str(error)))
-            else:
-                report.num_written += 1
-                report.nbytes += result.nbytes
-                report.nbytes_narrowed += result.nbytes_narrowed
-                report.nbytes_trimmed += result.nbytes_trimmed
-                num_probed += result.nbytes * (result.nbytes_narrowable is not None)
-                num_narrowable += result.nbytes_narrowable or 0
-                if isinstance(result.value, dict):
-                    form = frozenset(map(str, result.value))
-                    count, first_name = forms.get(form, (0, sample.name))
-                    forms[form] = count + 1, first_name
-            bar.show(report.num_present + report.num_written + report.num_skipped, report.num_present)
+        new = {found.samples[index].name for index in todo}
+        report.changed = _changed(found.samples, new, folder, existing)
+        items = [(index, number < _NUM_PROBED) for number, index in enumerate(todo)]
+        # Workers start first: a bar may have a thread, and a process with threads is not forked.
+        with (
+            closing(open_pool(num_workers, conversion, writer, items)) as pool,
+            closing(Progress(progress, report.num_read, unit=" samples", smoothing=0)) as bar,
+        ):
+            bar.show(report.num_present, report.num_present)
+            for result, index in zip(pool.convert(items), todo, strict=True):
+                sample = found.samples[index]
+                try:
+                    if isinstance(result, Exception):
+                        raise result
+                    pool.store(result)
+                except BAD_SAMPLE as exc:
+                    bad = FormatError("the values are nested too deeply") if isinstance(exc, RecursionError) else exc
+                    error = bad.at(sample.name) if isinstance(bad, TensorCacheError) else bad.error
+                    if on_error == "stop":
+                        raise error from exc.__cause__
+                    report.num_skipped += 1
+                    report.skipped.append(Skipped(sample.name, sample.files, str(error)))
+                else:
+                    report.num_written += 1
+                    report.nbytes += result.nbytes
+                    report.nbytes_narrowed += result.nbytes_narrowed
+                    report.nbytes_trimmed += result.nbytes_trimmed
+                    num_probed += result.nbytes * (result.nbytes_narrowable is not None)
+                    num_narrowable += result.nbytes_narrowable or 0
+                    count, first_name = forms.get(result.names, (0, sample.name))
+                    forms[result.names] = count + 1, first_name
+                bar.show(report.num_present + report.num_written + report.num_skipped, report.num_present)
     if num_probed:
         report.nbytes_narrowable = report.nbytes * num_narrowable // num_probed
     for name in sorted(set().union(*forms)):
@@ -182,8 +186,11 @@ def _changed(samples: Sequence[SourceSample], new: set[str], folder: SourceFolde
 
 def _open(chosen: Format, folder: SourceFolder) -> Source:
     try:
-        return chosen.open(folder)
-    except (TensorCacheError, ImportError, OSError):
+        found = chosen.open(folder)
+        folder.check_shortage()
+        return found
+    except (TensorCacheError, ImportError, MemoryError, OSError):
+        folder.check_shortage()
         raise
     except Exception as exc:  # hostile files may have any values
         raise FormatError(
@@ -207,79 +214,9 @@ def _keys_of(found: Source, folder: SourceFolder, name: str) -> list[str]:
         if found.bad:
             raise FormatError("{}; {}: {}".format(what, *next(iter(found.bad.items()))))
         raise ValueError(what)
-    keys = [safe_key(sample.name) for sample in found.samples]
+    keys = [safe_key(sample.name) if sample.key is None else sample.key for sample in found.samples]
     if len(set(keys)) < len(keys):
-        (twice, _), *_ = Counter(sample.name for sample in found.samples).most_common(1)
-        raise ValueError(f"{folder.path}: two samples have the name {twice!r:.200}")
+        (twice, _), *_ = Counter(keys).most_common(1)
+        name = next(sample.name for key, sample in zip(keys, found.samples, strict=True) if key == twice)
+        raise ValueError(f"{folder.path}: two samples have the name {name!r:.200}")
     return keys
-
-
-class _LoadError(Exception):
-    """A file that cannot be read, unlike an OSError of the writer, which always ends the import."""
-
-    def __init__(self, error: OSError) -> None:
-        self.error = error
-
-
-@dataclass(slots=True)
-class _Converted:
-    """A sample to write, and the bytes of its tensors: stored, and saved by each conversion."""
-
-    value: Any
-    members: Mapping[str, bytes]
-    nbytes: int = 0
-    nbytes_narrowed: int = 0
-    nbytes_trimmed: int = 0
-    nbytes_narrowable: int | None = None  # None if it was not tested
-
-
-@dataclass(frozen=True, slots=True)
-class _Conversion:
-    """Reads a sample, trims and narrows its tensors, and counts their bytes."""
-
-    narrow: bool
-    masks: dict[str, str]
-    drop_padding: bool
-
-    def __call__(self, item: tuple[str, SourceSample, bool]) -> tuple[str, SourceSample, _Converted | Exception]:
-        """Read a sample; return its key, the sample, and the result or the error."""
-        key, sample, is_probed = item
-        try:
-            return key, sample, self._convert(sample, is_probed)
-        except (TensorCacheError, RecursionError) as exc:
-            return key, sample, exc
-        except OSError as exc:
-            return key, sample, _LoadError(exc)
-
-    def _convert(self, sample: SourceSample, is_probed: bool) -> _Converted:
-        try:
-            loaded = sample.load()
-        except (TensorCacheError, ImportError, OSError, RecursionError):
-            raise
-        except Exception as exc:  # hostile files may have any values
-            raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
-        for suffix in loaded.members:
-            if suffix == FIELD or suffix.endswith(f".{FIELD}"):
-                raise FormatError(f"member {suffix!r:.100} has a name that is reserved for caches")
-        made = _Converted(loaded.value, loaded.members)
-        if self.masks:
-            made.value, made.nbytes_trimmed = trim_sample(made.value, self.masks, self.drop_padding)
-        if is_probed and not self.narrow:
-            made.nbytes_narrowable = 0
-
-        def convert(leaf: Any) -> Any:
-            kept = leaf
-            if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
-                return leaf  # the writer refuses it, and says where it is
-            if isinstance(leaf, torch.Tensor) and (self.narrow or is_probed):
-                narrowed = narrow_tensor(leaf)
-                saved = leaf.nbytes - narrowed.nbytes
-                if self.narrow:
-                    kept, made.nbytes_narrowed = narrowed, made.nbytes_narrowed + saved
-                else:
-                    made.nbytes_narrowable = (made.nbytes_narrowable or 0) + saved
-            made.nbytes += getattr(kept, "nbytes", 0)
-            return kept
-
-        made.value = rebuild(made.value, convert)
-        return made

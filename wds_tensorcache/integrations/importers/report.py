@@ -36,8 +36,8 @@ class ImportReport:
         changed: Names of samples that an earlier call had written, and whose files have changed since; the cache keeps the old
             content.
         num_gone: Number of samples in the cache that the source no longer has.
-        lacking: Top-level entries that only some of the samples written by this call have: how many samples lack each, and the
-            name of the first of these.
+        lacking: Top-level entries, and members such as `.txt`, that only some of the samples written by this call have: how
+            many samples lack each, and the name of the first of these.
         unused: Relative paths of files that belong to no sample, for example pictures.
         nbytes: Bytes of the written tensors.
         nbytes_narrowed: Bytes that `narrow=True` has saved.

@@ -19,13 +19,16 @@ import torch
 
 from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, parse_header
-from wds_tensorcache.codec.layout import StoredTensor
+from wds_tensorcache.codec.layout import Layout, StoredTensor
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.codec.views import check_tensor, view_tensor
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
-from wds_tensorcache.integrations.importers.source_folder import POOL, SourceFolder
-from wds_tensorcache.integrations.pickled_arrays import ArrayReader, decode_pickle
-from wds_tensorcache.integrations.pth import decode_pth, load_pth
+from wds_tensorcache.integrations.importers.crc import crc32
+from wds_tensorcache.integrations.importers.source_folder import POOL, SourceFolder, check_fits
+from wds_tensorcache.integrations.pickles.arrays import ArrayReader, decode_pickle
+from wds_tensorcache.integrations.pickles.pth import decode_pth, load_pth
+from wds_tensorcache.integrations.pickles.pth_plans import view_pth
+from wds_tensorcache.integrations.pickles.zip_list import ZippedFile, list_zipped
 
 __all__ = [
     "REMEDY",
@@ -51,8 +54,10 @@ _GZIP, _ZIP, _PICKLE = b"\x1f\x8b", b"PK\x03\x04", b"\x80"
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle in files of torch before 1.6
 _IS_ENCRYPTED = 1
 _PIECE_NBYTES = 1 << 20
+_VIEWED = 1 << 28  # of longer files of torch, only the storages that tensors need are read
 _RECYCLED = 1 << 16  # smaller arrays get ordinary memory
 _MAX_NPY_HEADER = 1 << 14
+_MAX_SMALL_HEADER = 1 << 14
 REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
 
@@ -71,8 +76,7 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, torch.Tensor | np.nda
     try:
         if not raw:
             raise FormatError("is empty")
-        with zipfile.ZipFile(_MemoryFile(raw)) as archive:
-            files = archive.infolist()
+        files = list_zipped(raw, len(raw))
         if len({file.filename for file in files}) < len(files):
             raise FormatError("two files in the npz have the same name")
         expanded = sum(file.file_size for file in files)
@@ -81,7 +85,7 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, torch.Tensor | np.nda
             raise FormatError(
                 f"{len(raw):,} bytes expand to {expanded:,}, expected at most {most:,}; store it uncompressed"
             )
-        arrays = {}
+        arrays: dict[str, torch.Tensor | np.ndarray[Any, Any]] = {}
         for file in files:
             if not file.filename.endswith(".npy"):
                 raise FormatError(f"{file.filename!r:.100} in the npz is not an array")
@@ -92,6 +96,8 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, torch.Tensor | np.nda
         return arrays
     except TensorCacheError as exc:
         raise exc.at(name) from exc
+    except MemoryError:
+        raise
     except Exception as exc:  # zipfile and numpy raise many kinds of exceptions
         raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
 
@@ -103,9 +109,10 @@ def list_npz(folder: SourceFolder, name: str) -> list[str]:
         FormatError: The list at the end of the file is damaged.
     """
     try:
-        with folder.open(name) as file, zipfile.ZipFile(file) as archive:
-            return [each.removesuffix(".npy") for each in archive.namelist()]
-    except TensorCacheError:
+        with folder.open(name) as file:
+            listed = list_zipped(file, os.fstat(file.fileno()).st_size)
+            return [each.filename.removesuffix(".npy") for each in listed]
+    except (MemoryError, TensorCacheError):
         raise
     except Exception as exc:  # zipfile raises many kinds of exceptions
         raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
@@ -121,6 +128,8 @@ def load_npy(folder: SourceFolder, name: str) -> torch.Tensor | np.ndarray[Any, 
         return as_tensor(parse_npy(folder.view(name)))
     except TensorCacheError as exc:
         raise exc.at(name) from exc
+    except MemoryError:
+        raise
     except Exception as exc:  # numpy raises many kinds of exceptions
         raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
 
@@ -137,9 +146,14 @@ def load_torch(folder: SourceFolder, name: str) -> Any:
     """
     try:
         with folder.open(name) as opened, io.BufferedReader(opened) as file:
-            if file.peek().startswith(_ZIP) and not folder.trust:
-                return load_pth(file, max_expanded(os.fstat(file.fileno()).st_size), {}, REMEDY, REMEDY, ArrayReader)
-            return parse_torch(file.read(), folder.trust)
+            nbytes = os.fstat(file.fileno()).st_size
+            if folder.trust or not file.peek().startswith(_ZIP):
+                check_fits(nbytes, name)
+                return parse_torch(file.read(), folder.trust)
+            if nbytes > _VIEWED:
+                return load_pth(file, max_expanded(nbytes), {}, REMEDY, REMEDY, ArrayReader)
+            raw = folder.view_open(opened, name)
+            return view_pth(raw, max_expanded(nbytes), REMEDY, ArrayReader)
     except TensorCacheError as exc:
         raise exc.at(name) from exc
 
@@ -225,21 +239,32 @@ def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.T
     """
     raw = folder.view(name, find_data=lambda head: 8 + int.from_bytes(head[:8], "little"))
     try:
-        layout, _ = parse_header(raw)
-        header = json.loads(bytes(raw[8 : layout.data_begin]))
-        tensors = {name: _view_stored(raw, tensor) for name, tensor in layout.tensors.items()}
-        return tensors, dict(header.get("__metadata__") or {})
+        data_begin = 8 + int.from_bytes(raw[:8], "little")
+        parse = _parse_small_header if data_begin <= _MAX_SMALL_HEADER else _parse_header
+        layout, metadata = parse(bytes(raw[:data_begin]), len(raw))
+        address = np.asarray(raw).ctypes.data
+        tensors = {name: _view_stored(raw, address, tensor) for name, tensor in layout.tensors.items()}
+        return tensors, dict(metadata)
     except TensorCacheError as exc:
         raise exc.at(name) from exc
     except ValueError as exc:
         raise FormatError(f"cannot be decoded: {exc!r:.300}").at(name) from exc
 
 
-def _view_stored(raw: memoryview, tensor: StoredTensor) -> torch.Tensor:
+def _parse_header(head: bytes, nbytes: int) -> tuple[Layout, dict[str, str]]:
+    """Return the layout in the header of a `.safetensors` file of `nbytes` bytes, and its metadata."""
+    layout, _ = parse_header(head, nbytes)
+    return layout, json.loads(head[8 : layout.data_begin]).get("__metadata__") or {}
+
+
+_parse_small_header = lru_cache(64)(_parse_header)  # files whose tensors have equal shapes often have equal headers
+
+
+def _view_stored(raw: memoryview, address: int, tensor: StoredTensor) -> torch.Tensor:
     dtype = dtype_of(tensor)
-    content = raw[tensor.begin : tensor.end]
-    is_aligned = np.asarray(content).ctypes.data % dtype.itemsize == 0
-    return check_tensor(view_tensor(content if is_aligned else bytearray(content), dtype, tensor.shape))
+    if (address + tensor.begin) % dtype.itemsize:
+        return check_tensor(view_tensor(bytearray(raw[tensor.begin : tensor.end]), dtype, tensor.shape))
+    return check_tensor(view_tensor(raw, dtype, tensor.shape, tensor.begin))
 
 
 def dtype_of(tensor: StoredTensor) -> torch.dtype:
@@ -337,32 +362,6 @@ def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | np.ndarray[Any, Any
         return ready
 
 
-class _MemoryFile(io.RawIOBase):
-    """A file to read from memory; `io.BytesIO` would copy the memory."""
-
-    def __init__(self, content: memoryview) -> None:
-        self._content, self._position = content, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._content)}[whence]
-        if begin + offset < 0:
-            raise ValueError(f"negative position {begin + offset}")
-        self._position = begin + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        found = self._content[self._position : self._position + len(buffer)]
-        buffer[: len(found)] = found
-        self._position += len(found)
-        return len(found)
-
-
 def _find_first_array(head: bytes) -> int:
     """Return the position of the elements of the first array in an `.npz` file, from the first bytes of the file."""
     begin = _end_of_header(memoryview(head), 0)
@@ -375,7 +374,7 @@ def _end_of_header(raw: memoryview, at: int) -> int:
     return at + 30 + int.from_bytes(name_nbytes, "little") + int.from_bytes(extra_nbytes, "little")
 
 
-def _extract(raw: memoryview, file: zipfile.ZipInfo) -> memoryview:
+def _extract(raw: memoryview, file: ZippedFile | zipfile.ZipInfo) -> memoryview:
     """Return the content of a file in a zip, after a check of its CRC; a view if it is not compressed."""
     at = file.header_offset
     begin = _end_of_header(raw, at)
@@ -386,7 +385,7 @@ def _extract(raw: memoryview, file: zipfile.ZipInfo) -> memoryview:
         content = memoryview(zlib.decompressobj(-15).decompress(content, file.file_size + 1))
     elif file.compress_type != zipfile.ZIP_STORED:
         raise FormatError("is compressed, but not by deflate, as numpy does")
-    if len(content) != file.file_size or zlib.crc32(content) != file.CRC:
+    if len(content) != file.file_size or crc32(content) != file.CRC:
         raise FormatError("is damaged: its length or CRC is not as listed")
     return content
 

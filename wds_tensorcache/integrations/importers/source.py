@@ -32,11 +32,13 @@ class SourceSample:
         name: Name in the source, for example a relative path without suffix. `tc.safe_key` makes the key from it.
         files: Relative paths of the files from which it is read.
         load: Function that reads it. It raises FormatError or OSError if a file is bad, and may run in any thread.
+        key: Key of the sample; None to make it from the name.
     """
 
     name: str
     files: tuple[str, ...]
     load: Callable[[], Loaded]
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Format:
             not tell, from the beginnings of a few files. 0 if the folder has another format.
         open: Function that finds the samples in a folder.
         is_generic: True for a format that fits the files of many programs. It is chosen only if no other format fits.
+        is_certain: True for a format whose folders name it. It is chosen before all other formats.
     """
 
     name: str
@@ -75,6 +78,7 @@ class Format:
     recognize: Callable[[SourceFolder], int]
     open: Callable[[SourceFolder], Source]
     is_generic: bool = False
+    is_certain: bool = False
 
 
 def one_or_all(names: set[str]) -> str | list[str]:

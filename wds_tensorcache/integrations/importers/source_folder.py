@@ -14,12 +14,14 @@ import numpy as np
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.memory_pool import Pool
+from wds_tensorcache.storage.system import SHORTAGES, memory_nbytes
 
-__all__ = ["ALIGNMENT", "POOL", "SourceFolder"]
+__all__ = ["ALIGNMENT", "POOL", "SourceFolder", "check_fits"]
 
 POOL = Pool(1 << 28)  # new memory for each file would take longer than reading it
 _RECYCLED = 1 << 16  # smaller contents get ordinary memory
 _HEAD_NBYTES = 512
+_LARGE = 1 << 30  # only longer contents are compared with the memory of the machine
 ALIGNMENT = 64  # of memory in bytes, enough for every dtype
 _APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the same suffix
 
@@ -38,7 +40,8 @@ class SourceFolder:
     Raises:
         NotADirectoryError: `path` is not a folder.
 
-    All methods that read raise FormatError of the kind "unreadable" if the system cannot open or read a file.
+    All methods that read raise FormatError of the kind "unreadable" if the system cannot open or read a file. If the reason is
+    that descriptors or memory are short, `check_shortage` raises the error, too.
 
     Threads/fork/pickle: safe everywhere.
     """
@@ -46,6 +49,8 @@ class SourceFolder:
     path: str
     trust: bool = False
     _found: _Listing = field(init=False, repr=False, compare=False)
+
+    _shortages: list[OSError] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not os.path.isdir(self.path):
@@ -96,6 +101,7 @@ class SourceFolder:
             nbytes = os.fstat(file.fileno()).st_size
             if max_nbytes is not None and nbytes > max_nbytes:
                 raise FormatError(f"the file has {nbytes:,} bytes, expected at most {max_nbytes:,}").at(name)
+            check_fits(nbytes, name)
             return file.readall()
 
     def view(
@@ -111,22 +117,36 @@ class SourceFolder:
             FormatError: The file ends before byte `end`, or was changed while it was read.
         """
         with self.open(name) as file:
-            file_nbytes = os.fstat(file.fileno()).st_size
-            if begin < 0 or (end is not None and end > file_nbytes):
-                raise FormatError(f"the file has {file_nbytes:,} bytes, but [{begin:,}, {end:,}) is needed").at(name)
-            nbytes = (file_nbytes if end is None else end) - begin
-            if nbytes < _RECYCLED:
-                memory = np.empty(nbytes, np.uint8).data
-            else:
-                shift = 0 if find_data is None else -find_data(file.read(_HEAD_NBYTES)) % ALIGNMENT
-                memory = POOL.lease(shift + nbytes)[shift:].data
-            file.seek(begin)
-            position = 0
-            while position < nbytes and (count := file.readinto(memory[position:])):
-                position += count
-            if position < nbytes:
-                raise FormatError("the file was cut short while it was read").at(name)
-            return memory
+            return self.view_open(file, name, begin, end, find_data)
+
+    def view_open(
+        self,
+        file: io.FileIO,
+        name: str,
+        begin: int = 0,
+        end: int | None = None,
+        find_data: Callable[[bytes], int] | None = None,
+    ) -> memoryview:
+        """Return the bytes of a file that `open` has opened, as `view` does; `name` is its name for errors."""
+        fd = file.fileno()
+        file_nbytes = os.fstat(fd).st_size
+        if begin < 0 or (end is not None and end > file_nbytes):
+            raise FormatError(f"the file has {file_nbytes:,} bytes, but [{begin:,}, {end:,}) is needed").at(name)
+        nbytes = (file_nbytes if end is None else end) - begin
+        check_fits(nbytes, name)
+        if nbytes < _RECYCLED:
+            memory = np.empty(nbytes, np.uint8).data
+        else:
+            shift = 0 if find_data is None else -find_data(_read_at(file, 0, _HEAD_NBYTES)) % ALIGNMENT
+            # Hazard: some processors copy eight times as slowly if memory begins 1 to 15 bytes after a page of the file does.
+            shift += ALIGNMENT if shift else 0
+            memory = POOL.lease(shift + nbytes)[shift:].data
+        position = 0
+        while position < nbytes and (count := _read_into(file, memory[position:], begin + position)):
+            position += count
+        if position < nbytes:
+            raise FormatError("the file was cut short while it was read").at(name)
+        return memory
 
     @contextmanager
     def open(self, name: str) -> Iterator[io.FileIO]:
@@ -140,11 +160,21 @@ class SourceFolder:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise FormatError("is not an ordinary file").at(name)
                 # Hazard: the file, or a folder above it, may have become a link since it was listed.
-                if not _is_inside(_path_of(file.fileno(), file.name), os.path.realpath(self.path)):
+                if not _is_inside(_path_of(file.fileno(), file.name), self._found.root):
                     raise FormatError("is now a link out of the folder").at(name)
                 yield file
         except OSError as exc:
+            if exc.errno in SHORTAGES:
+                self._shortages.append(OSError(exc.errno, f"{name}: cannot be read: {exc.strerror}"))
             raise FormatError(f"cannot be read: {exc.strerror or exc}", kind="unreadable").at(name) from exc
+
+    def check_shortage(self) -> None:
+        """Raise OSError if a file could not be read because descriptors or memory were short: the file may be good.
+
+        Importers may take a file that cannot be read for a bad one, or for one of another format.
+        """
+        for error in self._shortages:
+            raise error
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)` of a listed file.
@@ -166,9 +196,29 @@ class SourceFolder:
             raise FormatError(f"is not UTF-8: {exc}").at(name) from exc
 
 
+def check_fits(nbytes: int, name: str) -> None:
+    """Raise FormatError if this machine cannot have so many bytes of a file in memory, for example of a sparse one."""
+    if nbytes > _LARGE and nbytes > (available := memory_nbytes() or nbytes):
+        raise FormatError(f"{nbytes:,} bytes are needed, but this machine has {available:,}").at(name)
+
+
 def _open_at_once(path: str, flags: int) -> int:
     """Open a file. Hazard: it may have become a FIFO, and opening it would wait for a process that writes to it."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _read_at(file: io.FileIO, begin: int, nbytes: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(file.fileno(), nbytes, begin)
+    file.seek(begin)
+    return file.read(nbytes)
+
+
+def _read_into(file: io.FileIO, memory: memoryview, begin: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(file.fileno(), [memory], begin)
+    file.seek(begin)
+    return file.readinto(memory)
 
 
 def _path_of(fd: int, path: str) -> str:
@@ -181,13 +231,15 @@ def _path_of(fd: int, path: str) -> str:
 
 @dataclass
 class _Listing:
+    root: str  # path of the folder, without links
     names: list[str] = field(default_factory=list)
     faults: dict[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
 
 
 def _list(path: str) -> _Listing:
-    root, found = os.path.realpath(path), _Listing()
+    root = os.path.realpath(path)
+    found = _Listing(root)
     todo = [""]
     while todo:
         prefix = todo.pop()
@@ -199,7 +251,7 @@ def _list(path: str) -> _Listing:
             if not prefix:
                 raise
             found.faults[prefix[:-1]] = f"is a folder that cannot be read: {exc.strerror or exc}"
-    return _Listing(sorted(found.names), dict(sorted(found.faults.items())), sorted(found.ignored))
+    return _Listing(root, sorted(found.names), dict(sorted(found.faults.items())), sorted(found.ignored))
 
 
 def _add(found: _Listing, todo: list[str], root: str, entry: os.DirEntry[str], name: str) -> None:

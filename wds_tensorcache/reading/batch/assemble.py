@@ -92,7 +92,8 @@ def _read_tensors(
             ways.check_names(columns.names)
         shapes, placement, paddings = _place(layouts, columns, ways.ways_for(columns.names))
     memory = Memory(request.store.pool, placement.nbytes, pin, device)
-    io = read_rows(request.store, layouts, columns, placement, memory.array)
+    ahead = request.skeletons_ahead() if request.store.has_remote and allowed_ways is WAYS else ()
+    io = read_rows(request.store, layouts, columns, placement, memory.array, ahead)
     if columns.bools:
         _check_bools(layouts, columns, placement, memory.array)
     if paddings:
@@ -178,7 +179,8 @@ def _read_samples(request: Request, pin: bool, device: Any) -> list[Any]:
     else:
         placement = place_in_turn(columns.nbytes[:, layouts.which])
     memory = Memory(request.store.pool, placement.nbytes, pin, device)
-    read_rows(request.store, layouts, columns, placement, memory.array)
+    ahead = range(len(request)) if request.store.has_remote else ()
+    read_rows(request.store, layouts, columns, placement, memory.array, ahead)
     _check_bools(layouts, columns, placement, memory.array)
     if device is not None:
         memory.move(device)

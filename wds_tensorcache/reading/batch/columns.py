@@ -15,7 +15,7 @@ from wds_tensorcache.codec.reference import Reference, resolve
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.codec.views import ARRAY_NDIM
 from wds_tensorcache.errors import BatchError
-from wds_tensorcache.reading.batch.merge_reads import RunTable, merge_reads
+from wds_tensorcache.reading.batch.merge_reads import Runs, RunTable, merge_reads
 from wds_tensorcache.reading.batch.rows import NO_SAMPLES, Rows
 
 __all__ = ["Columns", "Layouts", "check_same_names", "check_stackable", "lacks_any", "layouts_of"]
@@ -159,6 +159,16 @@ class Columns:
             if one.dtype == "BOOL"
         ]
         self.runs = [merge_reads(*each) for each in zip(self.begin.T.tolist(), self.nbytes.T.tolist(), strict=True)]
+
+    @cached_property
+    def exact_runs(self) -> list[Runs]:
+        """`runs` without gaps, for remote shards."""
+        return [merge_reads(*each, 0) for each in zip(self.begin.T.tolist(), self.nbytes.T.tolist(), strict=True)]
+
+    @cached_property
+    def exact_run_table(self) -> RunTable:
+        """`exact_runs` as arrays."""
+        return RunTable(self.exact_runs)
 
     @cached_property
     def run_table(self) -> RunTable:

@@ -19,15 +19,15 @@ Runs = list[tuple[int, int, list[tuple[int, int]]]]
 SCRATCH_NBYTES = 1 << 14  # reading a gap of up to this many bytes is cheaper than another system call
 
 
-def merge_reads(begins: list[int], sizes: list[int]) -> Runs:
-    """Return the ranges to read for tensors with these offsets and sizes in bytes."""
+def merge_reads(begins: list[int], sizes: list[int], most: int = SCRATCH_NBYTES) -> Runs:
+    """Return the ranges to read for tensors with these offsets and sizes in bytes; a gap has at most `most` bytes."""
     runs: Runs = []
     for begin, tensor in sorted(zip(begins, range(len(begins)), strict=True)):
         nbytes = sizes[tensor]
         gap = begin - runs[-1][1] if runs else -1
         if not nbytes:
             continue
-        if 0 <= gap <= SCRATCH_NBYTES:
+        if 0 <= gap <= most:
             first, _, parts = runs[-1]
             parts += [(-1, gap), (tensor, nbytes)] if gap else [(tensor, nbytes)]
             runs[-1] = first, begin + nbytes, parts
@@ -42,6 +42,7 @@ class RunTable:
     Attributes:
         first_run: Index of each layout's first run, and last the number of runs, int64 `[layouts + 1]`.
         begin, nbytes: Range of bytes of each run, int64 `[runs]`.
+        ends: End of each layout's last run, 0 if it has none, int64 `[layouts]`.
         first_part: Index of each run's first part, and last the number of parts, int64 `[runs + 1]`.
         tensor, part_nbytes: Tensor number, or -1 for a gap, and length of each part, int64 `[parts]`.
         most_parts: The largest number of parts of a run.
@@ -52,6 +53,7 @@ class RunTable:
         self.first_run = _firsts(map(len, runs))
         self.begin = np.array([begin for begin, _, _ in flat], np.int64)
         self.nbytes = np.array([end for _, end, _ in flat], np.int64) - self.begin
+        self.ends = np.array([each[-1][1] if each else 0 for each in runs], np.int64)
         counts = [len(parts) for _, _, parts in flat]
         self.first_part = _firsts(counts)
         self.most_parts = max(counts, default=0)

@@ -99,6 +99,7 @@ class Decoded:
         return self._others
 
     def _read(self) -> list[int]:
+        self._request.structures.note_values()
         template, rows = self._structure.template, self._request.rows
         if template is None:
             return list(range(len(self)))

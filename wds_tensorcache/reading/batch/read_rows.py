@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -14,12 +15,15 @@ from wds_tensorcache.reading.batch.columns import Columns, Layouts
 from wds_tensorcache.reading.batch.merge_reads import SCRATCH_NBYTES, Runs, ranges
 from wds_tensorcache.reading.batch.placement import Placement
 from wds_tensorcache.reading.batch.rows import RowFile, Rows
+from wds_tensorcache.reading.remote.fetch_batch import BatchFetch, add_skeleton
+from wds_tensorcache.reading.remote.local_copies import find_local_copies
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.aio import Reads, address_of, read_many
-from wds_tensorcache.storage.files import MAX_BUFFERS
 from wds_tensorcache.storage.maps import MapLost, Maps
+from wds_tensorcache.storage.node_cache.block_file import BlockFile, Evicted
+from wds_tensorcache.storage.system import MAX_BUFFERS
 from wds_tensorcache.storage.threads import Job, wait_for
 
 __all__ = ["read_rows"]
@@ -30,9 +34,12 @@ IN_FLIGHT = 32  # the number of reads in flight that keeps a disk busy
 _NUM_PROBES = 4
 _MAX_FILES = 16  # of one system call
 _PID = os.getpid()
+_NONE_FAR = np.empty(0, np.bool_)
 
 
-def read_rows(store: Store, layouts: Layouts, columns: Columns, placement: Placement, memory: Array) -> str:
+def read_rows(
+    store: Store, layouts: Layouts, columns: Columns, placement: Placement, memory: Array, skeletons: Iterable[int] = ()
+) -> str:
     """Read every row of a batch into `memory`, where `placement` puts it; return the method used, "pread" or `store.io.method`.
 
     If samples are small and in the page cache, rows are copied out of memory maps (gathered), with one torch call per
@@ -40,27 +47,68 @@ def read_rows(store: Store, layouts: Layouts, columns: Columns, placement: Place
     gathers. "auto" gathers as above; if a shard is truncated meanwhile, it raises an error. "mmap" gathers without checking
     the page cache; if a shard is truncated meanwhile, the process is killed (SIGBUS).
 
+    Rows of remote shards are fetched by ranged requests, all at once, with the skeletons of the samples `skeletons` of the
+    batch, which `Rows` keeps. If all rows are in the node's cache, they are read as from local shards, without maps.
+
     Raises:
         FormatError: A shard does not match its index, or was truncated.
     """
     rows, io = layouts.rows, store.io.method
+    is_far = store.are_remote[rows.number] if store.has_remote else _NONE_FAR
+    if is_far.any():
+        far = np.flatnonzero(is_far).tolist()
+        wanted = set(skeletons).intersection(far).difference(rows.fetched)
+        copies = find_local_copies(store, layouts, columns, is_far, wanted)
+        is_read = False
+        if copies is not None:
+            with suppress(Evicted):
+                found = copies.read_skeletons()
+                _read_local(store, layouts, columns, placement, memory, is_far, copies.files)
+                rows.fetched.update(found)
+                is_read = True
+        if not is_read:
+            _fetch(layouts, columns, placement, memory, far, wanted)
+        if is_far.all():
+            return "pread"
     if not placement.nbytes:
         return "pread"
     if (
         io != "pread"
+        and not is_far.any()
         and columns.sizes is not None
         and columns.sizes == placement.row_nbytes
         and sum(columns.sizes) <= GATHER_NBYTES
     ):
         if _gather(store.shards, layouts, columns, placement, memory, io):
             return io
-    count = len(rows.row)
-    order = np.lexsort((rows.begin, rows.number)) if len(rows.shards) > 1 else np.arange(count)
+    _read_local(store, layouts, columns, placement, memory, ~is_far if len(is_far) else None, {})
+    return "pread"
+
+
+def _read_local(
+    store: Store,
+    layouts: Layouts,
+    columns: Columns,
+    placement: Placement,
+    memory: Array,
+    which: Array | None,
+    copies: Mapping[int, BlockFile],
+) -> None:
+    """Read rows from local files, by several threads.
+
+    Args:
+        which: Mask of the samples to read; None for all.
+        copies: Local files of remote shards, by shard number.
+    """
+    rows = layouts.rows
+    order = np.lexsort((rows.begin, rows.number)) if len(rows.shards) > 1 else np.arange(len(rows.row))
+    order = order if which is None else order[which[order]]
+    count = len(order)
     total = int(columns.nbytes.sum(0)[layouts.which].sum())
     # a thread for less than 256 KiB costs more than it saves
     threads = max(1, min(store.num_threads, count, total >> 18))
     executor = store.executor() if threads > 1 else None
-    plan = _Plan(layouts, columns, placement, memory, order)
+    plan = _Plan(layouts, columns, placement, memory, order, copies)
     edges = [count * number // threads for number in range(threads + 1)] if executor is not None else [0, count]
     jobs: list[Job[None]] = []
     try:
@@ -72,9 +120,32 @@ def read_rows(store: Store, layouts: Layouts, columns: Columns, placement: Place
         wait_for(jobs)
     while jobs:
         jobs.pop(0).result()  # an error refers to this frame; if the frame kept the job, the two would form a cycle
-    for number, *_ in rows.by_shard:  # one system call each
-        rows.shards[number].file.check_unchanged()
-    return "pread"
+    for number in set(rows.number[order].tolist()):  # one system call each
+        plan.file(number).check_unchanged()
+
+
+def _fetch(
+    layouts: Layouts, columns: Columns, placement: Placement, memory: Array, far: list[int], skeletons: Iterable[int]
+) -> None:
+    """Read the tensors of some samples and the skeletons of some samples (positions in the batch), all in remote shards."""
+    rows, runs, row_begins, target = layouts.rows, columns.exact_runs, placement.rows, memory.data
+    which, numbers, begins = layouts.which.tolist(), rows.number.tolist(), rows.begin.tolist()
+    shards: Any = rows.shards
+    fetch = BatchFetch()
+    # cost per sample: one range for each run of adjacent tensors
+    for i in far:
+        shard = shards[numbers[i]]
+        for first, _, parts in runs[which[i]]:
+            buffers = [target[(begin := row_begins[tensor][i]) : begin + nbytes] for tensor, nbytes in parts]
+            fetch.add_into(shard, begins[i] + first, buffers)
+        if runs[which[i]]:
+            first, last, _ = runs[which[i]][0]
+            fetch.add_headers(shard, rows.row.item(i), begins[i] + first, begins[i] + last)
+    found: dict[int, bytes] = {}
+    for i in skeletons:
+        add_skeleton(fetch, i, shards[numbers[i]], rows.row.item(i), found)
+    fetch.run()
+    rows.fetched.update(found)
 
 
 def _gather(
@@ -118,10 +189,20 @@ class _Plan:
 
     Args:
         order: Position in the batch of each sample, int64 `[B]`; samples of a shard are adjacent.
+        copies: Local files of remote shards, by shard number.
     """
 
-    def __init__(self, layouts: Layouts, columns: Columns, placement: Placement, memory: Array, order: Array) -> None:
+    def __init__(
+        self,
+        layouts: Layouts,
+        columns: Columns,
+        placement: Placement,
+        memory: Array,
+        order: Array,
+        copies: Mapping[int, BlockFile],
+    ) -> None:
         self._batch = layouts, columns, placement, memory
+        self._copies = copies
         self._order = order
         rows, table = layouts.rows, columns.run_table
         shards: Any = rows.shards
@@ -143,6 +224,10 @@ class _Plan:
         self._first_buffer = np.searchsorted(read_of, np.arange(len(run) + 1))
         self._memory = memory, scratch
 
+    def file(self, number: int) -> Any:
+        """Return the open file of a shard."""
+        return self._copies.get(number) or self._batch[0].rows.shards[number].file
+
     def read(self, begin: int, end: int) -> None:
         """Read the samples `[begin, end)`.
 
@@ -159,9 +244,9 @@ class _Plan:
                 numbers, fd, flags = rows.number[order], np.empty(len(order), np.int64), np.empty(len(order), np.int64)
                 files = []  # they stay open as long as this list refers to them
                 unchecked: list[int] = []
-                for number in np.unique(numbers).tolist():
+                for number in set(numbers.tolist()):  # np.unique takes six times as long
                     shard, mine = shards[number], numbers == number
-                    files.append(file := shard.file)
+                    files.append(file := self._copies.get(number) or shard.files.get(shard.path))
                     fd[mine], flags[mine] = file.fd, file.nowait
                     unchecked += order[mine][~shard.checked[rows.row[order[mine]]]].tolist()
                 some = slice(*self._first_read[[first, last]].tolist())
@@ -174,11 +259,18 @@ class _Plan:
                 short.append(order[np.unique(sample[is_short])])
             left = np.concatenate(short)
         if len(left):
-            _scatter(*self._batch, left)
+            _scatter(*self._batch, left, self.file)
 
 
-def _scatter(layouts: Layouts, columns: Columns, placement: Placement, memory: Array, order: Array) -> None:
-    """Read the samples `order` (positions in the batch), one after another."""
+def _scatter(
+    layouts: Layouts,
+    columns: Columns,
+    placement: Placement,
+    memory: Array,
+    order: Array,
+    file_of: Callable[[int], Any],
+) -> None:
+    """Read the samples `order` (positions in the batch), one after another; `file_of` returns the file of a shard."""
     rows, row_begins, runs = layouts.rows, placement.rows, columns.runs
     target, scratch = memory.data, memoryview(bytearray(SCRATCH_NBYTES))
     which = layouts.which.tolist()
@@ -192,7 +284,7 @@ def _scatter(layouts: Layouts, columns: Columns, placement: Placement, memory: A
         if numbers[i] != shard_number:
             shard_number = numbers[i]
             shard = rows.shards[shard_number]
-            file, checked = shard.file, shard.checked
+            file, checked = file_of(shard_number), shard.checked
         for first, _, parts in runs[which[i]]:
             buffers = []
             for tensor, n in parts:
@@ -202,7 +294,7 @@ def _scatter(layouts: Layouts, columns: Columns, placement: Placement, memory: A
                 continue
             # cold: keep the disk busy with the next samples while this one is read
             for j in samples[max(at, advised or 0) : at + IN_FLIGHT]:
-                _advise(rows.shards[numbers[j]].file, begins[j], runs[which[j]])
+                _advise(file_of(numbers[j]), begins[j], runs[which[j]])
             advised = at + IN_FLIGHT
             file.read_into(buffers, begins[i] + first)
         if not checked[row[i]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -17,10 +18,12 @@ from wds_tensorcache.reading.batch.columns import Columns, Layouts, check_same_n
 from wds_tensorcache.reading.batch.rows import Rows
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.reading.structure import merge
+from wds_tensorcache.shards.shard import Shard
 
 __all__ = ["Request", "Structure", "Structures", "Variant", "columns_of", "keep_known"]
 
 _MAX_KNOWN = 64
+_NUM_WITH_VALUES = 16
 _MAX_LAYOUTS = 8  # batches of more layouts rarely have the same ones again
 _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
 
@@ -89,6 +92,8 @@ class Structures:
         self.wanted = wanted
         self.columns: dict[tuple[int, ...], Columns] = {}
         self.chosen: dict[Any, Structures] = {}
+        # number of next batches from remote shards that fetch all skeletons together with the tensors
+        self.num_with_values = 0
         # by the id of the first sample's template; if it lacks tensors, also by the ids of `Structure.forms`
         self._by_template: dict[Any, Structure] = {}
         self._by_form: dict[
@@ -99,6 +104,10 @@ class Structures:
     def wanted_in_whole(self) -> Wanted | None:
         """Function that returns whether the tensor with a name is selected, for samples from `Request.whole_sample`."""
         return self.wanted
+
+    def note_values(self) -> None:
+        """Record that the values of a batch are used."""
+        self.num_with_values = _NUM_WITH_VALUES
 
     def selected(self, sample: Any) -> Any:
         """Return a sample with only its selected tensors."""
@@ -210,6 +219,18 @@ class Request:
     def layouts(self) -> Layouts:
         """Return the layouts of the batch."""
         return layouts_of(self.rows)
+
+    def skeletons_ahead(self) -> Iterable[int]:
+        """Return the samples of a batch whose skeletons are fetched together with the tensors, if they are in remote shards.
+
+        These are all samples if the values of a recent batch were used, which are in the skeletons. Otherwise it is the first
+        sample, for the structure of the batch, unless its template is known.
+        """
+        if self.structures.num_with_values > 0:
+            self.structures.num_with_values -= 1
+            return range(len(self))
+        shard = self.rows.shards[self.rows.number.item(0)]
+        return () if not isinstance(shard, Shard) or shard.knows_template(self.rows.row.item(0)) else (0,)
 
     def in_view(self, store: Store, structures: Structures) -> Request:
         """Return the request of the same samples in another view of the cache."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
 from wds_tensorcache.codec.layout import Layout
 from wds_tensorcache.codec.skeleton.template import Template
+from wds_tensorcache.reading.remote.fetch_batch import fetch_skeletons
 from wds_tensorcache.reading.store import Store
-from wds_tensorcache.shards.shard import Variant
+from wds_tensorcache.shards.shard import Shard, Variant
 
 __all__ = ["NO_SAMPLES", "RowFile", "RowSource", "Rows", "locate"]
 
@@ -63,6 +64,7 @@ class Rows:
         by_shard: `(shard number, positions in the batch, rows)` for each shard that has samples of the batch.
         exemplars: Numbers of further shards, which have samples with tensors that samples of the batch may lack.
         known_layouts: Result of `layouts_of`, for views that read the same samples; empty before.
+        fetched: Bytes at `Shard.skeleton_extent` of samples of remote shards, by their positions in the batch.
     """
 
     shards: Sequence[RowSource]
@@ -72,6 +74,7 @@ class Rows:
     by_shard: Sequence[tuple[int, Any, Array]]
     exemplars: Sequence[int] = ()
     known_layouts: list[Any] = field(default_factory=list)
+    fetched: dict[int, bytes] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.row)
@@ -83,7 +86,9 @@ class Rows:
 
     def sample(self, i: int) -> Any:
         """Return sample `i` of the batch, with lazy tensors."""
-        return self.shards[self.number.item(i)].sample(self.row.item(i))
+        shard, row = self.shards[self.number.item(i)], self.row.item(i)
+        stored = self.fetched.get(i)
+        return shard.sample(row) if stored is None or not isinstance(shard, Shard) else shard.sample(row, stored)
 
     def template(self) -> Template | None:
         """Return the template that the first sample's skeleton matches, if any.
@@ -93,21 +98,43 @@ class Rows:
         """
         if not self.by_shard:
             raise ValueError(NO_SAMPLES)
-        shard: RowSource = self.shards[self.number.item(0)]
-        return shard.template(self.row.item(0))
+        shard, row = self.shards[self.number.item(0)], self.row.item(0)
+        if _is_remote(shard) and not shard.knows_template(row):
+            self.fetch_skeletons((0,))  # `sample` needs it, too
+        stored = self.fetched.get(0)
+        return shard.template(row) if stored is None or not isinstance(shard, Shard) else shard.template(row, stored)
+
+    def fetch_skeletons(self, positions: Iterable[int] | None = None) -> None:
+        """Read the skeletons of samples of remote shards at once, so that later calls find them; None for the whole batch."""
+        wanted = []
+        for i in range(len(self)) if positions is None else positions:
+            shard = self.shards[self.number.item(i)]
+            if _is_remote(shard) and i not in self.fetched:
+                wanted.append((i, shard, self.row.item(i)))
+        if wanted:
+            self.fetched.update(fetch_skeletons(wanted))
 
     def skeletons(self, io: str, done: Array | None = None) -> Iterator[tuple[int, bytes, int]]:
         """Yield `(position in the batch, skeleton, offset of the skeleton's body)`, shard by shard.
 
         `done`, bool `[B]`, marks samples to leave out.
         """
+        if len(self.fetched) < len(self) and any(_is_remote(self.shards[number]) for number, *_ in self.by_shard):
+            self.fetch_skeletons(None if done is None else np.flatnonzero(~done).tolist())
         for number, at, rows in self.by_shard:
             which = range(len(self)) if isinstance(at, slice) else at.tolist()
             if done is not None:
                 left = np.flatnonzero(~done[at])
                 rows, which = rows[left], [which[i] for i in left.tolist()]
-            if len(rows):
-                yield from zip(which, *self.shards[number].skeletons(rows, io), strict=True)
+            shard = self.shards[number]
+            if len(rows) and _is_remote(shard):
+                yield from zip(which, *shard.skeletons(rows, io, map(self.fetched.__getitem__, which)), strict=True)
+            elif len(rows):
+                yield from zip(which, *shard.skeletons(rows, io), strict=True)
+
+
+def _is_remote(shard: RowSource) -> TypeGuard[Shard]:
+    return isinstance(shard, Shard) and shard.is_remote
 
 
 def locate(store: Store, positions: Array, exemplars: Sequence[int] = ()) -> Rows:
@@ -126,6 +153,8 @@ def locate(store: Store, positions: Array, exemplars: Sequence[int] = ()) -> Row
         row = positions - store.starts[number]
     if not len(positions):
         return Rows(shards, number, row, number, (), exemplars)
+    if store.has_remote:
+        store.load_indexes(set(number.tolist()))
     at = number.item(0)
     if len(shards) == 1 or (number == at).all():
         begin = shards[at].columns.tensors_begin[row].astype(np.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, pairwise
+from itertools import islice, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,7 +18,6 @@ __all__ = [
     "as_array",
     "by_shard",
     "in_order",
-    "iter_positions",
     "numbers_of",
     "shard_runs",
     "spread",
@@ -28,6 +27,7 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 Positions: TypeAlias = "range | Array"  # positions in the store; an array is int64
 _CHUNK = 4096
+_SHARDS_AHEAD = 64  # of which `in_order` loads the indexes at a time
 
 
 def take(positions: Positions, numbers: Any) -> Positions:
@@ -52,14 +52,6 @@ def as_array(positions: Positions) -> Array:
     return positions
 
 
-def iter_positions(positions: Positions) -> Iterator[int]:
-    """Return an iterator over positions as Python ints, without a list of all positions."""
-    if isinstance(positions, range):
-        return iter(positions)
-    chunks = (positions[begin : begin + _CHUNK].tolist() for begin in range(0, len(positions), _CHUNK))
-    return chain.from_iterable(chunks)
-
-
 def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, Array]]:
     """Yield `(shard, indices into positions, rows)` for each shard that contains some of the positions, in shard order.
 
@@ -68,6 +60,7 @@ def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, A
     """
     if isinstance(positions, range):
         runs = list(_runs(store, positions))
+        store.load_indexes([at for at, _, _ in runs])
         for at, first, last in runs if positions.step > 0 else reversed(runs):
             yield store.shards[at], slice(first, last), as_array(positions[first:last]) - store.starts[at]
         return
@@ -76,6 +69,7 @@ def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, A
     order = None if bool((number[1:] >= number[:-1]).all()) else np.argsort(number, kind="stable")
     present = number if order is None else number[order]
     edges = [0, *(np.flatnonzero(present[1:] != present[:-1]) + 1).tolist(), len(present)] if len(present) else []
+    store.load_indexes(present[edges[:-1]].tolist())
     for first, last in pairwise(edges):
         which = slice(first, last) if order is None else order[first:last]
         at = present.item(first)
@@ -98,13 +92,17 @@ def _runs(store: Store, positions: range) -> Iterator[tuple[int, int, int]]:
 def in_order(store: Store, positions: Positions) -> Iterator[tuple[Shard, Array]]:
     """Yield `(shard, rows)` for each run of positions in one shard, in the order of the positions."""
     if isinstance(positions, range):
-        for at, first, last in _runs(store, positions):
-            yield store.shards[at], as_array(positions[first:last]) - store.starts[at]
+        runs = _runs(store, positions)
+        while some := list(islice(runs, _SHARDS_AHEAD)):
+            store.load_indexes([at for at, _, _ in some])
+            for at, first, last in some:
+                yield store.shards[at], as_array(positions[first:last]) - store.starts[at]
         return
     for begin in range(0, len(positions), _CHUNK):
         chunk = positions[begin : begin + _CHUNK]
         number = store.shard_numbers(chunk)
         edges = [0, *(np.flatnonzero(number[1:] != number[:-1]) + 1).tolist(), len(chunk)]
+        store.load_indexes(number[edges[:-1]].tolist())
         for first, last in pairwise(edges):
             at = number.item(first)
             yield store.shards[at], chunk[first:last] - store.starts[at]

@@ -58,6 +58,8 @@ _SPLIT_HEADER = struct.Struct("100s24x11sB12x8s356s").unpack_from
 _SPARSE = ord("S")
 _FILE_TYPES = frozenset(b"0\x007")
 _EMPTY_TYPES = frozenset(b"123456")  # links, devices, directories, FIFOs: no content, whatever the size field says
+_LINK_TYPES = frozenset(b"12")  # hard and symbolic
+_MAX_LINKS = 1000
 _EXTENDED_TYPES = frozenset(b"xXgLK")  # pax records (x, X: of one member, g: of all), GNU long name (L) and link (K)
 _IS_META = re.compile(r"__[^/]*__($|/)|___?\Z").match  # webdataset's tar_file_iterator skips these names
 
@@ -148,6 +150,11 @@ class Headers:
         self._nbytes = nbytes
         self._expected_at = -1  # after an extended header, the offset at which a header must follow
 
+    @property
+    def are_global(self) -> bool:
+        """True if a global header applies to the following members, so that they cannot be read without it."""
+        return bool(self.common)
+
     def is_end(self, header: bytes, begin: int) -> bool:
         """Return whether the archive ends at byte `begin`; raise TarFormatError if an extended header precedes the end."""
         if header.count(0) < BLOCK:
@@ -228,10 +235,14 @@ class Scanner:
         TarFormatError: The tar is compressed or truncated (stock readers accept a missing end-of-archive block), contains a
             sparse member, or breaks another rule of the format. Raised while iterating, with the offset in the tar.
 
+    Attributes:
+        links: Names of the symbolic and hard links that the last iteration has skipped so far, at most 1,000.
+
     Threads: not thread-safe; one iteration at a time.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], nbytes: int, begin: int = 0) -> None:
+        self.links: list[str] = []
         self.end = -1  # offset of the end-of-archive block, once an iteration has reached it
         self.header_begin = begin  # offset of the last header that `Headers.parse` read or refused
         self._read = read
@@ -274,6 +285,7 @@ class Scanner:
         known_rest, known_sum = b"", 0
         total, header_begin, nbytes = self._nbytes, self._begin, 0
         self.end = -1
+        self.links = []
         self._next_window_nbytes = _MAX_WINDOW_NBYTES
         while True:
             if header_begin > last:
@@ -305,6 +317,8 @@ class Scanner:
             kind, name, nbytes, is_file, _ = headers.parse(header, header_begin)
             if is_file and not _IS_META(name):
                 yield name, begin, nbytes
+            elif kind in _LINK_TYPES and len(self.links) < _MAX_LINKS:
+                self.links.append(name)
             header_begin = begin + nbytes + padding(nbytes)
             if kind in _EXTENDED_TYPES:
                 known_rest = known_rest if not headers.common else b""

@@ -37,6 +37,12 @@ class TarStream:
 
     Args:
         stream: Object with `read(n)`, which may return fewer than n bytes.
+        begin: Offset in the tar of the stream's first byte; if above 0, a `start` of an earlier stream of this tar.
+        skip: Function that skips up to n bytes of `stream`, and returns their number; None to read and drop them.
+
+    Attributes:
+        start: Offset of the current member's first header, at which another stream of this tar can begin. None if it cannot:
+            the tar is compressed, or a global header precedes the member.
 
     Raises:
         TarFormatError: The stream ends without an end-of-archive block, or breaks a rule of the format. Raised while iterating
@@ -45,15 +51,19 @@ class TarStream:
     Threads: not thread-safe. Iterate once.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, begin: int = 0, skip: Callable[[int], int] | None = None) -> None:
+        self.start: int | None = None
         self._stream = stream
-        self._at = 0
+        self._skip = skip
+        self._at = begin
         self._is_compressed = False
         self._begun: bytes = b""  # bytes that were read to detect compression, and not yet used
 
     def __iter__(self) -> Iterator[tuple[str, Callable[[], bytes]]]:
         headers = Headers(self._read_range, _UNKNOWN, accepts_sparse=True)
-        self._decompress()
+        if not self._at:
+            self._decompress()
+        start = self._at
         while True:
             header_begin = self._at
             block = self._take(BLOCK)
@@ -68,12 +78,14 @@ class TarStream:
             if is_extended(block):  # `parse` has read its content
                 self._skip_to(end + padding(header.nbytes))
                 continue
+            self.start = None if self._is_compressed or headers.are_global else start
             if header.is_file and (header.sparse or block[_KIND] == _OLD_SPARSE):
                 holes, left = self._read_map(block, header)
                 begin, end = self._at, self._at + left
             if header.is_file and not is_meta_name(header.name):
                 yield header.name, partial(self._read_member, begin, end, holes)
             self._skip_to(end + padding(header.nbytes))
+            start = self._at
 
     def _read_map(self, block: bytes, header: Header) -> tuple[SparseMap, int]:
         begin = self._at - BLOCK
@@ -117,6 +129,8 @@ class TarStream:
         return self._read_range(begin, end) if holes is None else holes.expand(self._read_range(begin, end))
 
     def _skip_to(self, end: int) -> None:
+        if self._skip is not None and end - self._at > _MAX_SKIP_NBYTES and not self._begun and not self._is_compressed:
+            self._at += self._skip(end - self._at)
         while self._at < end:
             begin, nbytes = self._at, min(end - self._at, _MAX_SKIP_NBYTES)
             if len(self._take(nbytes)) < nbytes:

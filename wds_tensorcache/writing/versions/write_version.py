@@ -26,7 +26,7 @@ from wds_tensorcache.shards.tar.skipped import skipped_members
 from wds_tensorcache.storage.atomic import fsync_folder, write_atomically
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.writing.copy_members import MemberRange, append_range, read_members, write_shard
-from wds_tensorcache.writing.new_folder import check_new, new_folder
+from wds_tensorcache.writing.new_folder import check_local, check_new, new_folder
 from wds_tensorcache.writing.pattern import DEFAULT_NAME, ShardPattern
 from wds_tensorcache.writing.resume import FinishedShards, load_finished
 
@@ -57,6 +57,7 @@ class OldCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        check_local(folder, "the old cache of a version")
         self.folder = os.fsdecode(folder)
         listed = {path: fingerprint for path, _, fingerprint in find_shards(self.folder)}
         self.shards = load_finished(listed, listed)
@@ -171,7 +172,9 @@ def _write_part(part: VersionShard, path: str, computed: FinishedShards | None, 
         try:
             index = write_shard(path, ranges, files, index.fingerprint, footer=footer, fsync=fsync)
             if len(index.keys) != wanted:
-                raise FormatError("the index and the shard list different samples; see tc.verify", kind="index")
+                raise FormatError(
+                    "the index and the shard differ in samples; see `tensorcache verify` (tc.verify)", kind="index"
+                )
         except FormatError as exc:
             raise exc.at(part.path) from exc
     else:

@@ -1,9 +1,7 @@
-"""Values in Arrow arrays as tensors and plain values, and the files of Arrow's stream format."""
+"""Values in Arrow arrays as tensors and plain values."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
 
@@ -13,7 +11,7 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.integrations.importers.generic.media import Media, extension_of
 from wds_tensorcache.integrations.importers.safe_files import as_tensor
 
-__all__ = ["Lists", "import_pyarrow", "lists_of", "read_batches", "value_of"]
+__all__ = ["Lists", "import_pyarrow", "lists_of", "value_of"]
 
 # extensions of media that neither their names nor their first bytes tell
 _MEDIA = {
@@ -24,8 +22,6 @@ _MEDIA = {
     "Nifti": "nii",
 }
 _OLDEST = (14, 0, 1)  # Hazard: older releases run pickles in the metadata of a schema (CVE-2023-47248)
-_SCHEMA, _RECORD_BATCH = "schema", "record batch"  # types of messages
-_HEADER, _COMPRESSION = 2, 3  # numbers of fields in Arrow's metadata
 
 
 class Lists(IntEnum):
@@ -52,57 +48,6 @@ def import_pyarrow() -> Any:
     if version < _OLDEST:
         raise ImportError(f"pyarrow {pyarrow.__version__} may run code in files: pip install 'pyarrow>=14.0.1'")
     return pyarrow
-
-
-def read_batches(path: str) -> Iterator[Any]:
-    """Yield the record batches of a file in Arrow's stream format.
-
-    Raises:
-        FormatError: The file is damaged, compressed, or has dictionaries.
-
-    Memory: views of the file, which is mapped: the process gets SIGBUS if another program shortens it. The lengths of their
-        buffers are checked, but not their elements.
-    """
-    arrow = import_pyarrow()
-    try:
-        with arrow.memory_map(path) as file:
-            reader = arrow.ipc.MessageReader.open_stream(file)
-            first = reader.read_next_message()
-            # Hazard: pyarrow verifies only messages of the kinds that it knows, and would follow any offsets in any other.
-            if first.type != _SCHEMA:
-                raise FormatError(f"begins with a message of the kind {first.type!r:.40}, expected a schema")
-            schema = arrow.ipc.read_schema(first)
-            if len(set(schema.names)) < len(schema.names):
-                raise FormatError("two columns have the same name")
-            for message in reader:
-                if message.type != _RECORD_BATCH:
-                    raise FormatError(f"contains a message of the kind {message.type!r:.40}, expected record batches")
-                if _is_compressed(bytes(message.metadata)):
-                    raise FormatError("is compressed, which datasets never does")
-                batch = arrow.ipc.read_record_batch(message, schema)
-                batch.validate()
-                yield batch
-    except FormatError:
-        raise
-    except (arrow.ArrowException, StopIteration, EOFError, ValueError, struct.error) as exc:
-        raise FormatError(f"is not a file of Arrow streams: {exc!r:.200}") from exc
-
-
-def _is_compressed(metadata: bytes) -> bool:
-    """Return whether a record batch has an entry for its compression; the metadata is a flatbuffer."""
-    begin = struct.unpack_from("<I", metadata)[0]
-    header = _field(metadata, begin, _HEADER)
-    return bool(_field(metadata, header + struct.unpack_from("<I", metadata, header)[0], _COMPRESSION))
-
-
-def _field(metadata: bytes, table: int, number: int) -> int:
-    """Return the offset of a field in a table of a flatbuffer; 0 if it is absent."""
-    vtable = table - struct.unpack_from("<i", metadata, table)[0]
-    at = 4 + 2 * number
-    offset = (
-        struct.unpack_from("<H", metadata, vtable + at)[0] if at < struct.unpack_from("<H", metadata, vtable)[0] else 0
-    )
-    return table + offset if offset else 0
 
 
 def lists_of(array: Any) -> Lists:

@@ -6,7 +6,8 @@
 
 If any path has several files with tensors, all samples are dicts by suffix, so that all have one structure. `.txt`, `.caption`
 and `.json` files become members of the sample with the same path. All other files are reported as unused, and so are texts
-without tensors. Paths that differ only in case are different samples.
+without tensors. Paths that differ only in case are different samples. The metadata of a `.safetensors` file is the member
+`metadata.json`.
 
 An `.npy` file is one sample, also if its first dimension counts samples.
 """
@@ -27,6 +28,7 @@ from wds_tensorcache.integrations.importers.safe_files import (
 )
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
+from wds_tensorcache.integrations.safetensors_metadata import METADATA, dump_metadata
 
 __all__ = ["FORMAT"]
 
@@ -37,7 +39,7 @@ _LOADERS: dict[str, Any] = {
     ".pkl": load_pickle,
     ".pt": load_torch,
     ".pth": load_torch,
-    ".safetensors": lambda folder, name: load_safetensors(folder, name)[0],
+    ".safetensors": load_safetensors,
 }
 _MAX_TEXT = 1 << 26  # bytes of a file of text
 _TEXTS = (".caption", ".json", ".txt")
@@ -76,6 +78,9 @@ def _load(folder: SourceFolder, names: list[str], texts: list[str], has_several:
         raise FormatError(f"the suffixes of {', '.join(names + texts)} differ only in case")
     contents = {suffix[1:]: _LOADERS[suffix](folder, name) for suffix, name in zip(suffixes, names, strict=False)}
     members = {os.path.splitext(name)[1][1:].lower(): folder.read(name, _MAX_TEXT) for name in texts}
+    if ".safetensors" in suffixes:
+        contents["safetensors"], metadata = contents["safetensors"]
+        members |= {METADATA: dump_metadata(metadata)} if metadata else {}
     return Loaded(contents if has_several else contents[suffixes[0][1:]], members)
 
 

@@ -23,11 +23,11 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
+from wds_tensorcache.integrations.importers.generic.arrow_stream import StoredBatch, find_batches
 from wds_tensorcache.integrations.importers.generic.arrow_values import (
     Lists,
     import_pyarrow,
     lists_of,
-    read_batches,
     value_of,
 )
 from wds_tensorcache.integrations.importers.generic.chunk_files import Recent, read_json
@@ -38,7 +38,7 @@ from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 __all__ = ["FORMAT"]
 
 _STATE, _INFO = "state.json", "dataset_info.json"
-_MAX_CHECKED = 8
+_MAX_KEPT = 2  # batches, which have a thousand rows by default
 
 
 def _recognize(folder: SourceFolder) -> int:
@@ -53,7 +53,7 @@ def _open(folder: SourceFolder) -> Source:
     samples: list[SourceSample] = []
     bad: dict[str, str] = {}
     described: dict[str, Any] = {}
-    checked: Recent[Any] = Recent(_MAX_CHECKED)
+    checked: Recent[Any] = Recent(_MAX_KEPT)
     roots = [name[: -len(_STATE)] for name in folder.by_suffix.get(".json", ()) if name.split("/")[-1] == _STATE]
     for root in [root for root in roots if f"{root}{_INFO}" in folder]:
         try:
@@ -79,13 +79,14 @@ def _open(folder: SourceFolder) -> Source:
                 if count > 1:
                     raise FormatError(f"{_STATE} lists it {count:,} times")
                 nbytes = os.path.getsize(folder.locate(name))
-                for batch in read_batches(folder.locate(name)):
+                for stored in find_batches(folder, name):
+                    batch = stored.read(folder)
                     if batch.num_rows > nbytes:
                         raise FormatError(f"has a batch of {batch.num_rows:,} rows in {nbytes:,} bytes")
                     for column, array in zip(batch.schema.names, batch.columns, strict=True):
                         lists[column] = max(lists.get(column, Lists.TENSORS), lists_of(array))
                     for row in range(batch.num_rows):
-                        load = partial(_load, name, checked, batch, row, features, lists)
+                        load = partial(_load, folder, checked, stored, row, features, lists)
                         samples.append(SourceSample(f"{root}{at:08d}", (name, root + _STATE, root + _INFO), load))
                         at += 1
             except (arrow.ArrowException, ValueError, IndexError, OSError) as exc:
@@ -95,21 +96,26 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _load(
-    name: str, checked: Recent[Any], batch: Any, row: int, features: dict[str, Any], lists: dict[str, Lists]
+    folder: SourceFolder,
+    checked: Recent[Any],
+    stored: StoredBatch,
+    row: int,
+    features: dict[str, Any],
+    lists: dict[str, Lists],
 ) -> Loaded:
     arrow = import_pyarrow()
     try:
         # Hazard: offsets out of range would be followed to any memory.
-        checked.get(id(batch), lambda: _check(batch))
+        batch = checked.get((stored.name, stored.begin), lambda: _check(stored.read(folder)))
         columns = {
             column: value_of(batch.column(number).slice(row, 1), features.get(column), lists[column])
             for number, column in enumerate(batch.schema.names)
         }
         return separate_media(columns)
     except FormatError as exc:
-        raise exc.at(name) from exc
+        raise exc.at(stored.name) from exc
     except (arrow.ArrowException, ValueError) as exc:
-        raise FormatError(f"row {row} of a batch cannot be decoded: {exc!r:.200}").at(name) from exc
+        raise FormatError(f"row {row} of a batch cannot be decoded: {exc!r:.200}").at(stored.name) from exc
 
 
 def _check(batch: Any) -> Any:

@@ -11,6 +11,8 @@ All other members, such as `.jpg`, `.json` and `.txt`, stay members as they are.
 with more than tensors, arrays of numbers or texts, and plain values, unless the files are trusted; and `.pt` and `.pth` members
 with more than tensors and plain values, where arrays count as more.
 
+Symbolic and hard links in a tar are not followed, but reported.
+
 Of a damaged tar, the samples before the damage are imported; the sample with the damage and all after it are not.
 """
 
@@ -74,12 +76,14 @@ def _open(folder: SourceFolder) -> Source:
         samples: dict[str, dict[str, _Extent]] = {}
         key = ""
         try:
-            for member, begin, nbytes in _scanner(folder, name):
+            scanner = _scanner(folder, name)
+            for member, begin, nbytes in scanner:
                 key, suffix = _split(member)
                 members = samples.setdefault(key, {})
                 if suffix in members:
                     raise FormatError(f"member {member!r:.100} occurs twice", kind="duplicate")
                 members[suffix] = begin, begin + nbytes
+            bad |= {f"{name}: {link}": "is a link to another member, which is not followed" for link in scanner.links}
         except (FormatError, OSError) as exc:
             bad[name] = str(exc)
             samples.pop(key, None)  # it may lack members

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from collections.abc import Iterable
-from contextlib import closing
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -14,7 +15,7 @@ from urllib.parse import quote
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.integrations.importers.safe_files import parse_torch
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
-from wds_tensorcache.integrations.pth import peek_pth
+from wds_tensorcache.integrations.pickles.pth import peek_pth
 
 __all__ = ["DATABASE", "SHARD", "Item", "Spec", "read_database"]
 
@@ -81,7 +82,7 @@ def read_database(folder: SourceFolder, name: str) -> tuple[str, list[Item]]:
                 f"{DATABASE}{suffix} exists, so caching was interrupted or still runs; let diffusion-pipe resume and finish it"
             ).at(name)
     try:
-        with closing(sqlite3.connect(f"file:{quote(folder.locate(name))}?mode=ro&immutable=1", uri=True)) as database:
+        with _open_copy(folder, name) as database:
             database.text_factory = lambda text: text.decode("utf-8", "replace")
             database.execute("PRAGMA trusted_schema=OFF")
             tables = _list_tables(database)
@@ -102,6 +103,17 @@ def read_database(folder: SourceFolder, name: str) -> tuple[str, list[Item]]:
         raise FormatError(f"cannot be read: {exc!r:.300}").at(name) from exc
     except FormatError as exc:
         raise exc.at(name) from exc
+
+
+@contextmanager
+def _open_copy(folder: SourceFolder, name: str) -> Iterator[sqlite3.Connection]:
+    """Open a copy of a database. SQLite opens files by path alone, which may have become that of another file."""
+    with tempfile.TemporaryDirectory() as place:
+        path = os.path.join(place, DATABASE)
+        with open(path, "wb") as file:
+            file.write(folder.read(name))
+        with closing(sqlite3.connect(f"file:{quote(path)}?mode=ro&immutable=1", uri=True)) as database:
+            yield database
 
 
 _ALLOWED = {sqlite3.SQLITE_SELECT: sqlite3.SQLITE_OK, sqlite3.SQLITE_READ: sqlite3.SQLITE_OK}

@@ -47,8 +47,8 @@ class Image:
 
     @property
     def stem(self) -> str:
-        """The file name without its suffix."""
-        return os.path.splitext(os.path.basename(self.path))[0]
+        """The file name without its suffix; the path may be one of Windows."""
+        return os.path.splitext(self.path.replace("\\", "/").rpartition("/")[2])[0]
 
 
 def read_backends(folder: SourceFolder) -> tuple[list[Backend], dict[str, str]]:
@@ -85,12 +85,13 @@ def read_backends(folder: SourceFolder) -> tuple[list[Backend], dict[str, str]]:
 
 
 def images_by_hash(backends: list[Backend]) -> dict[str, list[Image]]:
-    """Return all images by the hash that names their latents, which is that of the file name without suffix."""
+    """Return all images by the names of their latents: the hash of the file name without suffix, or (old) that name itself."""
     found: dict[str, list[Image]] = {}
     for backend in backends:
         for path, metadata in backend.images.items():
             image = Image(path, metadata, backend)
-            found.setdefault(sha256(image.stem.encode("utf-8", "surrogatepass")).hexdigest(), []).append(image)
+            for name in (sha256(image.stem.encode("utf-8", "surrogatepass")).hexdigest(), image.stem):
+                found.setdefault(name, []).append(image)
     return found
 
 
@@ -117,7 +118,8 @@ def text_hashes(folder: SourceFolder, image: Image) -> tuple[dict[str, str | Non
     """Return the captions that an image may have, by the hash that names their embeddings, and whether it has a caption file.
 
     Captions are in a `.txt` file next to the image, in its name, or in the settings. Some models hash the path of the image,
-    and newer versions also the caption. A caption that is not in the hash is None.
+    relative to the backend's folder, which may have been moved since; newer versions also hash the caption. A caption that is
+    not in the hash is None.
     """
     parts = image.path.replace("\\", "/").split("/")
     paths = (image.backend.folder + "/".join(parts[at:]) for at in range(len(parts)))
@@ -127,7 +129,8 @@ def text_hashes(folder: SourceFolder, image: Image) -> tuple[dict[str, str | Non
     prompt = image.backend.config.get("instance_prompt")
     if isinstance(prompt, str):
         captions = [prompt, *(f"{prompt} {caption}" for caption in captions), *captions]
-    keys = [image.path, f"{image.backend.id}:{image.path}"]
+    tails = ["/".join(parts[at:]) for at in range(len(parts))]
+    keys = [key for path in dict.fromkeys([image.path, *tails]) for key in (path, f"{image.backend.id}:{path}")]
     hashed: dict[str, str | None] = dict.fromkeys(map(_md5, keys))
     hashed |= {_md5(f"{key}\0prompt\0{caption}"): caption for key in keys for caption in captions}
     return hashed | {_md5(caption): caption for caption in captions}, file is not None

@@ -1,0 +1,200 @@
+"""Scenario `remote`: shards on a web server with 20 ms of latency and 100 MB/s in all, in its own process.
+
+Three parts: one tensor of each of 1,000 random samples, with the bytes that the server sent; a shuffled epoch of whole
+samples, next to as many `curl`s; and the second epoch from the node's cache, next to the same shards on a local disk.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import wds_tensorcache as tc
+from benchmarks.children.http_server import Server
+from benchmarks.context import CEILING, Context, Skipped
+from benchmarks.peers import NAME
+from benchmarks.peers.base import by_sample, unstack
+from benchmarks.peers.over_http import WEBSHART, Pass, passes, set_credentials
+from benchmarks.timing import Rounds, Variant, interleaved
+from benchmarks.workloads import tensor_at
+
+__all__ = [
+    "ALL_BYTES",
+    "CACHED",
+    "CURLS",
+    "EPOCH",
+    "LOCAL",
+    "ONE",
+    "ONE_OF_PEERS",
+    "STREAM",
+    "moved",
+    "remote",
+]
+
+_WORKLOAD = "diffusion"
+_NUM_CURLS, _PER_SHARD = 8, 64
+_FOLDER = "remote"  # of our shards, next to the stores of the peers
+
+ONE_OF_PEERS = "one tensor, "
+ONE = f"{ONE_OF_PEERS}{NAME}"
+ALL_BYTES = f"{CEILING}, all bytes by one curl"
+EPOCH, STREAM = "epoch, Loader", "epoch, ResumablePipeline"
+CURLS = f"{CEILING}, epoch, {_NUM_CURLS} curls"
+CACHED, LOCAL = "second epoch, node's cache", "second epoch, local shards"
+
+
+def moved(row: str) -> str:
+    """Return the name of the row with the megabytes that the server sent."""
+    return f"{row}, MB"
+
+
+def remote(context: Context) -> Rounds:
+    """Measure each row; check all that was read."""
+    if context.workload.name != _WORKLOAD:
+        return {}
+    if shutil.which("curl") is None:
+        raise Skipped("the ceiling needs curl: apt install curl")
+    ours = context.stores / _FOLDER
+    with tc.ShardWriter(ours / "%06d.tar", max_samples=_PER_SHARD, fsync=False) as writer:
+        for index, sample in enumerate(context.samples):
+            writer.write(f"{index:08d}", sample)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="remote-", dir=context.scratch)))
+        server = stack.enter_context(Server(context.stores))
+        try:
+            return _Rows(context, server, scratch, stack).measure()
+        finally:
+            shutil.rmtree(ours)
+
+
+class _Rows:
+    def __init__(self, context: Context, server: Server, scratch: Path, stack: ExitStack) -> None:
+        self._context, self._server, self._scratch, self._stack = context, server, scratch, stack
+        self._folder = context.stores / _FOLDER
+        self._url = f"{server.url}/{_FOLDER}"
+        self._path = context.workload.one[1]
+        self._ones = torch.stack([tensor_at(sample, self._path) for sample in context.samples])
+        self._count = context.workload.timed
+        self._moved: dict[str, list[float]] = {}
+
+    def measure(self) -> Rounds:
+        """Return the rounds of all rows."""
+        rounds = min(3, self._context.rounds)
+        found = interleaved(dict(self._of_one()), rounds)
+        found |= interleaved(dict(self._of_epochs()), rounds)
+        found |= interleaved(dict(self._of_second_epochs()), self._context.rounds)
+        # as many rounds as there are times: the first pass is not counted
+        return found | {moved(row): counts[1:] for row, counts in self._moved.items() if row in found}
+
+    def _counted(self, row: str, run: Callable[[], int]) -> Variant:
+        counts = self._moved[row] = []
+
+        def counted() -> int:
+            found = run()
+            counts.append(self._server.sent() / 1e6)
+            return found
+
+        return Variant(counted, self._count, prepare=self._server.sent)
+
+    def _of_one(self) -> Iterator[tuple[str, Variant]]:
+        """Yield a row for each way to read one tensor of all samples, with opening."""
+        yield ONE, self._counted(ONE, self._one)
+        yield ALL_BYTES, self._counted(ALL_BYTES, lambda: self._curl(1))
+        context = self._context
+        names = {peer.name for peer in context.peers if not peer.name.startswith(NAME)}
+        if not names:
+            return
+        context.missing[f"{_WORKLOAD}, remote, webshart"] = WEBSHART
+        set_credentials(self._scratch)
+        makes = passes(self._server.url, context.stores, self._scratch, _FOLDER, context.workload, names)
+        for peer, make in makes.items():
+            row = f"{ONE_OF_PEERS}{peer}"
+            with context.attempt(f"remote, {peer}"):
+                variant = self._counted(row, partial(self._of_peer, make()))
+                variant.run()  # raises here if the peer cannot
+                self._moved[row].clear()
+                yield row, variant
+
+    def _one(self) -> int:
+        order = self._context.order
+        with tc.open(self._url, keep_indexes=False) as cache:
+            read = tensor_at(cache.select([self._path]).read_batch(order), self._path)
+        if not torch.equal(read, self._ones[order]):
+            raise AssertionError(f"{ONE}: what was read is not what was written")
+        return len(read)
+
+    def _of_peer(self, read: Pass) -> int:
+        found = dict(read())
+        for index, tensor in found.items():
+            if not torch.equal(tensor, self._ones[index]):
+                raise AssertionError(f"sample {index}: what was read is not what was written")
+        return len(found)
+
+    def _curl(self, count: int) -> int:
+        """Fetch all shards by `count` concurrent processes."""
+        urls = [f"{self._url}/{path.name}" for path in sorted(self._folder.glob("*.tar"))]
+        command = ["curl", "--silent", "--fail", "--noproxy", "*"]
+        parts = [[*chain(*(("--output", "/dev/null", url) for url in urls[first::count]))] for first in range(count)]
+        running = [subprocess.Popen([*command, *part]) for part in parts if part]
+        statuses = [process.wait() for process in running]
+        if any(statuses):
+            raise AssertionError("a curl failed")
+        return self._count
+
+    def _of_epochs(self) -> Iterator[tuple[str, Variant]]:
+        """Yield a row for each way to read whole samples, each opened before."""
+        yield CURLS, self._counted(CURLS, lambda: self._curl(_NUM_CURLS))
+        yield EPOCH, self._counted(EPOCH, self._epoch(self._open(self._url)))
+        stream = tc.ResumablePipeline(f"{self._url}/", tc.decode(lazy=False))
+        yield STREAM, self._counted(STREAM, lambda: self._check_stream(stream))
+
+    def _of_second_epochs(self) -> Iterator[tuple[str, Variant]]:
+        cached = self._open(self._url, cache_dir=self._scratch / "node")
+        local = self._open(self._folder)
+        for cache in (cached, local):
+            self._epoch(cache)()  # fills the node's cache, and checks what is read
+        self._server.sent()
+        for row, cache in ((CACHED, cached), (LOCAL, local)):
+            yield row, Variant(self._epoch(cache, is_checked=False), self._count)
+        self._epoch(cached)()
+        if self._server.sent():
+            raise AssertionError("the second epoch of the node's cache asked the server for bytes")
+
+    def _open(self, source: Any, **options: Any) -> Any:
+        return self._stack.enter_context(tc.open(source, **options))
+
+    def _epoch(self, cache: Any, *, is_checked: bool = True) -> Callable[[], int]:
+        """Return a function that reads a shuffled epoch; it compares all samples with those that were written."""
+        workload = self._context.workload
+        loader = self._stack.enter_context(tc.Loader(cache, workload.batch_size, shuffle=True))
+
+        def run() -> int:
+            seen: list[int] = []
+            for batch in loader:
+                tensors, small = workload.split(batch)
+                seen += small["index"]
+                if is_checked:
+                    self._check(unstack(workload, tensors, by_sample(small)))
+            return len(set(seen))
+
+        return run
+
+    def _check_stream(self, stream: Any) -> int:
+        return self._check(sample["tensorcache"] for sample in stream)
+
+    def _check(self, samples: Iterable[Any]) -> int:
+        count, context = 0, self._context
+        for count, sample in enumerate(samples, start=1):  # noqa: B007
+            index = context.workload.split(sample)[1]["index"]
+            if context.workload.checksum(sample) != context.expected[index]:
+                raise AssertionError(f"sample {index}: what was read is not what was written")
+        return count

@@ -1,0 +1,306 @@
+"""Worker processes import the same bytes as threads, end with their parent, and lose no error."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import wds_tensorcache as tc
+from tests.children import limit_descriptors, run_in_child
+from tests.cli.command import json_of, run
+from tests.cli.commands import Output, Process, the_server
+from tests.kills import compare
+from wds_tensorcache.integrations.importers.conversion.children import Child
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes are forked on Linux alone")
+_PATIENCE_S = 60
+
+
+def write_files(folder: Path, count: int, bad: tuple[int, ...] = ()) -> Path:
+    """Write files of four kinds; those of `bad` are cut short."""
+    folder.mkdir()
+    for i in range(count):
+        arrays = {"latent": torch.full((4, 300 + i % 7), float(i)), "size": torch.tensor([i, 7])}
+        path = folder / f"photo {i:04d}.{('npz', 'pt', 'safetensors', 'npy')[i % 4]}"
+        if path.suffix == ".npz":
+            np.savez(path, **{key: value.numpy() for key, value in arrays.items()})
+        elif path.suffix == ".npy":
+            np.save(path, arrays["latent"].numpy())
+        elif path.suffix == ".safetensors":
+            safetensors.torch.save_file(arrays, path)
+        else:
+            torch.save({**arrays, "text": f"é {i}", "many": [torch.ones(2)] * (i % 5)}, path)
+        if i % 9 == 0:
+            path.with_suffix(".txt").write_text(f"a caption {i}")
+        if i in bad:
+            path.write_bytes(path.read_bytes()[:700])
+    return folder
+
+
+@contextmanager
+def as_thread() -> Iterator[None]:
+    """Run another thread meanwhile, so that an import starts no processes."""
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+@pytest.mark.parametrize(("limits", "count"), [(["--max-samples", 7], 60), (["--max-nbytes", 30_000], 60), ([], 40)])
+def test_the_same_bytes(tmp_path: Path, limits: list[object], count: int) -> None:
+    source = write_files(tmp_path / "in", count)
+    options = {str(name)[2:].replace("-", "_"): value for name, value in zip(limits[::2], limits[1::2], strict=True)}
+    with as_thread():
+        tc.import_cache(source, tmp_path / "threads", **options)  # type: ignore[arg-type]
+    for workers in (1, 2, 3):
+        run("import", source, tmp_path / f"{workers}", "--workers", workers, *limits)
+        compare(tmp_path / f"{workers}", tmp_path / "threads")
+    assert tc.verify(tmp_path / "1").ok
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    """They are reported in the same order, with the same words; the first one ends an import that stops."""
+    source = write_files(tmp_path / "in", 90, bad=(3, 17, 18, 19, 40, 41, 42, 43, 89))
+    (source / "photo 0050.pt").write_bytes(b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.")
+    skipping = ["--on-error", "skip", "--max-samples", 20]
+    found = json_of("import", source, tmp_path / "out", *skipping, "--narrow", status=1)
+    with as_thread():
+        report = tc.import_cache(source, tmp_path / "threads", on_error="skip", max_samples=20, narrow=True)
+    assert [each["what"] for each in found["skipped"]] == [each.what for each in report.skipped]
+    assert (found["num_written"], found["num_skipped"]) == (80, 10)
+    assert (found["nbytes_narrowed"], found["lacking"]) == (
+        report.nbytes_narrowed,
+        {name: list(each) for name, each in report.lacking.items()},
+    )
+    compare(tmp_path / "out", tmp_path / "threads")
+    stopped = run("import", source, tmp_path / "stopped", "--max-samples", 1, status=1)
+    assert stopped.stderr.splitlines()[-1].startswith("tensorcache: photo 0003")
+    assert sorted(path.name for path in (tmp_path / "stopped").glob("*.tar")) <= [
+        "000000.tar",
+        "000001.tar",
+        "000002.tar",
+    ]
+    assert not list((tmp_path / "stopped").glob(".*.tmp"))
+
+
+def send(number: signal.Signals, *pids: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):  # it has ended
+            os.kill(pid, number)
+
+
+@contextmanager
+def stopped_import(source: Path, out: Path) -> Iterator[tuple[Process, list[int], Output]]:
+    """Start an import of 200 files, and stop its workers when they have begun to work."""
+    with ExitStack() as stack:
+        null = stack.enter_context(open(os.devnull))
+        said, err = stack.enter_context(Output()), stack.enter_context(Output())
+        arguments = ["import", str(source), str(out), "--resume", "--max-samples", "4"]
+        for _ in range(20):
+            process = the_server().start(arguments, (null.fileno(), said.fileno, err.fileno), source)
+            wait_until(lambda: list(out.glob("*.tar")) or not is_alive(process.pid))  # noqa: B023 called here
+            workers = children_of(process.pid)
+            send(signal.SIGSTOP, *workers)
+            if len(workers) == 2 and len(list(out.glob("*.tar"))) < 40:
+                yield process, workers, err
+                return
+            send(signal.SIGCONT, *workers)  # this process was not scheduled in time
+            assert process.wait() == 0
+            shutil.rmtree(out)
+        pytest.fail("20 imports ended before their workers were stopped")
+
+
+def check_resumed(source: Path, out: Path) -> None:
+    run("import", source, out, "--resume", "--max-samples", 4)
+    run("import", source, out.with_name("whole"), "--max-samples", 4)
+    compare(out, out.with_name("whole"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_killed_worker(tmp_path: Path, number: signal.Signals, at: int) -> None:
+    source = write_files(tmp_path / "in", 200)
+    with stopped_import(source, tmp_path / "out") as (process, workers, err):
+        send(number, workers[at])
+        send(signal.SIGCONT, *workers)
+        status = process.wait()
+        said = err.read().decode()
+    assert status == 1
+    assert number.name in said
+    assert said.count("\n") == 1
+    assert not any(map(is_alive, workers))
+    assert not list((tmp_path / "out").glob(".*.tmp"))
+    check_resumed(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("are_running", [False, True])
+def test_a_killed_parent(tmp_path: Path, number: signal.Signals, are_running: bool) -> None:
+    """Workers end with it, also those that are stopped."""
+    source = write_files(tmp_path / "in", 200)
+    with stopped_import(source, tmp_path / "out") as (process, workers, err):
+        if are_running:
+            send(signal.SIGCONT, *workers)
+        send(number, process.pid)
+        status = process.wait()
+        said = err.read().decode()
+    wait_until(lambda: not any(map(is_alive, workers)))
+    if number == signal.SIGINT:
+        assert status in ((0, 130) if are_running else (130,))
+        assert status == 0 or said.splitlines()[-1] == "interrupted"
+        assert "Traceback" not in said
+    else:
+        assert status in ((0, -number) if are_running else (-number,))
+    check_resumed(source, tmp_path / "out")
+
+
+def test_an_interrupt_of_the_terminal(tmp_path: Path) -> None:
+    """It reaches all processes; the workers leave it to their parent."""
+    source = write_files(tmp_path / "in", 200)
+    with stopped_import(source, tmp_path / "out") as (process, workers, err):
+        send(signal.SIGINT, *workers, process.pid)
+        send(signal.SIGCONT, *workers)
+        assert process.wait() == 130
+        assert err.read().decode().splitlines()[-1] == "interrupted"
+    assert not any(map(is_alive, workers))
+    check_resumed(source, tmp_path / "out")
+
+
+def test_a_terminal_shows_progress(tmp_path: Path) -> None:
+    """The thread of the bar starts after the workers."""
+    source = write_files(tmp_path / "in", 40)
+    found = the_server().run_on_terminal("import", source, tmp_path / "out", cwd=tmp_path)
+    assert found.status == 0
+    run("import", source, tmp_path / "plain")
+    compare(tmp_path / "out", tmp_path / "plain")
+
+
+def test_sparse_files(tmp_path: Path) -> None:
+    """A file that is longer than the memory is bad; it does not end the import."""
+    source = write_files(tmp_path / "in", 40)
+    for name in ("photo 0000.npz", "photo 0001.pt", "photo 0002.safetensors", "photo 0003.npy"):
+        os.truncate(source / name, 1 << 41)
+    (source / "photo 0005.pt").write_bytes(b"")
+    os.truncate(source / "photo 0005.pt", 1 << 41)
+    found = json_of("import", source, tmp_path / "out", "--on-error", "skip", status=1)
+    assert [each["name"] for each in found["skipped"]] == [f"photo {number:04d}" for number in (0, 1, 2, 3, 5)]
+
+
+def in_processes(work: str, *arguments: object) -> Any:
+    """Call a function of this module in a process that has a single thread and has not imported pyarrow; return its result."""
+    script = f"import json, sys; from {__name__} import {work}; print(json.dumps({work}(*sys.argv[1:])))"
+    found = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent.parent,
+    )
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)
+
+
+def full_disks(source: str, folder: str) -> list[Any]:
+    """Import with limits of the length of files; return what each import did, and what was left."""
+    found = []
+    for limit in (0, 3_000, 40_000, 1_000_000):
+
+        def work() -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # noqa: B023 called here
+            tc.import_cache(source, f"{folder}/{limit}", on_error="skip", max_samples=30)  # noqa: B023
+
+        code = run_in_child(work)
+        found.append([code, sorted(name for name in os.listdir(f"{folder}/{limit}") if name.endswith(".tmp"))])
+        tc.import_cache(source, f"{folder}/{limit}", max_samples=30, resume=True)
+    return found
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    source = write_files(tmp_path / "in", 100)
+    (tmp_path / "made").mkdir()
+    found = in_processes("full_disks", source, tmp_path / "made")
+    assert found == [[errno.EFBIG, []]] * 3 + [[0, []]]
+    run("import", source, tmp_path / "whole", "--max-samples", 30)
+    for limit in (0, 3_000, 40_000, 1_000_000):
+        compare(tmp_path / "made" / f"{limit}", tmp_path / "whole")
+
+
+def few_descriptors(source: str, folder: str) -> list[int]:
+    """Import with few free descriptors; return the error of each import."""
+    found = []
+    for num_free in (1, 4, 8, 12, 30):
+
+        def work() -> None:
+            limit_descriptors(num_free)  # noqa: B023 called here
+            report = tc.import_cache(source, f"{folder}/{num_free}", on_error="skip")  # noqa: B023
+            assert report.num_skipped == 0
+            assert report.num_written == 60
+
+        found.append(run_in_child(work))
+    return found
+
+
+def test_few_descriptors(tmp_path: Path) -> None:
+    """An import ends, and takes no good file for a bad one."""
+    source = write_files(tmp_path / "in", 60)
+    found = in_processes("few_descriptors", source, tmp_path)
+    assert set(found) == {0, errno.EMFILE}
+    assert found == sorted(found, reverse=True)
+
+
+def test_an_interrupt_while_a_worker_starts() -> None:
+    """Ctrl-C right after the fork: the caller knows the child, and can end it."""
+
+    def work() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+        children: list[Child] = []
+        with pytest.raises(KeyboardInterrupt):
+            Child(lambda connection: connection.recv_bytes(), children)
+        for child in children:
+            child.close()
+        with pytest.raises(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+
+    assert run_in_child(work) == 0

@@ -1,0 +1,111 @@
+"""One cluster of Ray for all tests of this folder, and caches that it reads."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.remote.conftest import _write_process, write_server  # noqa: F401
+from tests.remote.servers.write_server import WriteServer
+
+pytest.importorskip("ray", reason="ray is missing: pip install 'wds-tensorcache[ray]'")
+
+
+@pytest.fixture(scope="package")  # it ends before tests of other folders, which start one, too
+def _cluster(_write_process: WriteServer) -> Iterator[None]:  # noqa: F811
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        for name, value in _write_process.environment.items():  # for the workers
+            patch.setenv(name, value)
+        # Ray leaves pipes and files of its processes to the garbage collector, and uses names that it has deprecated
+        warnings.simplefilter("ignore")
+        ray.init(
+            num_cpus=2,
+            object_store_memory=200_000_000,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+        import ray.data
+
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def cluster(_cluster: None) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=ResourceWarning)
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="ray")
+        warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
+        yield
+
+
+def by_key(dataset: Any) -> list[dict[str, Any]]:
+    """Return all rows of a dataset, in the order of their keys; Ray gives them in the order in which tasks end."""
+    return sorted(dataset.take_all(), key=lambda row: row["__key__"])
+
+
+def every_kind(i: int) -> dict[str, Any]:
+    """A sample with every kind of column: of one shape, ragged, optional, without dimensions, without elements, of values."""
+    generator = torch.Generator().manual_seed(i)
+    sample: dict[str, Any] = {
+        "latent": torch.randn(4, 8, 8, generator=generator).half(),
+        "cond": [
+            [
+                torch.randn(3 + i % 4, 16, generator=generator).bfloat16(),
+                {"pooled": torch.randn(16, generator=generator).bfloat16(), "prompt": f"photo {i}", "size": (64, i)},
+            ]
+        ],
+        "float8": torch.randn(5, generator=generator).to(torch.float8_e4m3fn),
+        "bools": torch.rand(11, generator=generator) > 0.5,
+        "complex": torch.randn(2, dtype=torch.complex64, generator=generator),
+        "number": torch.tensor(i + 0.5).bfloat16(),
+        "empty": torch.empty(0, 3),
+        "texts": np.array(["ab", "é€"]),
+        "dates": np.array(["2020-01-01", f"{2000 + i}-02-03"], "M8[D]"),
+        "i": i,
+        "weight": i / 3,
+        "raw": bytes([i]),
+    }
+    if i % 3:
+        sample["mask"] = torch.full((8, 8), i, dtype=torch.uint8)
+        sample["cond"].append(torch.arange(i, dtype=torch.int64))
+    if i % 4 == 1:
+        sample["note"] = None
+    return sample
+
+
+@pytest.fixture(scope="session")
+def every_kind_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty samples in three shards."""
+    folder = tmp_path_factory.mktemp("ray") / "cache"
+    with tc.ShardWriter(folder, max_samples=15, fsync=False) as sink:
+        for i in range(40):
+            sink.write(f"{i:04d}", every_kind(i))
+    return folder
+
+
+@pytest.fixture
+def write_cache(tmp_path: Path) -> Callable[..., Path]:
+    """Write samples by number into its own folder."""
+
+    def write(sample: Callable[[int], Any], count: int, name: str = "cache", **options: Any) -> Path:
+        folder = tmp_path / name
+        with tc.ShardWriter(folder, fsync=False, **options) as sink:
+            for i in range(count):
+                sink.write(f"{i:04d}", sample(i))
+        return folder
+
+    return write

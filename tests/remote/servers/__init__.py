@@ -1,0 +1,1 @@
+"""Servers for tests, benchmarks and examples, each in its own process."""

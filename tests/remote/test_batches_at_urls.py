@@ -1,0 +1,355 @@
+"""Batches, samples and loaders over remote shards: equal to local ones bit for bit, with few requests and bytes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests.children import run_in_child
+from tests.remote.caches import big, small, total_nbytes, write_cache
+from tests.remote.servers.http_server import HttpServer
+from tests.same import assert_same, tensor_bytes
+
+SMALL = [small(i) for i in range(23)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("served")
+    write_cache(root / "small", SMALL)
+    write_cache(root / "big", list(map(big, range(60))), max_samples=20)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[HttpServer]:
+    with HttpServer(folder) as server:
+        yield server
+
+
+@pytest.fixture
+def cache(server: HttpServer) -> Iterator[tc.TensorCache]:
+    with tc.open(f"{server.url}/small") as cache:
+        server.log()
+        yield cache
+
+
+@pytest.fixture
+def local(folder: Path) -> Iterator[tc.TensorCache]:
+    with tc.open(folder / "small") as cache:
+        yield cache
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    """Assert that two batches are equal bit for bit."""
+    assert type(left) is type(right)
+    if isinstance(left, dict):
+        assert list(left) == list(right)
+        for name, value in left.items():
+            assert_equal(value, right[name])
+    elif isinstance(left, torch.Tensor):
+        assert (left.shape, left.dtype) == (right.shape, right.dtype)
+        assert tensor_bytes(left) == tensor_bytes(right)
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_equal(one, other)
+    else:
+        assert repr(left) == repr(right)
+
+
+INDICES = [[3], [5, 1, 9], list(range(23)), [22, 0, 22, 7, 7], ["004", "011"]]
+
+
+@pytest.mark.parametrize("indices", INDICES, ids=str)
+@pytest.mark.parametrize("collate", ["list", {"text": tc.pad(to=6, value=2)}, {"text": "pad"}, list], ids=str)
+def test_batches(cache: tc.TensorCache, local: tc.TensorCache, indices: list[Any], collate: Any) -> None:
+    assert_equal(local.read_batch(indices, collate=collate), cache.read_batch(indices, collate=collate))
+    if collate is not list:
+        assert_equal(local.read_tensors(indices, collate=collate), cache.read_tensors(indices, collate=collate))
+
+
+def test_stacked_batches(cache: tc.TensorCache, local: tc.TensorCache) -> None:
+    names = ["latent", "bits.*", "array", "when"]
+    for indices in INDICES:
+        assert_equal(local.select(names).read_batch(indices), cache.select(names).read_batch(indices))
+        assert_equal(local.read_tensors(indices, collate="auto"), cache.read_tensors(indices, collate="auto"))
+    with pytest.raises(tc.BatchError, match="'text'"):
+        cache.read_batch([0, 1])
+
+
+def test_samples(cache: tc.TensorCache) -> None:
+    for i, sample in enumerate(cache):
+        assert_same(SMALL[i], sample)
+    lazy = cache[5]["latent"]
+    assert_same(SMALL[5]["latent"][1:], lazy[1:])
+    assert_same(SMALL[5]["latent"], lazy.load(copy=False))
+    assert bytes(lazy.view_bytes()) == tensor_bytes(SMALL[5]["latent"])
+    assert_same(SMALL[5], tc.realize(cache["005"]))
+
+
+def test_a_slice_is_one_range(server: HttpServer) -> None:
+    sample = tc.open(f"{server.url}/big")[30]
+    server.log()
+    part = sample["latent"][3:5]
+    (request,) = server.log()
+    assert request.nbytes == 2 * 70 * 200 * 2
+    assert_same(big(30)["latent"][3:5], part)
+
+
+def test_one_small_tensor_of_each_sample(server: HttpServer, folder: Path) -> None:
+    """At most one request for each sample, and less than 2% of the bytes; indexes and the manifest included."""
+    server.log()
+    cache = tc.open(f"{server.url}/big").select("small")
+    tensors = cache.read_tensors(range(60))
+    requests = server.log()
+    assert torch.equal(tensors["small"], torch.stack([big(i)["small"] for i in range(60)]))
+    assert len(requests) <= 1 + 3 + 60 + 1  # the manifest; three indexes; the structure, from one sample
+    assert sum(request.nbytes for request in requests) < 0.02 * total_nbytes(folder / "big")
+    batch = cache.read_batch(range(60))
+    requests = server.log()
+    assert len(requests) <= 61  # the first sample's skeleton tells the structure of the batch
+    assert sum(request.nbytes for request in requests) < 60 * 2500 + 2000
+    # the values of the batch are in the skeletons
+    assert batch["prompt"][3] == "photo 3"
+    assert len(server.log()) <= 60
+    # from now on, they are fetched together with the tensors
+    batch = cache.read_batch(range(0, 60, 2))
+    assert 59 <= len(server.log()) <= 60
+    assert batch["prompt"][3] == "photo 6"
+    assert not server.log()
+
+
+def test_values_that_are_not_used_are_not_fetched_for_ever(server: HttpServer) -> None:
+    cache = tc.open(f"{server.url}/big").select("small")
+    cache.read_batch([1])["prompt"][0]
+    for _ in range(20):
+        server.log()
+        cache.read_batch([2, 31])
+    assert len(server.log()) == 2
+
+
+def test_select_looks_at_one_shard(server: HttpServer, cache: tc.TensorCache) -> None:
+    cache.select(["latent", "bits.*"])
+    assert len(server.log()) == 1
+    with pytest.raises(KeyError, match="unknown tensor 'nothing'"):
+        cache.select("nothing")
+    assert len(server.log()) == 4
+
+
+def test_neighbors_share_requests(server: HttpServer, cache: tc.TensorCache) -> None:
+    cache.read_tensors(range(23), collate="list")
+    server.log()
+    cache.read_tensors(range(23), collate="list")
+    assert len(server.log()) == 5  # one for each shard
+    cache.read_batch(range(23), collate="list")
+    server.log()
+    cache.read_batch(range(23), collate="list")["prompt"][0]
+    assert len(server.log()) <= 10
+
+
+def test_members(server: HttpServer, cache: tc.TensorCache, local: tc.TensorCache) -> None:
+    assert cache.members == local.members == {"json": 23}
+    server.log()
+    assert cache.read_members(range(23), "json") == local.read_members(range(23), "json")
+    assert len(server.log()) == 5
+    with pytest.raises(KeyError, match="no member 'txt'"):
+        cache.read_members([0], "txt")
+
+
+def test_views(cache: tc.TensorCache, local: tc.TensorCache) -> None:
+    assert cache.schema == local.schema
+    assert str(cache.describe()) == str(local.describe())
+    assert list(cache.keys()) == list(local.keys())
+    assert "017" in cache
+    assert cache["017"]["size"] == (17, 2)
+    some, same = (each.filter(lambda entry: entry.shapes["text"][0] == 4) for each in (cache, local))
+    assert 0 < len(some) < 23
+    assert list(some.keys()) == list(same.keys())
+    assert_equal(same[::-1].read_batch([0, 1]), some[::-1].read_batch([0, 1]))
+    with pytest.raises(KeyError, match="no sample '099'"):
+        cache["099"]
+    assert f"of {cache.fingerprint}" not in repr(cache)
+
+
+def test_joined_caches(cache: tc.TensorCache, local: tc.TensorCache) -> None:
+    for other in (cache, local):
+        joined = tc.join({"a": cache.select("latent"), "b": other.select(["array", "text"])})
+        expected = tc.join({"a": local.select("latent"), "b": local.select(["array", "text"])})
+        assert_equal(expected.read_batch([4, 3], collate="list"), joined.read_batch([4, 3], collate="list"))
+
+
+def test_chosen_alternatives(cache: tc.TensorCache, local: tc.TensorCache) -> None:
+    options: dict[str, Any] = {
+        "choose": {"one": ["bits.int", "bits.scalar"]},
+        "choices": {"one": [1, 0]},
+        "collate": "list",
+    }
+    assert_equal(local.read_batch([3, 8], **options), cache.read_batch([3, 8], **options))
+
+
+def test_mixed_places(server: HttpServer, folder: Path, local: tc.TensorCache) -> None:
+    """Samples of local and of remote shards in one batch."""
+    sources: list[Any] = [folder / "small" / f"00{i}.tar" for i in range(5)]
+    sources[1], sources[3] = f"{server.url}/small/001.tar", f"{server.url}/small/003.tar"
+    with tc.open(sources) as mixed:
+        for indices in INDICES:
+            assert_equal(local.read_batch(indices, collate="list"), mixed.read_batch(indices, collate="list"))
+        server.log()
+        mixed.read_batch([0, 1, 12], collate="list")["prompt"].tolist()
+        assert not server.log()
+
+
+# --- changed and missing objects
+
+
+@pytest.fixture
+def changing(server: HttpServer, folder: Path) -> Iterator[tuple[Path, str]]:
+    path = folder / "changing"
+    shutil.copytree(folder / "small", path)
+    yield path, f"{server.url}/changing"
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("change", ["same length", "longer", "other tensors"])
+def test_a_changed_shard(changing: tuple[Path, str], change: str) -> None:
+    path, url = changing
+    cache = tc.open(url)
+    before = cache.read_tensors(range(5), collate="list")
+    lazy = cache[3]["latent"]
+    shard = path / "000.tar"
+    content = bytearray(shard.read_bytes())
+    if change == "longer":
+        content += bytes(10240)
+    else:
+        content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    for read in (
+        lambda: cache.read_tensors(range(5), collate="list"),
+        lambda: cache.read_batch([7, 3], collate="list"),
+        lambda: cache[2],
+        lazy.load,
+        lambda: pickle.loads(pickle.dumps(lazy)).load(),
+        lambda: pickle.loads(pickle.dumps(cache))[0],
+        lambda: cache.read_members([0], "json"),
+    ):
+        with pytest.raises(tc.FormatError, match=r"changing/000.tar: .*the shard was changed.*open it again"):
+            read()
+    assert_equal(before["latent"], [SMALL[i]["latent"] for i in range(5)])
+    assert_same(SMALL[7], cache[7])
+
+
+def test_a_shard_that_is_gone(changing: tuple[Path, str]) -> None:
+    path, url = changing
+    cache = tc.open(url)
+    lazy = cache[13]["latent"]
+    (path / "002.tar").unlink()
+    (path / "003.tar").unlink()
+    for read in (lambda: cache.read_batch([3, 12], collate="list"), lambda: cache[13], lazy.load, lambda: cache[16]):
+        with pytest.raises(
+            tc.MissingShardError, match=r"changing/00[23].tar: the shard does not exist, but .*manifest.json lists it"
+        ):
+            read()
+
+
+def test_damage_is_found(changing: tuple[Path, str]) -> None:
+    path, url = changing
+    shard = path / "001.tar"
+    content = shard.read_bytes()
+    at = content.index(b"photo 6")
+    shard.write_bytes(content[:at] + b"phot0" + content[at + 5 :])
+    sample = tc.open(url)[6]
+    assert sample["prompt"] == "phot0 6"  # digests of skeletons are checked by tc.verify
+    shard.write_bytes(content.replace(b"006.skel.pyd", b"009.skel.pyd"))
+    with pytest.raises(tc.FormatError, match="lists member '006.skel.pyd' where the shard has '009.skel.pyd'"):
+        tc.open(url).read_batch([6], collate="list")["prompt"][0]
+
+
+# --- processes
+
+
+def test_pickles(server: HttpServer, cache: tc.TensorCache) -> None:
+    copy = pickle.loads(pickle.dumps(cache))
+    assert_same(SMALL, list(copy))
+    lazy = pickle.loads(pickle.dumps(cache[9]["text"]))
+    server.log()
+    assert_same(SMALL[9]["text"], lazy)
+    (request,) = server.log()
+    assert request.headers["if-match"]
+
+
+def test_forked_children(cache: tc.TensorCache, local: tc.TensorCache) -> None:
+    expected = local.read_batch([3, 9, 20], collate="list")
+
+    def work() -> None:
+        assert_equal(expected, cache.read_batch([3, 9, 20], collate="list"))
+
+    work()  # with threads and connections of the parent
+    for _ in range(3):
+        assert run_in_child(work, kill_after_s=60) == 0
+    work()
+
+
+def _check_in_child(cache: Any, lazy: Any, expected: Any) -> None:
+    assert_equal(expected, cache.read_batch([3, 9, 20], collate="list"))
+    assert_same(expected["latent"][1], lazy)
+
+
+def test_children_know_the_query(server: HttpServer, local: tc.TensorCache) -> None:
+    """A pickle for a child that is started has the secret parts, which no other pickle has."""
+    cache = tc.open(f"{server.url}/small?signature=s3cret")
+    expected = local.read_batch([3, 9, 20], collate="list")
+    expected = {"latent": expected["latent"]} | expected
+    context: Any = multiprocessing.get_context("spawn")
+    server.log()
+    child = context.Process(
+        target=_check_in_child, args=(cache.select(list(local.schema)), cache[9]["latent"], expected)
+    )
+    child.start()
+    child.join(120)
+    assert child.exitcode == 0
+    assert all(request.path.endswith("?signature=s3cret") for request in server.log())
+
+
+def test_a_closed_cache(cache: tc.TensorCache) -> None:
+    lazy = cache[0]["latent"]
+    cache.close()
+    for read in (lambda: cache[0], lazy.load, lambda: cache.read_batch([1], collate="list")):
+        with pytest.raises(ValueError, match="the cache is closed"):
+            read()
+
+
+# --- loaders
+
+
+def test_loader(cache: tc.TensorCache, local: tc.TensorCache) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3, "collate": "list"}
+    for expected, found in zip(tc.Loader(local, **options), tc.Loader(cache, **options), strict=True):
+        assert_equal(expected, found)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_torch_loader(cache: tc.TensorCache, local: tc.TensorCache, method: str) -> None:
+    options: dict[str, Any] = {"batch_size": 6, "shuffle": True, "seed": 3, "collate": "list"}
+    cache.read_batch([0], collate="list")
+    found = list(tc.torch_loader(cache, num_workers=1, multiprocessing_context=method, **options))
+    for one, other in zip(tc.torch_loader(local, **options), found, strict=True):
+        assert_equal(one, other)
+
+
+def test_buckets_and_weights(cache: tc.TensorCache, local: tc.TensorCache) -> None:
+    for options in ({"bucket_by": "text"}, {"weights": [1.0] * 22 + [5.0]}):
+        both = [
+            tc.Loader(each, 3, shuffle="weights" not in options, seed=1, collate="list", **options)
+            for each in (local, cache)
+        ]
+        for expected, found in zip(*both, strict=True):
+            assert_equal(expected, found)

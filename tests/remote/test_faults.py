@@ -1,0 +1,361 @@
+"""Web servers that fail: the right bytes after another attempt, or a clear error, never old bytes mixed with new ones."""
+
+from __future__ import annotations
+
+import math
+import random
+import resource
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from email.utils import formatdate
+from functools import partial
+from typing import Any
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.children import run_in_child
+from tests.remote.servers.http_server import HttpServer
+from wds_tensorcache.storage.remote import retry
+from wds_tensorcache.storage.remote.client import ObjectInfo
+from wds_tensorcache.storage.remote.clients import client_for
+from wds_tensorcache.storage.remote.fetch import run_all
+from wds_tensorcache.storage.remote.remote_file import RemoteFile
+
+CONTENT = random.Random(11).randbytes(150)
+ANY = ObjectInfo(len(CONTENT), None)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HttpServer]:
+    with HttpServer() as started:
+        yield started
+
+
+@pytest.fixture
+def url(server: HttpServer) -> str:
+    server.set(ranges=True, suffix_ranges=True, etag="strong", last_modified=True, head=True, latency_s=0)
+    server.script("a.tar")
+    found = server.put("a.tar", CONTENT)
+    # what an earlier test learned about the server
+    client = client_for(found)
+    client.__init__(client.origin)  # type: ignore[misc]
+    server.log()
+    return found
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time limit of 1.5 s."""
+    monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "1.5")
+
+
+def read(url: str, begin: int = 10, end: int = 140, expected: ObjectInfo = ANY) -> bytes:
+    memory = bytearray(end - begin)
+    client_for(url).read_into(url, [memoryview(memory)[:7], memoryview(memory)[7:]], begin, expected)
+    return bytes(memory)
+
+
+READS: dict[str, tuple[Callable[[str], bytes], bytes]] = {
+    "read": (read, CONTENT[10:140]),
+    "whole range": (lambda url: read(url, 0, 150), CONTENT),
+    "tail": (lambda url: client_for(url).read_tail(url, 100)[1], CONTENT[-100:]),
+    "whole": (lambda url: client_for(url).read_whole(url, 1 << 40)[1], CONTENT),
+    "stat": (lambda url: str(client_for(url).stat(url).nbytes).encode(), b"150"),
+}
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("how", READS)
+def test_a_connection_that_drops_at_every_byte(server: HttpServer, url: str, how: str, reset: bool) -> None:
+    call, expected = READS[how]
+    assert call(url) == expected
+    (plain,) = server.log()
+    num_bytes = 300 + plain.nbytes  # the head has fewer
+    server.script_all({f"a.tar?{at}": [{"drop_after": at, "reset": reset}] for at in range(num_bytes)})
+    found = run_all([lambda at=at: call(f"{url}?{at}") for at in range(num_bytes)])
+    assert found == [expected] * num_bytes
+    log = server.log()
+    assert num_bytes + 100 < len(log) <= 2 * num_bytes
+    if how == "read":  # continued from the byte reached, and only with the same tag
+        resumed = [one for one in log if one.range not in (None, plain.range)]
+        assert len(resumed) > 100 or reset  # a reset may drop what was sent before
+        assert all("if-match" in one.headers for one in resumed)
+
+
+def test_statuses_that_pass(server: HttpServer, url: str) -> None:
+    statuses = [408, 429, 500, 502, 503, 504]
+    server.script_all(
+        {
+            f"a.tar?{how}{status}": [{"status": status}, {"status": status, "retry_after": "0"}, {"drop_after": 3}]
+            for how in READS
+            for status in statuses
+        }
+    )
+    calls = [
+        lambda how=how, status=status: READS[how][0](f"{url}?{how}{status}") for how in READS for status in statuses
+    ]
+    assert outcomes(calls) == [READS[how][1] for how in READS for _ in statuses]
+    assert sum(one.status in statuses for one in server.log()) == 2 * len(calls)
+
+
+def test_retry_after_is_obeyed(server: HttpServer, url: str) -> None:
+    date = formatdate(time.time() + 2, usegmt=True)  # whole seconds, so at least one
+    waits = {"seconds": {"status": 503, "retry_after": "1"}, "date": {"status": 429, "retry_after": date}}
+    server.script_all({f"a.tar?{how}{name}": [fault] for how in READS for name, fault in waits.items()})
+    begun = time.monotonic()
+    found = outcomes(
+        [lambda how=how, name=name: READS[how][0](f"{url}?{how}{name}") for how in READS for name in waits]
+    )
+    assert found == [READS[how][1] for how in READS for _ in waits]
+    assert time.monotonic() - begun >= 1
+
+
+@pytest.mark.usefixtures("short")
+def test_what_does_not_pass_in_time(server: HttpServer, url: str) -> None:
+    faults: dict[str, tuple[dict[str, Any], int | None]] = {
+        "pause": ({"status": 503, "retry_after": "1000"}, 503),
+        "status": ({"status": 500, "times": -1}, 500),
+        "drop": ({"drop_after": 30, "times": -1}, None),
+        "stall": ({"stall_s": 100, "times": -1}, None),
+        "drip": ({"drip_s": 0.1, "times": -1}, None),
+    }
+    cases = [(how, name) for how in READS for name in faults if (how, name) != ("stat", "drip")]
+    server.script_all({f"a.tar?{how}{name}": [faults[name][0]] for how, name in cases})
+    found = outcomes([lambda how=how, name=name: READS[how][0](f"{url}?{how}{name}") for how, name in cases])
+    for (how, name), error in zip(cases, found, strict=True):
+        assert isinstance(error, tc.RemoteError), (how, name)
+        assert (error.status, error.url) == (faults[name][1], f"{url}?…")
+        assert str(error).startswith(f"{url}?…: ")
+        if how == "read":
+            assert (error.begin, error.end) == (10, 140)
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 405, 409, 451, 505, 404, 410])
+def test_other_statuses_are_refused_at_once(server: HttpServer, url: str, status: int) -> None:
+    server.script("a.tar", {"status": status, "times": -1})
+    for call, _ in READS.values():
+        if status in (404, 410):
+            error: Any = refused(FileNotFoundError, lambda call=call: call(url))
+            assert error.filename == url
+        else:
+            error = refused(tc.RemoteError, lambda call=call: call(url))
+            assert (error.status, error.url) == (status, url)
+    assert len(server.log()) <= 10
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "bytes 11-140/150",
+        "bytes 10-138/150",
+        "bytes 10-140/150",
+        "bytes 0-149/150",
+        "bytes 139-10/150",
+        "bytes 10-200/150",
+        "bytes */150",
+        "bytes 10-139/" + "9" * 30,
+        "items 10-139/150",
+        "bytes -1-139/150",
+        "",
+        None,
+    ],
+)
+def test_a_wrong_content_range(server: HttpServer, url: str, shown: str | None) -> None:
+    server.script("a.tar", {"content_range": shown, "times": -1})
+    error = refused(tc.RemoteError, lambda: read(url))
+    assert (error.url, error.begin, error.end, error.status) == (url, 10, 140, 206)
+    tail = refused((tc.RemoteError, tc.FormatError), lambda: client_for(url).read_tail(url, 100))
+    assert "a.tar" in str(tail)
+
+
+def test_content_range_may_omit_the_total(server: HttpServer, url: str) -> None:
+    server.script("a.tar", {"content_range": "bytes 10-139/*"})
+    assert read(url) == CONTENT[10:140]
+
+
+def test_a_body_of_another_length(server: HttpServer, url: str) -> None:
+    for nbytes in (0, 129, 131, 10**17, "10 000", "-5"):
+        server.script("a.tar", {"headers": {"Content-Length": str(nbytes)}, "times": 2})
+        if nbytes in ("10 000", "-5"):  # not a length: the body ends where the connection does
+            continue
+        assert refused(tc.RemoteError, lambda: read(url)).status == 206
+
+
+@pytest.mark.parametrize("how", ["read", "whole range", "tail", "whole"])
+def test_encoded_bodies_are_refused(server: HttpServer, url: str, how: str) -> None:
+    server.script("a.tar", {"headers": {"Content-Encoding": "gzip"}, "times": -1})
+    assert "gzip" in str(refused(tc.RemoteError, lambda: READS[how][0](url)))
+    assert {one.headers["accept-encoding"] for one in server.log()} == {"identity"}
+
+
+@pytest.mark.parametrize("etag", ["strong", "weak", None])
+def test_a_changed_object(server: HttpServer, url: str, etag: str | None) -> None:
+    """Between two reads, and in the middle of one, after which the rest would come from the new object."""
+    changed = CONTENT[::-1]
+    replace = {"replace": changed.decode("latin-1")}
+    server.set(etag=etag)
+    state = client_for(url).stat(url)
+    drop = {"drop_body_after": 50}
+    server.script("a.tar", drop, replace)
+    assert "changed" in str(refused(tc.FormatError, lambda: read(url)))
+    server.put("a.tar", CONTENT)
+    server.script("a.tar", drop, replace)
+    if etag == "strong":
+        refused(tc.FormatError, lambda: client_for(url).read_tail(url, 100))
+    else:  # all of it is read again
+        assert client_for(url).read_tail(url, 100)[1] == changed[-100:]
+    # a date does not tell that an object was changed within a second
+    for content in (changed, CONTENT + b"longer", CONTENT[:20])[etag is None :]:
+        server.put("a.tar", content)
+        assert "changed" in str(refused(tc.FormatError, lambda: read(url, expected=state)))
+    refused(tc.FormatError, lambda: read(url))
+    # an object that is read whole may be replaced on the way: it is read again
+    server.put("a.tar", CONTENT)
+    server.script("a.tar", drop, replace)
+    assert client_for(url).read_whole(url, 1000)[1] == changed
+
+
+def test_a_server_without_ranges(server: HttpServer, url: str) -> None:
+    server.set(ranges=False)
+    server.script("a.tar", {"drop_body_after": 70, "method": "GET", "times": 3})
+    state = client_for(url).stat(url)
+    calls = [lambda at=at: read(url, at, at + 30, state) for at in range(100)]
+    assert outcomes(calls) == [CONTENT[at : at + 30] for at in range(100)]
+    assert sum(one.range is None and one.status == 200 and one.nbytes == 150 for one in server.log()) == 1
+    server.put("a.tar", CONTENT[::-1])
+    changed = client_for(url).stat(url)
+    assert read(url, 0, 30, state) == CONTENT[:30]  # of the copy that was opened
+    assert read(url, 0, 30, changed) == CONTENT[::-1][:30]
+    refused(tc.FormatError, lambda: read(url, 0, 30, state))
+
+
+def test_a_disk_without_space(server: HttpServer, url: str) -> None:
+    server.set(ranges=False)
+    content = CONTENT * 1000
+    url = server.put("a.tar", content)
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        error = refused(tc.RemoteError, lambda: RemoteFile(url).read(10, 20))
+        assert "TMPDIR" in str(error)
+        # what fits still does
+        server.put("b.tar", CONTENT)
+        assert RemoteFile(f"{server.url}/b.tar").read(10, 20) == CONTENT[10:20]
+
+    assert run_in_child(work) == 0
+    assert RemoteFile(url).read(10, 20) == content[10:20]
+
+
+def test_without_head(server: HttpServer, url: str) -> None:
+    for options in ({"head": False}, {"head": False, "ranges": False}):
+        server.set(**options)
+        assert client_for(url).stat(url) == client_for(url).stat(url)
+        assert client_for(url).read_tail(url, 20)[1] == CONTENT[-20:]
+        empty = server.put("empty", b"")
+        assert client_for(empty).stat(empty).nbytes == 0
+    assert client_for(empty).read_tail(empty, 20)[1] == b""
+
+
+@pytest.mark.parametrize("etag", ["strong", "weak", None])
+def test_conditions(server: HttpServer, url: str, etag: str | None) -> None:
+    """A weak ETag never matches `If-Match`, so it is compared here alone."""
+    server.set(etag=etag)
+    state = client_for(url).stat(url)
+    server.log()
+    read(url, expected=state)
+    headers = server.log()[0].headers
+    assert ("if-match" in headers) == (etag == "strong")
+    assert ("if-unmodified-since" in headers) == (etag is None)
+    server.set(etag=None, last_modified=False)
+    assert read(url) == CONTENT[10:140]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "nonsense",
+        "HTTP/1.1 206\r\n\r\n",
+        "HTTP/1.1 99 X\r\n\r\n",
+        "HTTP/1.1 101 X\r\nUpgrade: websocket\r\n\r\n",
+        "HTTP/1.1 206 X\r\n" + "a: b\r\n" * 1000 + "\r\n",
+        "HTTP/1.1 206 X\r\na: " + "b" * 100_000 + "\r\n\r\n",
+        "HTTP/1.1 206 X\r\nno colon\r\nContent-Range: bytes 10-139/150\r\n\r\n" + "x" * 130,
+        "HTTP/1.1 206 X\r\nContent-Range: bytes 10-139/150\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        "HTTP/1.1 206 X\r\nContent-Range: bytes 10-139/150\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n0\r\n\r\n",
+        "HTTP/1.1 206 X\r\nContent-Range: bytes 10-139/150\r\n\r\nabcde",
+    ],
+)
+@pytest.mark.usefixtures("short")
+def test_answers_that_are_damaged(server: HttpServer, url: str, answer: str) -> None:
+    server.script("a.tar", {"raw": answer, "times": -1})
+    refused(tc.RemoteError, lambda: read(url))
+    server.script("a.tar", {"raw": answer})
+    if "206 X\r\nC" in answer:
+        assert read(url) == CONTENT[10:140]  # of the second attempt alone
+
+
+def test_interim_heads_are_skipped(server: HttpServer, url: str) -> None:
+    interim = "HTTP/1.1 100 Continue\r\n\r\n" + "HTTP/1.1 103 Early Hints\r\nLink: </style.css>\r\n\r\n" * 2
+    head = "HTTP/1.1 206 X\r\nContent-Range: bytes 10-139/150\r\nContent-Length: 130\r\n\r\n"
+    server.script("a.tar", {"raw": interim + head + "x" * 130})
+    assert read(url) == b"x" * 130
+
+
+@pytest.mark.usefixtures("short")
+def test_an_announced_length_does_not_extend_the_time_limit(server: HttpServer, url: str) -> None:
+    head = "HTTP/1.1 200 X\r\nETag: {}\r\nContent-Length: 1000000000\r\n\r\n"
+    for tag in ('"strong"', 'W/"weak"'):
+        server.script("a.tar", {"raw": head.format(tag) + "x" * 10, "times": -1})
+        error = refused(tc.RemoteError, lambda: client_for(url).read_whole(url, 1 << 40))
+        assert "given up" in str(error)
+
+
+def test_a_chunked_body(server: HttpServer, url: str) -> None:
+    head = "HTTP/1.1 {} X\r\nContent-Range: bytes 10-139/150\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = "".join(f"1\r\n{chr(byte)}\r\n" for byte in CONTENT[10:140]) + "0\r\n\r\n"
+    server.script("a.tar", {"raw": head.format(206) + chunks})
+    assert read(url) == CONTENT[10:140]
+    server.script("a.tar", {"raw": head.format(200) + chunks})
+    assert client_for(url).read_whole(url, 1000)[1] == CONTENT[10:140]
+    server.script("a.tar", {"raw": head.format(200) + chunks, "times": -1})
+    refused(tc.RemoteError, lambda: client_for(url).read_whole(url, 100))
+
+
+def outcomes(calls: Sequence[Callable[[], object]]) -> list[Any]:
+    """Return the results or errors of calls that run at the same time."""
+
+    def outcome(call: Callable[[], object]) -> object:
+        try:
+            return call()
+        except Exception as exc:
+            return exc
+
+    return run_all([partial(outcome, call) for call in calls])
+
+
+def refused(kind: Any, call: Callable[[], object]) -> Any:
+    """Return the error that a call raises, which shows no secrets."""
+    with pytest.raises(kind) as caught:
+        call()
+    text = "".join(traceback.format_exception(caught.value))
+    assert "secret" not in text
+    return caught.value
+
+
+@pytest.mark.usefixtures("short")
+def test_a_warning_while_requests_fail(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for all requests of the process, so that training does not wait in silence."""
+    monkeypatch.setattr(retry, "_LATE_S", 0.1)
+    monkeypatch.setattr(retry, "_warned_s", -math.inf)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://user:secret@127.0.0.1:{closed.getsockname()[1]}/a.tar"
+        errors = outcomes([lambda: read(url)] * 4)
+    assert all(isinstance(error, tc.RemoteError) for error in errors)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("wds_tensorcache", "WARNING")
+    assert "/a.tar: bytes [10, 140): no connection to the server; trying again for up to" in record.message
+    assert "secret" not in record.message

@@ -1,0 +1,115 @@
+"""Many ranges at once: the bytes of each, near ranges in one request, large ranges in several."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.children import run_in_child
+from tests.remote.servers.http_server import HttpServer
+from wds_tensorcache.storage.remote.fetch import PART_NBYTES, fetch_many, measured
+from wds_tensorcache.storage.remote.remote_file import RemoteFile
+
+
+@pytest.fixture
+def content() -> bytes:
+    return random.Random(7).randbytes(1_000_000)
+
+
+def test_random_ranges(http_server: HttpServer, content: bytes) -> None:
+    chance = random.Random(3)
+    files = [RemoteFile(http_server.put(f"{i}.tar", content[i:])) for i in range(3)]
+    wanted = []
+    for _ in range(300):
+        at = chance.randrange(3)
+        begin = chance.randrange(len(content) - 20_000)
+        buffers = [memoryview(bytearray(chance.choice((0, 1, 100, 9000)))) for _ in range(chance.randrange(3))]
+        wanted.append((at, begin, buffers))
+    http_server.log()
+    fetch_many([(files[at], begin, buffers) for at, begin, buffers in wanted])
+    assert 1 < len(http_server.log()) < 300
+    for at, begin, buffers in wanted:
+        joined = b"".join(buffers)
+        assert joined == content[at + begin : at + begin + len(joined)]
+
+
+def test_near_ranges_share_a_request(http_server: HttpServer, content: bytes) -> None:
+    file = RemoteFile(http_server.put("a.tar", content))
+    http_server.log()
+    buffers = [memoryview(bytearray(100)) for _ in range(20)]
+    fetch_many((file, 1000 * i, [buffer]) for i, buffer in reversed(list(enumerate(buffers))))
+    assert [one.range for one in http_server.log()] == ["bytes=0-19099"]
+    assert [bytes(one) for one in buffers] == [content[1000 * i : 1000 * i + 100] for i in range(20)]
+    fetch_many([(file, 0, [buffers[0]]), (file, 900_000, [buffers[1]])])
+    assert sorted(str(one.range) for one in http_server.log()) == ["bytes=0-99", "bytes=900000-900099"]
+
+
+def test_large_ranges_are_split(http_server: HttpServer) -> None:
+    content = random.Random(1).randbytes(2 * PART_NBYTES + 5)
+    file = RemoteFile(http_server.put("a.tar", content))
+    http_server.log()
+    buffers = [memoryview(bytearray(nbytes)) for nbytes in (3, PART_NBYTES, PART_NBYTES + 1)]
+    file.read_into(buffers, 1)
+    assert b"".join(buffers) == content[1:]
+    assert len(http_server.log()) == 3
+    assert measured(file.url).rate > 0
+
+
+def test_the_surface_of_a_file(http_server: HttpServer, content: bytes) -> None:
+    url = http_server.put("odd name #1?%41%.tar", content)
+    file = RemoteFile(url.replace("http://", "http://me:secret@"), len(content))
+    assert (file.nbytes, file.identity, file.url) == (len(content), (len(content), None), url)
+    assert file.read(5, 5) == b""
+    assert file.read(3, 9) == content[3:9]
+    assert file.identity == RemoteFile(url).identity
+    assert not file.is_resident(0)
+    assert not file.read_resident([], 0)
+    file.will_need(0, 10)
+    file.check_unchanged()
+    copy = pickle.loads(pickle.dumps(file))
+    assert copy.identity == file.identity
+    assert b"secret" not in pickle.dumps(file) + repr(file).encode()
+    assert http_server.log()[-1].headers["authorization"].startswith("Basic ")
+    with pytest.raises(tc.TarFormatError, match="has only"):
+        file.read(0, len(content) + 1)
+    tailed, tail = RemoteFile.of_tail(url, 10)
+    assert (tailed.identity, tail) == (file.identity, content[-10:])
+
+
+def test_a_changed_object_is_refused(http_server: HttpServer, content: bytes) -> None:
+    file = RemoteFile(http_server.put("a.tar", content))
+    http_server.put("a.tar", content[::-1])
+    with pytest.raises(tc.FormatError, match="changed"):
+        file.read(0, 10)
+    http_server.delete("a.tar")
+    with pytest.raises(FileNotFoundError):
+        file.read(0, 10)
+
+
+def test_a_forked_child_has_connections_of_its_own(http_server: HttpServer, content: bytes) -> None:
+    file = RemoteFile(http_server.put("a.tar", content))
+    expected = file.read(7, 70_000)
+
+    def work() -> None:
+        assert file.read(7, 70_000) == expected
+
+    assert [run_in_child(work) for _ in range(3)] == [0, 0, 0]
+    assert file.read(7, 70_000) == expected
+
+
+@pytest.mark.parametrize("options", [{"ranges": False}, {"suffix_ranges": False}, {"suffix_ranges": 501}])
+def test_servers_that_lack_ranges(http_server: HttpServer, content: bytes, options: dict[str, bool]) -> None:
+    http_server.set(**options)
+    url = http_server.put("a.tar", content)
+    file, tail = RemoteFile.of_tail(url, 1000)
+    assert tail == content[-1000:]
+    assert file.read(5, 1_000) == content[5:1_000]
+    nbytes = sum(one.nbytes for one in http_server.log())
+    fetch_many([(file, i, [memoryview(bytearray(10))]) for i in range(0, 900_000, 9000)])
+    after = sum(one.nbytes for one in http_server.log())
+    if "ranges" in options:
+        assert after == 0
+    assert nbytes + after <= 3 * len(content)  # two answers were not what was asked for

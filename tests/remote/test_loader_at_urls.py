@@ -1,0 +1,127 @@
+"""`tc.Loader` over remote shards: how far it reads ahead, and what happens when it is closed or a server fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.remote.caches import listing, small, write_cache
+from tests.remote.servers.http_server import HttpServer
+from wds_tensorcache.reading.remote.batches_ahead import BatchesAhead, remote_url
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_cache(tmp_path_factory.mktemp("served") / "cache", [small(i) for i in range(60)], max_samples=20)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[HttpServer]:
+    with HttpServer(folder.parent, latency_s=0.02) as server:
+        yield server
+
+
+def test_the_number_of_batches_ahead(server: HttpServer) -> None:
+    ahead = BatchesAhead(server.url)
+    assert ahead.count == 4
+    for _ in range(3):
+        ahead.note(10_000, has_waited=False, has_requested=True)
+    assert ahead.count == 4
+    counts = []
+    for _ in range(5):
+        ahead.note(10_000, has_waited=True, has_requested=True)
+        counts.append(ahead.count)
+    assert counts == [8, 16, 32, 32, 32]
+    # at most 1 GiB, but two batches
+    ahead.note(1 << 28, has_waited=True, has_requested=True)
+    assert ahead.count == 4
+    ahead.note(1 << 31, has_waited=True, has_requested=True)
+    assert ahead.count == 2
+    # batches that need no requests, as those from a node's cache
+    for _ in range(5):
+        ahead.note(10_000, has_waited=True, has_requested=True)
+    seen = []
+    for has_requested in [False] * 7 + [True] + [False] * 9:
+        ahead.note(10_000, has_waited=False, has_requested=has_requested)
+        seen.append((ahead.count, ahead.is_local))
+    assert seen == [(32, False)] * 15 + [(2, True)] * 2
+    ahead.note(10_000, has_waited=True, has_requested=True)
+    assert (ahead.count, ahead.is_local) == (4, False)
+    for _ in range(8):
+        ahead.note(10_000, has_waited=False, has_requested=False)
+    # more than what latency times rate asks for is not read ahead, however long training waits
+    ahead.note(1 << 27, has_waited=True, has_requested=True)
+    assert ahead.count == 2
+
+
+def test_a_loader_reads_further_ahead_while_training_waits(server: HttpServer, folder: Path) -> None:
+    with tc.open(f"{server.url}/cache") as cache, tc.Loader(cache.select("latent"), 2, shuffle=True) as loader:
+        first = [info.keys for _, info in loader.with_info()]
+        assert loader._ahead.count == 32
+        assert loader._pool_sizes == (16, 2)
+        local = tc.Loader(tc.open(folder).select("latent"), 2, shuffle=True)
+        assert [info.keys for _, info in local.with_info()] == first
+        assert (local._ahead.count, local._pool_sizes) == (2, (2,))
+        chosen = tc.Loader(cache, 2, num_threads=3, prefetch_batches=5)
+        assert (chosen._ahead.count, chosen._pool_sizes) == (5, (3,))
+        alone = tc.Loader(cache.select("latent"), 2, num_threads=0)
+        assert len(list(alone)) == 30
+        assert alone._ahead.count == 4
+
+
+def test_a_second_epoch_from_a_nodes_cache(server: HttpServer, folder: Path, tmp_path: Path) -> None:
+    """It needs no requests, so it reads no further ahead than from a local disk."""
+    with tc.open(f"{server.url}/cache", cache_dir=tmp_path / "node") as cache:
+        loader = tc.Loader(cache.select("latent"), 2, shuffle=True)
+        assert len(list(loader)) == 30
+        assert loader._ahead.count > 4
+        server.log()
+        assert len(list(loader)) == 30
+        assert loader._ahead.count == 2
+        assert not server.log()
+
+
+def test_the_first_url() -> None:
+    assert remote_url([]) is None
+
+
+def test_closing_in_an_epoch(server: HttpServer, folder: Path) -> None:
+    """Requests in flight end, and the next iteration resumes."""
+    with tc.open(f"{server.url}/cache") as cache:
+        loader = tc.Loader(cache.select("latent"), 4, seed=3, shuffle=True)
+        expected = [info.keys for _, info in loader.with_info()]
+        loader = tc.Loader(cache.select("latent"), 4, seed=3, shuffle=True)
+        found: list[list[str]] = []
+        while len(found) < len(expected):
+            for _, info in loader.with_info():
+                found.append(info.keys)
+                if len(found) % 4 == 3:
+                    state = loader.state_dict()
+                    break
+            loader.close()
+            if len(found) < len(expected):
+                loader.load_state_dict(state)
+        assert found == expected
+
+
+def test_a_shard_that_is_missing(server: HttpServer, folder: Path) -> None:
+    """The batches before it are given, and the error says which shard it is."""
+    names = [f"{i:03d}.tar" for i in range(3)]
+    server.put("gone/manifest.json", listing(*names, nbytes=(folder / "000.tar").stat().st_size, num_samples=20))
+    server.put("gone/000.tar", (folder / "000.tar").read_bytes())
+    with tc.open(f"{server.url}/gone") as cache, tc.Loader(cache, 5, collate="list") as loader:
+        batches = iter(loader)
+        assert len([next(batches) for _ in range(4)]) == 4
+        with pytest.raises(tc.MissingShardError, match="gone/001.tar"):
+            next(batches)
+
+
+def test_a_loader_over_many_shards_reads_no_index_ahead(server: HttpServer) -> None:
+    server.put("many/manifest.json", listing(*(f"{i:04d}.tar" for i in range(1000))))
+    server.log()
+    with tc.open(f"{server.url}/many") as cache, tc.Loader(cache, 32, shuffle=True) as loader:
+        assert len(loader) == 313
+    assert [request.path for request in server.log()] == ["/many/manifest.json"]

@@ -1,0 +1,305 @@
+"""A node's cache in one process and in several: right bytes, each block fetched once, whatever is killed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import children
+from tests.remote.objects import Objects, cached
+from wds_tensorcache.storage.node_cache import fill
+from wds_tensorcache.storage.node_cache.block_file import BLOCK
+from wds_tensorcache.storage.node_cache.cache import CachedFile, NodeCache, open_node_cache
+from wds_tensorcache.storage.node_cache.identity import digest_of
+from wds_tensorcache.storage.remote.client import ObjectInfo
+from wds_tensorcache.storage.threads import ThreadPool
+
+MB = 1 << 20
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> Objects:
+    return Objects(tmp_path / "objects")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def read_random(cache: NodeCache, objects: Objects, files: list[CachedFile], seed: int, rounds: int) -> None:
+    """Read random ranges of random objects, several at a time, and compare them."""
+    random = np.random.default_rng(seed)
+    for _ in range(rounds):
+        ranges = []
+        for _ in range(random.integers(1, 8)):
+            file = files[random.integers(len(files))]
+            begin, end = sorted(random.integers(0, file.nbytes + 1, 2).tolist())
+            end = min(end, begin + 20_000)
+            cut = int(random.integers(0, end - begin + 1))
+            ranges.append((file, begin, [bytearray(cut), bytearray(end - begin - cut)]))
+        cache.read_many(ranges)
+        for file, begin, buffers in ranges:
+            found = b"".join(buffers)
+            assert found == objects.content(file.url)[begin : begin + len(found)]
+
+
+def blocks_requested(requests: list[tuple[str, int, int]]) -> Counter[tuple[str, int]]:
+    return Counter(
+        (url, block)
+        for url, begin, nbytes in requests
+        for block in range(begin // BLOCK, -(-(begin + nbytes) // BLOCK))
+    )
+
+
+def nbytes_on_disk(path: Path) -> int:
+    return sum(512 * each.lstat().st_blocks for each in path.iterdir())
+
+
+def test_the_second_read_makes_no_request(objects: Objects, path: Path) -> None:
+    added = url, nbytes, _ = objects.add("a.tar", 3 * BLOCK + 17)
+    cache = open_node_cache(path, None, objects.fetch)
+    file = cached(cache, added)
+    assert file.read(5, 20) == objects.content(url)[5:20]
+    assert objects.requests() == [(url, 0, BLOCK)]
+    assert file.read(0, nbytes) == objects.content(url)
+    assert objects.requests() == [(url, BLOCK, 2 * BLOCK + 17)]
+    again = cached(open_node_cache(path, None, objects.fetch), added)
+    assert again.read(0, nbytes) == objects.content(url)
+    assert objects.requests() == []
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert all(each.stat().st_mode & 0o777 == 0o600 for each in path.iterdir())
+    assert not any("host" in each.name or b"host.test" in each.read_bytes() for each in path.iterdir())
+
+
+def test_empty_objects_and_reads(objects: Objects, path: Path) -> None:
+    cache = open_node_cache(path, None, objects.fetch)
+    file = cached(cache, objects.add("a.tar", 0))
+    assert file.read(0, 0) == b""
+    other = cached(cache, objects.add("b.tar", BLOCK))
+    assert other.read(BLOCK, BLOCK) == b""
+    assert objects.requests() == []
+
+
+def test_states_of_an_object_do_not_mix(objects: Objects, path: Path) -> None:
+    cache = open_node_cache(path, None, objects.fetch)
+    old = url, *_ = objects.add("a.tar", 2 * BLOCK, tag="old")
+    before = cached(cache, old).read(0, 2 * BLOCK)
+    new = objects.add("a.tar", 2 * BLOCK, tag="new")
+    assert cached(cache, new).read(0, 2 * BLOCK) == objects.content(url) != before
+    assert cached(cache, old).read(0, 2 * BLOCK) == before
+
+
+def test_a_copy_in_another_process_reads_the_same_folder(objects: Objects, path: Path) -> None:
+    added = url, *_ = objects.add("a.tar", 2 * BLOCK)
+    cache = open_node_cache(path, MB, objects.fetch)
+    cached(cache, added).read(0, BLOCK)
+    copy = pickle.loads(pickle.dumps(cache.folder))
+    again = NodeCache(copy, objects.fetch)
+    objects.requests()
+    assert cached(again, added).read(0, 100) == objects.content(url)[:100]
+    assert objects.requests() == []
+
+
+def test_eight_processes_request_each_block_once(objects: Objects, path: Path) -> None:
+    objects.latency_s = 0.002
+    added = [objects.add(f"{number}.tar", 64 * BLOCK + 1 + number) for number in range(3)]
+
+    def work(seed: int) -> None:
+        cache = open_node_cache(path, None, objects.fetch)
+        files = [cached(cache, each) for each in added]
+        read_random(cache, objects, files, seed, 30)
+        cache.read_many([(file, 0, [bytearray(file.nbytes)]) for file in files])
+
+    started = [children.start(lambda seed=seed: work(seed)) for seed in range(8)]
+    assert children.finish(started) == [0] * 8
+    counts = blocks_requested(objects.requests())
+    assert set(counts.values()) == {1}
+    assert len(counts) == 3 * 65
+
+
+def test_threads_request_each_block_once(objects: Objects, path: Path) -> None:
+    objects.latency_s = 0.002
+    added = [objects.add(f"{number}.tar", 32 * BLOCK) for number in range(2)]
+    cache = open_node_cache(path, None, objects.fetch)
+    files = [cached(cache, each) for each in added]
+    with ThreadPool(6, "readers") as pool:
+        jobs = [pool.submit(read_random, cache, objects, files, seed, 20) for seed in range(6)]
+        for job in jobs:
+            job.result()
+    assert set(blocks_requested(objects.requests()).values()) == {1}
+
+
+def test_children_forked_from_a_reader(objects: Objects, path: Path) -> None:
+    added = [objects.add(f"{number}.tar", 32 * BLOCK) for number in range(2)]
+    cache = open_node_cache(path, None, objects.fetch)
+    files = [cached(cache, each) for each in added]
+    read_random(cache, objects, files, 0, 5)
+    started = [children.start(lambda seed=seed: read_random(cache, objects, files, seed, 20)) for seed in range(1, 5)]
+    read_random(cache, objects, files, 9, 20)
+    assert children.finish(started) == [0] * 4
+    assert set(blocks_requested(objects.requests()).values()) == {1}
+
+
+def test_killed_processes_leave_nothing_wrong(objects: Objects, path: Path) -> None:
+    objects.latency_s = 0.001
+    added = [objects.add(f"{number}.tar", 40 * BLOCK + 5) for number in range(3)]
+    random = np.random.default_rng(7)
+
+    def work(seed: int) -> None:
+        cache = open_node_cache(path, 60 * BLOCK, objects.fetch)
+        read_random(cache, objects, [cached(cache, each) for each in added], seed, 1000)
+
+    for kill in range(40):
+        started = [children.start(lambda seed=3 * kill + number: work(seed)) for number in range(3)]
+        time.sleep(float(random.uniform(0, 0.06)))
+        for child in started:
+            os.kill(child, signal.SIGKILL)
+        assert children.finish(started) == [-signal.SIGKILL] * 3
+        cache = open_node_cache(path, 60 * BLOCK, objects.fetch)
+        # no lock remains, and all bytes are right
+        read_random(cache, objects, [cached(cache, each) for each in added], kill, 3)
+    cache = open_node_cache(path, None, objects.fetch)
+    for each in added:
+        assert cached(cache, each).read(0, each[1]) == objects.content(each[0])
+
+
+def test_the_limit_holds_over_all_processes(objects: Objects, path: Path) -> None:
+    limit = 100 * BLOCK
+    added = [objects.add(f"{number}.tar", 40 * BLOCK) for number in range(8)]
+
+    def work(seed: int) -> None:
+        cache = open_node_cache(path, limit, objects.fetch)
+        read_random(cache, objects, [cached(cache, each) for each in added], seed, 60)
+
+    open_node_cache(path, limit, objects.fetch)
+    started = [children.start(lambda seed=seed: work(seed)) for seed in range(4)]
+    most, running = 0, list(started)
+    codes = []
+    while running:
+        with os.scandir(path) as entries:
+            sizes = []
+            for entry in entries:
+                try:
+                    sizes.append(512 * os.lstat(entry.path).st_blocks)
+                except FileNotFoundError:
+                    continue
+        most = max(most, sum(sizes))
+        for child in list(running):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                running.remove(child)
+                codes.append(os.waitstatus_to_exitcode(status))
+        time.sleep(0.001)
+    assert codes == [0] * 4
+    # `space` itself takes a block
+    assert most <= limit + 5 * BLOCK
+    assert 0 < nbytes_on_disk(path) <= limit + BLOCK
+    requested = sum(blocks_requested(objects.requests()).values())
+    assert requested > 8 * 40  # blocks were evicted and fetched again
+
+
+def test_interrupts_leave_nothing_locked_or_wrong(objects: Objects, path: Path) -> None:
+    objects.latency_s = 0.001
+    added = [objects.add(f"{number}.tar", 40 * BLOCK) for number in range(3)]
+    random = np.random.default_rng(5)
+
+    def work() -> None:
+        cache = open_node_cache(path, 70 * BLOCK, objects.fetch)
+        files = [cached(cache, each) for each in added]
+        num_descriptors = None
+        for number in range(60):
+            signal.setitimer(signal.ITIMER_REAL, float(random.uniform(0.0002, 0.02)))
+            try:
+                read_random(cache, objects, files, number, 1000)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            if number == 10:
+                num_descriptors = len(os.listdir("/proc/self/fd"))
+        # an interrupt may come between a system call and the next line, so that a few descriptors stay open
+        assert num_descriptors is not None
+        assert len(os.listdir("/proc/self/fd")) < num_descriptors + 10
+        read_random(cache, objects, files, 1, 5)
+        objects.requests()
+        # no lock remains: another process fetches all blocks
+        assert children.run_in_child(lambda: read_whole(open_node_cache(path, None, objects.fetch)), 60) == 0
+
+    def read_whole(cache: NodeCache) -> None:
+        for each in added:
+            assert cached(cache, each).read(0, each[1]) == objects.content(each[0])
+
+    def begin() -> None:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        work()
+
+    assert children.run_in_child(begin) == 0
+
+
+def test_a_stopped_process_does_not_stop_others(objects: Objects, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    added = objects.add("a.tar", 8 * BLOCK)
+    slow = Objects(objects.folder, latency_s=600)
+    child = children.start(lambda: cached(open_node_cache(path, None, slow.fetch), added).read(0, 8 * BLOCK))
+    try:
+        while not (objects.folder / "log").exists():  # the child has locked the blocks, and fetches them
+            time.sleep(0.005)
+        os.kill(child, signal.SIGSTOP)
+        monkeypatch.setattr(fill, "_WAIT_S", 0.05)
+        cache = open_node_cache(path, None, objects.fetch)
+        with pytest.warns(UserWarning, match="a process was stopped"):
+            assert cached(cache, added).read(0, 8 * BLOCK) == objects.content(added[0])
+        assert cached(cache, added).read(5, 80) == objects.content(added[0])[5:80]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        children.finish([child])
+    read = cached(open_node_cache(path, None, objects.fetch), added).read
+    assert read(0, 8 * BLOCK) == objects.content(added[0])
+    objects.requests()
+    assert read(0, 8 * BLOCK) == objects.content(added[0])
+    assert objects.requests() == []
+
+
+def test_a_bound_on_open_files(objects: Objects, path: Path) -> None:
+    added = [objects.add(f"{number}.tar", 2 * BLOCK) for number in range(40)]
+    cache = open_node_cache(path, None, objects.fetch, max_open=8)
+    before = len(os.listdir("/proc/self/fd"))
+    files = [cached(cache, each) for each in added]
+    for _ in range(2):
+        ranges = [(file, 0, [bytearray(file.nbytes)]) for file in files]
+        cache.read_many(ranges)
+        assert all(bytes(buffer) == objects.content(file.url) for file, _, (buffer,) in ranges)
+        assert len(os.listdir("/proc/self/fd")) <= before + 8
+    assert len(objects.requests()) == 40
+
+
+def test_names_of_objects() -> None:
+    one = ObjectInfo(5, '"a"')
+
+    def name(url: str, info: ObjectInfo = one) -> bytes:
+        return digest_of(url, info)
+
+    assert name("https://h/a.tar") == name("https://user:secret@h/a.tar") == name("https://h/a.tar?X-Amz-Signature=1")
+    assert name("https://h/a.tar?id=1&Signature=x&Expires=7") == name("https://h/a.tar?id=1&Signature=y&Expires=8")
+    distinct = [
+        name("https://h/a.tar"),
+        name("https://h/a.tar?id=1"),
+        name("https://h/a.tar?id=2"),
+        name("https://h:8000/a.tar"),
+        name("http://h/a.tar"),
+        name("https://h/a%20.tar"),
+        name("s3://h/a.tar"),
+        name("s3://h/a.tar#1"),
+        name("s3://h/a.tar#2"),
+        name("s3://h/a.tar?id=1"),
+        name("https://h/a.tar", ObjectInfo(6, '"a"')),
+        name("https://h/a.tar", ObjectInfo(5, '"b"')),
+    ]
+    assert len(set(distinct)) == len(distinct)

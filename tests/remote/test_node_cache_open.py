@@ -1,0 +1,242 @@
+"""`tc.open(url, cache_dir=…)`: batches, lazy tensors and samples through a node's cache, against a web server."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wds_tensorcache as tc
+from tests import children
+from tests.remote.servers.http_server import HttpServer, Request
+from wds_tensorcache.storage.node_cache.block_file import BLOCK, SUFFIX
+
+NUM_SAMPLES, NUM_SHARDS = 60, 4
+
+
+@pytest.fixture(autouse=True)
+def _no_kept_indexes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORCACHE_INDEXES", "off")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of shards."""
+    made = tmp_path / "shards"
+    made.mkdir()
+    write(made, seed=0)
+    return made
+
+
+def write(folder: Path, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with tc.ShardWriter(folder / "train-%06d.tar", max_samples=NUM_SAMPLES // NUM_SHARDS, overwrite=True) as writer:
+        for i in range(NUM_SAMPLES):
+            latent = torch.randn(4, 16, 16, generator=generator)
+            sample = {"latent": latent, "text": torch.randn(5 + i % 3, 9, generator=generator), "n": i}
+            writer.write(f"{i:04d}", sample)
+
+
+@pytest.fixture
+def server(folder: Path) -> Any:
+    with HttpServer(folder) as started:
+        yield started
+
+
+def read(cache: tc.TensorCache, indices: Any) -> Any:
+    return cache.read_batch(indices, collate={"text": "list"})
+
+
+def assert_same(cache: tc.TensorCache, local: tc.TensorCache, indices: Any) -> None:
+    found, expected = read(cache, indices), read(local, indices)
+    assert torch.equal(found["latent"], expected["latent"])
+    assert all(map(torch.equal, found["text"], expected["text"]))
+    assert list(found["n"]) == list(expected["n"])
+
+
+def epoch(cache: tc.TensorCache, local: tc.TensorCache, seed: int) -> None:
+    order = np.random.default_rng(seed).permutation(NUM_SAMPLES)
+    for begin in range(0, NUM_SAMPLES, 10):
+        assert_same(cache, local, order[begin : begin + 10])
+
+
+def blocks(log: list[Request]) -> Counter[tuple[str, int]]:
+    """Return how often each block of each shard was sent."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for request in log:
+        if request.method == "GET" and request.range is not None and not request.range.startswith("bytes=-"):
+            begin, last = map(int, request.range.removeprefix("bytes=").split("-"))
+            counts.update((request.path, block) for block in range(begin // BLOCK, last // BLOCK + 1))
+    return counts
+
+
+def test_the_second_epoch_makes_no_request(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+    local = tc.open(folder)
+    with tc.open(server.url, cache_dir=tmp_path / "cache", cache_nbytes=1 << 30) as cache:
+        assert cache.io.reason == f"ranged requests to {server.url!r}, kept in {str(tmp_path / 'cache')!r}"
+        epoch(cache, local, 0)
+        assert set(blocks(server.log()).values()) == {1}
+        epoch(cache, local, 1)
+        assert server.log() == []
+        for i in (0, 17, 59):
+            assert torch.equal(cache[i]["latent"].load(), local[i]["latent"].load())
+            assert cache[i]["n"] == i
+        assert server.log() == []
+        assert server.log() == []
+    with tc.open(server.url, cache_dir=tmp_path / "cache") as again:
+        epoch(again, local, 2)
+    log = server.log()
+    assert not blocks(log)  # the manifest, and one request for each index
+    assert len(log) <= 1 + NUM_SHARDS
+
+
+def test_processes_request_each_block_once(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+    server.set(latency_s=0.002)
+
+    def work(seed: int) -> None:
+        with tc.open(server.url, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
+            epoch(cache, local, seed)
+
+    started = [children.start(lambda seed=seed: work(seed)) for seed in range(5)]
+    assert children.finish(started) == [0] * 5
+    assert set(blocks(server.log()).values()) == {1}
+
+
+def test_a_spawned_process_shares_the_cache_of_a_pickled_one(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+    with tc.open(server.url, cache_dir=tmp_path / "cache") as cache:
+        epoch(cache, tc.open(folder), 0)
+        server.log()
+        code = "import pickle, sys; cache = pickle.load(sys.stdin.buffer); print(cache[7]['n'])"
+        ran = subprocess.run(
+            [sys.executable, "-c", code], input=pickle.dumps(cache), capture_output=True, check=True, timeout=120
+        )
+        assert ran.stdout.split() == [b"7"]
+        assert not blocks(server.log())
+
+
+def test_batches_are_right_while_another_process_evicts_their_shards(
+    folder: Path, server: HttpServer, tmp_path: Path
+) -> None:
+    nbytes = sum(file.stat().st_size for file in folder.glob("*.tar"))
+    limit = nbytes // 2
+
+    def work(seed: int) -> None:
+        with tc.open(server.url, cache_dir=tmp_path / "cache", cache_nbytes=limit) as cache, tc.open(folder) as local:
+            for number in range(8):
+                epoch(cache, local, 100 * seed + number)
+
+    started = [children.start(lambda seed=seed: work(seed)) for seed in range(3)]
+    assert children.finish(started) == [0] * 3
+    assert max(blocks(server.log()).values()) > 1
+    assert sum(512 * file.stat().st_blocks for file in (tmp_path / "cache").iterdir()) <= limit + BLOCK
+
+
+def test_evicted_between_two_reads(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+    with tc.open(server.url, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
+        for number in range(4):
+            epoch(cache, local, number)
+            for file in (tmp_path / "cache").glob(f"*{SUFFIX}"):
+                # as the eviction by another process
+                fd = os.open(file, os.O_RDWR)
+                file.unlink()
+                os.ftruncate(fd, 0)
+                os.close(fd)
+        assert set(blocks(server.log()).values()) == {4}
+
+
+def test_a_changed_shard_is_refused_and_never_mixed(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+    with tc.open(server.url, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
+        assert_same(cache, local, range(10))
+        expected = read(local, range(10))["latent"]
+        write(folder, seed=1)
+        assert torch.equal(read(cache, range(10))["latent"], expected)  # from the cache
+        with pytest.raises(tc.FormatError, match="changed"):
+            read(cache, range(NUM_SAMPLES))
+    with tc.open(server.url, cache_dir=tmp_path / "cache") as again, tc.open(folder) as local:
+        epoch(again, local, 0)
+        assert not torch.equal(read(again, range(10))["latent"], expected)
+
+
+def test_without_etag_and_date_nothing_is_cached(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+    server.set(etag=None, last_modified=False)
+    with tc.open(server.url, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
+        with pytest.warns(UserWarning, match="neither an ETag nor a date"):
+            assert_same(cache, local, range(10))
+        assert_same(cache, local, range(10))
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_errors_of_the_server_reach_the_caller(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+    with tc.open(server.url, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
+        assert_same(cache, local, [0])
+        server.script("train-000000.tar", {"status": 403, "times": -1})
+        with pytest.raises(tc.RemoteError, match="403"):
+            read(cache, range(12))
+        server.script("train-000000.tar")
+        epoch(cache, local, 0)
+
+
+def test_arguments(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cache_nbytes=5 needs cache_dir="):
+        tc.open(server.url, cache_nbytes=5)
+    with pytest.raises(ValueError, match="cache_nbytes=0"):
+        tc.open(server.url, cache_dir=tmp_path / "cache", cache_nbytes=0)
+    with pytest.raises(TypeError, match="cache_nbytes="):
+        tc.open(server.url, cache_dir=tmp_path / "cache", cache_nbytes="5GB")  # type: ignore[arg-type]
+    with pytest.raises(NotADirectoryError):
+        tc.open(server.url, cache_dir=folder / "train-000000.tar")
+    tc.open(folder, cache_dir=tmp_path / "unused")
+    assert not (tmp_path / "unused").exists()
+
+
+def test_a_server_without_ranges(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+    server.set(ranges=False)
+    with tc.open(server.url, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
+        epoch(cache, local, 0)
+        server.log()
+        epoch(cache, local, 1)
+        assert server.log() == []
+
+
+def test_a_loader_with_several_threads(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+    with tc.open(server.url, cache_dir=tmp_path / "cache", cache_nbytes=1 << 30) as cache:
+        loader = tc.Loader(cache.select("latent"), 7, num_threads=3, seed=3)
+        for number in range(3):
+            seen = [n for batch in loader for n in batch["n"]]
+            assert sorted(seen) == list(range(NUM_SAMPLES))
+            counts = blocks(server.log())
+            assert set(counts.values()) == ({1} if number == 0 else set())
+
+
+def test_remote_and_local_shards_in_one_batch(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+    paths = [folder / f"train-{number:06d}.tar" for number in range(NUM_SHARDS)]
+    mixed = [f"{server.url}/{path.name}" if number % 2 else path for number, path in enumerate(paths)]
+    with tc.open(mixed, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
+        for number in range(3):
+            epoch(cache, local, number)
+            assert bool(blocks(server.log())) == (number == 0)
+
+
+def test_samples_with_several_layouts_and_absent_tensors(server: HttpServer, folder: Path, tmp_path: Path) -> None:
+    with tc.ShardWriter(folder / "other-%06d.tar", max_samples=20) as writer:
+        for i in range(40):
+            sample = {"a": torch.full((1 + i % 4, 700), i), "empty": torch.empty(0, 3)}
+            writer.write(f"{i}", sample | ({"b": torch.full((5000,), -i)} if i % 3 else {}))
+    shards = [f"{server.url}/other-{number:06d}.tar" for number in range(2)]
+    with tc.open(shards, cache_dir=tmp_path / "cache") as cache, tc.open(sorted(folder.glob("other-*.tar"))) as local:
+        for number in range(3):
+            order = np.random.default_rng(number).permutation(40)
+            for name in ("a", "empty"):
+                found, expected = (each.select(name).read_batch(order, collate="list")[name] for each in (cache, local))
+                assert all(map(torch.equal, found, expected))
+            samples = zip(*(each.read_batch(order, collate=list) for each in (cache, local)), strict=True)
+            assert all(torch.equal(one[name], other[name]) for one, other in samples for name in other)
+            assert bool(blocks(server.log())) == (number == 0)

@@ -1,0 +1,342 @@
+"""Indexes of remote shards: with which requests they are found, where they are kept, and when they are fetched again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.remote.caches import listing, small, write_cache
+from tests.remote.servers.http_server import HttpServer
+from tests.same import assert_same
+from wds_tensorcache.shards.footer import build_footer, parse_footer
+from wds_tensorcache.shards.index_builder import scan_shard
+from wds_tensorcache.shards.remote.kept_indexes import KeptIndexes, default_folder
+from wds_tensorcache.storage.remote.client import ObjectInfo
+
+SAMPLES = [small(i) for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_cache(tmp_path_factory.mktemp("served") / "cache", SAMPLES, max_samples=100)
+
+
+@pytest.fixture(scope="module")
+def shard(folder: Path) -> bytes:
+    return (folder / "000.tar").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def bare(shard: bytes) -> bytes:
+    """The shard without a footer."""
+    end = scan_shard(lambda begin, end: shard[begin:end], len(shard)).end
+    return shard[: end + 1024]
+
+
+@pytest.fixture(scope="module")
+def sidecar(bare: bytes) -> bytes:
+    return build_footer(scan_shard(lambda begin, end: bare[begin:end], len(bare)), len(bare))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HttpServer]:
+    with HttpServer() as server:
+        yield server
+
+
+@pytest.fixture
+def put(server: HttpServer) -> Iterator[Callable[..., str]]:
+    """Put objects, which are removed after the test; return the url of the last one."""
+    names: list[str] = []
+
+    def put(**objects: bytes) -> str:
+        url = ""
+        for name, content in objects.items():
+            name = "c/" + name.replace("_", ".")
+            names.append(name)
+            url = server.put(name, content)
+        server.log()
+        return url
+
+    yield put
+    server.set(ranges=True, suffix_ranges=True, etag="strong", last_modified=True)
+    for name in dict.fromkeys(names):
+        server.script(name)
+        server.delete(name)
+
+
+def _log(server: HttpServer) -> list[tuple[str, str, str | None]]:
+    return [(request.method, request.path, request.range) for request in server.log()]
+
+
+def _gets(server: HttpServer) -> list[str]:
+    return [path for method, path, _ in _log(server) if method == "GET"]
+
+
+def test_one_request(server: HttpServer, put: Callable[..., str], shard: bytes) -> None:
+    url = put(a_tar=shard)
+    cache = tc.open(url)
+    assert _log(server) == [("GET", "/c/a.tar", "bytes=-65536")]
+    assert list(cache.keys()) == [f"{i:03d}" for i in range(6)]
+    assert cache.schema
+    assert not server.log()
+    cache[3]["latent"].load()
+    assert len(server.log()) == 2  # the skeleton; the tensor
+
+
+def test_the_length_is_guessed_from_the_manifest(server: HttpServer, put: Callable[..., str], shard: bytes) -> None:
+    put(a_tar=shard)
+    url = put(manifest_json=listing("a.tar", nbytes=len(shard), num_samples=6))
+    cache = tc.open(url)
+    server.log()
+    assert cache.schema
+    assert _log(server) == [("GET", "/c/a.tar", f"bytes=-{(1 << 14) + 6 * 64}")]
+
+
+def test_a_long_index(server: HttpServer, put: Callable[..., str], tmp_path: Path) -> None:
+    """An index that is longer than the first request takes a second one."""
+    with tc.ShardWriter(tmp_path / "a-%06d.tar", max_samples=10_000, fsync=False) as sink:
+        for i in range(900):
+            sink.write(f"{i:04d}" + "k" * 80, {"x": i})
+    content = (tmp_path / "a-000000.tar").read_bytes()
+    url = put(a_tar=content)
+    cache = tc.open(url)
+    (first, second) = _log(server)
+    assert first == ("GET", "/c/a.tar", "bytes=-65536")
+    assert str(second[2]).endswith(f"-{len(content) - 65536 - 1}")
+    assert cache[899] == {"x": 899}
+
+
+def test_a_hostile_length(server: HttpServer, put: Callable[..., str]) -> None:
+    """A trailer that claims almost all of a large shard as its index fetches nothing more."""
+    nbytes = 80 << 20
+    trailer = struct.pack("<QQQQ8s", nbytes - 40 - 2048, 1024, nbytes, 0, b"tcindex1")
+    url = put(a_tar=bytes(nbytes - 40) + trailer)
+    with pytest.raises(
+        tc.FormatError, match=r"a.tar: byte 2048: the index has 83,.* bytes, expected at most a quarter"
+    ):
+        tc.open(url)
+    assert sum(request.nbytes for request in server.log()) == 1 << 16
+
+
+def test_a_sidecar(server: HttpServer, put: Callable[..., str], bare: bytes, sidecar: bytes) -> None:
+    put(a_tar_index=sidecar)
+    url = put(a_tar=bare)
+    cache = tc.open(url)
+    assert _gets(server) == ["/c/a.tar", "/c/a.tar.index"]
+    lazy = cache[3]["latent"]
+    server.log()
+    assert_same(SAMPLES[3]["latent"], lazy)
+    # the headers, which another state of the shard might have, come with the tensor
+    assert len(server.log()) == 1
+    assert_same(SAMPLES[3]["text"], cache[3]["text"])
+
+
+def test_a_footer_of_another_state(put: Callable[..., str], shard: bytes) -> None:
+    """Headers are compared with the shard's own index, too, where that takes no request."""
+    cache = tc.open(put(a_tar=shard.replace(b"003.safetensors", b"004.safetensors", 1)))
+    for read in (lambda: cache[3]["when"].load(), lambda: cache.read_batch([3])):
+        with pytest.raises(tc.FormatError, match=r"a.tar: .*'003.safetensors' where the shard has '004.safetensors'"):
+            read()
+
+
+def test_a_sidecar_of_another_state(server: HttpServer, put: Callable[..., str], bare: bytes, sidecar: bytes) -> None:
+    """A shard of the same length is told apart by its headers, since its tag tells nothing about the sidecar."""
+    other = bare.replace(b"003.safetensors", b"004.safetensors", 1)
+    assert other != bare
+    put(a_tar_index=sidecar)
+    cache = tc.open(put(a_tar=other))
+    assert_same(SAMPLES[2], cache[2])
+    for read in (lambda: cache[3]["latent"].load(), lambda: cache.read_tensors([2, 3], collate="list")):
+        with pytest.raises(tc.FormatError, match=r"a.tar: .*'003.safetensors' where the shard has '004.safetensors'"):
+            read()
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_an_index_folder(
+    server: HttpServer, put: Callable[..., str], bare: bytes, sidecar: bytes, is_local: bool, tmp_path: Path
+) -> None:
+    url = put(a_tar=bare)
+    if is_local:
+        (tmp_path / "a.tar.index").write_bytes(sidecar)
+        indexes: str | Path = tmp_path
+    else:
+        indexes = server.put("elsewhere/indexes/a.tar.index", sidecar).rpartition("/")[0]
+        server.log()
+    with tc.open(url, index_folder=indexes) as cache:
+        assert _gets(server) == ([] if is_local else ["/elsewhere/indexes/a.tar.index"])
+        assert_same(SAMPLES, list(cache))
+        if is_local:
+            os.truncate(tmp_path / "a.tar.index", 1 << 40)  # sparse: more than fits into memory
+            with pytest.raises(tc.FormatError, match="more than the index of any shard"):
+                tc.open(url, index_folder=indexes)[0]
+        # the index need not be in the folder
+        put(b_tar=bare)
+        assert_same(SAMPLES[1], tc.open(f"{server.url}/c/b.tar", index_folder=indexes)[1])
+
+
+def test_no_suffix_ranges(server: HttpServer, put: Callable[..., str], shard: bytes) -> None:
+    server.set(suffix_ranges=501)
+    with tc.open(put(a_tar=shard).replace("127.0.0.1", "127.0.0.4")) as cache:  # this client remembers it
+        assert_same(SAMPLES, list(cache))
+
+
+def test_no_ranges(server: HttpServer, put: Callable[..., str], shard: bytes) -> None:
+    """A server that ignores ranges sends each shard once."""
+    url = put(a_tar=shard).replace("127.0.0.1", "127.0.0.3")
+    server.set(ranges=False, suffix_ranges=False)
+    with tc.open(url) as cache:
+        assert_same(SAMPLES, list(cache))
+        assert_same(SAMPLES[5]["latent"], cache.read_batch([5])["latent"][0])
+    assert sum(request.nbytes for request in server.log()) < 3.5 * len(shard)
+
+
+def test_a_scan(server: HttpServer, put: Callable[..., str], bare: bytes, tmp_path: Path) -> None:
+    """A shard without an index is read in large pieces."""
+    with tc.ShardWriter(tmp_path / "a-%06d.tar", max_samples=10_000, fsync=False) as sink:
+        for i in range(400):
+            sink.write(f"{i:04d}", {"x": i, "bytes": bytes(70_000)})
+    content = (tmp_path / "a-000000.tar").read_bytes()
+    content = content[: scan_shard(lambda begin, end: content[begin:end], len(content)).end + 1024]
+    url = put(a_tar=content)
+    cache = tc.open(url)
+    requests = server.log()
+    assert len(requests) <= 3 + 3 * len(content) // (1 << 22)
+    assert sum(request.nbytes for request in requests) < 1.1 * len(content)
+    assert cache[399]["x"] == 399
+    with pytest.raises(tc.TarFormatError, match="c/b.tar: .*truncated"):
+        tc.open(put(b_tar=bare[: len(bare) // 2 // 512 * 512]))
+    with pytest.raises(tc.TarFormatError, match="c/b.tar"):
+        tc.open(put(b_tar=b"something else" * 100))
+    with pytest.raises(tc.TarFormatError, match="the file is empty"):
+        tc.open(put(b_tar=b""))
+
+
+def test_many_indexes(server: HttpServer, put: Callable[..., str], shard: bytes, bare: bytes) -> None:
+    """With and without an index, more shards than there are threads."""
+    put(**{f"{i:03d}_tar": bare if i % 30 == 3 else shard for i in range(100)})
+    with tc.open(f"{server.url}/c/{{000..099}}.tar") as cache:
+        assert len(cache) == 600
+        assert_same(SAMPLES[3], cache[3 * 6 + 3])
+    server.delete("c/050.tar")
+    server.put("c/070.tar", b"something else" * 1000)
+    with pytest.raises(tc.MissingShardError, match="c/050.tar: the shard does not exist"):
+        tc.open(f"{server.url}/c/{{000..099}}.tar")
+    server.put("c/050.tar", shard)
+    with pytest.raises(tc.TarFormatError, match="c/070.tar: "):
+        tc.open(f"{server.url}/c/{{000..099}}.tar")
+
+
+# --- indexes that are kept on disk
+
+
+def test_kept_indexes(server: HttpServer, put: Callable[..., str], shard: bytes, tmp_path: Path) -> None:
+    kept, url = tmp_path / "kept", put(a_tar=shard)
+    with tc.open(url, keep_indexes=kept) as cache:
+        assert_same(SAMPLES, list(cache))
+    (path,) = kept.iterdir()
+    assert stat.S_IMODE(kept.stat().st_mode) & 0o077 == 0
+    server.log()
+    with tc.open(url, keep_indexes=kept) as cache:
+        assert [method for method, *_ in _log(server)] == ["HEAD"]
+        assert_same(SAMPLES[3], cache[3])
+        assert all(request.method == "GET" for request in server.log())
+    # another object under the same url, of the same length
+    other = shard.replace(b"003.safetensors", b"004.safetensors", 1)
+    put(a_tar=other)
+    with tc.open(url, keep_indexes=kept):
+        assert [method for method, *_ in _log(server)] == ["HEAD", "GET"]
+    assert [*kept.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("damage", [0, 10, 200, -1, -20, "cut", "empty", "other", "folder", "pickle", "long"], ids=str)
+def test_damaged_kept_indexes(
+    server: HttpServer, put: Callable[..., str], shard: bytes, tmp_path: Path, damage: int | str
+) -> None:
+    kept, url = tmp_path / "kept", put(a_tar=shard)
+    tc.open(url, keep_indexes=kept)
+    (path,) = kept.iterdir()
+    content = bytearray(path.read_bytes())
+    if isinstance(damage, int):
+        content[damage] ^= 1
+        path.write_bytes(content)
+    elif damage == "folder":
+        path.unlink()
+        path.mkdir()
+    elif damage == "long":
+        os.truncate(path, 1 << 40)  # sparse: more than fits into memory
+    else:
+        texts = {
+            "cut": bytes(content[:-100]),
+            "empty": b"",
+            "other": b'{"is_own": []}\n',
+            "pickle": b"cos\nsystem\n(S'false'\ntR.",
+        }
+        path.write_bytes(texts[str(damage)])
+    server.log()
+    with tc.open(url, keep_indexes=kept) as cache:
+        assert _gets(server) == ["/c/a.tar"]
+        assert_same(SAMPLES, list(cache))
+
+
+def test_an_index_from_a_sidecar_is_kept_as_such(
+    server: HttpServer, put: Callable[..., str], bare: bytes, sidecar: bytes, tmp_path: Path
+) -> None:
+    put(a_tar_index=sidecar)
+    url = put(a_tar=bare.replace(b"003.safetensors", b"004.safetensors", 1))
+    for _ in range(2):
+        with tc.open(url, keep_indexes=tmp_path) as cache, pytest.raises(tc.FormatError, match="where the shard has"):
+            cache[3]["latent"].load()
+    assert _gets(server).count("/c/a.tar.index") == 1
+
+
+def test_where_indexes_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    for value, expected in (
+        ("", tmp_path / "xdg" / "wds_tensorcache" / "indexes"),
+        ("off", None),
+        ("OFF", None),
+        (str(tmp_path / "here"), tmp_path / "here"),
+    ):
+        monkeypatch.setenv("TENSORCACHE_INDEXES", value)
+        assert default_folder() == (None if expected is None else str(expected))
+    monkeypatch.delenv("TENSORCACHE_INDEXES")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # XDG's rules: ignored
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if os.name == "posix":
+        assert default_folder() == str(tmp_path / ".cache" / "wds_tensorcache" / "indexes")
+
+
+def test_a_folder_that_cannot_be_written(put: Callable[..., str], shard: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with tc.open(put(a_tar=shard), keep_indexes=tmp_path / "file" / "kept") as cache:
+        assert_same(SAMPLES[0], cache[0])
+    with tc.open(put(a_tar=shard), keep_indexes=False) as cache:
+        assert_same(SAMPLES[0], cache[0])
+
+
+def test_a_bounded_folder(sidecar: bytes, bare: bytes, tmp_path: Path) -> None:
+    info = ObjectInfo(len(bare), "tag")
+    for i in range(200):
+        kept = KeptIndexes(str(tmp_path), 50 * (len(sidecar) + 200))  # each new one prunes once
+        kept.write(f"http://host/{i}.tar", info, sidecar, is_own=True)
+        assert kept.read("http://host/0.tar", info) is not None  # so it is used recently
+        os.utime(tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 51 * (len(sidecar) + 200)
+    assert kept.read("http://host/199.tar", info) is not None
+    assert kept.read("http://host/100.tar", info) is None
+    for other in (ObjectInfo(len(bare) + 1, "tag"), ObjectInfo(len(bare), "other"), ObjectInfo(len(bare), None)):
+        assert kept.read("http://host/199.tar", other) is None
+    found = kept.read("http://host/199.tar", info)
+    assert found is not None
+    assert build_footer(found[0], len(bare)) == sidecar
+    assert parse_footer(sidecar, len(bare)) is not None
+    shutil.rmtree(tmp_path)
+    assert kept.read("http://host/199.tar", info) is None

@@ -1,0 +1,302 @@
+"""`tc.open` of urls: what is found, with which requests, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.remote.caches import listing, small, write_cache
+from tests.remote.servers.http_server import HttpServer
+from tests.same import assert_same
+from wds_tensorcache.shards.remote.listed import shard_url
+
+SAMPLES = [small(i) for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_cache(tmp_path_factory.mktemp("served") / "cache", SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[HttpServer]:
+    with HttpServer(folder.parent) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _new_log(server: HttpServer) -> None:
+    server.log()
+
+
+def _requests(server: HttpServer) -> list[tuple[str, str]]:
+    return [(request.method, request.path) for request in server.log()]
+
+
+def test_a_thousand_shards_need_the_manifest_alone(server: HttpServer) -> None:
+    server.put("many/manifest.json", listing(*(f"train-{i:06d}.tar" for i in range(1000))))
+    cache = tc.open(f"{server.url}/many")
+    assert (len(cache), cache.num_shards) == (10_000, 1000)
+    assert cache.io.method == "remote"
+    assert server.url in cache.io.reason
+    assert _requests(server) == [("GET", "/many/manifest.json")]
+    with pytest.raises(tc.MissingShardError, match=rf"{server.url}/many/train-000123.tar: .*manifest.json lists it"):
+        cache[1234]
+    assert {path for _, path in _requests(server)} == {"/many/train-000123.tar"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "cache",
+        "cache/",
+        "cache/manifest.json",
+        "cache/00{0..2}.tar",
+        ["cache/000.tar", "cache/001.tar", "cache/002.tar"],
+        ["cache/00{0..1}.tar", ["cache/002.tar"]],
+    ],
+    ids=str,
+)
+def test_sources(server: HttpServer, source: Any) -> None:
+    def at_server(path: Any) -> Any:
+        return f"{server.url}/{path}" if isinstance(path, str) else list(map(at_server, path))
+
+    with tc.open(at_server(source)) as cache:
+        assert list(cache.keys()) == [f"{i:03d}" for i in range(12)]
+        for expected, sample in zip(SAMPLES, cache, strict=True):
+            assert_same(expected, sample)
+
+
+def test_local_and_remote_shards(server: HttpServer, folder: Path) -> None:
+    with tc.open([str(folder / "000.tar"), f"{server.url}/cache/001.tar", folder / "002.tar"]) as cache:
+        assert "; 1 remote shards by ranged requests" in cache.io.reason
+        assert_same(SAMPLES, list(cache))
+    assert {path for _, path in _requests(server)} == {"/cache/001.tar"}
+
+
+@pytest.mark.parametrize("name", ["a b", "a#1", "a?b", "50%", "é+&=", "50%25", "a;b,c", "[x]", "{1..2}"])
+def test_names(server: HttpServer, folder: Path, name: str) -> None:
+    """Names in a manifest are those of files, not percent-encoded."""
+    listed = f"{name}/{name}.tar"
+    server.put("names/manifest.json", listing(listed, nbytes=(folder / "000.tar").stat().st_size, num_samples=5))
+    server.put(f"names/{listed}", (folder / "000.tar").read_bytes())
+    with tc.open(f"{server.url}/names") as cache:
+        assert_same(SAMPLES[3], cache[3])
+
+
+def test_a_folder_without_a_manifest(server: HttpServer) -> None:
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"nothing has no manifest.json, and its server cannot list.*check the url.*000099}.tar'",
+    ):
+        tc.open(f"{server.url}/nothing")
+    with pytest.raises(FileNotFoundError, match="no-such-manifest.json"):
+        tc.open(f"{server.url}/no-such-manifest.json")
+    with pytest.raises(tc.RemoteError, match="web servers have no listings"):
+        tc.open(f"{server.url}/cache/*.tar")
+    with pytest.raises(ValueError, match="wildcards only in the last part"):
+        tc.open(f"{server.url}/*/000.tar")
+    with pytest.raises(FileNotFoundError, match="lists no shards"):
+        tc.open(server.put("empty/manifest.json", listing()))
+    with pytest.raises(
+        tc.MissingShardError, match=f"{server.url}/cache/003.tar: the shard does not exist; check the url"
+    ):
+        tc.open(f"{server.url}/cache/00{{2..3}}.tar")
+
+
+def test_what_is_no_manifest(server: HttpServer) -> None:
+    for content, message in (
+        (b"<html>not found</html>", "expected a manifest, but the file is not JSON"),
+        (b"[]", "the manifest is a list"),
+        (listing("a.tar").replace(b'"nsamples": 10', b'"nsamples": -1'), "nsamples is -1"),
+        (listing("a.tar").replace(b'{"": 10}', b'{"": 0}'), "expected numbers of samples by name"),
+    ):
+        with pytest.raises(tc.FormatError, match=message) as raised:
+            tc.open(server.put("bad/manifest.json", content))
+        assert f"{server.url}/bad/manifest.json" in str(raised.value)
+
+
+def test_a_changed_length(server: HttpServer, folder: Path) -> None:
+    shutil.copytree(folder, folder.parent / "stale", dirs_exist_ok=True)
+    manifest = folder.parent / "stale" / "manifest.json"
+    document = json.loads(manifest.read_text())
+    document["shardlist"][1]["filesize"] += 512
+    manifest.write_text(json.dumps(document))
+    cache = tc.open(f"{server.url}/stale")
+    assert_same(SAMPLES[0], cache[0])
+    with pytest.raises(
+        tc.FormatError, match=r"stale/001.tar: the shard has .* bytes, but .*manifest.json says"
+    ) as raised:
+        cache[5]
+    assert raised.value.kind == "index"
+
+
+def test_a_changed_number_of_samples(server: HttpServer, folder: Path) -> None:
+    content = (folder / "000.tar").read_bytes()
+    server.put("count/manifest.json", listing("000.tar", nbytes=len(content), num_samples=7))
+    server.put("count/000.tar", content)
+    with pytest.raises(tc.FormatError, match="5 samples with cache '', but the manifest, which is stale, lists 7"):
+        tc.open(f"{server.url}/count")[0]
+
+
+def test_other_members(server: HttpServer, folder: Path) -> None:
+    """Without numbers of samples of each cache in the manifest, opening reads the indexes."""
+    content = (folder / "000.tar").read_bytes()
+    manifest = listing("000.tar", nbytes=len(content), num_samples=5, caches=False)
+    server.put("plain/manifest.json", manifest)
+    server.put("plain/000.tar", content)
+    with tc.open(f"{server.url}/plain") as cache:
+        assert len(cache) == 5
+        assert [json.loads(each) for each in cache.read_members([4, 2], "json")] == [{"label": 4}, {"label": 2}]
+    with pytest.raises(KeyError, match="no cache 'other'"):
+        tc.open(f"{server.url}/plain", cache="other")
+
+
+# --- hostile manifests
+
+FOLDER = "https://example.org/data/cache"
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        "../other.tar",
+        "a/../../other.tar",
+        "./../other.tar",
+        "..",
+        "a/..",
+        "/etc/passwd.tar",
+        "//evil.example/a.tar",
+        "http://169.254.169.254/latest/a.tar",
+        "https://evil.example/data/cache/a.tar",
+        "https://example.org/data/other/a.tar",
+        "https://example.org/data/cache",
+        "https://example.org/data/cache/../a.tar",
+        "https://example.org/data/cache/%2e%2E/a.tar",
+        "https://example.org/data/cache/a.tar?signature=secret",
+        "https://example.org/data/cache/a.tar#b",
+        "https://user:secret@example.org/data/cache/a.tar",
+        "HTTPS://example.org/data/cache/a.tar",
+        "s3://bucket/a.tar",
+        "file:///etc/passwd",
+        "file:a.tar",
+        "pipe:cat /etc/passwd",
+        "PIPE:cat /etc/passwd",
+        "data:,a",
+        "a\\..\\b.tar",
+        "C:\\a.tar",
+        "a//b.tar",
+        "a/",
+        ".",
+        "././.",
+    ],
+)
+def test_hostile_entries(listed: str) -> None:
+    with pytest.raises(tc.FormatError) as raised:
+        shard_url(FOLDER, listed)
+    assert raised.value.kind == "index"
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "listed", "url"),
+    [
+        (FOLDER, "a.tar", f"{FOLDER}/a.tar"),
+        (FOLDER, "./b/./a.tar", f"{FOLDER}/b/a.tar"),
+        (FOLDER, "12:30.tar", f"{FOLDER}/12:30.tar"),
+        (FOLDER, "...tar", f"{FOLDER}/...tar"),
+        (FOLDER, "%2e%2e.tar", f"{FOLDER}/%252e%252e.tar"),
+        (FOLDER, f"{FOLDER}/b/a%20b.tar", f"{FOLDER}/b/a%20b.tar"),
+        ("s3://bucket/cache", "a b?#.tar", "s3://bucket/cache/a b?#.tar"),
+        ("s3://bucket/cache", "s3://bucket/cache/a.tar", "s3://bucket/cache/a.tar"),
+    ],
+)
+def test_entries(where: str, listed: str, url: str) -> None:
+    assert shard_url(where, listed) == url
+
+
+def test_a_hostile_manifest_sends_no_request(server: HttpServer) -> None:
+    for listed in ("../cache/000.tar", "http://127.0.0.1:9/a.tar", "/cache/000.tar", "file:///a.tar"):
+        url = server.put("evil/manifest.json", listing("a.tar", listed))
+        with pytest.raises(tc.FormatError, match="evil/manifest.json: lists"):
+            tc.open(url)
+    assert {path for _, path in _requests(server)} == {"/evil/manifest.json"}
+    with pytest.raises(tc.FormatError, match="is the same shard as 'a.tar'; list it once"):
+        tc.open(server.put("evil/manifest.json", listing("a.tar", "./a.tar")))
+    signed = f"{server.url}/evil/a.tar?signature=secret"
+    with pytest.raises(tc.FormatError, match="occurs twice") as raised:
+        tc.open(server.put("evil/manifest.json", listing(signed, signed)))
+    assert "secret" not in str(raised.value)
+
+
+def test_a_local_manifest_lists_no_urls(server: HttpServer, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_bytes(listing(f"{server.url}/cache/000.tar"))
+    with pytest.raises(tc.FormatError, match="is a url in a local manifest; pass the urls to tc.open, in a list"):
+        tc.open(tmp_path)
+    assert not _requests(server)
+
+
+# --- secret parts of urls
+
+
+def test_queries(server: HttpServer, folder: Path) -> None:
+    """The query of a folder is sent with each request, and shown nowhere."""
+    cache = tc.open(f"{server.url}/cache?signature=s3cret&b=1")
+    assert_same(SAMPLES[7], cache[7])
+    assert_same(SAMPLES[2], tc.open(f"{server.url}/cache/000.tar?signature=s3cret&b=1")[2])
+    requests = _requests(server)
+    assert len(requests) > 3
+    assert all(path.endswith("?signature=s3cret&b=1") for _, path in requests), requests
+    lazy = cache[0]["latent"]
+    shown = [repr(cache), repr(cache.io), repr(lazy), repr(list(cache._paths())), str(cache.describe())]
+    shown += [repr(pickle.dumps(cache)), repr(pickle.dumps(lazy))]
+    server.script("cache/001.tar", {"status": 403, "times": -1})
+    with pytest.raises(tc.RemoteError) as raised:
+        cache[5]["text"].load()
+    server.script("cache/001.tar")
+    shown += [str(raised.value), repr(raised.value), repr(vars(raised.value))]
+    for text in shown:
+        assert "s3cret" not in text
+        assert "signature" not in text
+
+
+def test_credentials(server: HttpServer) -> None:
+    url = server.url.replace("127.0.0.1", "user:s3cret@127.0.0.2")
+    with tc.open(f"{url}/cache") as cache:
+        assert_same(SAMPLES[7], cache[7])
+        headers = [request.headers.get("authorization", "") for request in server.log()]
+        assert all(header.startswith("Basic ") for header in headers)
+        for text in (repr(cache), repr(cache.io), repr(pickle.dumps(cache)), repr(pickle.dumps(cache[0]["latent"]))):
+            assert "s3cret" not in text
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://",
+        "http:///x.tar?q=s3cret",
+        "s3://",
+        "s3:///x.tar",
+        "http://host/a\nb.tar?q=s3cret",
+        "http://[::1/x",
+        "s3://b/\x00",
+    ],
+)
+def test_urls_that_are_not_valid(url: str) -> None:
+    with pytest.raises(ValueError, match="after '://'|not printable|Invalid IPv6") as raised:
+        tc.open(url)
+    assert "s3cret" not in str(raised.value)
+
+
+def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time limit is that of a small request, although a manifest may be large."""
+    monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "0.5")
+    with pytest.raises(tc.RemoteError, match=r"http://127.0.0.1:1/cache/manifest.json: .*limit of 0.5 s"):
+        tc.open("http://127.0.0.1:1/cache")

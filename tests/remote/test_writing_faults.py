@@ -1,0 +1,191 @@
+"""Faults of a store while shards are uploaded: the right objects, or an error that says where and what, without secrets."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.remote.servers.write_server import SECRET, WriteServer
+from tests.remote.written import read_folder, sample, write
+
+URL = "s3://bucket/cache"
+
+
+def _error_of(url: str = URL, count: int = 12, **options: object) -> BaseException:
+    """Return the error of a writer, after a check that it has no secrets, also not in what it was raised from."""
+    with pytest.raises((OSError, tc.TensorCacheError)) as caught:
+        write(url, count, **options)
+    chain: list[BaseException] = [caught.value]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(before)
+    assert SECRET not in "".join(f"{each!r}{each}" for each in chain)
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [{"suffix": ".tar", "status": 500}, {"suffix": ".tar", "status": 503, "times": 2}],
+        [{"suffix": ".idx", "status": 503}, {"suffix": ".json", "status": 429}],
+        [{"method": "GET", "status": 500}, {"suffix": "manifest.json", "lost": True, "times": 2}],
+        [{"method": "PUT", "suffix": "1.tar", "cut": True}, {"method": "PUT", "suffix": ".idx", "cut": True}],
+        [{"method": "PUT", "suffix": ".tar", "lost": True}, {"method": "PUT", "suffix": "manifest.json", "lost": True}],
+        [{"method": "PUT", "suffix": "1.tar", "lost": True}, {"method": "PUT", "suffix": "1.tar", "status": 500}],
+        [{"method": "PUT", "suffix": ".tar", "status": 409}],
+        [{"method": "PUT", "suffix": ".tar", "status": 400, "code": "RequestTimeout"}],
+    ],
+)
+def test_faults_that_pass(write_server: WriteServer, tmp_path: Path, faults: list[dict[str, object]]) -> None:
+    write_server.script(*faults)
+    write(URL, 12)
+    write(tmp_path / "cache", 12)
+    assert write_server.objects("cache/") == read_folder(tmp_path / "cache")
+
+
+@pytest.mark.parametrize(("status", "word"), [(403, "permit"), (401, "permit"), (400, "refuses")])
+def test_faults_that_stay(write_server: WriteServer, status: int, word: str) -> None:
+    write_server.script({"method": "PUT", "suffix": "1.tar", "status": status, "times": -1})
+    error = _error_of()
+    assert isinstance(error, tc.RemoteError)
+    assert error.status == status
+    assert error.url == f"{URL}/000001.tar"
+    assert word in str(error)
+    assert sorted(write_server.objects("cache/")) == ["000000.idx", "000000.tar", "manifest.json"]
+
+
+def test_a_store_that_stays_down(write_server: WriteServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "0.7")
+    write_server.script({"method": "PUT", "suffix": ".tar", "status": 503, "times": -1})
+    error = _error_of()
+    assert isinstance(error, tc.RemoteError)
+    assert error.status == 503
+    assert write_server.objects("cache/") == {}
+    monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:1")
+    error = _error_of()
+    assert isinstance(error, tc.RemoteError)
+    assert error.status is None
+
+
+def test_a_manifest_that_many_writers_change(write_server: WriteServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Google accepts one change of an object each second, so that a writer may have to wait longer than for a fault."""
+    monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "0.3")
+    write_server.script({"method": "PUT", "suffix": "manifest.json", "status": 429, "times": 12})
+    write(URL, 5)
+    assert sorted(write_server.objects("cache/")) == ["000000.idx", "000000.tar", "manifest.json"]
+
+
+def test_credentials_that_expire(write_server: WriteServer) -> None:
+    write_server.script({"method": "PUT", "suffix": "1.tar", "status": 400, "code": "ExpiredToken", "times": -1})
+    assert "have expired" in str(_error_of())
+
+
+def test_credentials_that_may_not_delete(write_server: WriteServer) -> None:
+    """S3 answers with status 200, and one error for each object."""
+    write(URL, 5)
+    key = "cache/000000.tar"
+    write_server.script({"method": "POST", "status": 200, "denied": key, "times": -1})
+    error = _error_of(overwrite=True)
+    assert isinstance(error, tc.RemoteError)
+    assert error.status == 403
+
+
+def test_a_store_without_conditional_writes(write_server: WriteServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_server.script({"method": "PUT", "status": 501, "times": -1})
+    error = _error_of()
+    assert isinstance(error, tc.RemoteError)
+    assert error.status == 501
+    assert "conditional" in str(error)
+    write_server.script()
+    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
+    assert "conditional" in str(_error_of())
+
+
+@pytest.mark.parametrize("options", [{}, {"dali_index": False}])
+def test_a_store_that_ignores_conditions(write_server: WriteServer, options: dict[str, bool]) -> None:
+    write_server.script({"method": "PUT", "ignore": True, "times": -1})
+    assert "conditional" in str(_error_of(**options))
+
+
+def test_a_wrong_region(write_server: WriteServer) -> None:
+    write_server.script({"method": "PUT", "suffix": ".tar", "status": 301, "times": -1})
+    assert "region" in str(_error_of())
+
+
+def test_a_missing_bucket(write_server: WriteServer) -> None:
+    assert isinstance(_error_of("s3://no-such-bucket/cache"), FileNotFoundError)
+
+
+def test_a_failed_upload_is_the_error_of_the_next_write_and_of_close(write_server: WriteServer) -> None:
+    write_server.script({"method": "PUT", "suffix": ".tar", "status": 403, "times": -1})
+    sink = tc.ShardWriter(URL, max_samples=1)
+
+    def write_all() -> None:
+        for i in range(10):
+            sink.write(f"{i}", sample(i))
+
+    for _ in range(2):
+        with pytest.raises(tc.RemoteError):
+            write_all()
+    with pytest.raises(tc.RemoteError):
+        sink.close()
+    assert write_server.objects("cache/") == {}
+
+
+def test_another_writer_of_the_same_names(write_server: WriteServer) -> None:
+    first, second = tc.ShardWriter(URL), tc.ShardWriter(URL)
+    first.write("a", sample(1))
+    second.write("a", sample(1))
+    first.close()
+    before = write_server.objects("cache/")
+    with pytest.raises(FileExistsError, match="another writer"):
+        second.close()
+    assert write_server.objects("cache/") == before
+
+
+def test_the_error_in_the_block_stays_and_that_of_an_upload_is_its_note(write_server: WriteServer) -> None:
+    write_server.script({"method": "PUT", "suffix": ".tar", "stall_s": 0.5, "status": 403, "times": -1})
+
+    def write_twice() -> None:
+        with tc.ShardWriter(URL, max_samples=2) as sink:
+            for key in "abcc":
+                sink.write(key, sample(0))
+
+    with pytest.raises(tc.InvalidKeyError) as caught:
+        write_twice()
+    assert "403" in "".join(getattr(caught.value, "__notes__", ["403"]))
+    assert write_server.objects("cache/") == {}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://",
+        "s3:///a",
+        "s3://user:v3ry-s3cret-k3y@bucket/a",
+        "https://user:v3ry-s3cret-k3y@host/%d%d",
+        "s3://a:v3ry-s3cret-k3y@b/%d%d",
+        "s3://bucket/a//b",
+    ],
+)
+def test_urls_that_cannot_be(write_server: WriteServer, url: str) -> None:
+    with pytest.raises((ValueError, OSError)) as caught:
+        write(url, 2)
+    assert re.search("bucket|name|credentials|s3://", str(caught.value))
+    assert SECRET not in str(caught.value)
+
+
+def test_a_damaged_manifest(write_server: WriteServer) -> None:
+    write_server.put("cache/manifest.json", b"{")
+    assert isinstance(_error_of(), tc.FormatError)
+
+
+def test_no_secret_in_reprs(write_server: WriteServer) -> None:
+    with tc.ShardWriter(URL) as sink:
+        texts = [repr(sink), *map(repr, vars(sink).values()), *map(repr, vars(sink._folder).values())]
+        assert SECRET not in "".join(texts)
+        sink.write("a", sample(0))

@@ -1,0 +1,215 @@
+"""Writers in several processes at once, killed writers, interrupts, forks, and a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import tempfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.children import run_in_child
+from tests.remote.nursery import Nursery
+from tests.remote.servers.write_server import WriteServer
+from tests.remote.written import read_folder, sample, write
+from tests.same import assert_same
+
+URL = "s3://bucket/cache"
+_WRITE = "tests.remote.written:write"
+
+
+def _resume(url: str, count: int) -> None:
+    """Write what is missing. Repeat that if the request of a killed writer is still creating an object."""
+    for attempt in range(5):
+        try:
+            write(url, count, resume=True)
+            return
+        except FileExistsError:
+            if attempt == 4:
+                raise
+            time.sleep(0.2)
+
+
+def _check(write_server: WriteServer, prefix: str) -> None:
+    """Assert that the manifest lists shards that exist, and that each shard is whole."""
+    objects = write_server.objects(prefix)
+    listed = json.loads(objects.get("manifest.json", b'{"shardlist": []}'))["shardlist"]
+    for each in listed:
+        assert len(objects[each["url"]]) == each["filesize"]
+        assert each["url"].replace(".tar", ".idx") in objects
+    numbers = sorted(int(name[:6]) for name in objects if name.endswith(".tar"))
+    assert numbers == list(range(len(numbers)))
+
+
+def test_four_writers_add_to_one_manifest_at_once(write_server: WriteServer, nursery: Nursery, tmp_path: Path) -> None:
+    writers = [nursery.start(_WRITE, f"{URL}/w{number}-%03d.tar", 10, max_samples=2) for number in range(4)]
+    assert list(map(nursery.wait, writers)) == [0] * 4
+    for number in range(4):
+        write(tmp_path / "cache" / f"w{number}-%03d.tar", 10, max_samples=2)
+    assert write_server.objects("cache/") == read_folder(tmp_path / "cache")
+    swaps = [status for method, key, status in write_server.log() if (method, key) == ("PUT", "cache/manifest.json")]
+    assert swaps.count(200) == 20
+
+
+def test_a_rank_that_resumes_keeps_the_entries_of_a_rank_that_writes(write_server: WriteServer) -> None:
+    """Another rank stores a shard and lists it between the two requests with which this one looks at the folder."""
+    write(f"{URL}/r1of2-%06d.tar", 5)
+    write_server.script({"method": "GET", "suffix": "manifest.json", "stall_s": 1.5})
+    resumes = threading.Thread(target=partial(write, f"{URL}/r0of2-%06d.tar", 0, resume=True))
+    resumes.start()
+    time.sleep(0.5)
+    write(f"{URL}/r1of2-%06d.tar", 12, resume=True)
+    resumes.join()
+    listed = json.loads(write_server.objects("cache/")["manifest.json"])["shardlist"]
+    assert [each["nsamples"] for each in listed] == [5, 5, 2]
+
+
+def test_killed_writers_leave_whole_shards_and_the_next_one_resumes(
+    write_server: WriteServer, nursery: Nursery, tmp_path: Path
+) -> None:
+    url = "s3://bucket/killed"  # a late request of a killed writer must not disturb the next test
+    write(tmp_path / "cache", 60)
+    chance, num_killed = random.Random(7), 0
+    for attempt in range(8):
+        writer = nursery.start(_WRITE, url, 60, resume=True)
+        time.sleep(chance.uniform(0, 0.1 * 1.4**attempt))
+        os.kill(writer, signal.SIGKILL)
+        num_killed += nursery.wait(writer) == -signal.SIGKILL
+        _check(write_server, "killed/")
+        time.sleep(0.1)
+    assert num_killed
+    _resume(url, 60)
+    assert write_server.objects("killed/") == read_folder(tmp_path / "cache")
+
+
+def test_a_writer_killed_during_an_upload(write_server: WriteServer, nursery: Nursery) -> None:
+    """Neither before nor after the body is stored is there a half shard; here, the answer is late."""
+    write_server.script({"method": "PUT", "suffix": "1.tar", "stall_s": 1.0, "times": -1})
+    url = "s3://bucket/late"
+    writer = nursery.start(_WRITE, url, 23)
+    deadline = time.monotonic() + 60
+    while "manifest.json" not in write_server.objects("late/"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.2)
+    os.kill(writer, signal.SIGKILL)
+    nursery.wait(writer)
+    write_server.script()
+    time.sleep(1.2)  # until the server has handled the request, or dropped it
+    _check(write_server, "late/")
+    _resume(url, 23)
+    _check(write_server, "late/")
+
+
+def test_an_interrupt_waits_for_finished_shards_and_a_second_one_does_not(
+    write_server: WriteServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(after_s: float) -> None:
+        time.sleep(after_s)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def write_until_interrupted(num_interrupts: int) -> float:
+        begun = time.monotonic()
+        threads = [threading.Thread(target=interrupt, args=(0.3 * (1 + each),)) for each in range(num_interrupts)]
+
+        def write_all() -> None:
+            with tc.ShardWriter(URL, max_samples=2, resume=True) as sink:
+                for i in range(3):
+                    sink.write(f"{num_interrupts}-{i}", sample(i))
+                for thread in threads:
+                    thread.start()
+                time.sleep(60)
+
+        with pytest.raises(KeyboardInterrupt):
+            write_all()
+        for thread in threads:
+            thread.join()
+        return time.monotonic() - begun
+
+    write_server.script({"method": "PUT", "suffix": ".tar", "stall_s": 1.5, "times": -1})
+    write_until_interrupted(1)
+    assert sorted(write_server.objects("cache/")) == ["000000.idx", "000000.tar", "manifest.json"]
+    write_server.script({"method": "PUT", "suffix": ".tar", "hang": True, "times": -1})
+    assert write_until_interrupted(2) < 30
+    assert sorted(write_server.objects("cache/")) == ["000000.idx", "000000.tar", "manifest.json"]
+    write_server.script()
+
+
+def test_a_forked_child_does_not_upload_its_parent_s_shards(write_server: WriteServer) -> None:
+    with tc.ShardWriter(URL, max_samples=2) as sink:
+        sink.write("a", sample(0))
+
+        def leave() -> None:
+            sink.__exit__(ValueError, ValueError(), None)
+
+        def use() -> None:
+            with pytest.raises((RuntimeError, OSError)):
+                sink.write("b", sample(1))
+            with pytest.raises(tc.RemoteError, match="fork"):
+                tc.ShardWriter("s3://bucket/another")
+
+        assert run_in_child(leave, 60) == 0
+        assert run_in_child(use, 60) == 0
+        sink.write("c", sample(2))
+        sink.write("d", sample(3))
+    found = json.loads(write_server.objects("cache/")["manifest.json"])["shardlist"]
+    assert [each["nsamples"] for each in found] == [2, 1]
+
+
+def test_a_full_disk_for_spools(write_server: WriteServer, nursery: Nursery, tmp_path: Path) -> None:
+    """A limit on the length of files has the same effect as a full disk."""
+    assert nursery.wait(nursery.start(f"{__name__}:fill_spools", str(tmp_path))) == 0
+    assert write_server.objects("cache/") == {}
+    assert os.listdir(tmp_path) == []
+
+
+def fill_spools(folder: str) -> None:
+    tempfile.tempdir = folder
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with pytest.raises(OSError, match=f"{folder}.*TMPDIR"):
+        write(URL, 200, max_samples=1000)
+
+
+def test_spools_have_no_names(write_server: WriteServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with tc.ShardWriter(URL, max_samples=2) as sink:
+        for i in range(5):
+            sink.write(f"{i}", sample(i))
+            assert os.listdir(tmp_path) == []
+
+
+def test_spools_of_other_systems_have_names_until_they_are_complete(
+    write_server: WriteServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Systems without `/proc`; one of a killed process, whose lock has ended, is deleted by the next writer."""
+    monkeypatch.setattr("wds_tensorcache.writing.destination.spool._CAN_OPEN_UNNAMED", False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "spools"))
+    (tmp_path / "spools").mkdir()
+    (tmp_path / "spools" / ".tensorcache-spool.0123abcd.tmp").write_bytes(b"of a killed writer")
+    with tc.ShardWriter(URL, max_samples=5) as sink:
+        for i in range(23):
+            sink.write(f"{i:03d}", sample(i), json={"i": i})
+            assert len(os.listdir(tmp_path / "spools")) == 1
+    assert os.listdir(tmp_path / "spools") == []
+    write(tmp_path / "cache")
+    assert write_server.objects("cache/") == read_folder(tmp_path / "cache")
+
+
+def test_the_samples_of_a_manifest_with_many_writers_are_right(write_server: WriteServer, tmp_path: Path) -> None:
+    write(f"{URL}/a-%03d.tar", 7)
+    write(f"{URL}/b-%03d.tar", 7, begin=7)
+    for name, content in write_server.objects("cache/").items():
+        (tmp_path / name).write_bytes(content)
+    with tc.open(tmp_path) as cache:
+        assert len(cache) == 14
+        for i in range(14):
+            assert_same(sample(i), tc.realize(cache[f"{i:03d}"]))

@@ -1,0 +1,165 @@
+"""Shards written to an object store: the same objects as a local writer's files, resumed, overwritten, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.remote.servers.write_server import WriteServer
+from tests.remote.written import read_folder, sample, write
+
+URL = "s3://bucket/cache"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("", {}),
+        ("train-%03d.tar", {"fingerprint": {"model": "a"}, "max_samples": 7}),
+        ("one.tar", {"manifest": False}),
+        ("b #?%d &+é.tar", {"dali_index": False, "max_nbytes": 20_000}),
+    ],
+)
+def test_the_objects_equal_the_files_of_a_local_writer(
+    write_server: WriteServer, tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    write(tmp_path / "cache" / name, **options)
+    sink = write(f"{URL}/{name}", **options)
+    assert sink.num_finished == 23
+    assert write_server.objects("cache/") == read_folder(tmp_path / "cache")
+
+
+def test_a_shard_is_stored_before_its_index_and_that_before_the_manifest(write_server: WriteServer) -> None:
+    write(URL, 10)
+    puts = [
+        key.removeprefix("cache/") for method, key, status in write_server.log() if (method, status) == ("PUT", 200)
+    ]
+    assert puts == ["000000.tar", "000000.idx", "manifest.json", "000001.tar", "000001.idx", "manifest.json"]
+
+
+def test_existing_shards_are_refused_resumed_or_overwritten(write_server: WriteServer, tmp_path: Path) -> None:
+    write(URL, 13)
+    with pytest.raises(FileExistsError, match=r"000000\.tar exists"):
+        write(URL, 13)
+    with tc.ShardWriter(URL, max_samples=5, resume=True) as sink:
+        assert "003" in sink
+        assert "013" not in sink
+        assert sink.num_finished == 13
+        for i in range(23):
+            sink.write(f"{i:03d}", sample(i), json={"i": i})
+    write(tmp_path / "resumed", 13)
+    write(tmp_path / "resumed", 23, resume=True)
+    assert write_server.objects("cache/") == read_folder(tmp_path / "resumed")
+
+    write_server.put("cache/other.txt", b"kept")
+    write(URL, 6, begin=50, overwrite=True)
+    write(tmp_path / "new", 6, begin=50)
+    assert write_server.objects("cache/") == {**read_folder(tmp_path / "new"), "other.txt": b"kept"}
+
+
+def test_resuming_adds_what_a_killed_writer_had_not_written(write_server: WriteServer, tmp_path: Path) -> None:
+    write(URL, 13)
+    whole = write_server.objects("cache/")
+    write_server.clear()
+    for name in ("000000.tar", "000001.tar", "000002.tar"):
+        write_server.put(f"cache/{name}", whole[name])
+    write(URL, 13, resume=True)
+    assert write_server.objects("cache/") == whole
+
+    del whole["000002.tar"]
+    write_server.clear()
+    for name, content in whole.items():
+        write_server.put(f"cache/{name}", content)
+    with pytest.warns(UserWarning, match="000002.tar no longer exists"):
+        tc.ShardWriter(URL, resume=True).close()
+    assert [each["url"] for each in json.loads(write_server.objects("cache/")["manifest.json"])["shardlist"]] == [
+        "000000.tar",
+        "000001.tar",
+    ]
+
+
+def test_shards_with_another_fingerprint_are_not_resumed(write_server: WriteServer) -> None:
+    write(URL, 5, fingerprint={"model": "a"})
+    with pytest.raises(tc.StaleCacheError, match="model"):
+        write(URL, 5, fingerprint={"model": "b"}, resume=True)
+
+
+def test_a_closed_writer(write_server: WriteServer) -> None:
+    sink = tc.ShardWriter(URL)
+    sink.write("a", sample(0))
+    sink.close()
+    sink.close()
+    with pytest.raises(ValueError, match="closed"):
+        sink.write("b", sample(0))
+    tc.ShardWriter("s3://bucket/empty").close()
+    assert write_server.objects("empty/") == {}
+
+
+def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(ImportError, match=r"pip install 'wds-tensorcache\[remote\]'"):
+        tc.ShardWriter(URL)
+
+
+def test_options_that_urls_do_not_have() -> None:
+    with pytest.raises(ValueError, match="footer=False"):
+        tc.ShardWriter(URL, footer=False)
+    with pytest.raises(ValueError, match="5 GB"):
+        tc.ShardWriter(URL, max_nbytes=1 << 40)
+    with pytest.raises(ValueError, match="at most one number"):
+        tc.ShardWriter("s3://bucket/%d/%d.tar")
+
+
+def test_a_url_that_pathlib_has_changed() -> None:
+    with pytest.raises(ValueError, match="pass a str"):
+        tc.ShardWriter(Path(URL) / "%03d.tar")
+    with pytest.raises(ValueError, match="pass a str"):
+        tc.open(Path(URL))
+
+
+@pytest.mark.parametrize("url", ["file:///tmp/cache", "htp://bucket/%03d.tar", "S4://bucket"])
+def test_urls_of_unknown_schemes_are_not_local_folders(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with tc.ShardWriter("cache") as sink:
+        sink.write("000", sample(0))
+    before = sorted(os.listdir())
+    for call in (
+        lambda: tc.ShardWriter(url),
+        lambda: tc.open(url),
+        lambda: tc.export_cache("cache", url, "pt"),
+        lambda: tc.reshard("cache", url),
+    ):
+        with pytest.raises(ValueError, match=f"{url}: expected a local path"):
+            call()
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize("url", ["https://host/cache/%03d.tar", "http://host/cache", "hf://datasets/a/b"])
+def test_servers_without_writes_are_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="s3://, gs:// or az://"):
+        tc.ShardWriter(url)
+
+
+def test_an_error_drops_the_unfinished_shard_and_keeps_finished_ones(write_server: WriteServer) -> None:
+    def write_twice() -> None:
+        with tc.ShardWriter(URL, max_samples=2) as sink:
+            for i in (0, 1, 2, 3, 4, 4):
+                sink.write(f"{i:03d}", sample(i))
+
+    with pytest.raises(tc.InvalidKeyError):
+        write_twice()
+    assert sorted(write_server.objects("cache/")) == [
+        "000000.idx",
+        "000000.tar",
+        "000001.idx",
+        "000001.tar",
+        "manifest.json",
+    ]

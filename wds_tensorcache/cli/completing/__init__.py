@@ -1,0 +1,1 @@
+"""Completion of commands, paths and keys in a shell."""

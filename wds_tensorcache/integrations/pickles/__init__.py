@@ -1,0 +1,1 @@
+"""Read pickles, and files of `torch.save`, without running them."""

@@ -1,0 +1,1 @@
+"""Ray Data: datasets read from caches, caches written from datasets, and caches built by actors on a cluster."""

@@ -1,0 +1,60 @@
+"""The samples of a block that a task writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from wds_tensorcache.codec.sample import decode_sample, encode_sample
+from wds_tensorcache.errors import TensorCacheError
+from wds_tensorcache.integrations.ray.rows.columns import values_by_column
+from wds_tensorcache.integrations.ray.rows.restore import plain_sample, restore_sample
+from wds_tensorcache.integrations.ray.rows.structure import KEY, STRUCTURE
+
+__all__ = ["encoded_table", "samples_of_block"]
+
+SKELETON, TENSORS = "__skeleton__", "__tensors__"  # columns of encoded samples
+
+
+def encoded_table(keys: Sequence[Any], samples: Sequence[Any], key: str, allow: Iterable[type] = ()) -> Any:
+    """Return a block with one encoded sample in each row, which is exact for every sample that a shard can contain.
+
+    Raises:
+        EncodeError: A value cannot be stored; the message contains the key and the value's path.
+    """
+    encoded = []
+    for at, sample in enumerate(samples):
+        try:
+            encoded.append(encode_sample(sample, allow=allow))
+        except TensorCacheError as exc:
+            raise exc.at(f"sample {keys[at]!r}") from exc
+    skeletons, tensors = ([row[at] for row in encoded] for at in range(2))
+    table = {SKELETON: pa.array(skeletons, pa.large_binary()), TENSORS: pa.array(tensors, pa.large_binary())}
+    return pa.table({key: pa.array(list(keys)), **table})
+
+
+def samples_of_block(block: Any, key: str, allow: Iterable[type] = ()) -> Iterator[tuple[Any, Any]]:
+    """Yield key and sample of each row of a block; tensors may alias the block, so never write into them.
+
+    A block with the columns of `encoded_table` has encoded samples.
+
+    Raises:
+        KeyError: The block has rows, but no column `key`.
+    """
+    columns = values_by_column(block)
+    keys = columns.pop(key, None)
+    if keys is None:
+        if not columns or not len(next(iter(columns.values()))):
+            return
+        raise KeyError(f"no column {key!r} among {sorted(columns)!r:.300}; pass key=… to write_ray")
+    if SKELETON in columns and TENSORS in columns:
+        for key_value, skeleton, tensors in zip(keys, columns[SKELETON], columns[TENSORS], strict=True):
+            yield key_value, decode_sample(skeleton, tensors, allow=allow)
+        return
+    raws = columns.pop(STRUCTURE, [None] * len(keys))
+    for at in range(len(keys)):
+        row = {name: values[at] for name, values in columns.items() if name != KEY}
+        raw = raws[at]
+        yield keys[at], plain_sample(row) if raw is None else restore_sample(raw, row, allow=allow)

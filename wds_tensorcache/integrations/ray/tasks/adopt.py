@@ -1,0 +1,41 @@
+"""Shards that killed or failed builds have finished, but not listed: those that double no key join the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from wds_tensorcache.integrations.ray.tasks.folder import Folder
+from wds_tensorcache.shards.fingerprint import check_same
+from wds_tensorcache.shards.manifest import Listing
+from wds_tensorcache.storage.remote.urls import shown
+
+__all__ = ["adopt", "shard_names"]
+
+
+def shard_names(names: Iterable[str]) -> list[str]:
+    """Return the names of shards among the names of files."""
+    return [name for name in names if name.endswith(".tar") and not name.startswith(".")]
+
+
+def adopt(folder: Folder, listing: Listing, fingerprint: Mapping[str, Any]) -> None:
+    """Add unlisted shards to the content of a manifest, as long as no key occurs twice.
+
+    Two attempts of one task may both have finished shards, with the same keys in other combinations. Shards with more samples
+    come first. A shard with a key that is already there is left out, so its other samples are computed again.
+
+    Raises:
+        StaleCacheError: A shard has another fingerprint.
+        FormatError: A shard is damaged.
+    """
+    unlisted = [name for name in shard_names(folder.names()) if name not in listing.entries]
+    indexes = folder.load((*listing.entries, *unlisted))
+    for name, index in indexes.items():
+        made = index.fingerprint if index.fingerprint is not None else listing.fingerprint(name)
+        check_same(f"{shown(folder.path)}/{name}", made, fingerprint)
+    known = {key for name in listing.entries for key in indexes[name].keys}
+    for name in sorted(unlisted, key=lambda name: (-len(indexes[name].keys), name)):
+        keys = list(indexes[name].keys)
+        if known.isdisjoint(keys):
+            folder.add(listing, name, indexes[name])
+            known.update(keys)

@@ -1,0 +1,71 @@
+"""The number of batches that a loader reads ahead from remote shards, by the latency and rate of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+from wds_tensorcache.storage.remote.fetch import measured
+from wds_tensorcache.storage.remote.urls import is_url
+
+__all__ = ["NUM_THREADS", "BatchesAhead", "remote_url"]
+
+NUM_THREADS = 16  # each waits for the requests of one batch; a process has at most 64 requests in flight
+_LEAST, _FIRST, _MOST = 2, 4, 32
+_NUM_LOCAL = 8  # not one: a mix may have a local cache, too
+_MAX_NBYTES = 1 << 30
+_REQUIRED = 4  # bytes in flight, in multiples of latency times rate, above which more would only take memory
+
+
+class BatchesAhead:
+    """The number of batches to read ahead, which grows while training waits for requests.
+
+    Requests take the server's latency, during which `latency * rate` bytes of other requests must be on their way to use
+    all of its rate. Both are measured. The number begins with 4, and doubles when training had to wait for a batch while less
+    than four times these bytes were in flight. Eight batches in a row that needed no request, as from a node's cache, reduce
+    it to 2: more batches in memory only take room in the processor's caches.
+
+    Args:
+        url: Url of a shard, whose server is measured; None if all shards are local.
+        fixed: The number, if it does not change.
+
+    Attributes:
+        count: The number, at most 32 unless it is fixed; 2 if all shards are local.
+        is_local: True after eight batches in a row that needed no request. Two threads then read as fast as more do; more
+            only take turns on the processor's caches.
+
+    Memory: at most 1 GiB of batches, but at least two batches.
+    Threads: one thread uses it.
+    """
+
+    def __init__(self, url: str | None, fixed: int | None = None) -> None:
+        if fixed is None and url is None:
+            fixed = _LEAST
+        self._is_fixed = fixed is not None
+        self.count = _FIRST if fixed is None else fixed
+        self.is_local = False
+        self._num_local = 0
+        self._url = url
+
+    def note(self, nbytes: int, *, has_waited: bool, has_requested: bool) -> None:
+        """Record that training received a batch of `nbytes` bytes; whether it had to wait, and whether requests were made."""
+        self._num_local = 0 if has_requested else self._num_local + 1
+        self.is_local = self._num_local >= _NUM_LOCAL
+        if self._is_fixed or self._url is None:
+            return
+        if self.is_local:
+            self.count = _LEAST
+        if not has_requested:
+            return
+        allowed = max(_LEAST, _MAX_NBYTES // max(1, nbytes))
+        if has_waited and self.count < _MOST:
+            pace = measured(self._url)
+            if self.count * nbytes < _REQUIRED * pace.latency_s * pace.total_rate:
+                self.count *= 2
+        self.count = min(self.count, allowed, _MOST)
+
+
+def remote_url(caches: Iterable[Any]) -> str | None:
+    """Return the url of a remote shard of some caches; None if all their shards are local."""
+    return next(filter(is_url, chain.from_iterable(cache._paths() for cache in caches)), None)

@@ -1,0 +1,88 @@
+"""The reads of a batch from remote shards: all ranges at once, straight into the batch's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from wds_tensorcache.shards.shard import Shard
+from wds_tensorcache.storage.node_cache.cache import read_remote
+
+__all__ = ["BatchFetch", "add_member", "add_skeleton", "fetch_skeletons"]
+
+_Check = Callable[[bytes], object]
+
+
+class BatchFetch:
+    """Ranges of remote shards, collected one by one and then fetched at once.
+
+    Requests of several batches share the 64 that a process has in flight.
+    """
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[Any, int, list[Any]]] = []
+        self._extents: list[tuple[bytearray, _Check]] = []  # bytes that are not part of a batch's memory
+        self._checking: set[tuple[int, int]] = set()
+
+    def add_into(self, shard: Shard, begin: int, buffers: list[Any]) -> None:
+        """Read from offset `begin` of a shard on into 1-D byte buffers, in order."""
+        self._ranges.append((shard.files.remote(shard.path), begin, buffers))
+
+    def add_headers(self, shard: Shard, row: int, begin: int, end: int) -> None:
+        """Read the headers of a sample's tensors, and compare them with the index, if `Shard.headers_to_fetch` says so.
+
+        `[begin, end)` is the first range of the sample that is read.
+        """
+        extent = shard.headers_to_fetch(row, begin, end)
+        if extent is not None and (id(shard), row) not in self._checking:
+            self._checking.add((id(shard), row))
+            self.add_extent(shard, *extent, lambda stored: shard.check_tensors(row, stored))
+
+    def add_extent(self, shard: Shard, begin: int, end: int, use: _Check) -> None:
+        """Read the bytes `[begin, end)` of a shard; `run` then calls `use` with them."""
+        stored = bytearray(end - begin)
+        self.add_into(shard, begin, [stored])
+        self._extents.append((stored, use))
+
+    def run(self) -> None:
+        """Fetch all ranges, and call the functions that use some of them, in the order in which they were added.
+
+        Raises:
+            MissingShardError: A shard does not exist any more.
+            FormatError: A shard has changed, or does not match its index.
+            RemoteError: A request failed.
+        """
+        ranges, extents = self._ranges, self._extents
+        self._ranges, self._extents, self._checking = [], [], set()
+        read_remote(ranges)
+        for stored, use in extents:
+            use(bytes(stored))
+
+
+def fetch_skeletons(wanted: Iterable[tuple[int, Shard, int]]) -> dict[int, bytes]:
+    """Return the bytes at `Shard.skeleton_extent` of samples, by their positions in a batch.
+
+    Args:
+        wanted: For each sample, its position in the batch, its shard, and its row.
+    """
+    fetch, found = BatchFetch(), dict[int, bytes]()
+    for i, shard, row in wanted:
+        add_skeleton(fetch, i, shard, row, found)
+    fetch.run()
+    return found
+
+
+def add_skeleton(fetch: BatchFetch, i: int, shard: Shard, row: int, found: dict[int, bytes]) -> None:
+    """Read the skeleton of a sample into `found`, by its position `i` in the batch."""
+    fetch.add_extent(shard, *shard.skeleton_extent(row), lambda stored: found.__setitem__(i, stored))
+
+
+def add_member(
+    fetch: BatchFetch, i: int, shard: Shard, row: int, suffix: str, number: int, found: dict[int, bytes]
+) -> None:
+    """Read a member of a sample into `found`, by its position `i` in the batch; `number` is as for `Shard.member`."""
+
+    def use(stored: bytes) -> None:
+        found[i] = shard.member(row, suffix, number, stored)
+
+    fetch.add_extent(shard, *shard.member_extent(suffix, number), use)

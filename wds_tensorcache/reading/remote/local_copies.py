@@ -1,0 +1,117 @@
+"""Batches of remote shards whose bytes are all in the node's cache: they are read as from local shards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.reading.batch.columns import Columns, Layouts
+from wds_tensorcache.reading.batch.merge_reads import ranges
+from wds_tensorcache.reading.store import Store
+from wds_tensorcache.storage.aio import Reads, address_of, read_many
+from wds_tensorcache.storage.node_cache.block_file import BLOCK, BlockFile
+from wds_tensorcache.storage.node_cache.cache import CachedFile
+
+__all__ = ["LocalCopies", "find_local_copies"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCopies:
+    """The local files of the remote shards of a batch, which contain its rows, and the skeletons of some of its samples.
+
+    Attributes:
+        files: Local file of each remote shard of the batch, by shard number.
+        positions: Positions of those samples in the batch, int64 `[n]`.
+        numbers: Shard number of each of them, int64 `[n]`.
+        begins, nbytes: Bytes of each skeleton, from `Shard.skeleton_extents`, int64 `[n]`.
+    """
+
+    files: Mapping[int, BlockFile]
+    positions: Array
+    numbers: Array
+    begins: Array
+    nbytes: Array
+
+    def read_skeletons(self) -> dict[int, bytes]:
+        """Return the bytes at `Shard.skeleton_extent` of the samples, by position. One system call for up to 128.
+
+        The bytes are right if no file was evicted meanwhile, which the caller checks afterwards.
+
+        Raises:
+            Evicted: A file was cut short.
+        """
+        if not len(self.positions):
+            return {}
+        ends = self.nbytes.cumsum()
+        memory = np.empty(ends.item(-1), np.uint8)
+        buffers = np.stack([address_of(memory) + ends - self.nbytes, self.nbytes], 1).astype(np.uint64)
+        files = [self.files[number] for number in self.numbers.tolist()]
+        fd, flags = np.array([(file.fd, file.nowait) for file in files], np.int64).reshape(-1, 2).T
+        reads = Reads(fd, self.begins, flags, buffers, np.arange(len(ends) + 1), (memory, files))
+        is_short = read_many(reads, 0, len(ends)) != self.nbytes
+        stored, positions = memory.tobytes(), self.positions.tolist()
+        extents = zip(positions, (ends - self.nbytes).tolist(), ends.tolist(), strict=True)
+        found = {i: stored[first:last] for i, first, last in extents}
+        for at in np.flatnonzero(is_short).tolist():  # not in memory, or the system has no such call
+            begin = self.begins.item(at)
+            found[positions[at]] = files[at].read(begin, begin + self.nbytes.item(at))
+        return found
+
+
+def find_local_copies(
+    store: Store, layouts: Layouts, columns: Columns, is_far: Array, skeletons: Iterable[int]
+) -> LocalCopies | None:
+    """Return the local files of the remote shards of a batch if they contain all bytes of its rows, and some skeletons.
+
+    Otherwise return None: the batch needs requests.
+
+    Args:
+        is_far: Mask of the samples in remote shards, bool `[B]`.
+        skeletons: Positions of remote samples whose skeletons are needed, too.
+    """
+    rows, files = layouts.rows, dict[int, BlockFile]()
+    present = np.empty(len(rows), np.int64)  # bytes at the beginning of the file of each sample
+    now_s = time.monotonic()
+    for number, at, _ in rows.by_shard:
+        if store.are_remote[number]:
+            remote = store.files.remote(store.shards[number].path)
+            local = remote.cache.find_local(remote, now_s) if isinstance(remote, CachedFile) else None
+            if local is None:
+                return None
+            files[number] = local
+            present[at] = local.leading_nbytes()
+    small = np.array([*skeletons], np.int64)
+    begins, ends = np.empty((2, len(rows)), np.int64)
+    for number, at, some in rows.by_shard if len(small) else ():
+        if number in files:
+            begins[at], ends[at] = store.shards[number].skeleton_extents(some)
+    copies = LocalCopies(files, small, rows.number[small], begins[small], ends[small] - begins[small])
+    is_absent = is_far & (rows.begin + columns.exact_run_table.ends[layouts.which] > present)
+    is_absent[small] |= ends[small] > present[small]
+    if is_absent.any() and not _has_all(copies, layouts, columns, np.flatnonzero(is_far)):
+        return None
+    for number, _, some in rows.by_shard:
+        if number in files:
+            store.shards[number].skip_checks(some)  # headers may be absent
+    return copies
+
+
+def _has_all(copies: LocalCopies, layouts: Layouts, columns: Columns, far: Array) -> bool:
+    """Return whether the local files contain the rows of the samples at `far`, and the skeletons. Cost: 0.1 us for each run."""
+    rows, table = layouts.rows, columns.exact_run_table
+    run, sample = ranges(table.first_run, layouts.which[far])
+    at = far[sample]
+    begins = np.concatenate([rows.begin[at] + table.begin[run], copies.begins])
+    nbytes = np.concatenate([table.nbytes[run], copies.nbytes])
+    numbers = np.concatenate([rows.number[at], copies.numbers])
+    blocks = (begins // BLOCK).tolist(), (-(-(begins + nbytes) // BLOCK)).tolist()
+    searches = {number: file.find_absent for number, file in copies.files.items()}
+    return all(
+        searches[number](0, first, last) < 0 for number, first, last in zip(numbers.tolist(), *blocks, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""Manifests and indexes of shards on servers and in object stores."""

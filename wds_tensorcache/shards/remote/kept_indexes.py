@@ -1,0 +1,141 @@
+"""A folder of indexes of remote shards, so that later runs and other processes need not fetch them again.
+
+A file has the name of a digest of the shard's url, and contains one line of JSON (url, tag and length of the shard, and
+where the index was found), then the index as in a sidecar (FORMAT.md 4). Nothing in it is executed. A reader ignores a
+file whose url, tag, length or digest does not match, and fetches the index again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from wds_tensorcache.codec.strict_json import parse_json
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.shards.footer import parse_footer
+from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.storage.atomic import find_temporary, remove_stray, write_atomically
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.remote.client import ObjectInfo
+
+__all__ = ["VARIABLE", "KeptIndexes", "default_folder"]
+
+VARIABLE = "TENSORCACHE_INDEXES"  # a folder, or `off`
+_MAX_NBYTES = 1 << 30
+_MAX_LINE_NBYTES = 1 << 16
+_SUFFIX = ".kept"
+_PRUNES_EVERY = 64  # about one write of so many looks at the length of the folder
+
+
+def default_folder() -> str | None:
+    """Return the folder for kept indexes; None if the environment variable `TENSORCACHE_INDEXES` is `off`.
+
+    It is the value of this variable; by default a folder of the user: `$XDG_CACHE_HOME` or `~/.cache` on Linux.
+    """
+    chosen = os.environ.get(VARIABLE)
+    if chosen:
+        return None if chosen.lower() == "off" else os.path.abspath(os.path.expanduser(chosen))
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the rules of XDG: a relative path is ignored
+        base = os.environ.get("LOCALAPPDATA", "") if sys.platform == "win32" else ""
+    try:
+        return os.path.join(base or Path.home() / ".cache", "wds_tensorcache", "indexes")
+    except RuntimeError:  # a user without a home
+        return None
+
+
+class KeptIndexes:
+    """Indexes of remote shards in a folder. The least recently used ones are removed above a total of `max_nbytes`.
+
+    A folder that cannot be written or read has no effect but further requests.
+
+    Threads/fork/pickle: safe everywhere; several processes may use one folder.
+    """
+
+    def __init__(self, folder: str, max_nbytes: int = _MAX_NBYTES) -> None:
+        self.folder = folder
+        self.max_nbytes = max_nbytes
+        self._is_written = False
+
+    def __reduce__(self) -> Any:
+        return KeptIndexes, (self.folder, self.max_nbytes)
+
+    def _path(self, url: str) -> str:
+        digest = hashlib.sha256(url.encode("utf-8", "surrogateescape")).hexdigest()
+        return os.path.join(self.folder, digest[:40] + _SUFFIX)
+
+    def _most_nbytes(self) -> int:
+        """Return the most bytes of a file."""
+        return self.max_nbytes // 8
+
+    def has(self, url: str) -> bool:
+        """Return whether there is a file for a shard, perhaps a stale one."""
+        return os.path.exists(self._path(url))
+
+    def read(self, url: str, info: ObjectInfo) -> tuple[ShardIndex, bool] | None:
+        """Return the index of a shard in this state, and whether it was found in the shard itself; None if there is none."""
+        if info.tag is None:
+            return None
+        try:
+            file = ShardFile(self._path(url))
+            if file.nbytes > self._most_nbytes():
+                return None
+            content = file.read(0, file.nbytes)
+            line = content[:_MAX_LINE_NBYTES].partition(b"\n")[0]
+            head = parse_json(line)
+            if head != _head(url, info, is_own=head["is_own"]):
+                return None
+            index = parse_footer(content[len(line) + 1 :], info.nbytes)
+        except (OSError, FormatError, ValueError, KeyError, TypeError, RecursionError):
+            return None  # damaged, or not a file of this package: fetch the index again
+        if index is None:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(file.path)  # recently used
+        return index, head["is_own"] is True
+
+    def write(self, url: str, info: ObjectInfo, footer: bytes, *, is_own: bool) -> None:
+        """Keep an index as bytes of a sidecar; `is_own` tells whether it was found in the shard itself."""
+        line = json.dumps(_head(url, info, is_own=is_own)).encode("ascii") + b"\n"
+        nbytes = len(line) + len(footer)
+        if info.tag is None or len(line) > _MAX_LINE_NBYTES or nbytes > self._most_nbytes():
+            return
+        # A full disk or a folder that cannot be written costs requests, and nothing else.
+        with contextlib.suppress(OSError):
+            os.makedirs(self.folder, mode=0o700, exist_ok=True)
+            write_atomically(self._path(url), [line, footer], fsync=False)
+            if not self._is_written or random.random() * _PRUNES_EVERY < 1:
+                self._is_written = True
+                self._prune()
+
+    def _prune(self) -> None:
+        """Remove the files that were not used for longest, until the rest has at most nine tenths of `max_nbytes`."""
+        for stray in find_temporary(self.folder, rf"[0-9a-f]{{40}}\{_SUFFIX}"):
+            remove_stray(stray)
+        found = []
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):  # another process has removed it
+                    if entry.name.endswith(_SUFFIX) and entry.is_file(follow_symlinks=False):
+                        status = entry.stat(follow_symlinks=False)
+                        found.append((status.st_mtime_ns, status.st_size, entry.path))
+        excess = sum(nbytes for _, nbytes, _ in found) - self.max_nbytes
+        if excess <= 0:
+            return
+        excess += self.max_nbytes // 10
+        for _, nbytes, path in sorted(found):
+            if excess <= 0:
+                return
+            with contextlib.suppress(OSError):
+                os.remove(path)
+                excess -= nbytes
+
+
+def _head(url: str, info: ObjectInfo, *, is_own: Any) -> dict[str, Any]:
+    return {"url": url, "tag": info.tag, "nbytes": info.nbytes, "is_own": is_own}

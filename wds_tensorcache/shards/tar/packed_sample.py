@@ -1,0 +1,71 @@
+"""A sample as the members of a tar, complete but for its position in the shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wds_tensorcache.codec.sample import EncodedSample
+from wds_tensorcache.shards.index_builder import CacheEntry
+from wds_tensorcache.shards.names import SKELETON, TENSORS
+from wds_tensorcache.shards.tar.headers import BLOCK, build_tar_header
+
+__all__ = ["PackedSample", "pack"]
+
+_ZEROS = bytes(BLOCK)
+
+
+@dataclass(slots=True)
+class PackedSample:
+    """The members of a sample with their tar headers. They have the same bytes at any position, a multiple of 512.
+
+    Attributes:
+        key: Key of the sample.
+        parts: Bytes-like parts, in order; empty if another process has them.
+        nbytes: Total length of the parts.
+        caches: Caches of the sample; their offsets are relative to the first part.
+        members: (suffix, offset, length) of each other member, with a relative offset.
+    """
+
+    key: str
+    parts: list[Any]
+    nbytes: int
+    caches: list[CacheEntry]
+    members: list[tuple[str, int, int]]
+
+
+def pack(key: str, caches: Sequence[tuple[str, EncodedSample]], others: Mapping[str, bytes]) -> PackedSample:
+    """Return the members of a sample: encoded caches by name, and bytes of other members by extension.
+
+    Memory: the parts alias the tensors of the encoded samples.
+    """
+    parts: list[Any] = []
+    position = 0
+    entries: list[CacheEntry] = []
+    members: list[tuple[str, int, int]] = []
+    for name, encoded in caches:
+        prefix = f"{key}.{name}." if name else f"{key}."
+        skeleton, nbytes = encoded.skeleton, encoded.layout.nbytes
+        skeleton_begin = _add_member(parts, position, prefix + SKELETON, len(skeleton), skeleton)
+        position = skeleton_begin + len(skeleton) + -len(skeleton) % BLOCK
+        begin = _add_member(parts, position, prefix + TENSORS, nbytes, encoded.header, *encoded.buffers)
+        position = begin + nbytes + -nbytes % BLOCK
+        entries.append(
+            CacheEntry(name, skeleton_begin, len(skeleton), begin, encoded.layout, encoded.digest, encoded.references)
+        )
+    for extension, raw in others.items():
+        begin = _add_member(parts, position, f"{key}.{extension}", len(raw), raw)
+        position = begin + len(raw) + -len(raw) % BLOCK
+        members.append((extension.lower(), begin, len(raw)))
+    return PackedSample(key, parts, position, entries, members)
+
+
+def _add_member(parts: list[Any], position: int, name: str, nbytes: int, *content: Any) -> int:
+    """Append a member with its header and padding to `parts`; return the offset of its content.
+
+    The header will be at offset `position`.
+    """
+    header = build_tar_header(name, nbytes)
+    parts += header, *content, _ZEROS[: -nbytes % BLOCK]
+    return position + len(header)

@@ -1,0 +1,233 @@
+"""The file of one cached object: its bytes at their own offsets, then a header, then a byte for each block.
+
+The file is sparse. A block is present if its byte in the map is `WRITTEN` or `SYNCED`; that byte is written after the block.
+The map is the last part of the file, so that a file that was cut short has lost its map, too.
+
+A file is evicted by removing its name, then truncating it. So a reader that has it open finds out by `is_current`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import stat
+from collections import deque
+from functools import partial
+
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.system import SHORTAGES, boot_id
+from wds_tensorcache.storage.threads import NO_FORK, call_when_gone
+
+__all__ = [
+    "BLOCK",
+    "OTHERS_MAY_WRITE",
+    "SUFFIX",
+    "SYNC_BYTE",
+    "BlockFile",
+    "BlockRuns",
+    "Evicted",
+    "is_own_file",
+    "open_block_file",
+    "write_layout",
+]
+
+# bytes of a block: the unit in which file systems allocate, so that no block needs more than its own bytes
+BLOCK = 4096
+SUFFIX = ".blocks"
+_MAGIC = b"wds_tensorcache node cache 1\n"
+_BOOT_AT = 64  # offset of the boot id in the header
+WRITTEN, SYNCED = 1, 2  # bytes of the map; SYNCED blocks survive a crash of the machine
+_KNOWN = bytes(value if value in (WRITTEN, SYNCED) else 0 for value in range(256))
+_next_present = re.compile(rb"[^\0]").search
+_FLAGS = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+OTHERS_MAY_WRITE = 0o022  # permissions of a file or folder
+# Bytes of the file as locks: byte `i` of block `i`; this one is held while the file is synced. Eviction needs all of them.
+SYNC_BYTE = 1 << 60
+
+BlockRuns = list[tuple[int, int]]  # half-open ranges of blocks, ascending
+
+
+def is_own_file(status: os.stat_result) -> bool:
+    """Return whether this is the status of a regular file of this user, into which no other user may write."""
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & OTHERS_MAY_WRITE
+
+
+def _num_blocks(nbytes: int) -> int:
+    return -(-nbytes // BLOCK)
+
+
+def _header(digest: bytes) -> bytes:
+    """Return the header of an object without its boot id."""
+    return (_MAGIC.ljust(_BOOT_AT - 32, b"\0") + digest).ljust(BLOCK, b"\0")
+
+
+def write_layout(fd: int, digest: bytes, nbytes: int) -> None:
+    """Give a new, empty file the layout for an object of `nbytes` bytes, without any block.
+
+    Raises:
+        OSError: The file system is full.
+    """
+    begin, count = _num_blocks(nbytes) * BLOCK, _num_blocks(nbytes)
+    os.ftruncate(fd, begin + BLOCK + count)
+    os.posix_fallocate(fd, begin, BLOCK + count)
+    os.pwrite(fd, _header(digest), begin)
+    os.pwrite(fd, boot_id().encode(), begin + _BOOT_AT)
+
+
+def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
+    """Open the file of an object; return None if there is none, or if it is not such a file, or was damaged.
+
+    Raises:
+        OSError: This process cannot open more files now. Hazard: the caller would replace the file.
+    """
+    try:
+        with NO_FORK:
+            fd = os.open(path, _FLAGS)
+            file = BlockFile(path, fd, nbytes)
+    except OSError as exc:
+        if exc.errno in SHORTAGES:
+            raise
+        return None
+    return file if is_own_file(file.status) and file.is_current() and file.has_header(digest) else None
+
+
+class Evicted(Exception):
+    """A file was evicted or removed while it was read."""
+
+
+class BlockFile(ShardFile):
+    """An open file of one object, which readers use like a local shard. It must not be mapped.
+
+    Threads/fork: any thread; a forked child shares the open file. All methods but `forget_unsynced` may run at any time.
+
+    Attributes:
+        path: Path of the file.
+        fd: Descriptor, open for reading and writing as long as this object exists.
+        nbytes: Length of the object.
+        status: Status of the file when it was opened.
+    """
+
+    def __init__(self, path: str, fd: int, nbytes: int) -> None:
+        # not `ShardFile.__init__`, which would open the file again
+        self.path, self.fd = path, fd
+        self._net = call_when_gone(self, partial(deque, map(os.close, [fd]), 0))
+        self.status = os.fstat(fd)
+        self._begin(self.status)
+        self.lease_fds, self.may_lease = [], False
+        self._mode = self.status.st_mode
+        self.nbytes = nbytes
+        self._header_at = _num_blocks(nbytes) * BLOCK
+        self._map_at = self._header_at + BLOCK
+        self._nbytes_in_all = self._map_at + _num_blocks(nbytes)
+        # Blocks that are known to be present. Hazard: a map of the file itself would kill the process if the file is cut short.
+        self._present = bytearray(_num_blocks(nbytes))
+        # `find_absent(0, first, last)` returns the first of these blocks that is not known to be present, or -1.
+        self.find_absent = self._present.find
+        self._num_leading = 0  # blocks at the beginning of the file, all known to be present
+        self._used_s = 0.0
+
+    def is_current(self) -> bool:
+        """Return whether the file is complete and has a name: it was neither evicted nor removed. One system call.
+
+        Bytes that were read before this call, from blocks that were present, are right if it returns True.
+        """
+        status = os.fstat(self.fd)
+        return status.st_nlink > 0 and status.st_size == self._nbytes_in_all and status.st_mode == self._mode
+
+    def check_unchanged(self) -> None:
+        """Raise Evicted if `is_current` returns False."""
+        if not self.is_current():
+            raise Evicted
+
+    def _cut_short(self) -> Exception:
+        return Evicted()
+
+    def map(self) -> mmap.mmap:
+        """Raise an error. Hazard: reading the map of an evicted file kills the process (SIGBUS)."""
+        raise NotImplementedError(f"{self.path}: files of a node's cache are not mapped")
+
+    def has_header(self, digest: bytes) -> bool:
+        """Return whether the header is that of an object with this digest."""
+        found = os.pread(self.fd, BLOCK, self._header_at)
+        return found[:_BOOT_AT] == _header(digest)[:_BOOT_AT]
+
+    def is_of_this_boot(self) -> bool:
+        """Return whether the machine has not restarted since the file was made, so that a crash cannot have lost blocks."""
+        boot = boot_id().encode()
+        return bool(boot) and os.pread(self.fd, len(boot), self._header_at + _BOOT_AT) == boot
+
+    def forget_unsynced(self) -> None:
+        """After a restart of the machine, keep only blocks that were synced.
+
+        The caller holds the lock of the folder, so that no other process uses the file meanwhile.
+        """
+        found = os.pread(self.fd, _num_blocks(self.nbytes), self._map_at)
+        os.pwrite(self.fd, bytes(SYNCED if value == SYNCED else 0 for value in found), self._map_at)
+        os.fsync(self.fd)  # first, or after another crash the map could be older than the boot id
+        os.pwrite(self.fd, boot_id().encode(), self._header_at + _BOOT_AT)
+
+    def absent(self, runs: BlockRuns, *, refresh: bool = False) -> BlockRuns:
+        """Return the parts of runs of blocks that are absent.
+
+        Args:
+            runs: Ranges of blocks, `[first, last)`.
+            refresh: Look into the file for what this process does not know to be present. One system call for each run.
+        """
+        present, found = self._present, []
+        for first, last in runs:
+            at = present.find(0, first, last)
+            if at >= 0 and refresh:
+                content = os.pread(self.fd, last - at, self._map_at + at).translate(_KNOWN)
+                if len(content) == last - at:  # shorter if the file was evicted
+                    present[at:last] = content
+                at = present.find(0, at, last)
+            while at >= 0:
+                match = _next_present(present, at, last)
+                end = match.start() if match else last
+                found.append((at, end))
+                at = present.find(0, end, last)
+        return found
+
+    def leading_nbytes(self) -> int:
+        """Return how many bytes at the beginning of the file are known to be present, in blocks without a gap."""
+        first = self.find_absent(0, self._num_leading)  # a block that is known to be present stays so
+        self._num_leading = first if first >= 0 else len(self._present)
+        return self._num_leading * BLOCK
+
+    def extent(self, run: tuple[int, int]) -> tuple[int, int]:
+        """Return the bytes `[begin, end)` of a run of blocks."""
+        return run[0] * BLOCK, min(run[1] * BLOCK, self.nbytes)
+
+    def publish(self, run: tuple[int, int], content: memoryview) -> None:
+        """Write absent blocks, then mark them as present. The caller has locked them.
+
+        Raises:
+            OSError: The blocks could not be written, and remain absent.
+        """
+        begin, _ = self.extent(run)
+        while len(content):
+            count = os.pwrite(self.fd, content, begin)
+            begin, content = begin + count, content[count:]
+        marks = bytes([WRITTEN]) * (run[1] - run[0])
+        os.pwrite(self.fd, marks, self._map_at + run[0])
+        self._present[run[0] : run[1]] = marks
+
+    def sync(self) -> None:
+        """Wait until all blocks that are present now are on disk, and mark them, so that a crash does not lose them.
+
+        The caller holds a lock that prevents eviction.
+
+        Raises:
+            OSError: The disk cannot be written.
+        """
+        found = os.pread(self.fd, _num_blocks(self.nbytes), self._map_at)
+        os.fdatasync(self.fd)
+        for match in re.finditer(b"\1+", found):
+            os.pwrite(self.fd, bytes([SYNCED]) * len(match[0]), self._map_at + match.start())
+
+    def note_use(self, now_s: float) -> None:
+        """Record that the file is in use: as its time of modification, at most once a second."""
+        if now_s - self._used_s >= 1:
+            self._used_s = now_s
+            os.utime(self.fd)

@@ -1,0 +1,360 @@
+"""A node's cache: reads of remote files through a local folder, or directly when the folder cannot be used."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from wds_tensorcache.storage.aio import Reads, address_of, read_many
+from wds_tensorcache.storage.node_cache.block_file import BLOCK, BlockFile, Evicted
+from wds_tensorcache.storage.node_cache.fill import Fetch, Range, Wanted, block_runs, fill
+from wds_tensorcache.storage.node_cache.folder import CacheFolder, open_folder
+from wds_tensorcache.storage.node_cache.identity import digest_of
+from wds_tensorcache.storage.node_cache.unusable import Busy, CacheUnusable
+from wds_tensorcache.storage.remote.clients import client_for
+from wds_tensorcache.storage.remote.fetch import fetch_many, largest_gap, run_all
+from wds_tensorcache.storage.remote.remote_file import RemoteFile
+from wds_tensorcache.storage.system import MAX_BUFFERS
+from wds_tensorcache.storage.threads import ThreadPool
+
+__all__ = ["CachedFile", "NodeCache", "open_node_cache", "read_remote"]
+
+_MAX_FILES = 64  # of one read at a time: as many requests are in flight
+_SYNC_S = 60.0
+
+
+def fetch_blocks(ranges: Sequence[Range]) -> None:
+    """Read ranges, but no gaps between them: those blocks are present, or another process is fetching them."""
+    fetch_many(ranges, merges=False)
+
+
+def open_node_cache(
+    path: str | os.PathLike[str], max_nbytes: int | None = None, fetch: Fetch = fetch_blocks, max_open: int = 128
+) -> NodeCache:
+    """Open the cache in a folder, which is created if needed.
+
+    Args:
+        path: Path of the folder.
+        max_nbytes: The most bytes that the files of the folder may take on disk; None for all but a fiftieth of the disk.
+        fetch: Reads ranges of remote files.
+        max_open: The most local files that stay open while no read needs them.
+
+    Raises:
+        NotImplementedError, OSError, ValueError: As `open_folder`.
+        ValueError: `max_nbytes` is not positive.
+    """
+    if max_nbytes is not None and max_nbytes < 1:
+        raise ValueError(f"cache_nbytes={max_nbytes}, expected at least 1, or None")
+    return NodeCache(open_folder(path, max_nbytes), fetch, max_open)
+
+
+def read_remote(ranges: Iterable[Range]) -> None:
+    """Read ranges of remote files as `fetch_many` does, those of cached files through their cache."""
+    by_cache: dict[NodeCache | None, list[Range]] = {}
+    for each in ranges:
+        by_cache.setdefault(each[0].cache if isinstance(each[0], CachedFile) else None, []).append(each)
+    for cache, some in by_cache.items():
+        if cache is None:
+            fetch_many(some)
+        else:
+            cache.read_many(some)
+
+
+class NodeCache:
+    """The cache in a folder.
+
+    Args:
+        folder: Folder of the cache.
+        fetch: Reads ranges of remote files.
+        max_open: The most local files that stay open while no read needs them.
+
+    Threads/fork/pickle: safe everywhere; a copy in another process uses the same folder.
+    """
+
+    def __init__(self, folder: CacheFolder, fetch: Fetch = fetch_blocks, max_open: int = 128) -> None:
+        self.folder, self._fetch, self._max_open = folder, fetch, max_open
+        self._open: dict[bytes, BlockFile] = {}  # by digest
+        self._written: dict[bytes, int] = {}  # by digest, lengths of files with blocks that this process has not synced
+        self._is_warned = False
+        self._rests_until = 0.0
+        self._syncs_at = inf  # time of the next `sync` by a thread
+        self._syncer: tuple[int, ThreadPool] | None = None  # process and its thread
+
+    def __reduce__(self) -> Any:
+        return NodeCache, (self.folder, self._fetch, self._max_open)
+
+    def file(
+        self, url: str, nbytes: int | None = None, tag: str | None = None, manifest: str | None = None
+    ) -> CachedFile:
+        """Return a remote file that is read through this cache; the arguments are those of `RemoteFile`."""
+        return CachedFile(self, url, nbytes, tag, manifest)
+
+    def read_many(self, ranges: Sequence[Range]) -> None:
+        """Read ranges of `CachedFile`s; fetch absent blocks first.
+
+        Raises:
+            RemoteError, FormatError, FileNotFoundError: As `fetch_many`.
+        """
+        by_file: dict[CachedFile, list[Range]] = {}
+        for each in self._read_present(ranges):
+            by_file.setdefault(_cached(each[0]), []).append(each)
+        files = list(by_file)
+        # Hazard: each file takes two descriptors until its blocks are there.
+        count = max(1, min(_MAX_FILES, self._max_open // 2))
+        for at in range(0, len(files), count):
+            self._read({file: by_file[file] for file in files[at : at + count]})
+
+    def _read_present(self, ranges: Sequence[Range]) -> list[Range]:
+        """Read the ranges whose blocks are known to be present; return all other ranges."""
+        open_files: dict[RemoteFile, BlockFile | None] = {}
+        present, rest, now_s = list[tuple[BlockFile, Range]](), list[Range](), time.monotonic()
+        for each in ranges:
+            remote, begin, _ = each
+            if remote not in open_files:
+                open_files[remote] = self.find_local(_cached(remote), now_s)
+            file = open_files[remote]
+            if file is not None and file.find_absent(0, begin // BLOCK, -(-_end(each) // BLOCK)) < 0:
+                present.append((file, each))
+            else:
+                rest.append(each)
+        if present:
+            good = _read_all(present)
+            evicted = {file for file in {file for file, _ in present} if not file.is_current()}
+            rest += [
+                each for (file, each), is_good in zip(present, good, strict=True) if not is_good or file in evicted
+            ]
+        return rest
+
+    def _read(self, by_file: Mapping[CachedFile, Sequence[Range]]) -> None:
+        local = self._prepare(by_file)
+        found = [(local[file], each) for file, ranges in by_file.items() if file in local for each in ranges]
+        good = _read_local(found)
+        # Bytes count only if the file was not evicted during the read. One system call for each file.
+        evicted = {file for file in local.values() if not file.is_current()}
+        failed = [each for (file, each), is_good in zip(found, good, strict=True) if not is_good or file in evicted]
+        failed += [each for file, ranges in by_file.items() if file not in local for each in ranges]
+        if failed:
+            # without the cache, gaps between near ranges may be fetched with them
+            (fetch_many if self._fetch is fetch_blocks else self._fetch)(failed)
+
+    def _prepare(self, by_file: Mapping[CachedFile, Sequence[Range]]) -> dict[CachedFile, BlockFile]:
+        """Fetch the absent blocks of all ranges at once, as far as the folder can hold them; return the local files."""
+        local: dict[CachedFile, BlockFile] = {}
+        is_resting = time.monotonic() < self._rests_until
+        self._learn_tags(by_file)
+        wanted = []
+        try:
+            for file, ranges in by_file.items():
+                begins, ends = [begin for _, begin, _ in ranges], list(map(_end, ranges))
+                file.check_range(min(begins), max(ends))
+                if file.state.tag is None:
+                    self._warn("the server sends neither an ETag nor a date, so that changes would not be noticed")
+                    continue
+                try:
+                    found = self._local(file, is_resting)
+                    if found is None:
+                        continue
+                    found.note_use(time.monotonic())
+                    absent = found.absent(block_runs(begins, ends))
+                    if absent:
+                        # a request would fetch small gaps, too: they are stored as well
+                        absent = found.absent(block_runs(begins, ends, largest_gap(file.url) // BLOCK))
+                except (OSError, Busy) as exc:
+                    if isinstance(exc, OSError):
+                        self._warn(exc)
+                    continue  # other files may be better
+                except CacheUnusable as exc:
+                    is_resting = True
+                    self._rest(exc)
+                    continue
+                local[file] = found
+                if absent:
+                    wanted.append(Wanted(file, found, absent))
+                    self._written[file.digest] = file.nbytes
+            if wanted and not is_resting:
+                fill(self.folder, wanted, self._fetch)
+                self._sync_soon()
+        except Busy:  # no warning: the next read may find room
+            return local
+        except CacheUnusable as exc:
+            self._rest(exc)
+        return local
+
+    def _rest(self, reason: CacheUnusable) -> None:
+        self._rests_until = time.monotonic() + reason.rest_s
+        self._warn(reason)
+
+    def _local(self, file: CachedFile, is_resting: bool) -> BlockFile | None:
+        """Return the local file, opened or created if needed; None if there is none and the cache is resting.
+
+        Raises:
+            NoRoom, Busy: There is no room for the file.
+            OSError: The folder or its disk cannot be written.
+        """
+        found = self._open.get(file.digest)
+        if found is None or not found.is_current():
+            if is_resting:
+                return None
+            found = self.folder.open_file(file.digest, file.nbytes)
+            while len(self._open) >= self._max_open:
+                with suppress(StopIteration, RuntimeError):  # another thread changes it, too
+                    self._open.pop(next(iter(self._open)), None)
+            self._open[file.digest] = found
+        return found
+
+    def find_local(self, file: CachedFile, now_s: float) -> BlockFile | None:
+        """Return the local file if it is open. It may have been evicted. `now_s` is the time of `time.monotonic`."""
+        found = self._open.get(file.known_digest) if file.known_digest else None
+        if found is not None:
+            found.note_use(now_s)
+        return found
+
+    def _learn_tags(self, files: Iterable[CachedFile]) -> None:
+        """Request the tags that are not known, since names of local files contain them. One request for each file."""
+        unknown = [file.learn_tag for file in files if file.state.tag is None]
+        if unknown:
+            run_all(unknown)
+
+    def sync(self) -> None:
+        """Wait until the blocks that this process fetched are on disk, so that a crash of the machine does not lose them."""
+        with suppress(KeyError):  # no more
+            while True:
+                self.folder.sync_file(*self._written.popitem())
+
+    def _sync_soon(self) -> None:
+        """Let a thread call `sync` once a minute. By then, the system has written most of the blocks anyway."""
+        now = time.monotonic()
+        self._syncs_at = min(self._syncs_at, now + _SYNC_S)
+        if now < self._syncs_at:
+            return
+        self._syncs_at = inf
+        if self._syncer is None or self._syncer[0] != os.getpid():  # a forked child does not have its parent's thread
+            self._syncer = os.getpid(), ThreadPool(1, "tensorcache-sync")
+        self._syncer[1].submit(self.sync)
+
+    def close(self) -> None:
+        """Close all local files that no read needs, after `sync`."""
+        self.sync()
+        self._open.clear()
+
+    def _warn(self, reason: Exception | str) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            warnings.warn(f"reading without the cache in {self.folder.path}: {reason}", stacklevel=4)
+
+
+class CachedFile(RemoteFile):
+    """A remote file that is read through a node's cache.
+
+    Args:
+        cache: The cache.
+        url, nbytes, tag, manifest: As for `RemoteFile`.
+
+    Threads/fork/pickle: any thread and any forked process may read; a pickle holds the cache's folder, url, length and tag.
+    """
+
+    def __init__(
+        self,
+        cache: NodeCache,
+        url: str,
+        nbytes: int | None = None,
+        tag: str | None = None,
+        manifest: str | None = None,
+    ) -> None:
+        super().__init__(url, nbytes, tag, manifest)
+        self.cache = cache
+        self.known_digest: bytes | None = None  # `digest`, once it was computed
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of url, length and tag, which must be known."""
+        if self.known_digest is None:
+            self.known_digest = digest_of(self.url, self.state)
+        return self.known_digest
+
+    def learn_tag(self) -> None:
+        """Request length and tag."""
+        try:
+            found = client_for(self.url).stat(self.url)
+        except FileNotFoundError as exc:
+            raise self.missing() from exc
+        self.fix(found)
+
+    def read_into(self, buffers: Sequence[Any], begin: int) -> None:
+        """Read from offset `begin` on into the 1-D byte buffers, in order."""
+        self.cache.read_many([(self, begin, buffers)])
+
+    def __reduce__(self) -> Any:
+        return CachedFile, (self.cache, self.url, *self.identity, self.manifest)
+
+
+def _cached(file: RemoteFile) -> CachedFile:
+    assert isinstance(file, CachedFile)
+    return file
+
+
+def _end(wanted: Range) -> int:
+    _, begin, buffers = wanted
+    return begin + (len(buffers[0]) if len(buffers) == 1 else sum(map(len, buffers)))
+
+
+def _read_local(wanted: Sequence[tuple[BlockFile, Range]]) -> list[bool]:
+    """Fill the buffers of ranges from local files; return which were read. All other ranges are absent, or cannot be read.
+
+    The bytes are right if `BlockFile.is_current` returns True afterwards.
+    """
+    good = [_has_all(file, each) for file, each in wanted]
+    present = [i for i, is_good in enumerate(good) if is_good]
+    for i, is_good in zip(present, _read_all([wanted[i] for i in present]), strict=True):
+        good[i] = is_good
+    return good
+
+
+def _has_all(file: BlockFile, wanted: Range) -> bool:
+    begin, end = wanted[1], _end(wanted)
+    try:
+        return not file.absent([(begin // BLOCK, -(-end // BLOCK))] if end > begin else [], refresh=True)
+    except OSError:
+        return False
+
+
+def _read_all(wanted: Sequence[tuple[BlockFile, Range]]) -> list[bool]:
+    """Fill the buffers of ranges whose blocks are present; return which were read."""
+    good = [False] * len(wanted)
+    if len(wanted) > 1 and all(len(buffers) <= MAX_BUFFERS for _, (_, _, buffers) in wanted):
+        # one system call: between two calls, a thread waits for the GIL
+        good = _read_joint(wanted)
+    return [
+        is_good or _read_one(file, begin, buffers)
+        for is_good, (file, (_, begin, buffers)) in zip(good, wanted, strict=True)
+    ]
+
+
+def _read_joint(wanted: Sequence[tuple[BlockFile, Range]]) -> list[bool]:
+    """Read ranges by one system call; return which were read as a whole."""
+    views = [np.frombuffer(buffer, np.uint8) for _, (_, _, buffers) in wanted for buffer in buffers]
+    reads = Reads(
+        np.array([file.fd for file, _ in wanted], np.int64),
+        np.array([each[1] for _, each in wanted], np.int64),
+        np.array([file.nowait for file, _ in wanted], np.int64),
+        np.array([(address_of(view), len(view)) for view in views], np.uint64).reshape(-1, 2),
+        np.cumsum([0, *(len(each[2]) for _, each in wanted)]),
+        (views, wanted),
+    )
+    nbytes = np.array([_end(each) - each[1] for _, each in wanted], np.int64)
+    return (read_many(reads, 0, len(wanted)) == nbytes).tolist()  # type: ignore[no-any-return]
+
+
+def _read_one(file: BlockFile, begin: int, buffers: Sequence[Any]) -> bool:
+    try:
+        file.read_into(buffers, begin)
+    except (OSError, Evicted):
+        return False
+    return True

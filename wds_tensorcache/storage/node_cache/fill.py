@@ -1,0 +1,158 @@
+"""Fetch absent blocks: each by one process of the node, while other processes fetch other blocks or wait for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
+
+from wds_tensorcache.storage.node_cache.block_file import BLOCK, BlockFile, BlockRuns
+from wds_tensorcache.storage.node_cache.folder import CacheFolder, lock_within
+from wds_tensorcache.storage.node_cache.unusable import Stopped, errors_of_disk
+from wds_tensorcache.storage.range_locks import RangeLocks
+from wds_tensorcache.storage.remote.remote_file import RemoteFile
+
+__all__ = ["Fetch", "Range", "Wanted", "block_runs", "fill"]
+
+_WAIT_S = 60.0  # a process that fetches a block for longer was probably stopped
+_MAX_REQUEST_NBYTES = 1 << 23
+_MAX_WAVE_NBYTES = 1 << 26  # bytes in memory at a time
+
+# a file, the offset of the first byte, and 1-D buffers that are filled in order
+Range = tuple[RemoteFile, int, Sequence[Any]]
+Fetch = Callable[[Sequence[Range]], None]  # reads all ranges, concurrently, or raises an error
+
+
+class Wanted(NamedTuple):
+    """Blocks of a remote file that will be read, and the local file for them."""
+
+    remote: RemoteFile
+    file: BlockFile
+    runs: BlockRuns
+
+
+def block_runs(begins: Sequence[int], ends: Sequence[int], gap: int = 0) -> BlockRuns:
+    """Return the blocks of byte ranges `[begin, end)`, ascending, merged where at most `gap` blocks are between them."""
+    runs: BlockRuns = []
+    for begin, end in sorted(zip(begins, ends, strict=True)):
+        first, last = begin // BLOCK, -(-end // BLOCK)
+        if begin >= end:
+            continue
+        if runs and first <= runs[-1][1] + gap:
+            runs[-1] = runs[-1][0], max(last, runs[-1][1])
+        else:
+            runs.append((first, last))
+    return runs
+
+
+def fill(folder: CacheFolder, wanted: Sequence[Wanted], fetch: Fetch) -> None:
+    """Make blocks present, unless their file is evicted meanwhile.
+
+    Locks: a process waits only while it holds no lock of a block. Otherwise two processes could wait for each other.
+
+    Raises:
+        CacheUnusable: Some of the blocks remain absent.
+        Exception: An error of `fetch`.
+    """
+    todo = _still_absent(wanted)
+    while todo:
+        held: list[RangeLocks] = []
+        try:
+            claimed, busy = _claim(todo, held)
+            if claimed:
+                with errors_of_disk():
+                    folder.reserve([(each.file, each.runs) for each in claimed])
+                _fetch_claimed(claimed, fetch)
+        finally:
+            for locks in held:
+                locks.close()
+        _wait(busy)
+        todo = _still_absent(busy)
+
+
+def _still_absent(wanted: Sequence[Wanted]) -> list[Wanted]:
+    with errors_of_disk():
+        found = [each._replace(runs=each.file.absent(each.runs, refresh=True)) for each in wanted]
+    return [each for each in found if each.runs]
+
+
+def _open_locks(each: Wanted) -> RangeLocks | None:
+    """Open a file for locks of its blocks; return None if it was evicted. A thread's locks exclude other threads, too."""
+    try:
+        locks = RangeLocks(each.file.path)
+    except OSError:
+        return None
+    if os.path.samestat(os.fstat(locks.fd), each.file.status):
+        return locks
+    locks.close()
+    return None
+
+
+def _claim(todo: Sequence[Wanted], held: list[RangeLocks]) -> tuple[list[Wanted], list[Wanted]]:
+    """Lock runs of absent blocks, until the caller closes the locks, which are appended to `held`.
+
+    Returns:
+        The blocks that this process must fetch, and the runs in which another process is fetching blocks.
+    """
+    claimed, busy = [], []
+    for each in todo:
+        locks = _open_locks(each)
+        if locks is None:
+            continue
+        held.append(locks)
+        with errors_of_disk():
+            mine: BlockRuns = []
+            for first, last in each.runs:
+                if locks.lock(first, last - first):
+                    mine.append((first, last))
+            # another process may have fetched them, or evicted the file, before this one had the lock
+            absent = each.file.absent(mine, refresh=True) if each.file.is_current() else []
+        if absent:
+            claimed.append(each._replace(runs=absent))
+        if len(mine) < len(each.runs):
+            busy.append(each._replace(runs=[run for run in each.runs if run not in set(mine)]))
+    return claimed, busy
+
+
+def _wait(busy: Sequence[Wanted]) -> None:
+    """Wait until no process is fetching one of the blocks, or has given up."""
+    for each in busy:
+        locks = _open_locks(each)
+        if locks is None:
+            continue
+        with closing(locks):
+            for first, last in each.runs:
+                if not lock_within(locks, first, last - first, _WAIT_S, shared=True):
+                    raise Stopped(f"{each.file.path} was locked for {_WAIT_S:.0f} s; a process was stopped")
+                locks.unlock(first, last - first)
+
+
+def _fetch_claimed(claimed: Sequence[Wanted], fetch: Fetch) -> None:
+    """Fetch and publish blocks, some at a time."""
+    wave: list[tuple[Wanted, tuple[int, int]]] = []
+    nbytes = 0
+    for each in claimed:
+        for first, last in each.runs:
+            for at in range(first, last, _MAX_REQUEST_NBYTES // BLOCK):
+                run = at, min(last, at + _MAX_REQUEST_NBYTES // BLOCK)
+                if wave and nbytes + BLOCK * (run[1] - run[0]) > _MAX_WAVE_NBYTES:
+                    _fetch_wave(wave, fetch)
+                    wave, nbytes = [], 0
+                wave.append((each, run))
+                nbytes += BLOCK * (run[1] - run[0])
+    _fetch_wave(wave, fetch)
+
+
+def _fetch_wave(wave: Sequence[tuple[Wanted, tuple[int, int]]], fetch: Fetch) -> None:
+    extents = [each.file.extent(run) for each, run in wave]
+    memory = memoryview(bytearray(sum(end - begin for begin, end in extents)))
+    ranges: list[Range] = []
+    at = 0
+    for (each, _), (begin, end) in zip(wave, extents, strict=True):
+        ranges.append((each.remote, begin, [memory[at : at + end - begin]]))
+        at += end - begin
+    fetch(ranges)
+    with errors_of_disk():
+        for (each, run), (_, _, (content,)) in zip(wave, ranges, strict=True):
+            each.file.publish(run, content)

@@ -1,0 +1,1 @@
+"""Objects on servers and in object stores: read by ranges, written whole."""

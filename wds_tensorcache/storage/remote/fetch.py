@@ -1,0 +1,251 @@
+"""Many ranges of remote objects at once: near ranges in one request, large ranges in several, up to 64 requests at a time."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from wds_tensorcache.storage.remote import retry
+from wds_tensorcache.storage.remote.client import ObjectInfo
+from wds_tensorcache.storage.remote.clients import client_for
+from wds_tensorcache.storage.remote.pace import Pace
+from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool, wait_for
+
+__all__ = ["MADE", "MAX_REQUESTS", "PART_NBYTES", "Ranges", "fetch_many", "largest_gap", "measured", "run", "run_all"]
+
+MAX_REQUESTS = 64  # in flight, in this process
+PART_NBYTES = 4 << 20  # larger ranges are requested in parts of this length
+_LEAST_GAP, _MOST_GAP = 4 << 10, 256 << 10  # bounds of the bytes between two ranges that one request fetches
+
+_Result = TypeVar("_Result")
+
+
+class _File(Protocol):
+    @property
+    def url(self) -> str: ...
+    @property
+    def state(self) -> ObjectInfo: ...
+    def fix(self, found: ObjectInfo, /) -> None: ...
+    def check_range(self, begin: int, end: int, /) -> None: ...
+    def missing(self) -> Exception: ...
+
+
+Ranges = Iterable[tuple[_File, int, Sequence[Any]]]
+
+
+class _Made(threading.local):
+    """The number of requests that `fetch_many` has made so far for calls of the current thread."""
+
+    num_requests = 0
+
+
+MADE = _Made()
+_pool: ThreadPool | None = None
+_pool_lock = threading.Lock()
+_local = threading.local()
+_scratch = memoryview(bytearray(_MOST_GAP))  # bytes between ranges go here, from all threads at once; never read
+
+
+def _renew() -> None:
+    """Forget the parent's threads in a forked child, which does not have them."""
+    global _pool, _pool_lock, _local
+    _pool, _pool_lock, _local = None, threading.Lock(), threading.local()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
+
+
+@atexit.register  # runs before the threads are joined, since `threads` was imported before
+def _cancel_all() -> None:
+    retry.cancel_at_exit()
+
+
+def _threads() -> ThreadPool:
+    global _pool
+    pool = _pool
+    if pool is None:
+        made = ThreadPool(MAX_REQUESTS, "tensorcache-remote")
+        with _pool_lock:
+            pool = _pool = _pool or made
+    return pool
+
+
+def measured(url: str) -> Pace:
+    """Return what requests to the server of a url took so far: `latency_s`, `rate` and `total_rate`."""
+    return client_for(url).pace
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request: the bytes `[begin, end)` of a file, and the buffers for them."""
+
+    file: _File
+    begin: int
+    end: int
+    buffers: list[memoryview] = field(default_factory=list)
+
+    def __call__(self) -> None:
+        url = self.file.url
+        try:
+            found = client_for(url).read_into(url, self.buffers, self.begin, self.file.state)
+        except FileNotFoundError as exc:
+            raise self.file.missing() from exc
+        self.file.fix(found)
+
+
+def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:
+    """Read many ranges at once, straight into the caller's memory.
+
+    Ranges of one file are read in the order of their offsets. One request fetches near ranges, if the bytes between them cost
+    less time than another request. A range of more than 4 MiB is fetched by several requests.
+
+    Args:
+        ranges: For each range, the file, the offset of its first byte, and 1-D byte buffers that it fills in order.
+        merges: Let one request fetch near ranges. Otherwise one request fetches only adjacent ones.
+
+    Raises:
+        FormatError: A file has changed, or is too short.
+        MissingShardError: A file does not exist.
+        RemoteError: As `Client.read_into`. If several requests fail, the error of the first in order.
+
+    When this function returns or raises, also by an interrupt, no thread writes into the buffers any more.
+    """
+    requests = _plan(ranges, merges)
+    if requests:
+        MADE.num_requests += len(requests)
+        run_all(requests)
+
+
+def _plan(ranges: Ranges, merges: bool = True) -> list[_Request]:
+    """Return the requests for ranges."""
+    wanted = []
+    for file, begin, buffers in ranges:
+        views = [view for view in map(_bytes, buffers) if len(view)]
+        end = begin + sum(map(len, views))
+        file.check_range(begin, end)
+        if views:
+            wanted.append(_Request(file, begin, end, views))
+    wanted.sort(key=lambda one: (one.file.url, one.begin))
+    requests: list[_Request] = []
+    gaps: dict[str, int] = {}
+    last: _Request | None = None
+    for one in wanted:
+        if last is not None and last.file is one.file and one.end - last.begin <= PART_NBYTES:
+            gap = one.begin - last.end
+            if gap == 0 or (
+                merges
+                and 0 < gap <= (gaps.get(one.file.url) or gaps.setdefault(one.file.url, largest_gap(one.file.url)))
+            ):
+                if gap:
+                    last.buffers.append(_scratch[:gap])
+                last.buffers += one.buffers
+                last.end = one.end
+                continue
+        last = one
+        requests.append(one)
+    return [part for one in requests for part in _parts(one)]
+
+
+def largest_gap(url: str) -> int:
+    """Return how many bytes between two ranges cost as much as another request, of which 64 wait at the same time."""
+    pace = measured(url)
+    return int(min(_MOST_GAP, max(_LEAST_GAP, pace.latency_s / MAX_REQUESTS * pace.total_rate)))
+
+
+def _bytes(buffer: Any) -> memoryview:
+    view = memoryview(buffer)
+    return view if view.format == "B" else view.cast("B")
+
+
+def _parts(request: _Request) -> list[_Request]:
+    """Split a request into parts of at most 4 MiB."""
+    if request.end - request.begin <= PART_NBYTES:
+        return [request]
+    parts = [
+        _Request(request.file, begin, min(begin + PART_NBYTES, request.end))
+        for begin in range(request.begin, request.end, PART_NBYTES)
+    ]
+    at, left = 0, PART_NBYTES
+    for buffer in request.buffers:
+        while len(buffer):
+            piece = buffer[:left]
+            parts[at].buffers.append(piece)
+            buffer, left = buffer[len(piece) :], left - len(piece)
+            if not left:
+                at, left = at + 1, PART_NBYTES
+    return parts
+
+
+def run(call: Callable[[], _Result]) -> _Result:
+    """Return what a call returns that makes requests, in a thread of the pool, so that an interrupt is safe."""
+    (result,) = run_all([call])
+    return result
+
+
+def run_all(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
+    """Run calls in the threads of this process; on the first error, cancel the rest and wait for them."""
+    if getattr(_local, "is_worker", False):  # all threads could be waiting here
+        return [call() for call in calls]
+    cancel = retry.Cancel()
+    jobs: list[Job[_Result]] = []
+    try:
+        pool = _threads()
+        for call in calls:
+            jobs.append(Job(_work, call, cancel))
+            pool.put(jobs[-1])
+        for job in jobs:
+            job.wait()
+            if cancel.is_set:
+                break
+    except BaseException:
+        _end(jobs, cancel)
+        raise
+    if cancel.is_set:
+        _end(jobs, cancel)
+    return _results(jobs)
+
+
+def _end(jobs: Sequence[Job[Any]], cancel: retry.Cancel) -> None:
+    """Cancel jobs and wait for those that have begun, which may write into the caller's buffers until then."""
+    interrupt = None
+    while True:
+        try:
+            cancel.is_set = True
+            for job in jobs:
+                job.cancel()
+            wait_for(jobs)
+            break
+        except KeyboardInterrupt as exc:
+            interrupt = exc
+    if interrupt is not None:
+        raise interrupt
+
+
+def _results(jobs: Sequence[Job[_Result]]) -> list[_Result]:
+    """Return the results of jobs that are done; raise the first error that is not a cancellation."""
+    cancelled: BaseException | None = None
+    results = []
+    for job in jobs:
+        try:
+            results.append(job.result())
+        except (Cancelled, retry.CancelledError) as exc:
+            cancelled = exc
+    if cancelled is not None:
+        raise cancelled
+    return results
+
+
+def _work(call: Callable[[], _Result], cancel: retry.Cancel) -> _Result:
+    _local.is_worker = True
+    with retry.cancellable(cancel):
+        retry.check_cancelled()
+        try:
+            return call()
+        except BaseException:
+            cancel.is_set = True
+            raise

@@ -1,0 +1,1 @@
+"""Web servers: requests, ranges of bodies, and what servers get wrong."""

@@ -1,0 +1,318 @@
+"""Objects of web servers, by ranges: every response is checked against what was asked for and what is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.storage.remote.client import ObjectInfo, read_tail_by_stat
+from wds_tensorcache.storage.remote.http.headers import (
+    check_body,
+    check_encoding,
+    conditions,
+    content_range,
+    is_strong,
+    refusal,
+    shown_header,
+    state_of,
+    tag_of,
+    total_of,
+)
+from wds_tensorcache.storage.remote.http.transport import Response, Transport
+from wds_tensorcache.storage.remote.http.whole import WholeCopies
+from wds_tensorcache.storage.remote.pace import Pace
+from wds_tensorcache.storage.remote.retry import Attempts, Target, TransientError
+from wds_tensorcache.storage.remote.secret_parts import reveal, without_credentials
+from wds_tensorcache.storage.remote.urls import web_url
+from wds_tensorcache.storage.system import skip_bytes
+
+__all__ = ["HttpClient"]
+
+_NO_SUFFIX = frozenset({400, 405, 416, 501})
+_NO_HEAD = frozenset({400, 403, 405, 501})
+_PIECE = 256 * 1024
+
+
+class HttpClient:
+    """Reads objects of one web server; see `Client`.
+
+    A server may send a strong ETag, a weak one, a date of modification, or none of them. A strong ETag is sent with every read
+    (`If-Match`), and a date as `If-Unmodified-Since`. Every response's tag and length are compared with what is known.
+
+    Hazard: with a weak ETag or a date, an object that was changed within a second, or in a way that the server calls
+    equivalent, may look unchanged. Without any of them, only its length is compared.
+
+    Some servers ignore `Range`, and respond with the whole object. This client then fetches each object once into a temporary
+    file, and reads from there.
+
+    Threads/fork/pickle: as `Client`.
+    """
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        self.pace = Pace()
+        self._transport = Transport(origin)
+        self._has_ranges = True
+        self._has_suffix_ranges = True
+        self._copies = WholeCopies(self._fetch)
+
+    def __repr__(self) -> str:
+        return f"HttpClient({self.origin!r})"
+
+    def stat(self, url: str, /) -> ObjectInfo:
+        url = _checked(url)
+        attempts = Attempts(Target(url))
+        while True:
+            try:
+                with self._transport.request("HEAD", url, {}, attempts) as response:
+                    if response.status == 200 and (found := state_of(response)) is not None:
+                        return found
+                    if response.status != 200 and response.status not in _NO_HEAD:
+                        raise refusal(response, attempts.target)
+                return self._stat_by_get(url, attempts)
+            except TransientError as fault:
+                attempts.pause(fault)
+
+    def _stat_by_get(self, url: str, attempts: Attempts) -> ObjectInfo:
+        """Return the state of an object whose server responds to no HEAD, for example because the url is signed for GET."""
+        with self._transport.request("GET", url, {"Range": "bytes=0-0"}, attempts) as response:
+            if response.status == 206:
+                _, _, total = content_range(response, attempts.target)
+                if total is not None:
+                    return ObjectInfo(total, tag_of(response))
+            elif response.status == 416:
+                if total_of(response) == 0:
+                    return ObjectInfo(0, tag_of(response))
+            elif response.status != 200:
+                raise refusal(response, attempts.target)
+            elif (found := state_of(response)) is not None:
+                return found
+        raise attempts.target.error("the server does not tell the object's length", response.status)
+
+    def read_tail(self, url: str, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
+        url = _checked(url)
+        if nbytes > 0 and self._has_ranges and self._has_suffix_ranges:
+            found = self._suffix(url, nbytes)
+            if found is not None:
+                return found
+        return read_tail_by_stat(self, url, nbytes)
+
+    def _suffix(self, url: str, nbytes: int) -> tuple[ObjectInfo, bytes] | None:
+        """Return the end of an object by a suffix range; None if the server refuses it."""
+        target = Target(url)
+        attempts = Attempts(target)
+        while True:
+            try:
+                with self._transport.request("GET", url, {"Range": f"bytes=-{nbytes}"}, attempts) as response:
+                    found = self._check_suffix(response, nbytes, target)
+                    if found is None:
+                        return None
+                    state, begin = found
+                    target.begin, target.end = begin, state.nbytes
+                    content = memoryview(bytearray(state.nbytes - begin))
+                    attempts.allow(len(content))
+                    check_body(response, target, len(content))
+                    done, fault = self._fill(response, [content])
+            except TransientError as failed:
+                attempts.pause(failed)
+                continue
+            if fault is not None:
+                attempts.pause(fault)
+                if not is_strong(state.tag):
+                    continue  # the rest could be that of a changed object
+                state = self.read_into(url, [content[done:]], begin + done, state)
+            return state, bytes(content)
+
+    def _check_suffix(self, response: Response, nbytes: int, target: Target) -> tuple[ObjectInfo, int] | None:
+        """Return the state of an object, and the offset of the body in it; None if the server refuses suffix ranges."""
+        if response.status == 206:
+            begin, end, total = content_range(response, target)
+            if total is None or end != total or begin != max(0, total - nbytes):
+                got = shown_header(response, "Content-Range")
+                raise target.error(f"asked for the last {nbytes} bytes, got Content-Range {got}", 206)
+            return ObjectInfo(total, tag_of(response)), begin
+        if response.status == 200:
+            state = state_of(response)
+            if state is not None and state.nbytes <= nbytes:
+                return state, 0
+            self._has_suffix_ranges = False
+            return None
+        if response.status not in _NO_SUFFIX:
+            raise refusal(response, target)
+        self._has_suffix_ranges = response.status == 416  # also for an empty object
+        return None
+
+    def read_into(self, url: str, buffers: Sequence[memoryview], begin: int, expected: ObjectInfo, /) -> ObjectInfo:
+        url = _checked(url)
+        end = begin + sum(map(len, buffers))
+        target = Target(url, begin, end)
+        target.check_inside(expected)
+        if begin == end:
+            return expected
+        attempts = Attempts(target, end - begin)
+        while self._has_ranges:
+            try:
+                headers = {"Range": f"bytes={begin}-{end - 1}", **conditions(expected)}
+                with self._transport.request("GET", url, headers, attempts) as response:
+                    found = _check_range(response, target, begin, end, expected)
+                    if found is None:
+                        self._has_ranges = False
+                        break
+                    expected = found
+                    done, fault = self._fill(response, buffers)
+            except TransientError as failed:
+                attempts.pause(failed)
+                continue
+            if fault is None:
+                return expected
+            if is_strong(expected.tag):  # otherwise the rest could be that of a changed object
+                begin, buffers = begin + done, skip_bytes(buffers, done)
+            if done:
+                attempts.progress()
+            attempts.pause(fault)
+        return self._copies.read_into(url, buffers, begin, expected)
+
+    def _fill(self, response: Response, buffers: Sequence[memoryview]) -> tuple[int, TransientError | None]:
+        """Read a body into buffers; return how many bytes arrived, and the fault that ended it early."""
+        done, fault = 0, None
+        clock = self.pace.begin(response.head_s)
+        try:
+            for buffer in buffers:
+                rest = buffer
+                while len(rest):
+                    count = response.read_some(rest)
+                    if not count:
+                        raise TransientError("the body ended too soon")
+                    done += count
+                    rest = rest[count:]
+        except TransientError as exc:
+            fault = exc
+        finally:
+            clock.end(done)
+        return done, fault
+
+    def read_whole(self, url: str, max_nbytes: int, /) -> tuple[ObjectInfo, bytes]:
+        url = _checked(url)
+        target = Target(url)
+        content = bytearray()
+
+        def write(piece: memoryview, at: int) -> None:
+            if at + len(piece) > max_nbytes:
+                raise target.error(f"the object has more than {max_nbytes} bytes")
+            content[at:] = piece
+
+        state = self._fetch(url, write, max_nbytes, None)
+        return state, bytes(content)
+
+    def _fetch(
+        self, url: str, write: Callable[[memoryview, int], None], max_nbytes: int, expected: ObjectInfo | None
+    ) -> ObjectInfo:
+        """Pass a whole object to `write`, in order.
+
+        After a dropped connection, continue from the byte reached if there is a strong ETag, else start again.
+        """
+        target = Target(url)
+        attempts = Attempts(target)
+        piece = memoryview(bytearray(_PIECE))
+        state, at = expected, 0
+        while True:
+            headers: dict[str, str] = {}
+            if state is not None:
+                headers.update(conditions(state))
+                if at and self._has_ranges:
+                    headers["Range"] = f"bytes={at}-"
+            try:
+                with self._transport.request("GET", url, headers, attempts) as response:
+                    state, at = _check_whole(response, target, state, at, max_nbytes)
+                    clock, begun = self.pace.begin(response.head_s), at
+                    try:
+                        while count := response.read_some(piece):
+                            write(piece[:count], at)
+                            at += count
+                            attempts.progress()
+                            attempts.allow_after(at)
+                    finally:
+                        clock.end(at - begun)
+                if state is None:
+                    state = ObjectInfo(at, tag_of(response))  # of a chunked body, which marks its end
+                if at != state.nbytes:
+                    raise TransientError(f"the body ended after {at} of {state.nbytes} bytes")
+                return state
+            except TransientError as fault:
+                if state is None or not is_strong(state.tag):
+                    state, at = expected, 0  # the rest could be that of a changed object
+                attempts.pause(fault)
+            except FormatError:
+                if expected is not None or not at:
+                    raise
+                state, at = None, 0  # changed since its first bytes arrived
+                attempts.pause(TransientError("the object changes faster than it can be read"))
+
+    def list_objects(self, folder: str, /) -> Iterator[tuple[str, ObjectInfo]]:
+        raise Target(folder).error("web servers have no listings; list the shards, or let a manifest.json list them")
+
+
+def _check_range(response: Response, target: Target, begin: int, end: int, expected: ObjectInfo) -> ObjectInfo | None:
+    """Return the state that a response to a ranged request reports; None if the server has ignored the range.
+
+    Raises:
+        FormatError: The object has changed.
+        RemoteError: The response is not what was asked for.
+    """
+    if response.status == 206:
+        first, last, total = content_range(response, target)
+        found = ObjectInfo(expected.nbytes if total is None else total, tag_of(response))
+        target.check_same(found, expected)
+        if (first, last) != (begin, end):
+            got = shown_header(response, "Content-Range")
+            raise target.error(f"asked for bytes {begin}-{end - 1}, got Content-Range {got}", 206)
+        check_body(response, target, end - begin)
+        return ObjectInfo(found.nbytes, found.tag or expected.tag)
+    if response.status == 200:
+        whole = state_of(response)
+        if whole is not None:
+            target.check_same(whole, expected)
+            if (begin, end) == (0, whole.nbytes):
+                check_body(response, target, end)
+                return ObjectInfo(whole.nbytes, whole.tag or expected.tag)
+        return None
+    if response.status == 416 and (total := total_of(response)) is not None and total != expected.nbytes:
+        raise target.changed(f"it had {expected.nbytes} bytes, now {total}")
+    raise refusal(response, target)
+
+
+def _check_whole(
+    response: Response, target: Target, state: ObjectInfo | None, at: int, max_nbytes: int
+) -> tuple[ObjectInfo | None, int]:
+    """Return the state of an object, None if only the end of the body will tell it, and the offset of the body in it."""
+    if response.status == 206 and at and state is not None:
+        first, last, total = content_range(response, target)
+        target.check_same(ObjectInfo(state.nbytes if total is None else total, tag_of(response)), state)
+        if (first, last) != (at, state.nbytes):
+            raise target.error(
+                f"asked for bytes {at}-, got Content-Range {shown_header(response, 'Content-Range')}", 206
+            )
+        check_body(response, target, last - first)
+        return state, at
+    if response.status != 200:
+        raise refusal(response, target)
+    check_encoding(response, target)
+    found = state_of(response)
+    if found is None:
+        if not response.is_chunked:
+            # Hazard: a dropped connection looks like the end of the body.
+            raise target.error("the server does not tell the object's length, so it may be cut short", 200)
+        return state, 0
+    if state is not None:
+        target.check_same(found, state)
+        found = ObjectInfo(found.nbytes, found.tag or state.tag)
+    if found.nbytes > max_nbytes:
+        raise target.error(f"the object has {found.nbytes} bytes, more than {max_nbytes}", 200)
+    return found, 0
+
+
+def _checked(url: str) -> str:
+    try:
+        return web_url(reveal(without_credentials(url)))
+    except ValueError as exc:
+        raise Target(url).error(f"{exc}") from None

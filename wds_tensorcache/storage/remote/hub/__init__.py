@@ -1,0 +1,1 @@
+"""Objects of a hub, through fsspec."""

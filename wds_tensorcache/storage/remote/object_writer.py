@@ -1,0 +1,344 @@
+"""Write whole objects into object stores through obstore: create, compare and swap, delete, list."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from wds_tensorcache.storage.remote.event_loop import check_not_forked, run_async
+from wds_tensorcache.storage.remote.retry import Attempts, Cancel, Target, TransientError, cancellable, check_cancelled
+from wds_tensorcache.storage.remote.stores import SETTINGS, check_endpoint
+from wds_tensorcache.storage.remote.urls import bucket_and_key, shown
+
+__all__ = ["MAX_PUT_NBYTES", "WRITABLE", "ObjectWriter", "Version", "check_writable"]
+
+_Result = TypeVar("_Result")
+
+WRITABLE = frozenset({"s3", "gs", "az"})
+# the longest object that one request stores, in bytes: S3 and its copies accept 5 GiB, Azure 5,000 MiB, Google 5 TiB
+MAX_PUT_NBYTES = {"s3": 5 << 30, "az": 5000 << 20, "gs": 5 << 40}
+_TICK_S = 0.1
+_WRONG_SETTINGS = ("builder error", "redirect without LOCATION")  # also without an attribute
+_TOKEN = "tensorcache"  # user-defined metadata of an object: which call created it
+_STATUS = re.compile(r"status code: (\d{3})\b")  # in the texts of obstore's errors, which have no attribute for it
+_CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")  # of S3, in the same texts
+# S3 gives the first one status 400: no byte of an upload arrived for 20 s
+_TRANSIENT_CODES = frozenset({"RequestTimeout", "IncompleteBody", "BadDigest"})
+_EXPIRED = frozenset({"ExpiredToken", "TokenRefreshRequired"})
+# uploads are given up below 512 KiB/s, 8 times the rate of reads: a large one that stalls would hold up its writer for hours
+_UPLOAD_FACTOR = 8
+_TRANSIENT = frozenset({408, 409, 425, 429})
+_NO_PERMISSION = {"PermissionDeniedError": 403, "UnauthenticatedError": 401}
+_NO_CONDITIONS = (
+    "this store has no conditional writes (If-None-Match, If-Match), which protect shards and manifests from other "
+    "writers; write to a local folder, and copy it: shards first, then manifest.json"
+)
+_NOT_PERMITTED = "the credentials of this process do not permit this request"
+_NOT_SUPPORTED = "this store does not support this request"
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version of an object, for compare and swap: its ETag, and the store's number of the version if it has one."""
+
+    tag: str | None
+    number: str | None
+
+    def mode(self) -> dict[str, str]:
+        """Return the condition for obstore."""
+        return {k: v for k, v in (("e_tag", self.tag), ("version", self.number)) if v is not None}
+
+
+def check_writable(url: str) -> None:
+    """Raise ValueError unless a url is one of an object store, with a bucket and without credentials."""
+    scheme = url.partition("://")[0].lower()
+    if scheme not in WRITABLE:
+        raise ValueError(f"{shown(url)}: shards are written to s3://, gs:// or az:// urls, or to a local path")
+    bucket, _ = bucket_and_key(url)
+    if "@" in bucket:
+        raise ValueError(f"{shown(url)}: credentials in the url are not read; set {SETTINGS[scheme]}")
+    if not bucket:
+        raise ValueError(f"{shown(url)}: expected the name of a bucket after {scheme}://")
+
+
+class ObjectWriter:
+    """Writes objects of one bucket, each by one request, so that an object appears complete or not at all.
+
+    Objects are not uploaded in parts: Google has no conditional multipart uploads, obstore makes none, and a killed process
+    would leave parts in the bucket. Every method retries faults that may pass, within the limits of `Attempts`.
+
+    Args:
+        url: Url of any object or folder in the bucket.
+
+    Raises:
+        ImportError: obstore is not installed.
+        RemoteError: The store needs options that are missing, such as the account of a container.
+        ValueError: The scheme is not `s3`, `gs` or `az`, or the url has no bucket.
+
+    Threads/fork/pickle: any thread may call; in a forked child, methods raise RemoteError, because obstore's threads do not
+        exist there; not pickled. The repr has no credentials.
+    """
+
+    def __init__(self, url: str) -> None:
+        check_writable(url)
+        self.scheme = url.partition("://")[0].lower()
+        self._bucket, _ = bucket_and_key(url)
+        self._shown = f"{self.scheme}://{self._bucket}"
+        self._stores: dict[float, Any] = {}  # by time limit of a request
+        self._cancel = Cancel()
+        check_not_forked(Target(self._shown))
+        check_endpoint(self.scheme, Target(self._shown))
+        self._store(Attempts(Target(url)).limit_s)
+
+    def __repr__(self) -> str:
+        return f"ObjectWriter({self._shown!r})"
+
+    def _store(self, limit_s: float) -> Any:
+        """Return a client of obstore whose requests end after about this time."""
+        limit_s = float(1 << max(0, int(limit_s).bit_length()))
+        if limit_s in self._stores:
+            return self._stores[limit_s]
+        try:
+            stores = importlib.import_module("obstore.store")
+        except ImportError as exc:
+            what = f"writing {self.scheme}:// urls needs obstore: pip install 'wds-tensorcache[remote]'"
+            raise ImportError(what) from exc
+        make = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[self.scheme]
+        # Hazard: client_options= would replace those in the environment, such as AWS_ALLOW_HTTP.
+        config = {"timeout": f"{limit_s:.0f}s", "connect_timeout": "10s"}
+        failed: Exception
+        try:
+            # Retries are those of `Attempts`: obstore's own would repeat a creation without telling.
+            store = self._stores[limit_s] = make(self._bucket, config=config, retry_config={"max_retries": 0})
+            return store
+        except Exception as exc:
+            failed = exc
+        # raised here, so that obstore's error, whose text may have credentials, is not its context
+        what = f"the store cannot be opened ({type(failed).__name__}); check {SETTINGS[self.scheme]}"
+        raise Target(self._shown).error(what)
+
+    def create(self, url: str, content: Any) -> None:
+        """Store a new object; raise FileExistsError if the object exists, unless an earlier attempt of this call stored it.
+
+        Args:
+            content: Bytes, a memory map or another flat buffer; it must not change during the call.
+        """
+        token, attempts = secrets.token_hex(16), Attempts(Target(url))
+        while True:
+            with contextlib.suppress(_Unmet):
+                self._put(url, content, mode="create", attributes={_TOKEN: token})
+                return
+            # Hazard: the response to the attempt that stored the object may have been lost.
+            found = self._metadata(url)
+            if found is not None and found.get(_TOKEN) == token:
+                return
+            if found is not None:
+                what = "exists already, and another writer has created it"
+                raise FileExistsError(f"{shown(url)} {what}; write to another folder, or resume after that writer")
+            # S3 refuses a creation with status 409 while another request for the same key runs
+            with cancellable(self._cancel):
+                attempts.pause(TransientError("another request for this object is running", 409))
+
+    def swap(self, url: str, content: bytes, version: Version | None) -> Version | None:
+        """Replace a version of an object, or create the object if `version` is None; return its new version.
+
+        Return None if the object has another version. Hazard: an attempt of this call may have made that version, but its
+        response was lost. So the caller must read the object again, and look for its change.
+        """
+        try:
+            made = self._put(url, content, mode="create" if version is None else version.mode())
+        except _Unmet:
+            return None
+        return Version(made["e_tag"], made["version"])
+
+    def put(self, url: str, content: bytes) -> None:
+        """Store an object, or replace it."""
+        self._put(url, content, mode="overwrite")
+
+    def check_conditions(self, url: str, content: bytes) -> None:
+        """Check that the store refuses to create an object that exists.
+
+        Args:
+            content: Content of the object, which a store without conditions writes again.
+
+        Raises:
+            RemoteError: The store ignores conditions. Hazard: writers would silently overwrite the entries of each other.
+        """
+        with contextlib.suppress(_Unmet):
+            self._put(url, content, mode="create")
+            raise Target(url).error(_NO_CONDITIONS)
+
+    def read(self, url: str) -> tuple[bytes, Version] | None:
+        """Return the content of an object and its version; None if there is no such object."""
+        obstore = _obstore()
+
+        async def read(store: Any) -> tuple[bytes, Version]:
+            found = await obstore.get_async(store, _key(url))
+            return bytes(await found.bytes_async()), Version(found.meta["e_tag"], found.meta["version"])
+
+        with contextlib.suppress(FileNotFoundError):
+            return self._try(url, 0, read)
+        return None
+
+    def list_names(self, folder: str) -> dict[str, int]:
+        """Return the names of the objects directly in a folder, and their lengths in bytes, in the order of names."""
+        obstore, prefix = _obstore(), _key(folder).rstrip("/")
+
+        async def read(store: Any) -> Any:
+            return await obstore.list_with_delimiter_async(store, prefix or None)
+
+        begin = len(prefix) + bool(prefix)
+        found = self._try(folder, 0, read)["objects"]
+        return dict(sorted((each["path"][begin:], each["size"]) for each in found))
+
+    def read_range(self, url: str, begin: int, end: int) -> bytes:
+        """Return the bytes `[begin, end)` of an object."""
+        obstore = _obstore()
+
+        async def read(store: Any) -> bytes:
+            return bytes(await obstore.get_range_async(store, _key(url), start=begin, end=end))
+
+        return self._try(url, end - begin, read) if begin < end else b""
+
+    def delete(self, urls: Sequence[str]) -> None:
+        """Delete objects; ignore those that do not exist."""
+        obstore = _obstore()
+
+        async def delete(store: Any) -> None:
+            await obstore.delete_async(store, [_key(url) for url in urls])
+
+        if urls:
+            with contextlib.suppress(FileNotFoundError):
+                self._try(urls[0], 0, delete)
+
+    def cancel(self) -> None:
+        """End running requests, and refuse later ones, with CancelledError."""
+        self._cancel.is_set = True
+
+    def pause(self, seconds: float) -> None:
+        """Wait; raise CancelledError soon after `cancel` is called."""
+        until = time.monotonic() + seconds
+        with cancellable(self._cancel):
+            while (remaining := until - time.monotonic()) > 0:
+                check_cancelled()
+                time.sleep(min(remaining, _TICK_S))
+
+    def _metadata(self, url: str) -> dict[str, str] | None:
+        """Return the user-defined metadata of an object; None if there is no such object."""
+        obstore = _obstore()
+
+        async def read(store: Any) -> dict[str, str]:
+            found = await obstore.get_async(store, _key(url), options={"head": True})
+            return dict(found.attributes)
+
+        with contextlib.suppress(FileNotFoundError):
+            return self._try(url, 0, read)
+        return None
+
+    def _put(self, url: str, content: Any, **options: Any) -> Any:
+        nbytes, most = len(content), MAX_PUT_NBYTES[self.scheme]
+        if nbytes > most:
+            what = f"{nbytes:,} bytes, but {self.scheme}:// accepts at most {most:,} in one request"
+            raise Target(url).error(f"{what}; pass a smaller max_nbytes=")
+        obstore = _obstore()
+
+        async def put(store: Any) -> Any:
+            return await obstore.put_async(store, _key(url), content, use_multipart=False, **options)
+
+        is_conditional = options["mode"] != "overwrite"
+        return self._try(url, nbytes // _UPLOAD_FACTOR, put, _NO_CONDITIONS if is_conditional else _NOT_SUPPORTED)
+
+    def _try(
+        self, url: str, nbytes: int, start: Callable[[Any], Awaitable[_Result]], unsupported: str = _NOT_SUPPORTED
+    ) -> _Result:
+        """Return the result of a request; repeat it after faults that may pass.
+
+        Args:
+            url: The object, for errors.
+            nbytes: Bytes by which `Attempts` sets the time limit; an eighth of those that an upload moves.
+            start: Function that starts the request, given a client of obstore.
+            unsupported: Message if the store does not support the request.
+
+        Raises:
+            _Unmet: The condition of the request is not met.
+            FileNotFoundError: There is no such object.
+            RemoteError: The request failed.
+            CancelledError: `cancel` was called.
+        """
+        attempts = Attempts(Target(url), nbytes)
+        check_not_forked(attempts.target)
+        with cancellable(self._cancel):
+            while True:
+                store = self._store(attempts.limit_s)
+                failed: Exception
+                try:
+                    return run_async(partial(start, store))
+                except Exception as exc:
+                    failed = exc
+                # raised here, so that obstore's error, whose text may have credentials, is not its context
+                attempts.pause(_fault(failed, attempts.target, unsupported))
+
+
+class _Unmet(Exception):
+    """The condition of a request is not met: the object exists, or has another version."""
+
+
+def _obstore() -> Any:
+    return importlib.import_module("obstore")
+
+
+def _key(url: str) -> str:
+    return bucket_and_key(url)[1]
+
+
+def _fault(exc: Exception, target: Target, unsupported: str) -> TransientError:
+    """Return the fault if it may pass; raise the error that it means if it will not.
+
+    Hazard: texts of stores contain what was signed, and urls with signatures. So only their status is shown, and the errors of
+    obstore are not chained to ours.
+    """
+    kind = type(exc).__name__
+    if kind in ("AlreadyExistsError", "PreconditionError"):
+        raise _Unmet from None
+    if isinstance(exc, FileNotFoundError):
+        raise FileNotFoundError(f"{shown(target.url)} does not exist, or its bucket does not") from None
+    if kind in _NO_PERMISSION:
+        raise target.error(f"status {_NO_PERMISSION[kind]}: {_NOT_PERMITTED}", _NO_PERMISSION[kind]) from None
+    if kind in ("NotSupportedError", "NotImplementedError"):
+        raise target.error(unsupported, 501) from None
+    if kind in ("InvalidPathError", "ValueError"):
+        what = "a name of an object here is not possible: it has an empty part, or `.` or `..`, or a control character"
+        raise target.error(f"{what}; use another folder, or another url") from None
+    if kind not in ("GenericError", "JoinError"):
+        raise exc
+    found = _STATUS.search(str(exc))
+    status = int(found[1]) if found else None
+    code = next((each[1] or each[2] for each in _CODE.finditer(str(exc))), None)
+    if code in _TRANSIENT_CODES:
+        return TransientError(f"the server answers with the error {code}", status)
+    if code in _EXPIRED:
+        raise target.error("the credentials of this process have expired", status) from None
+    if code == "AccessDenied":  # in an answer to a request that deletes several objects
+        raise target.error(_NOT_PERMITTED, 403) from None
+    if status is None and any(text in str(exc) for text in _WRONG_SETTINGS):
+        what = (
+            "the region or the endpoint of the bucket is wrong; an endpoint with http:// also needs AWS_ALLOW_HTTP=true"
+        )
+        raise target.error(what) from None
+    if status == 404:
+        raise FileNotFoundError(f"{shown(target.url)} does not exist, or its bucket does not") from None
+    if status is None:
+        return TransientError("no response: the server cannot be reached, or the connection was lost, or time is over")
+    if status == 501:
+        raise target.error(unsupported, status) from None
+    if 300 <= status < 500 and status not in _TRANSIENT:
+        remedy = "check the region and the endpoint of the bucket"
+        raise target.error(f"the server refuses the request with status {status}; {remedy}", status) from None
+    return TransientError(f"the server responds with status {status}", status)

@@ -1,0 +1,135 @@
+"""Read a remote object from an offset to its end, with several requests in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from wds_tensorcache.storage.remote import retry
+from wds_tensorcache.storage.remote.clients import client_for
+from wds_tensorcache.storage.remote.remote_file import RemoteFile
+from wds_tensorcache.storage.threads import Job, ThreadPool
+
+__all__ = ["AHEAD_NBYTES", "RemoteStream", "num_requests"]
+
+_MIN_NBYTES, _MAX_NBYTES = 1 << 18, 1 << 22  # of a request; each is twice as long as the one before
+_NUM_REQUESTS = 4
+AHEAD_NBYTES = (_NUM_REQUESTS + 1) * _MAX_NBYTES  # the most bytes in memory: those in flight, and the piece being read
+_CLOSING_S = 1.0  # requests in flight end soon after they are cancelled, unless the system hangs
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The bytes `[begin, end)`, and the job that reads them into the beginning of `memory`."""
+
+    begin: int
+    end: int
+    memory: memoryview
+    cancel: retry.Cancel
+    job: Job[None]
+
+
+class RemoteStream:
+    """The bytes of a remote object, for one reader that reads them in order. Requests for the next bytes are in flight.
+
+    Every request has `If-Match`, so all bytes are those of one state of the object. A failed read fails again when repeated.
+
+    Args:
+        url: The object. Opening it takes one request.
+
+    Attributes:
+        url: The url, without user name and password.
+        info: State of the object when the stream was opened.
+
+    Raises:
+        FileNotFoundError: The object does not exist.
+        RemoteError: A request failed.
+
+    Memory: up to 20 MiB: four requests of at most 4 MiB, and the piece that is being read.
+    Threads/fork/pickle: one reader, in the process that opened the stream; four threads. Call `close`.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._file = RemoteFile(url)
+        self.url, self.info = self._file.url, self._file.state
+        self._at = 0  # the reader's offset
+        self._requested = 0  # the end of the last request
+        self._next_nbytes = _MIN_NBYTES
+        self._pieces: deque[_Piece] = deque()  # in the order of their bytes, without gaps
+        self._spare: deque[memoryview] = deque()  # recycled memory
+        self._pool = ThreadPool(_NUM_REQUESTS, "tensorcache-stream")
+
+    def read(self, nbytes: int = -1) -> bytes:
+        """Return the next `nbytes` bytes, fewer at the end of the object; all remaining bytes if negative. Memory: a copy.
+
+        Raises:
+            FormatError: The object has changed since the stream was opened.
+            RemoteError: A request failed.
+        """
+        remaining = self.info.nbytes - self._at
+        end = self._at + (remaining if nbytes < 0 else min(nbytes, remaining))
+        parts: list[bytes] = []
+        while self._at < end:
+            piece = self._piece()
+            last = min(end, piece.end)
+            parts.append(bytes(piece.memory[self._at - piece.begin : last - piece.begin]))
+            self._at = last
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def skip(self, nbytes: int) -> int:
+        """Skip up to `nbytes` bytes, and return their number. Bytes that were not yet requested are never sent."""
+        nbytes = min(nbytes, self.info.nbytes - self._at)
+        self._at += nbytes
+        self._drop_passed()
+        if not self._pieces:
+            self._requested = self._at
+        return nbytes
+
+    def close(self) -> None:
+        """End the requests in flight, and the threads."""
+        for piece in self._pieces:
+            piece.cancel.is_set = True
+        self._pool.close(cancel=True, timeout_s=_CLOSING_S)
+
+    def _piece(self) -> _Piece:
+        """Return the piece that contains the next byte."""
+        self._drop_passed()
+        while len(self._pieces) <= _NUM_REQUESTS and self._requested < self.info.nbytes:
+            self._request()
+        self._pieces[0].job.result()
+        return self._pieces[0]
+
+    def _drop_passed(self) -> None:
+        while self._pieces and self._pieces[0].end <= self._at:
+            piece = self._pieces.popleft()
+            if piece.job.cancel() or piece.job.is_done:
+                self._spare.append(piece.memory)
+            else:  # skipped, and still written to
+                piece.cancel.is_set = True
+
+    def _request(self) -> None:
+        begin = self._requested
+        self._requested = end = min(begin + self._next_nbytes, self.info.nbytes)
+        self._next_nbytes = min(2 * self._next_nbytes, _MAX_NBYTES)
+        memory = self._spare.popleft() if self._spare else memoryview(b"")
+        if len(memory) < end - begin:
+            memory = np.empty(end - begin, np.uint8).data
+        cancel = retry.Cancel()
+        job = self._pool.submit(_load, self._file, memory[: end - begin], begin, cancel)
+        self._pieces.append(_Piece(begin, end, memory, cancel, job))
+
+
+# no method of the stream: an abandoned stream must be freed while its requests are in flight
+def _load(file: RemoteFile, memory: memoryview, begin: int, cancel: retry.Cancel) -> None:
+    with retry.cancellable(cancel):
+        file.fix(client_for(file.url).read_into(file.url, [memory], begin, file.state))
+
+
+def num_requests(nbytes: int) -> int:
+    """Return the number of requests for the bytes of an object that is read to its end."""
+    count, next_nbytes = 0, _MIN_NBYTES
+    while nbytes > 0 and next_nbytes < _MAX_NBYTES:
+        count, nbytes, next_nbytes = count + 1, nbytes - next_nbytes, 2 * next_nbytes
+    return count + max(0, -(-nbytes // _MAX_NBYTES))

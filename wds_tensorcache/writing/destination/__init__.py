@@ -1,0 +1,1 @@
+"""Where a writer's shards go: a local folder, or a folder of an object store."""
