@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -241,8 +240,12 @@ class _Batches(Iterator[Any]):
     def close(self, timeout_s: float = -1) -> None:
         """End the iteration; a thread that waits in `next` receives no batch."""
         self.is_closed = True
-        with ExitStack() as all_pools:
-            for pool in self._pools if self._pid == os.getpid() else ():
-                if pool is not None:
-                    all_pools.callback(pool.close, cancel=True, timeout_s=timeout_s)
+        pools = [pool for pool in self._pools if pool is not None] if self._pid == os.getpid() else []
+        try:
+            for pool in pools:
+                pool.close(cancel=True, timeout_s=timeout_s)
+        except BaseException:  # an interrupt: the threads of all pools must end
+            for pool in pools:
+                pool.close(cancel=True, timeout_s=_INTERRUPTED_WAITS_S)
+            raise
         self._read = iter(())
