@@ -34,7 +34,7 @@ SAMPLES_PER_S = 20  # of a rank
 CACHE_NBYTES = 10**12  # of a node's disk
 
 ONE_TENSOR_NBYTES = 2560  # the pooled text of a sample
-# ranges nearer than this are one request, by `fetch_many`: 30 ms / 64 requests in flight, at 80 MB/s
+# ranges nearer than this are one request, by `fetch_many`: 2 * 30 ms / 128 requests in flight, at 80 MB/s
 GAP_NBYTES = 37_500
 TAIL_NBYTES = (1 << 14) + 64 * PER_SHARD  # of a shard, which `tc.open` reads for its index
 PER_PREFIX = 5500  # GET requests a second that S3 promises for a prefix

@@ -56,7 +56,7 @@ def test_the_first_error_ends_the_rest(http_server: HttpServer, monkeypatch: pyt
 
 
 def test_many_callers(http_server: HttpServer) -> None:
-    """At most 64 requests at a time, whatever the number of callers; each gets its bytes or its error."""
+    """Callers with more requests than are in flight at a time: each gets its bytes or its error."""
     http_server.set(latency_s=0.05)
     url = http_server.put("a.tar", CONTENT)
     wrong: list[object] = []

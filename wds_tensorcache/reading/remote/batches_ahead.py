@@ -11,7 +11,7 @@ from wds_tensorcache.storage.remote.urls import is_url
 
 __all__ = ["NUM_THREADS", "BatchesAhead", "remote_url"]
 
-NUM_THREADS = 16  # each waits for the requests of one batch; a process has at most 64 requests in flight
+NUM_THREADS = 16  # each waits for the requests of one batch; a process has at most 128 requests in flight
 _LEAST, _FIRST, _MOST = 2, 4, 32
 _NUM_LOCAL = 8  # not one: a mix may have a local cache, too
 _MAX_NBYTES = 1 << 30

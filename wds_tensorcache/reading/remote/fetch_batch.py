@@ -16,7 +16,7 @@ _Check = Callable[[bytes], object]
 class BatchFetch:
     """Ranges of remote shards, collected one by one and then fetched at once.
 
-    Requests of several batches share the 64 that a process has in flight.
+    Requests of several batches share the 128 that a process has in flight.
     """
 
     def __init__(self) -> None:

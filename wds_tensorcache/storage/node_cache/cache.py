@@ -26,7 +26,6 @@ from wds_tensorcache.storage.threads import ThreadPool
 
 __all__ = ["CachedFile", "NodeCache", "open_node_cache", "read_remote"]
 
-_MAX_FILES = 64  # of one read at a time: as many requests are in flight
 _SYNC_S = 60.0
 
 
@@ -107,7 +106,7 @@ class NodeCache:
             by_file.setdefault(_cached(each[0]), []).append(each)
         files = list(by_file)
         # Hazard: each file takes two descriptors until its blocks are there.
-        count = max(1, min(_MAX_FILES, self._max_open // 2))
+        count = max(1, self._max_open // 2)
         for at in range(0, len(files), count):
             self._read({file: by_file[file] for file in files[at : at + count]})
 

@@ -1,4 +1,4 @@
-"""Many ranges of remote objects at once: near ranges in one request, large ranges in several, up to 64 requests at a time."""
+"""Many ranges of remote objects at once: near ranges in one request, large ranges in several, up to 128 requests at a time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from wds_tensorcache.storage.remote import retry
-from wds_tensorcache.storage.remote.client import ObjectInfo
+from wds_tensorcache.storage.remote.client import MAX_REQUESTS, ObjectInfo
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.threads import Cancelled, Job, ThreadPool, wait_for
 
-__all__ = ["MADE", "MAX_REQUESTS", "PART_NBYTES", "Ranges", "fetch_many", "largest_gap", "measured", "run", "run_all"]
+__all__ = ["MADE", "PART_NBYTES", "Ranges", "fetch_many", "largest_gap", "measured", "run", "run_all"]
 
-MAX_REQUESTS = 64  # in flight, in this process
 PART_NBYTES = 4 << 20  # larger ranges are requested in parts of this length
 _LEAST_GAP, _MOST_GAP = 4 << 10, 256 << 10  # bounds of the bytes between two ranges that one request fetches
+_COST = 2  # measured: how long one of many requests takes, in multiples of its part of the latency
 
 _Result = TypeVar("_Result")
 
@@ -152,9 +152,9 @@ def _plan(ranges: Ranges, merges: bool = True) -> list[_Request]:
 
 
 def largest_gap(url: str) -> int:
-    """Return how many bytes between two ranges cost as much as another request, of which 64 wait at the same time."""
+    """Return how many bytes between two ranges cost as much time as another request."""
     pace = measured(url)
-    return int(min(_MOST_GAP, max(_LEAST_GAP, pace.latency_s / MAX_REQUESTS * pace.total_rate)))
+    return int(min(_MOST_GAP, max(_LEAST_GAP, _COST * pace.latency_s / MAX_REQUESTS * pace.total_rate)))
 
 
 def _bytes(buffer: Any) -> memoryview:

@@ -15,6 +15,7 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urljoin, urlsplit
 
+from wds_tensorcache.storage.remote.client import MAX_REQUESTS
 from wds_tensorcache.storage.remote.retry import (
     TRANSIENT_STATUSES,
     Attempts,
@@ -38,7 +39,6 @@ _CONNECT_S, _STALL_S = 10.0, 20.0  # longest waits for a connection, and for the
 _TICK_S = 0.25  # how often a wait looks whether the request was cancelled
 _MAX_REDIRECTS = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_MAX_CONNECTIONS = 64  # idle ones that are kept per server
 _FEW_BYTES, _DRAIN_S = 64 * 1024, 0.5  # the most bytes and seconds of a body that is dropped to keep its connection
 _DROPPED = memoryview(bytearray(_FEW_BYTES))  # read into, never read
 
@@ -334,7 +334,7 @@ class Transport:
 
 
 def _make_manager(proxy: str | None) -> urllib3.PoolManager:
-    options: dict[str, Any] = {"num_pools": 256, "maxsize": _MAX_CONNECTIONS, "block": False, "retries": False}
+    options: dict[str, Any] = {"num_pools": 256, "maxsize": MAX_REQUESTS, "block": False, "retries": False}
     manager: urllib3.PoolManager
     if proxy is None:
         manager = urllib3.PoolManager(**options)
