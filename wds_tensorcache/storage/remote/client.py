@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Client", "ObjectInfo", "read_tail_by_stat"]
+__all__ = ["Client", "ObjectInfo", "fill_buffers", "read_tail_by_stat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +73,10 @@ def read_tail_by_stat(client: Client, url: str, nbytes: int) -> tuple[ObjectInfo
     content = bytearray(state.nbytes - begin)
     state = client.read_into(url, [memoryview(content)], begin, state)
     return state, bytes(content)
+
+
+def fill_buffers(buffers: Sequence[memoryview], content: memoryview) -> None:
+    """Copy bytes into buffers of the same total length, in order."""
+    for buffer in buffers:
+        buffer[:] = content[: len(buffer)]
+        content = content[len(buffer) :]
