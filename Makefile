@@ -22,7 +22,7 @@ test: $(VENV)/dev
 
 # Trainers on several ranks need packages that do not work with the oldest numpy.
 test-oldest: $(VENV)/dev $(VENV)/oldest
-	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n 2 tests/codec tests/hostile tests/integrations \
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n 2 tests/codec tests/hostile tests/integrations tests/pickles \
 		--deselect tests/integrations/test_trainers_on_ranks.py
 
 # Writers that are killed at random, and others that go on: nothing is lost, and the bytes are the same in the end.

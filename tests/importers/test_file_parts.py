@@ -36,6 +36,15 @@ def test_views_of_ranges(tmp_path: Path) -> None:
             folder.view("a.bin", begin, end)
 
 
+def test_a_range_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(bytes(range(100)))
+    folder = SourceFolder(str(tmp_path))
+    assert folder.read_range("a.bin", 10, 20) == bytes(range(10, 20))
+    assert folder.read_range("a.bin", 100, 100) == b""
+    with pytest.raises(tc.FormatError, match=r"a.bin: the file has 100 bytes, but \[90, 101\) is needed"):
+        folder.read_range("a.bin", 90, 101)
+
+
 def test_rows_of_safetensors(tmp_path: Path) -> None:
     tensors = {
         "latents": torch.randn(5, 3, 2).bfloat16(),

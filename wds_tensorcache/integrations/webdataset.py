@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import decode_members, decode_plain_pickle, encode_sample
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import FormatError, InvalidKeyError, TensorCacheError
-from wds_tensorcache.integrations.pickles.pth import decode_pth
+from wds_tensorcache.integrations.pickles.pth import load_pth
 from wds_tensorcache.integrations.safe_members import MAX_EXPANDED_NBYTES, MemberDecoder
 from wds_tensorcache.shards.names import (
     FIELD,
@@ -202,7 +203,7 @@ def _pickle_decoder(table: Mapping[tuple[str, str], type], extension: str) -> Ca
     """Return a safe decoder for an extension that webdataset would unpickle, running any code in it; None for any other."""
     kind = extension.rpartition(".")[2]
     if kind == "pth":
-        return lambda raw, limit: decode_pth(raw, limit, table)
+        return lambda raw, limit: load_pth(io.BytesIO(raw), limit, table)
     if kind in ("pyd", "pickle", "pkl"):
         return lambda raw, limit: decode_plain_pickle(raw, table)
     return None

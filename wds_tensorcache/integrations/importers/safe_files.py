@@ -26,7 +26,7 @@ from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeleton
 from wds_tensorcache.integrations.importers.crc import crc32
 from wds_tensorcache.integrations.importers.source_folder import POOL, SourceFolder, check_fits
 from wds_tensorcache.integrations.pickles.arrays import ArrayReader, decode_pickle
-from wds_tensorcache.integrations.pickles.pth import decode_pth, load_pth
+from wds_tensorcache.integrations.pickles.pth import load_pth
 from wds_tensorcache.integrations.pickles.pth_plans import view_pth
 from wds_tensorcache.integrations.pickles.zip_list import ZippedFile, list_zipped
 
@@ -175,7 +175,7 @@ def parse_torch(raw: bytes, trust: bool) -> Any:
     try:
         if raw.startswith(_PICKLE) and not raw.startswith(_OLD_TORCH):
             return decode_pickle(raw, limit, REMEDY)
-        return decode_pth(raw, limit, {}, REMEDY, REMEDY, ArrayReader)
+        return load_pth(io.BytesIO(raw), limit, {}, REMEDY, REMEDY, ArrayReader)
     except FormatError as exc:
         if not trust or (raw.startswith(_ZIP) and not isinstance(exc, UnsafeSkeletonError)):
             raise

@@ -19,7 +19,8 @@ from wds_tensorcache.codec.skeleton.types import BUILDERS, Allowed, Builder
 from wds_tensorcache.codec.tree import shown
 from wds_tensorcache.errors import FormatError, UnsafeSkeletonError
 from wds_tensorcache.integrations.pickles.advice import advising
-from wds_tensorcache.integrations.pickles.pth import Storage, TensorReader
+from wds_tensorcache.integrations.pickles.storages import Storage
+from wds_tensorcache.integrations.pickles.tensor_reader import TensorReader
 from wds_tensorcache.integrations.pickles.translate import translate
 
 __all__ = ["ArrayReader", "decode_pickle"]
@@ -80,14 +81,14 @@ class ArrayReader(TensorReader):
         self.builders["numpy", "dtype"] = Builder(_build_dtype)
         self.builders["torch.storage", "_load_from_bytes"] = Builder(self._load_storage)
 
-    def _set_state(self, stack: list[Any], allow: Allowed, callables: int) -> int:
+    def set_state(self, stack: list[Any], allow: Allowed, num_callables: int) -> int:
         target = stack[-2]
         if isinstance(target, np.dtype):
             _set_byte_order(target, stack.pop())
         elif target.__class__ is np.ndarray:
             self._fill_array(target, stack.pop())
         else:
-            return super()._set_state(stack, allow, callables)
+            return super().set_state(stack, allow, num_callables)
         return 0
 
     def _fill_array(self, array: Any, state: Any) -> None:
@@ -117,7 +118,7 @@ class ArrayReader(TensorReader):
         data = range(stream.tell() + 8, len(raw))  # after the number of elements
         if keys.__class__ is not list or len(keys) != 1 or keys[0].__class__ is not str or not system["little_endian"]:
             raise FormatError("a tensor has several storages, or is not little-endian")
-        reader = TensorReader(stream, {f"data/{keys[0]}": data}, len(raw), len(raw), self._remedy, self._remedy)
+        reader = TensorReader(stream, {f"data/{keys[0]}": data}, len(raw), len(raw), self.remedy, self.remedy)
         storage = reader.unpickle(pickles[3], {})
         if storage.__class__ is not Storage:
             raise FormatError(f"expected a storage, got {shown(storage)}")

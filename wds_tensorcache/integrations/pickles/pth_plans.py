@@ -18,18 +18,13 @@ from typing import Any
 import torch
 
 from wds_tensorcache.codec.skeleton import opcodes as op
+from wds_tensorcache.codec.skeleton.types import Allowed
 from wds_tensorcache.codec.tree import ATOMS, DICTS, rebuild, walk
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.integrations.pickles.pth import (
-    NOT_PLANNED,
-    File,
-    Indexer,
-    Storage,
-    TensorReader,
-    decode_file,
-    load_storage,
-    view_storage,
-)
+from wds_tensorcache.integrations.pickles.advice import advising
+from wds_tensorcache.integrations.pickles.pth_file import PthFile, read_pth_file
+from wds_tensorcache.integrations.pickles.storages import Storage, load_storage, view_storage
+from wds_tensorcache.integrations.pickles.tensor_reader import TensorReader
 from wds_tensorcache.integrations.pickles.translate import BINPERSID, MAX_SHORT, find_fields, translate
 
 __all__ = ["view_pth"]
@@ -38,24 +33,28 @@ _MAX_PLANS, _MAX_KINDS = 64, 64
 _MAX_FIELDS = 128
 _CREDIT = 16.0  # number of plans that may be made before one is used
 _ALLOWANCE = 1 / 32  # credit for each file that matches no plan
+_NOT_PLANNED: Any = object()  # in place of the object, if the pickle must be decoded
 _MARKER = uuid.uuid4().hex  # occurs in no file
 _INT, _FLOAT = Struct("<i").unpack_from, Struct(">d").unpack_from
 
 
 def view_pth(content: memoryview, limit: int, remedy: str, reader_class: type[TensorReader]) -> Any:
-    """Return the object in a file of `torch.save`, as `decode_pth` does.
+    """Return the object in a file of `torch.save`, as `load_pth` does.
 
     Args:
         content: Content of the file, writable.
-        limit, reader_class: As for `decode_pth`.
+        limit, reader_class: As for `load_pth`.
         remedy: Advice for users that trust the file, at the end of all messages.
 
     Raises:
-        UnsafeSkeletonError, FormatError: As `decode_pth`.
+        UnsafeSkeletonError, FormatError: As `load_pth`.
 
     Memory: tensors alias `content`, unless it is not aligned for them.
     """
-    return decode_file(content, limit, {}, remedy, remedy, reader_class, _PLANS.read)
+    file = read_pth_file(content, remedy)
+    with advising(remedy):
+        planned = _PLANS.read(file, limit)
+    return file.decode(limit, {}, remedy, remedy, reader_class) if planned is _NOT_PLANNED else planned
 
 
 @dataclass(slots=True)
@@ -125,9 +124,9 @@ class _Plan:
             name in records and len(records[name]) == count for name, count in self.lengths.items()
         )
 
-    def read(self, file: File, records: dict[str, range], values: list[Any]) -> Any:
+    def read(self, file: PthFile, values: list[Any]) -> Any:
         """Return the object with the tensors of a file, and with these texts and numbers."""
-        storages = {name: load_storage(file, records[name]) for name in self.lengths}
+        storages = {name: load_storage(file.file, file.records[name]) for name in self.lengths}
 
         def fill(place: Any) -> Any:
             if place.__class__ is _Place:
@@ -160,43 +159,42 @@ def _read_field(pickled: bytes, at: int) -> tuple[Any, int]:
     raise ValueError("the opcode pushes neither a text nor a number")
 
 
-class _Planner(Indexer):
-    """A reader that returns `_Place` in place of markers, and `_Tensor` in place of tensors without gradient.
+class _Planner(TensorReader):
+    """A reader that returns `_Place` in place of markers, and `_Tensor` in place of tensors.
+
+    It reads no storage, and refuses tensors with a gradient.
 
     Args:
         records: Range of bytes of each storage, by its name in the zip.
         nbytes: Length of the pickle.
-        limit: As for `decode_pth`.
+        limit: As for `load_pth`.
     """
 
     def __init__(self, records: dict[str, range], nbytes: int, limit: int) -> None:
         named: Any = {name: _Record(name, len(record)) for name, record in records.items()}
         super().__init__(memoryview(b""), named, nbytes, limit, "", "")
         self.num_tensors = 0
+        self.lengths: dict[str, int] = {}  # of the storages that are opened, by name
 
-    @property
-    def lengths(self) -> dict[str, int]:
-        return {record.name: record.nbytes for record in self._memory.values()}
-
-    @property
-    def nbytes(self) -> int:
-        return self._limit - self._nbytes_left
-
-    def _open_storage(self, stack: list[Any], allow: Any, callables: int) -> int:
+    def open_storage(self, stack: list[Any], allow: Allowed, num_callables: int) -> int:
         top = stack[-1]
         if top.__class__ is not str or not top.startswith(_MARKER):
-            return super()._open_storage(stack, allow, callables)
+            return super().open_storage(stack, allow, num_callables)
         stack[-1] = _Place(int(top.removeprefix(_MARKER)))
         return 0
 
-    def _view(self, storage: Storage, dtype: torch.dtype, offset: int, size: Any, stride: Any, count: int) -> Any:
+    def load_memory(self, record: Any) -> Any:
+        self.lengths[record.name] = record.nbytes
+        return record
+
+    def view_tensor(self, storage: Storage, dtype: torch.dtype, offset: int, size: Any, stride: Any, count: int) -> Any:
         self.num_tensors += 1
         return _Tensor(storage.memory.name, dtype, offset, tuple(size), tuple(stride))
 
-    def _build_tensor(self, args: tuple[Any, ...], *, has_dtype: bool) -> Any:
+    def build_tensor(self, args: tuple[Any, ...], *, has_dtype: bool) -> Any:
         if args[4] is not False:
             raise FormatError("a tensor requires a gradient, or has something else than a bool in this place")
-        return super()._build_tensor(args, has_dtype=has_dtype)
+        return super().build_tensor(args, has_dtype=has_dtype)
 
 
 _PLANNED = {*DICTS, list, tuple, _Tensor, _Place}
@@ -215,27 +213,27 @@ class _Plans:
         self._kinds: dict[tuple[bytes, ...], tuple[int, ...]] = {}  # the fields that may differ
         self._credit = _CREDIT
 
-    def read(self, file: File, pickled: bytes, records: dict[str, range], limit: int) -> Any:
-        """Return the object in a file, or NOT_PLANNED."""
-        if len(pickled) > MAX_SHORT:
-            return NOT_PLANNED
+    def read(self, file: PthFile, limit: int) -> Any:
+        """Return the object in a file, or _NOT_PLANNED."""
+        if len(file.pickled) > MAX_SHORT:
+            return _NOT_PLANNED
         for number, plan in enumerate(self._plans):
-            values = plan.match(pickled)
+            values = plan.match(file.pickled)
             if values is not None:
                 if number:
                     self._plans = [plan, *(other for other in self._plans if other is not plan)]
                 self._credit = min(_CREDIT, self._credit + 1)
-                return _read_planned(plan, file, records, limit, values)
+                return _read_planned(plan, file, limit, values)
         self._credit = min(_CREDIT, self._credit + _ALLOWANCE)
         if self._credit >= 1:
             self._credit -= 1
-            made = self._make(pickled, records, limit)
+            made = self._make(file.pickled, file.records, limit)
             if made is not None:
                 self._plans = [made, *self._plans[: _MAX_PLANS - 1]]
-                values = made.match(pickled)
+                values = made.match(file.pickled)
                 if values is not None:
-                    return _read_planned(made, file, records, limit, values)
-        return NOT_PLANNED
+                    return _read_planned(made, file, limit, values)
+        return _NOT_PLANNED
 
     def _make(self, pickled: bytes, records: dict[str, range], limit: int) -> _Plan | None:
         fields = find_fields(pickled)
@@ -266,13 +264,13 @@ class _Plans:
 _PLANS = _Plans()
 
 
-def _read_planned(plan: _Plan, file: File, records: dict[str, range], limit: int, values: list[Any]) -> Any:
-    if not plan.fits(records, limit):
-        return NOT_PLANNED
+def _read_planned(plan: _Plan, file: PthFile, limit: int, values: list[Any]) -> Any:
+    if not plan.fits(file.records, limit):
+        return _NOT_PLANNED
     try:
-        return plan.read(file, records, values)
+        return plan.read(file, values)
     except RecursionError:  # containers nest too deeply for the caller's stack; decoding does not recurse
-        return NOT_PLANNED
+        return _NOT_PLANNED
 
 
 def _between(pickled: bytes, fields: Iterable[tuple[int, int]]) -> tuple[bytes, ...]:

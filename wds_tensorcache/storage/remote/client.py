@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["MAX_REQUESTS", "Client", "ObjectInfo", "read_tail_by_stat"]
+__all__ = ["MAX_REQUESTS", "Client", "ObjectInfo", "fill_buffers", "read_tail_by_stat"]
 
 # In flight, in this process. Measured, for 1,000 ranges of 2.5 KB at 20 ms of latency: 64 take 0.52 s, 128 take 0.34 s, and 192
 # take no less.
@@ -77,3 +77,10 @@ def read_tail_by_stat(client: Client, url: str, nbytes: int) -> tuple[ObjectInfo
     content = bytearray(state.nbytes - begin)
     state = client.read_into(url, [memoryview(content)], begin, state)
     return state, bytes(content)
+
+
+def fill_buffers(buffers: Sequence[memoryview], content: memoryview) -> None:
+    """Copy bytes into buffers of the same total length, in order."""
+    for buffer in buffers:
+        buffer[:] = content[: len(buffer)]
+        content = content[len(buffer) :]

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from wds_tensorcache.errors import RemoteError
-from wds_tensorcache.storage.remote.client import ObjectInfo, read_tail_by_stat
+from wds_tensorcache.storage.remote.client import ObjectInfo, fill_buffers, read_tail_by_stat
 from wds_tensorcache.storage.remote.event_loop import check_not_forked, run_async
 from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.remote.retry import (
@@ -235,9 +235,7 @@ class StoreClient:
             content = self._body(found, target)
             if content is not None and len(content) == end - begin:
                 check_cancelled()
-                for buffer in buffers:
-                    buffer[:] = content[: len(buffer)]
-                    content = content[len(buffer) :]
+                fill_buffers(buffers, content)
                 return expected
             attempts.pause(TransientError("the body was cut short"))
 

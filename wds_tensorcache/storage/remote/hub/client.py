@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from wds_tensorcache.storage.remote.client import ObjectInfo, read_tail_by_stat
+from wds_tensorcache.storage.remote.client import ObjectInfo, fill_buffers, read_tail_by_stat
 from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.remote.retry import TRANSIENT_STATUSES, Attempts, Target, TransientError, check_cancelled
 
@@ -110,9 +110,7 @@ class HubClient:
         content = memoryview(self._try(lambda: self._range(path, begin, end), attempts))
         self.pace.begin(time.monotonic() - begun).end(len(content))
         check_cancelled()
-        for buffer in buffers:
-            buffer[:] = content[: len(buffer)]
-            content = content[len(buffer) :]
+        fill_buffers(buffers, content)
         return state
 
     def _range(self, path: str, begin: int, end: int) -> bytes:

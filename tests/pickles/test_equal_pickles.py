@@ -22,8 +22,9 @@ from tests.strategies import samples
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.integrations.importers.safe_files import REMEDY, load_torch, max_expanded
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
-from wds_tensorcache.integrations.pickles import pth, pth_plans
+from wds_tensorcache.integrations.pickles import pth_plans
 from wds_tensorcache.integrations.pickles.arrays import ArrayReader
+from wds_tensorcache.integrations.pickles.pth import load_pth
 from wds_tensorcache.integrations.pickles.translate import find_fields
 
 
@@ -58,10 +59,14 @@ def test_a_planned_file_is_as_one_that_is_decoded(sample: Any) -> None:
     for value in (sample, sample, rebuild(sample, other, (torch.Tensor, str, int, float)), sample):
         raw = saved(value)
         limit = max_expanded(len(raw))
-        expected, error = outcome(lambda: pth.decode_pth(raw, limit, {}, REMEDY, REMEDY, ArrayReader))  # noqa: B023
+        expected, error = outcome(lambda: decoded(raw, limit))  # noqa: B023
         found = outcome(lambda: pth_plans.view_pth(memoryview(bytearray(raw)), limit, REMEDY, ArrayReader))  # noqa: B023
         assert found[1] == error
         assert_same(expected, found[0])
+
+
+def decoded(raw: bytes, limit: int) -> Any:
+    return load_pth(io.BytesIO(raw), limit, {}, REMEDY, REMEDY, ArrayReader)
 
 
 def outcome(call: Callable[[], Any]) -> tuple[Any, str]:
@@ -148,7 +153,7 @@ def test_cut_and_changed_pickles(plans: Any) -> None:
             changed = bytearray(raw)
             changed[position] = byte
             limit = max_expanded(len(raw))
-            expected = outcome(lambda: pth.decode_pth(bytes(changed), limit, {}, REMEDY, REMEDY, ArrayReader))  # noqa: B023
+            expected = outcome(lambda: decoded(bytes(changed), limit))  # noqa: B023
             found = outcome(lambda: view(changed))  # noqa: B023
             assert found[1] == expected[1]
             assert_same(expected[0], found[0])
@@ -263,7 +268,7 @@ def test_a_file_after_another_is_as_if_it_were_alone(files: tuple[bytes, bytes])
 
 def assert_as_decoded(raw: bytes) -> None:
     limit = max_expanded(len(raw))
-    expected, error = outcome(lambda: pth.decode_pth(raw, limit, {}, REMEDY, REMEDY, ArrayReader))
+    expected, error = outcome(lambda: decoded(raw, limit))
     found = outcome(lambda: view(raw))
     assert found[1] == error
     assert_same(expected, found[0])
