@@ -39,10 +39,10 @@ def begin(pattern: Path, key: str = "a", *, with_child: bool = False) -> tuple[i
     try:
         sink = tc.ShardWriter(pattern, fsync=False, resume=True)
         sink.write(key, {"x": 1})
-        child = 0
-        if with_child and (child := os.fork()) == 0:  # as a worker of torch's DataLoader would be
-            time.sleep(600)
-        os.write(to_us, struct.pack("i", child))
+        if not with_child:
+            os.write(to_us, struct.pack("i", 0))
+        elif os.fork() == 0:  # as a worker of torch's DataLoader would be
+            os.write(to_us, struct.pack("i", os.getpid()))
         time.sleep(600)
     finally:
         os._exit(1)

@@ -74,17 +74,22 @@ def read_many(reads: Reads, begin: int, end: int) -> Array:
     if numbers is None or (not _idle and monotonic() < _refused_until):
         return result
     try:
-        context = _idle.pop() if _idle else _Context(numbers)
-    except IndexError:  # another thread took the last one
-        return result
-    except OSError:
+        context = _take(numbers)
+    except (IndexError, OSError):  # another thread took the last one, or the system does not allow another one
         return result
     for at in range(begin, end, _MAX_READS):
         if not context.read(reads, at, result[at - begin : at - begin + _MAX_READS]):
             return np.full(end - begin, -1, np.int64)
-    if context.pid == os.getpid():  # else an interrupt handler has forked
-        _idle.append(context)
+    _idle.append(context)
     return result
+
+
+def _take(numbers: tuple[int, int, int, int]) -> _Context:
+    while _idle:
+        context = _idle.pop()
+        if context.pid == os.getpid():  # else an interrupt handler has forked during its last read
+            return context
+    return _Context(numbers)
 
 
 class _Context:
