@@ -22,6 +22,7 @@ Records = dict[bytes, bytes]
 Pairs = list[tuple[bytes, bytes]]
 _EXTENDED: Kind = "extended-header"
 _SPARSE: Kind = "sparse"
+_OCTAL = re.compile(rb"[0-7]*").fullmatch
 _RECORD_LENGTH = re.compile(rb"([0-9]{1,19}) ")
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -72,10 +73,9 @@ def parse_number(field: bytes) -> int:
     """Return the number in a header's field, written in octal digits or GNU's base 256; -1 if it is neither."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
-    try:
-        return int(field.partition(b"\0")[0].strip() or b"0", 8)
-    except ValueError:
-        return -1
+    digits = field.partition(b"\0")[0].strip()
+    # Hazard: `int` loses an interrupt that arrives while it describes bytes that are no number.
+    return int(digits or b"0", 8) if _OCTAL(digits) else -1
 
 
 def parse_records(content: bytes, begin: int, sparse: Pairs | None = None) -> Records:
