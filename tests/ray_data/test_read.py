@@ -138,7 +138,7 @@ def test_views_and_options(every_kind_cache: Path) -> None:
         with pytest.raises(TypeError, match="num_threads"):
             tc.read_ray(cache, num_threads=1)
         with pytest.raises(TypeError, match="JoinedCache"):
-            tc.read_ray(tc.join([cache.select("latent"), cache.select("mask")]))
+            tc.read_ray(tc.join({"a": cache, "b": cache}))
     with pytest.raises(TypeError, match="no_option"):
         tc.read_ray(every_kind_cache, no_option=1)
     with pytest.raises(KeyError, match="latnet"):
