@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 
 import wds_tensorcache as tc
+from tests.cli.command import json_of, run
 from tests.importers.folders import assert_complete, imported
 from tests.same import assert_same
 from wds_tensorcache.integrations.importers.formats import choose_format
@@ -141,6 +142,7 @@ def test_old_file_names(tmp_path: Path, model: str | None, name: str) -> None:
         save_latents(folder / "new_0512x0512_sd.npz", (4, 8, 8))
     found, report = imported(folder, tmp_path / "out")
     assert report.fingerprint["architecture"] == name
+    assert report.notes == []
     assert found["photo"].get("text", {}).keys() == (text or {}).keys()
     assert_same(tensors(two), found["photo 2"])
     assert_same(torch.from_numpy(one["latents_flipped"]), found["photo"]["latents_flipped"])
@@ -158,8 +160,14 @@ def test_each_resolution_is_a_sample(tmp_path: Path) -> None:
     save_latents(folder / "b_1024x1024_flux.npz", (16, 64, 64), end="_64x64")
     text = save_text(folder, "a", "flux")
     save_text(folder, "b", "flux")
-    found, _ = imported(folder, tmp_path / "out")
+    found, report = imported(folder, tmp_path / "out")
     assert found.keys() == {"a_64x64", "a_8x32", "a_128x128", "b"}
+    (note,) = report.notes
+    assert note.startswith(
+        "1 of 2 files of latents have several resolutions, for example a_1024x1024_flux.npz: 64x64, 8x32,"
+    )
+    assert note in run("import", folder, tmp_path / "again").stderr
+    assert json_of("import", folder, tmp_path / "json")["notes"] == [note]
     for end, entries in expected.items():
         assert found[f"a{end}"].keys() == {*entries, "text"}
         assert_same(tensors(entries), {name: found[f"a{end}"][name] for name in entries})
@@ -178,6 +186,7 @@ def test_old_and_new_keys_in_one_file(tmp_path: Path) -> None:
     found, report = imported(tmp_path / "in", tmp_path / "out")
     assert_same({"a": tensors(old), "a_8x6": tensors(new)}, {name: found[name] for name in ("a", "a_8x6")})
     assert report.fingerprint["keys"] == ["latents", "latents_HxW"]
+    assert "a_0512x0512_sdxl.npz: one without a size, 8x6;" in report.notes[0]
 
 
 def test_an_image_named_like_a_resolution(tmp_path: Path) -> None:
@@ -418,6 +427,9 @@ def test_safetensors_of_several_resolutions_dtypes_and_captions(tmp_path: Path) 
     save_new_text(folder / "b_sdxl_225_te.safetensors", "only")
     found, report = imported(folder, tmp_path / "out")
     assert found.keys() == {"a_8x8", "a_16x16", "b"}
+    assert (
+        "1 of 2 files of latents have several resolutions, for example a_0512x0512_sdxl.safetensors" in report.notes[0]
+    )
     assert_same(small.bfloat16(), found["a_8x8"]["latents"])
     assert_same(small.half(), found["a_8x8"]["latents_8x8_float16"])
     assert_same(large, found["a_16x16"]["latents"])

@@ -18,9 +18,7 @@ import webdataset as wds
 import wds_tensorcache as tc
 from tests.importers.folders import imported
 from tests.same import assert_same
-from wds_tensorcache.integrations.importers.formats import choose_format
 from wds_tensorcache.integrations.importers.import_cache import import_cache
-from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 
 JPEG = b"\xff\xd8\xff not a picture"
 
@@ -209,10 +207,39 @@ def test_members_far_apart(tmp_path: Path) -> None:
 
 
 def test_shards_of_this_package_are_not_imported(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "a.tar") as sink:
-        sink.write("k", {"x": torch.ones(2)}, npy=b"")
-    with pytest.raises(ValueError, match="none of its"):
-        choose_format(SourceFolder(str(tmp_path)))
+    """Shards with a named cache, too."""
+    with tc.ShardWriter(tmp_path / "in" / "deep" / "a.tar") as sink:
+        sink.write("k", npy=b"", **{"text.tensorcache": {"x": torch.ones(2)}})
+    with pytest.raises(ValueError, match=r"in is a cache already: deep/a\.tar is .*tc\.open.* merge.* reshard"):
+        import_cache(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_foreign_safetensors_in_tars_are_no_cache(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "a.tar", {"k": {"safetensors": b"", "txt": "a"}})
+    with pytest.raises(ValueError, match="none of its 1 files"):
+        import_cache(tmp_path / "in", tmp_path / "out")
+
+
+NAMES = ["dir name/photo (1).v2", "50%", "f" * 200, "plain"]
+
+
+@pytest.mark.parametrize("prefix", ["", "./"])
+def test_keys_that_are_safe_keys_stay(tmp_path: Path, prefix: str) -> None:
+    """As in a tar that `tensorcache export` has written, also if it was extracted and packed again by `tar -c .`."""
+    keys = [tc.safe_key(name) for name in NAMES]
+    write(tmp_path / "in" / "a.tar", {prefix + key: {"npy": np.ones(2)} for key in keys})
+    import_cache(tmp_path / "in", tmp_path / "out")
+    with tc.open(tmp_path / "out") as cache:
+        assert list(cache.keys()) == keys
+
+
+def test_other_keys_become_safe_keys(tmp_path: Path) -> None:
+    names = ["50%", "a,b", "%41", "a b%-" + 40 * "0", "%-" + 40 * "0", "/x/" + 35 * "x" + "%-" + 40 * "0"]
+    write(tmp_path / "in" / "a.tar", {name: {"npy": np.ones(2)} for name in names})
+    import_cache(tmp_path / "in", tmp_path / "out")
+    with tc.open(tmp_path / "out") as cache:
+        assert list(cache.keys()) == list(map(tc.safe_key, names))
 
 
 def test_names_without_a_suffix(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ The table has an import from every format.
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import struct
+import tarfile
 import tempfile
 import tracemalloc
 from collections.abc import Callable
@@ -258,6 +260,30 @@ def test_files_are_the_same_again(tmp_path: Path) -> None:
             {name: file.get_tensor(name) for name in sorted(file.keys())},
         )
     assert_same(value, torch.load(tmp_path / "pt-again" / "sub" / "one.pt", weights_only=False))
+
+
+@pytest.mark.parametrize("has_list", [True, False])
+def test_a_tar_packed_again(tmp_path: Path, has_list: bool) -> None:
+    """`tar -c .` begins each name with `./`, which is not a part of the key, with and without the list of samples."""
+    keys = [tc.safe_key(name) for name in ("a", "dir/photo (1).v2")]
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        for key in keys:
+            sink.write(key, {"x": torch.ones(2)}, txt=b"a cat")
+    run("export", tmp_path / "cache", tmp_path / "out", "--as", "webdataset")
+    with tarfile.open(tmp_path / "out" / "samples.tar") as tar:
+        members = [(each.name, tar.extractfile(each).read()) for each in tar]  # type: ignore[union-attr]
+    with tarfile.open(tmp_path / "out" / "samples.tar", "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(f"./{name}")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    if not has_list:
+        (tmp_path / "out" / "tensorcache-export.jsonl").unlink()
+    found = json_of("import", tmp_path / "out", tmp_path / "again")
+    assert found["format"] == ("tensorcache-export" if has_list else "webdataset")
+    with tc.open(tmp_path / "again") as cache:
+        assert list(cache.keys()) == keys
+        assert cache.read_members(keys, "txt") == [b"a cat"] * 2
 
 
 @pytest.mark.parametrize("kind", ["npz", "safetensors"])

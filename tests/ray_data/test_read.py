@@ -128,7 +128,7 @@ def test_a_task_reads_only_the_bytes_of_its_tensors(write_cache: Callable[..., P
     assert table.num_rows == 20
 
 
-def test_views_and_options(every_kind_cache: Path) -> None:
+def test_views_and_options(every_kind_cache: Path, tmp_path: Path) -> None:
     with tc.open(every_kind_cache) as cache:
         view = cache[[7, 3, 5]].select("latent")
         rows = tc.read_ray(view, override_num_blocks=1).take_all()
@@ -137,8 +137,20 @@ def test_views_and_options(every_kind_cache: Path) -> None:
         assert "float8" not in tc.ray_sample(rows[0])
         with pytest.raises(TypeError, match="num_threads"):
             tc.read_ray(cache, num_threads=1)
-        with pytest.raises(TypeError, match="JoinedCache"):
-            tc.read_ray(tc.join([cache.select("latent"), cache.select("mask")]))
+        joined = tc.join({"a": view, "b": view})
+        with pytest.raises(
+            TypeError, match=r"JoinedCache.*writer\.write\(key, tc\.realize\(source\[key\]\)\); or read each"
+        ):
+            tc.read_ray(joined)
+        with tc.ShardWriter(tmp_path, fsync=False) as writer:
+            for key in joined.keys():  # noqa: SIM118
+                writer.write(key, tc.realize(joined[key]))
+        assert_same(every_kind(3)["latent"], tc.ray_sample(by_key(tc.read_ray(tmp_path))[0])["b"]["latent"])
+    with (
+        tc.SharedDataset([{"x": torch.ones(2)}], tmp_path.name) as shared,
+        pytest.raises(TypeError, match=r"SharedDataset.*tc\.realize\(source\[key\]\)\)$"),
+    ):
+        tc.read_ray(shared)
     with pytest.raises(TypeError, match="no_option"):
         tc.read_ray(every_kind_cache, no_option=1)
     with pytest.raises(KeyError, match="latnet"):

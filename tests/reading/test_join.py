@@ -255,19 +255,16 @@ def test_keys_for_caches_that_are_not_there(folders: tuple[Path, Path], keys: An
 def test_what_cannot_be_joined(folders: tuple[Path, Path], tmp_path: Path) -> None:
     plain = write(tmp_path / "plain", lambda i: torch.tensor(i), NUMBERS)
     clashing = write(tmp_path / "clashing", lambda i: {"size": i, "pooled": i, "new": 1}, NUMBERS)
-    with tc.join([folders[0], plain]) as cache:
-        for use in (lambda: cache[0], lambda: cache.read_batch([0]), lambda: cache.__getitems__([0])):
-            with pytest.raises(
-                tc.BatchError, match="cache 1 has a LazyTensor, not a dict|cache 1 has a Tensor, not a dict"
-            ):
-                use()
+    with pytest.raises(tc.BatchError, match=r"cache 1 \(.*plain/0.tar\) has a LazyTensor, not a dict; join a dict of"):
+        tc.join([folders[0], plain])
     with tc.join({"a": folders[0], "b": plain}) as cache:
         assert cache[4]["b"].load() == 4
         assert cache.read_batch([4, 2])["b"].tolist() == [4, 2]
-    with tc.join([*folders, clashing]) as cache:
-        for use in (lambda: cache[0], lambda: cache.read_batch([0])):
-            with pytest.raises(tc.BatchError, match=r"more than one cache has \['pooled', 'size'\]|has \['size'\]"):
-                use()
+    message = (
+        r"cache 0 \(.*latents/0.tar\) and cache 2 \(.*clashing/0.tar\) both have 'pooled', 'size' .*join a dict of"
+    )
+    with pytest.raises(tc.BatchError, match=message), tc.open(folders[0]) as first:
+        tc.join([first, folders[1], clashing])
     for empty in ([], {}):
         with pytest.raises(ValueError, match="nothing to join"):
             tc.join(empty)
@@ -276,6 +273,47 @@ def test_what_cannot_be_joined(folders: tuple[Path, Path], tmp_path: Path) -> No
             tc.join(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="how='outer', expected 'exact' or 'inner'"):
         tc.join(list(folders), how="outer")  # type: ignore[arg-type]
+
+
+def test_names_that_only_some_samples_have_twice(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """The first samples can be merged, so joining is possible; reading a sample that cannot be merged is an error."""
+    some = write(tmp_path, lambda i: {"size": i} if i > 4 else {"new": torch.tensor(i)}, NUMBERS)
+    with tc.join([folders[0], some]) as cache:
+        assert cache["k4"]["new"].load() == 4
+        for use in (lambda: cache["k5"], lambda: cache.read_batch([5]), lambda: cache.__getitems__([5])):
+            with pytest.raises(tc.BatchError, match="both have 'size' at the top level; join a dict of caches"):
+                use()
+
+
+def test_a_first_sample_that_is_damaged(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Joining does not need it."""
+    damaged = write(tmp_path, lambda i: {"new": torch.tensor(i)}, NUMBERS)
+    raw = bytearray((damaged / "0.tar").read_bytes())
+    raw[512:520] = bytes(8)  # the first skeleton
+    (damaged / "0.tar").write_bytes(raw)
+    with tc.join([folders[0], damaged]) as cache:
+        assert cache["k4"]["new"].load() == 4
+        with pytest.raises(tc.FormatError):
+            cache["k0"]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_keys_that_build_has_numbered(folders: tuple[Path, Path], tmp_path: Path, is_first: bool) -> None:
+    with tc.open(folders[0]) as cache:
+        names = list(cache.keys())
+
+    def compute(batch: list[str]) -> list[dict[str, str]]:
+        return [{"name": key} for key in batch]
+
+    tc.build(names, compute, tmp_path / "numbered", fingerprint={}).close()
+    sources = [tmp_path / "numbered", folders[0]]
+    with pytest.raises(
+        KeyError, match=rf"keys of cache {1 - is_first} are numbers .* keys=lambda key: key if the items are keys"
+    ):
+        tc.join(sources if is_first else sources[::-1])
+    tc.build(names, compute, tmp_path / "named", fingerprint={}, keys=lambda key: key).close()
+    with tc.join([folders[0], tmp_path / "named"]) as joined:
+        assert joined["k3"]["name"] == "k3"
 
 
 def test_close(folders: tuple[Path, Path]) -> None:

@@ -356,8 +356,14 @@ def test_a_folder_without_permission_means_reading_through(objects: Objects, pat
             warnings.simplefilter("always")
             for _ in range(2):
                 read(cache, objects, added[1])
-        assert len(caught) == 1
-        assert "Permission denied" in str(caught[0].message)
+            path.chmod(0o700)
+            (path / "space").unlink()
+            path.chmod(0o500)
+            read(open_node_cache(path, None, objects.fetch), objects, added[1])
+        assert len(caught) == 2
+        for each in caught:
+            assert f"{path}: [Errno 13] the folder cannot be written (Permission denied); corr" in str(each.message)
+            assert each.filename == __file__
 
     assert children.run_in_child(work) == 0
 

@@ -240,3 +240,19 @@ def test_samples_with_several_layouts_and_absent_tensors(server: HttpServer, fol
             samples = zip(*(each.read_batch(order, collate=list) for each in (cache, local)), strict=True)
             assert all(torch.equal(one[name], other[name]) for one, other in samples for name in other)
             assert bool(blocks(server.log())) == (number == 0)
+
+
+@pytest.mark.parametrize("use", [lambda cache: cache[0], lambda cache: read(cache, [0])], ids=["sample", "batch"])
+def test_a_warning_names_the_line_that_reads(server: HttpServer, tmp_path: Path, use: Any) -> None:
+    path = tmp_path / "cache"
+    with tc.open(server.url, cache_dir=path) as cache:
+        read(cache, range(NUM_SAMPLES))
+    for file in path.glob(f"*{SUFFIX}"):
+        file.unlink()
+        file.mkdir()
+    with (
+        tc.open(server.url, cache_dir=path) as cache,
+        pytest.warns(UserWarning, match="reading without the cache") as caught,
+    ):
+        use(cache)
+    assert [each.filename for each in caught] == [__file__]

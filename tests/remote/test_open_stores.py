@@ -36,6 +36,11 @@ def test_sources(url: str, s3_server: S3Server) -> None:
     for source, message in (
         (f"{url}/x*.tar", r"x\*.tar matches no object"),
         ("s3://data/nothing", r"nothing has neither manifest.json nor any \*.tar"),
+        (
+            f"{url}/manifest.jsn",
+            r"jsn has neither .*; a url that ends in neither .* a folder; did you mean 'manifest.json'\?$",
+        ),
+        (f"{url}/manifes.json", r"manifes.json'; did you mean 'manifest.json'\?$"),
         (f"{url}/003.tar", "a cache/003.tar: the shard does not exist"),
     ):
         with pytest.raises(FileNotFoundError, match=message):

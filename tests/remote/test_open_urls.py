@@ -99,6 +99,9 @@ def test_a_folder_without_a_manifest(server: HttpServer) -> None:
         tc.open(f"{server.url}/nothing")
     with pytest.raises(FileNotFoundError, match="no-such-manifest.json"):
         tc.open(f"{server.url}/no-such-manifest.json")
+    for name in ("manifest.jsn", "manifest", "manifes.json"):
+        with pytest.raises(FileNotFoundError, match=rf"cache/{name}.*; did you mean 'manifest.json'\?$"):
+            tc.open(f"{server.url}/cache/{name}")
     with pytest.raises(tc.RemoteError, match="web servers have no listings"):
         tc.open(f"{server.url}/cache/*.tar")
     with pytest.raises(ValueError, match="wildcards only in the last part"):

@@ -100,7 +100,25 @@ def test_acts_that_need_local_folders_refuse_urls(write_server: WriteServer, tmp
         lambda: build(tmp_path / "new", reuse=URL),
     ]
     for act in acts:
-        with pytest.raises(ValueError, match="must be on a local disk|only local shards"):
+        with pytest.raises(
+            ValueError, match=r"must be on a local disk; .*, as in docs/remote_writing\.md|only local shards"
+        ):
             act()
     assert [name for name in write_server.objects("cache/") if name.startswith("new")] == []
     assert json.loads(write_server.objects("cache/")["manifest.json"])["shardlist"][0]["url"] == "000000.tar"
+
+
+def test_a_merged_folder_is_copied_to_a_store(write_server: WriteServer, tmp_path: Path) -> None:
+    """Until the manifest follows the shards, as the page says, a reader finds none; then it finds all samples."""
+    write(tmp_path / "one", 5)
+    write(tmp_path / "two", 5)
+    tc.merge([tmp_path / "one", tmp_path / "two"], tmp_path / "out", prefixes=["a/", "b/"], max_samples=3)
+    files = read_folder(tmp_path / "out")
+    store = pytest.importorskip("obstore.store").from_url("s3://bucket", client_options={"allow_http": True})
+    for name in sorted(files, key=lambda name: name == "manifest.json"):
+        with pytest.raises(FileNotFoundError):
+            tc.open(f"{URL}/manifest.json")
+        store.put(f"cache/{name}", files[name])
+    with tc.open(f"{URL}/manifest.json") as cache, tc.open(tmp_path / "out") as local:
+        assert list(cache.keys()) == list(local.keys())
+        assert cache.num_shards == 4

@@ -111,6 +111,19 @@ def test_a_store_that_ignores_conditions(write_server: WriteServer, options: dic
     assert "conditional" in str(_error_of(**options))
 
 
+@pytest.mark.parametrize("fault", [{"tags": "none"}, {"tags": "weak"}, {"tags": "none", "method": "GET"}])
+def test_a_store_without_strong_tags(write_server: WriteServer, fault: dict[str, object]) -> None:
+    """As a proxy that compresses answers makes them weak. No attempt is repeated, since no later one can succeed."""
+    write(URL, 5)
+    write_server.script(fault | {"times": -1})
+    write_server.log()
+    error = _error_of(count=20, resume=True)
+    assert isinstance(error, tc.RemoteError)
+    assert "strong ETags" in str(error)
+    assert "other writers have changed" not in str(error)
+    assert len([key for method, key, _ in write_server.log() if method == "PUT"]) <= 5
+
+
 def test_a_wrong_region(write_server: WriteServer) -> None:
     write_server.script({"method": "PUT", "suffix": ".tar", "status": 301, "times": -1})
     assert "region" in str(_error_of())

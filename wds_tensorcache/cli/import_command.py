@@ -115,6 +115,8 @@ def import_command(
     for each in report.skipped:
         has_name = each.what.startswith((each.name, *each.files))
         output.note(f"skipped {each.what}" if has_name else f"skipped {each.name}: {each.what}")
+    for text in report.notes:
+        output.note(text)
     for name, (count, first) in report.lacking.items():
         output.note(f"{count:,} of {report.num_written:,} samples have no {name!r}, for example {first}")
     if report.changed:

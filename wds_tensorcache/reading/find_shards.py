@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from braceexpand import braceexpand
 
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.errors import FormatError, did_you_mean
 from wds_tensorcache.reading.base_cache import Cache
 from wds_tensorcache.reading.remote.find import find_remote
 from wds_tensorcache.shards.manifest import MANIFEST, Found, listed_shard, locate_shards, read_manifest
@@ -56,12 +56,24 @@ def _find_one(source: str, listed: Callable[[str], list[Found]]) -> list[Found]:
     for path in expand_braces(source):
         matches = [path] if os.path.exists(path) else sorted(glob.glob(_escape_existing(path)))
         if not matches:
-            raise FileNotFoundError(f"{path} matches no file" if glob.has_magic(path) else f"{path} does not exist")
+            raise FileNotFoundError(
+                f"{path} matches no file" if glob.has_magic(path) else f"{path} does not exist{_near(path)}"
+            )
         for match in matches:
             if not os.path.exists(match):
                 raise FileNotFoundError(f"{match} is a link to a file that does not exist")
             found += _find_path(match, listed)
     return found
+
+
+def _near(path: str) -> str:
+    """Return the end of a message about a path that does not exist: similar names, or that its folder does not exist either."""
+    folder, name = os.path.split(path.rstrip(os.sep))
+    try:
+        names = (each for each in os.listdir(folder or os.curdir) if os.path.splitext(each)[1] in ("", ".json", ".tar"))
+        return did_you_mean(name, names)
+    except OSError:
+        return f"; there is no folder {folder} that can be read"
 
 
 def _find_path(path: str, listed: Callable[[str], list[Found]]) -> list[Found]:

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.skeleton.tensor_names import component
-from wds_tensorcache.errors import BatchError, list_names, unknown_name
+from wds_tensorcache.errors import BatchError, TensorCacheError, list_names, unknown_name
 from wds_tensorcache.reading.base_cache import Cache, _Sample
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, PadValue, as_collate
+from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.choices.alternatives import Alternatives, Group, split
 from wds_tensorcache.reading.choices.chooser import Choices, Chooser
 from wds_tensorcache.reading.choices.chosen import ChosenRequest
@@ -29,12 +30,15 @@ from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.schema import Entry, TensorSchema, as_patterns, make_entry
 from wds_tensorcache.reading.store import Io
 from wds_tensorcache.shards.fingerprint import common_fields
+from wds_tensorcache.storage.remote.urls import shown as shown_url
 
 __all__ = ["JoinedCache", "join"]
 
 Array = np.ndarray[Any, Any]
 _MAX_ALTERNATIVES = 16
 _NUM_SHOWN = 5  # number of missing keys in a message
+_FIRST_BUILT = "000000000"  # key that tc.build gives to the first item, if items have no keys
+_JOIN_A_DICT = "join a dict of caches, as tc.join({'a': …, 'b': …})"
 
 
 def join(
@@ -55,6 +59,7 @@ def join(
             map to one key, so that a repeated caption is stored once: `keys={"text": caption_of.get}`.
 
     Raises:
+        BatchError: In a list, the first samples of two caches have the same name at the top level, or one is not a dict.
         KeyError: With `"exact"`, keys are missing in one of the caches (the message lists some); or a key occurs twice in a
             cache other than the first.
         TypeError: `caches` is a single cache or path, a name is not a string, or `keys` is not a dict.
@@ -85,12 +90,13 @@ def join(
     try:
         given = caches.values() if isinstance(caches, Mapping) else caches
         parts = [each if isinstance(each, Cache) else opened.append(open(each)) or opened[-1] for each in given]  # type: ignore[func-returns-value]
-        matched = _matched(parts, names, how, maps)
+        joined = JoinedCache(_matched(parts, names, how, maps), tuple(names) if isinstance(caches, Mapping) else None)
+        joined._check_names()
     except BaseException:
         for cache in opened:
             cache.close()
         raise
-    return JoinedCache(matched, tuple(names) if isinstance(caches, Mapping) else None)
+    return joined
 
 
 def _matched(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, KeyMap]) -> list[Any]:
@@ -104,10 +110,17 @@ def _matched(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any
             keys = [first.keys()[number] for number in missing[:_NUM_SHOWN]] if len(missing) else sorted(more)
             lacking, count = (name, len(missing)) if len(missing) else (names[0], len(more))
             hint = f"keys= maps none of them to a key of {name!r}" if name in maps else "keys= maps different keys"
+            hint += ", and how='inner' keeps only the samples that all caches have"
+            built = [at for at, cache in ((names[0], first), (name, other)) if list(cache.keys()[:1]) == [_FIRST_BUILT]]
+            if name not in maps and count == len(first) and built:
+                hint = (
+                    f"the keys of cache {built[0]!r} are numbers of items, as tc.build makes them; pass keys= to tc.build, for "
+                    "example keys=lambda key: key if the items are keys"
+                )
             shown = list_names(keys[:_NUM_SHOWN], count=count)
             raise KeyError(
                 f"cache {names[0]!r} with {len(first)} samples and cache {name!r} with {len(other)}: {lacking!r} lacks "
-                f"{count} key{'s' * (count > 1)}: {shown}; {hint}, and how='inner' keeps only the samples that all caches have"
+                f"{count} key{'s' * (count > 1)}: {shown}; {hint}"
             )
     lacking_any = [rows < 0 for rows in found if rows is not None and (rows < 0).any()]
     if not lacking_any:
@@ -346,12 +359,31 @@ class JoinedCache(Cache[_Sample]):
         merged: dict[Any, Any] = {}
         for number, part in enumerate(parts):
             if type(part) is not dict:
-                raise BatchError(f"cache {number} has a {type(part).__name__}, not a dict; join a dict of caches")
+                shown = self._show(number)
+                raise BatchError(f"{shown} has a {type(part).__name__}, not a dict; {_JOIN_A_DICT}")
             twice = merged.keys() & part.keys()
             if twice:
-                raise BatchError(f"more than one cache has {sorted(map(str, twice))}; join a dict of caches")
+                earlier = next(i for i, each in enumerate(parts) if not twice.isdisjoint(each))
+                raise BatchError(
+                    f"{self._show(earlier)} and {self._show(number)} both have {list_names(sorted(twice, key=str))} at the "
+                    f"top level; {_JOIN_A_DICT}, or leave tensors out of one of them by cache.select([…])"
+                )
             merged.update(part)
         return merged
+
+    def _show(self, number: int) -> str:
+        """Return the position of a cache in the list, and its first shard, for a message."""
+        path = next(self._caches[number]._paths(), None)
+        return f"cache {number}" if path is None else f"cache {number} ({shown_url(path)})"
+
+    def _check_names(self) -> None:
+        """Raise BatchError if the first samples cannot be merged. Samples of a SharedDataset are not loaded for that."""
+        if self._names is None and len(self) and all(isinstance(cache, TensorCache) for cache in self._caches):
+            try:
+                parts = [cache._sample(0) for cache in self._caches]
+            except (TensorCacheError, OSError):
+                return  # a damaged sample is an error of the read that needs it
+            self._merge(parts)
 
     def _sample(self, number: int) -> Any:
         return self._merge([cache._sample(number) for cache in self._caches])

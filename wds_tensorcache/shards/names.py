@@ -26,6 +26,7 @@ __all__ = [
     "is_cache_name",
     "is_plain_key",
     "is_reserved",
+    "is_safe_key",
     "member_suffix",
     "original_name",
     "safe_key",
@@ -120,6 +121,17 @@ def original_name(key: str) -> str:
     if safe_key(name) != key:
         raise InvalidKeyError(f"key {key!r:.100} was not made by tc.safe_key")
     return name
+
+
+def is_safe_key(key: str) -> bool:
+    """Return whether `safe_key` may have made a key, which `check_key` then accepts."""
+    try:
+        check_key(key)
+        if len(key) != _SAFE_LENGTH or not _IS_HASHED(key):
+            original_name(key)
+    except InvalidKeyError:
+        return False
+    return True
 
 
 def _percent_encode(match: re.Match[str]) -> str:

@@ -24,7 +24,7 @@ def check_local(path: str | os.PathLike[str], what: str) -> None:
     """Raise ValueError, which says `what` must be local, if a path is a url."""
     text = os.fsdecode(path)
     if is_url(text):
-        remedy = "use a local folder, and copy caches as a whole: shards first, then manifest.json"
+        remedy = "use a local folder, and copy it: shards first, then manifest.json, as in docs/remote_writing.md"
         raise ValueError(f"{shown(text)} is a url, but {what} must be on a local disk; {remedy}")
     check_not_url(text, ())
 

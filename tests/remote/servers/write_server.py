@@ -17,6 +17,7 @@ Faults, in the order of requests that match `method` and `suffix`, the end of th
     stall_s     wait before the request is handled
     hang        read the body, then wait until the client closes the connection
     ignore      handle the request without its conditions
+    tags        "weak": the answer has a weak ETag, and no condition matches it; "none": the answer has no ETag
     times       how many requests the fault applies to; -1 for all
 """
 
@@ -115,8 +116,15 @@ class _Faults:
             environ.pop("HTTP_IF_MATCH", None)
         statuses: list[int] = []
 
+        if fault.get("tags") == "weak" and environ.get("HTTP_IF_MATCH", "").startswith("W/"):
+            environ["HTTP_IF_MATCH"] = '"a strong comparison with a weak tag fails"'
+
         def answer(status: str, headers: Any, *rest: Any) -> Any:
             statuses.append(int(status[:3]))
+            if "tags" in fault:
+                tags = [f"W/{value}" for name, value in headers if name.lower() == "etag" and fault["tags"] == "weak"]
+                headers = [(name, value) for name, value in headers if name.lower() != "etag"]
+                headers += [("ETag", tag) for tag in tags]
             return None if "lost" in fault else start(status, headers, *rest)
 
         if "status" in fault:

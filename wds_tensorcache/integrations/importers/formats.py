@@ -76,6 +76,12 @@ def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
             )
         if fitting:
             return fitting[0]
+    shard = webdataset_members.find_shard(folder)
+    if shard is not None:
+        raise ValueError(
+            f"{folder.path} is a cache already: {shard} is one of its shards. tc.open reads it, `tensorcache merge` copies its "
+            "samples and those of other caches into one cache, and `tensorcache reshard` into shards of another length"
+        )
     raise ValueError(
         f"{folder.path}: none of its {len(folder.names):,} files belongs to a known format; --list-formats lists them"
     )

@@ -10,7 +10,9 @@ from functools import partial
 
 from wds_tensorcache.integrations.importers.source import Loaded, SourceSample
 
-__all__ = ["ImageFile", "join_files"]
+__all__ = ["ImageFile", "join_files", "note_resolutions"]
+
+_NUM_SHOWN = 4  # resolutions of a file in a note
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +82,17 @@ def join_files(
         name = f"{model}/{name}" if has_many_models else name
         made.append(SourceSample(name, paths, partial(load, image, resolution, text)))
     return sorted(made, key=lambda sample: sample.name)
+
+
+def note_resolutions(latents: Sequence[ImageFile]) -> list[str]:
+    """Return a note about the files of latents that become several samples, if there are any."""
+    several = [file for file in latents if len(file.resolutions) > 1]
+    if not several:
+        return []
+    ends = several[0].resolutions
+    sizes = ", ".join(end.removeprefix("_") or "one without a size" for end in ends[:_NUM_SHOWN])
+    shown = sizes + ", …" * (len(ends) > _NUM_SHOWN)
+    return [
+        f"{len(several):,} of {len(latents):,} files of latents have several resolutions, for example {several[0].name}: "
+        f"{shown}; the files do not tell which one is in use, so each is a sample, and cache.filter chooses"
+    ]

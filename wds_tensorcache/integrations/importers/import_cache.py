@@ -153,7 +153,7 @@ def import_cache(
 
 def _begin_report(format: str, found: Source, folder: SourceFolder, fingerprint: dict[str, Any]) -> ImportReport:
     """Return a report with what is known before samples are read."""
-    report = ImportReport(format, num_read=len(found.samples), fingerprint=fingerprint)
+    report = ImportReport(format, num_read=len(found.samples), notes=list(found.notes), fingerprint=fingerprint)
     report.skipped += [Skipped(name, (name,), what) for name, what in found.bad.items()]
     report.skipped += [Skipped(name, (name,), what) for name, what in folder.faults.items()]
     used = {file for sample in found.samples for file in sample.files} | found.bad.keys() | set(found.metadata_files)

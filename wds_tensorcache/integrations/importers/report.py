@@ -38,6 +38,7 @@ class ImportReport:
         num_gone: Number of samples in the cache that the source no longer has.
         lacking: Top-level entries, and members such as `.txt`, that only some of the samples written by this call have: how
             many samples lack each, and the name of the first of these.
+        notes: Sentences about what the files do not tell, for people: for example, why there are more samples than files.
         unused: Relative paths of files that belong to no sample, for example pictures.
         nbytes: Bytes of the written tensors.
         nbytes_narrowed: Bytes that `narrow=True` has saved.
@@ -55,6 +56,7 @@ class ImportReport:
     changed: list[str] = field(default_factory=list)
     num_gone: int = 0
     lacking: dict[str, tuple[int, str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     nbytes: int = 0
     nbytes_narrowed: int = 0

@@ -51,12 +51,14 @@ class Source:
             part of the fingerprint.
         bad: Files that belong to the format but to no sample, with the reason: `{"a.npz": "no image size in the name"}`.
         metadata_files: Files from which the provenance was read, if they belong to no sample.
+        notes: Sentences for the report about what the files do not tell, for people.
     """
 
     samples: Sequence[SourceSample]
     provenance: Mapping[str, Any] = field(default_factory=dict)
     bad: Mapping[str, str] = field(default_factory=dict)
     metadata_files: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

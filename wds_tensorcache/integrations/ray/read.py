@@ -15,6 +15,7 @@ from wds_tensorcache.integrations.ray.rows.bits import to_bits
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.choices.alternatives import Alternatives, Choose
 from wds_tensorcache.reading.choices.chooser import Randomness
+from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.reading.lookup.positions import by_shard, spread
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.schema import TensorSchema
@@ -73,7 +74,7 @@ def read_ray(
         ImportError: Ray is not installed.
         KeyError: A pattern matches no tensor's name.
         BatchError: A name in `choose` matches no tensor and no value.
-        TypeError: An option is unknown, or `source` is a joined cache.
+        TypeError: An option is unknown, or `source` is a JoinedCache or a SharedDataset.
         Exception: `tc.open` raised it.
 
     Cost: loads the index of every shard on the driver, and at most 64 skeletons; no tensor is read. Each read task opens the
@@ -92,7 +93,10 @@ def read_ray(
         cache: TensorCache[Any] = source
     elif hasattr(source, "read_batch"):
         what = f"source is a {type(source).__name__}, expected what tc.open takes, or the cache that it returns"
-        raise TypeError(f"{what}; read each cache, and join the datasets by their keys")
+        remedy = "write its samples into one cache with tc.ShardWriter: writer.write(key, tc.realize(source[key]))"
+        if isinstance(source, JoinedCache):
+            remedy += "; or read each of its caches, and join the datasets with Dataset.join(…, on=('__key__',))"
+        raise TypeError(f"{what}; {remedy}")
     else:
         check_options(read_ray, options, [name for name in inspect.signature(open).parameters if name != "source"])
         cache = open(source, **options)

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from wds_tensorcache.reading.lookup.positions import in_order
+from wds_tensorcache.shards.names import safe_key
 
 __all__ = ["KeysView", "respelled"]
+
+_MAX_FOLDERS = 8  # folders of an unknown key, so that an error has few look-ups
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -46,8 +49,15 @@ class KeysView(Sequence[str]):
 
 
 def respelled(key: str, width: int) -> list[str]:
-    """Return other spellings of an unknown key: without folders, suffix and spaces, and a number with `width` digits."""
-    name = key.strip().rpartition("/")[2]
+    """Return other spellings of an unknown key: without spaces, leading folders and suffixes, each also as a safe key.
+
+    If the name without suffixes is a number, it also has `width` digits.
+    """
+    *folders, name = key.strip().split("/")
     stem = name.partition(".")[0]
-    number = [stem.lstrip("0").zfill(width)] if stem.isdecimal() else []
-    return list(dict.fromkeys([key.strip(), key.strip().rpartition(".")[0], name, stem, *number]))
+    names = [name, name.rpartition(".")[0], stem]
+    texts = [key.strip()]
+    for first in range(max(0, len(folders) - _MAX_FOLDERS), len(folders) + 1):
+        texts += ["/".join([*folders[first:], each]) for each in names]
+    texts += [stem.lstrip("0").zfill(width)] if stem.isdecimal() else []
+    return list(dict.fromkeys(spelling for text in texts for spelling in (text, safe_key(text))))

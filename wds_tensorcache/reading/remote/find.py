@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 from braceexpand import braceexpand
 
-from wds_tensorcache.errors import RemoteError
+from wds_tensorcache.errors import RemoteError, did_you_mean
 from wds_tensorcache.shards.manifest import MANIFEST, Found
 from wds_tensorcache.shards.remote.listed import read_remote_manifest
 from wds_tensorcache.storage.remote.clients import client_for
@@ -70,10 +70,17 @@ def _find(url: str) -> list[Found]:
     path = _split(url)[1]
     if _has_wildcards(url):
         return [(each, None, None) for each in _matches(url)]
+    hint = did_you_mean(path.rstrip("/").rpartition("/")[2], [MANIFEST])
     if path.endswith(".json"):
-        return read_remote_manifest(url)
+        try:
+            return read_remote_manifest(url)
+        except FileNotFoundError as exc:
+            if not hint or path.endswith(f"/{MANIFEST}"):
+                raise
+            raise FileNotFoundError(f"{exc}{hint}") from exc
     if path.endswith(".tar"):
         return [(url, None, None)]
+    kinds = "; a url that ends in neither .json nor .tar is that of a folder"
     try:
         return read_remote_manifest(join_url(url, MANIFEST))
     except FileNotFoundError as exc:
@@ -83,9 +90,9 @@ def _find(url: str) -> list[Found]:
             why = "web servers have no listings" if is_web(url) else str(refusal)
             what = f"{url} has no {MANIFEST}, and its server cannot list the folder ({why})"
             remedy = f"check the url; upload the {MANIFEST} of the cache, or pass the urls of the shards"
-            raise FileNotFoundError(f"{what}; {remedy}, such as '…/train-{{000000..000099}}.tar'") from exc
+            raise FileNotFoundError(f"{what}{kinds}; {remedy}, such as '…/train-{{000000..000099}}.tar'{hint}") from exc
         if not shards:
-            raise FileNotFoundError(f"{url} has neither {MANIFEST} nor any *.tar; a shard's name ends in .tar") from exc
+            raise FileNotFoundError(f"{url} has neither {MANIFEST} nor any *.tar{kinds}{hint}") from exc
         return [(each, None, None) for each in shards]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -246,7 +247,7 @@ class NodeCache:
     def _warn(self, reason: Exception | str) -> None:
         if not self._is_warned:
             self._is_warned = True
-            warnings.warn(f"reading without the cache in {self.folder.path}: {reason}", stacklevel=4)
+            warnings.warn(f"reading without the cache in {self.folder.path}: {reason}", stacklevel=_user_level())
 
 
 class CachedFile(RemoteFile):
@@ -292,6 +293,14 @@ class CachedFile(RemoteFile):
 
     def __reduce__(self) -> Any:
         return CachedFile, (self.cache, self.url, *self.identity, self.manifest)
+
+
+def _user_level() -> int:
+    """Return the `stacklevel` for the first frame outside this package; in a thread of this package, the user has no frame."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _cached(file: RemoteFile) -> CachedFile:

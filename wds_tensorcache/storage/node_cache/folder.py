@@ -35,7 +35,8 @@ _SPACE = "space"
 _FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}").fullmatch
 _UNFINISHED = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}\.tmp").fullmatch
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
-_UNWRITABLE = _NO_SPACE | {errno.EROFS, errno.EACCES, errno.EPERM}
+_FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_UNWRITABLE = _NO_SPACE | _FORBIDDEN
 _WAIT_S = 60.0  # a process that holds the lock longer was probably stopped
 _MAX_ATTEMPTS = 10
 _KEPT_FREE = 50  # the cache leaves this part of the file system free
@@ -126,7 +127,7 @@ class CacheFolder:
         file = open_block_file(path, digest, nbytes)
         if file is not None and file.is_of_this_boot():
             return file
-        with self._locked() as space:
+        with self._naming_folder(), self._locked() as space:
             file = open_block_file(path, digest, nbytes)  # another process may have been faster
             if file is None:
                 return self._create(path, digest, nbytes, space)
@@ -142,7 +143,7 @@ class CacheFolder:
             OSError: The folder or its disk cannot be written.
         """
         needed = BLOCK * sum(last - first for _, runs in wanted for first, last in runs)
-        with self._locked() as space:
+        with self._naming_folder(), self._locked() as space:
             self._make_room(needed, space)
             try:
                 self._allocate(wanted, needed, space)
@@ -273,6 +274,17 @@ class CacheFolder:
             if _UNFINISHED(name):
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(self.path, name))
+
+    @contextlib.contextmanager
+    def _naming_folder(self) -> Iterator[None]:
+        """Say of an error that forbids writing that it is about the folder, not about a file that the user does not know."""
+        try:
+            yield
+        except OSError as exc:
+            if exc.errno not in _FORBIDDEN:
+                raise
+            remedy = "correct its permissions, or pass another folder as cache_dir="
+            raise OSError(exc.errno, f"the folder cannot be written ({exc.strerror}); {remedy}") from exc
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[_Space]:

@@ -40,6 +40,11 @@ _NO_CONDITIONS = (
     "this store has no conditional writes (If-None-Match, If-Match), which protect shards and manifests from other "
     "writers; write to a local folder, and copy it: shards first, then manifest.json"
 )
+_NO_TAGS = (
+    "this store, or a proxy before it, answers without strong ETags, by which a writer notices the changes of other writers; "
+    "write to a local folder, and copy it, as in docs/remote_writing.md"
+)
+_TAG_MISSING = ("ETag Header missing", "ETag required")  # also without an attribute
 _NOT_PERMITTED = "the credentials of this process do not permit this request"
 _NOT_SUPPORTED = "this store does not support this request"
 
@@ -151,11 +156,16 @@ class ObjectWriter:
 
         Return None if the object has another version. Hazard: an attempt of this call may have made that version, but its
         response was lost. So the caller must read the object again, and look for its change.
+
+        Raises:
+            RemoteError: The ETag of the version is weak, and so meets no condition.
         """
         try:
             made = self._put(url, content, mode="create" if version is None else version.mode())
         except _Unmet:
-            return None
+            if version is None or version.tag is None or not version.tag.startswith("W/"):
+                return None
+            raise Target(url).error(_NO_TAGS) from None
         return Version(made["e_tag"], made["version"])
 
     def put(self, url: str, content: bytes) -> None:
@@ -327,6 +337,8 @@ def _fault(exc: Exception, target: Target, unsupported: str) -> TransientError:
         raise target.error("the credentials of this process have expired", status) from None
     if code == "AccessDenied":  # in an answer to a request that deletes several objects
         raise target.error(_NOT_PERMITTED, 403) from None
+    if status is None and any(text in str(exc) for text in _TAG_MISSING):
+        raise target.error(_NO_TAGS) from None
     if status is None and any(text in str(exc) for text in _WRONG_SETTINGS):
         what = (
             "the region or the endpoint of the bucket is wrong; an endpoint with http:// also needs AWS_ALLOW_HTTP=true"

@@ -14,6 +14,7 @@ from itertools import chain, islice
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError, list_names
 from wds_tensorcache.reading.find_shards import find_shards
+from wds_tensorcache.reading.lookup.keys import respelled
 from wds_tensorcache.shards.after_end import check_end
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.footer import build_footer, declared_place
@@ -113,13 +114,17 @@ def drop(
     for key in keys:
         places = old.shards.find(key) if isinstance(key, str) else []
         if not places:
-            known = list(islice(chain.from_iterable(index.keys for index in old.shards.indexes.values()), _NUM_KEYS))
-            raise KeyError(
-                f"{old.folder} has no sample {key!r:.100}; there are {list_names(known, key, len(old.shards))}"
-            )
+            raise KeyError(f"{old.folder} has no sample {key!r:.100}; there are {_near_keys(old.shards, key)}")
         for path, _ in places:
             old.parts[path].dropped_keys.add(key)
     write_version(out, old, old.parts.values(), fsync=fsync)
+
+
+def _near_keys(shards: FinishedShards, key: object) -> str:
+    """Return a list of keys for a message: other spellings of `key` that exist, or else some keys, similar ones first."""
+    some = list(islice(chain.from_iterable(index.keys for index in shards.indexes.values()), _NUM_KEYS))
+    near = respelled(key, len(some[0]) if some else 0) if isinstance(key, str) else []
+    return list_names([each for each in near if each in shards] or some, key, len(shards))
 
 
 def write_version(

@@ -111,6 +111,7 @@ def _list_members(folder: SourceFolder) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     try:
         for member, begin, nbytes in Scanner(partial(folder.read_range, TAR), os.path.getsize(folder.locate(TAR))):
+            member = member.removeprefix("./")  # as after `tar -c .` of the extracted files
             if member in found:
                 raise FormatError(f"member {member!r:.100} occurs twice", kind="duplicate")
             found[member] = begin, begin + nbytes

@@ -1,7 +1,7 @@
 """WebDataset shards with pickled or numpy members: `.pyd`, `.pickle`, `.pkl`, `.pt`, `.pth`, `.npy`, `.npz`, `.ten`, `.tb`.
 
-Each sample of the tars becomes a sample of the same key; if two tars have a key in common, all keys begin with the path of
-the tar. The members with tensors are decoded:
+Each sample of the tars becomes a sample of the same key, also if `tc.safe_key` made it, as in tars of `tensorcache export`; if
+two tars have a key in common, all keys begin with the path of the tar. The members with tensors are decoded:
 
     000000.latent.npy, 000000.text.pth    ->  {"latent": …, "text": …}, by the names before the suffix
     000000.pyd                            ->  the pickled object itself, if this is the only member with tensors
@@ -29,10 +29,10 @@ from wds_tensorcache.integrations.importers.safe_files import parse_pickle, pars
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.webdataset import decode
-from wds_tensorcache.shards.names import SKELETON, TENSORS, split_member
+from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, is_safe_key, split_member
 from wds_tensorcache.shards.tar.headers import Scanner
 
-__all__ = ["FORMAT"]
+__all__ = ["FORMAT", "find_shard"]
 
 _DECODED = frozenset({"pyd", "pickle", "pkl", "pt", "pth", "npy", "npz", "ten", "tb"})
 _PICKLES = frozenset({"pyd", "pickle", "pkl"})
@@ -46,14 +46,30 @@ def _recognize(folder: SourceFolder) -> int:
     return sum(_has_tensors(folder, name) for name in folder.by_suffix.get(".tar", ()))
 
 
+def find_shard(folder: SourceFolder) -> str | None:
+    """Return the relative path of a tar that is a shard of a cache already; None if there is none."""
+    tars = folder.by_suffix.get(".tar", ())
+    return next((name for name in tars if any(map(_is_skeleton, _first_suffixes(folder, name)))), None)
+
+
+def _is_skeleton(suffix: str) -> bool:
+    half = half_of(suffix.lower())
+    return half is not None and half.is_skeleton
+
+
 def _has_tensors(folder: SourceFolder, name: str) -> bool:
     """Return whether the first members of a tar include one to decode, and none of our caches."""
-    try:
-        suffixes = [_split(member)[1] for member, *_ in islice(_scanner(folder, name), _NUM_PROBED)]
-    except (FormatError, OSError):
-        return False
+    suffixes = _first_suffixes(folder, name)
     is_cache = any(suffix.endswith((SKELETON, TENSORS)) for suffix in suffixes)
     return not is_cache and any(_kind(suffix) in _DECODED for suffix in suffixes)
+
+
+def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
+    """Return the suffixes of the first members of a tar; none for a damaged tar, whose fault importing it reports."""
+    try:
+        return [_split(member)[1] for member, *_ in islice(_scanner(folder, name), _NUM_PROBED)]
+    except (FormatError, OSError):
+        return []
 
 
 def _scanner(folder: SourceFolder, name: str) -> Scanner:
@@ -61,7 +77,11 @@ def _scanner(folder: SourceFolder, name: str) -> Scanner:
 
 
 def _split(member: str) -> tuple[str, str]:
-    """Return key and suffix of a member; the suffix is empty if its name has no dot."""
+    """Return key and suffix of a member; the suffix is empty if its name has no dot.
+
+    `tar -c .` puts `./` before each name, which is not a part of the key.
+    """
+    member = member.removeprefix("./")
     return split_member(member) or (member, "")
 
 
@@ -92,7 +112,10 @@ def _open(folder: SourceFolder) -> Source:
     return Source(
         [
             SourceSample(
-                key if is_unique else f"{name[:-4]}/{key}", (name,), partial(_load, folder, name, key, members)
+                key if is_unique else f"{name[:-4]}/{key}",
+                (name,),
+                partial(_load, folder, name, key, members),
+                key if is_unique and is_safe_key(key) else None,
             )
             for name, key, members in found
         ],

@@ -41,7 +41,7 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.integrations.importers.image_files import ImageFile, join_files
+from wds_tensorcache.integrations.importers.image_files import ImageFile, join_files, note_resolutions
 from wds_tensorcache.integrations.importers.safe_files import list_npz, load_npz
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, one_or_all
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
@@ -106,9 +106,8 @@ def _open(folder: SourceFolder) -> Source:
     latents += [ImageFile(file.name, file.stem, of_old, "", file.resolutions) for file in old]
     models |= {of_old} if old else set()
     provenance = {"architecture": one_or_all(models), "keys": one_or_all(schemes)} if models else {}
-    return Source(
-        join_files(latents, texts, partial(_load, folder), captions=partial(_captions, folder)), provenance, bad
-    )
+    samples = join_files(latents, texts, partial(_load, folder), captions=partial(_captions, folder))
+    return Source(samples, provenance, bad, notes=note_resolutions(latents))
 
 
 def _load(folder: SourceFolder, latents: ImageFile | None, resolution: str, texts: Sequence[ImageFile]) -> Loaded:

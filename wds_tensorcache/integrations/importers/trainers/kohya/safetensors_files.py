@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.integrations.importers.image_files import ImageFile, join_files
+from wds_tensorcache.integrations.importers.image_files import ImageFile, join_files, note_resolutions
 from wds_tensorcache.integrations.importers.safe_files import load_safetensors
 from wds_tensorcache.integrations.importers.source import Format, Loaded, Source, one_or_all
 from wds_tensorcache.integrations.importers.source_folder import SourceFolder
@@ -95,7 +95,7 @@ def _open(folder: SourceFolder) -> Source:
         "tokens": sorted(labels),
         "keys": sorted(of_latents.scheme | of_texts.scheme),
     }
-    return Source(join_files(latents, texts, load), provenance, bad)
+    return Source(join_files(latents, texts, load), provenance, bad, notes=note_resolutions(latents))
 
 
 def _load(
