@@ -123,8 +123,8 @@ def check(view: Any, expected: list[dict[str, Any]], model: list[dict[str, Any]]
         matched = match(view, view[order])
         assert matched is not None
         assert [order[at] for at in matched.tolist()] == list(range(len(keys)))
-        with pytest.raises(KeyError, match="cache 'a' with"):
-            tc.join({"a": view, "b": view[:-1]})
+        with pytest.raises(KeyError, match="cache 0 with"):
+            tc.join([view, view[:-1]])
 
 
 def test_keys_of_a_whole_shard_in_another_order(tmp_path: Path) -> None:
@@ -220,8 +220,8 @@ def peak(run: Callable[[], Any]) -> int:
         (lambda cache: cache[::-2][5:][::3], 10_000),
         (lambda cache: cache[sparse.key_of(COUNT - 1)], 64 << 10),
         (lambda cache: sparse.key_of(COUNT) in cache, 64 << 10),
-        (lambda cache: tc.join({"a": cache, "b": cache}), 10_000),
-        (lambda cache: tc.join({"a": cache[::2], "b": cache[::2]}), 10_000),
+        (lambda cache: tc.join([cache, cache]), 10_000),
+        (lambda cache: tc.join([cache[::2], cache[::2]]), 10_000),
         (block_sizes, 20_000),
         (lambda cache: sum(map(len, cache.keys())), 4 * COUNT),
         (lambda cache: sum(map(len, cache[::-1].keys())), 4 * COUNT),
@@ -236,8 +236,8 @@ def test_little_memory_for_a_range(cache: Any, use: Callable[[Any], Any], nbytes
 def test_a_join_of_other_shards_with_the_same_keys_holds_no_keys(cache: Any, many: str) -> None:
     with tc.open(many) as other:
         assert other.members == {}
-        assert peak(lambda: tc.join({"a": cache, "b": other})) < 4 * COUNT
-        assert peak(lambda: tc.join({"a": cache, "b": other[::-1]})) < 80 * COUNT
+        assert peak(lambda: tc.join([cache, other])) < 4 * COUNT
+        assert peak(lambda: tc.join([cache, other[::-1]])) < 80 * COUNT
 
 
 @pytest.mark.parametrize("chain", [[slice(COUNT // 2)], [slice(None, None, -2), slice(10, None), slice(None, -5, 3)]])

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.skeleton.tensor_names import component
-from wds_tensorcache.errors import BatchError, TensorCacheError, list_names, unknown_name
+from wds_tensorcache.errors import BatchError, list_names, unknown_name
 from wds_tensorcache.reading.base_cache import Cache, _Sample
 from wds_tensorcache.reading.batch.collate import TENSOR_WAYS, WAYS, PadValue, as_collate
-from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.choices.alternatives import Alternatives, Group, split
 from wds_tensorcache.reading.choices.chooser import Choices, Chooser
 from wds_tensorcache.reading.choices.chosen import ChosenRequest
@@ -59,7 +58,6 @@ def join(
             map to one key, so that a repeated caption is stored once: `keys={"text": caption_of.get}`.
 
     Raises:
-        BatchError: In a list, the first samples of two caches have the same name at the top level, or one is not a dict.
         KeyError: With `"exact"`, keys are missing in one of the caches (the message lists some); or a key occurs twice in a
             cache other than the first.
         TypeError: `caches` is a single cache or path, a name is not a string, or `keys` is not a dict.
@@ -90,13 +88,12 @@ def join(
     try:
         given = caches.values() if isinstance(caches, Mapping) else caches
         parts = [each if isinstance(each, Cache) else opened.append(open(each)) or opened[-1] for each in given]  # type: ignore[func-returns-value]
-        joined = JoinedCache(_matched(parts, names, how, maps), tuple(names) if isinstance(caches, Mapping) else None)
-        joined._check_names()
+        matched = _matched(parts, names, how, maps)
     except BaseException:
         for cache in opened:
             cache.close()
         raise
-    return joined
+    return JoinedCache(matched, tuple(names) if isinstance(caches, Mapping) else None)
 
 
 def _matched(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, KeyMap]) -> list[Any]:
@@ -375,15 +372,6 @@ class JoinedCache(Cache[_Sample]):
         """Return the position of a cache in the list, and its first shard, for a message."""
         path = next(self._caches[number]._paths(), None)
         return f"cache {number}" if path is None else f"cache {number} ({shown_url(path)})"
-
-    def _check_names(self) -> None:
-        """Raise BatchError if the first samples cannot be merged. Samples of a SharedDataset are not loaded for that."""
-        if self._names is None and len(self) and all(isinstance(cache, TensorCache) for cache in self._caches):
-            try:
-                parts = [cache._sample(0) for cache in self._caches]
-            except (TensorCacheError, OSError):
-                return  # a damaged sample is an error of the read that needs it
-            self._merge(parts)
 
     def _sample(self, number: int) -> Any:
         return self._merge([cache._sample(number) for cache in self._caches])

@@ -74,7 +74,7 @@ def parse_number(field: bytes) -> int:
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
     digits = field.partition(b"\0")[0].strip()
-    # Hazard: `int` loses an interrupt that arrives while it describes bytes that are no number.
+    # Hazard: `int` loses an interrupt that arrives while it describes other bytes.
     return int(digits or b"0", 8) if _OCTAL(digits) else -1
 
 
