@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs leases an
 NUM_SAMPLES = 1000
 WIDTH = 1500  # floats: 6,000 bytes, which are gathered
 TIMEOUT_S = 60  # to catch a hang
+PATIENCE_S = 30  # how long a reader goes on with a shard that nobody cuts
 
 # each reader is a fork of a process that has only imported torch and webdataset; the reader imports the package itself
 READERS = multiprocessing.get_context("forkserver")
@@ -36,15 +37,16 @@ READERS.set_forkserver_preload(["torch", "webdataset"])
 
 
 def read_batches(told: Connection, path: str, io: Any, rounds: int, num_threads: int, setup: str) -> None:
-    """Read batches in rounds: say "go" in each, then what came of it, and wait for an answer."""
+    """Read batches in rounds: say "go" in each, read until an error, say what came of it, and wait for an answer."""
     kept: dict[str, Any] = {}
     exec(setup, kept)
     order = random.Random(0).choices(range(NUM_SAMPLES), k=4000)
     said: list[str] = []
 
     def read(cache: Any) -> None:
+        deadline = time.monotonic() + PATIENCE_S
         try:
-            for _ in range(2):
+            while time.monotonic() < deadline:
                 batch = cache.read_batch(order)
                 assert torch.equal(batch["x"][:, 0], torch.tensor(order, dtype=torch.float32)), "other bytes"
                 assert torch.equal(batch["x"][:, -1], torch.tensor(order, dtype=torch.float32)), "other bytes"
@@ -76,8 +78,9 @@ def copy_samples(told: Connection, path: str, rounds: int) -> None:
         with tc.open(path) as cache:
             sample = cache[0]
             told.send(["go"])
+            deadline = time.monotonic() + PATIENCE_S
             try:
-                for _ in range(2):
+                while time.monotonic() < deadline:
                     _, tensors = tc.encode_sample(sample)
                     assert tensors[-1] == tensors[-2] == 7
                 told.send(["whole"])
@@ -190,8 +193,7 @@ WAYS = ["truncate", "open for writing", "grown again", "held"]
 @pytest.mark.parametrize(("way", "io"), [*((way, "auto") for way in WAYS), ("truncate", "pread")])
 def test_a_shard_that_is_cut_short_while_it_is_read(tmp_path: Path, content: bytes, way: str, io: str) -> None:
     said, trusted = race(tmp_path / "x.tar", content, way, io)
-    assert said <= {"refused", "whole"}
-    assert "refused" in said
+    assert said == {"refused"}
     assert trusted == {"None" if io == "pread" else str(is_local(tmp_path))}
 
 
@@ -201,8 +203,7 @@ def is_local(folder: Path) -> bool:
 
 def test_many_threads(tmp_path: Path, content: bytes) -> None:
     said, _ = race(tmp_path / "x.tar", content, "truncate", num_threads=4)
-    assert "refused" in said
-    assert said <= {"refused", "whole"}
+    assert said == {"refused"}
 
 
 SECCOMP = """
@@ -223,8 +224,7 @@ assert libc.prctl(22, 2, filter) == 0
 @pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
 def test_a_sandbox_without_process_vm_readv(tmp_path: Path, content: bytes, error: int) -> None:
     said, _ = race(tmp_path / "x.tar", content, "held", setup=SECCOMP.format(error=error))
-    assert "refused" in said
-    assert said <= {"refused", "whole"}
+    assert said == {"refused"}
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -245,8 +245,7 @@ def test_a_shard_of_another_owner(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.tar").touch()
     os.chown(tmp_path / "x.tar", 65534, 65534)
     said, trusted = race(tmp_path / "x.tar", content, "truncate", setup=WITHOUT_CAP_LEASE)
-    assert "refused" in said
-    assert said <= {"refused", "whole"}
+    assert said == {"refused"}
     assert trusted == {"False"}
 
 
@@ -274,8 +273,7 @@ def test_a_layer_below_an_overlay(tmp_path: Path, content: bytes) -> None:
         seen=seen,
         setup=OVERLAY.format(folder=str(tmp_path), mount=mount),
     )
-    assert "refused" in said
-    assert said <= {"refused", "whole"}
+    assert said == {"refused"}
     assert "True" not in trusted  # None: nothing is read through maps where nothing is known to be in memory
 
 
@@ -294,5 +292,4 @@ def test_lazy_tensors_of_a_shard_that_are_written_to_another(tmp_path: Path) -> 
             path.write_bytes(content)
             reader.go_on()
         assert reader.end() == 0
-    assert "refused" in said
-    assert said <= {"refused", "whole"}
+    assert said == {"refused"}
