@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
+from wds_tensorcache.storage.node_cache.block_file import BlockFile
 from wds_tensorcache.storage.threads import ThreadPool
 
 __all__ = ["Io", "Store"]
@@ -65,6 +67,8 @@ class Store:
         self.are_remote = np.array([shard.is_remote for shard in self.shards], np.bool_)
         self.has_remote = bool(self.are_remote.any())
         self._unloaded = {number for number, shard in enumerate(self.shards) if shard.is_remote and not shard.is_loaded}
+        # local files of remote shards that contain all of their bytes, by shard number
+        self.whole_copies: dict[int, weakref.ref[BlockFile]] = {}
         self._exemplars: tuple[int, ...] | None = None
         self._table: KeyTable | None = None
         self._executor: tuple[int, ThreadPool] | None = None
@@ -78,7 +82,7 @@ class Store:
     def with_threads(self, num_threads: int) -> Store:
         """Return a store that reads with `num_threads` threads, and shares the files and memory of this one."""
         store = Store(self.shards, self.files, self.pool, self.io, num_threads, self.fingerprint)
-        store._exemplars = self._exemplars
+        store._exemplars, store.whole_copies = self._exemplars, self.whole_copies
         return store
 
     def load_indexes(self, numbers: Iterable[int] | None = None) -> None:

@@ -398,8 +398,11 @@ class Shard:
             return None
         return first, last
 
-    def skip_checks(self, rows: Array) -> None:
-        """Let `check_tensors` accept samples of a remote shard without reading, if the shard contains the index itself."""
+    def skip_checks(self, rows: Any = slice(None)) -> None:
+        """Let `check_tensors` accept samples of a remote shard without reading, if the shard contains the index itself.
+
+        `rows` are the numbers of the samples; by default all.
+        """
         if self._is_own:
             self.checked[rows] = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from wds_tensorcache.storage.node_cache.cache import CachedFile
 __all__ = ["LocalCopies", "find_local_copies"]
 
 Array = np.ndarray[Any, Any]
+_NO_LIMIT = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,30 +77,43 @@ def find_local_copies(
         is_far: Mask of the samples in remote shards, bool `[B]`.
         skeletons: Positions of remote samples whose skeletons are needed, too.
     """
-    rows, files = layouts.rows, dict[int, BlockFile]()
-    present = np.empty(len(rows), np.int64)  # bytes at the beginning of the file of each sample
-    now_s = time.monotonic()
-    for number, at, _ in rows.by_shard:
-        if store.are_remote[number]:
+    rows, files, now_s = layouts.rows, dict[int, BlockFile](), time.monotonic()
+    partial = []  # positions of the samples of a file that may lack blocks, their rows, and how many bytes it begins with
+    for number, at, some in rows.by_shard:
+        known = store.whole_copies.get(number)
+        local = None if known is None else known()
+        if local is not None:
+            local.note_use(now_s)
+        elif store.are_remote[number]:
             remote = store.files.remote(store.shards[number].path)
             local = remote.cache.find_local(remote, now_s) if isinstance(remote, CachedFile) else None
             if local is None:
                 return None
-            files[number] = local
-            present[at] = local.leading_nbytes()
+            present = local.leading_nbytes()
+            if present < local.nbytes:
+                partial.append((store.shards[number], at, some, present))
+            else:
+                store.shards[number].skip_checks()  # as below
+                store.whole_copies[number] = weakref.ref(local)
+        else:
+            continue
+        files[number] = local
     small = np.array([*skeletons], np.int64)
     begins, ends = np.empty((2, len(rows)), np.int64)
     for number, at, some in rows.by_shard if len(small) else ():
         if number in files:
             begins[at], ends[at] = store.shards[number].skeleton_extents(some)
     copies = LocalCopies(files, small, rows.number[small], begins[small], ends[small] - begins[small])
-    is_absent = is_far & (rows.begin + columns.exact_run_table.ends[layouts.which] > present)
-    is_absent[small] |= ends[small] > present[small]
-    if is_absent.any() and not _has_all(copies, layouts, columns, np.flatnonzero(is_far)):
-        return None
-    for number, _, some in rows.by_shard:
-        if number in files:
-            store.shards[number].skip_checks(some)  # headers may be absent
+    if partial:
+        first_nbytes = np.full(len(rows), _NO_LIMIT)
+        for _, at, _, present in partial:
+            first_nbytes[at] = present
+        is_absent = is_far & (rows.begin + columns.exact_run_table.ends[layouts.which] > first_nbytes)
+        is_absent[small] |= ends[small] > first_nbytes[small]
+        if is_absent.any() and not _has_all(copies, layouts, columns, np.flatnonzero(is_far)):
+            return None
+        for shard, _, some, _ in partial:
+            shard.skip_checks(some)  # headers may be absent
     return copies
 
 
