@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs leases an
 NUM_SAMPLES = 1000
 WIDTH = 1500  # floats: 6,000 bytes, which are gathered
 TIMEOUT_S = 60  # to catch a hang
-PATIENCE_S = 30  # how long a reader goes on with a shard that nobody cuts
+PATIENCE_S = 30  # a reader ends after this if its shard is never cut
 
 # each reader is a fork of a process that has only imported torch and webdataset; the reader imports the package itself
 READERS = multiprocessing.get_context("forkserver")
@@ -37,7 +37,7 @@ READERS.set_forkserver_preload(["torch", "webdataset"])
 
 
 def read_batches(told: Connection, path: str, io: Any, rounds: int, num_threads: int, setup: str) -> None:
-    """Read batches in rounds: say "go" in each, read until an error, say what came of it, and wait for an answer."""
+    """Read batches in rounds: send "go" in each, read until an error, send the result, and wait for an answer."""
     kept: dict[str, Any] = {}
     exec(setup, kept)
     order = random.Random(0).choices(range(NUM_SAMPLES), k=4000)
