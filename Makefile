@@ -89,7 +89,7 @@ $(BENCH)/peers: setup.cfg constraints/bench.txt
 	-$(BENCH_PIP) tensordict
 	-$(BENCH_PIP) array_record
 	-$(BENCH_PIP) nvidia-dali-cuda130
-	-$(BENCH_PIP) datasets
+	-$(BENCH_PIP) datasets aiohttp
 	-$(BENCH_PIP) --no-deps litdata && $(BENCH_PIP) lightning-utilities filelock boto3 requests tifffile obstore
 	-$(BENCH_PIP) --no-deps mosaicml-streaming && $(BENCH_PIP) transformers catalogue tqdm brotli python-snappy zstd boto3 requests
 	touch $@
