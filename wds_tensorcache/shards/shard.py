@@ -398,7 +398,7 @@ class Shard:
             return None
         return first, last
 
-    def skip_checks(self, rows: Any = slice(None)) -> None:
+    def skip_checks(self, rows: Array | slice = slice(None)) -> None:
         """Let `check_tensors` accept samples of a remote shard without reading, if the shard contains the index itself.
 
         `rows` are the numbers of the samples; by default all.

@@ -78,7 +78,8 @@ def find_local_copies(
         skeletons: Positions of remote samples whose skeletons are needed, too.
     """
     rows, files, now_s = layouts.rows, dict[int, BlockFile](), time.monotonic()
-    partial = []  # positions of the samples of a file that may lack blocks, their rows, and how many bytes it begins with
+    # of each file that may lack blocks: shard, positions of its samples, their rows, and bytes present at its beginning
+    partial = []
     for number, at, some in rows.by_shard:
         known = store.whole_copies.get(number)
         local = None if known is None else known()
@@ -93,7 +94,7 @@ def find_local_copies(
             if present < local.nbytes:
                 partial.append((store.shards[number], at, some, present))
             else:
-                store.shards[number].skip_checks()  # as below
+                store.shards[number].skip_checks()  # the index is of the same object as all these bytes
                 store.whole_copies[number] = weakref.ref(local)
         else:
             continue
