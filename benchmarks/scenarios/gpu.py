@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain, islice, repeat
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,9 +21,10 @@ from benchmarks.context import CEILING, Context, Skipped
 from benchmarks.peers.base import by_sample, unstack
 from benchmarks.timing import Rounds, Variant, interleaved
 
-__all__ = ["AHEAD", "DALI_NATIVE", "DALI_NODES", "PINNED_COPY", "dali_gpu", "loader_gpu"]
+__all__ = ["AHEAD", "CACHED_COPY", "DALI_NATIVE", "DALI_NODES", "PINNED_COPY", "dali_gpu", "loader_gpu"]
 
 PINNED_COPY = f"{CEILING}: copy from pinned memory"
+CACHED_COPY = f"{CEILING}: copy from the page cache"
 DALI_NODES = "tensorcache nodes, nested batches"
 DALI_NATIVE = "native reader, nested batches"
 AHEAD = "Loader(device='cuda')"
@@ -26,6 +34,7 @@ _THREADS = 8
 _AHEAD = 4  # batches
 # in each round; a pipeline has read up to 9 batches before the clock starts, which must not count
 _TIMED = 1024
+_LINKS = 8  # an epoch has as many times the samples; at the end of each one, batches that are read ahead run out
 
 
 def dali_gpu(context: Context) -> Rounds:
@@ -41,7 +50,6 @@ def dali_gpu(context: Context) -> Rounds:
     options = {"batch_size": size, "num_threads": _THREADS, "prefetch_queue_depth": _AHEAD}
     options["device_id"] = None if is_dry else 0
     device = "cpu" if is_dry else "gpu"
-    shards = sorted(map(str, context.ours.glob("*.tar")))
 
     @pipeline_def(**options)
     def ours(cache: Any) -> Any:
@@ -53,7 +61,7 @@ def dali_gpu(context: Context) -> Rounds:
         return dali_plugin.fn.native_reader(cache, shuffle=True, initial_fill=4 * size, device=device)
 
     @pipeline_def(**options)
-    def raw() -> Any:
+    def raw(shards: list[str]) -> Any:
         indexes = [path.replace(".tar", ".idx") for path in shards]
         ext = ["skel.pyd", "safetensors"]
         members = fn.readers.webdataset(
@@ -61,12 +69,12 @@ def dali_gpu(context: Context) -> Rounds:
         )
         return tuple(members if is_dry else (member.gpu() for member in members))
 
-    with tc.open(context.ours, num_threads=_THREADS) as cache:
+    with _long_epoch(context) as folder, tc.open(folder, num_threads=_THREADS) as cache:
         nested = {
             name: chain.from_iterable(repeat(dali_plugin.TensorCacheIterator(made(cache))))
             for name, made in ((DALI_NODES, ours), (DALI_NATIVE, native))
         }
-        pipe = raw()
+        pipe = raw(sorted(map(str, folder.glob("*.tar"))))
         pipe.build()
         runs: dict[str, Callable[[], Any]] = {name: partial(next, batches) for name, batches in nested.items()}
         for name, run in runs.items():
@@ -77,7 +85,7 @@ def dali_gpu(context: Context) -> Rounds:
 def loader_gpu(context: Context) -> Rounds:
     """Measure batches without DALI: `read_batch` alone, and a `Loader` that reads ahead."""
     _need_gpu(context)
-    with tc.open(context.ours, num_threads=_THREADS) as cache:
+    with _long_epoch(context) as folder, tc.open(folder, num_threads=_THREADS) as cache:
         order, size = tc.EpochOrder(len(cache), seed=0), _batch_size(context)
         numbers = [order(0, range(at, at + size)) for at in range(0, len(cache) - size + 1, size)]
         endless = chain.from_iterable(repeat(numbers))
@@ -104,11 +112,22 @@ def _need_gpu(context: Context) -> None:
         raise Skipped("DALI cannot batch samples of different shapes without padding")
 
 
+@contextmanager
+def _long_epoch(context: Context) -> Iterator[Path]:
+    """Make a folder in which each of our shards has several names."""
+    with TemporaryDirectory(dir=context.scratch) as folder:
+        for number in range(_LINKS):
+            for path in (*context.ours.glob("*.tar"), *context.ours.glob("*.idx")):
+                os.link(path, Path(folder, f"{number}-{path.name}"))
+        yield Path(folder)
+
+
 def _measure(context: Context, runs: dict[str, Callable[[], Any]]) -> Rounds:
     is_dry, size = context.gpu == "cpu", _batch_size(context)
     count = 4 if is_dry else _TIMED
     tensors = context.workload.split(context.samples[0])[0].values()
-    host = torch.empty(size * sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, pin_memory=not is_dry)
+    nbytes = size * sum(tensor.nbytes for tensor in tensors)
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=not is_dry)
 
     def copied() -> Any:
         return host.to(context.gpu, non_blocking=True)
@@ -120,11 +139,41 @@ def _measure(context: Context, runs: dict[str, Callable[[], Any]]) -> Rounds:
             torch.cuda.synchronize()
         return count * size
 
-    variants = {
-        name: Variant(partial(timed, run), count * size, context.warm(name))
-        for name, run in {PINNED_COPY: copied, **runs}.items()
-    }
-    return interleaved(variants, context.rounds)
+    with closing(_read_and_copied(context, nbytes)) as cached:
+        ceilings = {PINNED_COPY: copied, CACHED_COPY: partial(next, cached)}
+        variants = {
+            name: Variant(partial(timed, run), count * size, context.warm(name))
+            for name, run in (ceilings | runs).items()
+        }
+        return interleaved(variants, context.rounds)
+
+
+def _read_and_copied(context: Context, nbytes: int) -> Generator[Any, None, None]:
+    """Yield tensors on the GPU: as many bytes as a batch has, from random places of a shard, in one read each."""
+    path = min(context.ours.glob("*.tar"))
+    last, generator = path.stat().st_size - nbytes, random.Random(0)
+    stream = torch.cuda.Stream() if context.gpu == "cuda" else None
+
+    def read(begin: int) -> tuple[Any, Any]:
+        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=stream is not None)
+        if os.preadv(number, [host.numpy()], begin) != nbytes:
+            raise AssertionError(f"{path}: read less than {nbytes} bytes")
+        with torch.cuda.stream(stream):  # None does nothing
+            return host.to(context.gpu, non_blocking=True), stream and stream.record_event()
+
+    number = os.open(path, os.O_RDONLY)
+    try:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            waiting = deque(pool.submit(read, generator.randint(0, last)) for _ in range(2 * _THREADS))
+            while True:
+                moved, event = waiting.popleft().result()
+                waiting.append(pool.submit(read, generator.randint(0, last)))
+                if event is not None:
+                    torch.cuda.current_stream().wait_event(event)
+                    moved.record_stream(torch.cuda.current_stream())
+                yield moved
+    finally:
+        os.close(number)
 
 
 def _check(context: Context, name: str, batch: Any) -> None:
