@@ -98,6 +98,20 @@ def test_the_second_epoch_makes_no_request(folder: Path, server: HttpServer, tmp
     assert len(log) <= 1 + NUM_SHARDS
 
 
+def test_shards_are_known_to_be_whole_without_their_indexes(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+    """An epoch reads all bytes of the samples, and not the index that follows them; nothing is left to check then."""
+    with tc.open(server.url, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
+        epoch(cache, local, 0)
+        epoch(cache, local, 1)
+        store = cache._store
+        assert set(store.whole_copies) == set(range(NUM_SHARDS))
+        for number, shard in enumerate(store.shards):
+            copy = store.whole_copies[number]()
+            assert copy is not None
+            assert shard.index.end <= copy.leading_nbytes() < copy.nbytes
+            assert shard.checked.all()
+
+
 def test_processes_request_each_block_once(folder: Path, server: HttpServer, tmp_path: Path) -> None:
     server.set(latency_s=0.002)
 

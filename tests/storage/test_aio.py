@@ -62,10 +62,11 @@ def check(wanted: Sequence[Some], found: Any, buffers: list[list[Any]]) -> None:
         assert np.concatenate(parts).tobytes() == os.pread(fd, nbytes, offset)
 
 
+@pytest.mark.parametrize("flags", [0, getattr(os, "RWF_NOWAIT", 0)])
 @pytest.mark.parametrize("count", [1, 127, 128, 129, 700])
-def test_every_byte_arrives(files: list[int], count: int) -> None:
+def test_every_byte_arrives(files: list[int], count: int, flags: int) -> None:
     wanted = random_reads(files, count, count)
-    reads, buffers = reads_of(wanted)
+    reads, buffers = reads_of(wanted, flags)
     check(wanted, read_many(reads, 0, count), buffers)
 
 

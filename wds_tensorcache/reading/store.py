@@ -67,7 +67,7 @@ class Store:
         self.are_remote = np.array([shard.is_remote for shard in self.shards], np.bool_)
         self.has_remote = bool(self.are_remote.any())
         self._unloaded = {number for number, shard in enumerate(self.shards) if shard.is_remote and not shard.is_loaded}
-        # local files of remote shards that contain all of their bytes, by shard number
+        # local files of remote shards that contain all of their samples, by shard number
         self.whole_copies: dict[int, weakref.ref[BlockFile]] = {}
         self._exemplars: tuple[int, ...] | None = None
         self._table: KeyTable | None = None

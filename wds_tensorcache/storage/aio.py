@@ -27,6 +27,7 @@ __all__ = ["Reads", "address_of", "read_many"]
 
 Array = np.ndarray[Any, Any]
 _MAX_READS = 128  # of one system call; /proc/sys/fs/aio-max-nr limits their sum over all contexts of the machine
+_QUICK_NBYTES = 1 << 16  # to read so few from the page cache takes less time than to get the GIL back
 _PREADV = 7  # IOCB_CMD_PREADV
 _IOCB = np.dtype(
     [("data", "<u8"), ("key", "<u4"), ("flags", "<u4"), ("opcode", "<u2"), ("priority", "<i2"), ("fd", "<u4")]
@@ -141,19 +142,21 @@ class _Context:
         first = reads.first_buffer[begin : begin + count + 1]
         iocbs["buffers"] = address_of(reads.buffers) + first[:-1] * reads.buffers.itemsize * 2
         iocbs["num_buffers"] = np.diff(first)
+        buffers = reads.buffers[first[0] : first[-1], 1]
+        is_quick = bool(iocbs["flags"].all()) and buffers.sum() <= _QUICK_NBYTES
         self._reads = reads
         try:
             # fewer than `count` if the kernel refuses one of them
-            count = _call(self._numbers[1], self._handle, ctypes.c_long(count), self._pointers_at)
+            submit = _call_quickly if is_quick else _call
+            count = submit(self._numbers[1], self._handle, ctypes.c_long(count), self._pointers_at)
         except OSError:
             self._reads = None
             return self.pid == os.getpid()
-        left = count
+        left, call, least = count, _call_quickly, 0  # on most file systems, all reads are done
         while left:
+            numbers = ctypes.c_long(least), ctypes.c_long(left)
             try:
-                num = _call(
-                    self._numbers[2], self._handle, ctypes.c_long(left), ctypes.c_long(left), self._events_at, None
-                )
+                num = call(self._numbers[2], self._handle, *numbers, self._events_at, None)
             except InterruptedError:
                 continue
             except OSError:
@@ -161,6 +164,7 @@ class _Context:
             events = self._events[:num]
             result[events["data"].astype(np.int64)] = events["result"]
             left -= num
+            call, least = _call, left
         self._reads = None
         return True
 
@@ -173,7 +177,15 @@ def address_of(array: Array) -> int:
 
 def _call(number: int, *arguments: Any) -> int:
     """Execute a system call; raise OSError if it fails."""
-    result: int = _syscall(ctypes.c_long(number), *arguments)
+    return _checked(_syscall(ctypes.c_long(number), *arguments))
+
+
+def _call_quickly(number: int, *arguments: Any) -> int:
+    """Execute a system call that does not wait, as `_call` does, but keep the GIL."""
+    return _checked(_quick_syscall(ctypes.c_long(number), *arguments))
+
+
+def _checked(result: int) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
@@ -186,5 +198,6 @@ def _forget() -> None:
 
 if _number is not None:
     _syscall: Any = ctypes.CDLL(None, use_errno=True).syscall
-    _syscall.restype = ctypes.c_long
+    _quick_syscall: Any = ctypes.PyDLL(None, use_errno=True).syscall
+    _syscall.restype = _quick_syscall.restype = ctypes.c_long
     os.register_at_fork(after_in_child=_forget)
