@@ -103,9 +103,7 @@ def find_local_copies(
         files[number] = local
     small = np.array([*skeletons], np.int64)
     numbers, row_of = rows.number[small], rows.row[small].tolist()
-    extents = [
-        store.shards[number].skeleton_extent(row) for number, row in zip(numbers.tolist(), row_of, strict=True)
-    ]
+    extents = [store.shards[number].skeleton_extent(row) for number, row in zip(numbers.tolist(), row_of, strict=True)]
     begins, ends = np.array(extents, np.int64).reshape(-1, 2).T
     copies = LocalCopies(files, small, numbers, begins, ends - begins)
     if partial:
