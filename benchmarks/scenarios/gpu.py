@@ -1,4 +1,4 @@
-"""Scenarios `dali_gpu`, `loader_gpu`: batches of 64 into a GPU's memory, compared with a plain copy."""
+"""Scenarios `dali_gpu`, `loader_gpu`: batches of 64 into a GPU's memory, compared with plain copies."""
 
 from __future__ import annotations
 

@@ -142,8 +142,8 @@ class _Context:
         first = reads.first_buffer[begin : begin + count + 1]
         iocbs["buffers"] = address_of(reads.buffers) + first[:-1] * reads.buffers.itemsize * 2
         iocbs["num_buffers"] = np.diff(first)
-        buffers = reads.buffers[first[0] : first[-1], 1]
-        is_quick = bool(iocbs["flags"].all()) and buffers.sum() <= _QUICK_NBYTES
+        sizes = reads.buffers[first[0] : first[-1], 1]
+        is_quick = iocbs["flags"].all() and sizes.sum() <= _QUICK_NBYTES
         self._reads = reads
         try:
             # fewer than `count` if the kernel refuses one of them
