@@ -146,7 +146,7 @@ def test_select_looks_at_one_shard(server: HttpServer, cache: tc.TensorCache) ->
 
 
 def test_neighbors_share_requests(server: HttpServer, cache: tc.TensorCache) -> None:
-    for _ in range(2):  # until this process knows the template of the samples, each batch also requests a skeleton
+    for _ in range(3):  # until this process knows the template of the samples, each batch also requests a skeleton
         cache.read_tensors(range(23), collate="list")
     server.log()
     cache.read_tensors(range(23), collate="list")
