@@ -17,6 +17,7 @@ __all__ = [
     "SKELETON",
     "TENSORS",
     "Half",
+    "NamedKey",
     "cache_name",
     "cache_of_field",
     "check_key",
@@ -75,6 +76,25 @@ def check_key(key: object) -> None:
     raise InvalidKeyError(f"key {key!r:.100} {what}; tc.safe_key makes a key of any text")
 
 
+class NamedKey(str):
+    """A key made by `safe_key` that does not hold its name; writers store the name in the index of the shard.
+
+    Attributes:
+        original: Name of the sample.
+    """
+
+    __slots__ = ("original",)
+    original: str
+
+    def __new__(cls, key: str, original: str) -> NamedKey:
+        made = super().__new__(cls, key)
+        made.original = original
+        return made
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return str(self), self.original
+
+
 def safe_key(name: str) -> str:
     """Return a legal key for any text, such as the path of a photo. Different texts get different keys.
 
@@ -98,7 +118,7 @@ def safe_key(name: str) -> str:
     key = _UNSAFE.sub(_percent_encode, name) or _EMPTY
     if len(key) > _SAFE_LENGTH:
         digest = hashlib.sha256(_as_bytes(name)).hexdigest()[:40]
-        key = key[: _SAFE_LENGTH - len(_HASHED + digest)] + _HASHED + digest
+        return NamedKey(key[: _SAFE_LENGTH - len(_HASHED + digest)] + _HASHED + digest, name)
     return key
 
 
