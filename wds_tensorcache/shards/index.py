@@ -135,7 +135,7 @@ class CacheColumns:
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """What the samples of a shard were made from, as far as their writer knew it; a scan of the shard does not find it.
+    """Origins of a shard's samples, as far as their writer knew them; a scan of the shard does not find them.
 
     `digest` contains a digest of each sample's item, uint64; 0 if unknown. `rows` contains the numbers of the samples whose key
     does not hold their original name, ascending; `text` their names in UTF-8, in which they end at `ends`.
@@ -195,7 +195,7 @@ class ShardIndex:
         layouts: Layouts, to which the `layout` columns of the caches refer.
         end: Byte offset of the end-of-archive marker.
         fingerprint: Description of how the cache was made; None if unknown.
-        origins: What the samples were made from; None if unknown.
+        origins: Digests of the items and original names of the samples; None if there are none.
     """
 
     keys: Keys
