@@ -20,6 +20,7 @@ from wds_tensorcache.shards.index import MemberColumns, ShardIndex
 from wds_tensorcache.shards.index_paths import dali_index_path
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import Catalog
+from wds_tensorcache.shards.names import older_key
 from wds_tensorcache.shards.tar.headers import BLOCK
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.writing.copy_members import MemberRange
@@ -66,6 +67,11 @@ class FinishedShards:
         """Return whether a sample has a cache; without one, the sample consists of other members only."""
         caches = self.indexes[path].caches.values()
         return any(cache.rows is None or bool((cache.rows == row).any()) for cache in caches)
+
+    def stored_key(self, key: str) -> str:
+        """Return the key, or the one that an earlier version of `safe_key` made of the same name if a sample has it."""
+        older = older_key(key)
+        return key if older is None or older not in self else older
 
     def is_finished(self, key: str) -> bool:
         """Return whether the key has a sample, and all samples with this key have a cache."""

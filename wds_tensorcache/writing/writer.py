@@ -178,10 +178,18 @@ class ShardWriter:
             raise ValueError(f"{self._pattern}: the writer is closed")
         if isinstance(key, dict):
             raise TypeError("expected write(key, sample, **members), got the dict that webdataset's own writers expect")
+        self._write(key, sample, members)
+
+    def _write(self, key: str, sample: Any, members: dict[str, Any], item_digest: int = 0) -> PackedSample | None:
+        """Write one sample, see `write`; return it, or None if its key is already stored."""
         if not self._has_found or key not in self:
-            self._place(self._pack(key, sample, **members))
-        elif not is_plain_key(key):
+            packed = self._pack(key, sample, **members)
+            packed.item_digest = item_digest
+            self._place(packed)
+            return packed
+        if not is_plain_key(key):
             check_key(key)
+        return None
 
     def _pack(self, key: str, sample: Any = _NOTHING, /, **members: Any) -> PackedSample:
         """Encode a sample for `_place` or `_reserve`; the arguments and errors are those of `write`.
