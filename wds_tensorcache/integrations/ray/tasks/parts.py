@@ -26,7 +26,7 @@ def write_part(job: WriteJob, blocks: Iterable[Any], task: int) -> Part:
 
     Raises:
         KeyError: A block has no column of keys.
-        InvalidKeyError, EncodeError: A sample cannot be written.
+        InvalidKeyError, EncodeError, StaleCacheError: A sample cannot be written.
         RuntimeError: The driver has ended the write.
     """
     folder = folder_at(job.folder)
@@ -40,9 +40,11 @@ def write_part(job: WriteJob, blocks: Iterable[Any], task: int) -> Part:
     try:
         with sink:
             for block in blocks:
-                for key, sample in samples_of_block(block, job.key, job.allow):
+                for key, sample, members in samples_of_block(
+                    block, job.key, job.allow, has_fingerprint=job.options["fingerprint"] is not None
+                ):
                     text = as_key(key, job.key)
-                    sink.write(text, sample)
+                    sink.write(text, sample, **members)
                     digests.append(key_digest(text))
                 _check_running(folder, job)
         _check_running(folder, job)
