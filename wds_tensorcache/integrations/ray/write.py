@@ -65,7 +65,7 @@ def write_ray(
         append: Add to the cache in the folder. Several appends may run at the same time. New samples follow the existing ones;
             existing keys are refused.
         fingerprint: As for `ShardWriter`. Rows of `tc.read_ray` need one if the cache that was read has one, because functions
-            of the dataset may have changed the samples: pass that of the cache, a new one, or `{}` for none.
+            of the dataset may have changed the samples: pass that of the cache, a new one, or `{}` to leave it out.
         max_samples: Maximum number of samples in a shard.
         min_samples: Minimum number of rows of a task, except for the last one. By default, each block of the dataset, or each
             read task, is written by one task, and has at least one shard. A value keeps Ray from fusing reading and writing.

@@ -74,6 +74,6 @@ def samples_of_block(
             what = f"sample {keys[at]!r} was read from a cache that has a fingerprint, but fingerprint= is not given"
             raise StaleCacheError(
                 f"{what}; if the samples are still what it describes, pass fingerprint=tc.open(source).fingerprint, else a "
-                "description of how they were made, or {} for none"
+                "description of how they were made, or {} to leave it out"
             )
         yield keys[at], restore_sample(structure, row, allow=allow), members
