@@ -25,7 +25,7 @@ from wds_tensorcache.reading.description import Contents, Description
 from wds_tensorcache.reading.lookup.keys import KeysView, respelled
 from wds_tensorcache.reading.lookup.positions import numbers_of, spread
 from wds_tensorcache.reading.schema import Entry, TensorSchema, format_tensor, printable
-from wds_tensorcache.shards.names import safe_key
+from wds_tensorcache.shards.names import original_name, safe_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypeVar
@@ -105,6 +105,21 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     @abstractmethod
     def keys(self) -> KeysView:
         """Return the keys in order, as a sequence that decodes each key on access."""
+
+    def original_name(self, key: str) -> str:
+        """Return the name from which `tc.safe_key` made the key of a sample, also if the key has only a hash of it.
+
+        Raises:
+            InvalidKeyError: `tc.safe_key` did not make the key; or the key has a hash, and the index of the shard no longer has
+                the name, for example because another tool wrote the index.
+            KeyError: There is no such sample.
+        """
+        return self._name_at(self._find(key), key)
+
+    def _name_at(self, number: int, key: str) -> str:
+        """Return the original name of sample `number`, which has this key; raise InvalidKeyError if it is unknown."""
+        stored = self._stored_name(number)
+        return original_name(key) if stored is None else stored
 
     @property
     @abstractmethod
@@ -416,6 +431,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def _find(self, key: str) -> int: ...
+
+    def _stored_name(self, number: int) -> str | None:
+        """Return the original name of a sample in the index of its shard; None if the key holds the name, or there is none."""
+        return None
 
     @abstractmethod
     def _take(self, numbers: slice | Array) -> Self: ...

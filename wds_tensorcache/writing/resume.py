@@ -72,6 +72,10 @@ class FinishedShards:
         places = self.find(key)
         return bool(places) and all(self.has_cache(*place) for place in places)
 
+    def origin(self, path: str, row: int) -> tuple[int, str | None]:
+        """Return what a sample was made from, see `ShardIndex.origin`."""
+        return self.indexes[path].origin(row)
+
     def read_member(self, path: str, row: int, suffix: str) -> bytes | None:
         """Return a member of a sample; None if the sample has no member with that suffix."""
         member = self.indexes[path].members.get(suffix)

@@ -78,7 +78,8 @@ class UnfinishedShard:
 
     def _add(self, sample: PackedSample) -> None:
         self._keys.add(sample.key)
-        self._builder.add(sample.key, sample.caches, sample.members, self._position)
+        origin = sample.item_digest, getattr(sample.key, "original", None)  # a `NamedKey` has one
+        self._builder.add(sample.key, sample.caches, sample.members, self._position, origin)
         self._position += sample.nbytes
 
     def finish(self, footer: bool, fingerprint: Mapping[str, Any] | None) -> ShardIndex:

@@ -149,7 +149,11 @@ def _list_files(cache: Cache, kind: str, report: ExportReport) -> ExportList:
             if suffix in own:
                 what = f"has a member {suffix!r}, which has the name of an exported file; use another kind"
                 raise EncodeError(what).at(f"sample {key!r:.100}")
-        name, is_renamed = names.name_of(key, [*own, *members])
+        try:
+            original = cache._name_at(number, key)
+        except InvalidKeyError:
+            original = key
+        name, is_renamed = names.name_of(key, original, [*own, *members])
         if is_renamed:
             report.renamed[key] = name
         listed.samples.append(ExportedSample(key, name, members))
