@@ -64,3 +64,12 @@ def test_members_are_read_only_if_wanted(folder: Path) -> None:
     dataset = tc.read_ray(folder).select_columns(["__key__", ".jpg"])
     assert {row["__key__"]: row[".jpg"] for row in dataset.take_all()}["0003"] == b"\xff\xd8\xff3\0"
     assert tc.read_ray(folder).select_columns(["__key__", "x"]).schema().names == ["__key__", "x"]
+
+
+def test_names_that_keys_do_not_hold(tmp_path: Path) -> None:
+    names = ["a b", "фото " * 20, "写" * 40]
+    with tc.ShardWriter(tmp_path / "in", fsync=False) as sink:
+        for name in names:
+            sink.write(tc.safe_key(name), {"x": torch.ones(2)})
+    cache = tc.write_ray(tc.read_ray(tmp_path / "in").map(lambda row: row), tmp_path / "out", fsync=False)
+    assert sorted(map(cache.original_name, cache.keys())) == names

@@ -12,6 +12,7 @@ from wds_tensorcache.errors import StaleCacheError, TensorCacheError
 from wds_tensorcache.integrations.ray.rows.columns import values_by_column
 from wds_tensorcache.integrations.ray.rows.restore import members_of_row, plain_sample, restore_sample
 from wds_tensorcache.integrations.ray.rows.structure import KEY, STRUCTURE, parse_structure
+from wds_tensorcache.shards.names import hashed_key
 
 __all__ = ["encoded_table", "samples_of_block"]
 
@@ -76,4 +77,5 @@ def samples_of_block(
                 f"{what}; if the samples are still what it describes, pass fingerprint=tc.open(source).fingerprint, else a "
                 "description of how they were made, or {} to leave it out"
             )
-        yield keys[at], restore_sample(structure, row, allow=allow), members
+        named = None if structure.original is None else hashed_key(structure.original)
+        yield named if named == keys[at] else keys[at], restore_sample(structure, row, allow=allow), members

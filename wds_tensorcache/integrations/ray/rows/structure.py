@@ -3,7 +3,8 @@
 The bytes of a row are
 
 1. one byte of flags: whether small values have columns, and whether the cache has a fingerprint;
-2. the length, u32, and the text of a JSON object: the dtype of each tensor column, and null for columns that the sample lacks;
+2. the length, u32, and the text of a JSON object: the dtype of each tensor column, null for columns that the sample lacks, and
+   at `__key__` the original name, if the key has a hash of it;
 3. the length, u32, of a skeleton, the skeleton, and its tensors.
 
 This skeleton is that of the sample, with an empty tensor of the same dtype in place of each tensor that has a column.
@@ -51,6 +52,7 @@ class Structure:
         is_described: True if the sample comes from a cache with a fingerprint.
         dtypes: Dtypes of the tensor columns, by name.
         absent: Names of columns that the sample has nothing for.
+        original: Original name, if the key that was read has a hash of it.
         skeleton, tensors: The two members of the sample without the elements of tensors that have columns.
     """
 
@@ -58,12 +60,19 @@ class Structure:
     is_described: bool
     dtypes: dict[str, torch.dtype | np.dtype[Any]]
     absent: frozenset[str]
+    original: str | None
     skeleton: bytes
     tensors: bytes
 
 
 def encode_structure(
-    sample: Any, columns: Iterable[str], *, has_values: bool, is_described: bool = False, allow: Iterable[type] = ()
+    sample: Any,
+    columns: Iterable[str],
+    *,
+    has_values: bool,
+    is_described: bool = False,
+    original: str | None = None,
+    allow: Iterable[type] = (),
 ) -> bytes:
     """Return the bytes of a sample's row in the column `__tensorcache__`.
 
@@ -72,11 +81,14 @@ def encode_structure(
         columns: Names of columns for which other samples of the block have a value, and this one has none.
         has_values: True if the small values have columns.
         is_described: True if the sample comes from a cache with a fingerprint.
+        original: Original name, if the key has a hash of it.
         allow: Classes that the sample may contain.
     """
     lazies: dict[str, Any] = flatten(sample)
     dtypes: dict[str, str | None] = {name: dtype_text(lazy) for name, lazy in lazies.items()}
     dtypes.update(dict.fromkeys(columns))
+    if original is not None:
+        dtypes[KEY] = original
 
     def empty(lazy: Any) -> Any:
         dtype: Any = lazy.dtype
@@ -109,20 +121,21 @@ def parse_structure(raw: bytes) -> Structure:
     end = begin + _LENGTH.size + length
     if raw[0] > _VALUES | _DESCRIBED or end > len(raw):
         raise FormatError(f"the column {STRUCTURE!r} has bytes that read_ray did not make; drop the column")
-    dtypes, absent = _parse_names(raw[1 + _LENGTH.size : begin])
+    dtypes, absent, original = _parse_names(raw[1 + _LENGTH.size : begin])
     flags = bool(raw[0] & _VALUES), bool(raw[0] & _DESCRIBED)
-    return Structure(*flags, dtypes, absent, raw[begin + _LENGTH.size : end], raw[end:])
+    return Structure(*flags, dtypes, absent, original, raw[begin + _LENGTH.size : end], raw[end:])
 
 
 @lru_cache(maxsize=256)
-def _parse_names(names: bytes) -> tuple[dict[str, torch.dtype | np.dtype[Any]], frozenset[str]]:
-    """Return the dtypes of the tensor columns by name, and the names of columns that the sample has nothing for."""
+def _parse_names(names: bytes) -> tuple[dict[str, torch.dtype | np.dtype[Any]], frozenset[str], str | None]:
+    """Return the dtypes of the tensor columns by name, the columns that the sample has nothing for, and the original name."""
     try:
         found = json.loads(names)
+        original = found.pop(KEY, None)
         dtypes = {name: parse_dtype(text) for name, text in found.items() if text is not None}
     except (ValueError, AttributeError, TypeError, RecursionError) as exc:
         raise FormatError(f"the column {STRUCTURE!r} has no readable dtypes: {exc}; drop the column") from exc
-    return dtypes, frozenset(found.keys() - dtypes.keys())
+    return dtypes, frozenset(found.keys() - dtypes.keys()), original if isinstance(original, str) else None
 
 
 def value_columns(sample: Any) -> dict[str, tuple[Path, Any]]:

@@ -26,6 +26,7 @@ def make_table(
     has_values: bool,
     is_described: bool = False,
     members: Mapping[str, Sequence[bytes | None]] | None = None,
+    originals: Sequence[str | None] | None = None,
     allow: Iterable[type] = (),
     columns: Iterable[str] | None = None,
     absent: Mapping[str, Any] | None = None,
@@ -41,6 +42,7 @@ def make_table(
         has_values: True if small values get columns.
         is_described: True if the samples come from a cache with a fingerprint.
         members: Members outside caches by the names of their columns; None where a sample lacks the member.
+        originals: Original names of samples whose keys have hashes of them; None for other samples.
         allow: Classes that samples may contain.
         columns: Names of the columns to make; None for all.
         absent: Empty arrays of the dtypes and numbers of dimensions of optional tensors, by name.
@@ -69,8 +71,10 @@ def make_table(
         for at, lacks in enumerate(lacking):
             lacks += [name for name, arrays in tensors.items() if arrays[at] is None]
         raws = [
-            encode_structure(sample, lacks, has_values=has_values, is_described=is_described, allow=allow)
-            for sample, lacks in zip(samples, lacking, strict=True)
+            encode_structure(
+                sample, lacks, has_values=has_values, is_described=is_described, original=original, allow=allow
+            )
+            for sample, lacks, original in zip(samples, lacking, originals or [None] * len(keys), strict=True)
         ]
         table[STRUCTURE] = pa.array(raws, pa.binary())
     return pa.table(table)

@@ -180,6 +180,7 @@ def read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence[
         plan.value_kinds if columns is None else {},
         has_values=plan.has_values and not lacks_samples,
         is_described=plan.is_described,
+        originals=[] if lacks_samples else [cache._stored_name(number) for number in numbers.tolist()],
         members={MEMBER + suffix: _read_members(cache, numbers, suffix) for suffix in suffixes},
         allow=plan.allow,
         columns=columns,

@@ -13,6 +13,7 @@ from wds_tensorcache.errors import InvalidKeyError
 from wds_tensorcache.integrations.ray.rows.block_samples import samples_of_block
 from wds_tensorcache.integrations.ray.tasks.folder import Folder, folder_at, index_names
 from wds_tensorcache.integrations.ray.tasks.jobs import Part, WriteJob, key_digest
+from wds_tensorcache.shards.names import NamedKey
 from wds_tensorcache.storage.remote.urls import is_url, join_url, shown
 from wds_tensorcache.writing.writer import ShardWriter
 
@@ -70,7 +71,7 @@ def _check_running(folder: Folder, job: WriteJob) -> None:
 def as_key(key: Any, column: str) -> str:
     """Return a value of the key column as text; raise InvalidKeyError if it is neither text nor an integer."""
     if isinstance(key, str):
-        return str(key)
+        return key if isinstance(key, NamedKey) else str(key)
     if isinstance(key, (int, np.integer)) and not isinstance(key, (bool, np.bool_)):
         return str(int(key))
     raise InvalidKeyError(
