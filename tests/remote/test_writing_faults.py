@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 
@@ -69,6 +71,20 @@ def test_a_store_that_stays_down(write_server: WriteServer, monkeypatch: pytest.
     error = _error_of()
     assert isinstance(error, tc.RemoteError)
     assert error.status is None
+
+
+def test_a_writer_that_is_never_closed(write_server: WriteServer) -> None:
+    """The log names the samples of the unfinished shard, and the finished shards whose uploads have not ended."""
+    write_server.script({"method": "PUT", "suffix": "1.tar", "status": 503, "times": -1})
+    program = (
+        "import wds_tensorcache as tc\n"
+        f"writer = tc.ShardWriter({URL!r}, max_samples=2)\n"
+        "for i in range(7): writer.write(f'{i}', [i])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    what = "its unfinished shard with 1 sample is lost, and 2 finished shards may not have been uploaded; write inside"
+    assert f"{URL}/%06d.tar: the writer was not closed, so {what}" in done.stderr
+    assert sorted(write_server.objects("cache/")) == ["000000.idx", "000000.tar", "manifest.json"]
 
 
 def test_a_manifest_that_many_writers_change(write_server: WriteServer, monkeypatch: pytest.MonkeyPatch) -> None:

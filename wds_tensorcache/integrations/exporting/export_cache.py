@@ -149,6 +149,7 @@ def _list_files(cache: Cache, kind: str, report: ExportReport) -> ExportList:
             if suffix in own:
                 what = f"has a member {suffix!r}, which has the name of an exported file; use another kind"
                 raise EncodeError(what).at(f"sample {key!r:.100}")
+        stored = cache._stored_name(number)
         try:
             original = cache._name_at(number, key)
         except InvalidKeyError:
@@ -156,7 +157,7 @@ def _list_files(cache: Cache, kind: str, report: ExportReport) -> ExportList:
         name, is_renamed = names.name_of(key, original, [*own, *members])
         if is_renamed:
             report.renamed[key] = name
-        listed.samples.append(ExportedSample(key, name, members))
+        listed.samples.append(ExportedSample(key, name, members, None if stored == name else stored))
     return listed
 
 
@@ -238,7 +239,7 @@ def _list_tar(cache: Cache) -> ExportList:
         except TensorCacheError as exc:
             raise exc.at(f"sample {key!r:.100}") from exc
         met.add(key)
-        listed.samples.append(ExportedSample(key, key, members))
+        listed.samples.append(ExportedSample(key, key, members, cache._stored_name(number)))
     return listed
 
 

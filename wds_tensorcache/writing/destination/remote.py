@@ -110,6 +110,11 @@ class RemoteDestination:
         found = [each for name in shards for each in (name, dali_index_path(name), sidecar_path(name)) if each in names]
         self._objects.delete([self._pattern.locate(name) for name in found])
 
+    @property
+    def num_uploads(self) -> int:
+        """See `Destination`."""
+        return self._uploads.num_waiting
+
     def check(self) -> None:
         """See `Destination`."""
         self._uploads.check()
