@@ -156,6 +156,8 @@ class ShardIndex:
         layouts: Layouts, to which the `layout` columns of the caches refer.
         end: Byte offset of the end-of-archive marker.
         fingerprint: Description of how the cache was made; None if unknown.
+        hidden: Byte offset of a tar header after the end, whose member readers do not see; None if a scan found no such
+            header, or if the index was not made by a scan.
     """
 
     keys: Keys
@@ -164,6 +166,7 @@ class ShardIndex:
     layouts: LayoutTable
     end: int
     fingerprint: Mapping[str, Any] | None = None
+    hidden: int | None = None
 
     def __repr__(self) -> str:
         return f"ShardIndex({len(self.keys)} samples, caches {list(self.caches)}, other members {list(self.members)})"
